@@ -50,7 +50,7 @@ from gateway.system import SystemdNotifier, connection_limits, raise_open_file_l
 from gateway.transport.node_client import open_node_client
 from gateway.transport.resolver import Resolver
 from gateway.web.admin.app import admin_app
-from gateway.web.admin.control import ReloadResult
+from gateway.web.admin.configuration import ReloadResult
 from gateway.web.admin.nodes import DrainDeadlines
 from gateway.web.admin.status import MetricsSource
 from gateway.web.handler import PROGRESS_SECONDS, HandlerConfig, ProxyHandler
@@ -100,6 +100,7 @@ class Gateway:
         clock: Callable[[], float] = time.monotonic,
         rng: random.Random | None = None,
         timings: Timings = DEFAULT_TIMINGS,
+        resolver: Resolver | None = None,
     ) -> None:
         self.options = options
         self.timings = timings
@@ -123,7 +124,7 @@ class Gateway:
         self.bus = EventBus(
             lambda seconds, work: asyncio.get_running_loop().call_later(seconds, work)
         )
-        self._resolver = Resolver()
+        self._resolver = resolver or Resolver()
         self.fleet = Fleet(
             connect=functools.partial(open_node_client, resolver=self._resolver),
             health=settings.health,
@@ -158,8 +159,8 @@ class Gateway:
                 previous_access=self._inherited.anonymous_access,
             ),
             forwarder=self.forwarder,
-            scheduler=self.scheduler,
-            model_index=self.fleet.model_index,
+            queue=self.scheduler,
+            catalog=self.fleet.model_index,
             registry=self.registry,
             bus=self.bus,
             clock=self.clock,

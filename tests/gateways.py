@@ -18,6 +18,7 @@ from gateway.app import DEFAULT_TIMINGS, Gateway, Timings
 from gateway.fleet.node import NodeState
 from gateway.observe.logs import set_up_logging
 from gateway.startup import Options, load_checked
+from gateway.transport.resolver import Resolver
 from tests.virtual import VirtualLoop, now
 
 START_LIMIT = 60.0
@@ -59,6 +60,7 @@ async def running_gateway(
     clock: Callable[[], float] = now,
     rng: random.Random | None = None,
     timings: Timings = DEFAULT_TIMINGS,
+    resolver: Resolver | None = None,
     **options: Any,
 ) -> AsyncIterator[Running]:
     """A gateway over these nodes (URLs, or mappings as in `nodes.yaml`) and settings.
@@ -83,7 +85,9 @@ async def running_gateway(
         (folder / "gateway.log").open("ab") as log,
         set_up_logging("debug", "json", fd=log.fileno()) as logs,
     ):
-        gateway = Gateway(chosen, loaded, logs, clock=clock, rng=rng, timings=timings)
+        gateway = Gateway(
+            chosen, loaded, logs, clock=clock, rng=rng, timings=timings, resolver=resolver
+        )
         async with gateway.running(inventory):
             assert gateway.public_listener is not None
             assert gateway.admin_listener is not None

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from tests.emulator import EmulatedNode
-from tests.emulator.wire import wired
+from tests.emulator.raw_connection import raw_connection
 from tests.tools.cli.running import Ran, run
 from tests.web.raw_client import HELLO, answer, request
 
@@ -83,7 +83,7 @@ class Process:
                 await asyncio.sleep(0.01)
 
     async def get(self, path: str) -> int:
-        async with wired(self.url) as wire:
+        async with raw_connection(self.url) as wire:
             await wire.send(request(b"", method="GET", path=path))
             return (await answer(wire)).status
 
@@ -138,7 +138,7 @@ def refused(folder: Path, *arguments: str, settings: Mapping[str, Any]) -> Ran:
 
 async def test_an_interrupt_shuts_the_gateway_down(tmp_path: Path) -> None:
     async with EmulatedNode() as node, serving(tmp_path, node) as gateway:
-        async with wired(gateway.url) as idle:
+        async with raw_connection(gateway.url) as idle:
             await idle.send(request({**HELLO, "max_tokens": 1}))
             assert (await answer(idle)).status == 200
             gateway.signal(signal.SIGINT)
@@ -156,7 +156,7 @@ async def test_it_is_not_ready_but_serves_until_a_second_signal(
         await gateway.logged("shutting down")
         assert await gateway.get("/ready") == 503
         assert await gateway.get("/health") == 200
-        async with wired(gateway.url) as wire:
+        async with raw_connection(gateway.url) as wire:
             await wire.send(request({**HELLO, "max_tokens": 1}))
             assert (await answer(wire)).status == 200, "new requests are still served"
         gateway.signal()
@@ -174,8 +174,8 @@ async def test_running_and_queued_requests_may_end(tmp_path: Path) -> None:
     async with (
         EmulatedNode(slots=1) as node,
         serving(tmp_path, node) as gateway,
-        wired(gateway.url) as running,
-        wired(gateway.url) as waiting,
+        raw_connection(gateway.url) as running,
+        raw_connection(gateway.url) as waiting,
     ):
         node.faults.next("hang", after_events=5)  # until the gateway has closed its listener
         await running.send(STREAM)
@@ -187,7 +187,7 @@ async def test_running_and_queued_requests_may_end(tmp_path: Path) -> None:
         await gateway.logged("shutting down")
         with pytest.raises(OSError):  # noqa: PT012 - the listener closes a moment later
             while True:
-                async with wired(gateway.url):
+                async with raw_connection(gateway.url):
                     await asyncio.sleep(0.05)
         node.faults.release()
         body = await running.rest()
@@ -202,8 +202,8 @@ async def test_requests_that_outlast_the_grace_get_an_error(tmp_path: Path) -> N
     async with (
         EmulatedNode(slots=1, decode_tps=20, answer_tokens=10_000) as node,
         serving(tmp_path, node, settings) as gateway,
-        wired(gateway.url) as running,
-        wired(gateway.url) as waiting,
+        raw_connection(gateway.url) as running,
+        raw_connection(gateway.url) as waiting,
     ):
         await running.send(STREAM)
         await running.head()
@@ -227,7 +227,7 @@ async def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     async with (
         EmulatedNode(slots=1, decode_tps=20, answer_tokens=10_000) as node,
         serving(tmp_path, node) as gateway,
-        wired(gateway.url) as running,
+        raw_connection(gateway.url) as running,
     ):
         await running.send(STREAM)
         await running.head()

@@ -30,7 +30,6 @@ from gateway.config.listeners import (
     PriorityName,
 )
 from gateway.config.prompts import PromptSettings
-from gateway.config.queue import ClassRule, QueueSettings
 from gateway.config.routing import (
     HealthSettings,
     ModelRule,
@@ -39,7 +38,7 @@ from gateway.config.routing import (
     check_catch_all,
     find_alias_loop,
 )
-from gateway.config.tiers import HybridSettings
+from gateway.config.scheduling import ClassRule, HybridSettings, QueueSettings
 from gateway.config.validation import find_duplicates, first_of_each_place, validate
 from gateway.config.yaml_file import (
     YamlDocument,

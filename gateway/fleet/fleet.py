@@ -11,7 +11,7 @@ from gateway.config.inventory import Inventory, NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.events import EventBus, InventoryChanged, NodeChanged, NodeDrift
 from gateway.fleet.circuit import Circuit
-from gateway.fleet.health import HealthMonitor, judge_state
+from gateway.fleet.health import ALIVE_STATES, HealthMonitor, judge_state
 from gateway.fleet.model_index import ModelIndex
 from gateway.fleet.node import Lease, Node, NodeSettings, NodeState
 from gateway.fleet.probe_history import ProbeAnswer, ProbeResult
@@ -224,6 +224,22 @@ class Fleet:
         node.leave()
         self._closing.own_task(self._monitors.pop(node).cancel())
         self._closing.close_when_idle(node)
+
+    # What the public edge asks (`gateway.catalog`).
+
+    @property
+    def is_probed(self) -> bool:
+        """Whether every node of the first inventory has been probed once."""
+        return self.first_probes_done.is_set()
+
+    def has_free_slot(self) -> bool:
+        """Whether some node could begin a request now."""
+        now = self._clock()
+        return any(node.free_slots(now) > 0 for node in self.nodes.values())
+
+    def has_usable_node(self) -> bool:
+        """Whether some node is alive, or is a standby node that a request would start."""
+        return any(node.state in ALIVE_STATES or node.startable for node in self.nodes.values())
 
     # What an operator does.
 

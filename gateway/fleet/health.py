@@ -12,6 +12,9 @@ from gateway.fleet.node import Lease, LeasePhase, Node, NodeState
 from gateway.fleet.probe_history import QUICK_PROBE_DELAY, ProbeAnswer, ProbeResult, probe_delay
 from gateway.fleet.probes import check_alive, discover, probe_slots
 
+ALIVE_STATES = frozenset({NodeState.READY, NodeState.DEGRADED, NodeState.MUTE})
+"""States of a node that is worth the ordinary wait; for any other, `wait_for_node` holds."""
+
 ALIVE_BUT_UNUSABLE = frozenset({ProbeAnswer.KEY_REJECTED, ProbeAnswer.NO_MODEL})
 """Results of a discovery that keep a live node from getting work."""
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gateway import errors
+from gateway.catalog import ServerFigures
 from gateway.fleet.node import Node, NodeState
 from gateway.request import Endpoint
 
@@ -44,6 +45,8 @@ class ModelIndex:
         """Goes up whenever the result of a lookup may have changed."""
         self._nodes: tuple[Node, ...] = ()
         self._serving: dict[str, tuple[Node, ...]] | None = None
+        self._names: tuple[str, ...] = ()
+        """The keys of `_serving`; as old as it is."""
         self._nameless: tuple[Node, ...] = ()
         """Nodes of which no model is known; as old as `_serving`."""
         self.cached_lookups: dict[tuple[str, str, bool, bool], CapableNodes] = {}
@@ -90,7 +93,8 @@ class ModelIndex:
 
     def model_names(self) -> tuple[str, ...]:
         """The public model names that nodes serve, declared or reported, down or not."""
-        return tuple(self._index())
+        self._index()
+        return self._names
 
     def serves(self, model: str) -> bool:
         """Whether some node serves this public model name, down or not."""
@@ -108,6 +112,20 @@ class ModelIndex:
     def nodes_for(self, model: str) -> tuple[Node, ...]:
         """The nodes that serve this public model name, down or not."""
         return self._index().get(model, ())
+
+    def servers_of(self, models: Iterable[str]) -> list[ServerFigures]:
+        """The servers of any of these models, down or not, each once."""
+        nodes = dict.fromkeys(node for model in models for node in self.nodes_for(model))
+        return [
+            ServerFigures(
+                slots=node.slots_total,
+                context=node.context,
+                trained_context=node.properties.trained_context,
+                has_vision=_has_vision(node),
+                has_audio=node.properties.audio is True,
+            )
+            for node in nodes
+        ]
 
     def not_found_error(self, model: str | None) -> errors.GatewayError:
         """Why no node can serve this model name; None: the request names no model.
@@ -133,6 +151,13 @@ class ModelIndex:
                     for model in models:
                         serving.setdefault(model, []).append(node)
             self._serving = {model: tuple(nodes) for model, nodes in serving.items()}
+            self._names = tuple(serving)
             named = set().union(*self._serving.values())
             self._nameless = tuple(node for node in self._nodes if node not in named)
         return self._serving
+
+
+def _has_vision(node: Node) -> bool:
+    if node.spec.endpoints is not None:
+        return "vision" in node.spec.endpoints
+    return node.properties.vision is True and "vision" not in node.properties.refused

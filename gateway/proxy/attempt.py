@@ -188,6 +188,11 @@ class Attempt:
         return self._connection is not None and self._connection.has_unread
 
     @property
+    def unread_bytes(self) -> int:
+        """Bytes that have come from the node and wait for the client."""
+        return 0 if self._connection is None else self._connection.unread_bytes
+
+    @property
     def event_count(self) -> int:
         """Events that have passed."""
         return self._framer.event_count - self._dropped_events if self._framer is not None else 0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from gateway import errors
 from gateway.access.fair_share import soft_limit
-from gateway.config.queue import DEFAULT_QUEUE_SHARE
+from gateway.config.scheduling import DEFAULT_QUEUE_SHARE
 from gateway.config.settings import Settings
 from gateway.lease import LeaseRequest
 from gateway.request import Priority

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from gateway.config.node import NodeSpec
-from gateway.config.tiers import SpillSettings
+from gateway.config.scheduling import SpillSettings
 
 WINDOW_PARTS = 512
 """Parts of a window: additions that fall into one part leave the window together."""

@@ -16,7 +16,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 
-from gateway.config.queue import DEFAULT_PATIENCE
+from gateway.config.scheduling import DEFAULT_PATIENCE
 from gateway.config.settings import Settings
 from gateway.request import Priority
 from gateway.scheduling.cost import row_cost

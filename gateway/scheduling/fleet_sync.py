@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.health import ALIVE_STATES
 from gateway.fleet.model_index import CapableNodes
 from gateway.fleet.node import Node, NodeState
 from gateway.fleet.prompt_cache import FleetPromptCache
@@ -21,9 +22,6 @@ from gateway.scheduling.node_slots import (
 )
 from gateway.scheduling.placement_state import PlacementState
 from gateway.scheduling.tier_policy import TierRoute
-
-ALIVE_STATES = frozenset({NodeState.READY, NodeState.DEGRADED, NodeState.MUTE})
-"""States of a node that is worth the ordinary wait; for any other, `wait_for_node` holds."""
 
 FAILURE_PENALTY = 5.0
 """Seconds by which a node looks slower for each failure in a row: one that fails fast is always

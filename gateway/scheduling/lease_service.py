@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from gateway.errors import GatewayError
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.health import another_prefills
+from gateway.fleet.health import ALIVE_STATES, another_prefills
 from gateway.fleet.node import Lease, Node
 from gateway.fleet.server_properties import ServerProperties
 from gateway.lease import (
@@ -27,7 +27,6 @@ from gateway.lease import (
     UsageReport,
 )
 from gateway.scheduling.budget import cost_of
-from gateway.scheduling.fleet_sync import ALIVE_STATES
 from gateway.scheduling.lease_granter import LeaseRecord
 from gateway.scheduling.scheduler import Scheduler
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from gateway.config.queue import DEFAULT_PATIENCE, DEFAULT_SLOTLESS
+from gateway.config.scheduling import DEFAULT_PATIENCE, DEFAULT_SLOTLESS
 from gateway.request import Priority
 from gateway.scheduling.cost import row_cost, row_cost_after
 from gateway.scheduling.node_slots import (

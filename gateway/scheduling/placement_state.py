@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from weakref import WeakSet
 
-from gateway.config.queue import DEFAULT_SLOTLESS
+from gateway.config.scheduling import DEFAULT_SLOTLESS
 from gateway.scheduling.node_slots import (
     UNMEASURED_PREFILL_TPS,
     UNMEASURED_TOKEN_SECONDS,

@@ -17,6 +17,7 @@ from itertools import islice
 from gateway import errors
 from gateway.config.settings import Settings
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.health import ALIVE_STATES
 from gateway.fleet.prompt_cache import FleetPromptCache
 from gateway.lease import NOTHING_TRIED, GrantedLease, LeaseRequest, QueuePosition, Tried
 from gateway.request import Priority
@@ -24,7 +25,7 @@ from gateway.scheduling.admission import Admission, CompletionRate, combine_wait
 from gateway.scheduling.candidates import CandidateFinder
 from gateway.scheduling.demand_model import DemandModel, has_long_prompt
 from gateway.scheduling.dispatcher import Dispatcher, dispatch_rules
-from gateway.scheduling.fleet_sync import ALIVE_STATES, FleetSync, NodeCandidates
+from gateway.scheduling.fleet_sync import FleetSync, NodeCandidates
 from gateway.scheduling.lease_granter import LeaseGranter
 from gateway.scheduling.node_slots import Placement, QueuedRequest
 from gateway.scheduling.placement_state import PlacementState
@@ -254,6 +255,10 @@ class Scheduler:
         return len(waiters) < self.settings.queue.max or waiters.fair_share.fits(
             "", 1, len(waiters)
         )
+
+    def retry_after(self) -> float:
+        """Seconds until the next request is expected to end."""
+        return self.completion_rate.retry_after(1, self.clock())
 
     # Events.
 

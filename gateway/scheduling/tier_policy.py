@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from gateway.config.tiers import HybridSettings
+from gateway.config.scheduling import HybridSettings
 from gateway.request import Priority
 from gateway.scheduling.budget import SpillBudget, SpillReservation
 

@@ -186,6 +186,11 @@ class NodeConnection(asyncio.Protocol):
         return b"".join(parts)
 
     @property
+    def unread_bytes(self) -> int:
+        """Bytes of the body that have come and `read` has not returned yet."""
+        return self._pending
+
+    @property
     def has_unread(self) -> bool:
         """Whether body bytes have come that `read` has not returned yet."""
         return bool(self._parts)

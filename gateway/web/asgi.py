@@ -16,11 +16,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import errors
+from gateway.catalog import FleetCatalog, RequestQueue
 from gateway.errors import GatewayError
-from gateway.fleet.fleet import Fleet
 from gateway.proxy.inbound.routes import api_of_path
-from gateway.scheduling.fleet_sync import ALIVE_STATES
-from gateway.scheduling.scheduler import Scheduler
 from gateway.web.request_context import x_request_id_of
 from gateway.web.response_heads import error_headers
 
@@ -127,8 +125,8 @@ class _RequestIdMiddleware:
 class HealthEndpoints:
     """`/health` and `/ready`, which are the same on both listeners."""
 
-    fleet: Fleet
-    scheduler: Scheduler
+    fleet: FleetCatalog
+    queue: RequestQueue
     is_closing: Callable[[], bool]
     """Whether the gateway is shutting down."""
 
@@ -148,22 +146,20 @@ class HealthEndpoints:
 
         Without a queue (length 0) the gateway is ready while a slot is free.
         """
-        fleet, scheduler = self.fleet, self.scheduler
-        if self.is_closing() or scheduler.closing:
+        fleet, queue = self.fleet, self.queue
+        if self.is_closing() or queue.closing:
             return errors.shutting_down()
-        now = scheduler.clock()
-        nodes = fleet.nodes.values()
-        if any(node.free_slots(now) > 0 for node in nodes):
+        if fleet.has_free_slot():
             return None
-        if not any(node.state in ALIVE_STATES or node.startable for node in nodes):
-            if not fleet.first_probes_done.is_set():
+        if not fleet.has_usable_node():
+            if not fleet.is_probed:
                 return errors.starting("The nodes are being asked what they serve.")
             return errors.no_node("Every node is out.", NOT_READY_RETRY_AFTER)
-        if scheduler.has_room():
+        if queue.has_room():
             return None
         return GatewayError(
             503,
             "queue_full",
             "Every slot is taken, and so is every place in the queue.",
-            retry_after=scheduler.completion_rate.retry_after(1, now),
+            retry_after=queue.retry_after(),
         )

@@ -14,17 +14,17 @@ from gateway import errors
 from gateway.access.callers import IdentityHeaders, client_address, effective_priority
 from gateway.access.exposure import INITIAL_ACCESS, AnonymousAccess
 from gateway.access.keys import KeyRing
+from gateway.catalog import ModelCatalog, RequestQueue
 from gateway.config.settings import Settings
 from gateway.errors import ClientClosed, GatewayError
 from gateway.events import EventBus, RequestFinished
-from gateway.fleet.model_index import ModelIndex
 from gateway.lease import KeyedHash, LeaseRequest
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest
 from gateway.proxy.inbound import multipart
 from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES, Body
 from gateway.proxy.inbound.model_names import ModelAliases
-from gateway.proxy.inbound.parsed_body import parse_body
+from gateway.proxy.inbound.parsed_body import MISSING, parse_body
 from gateway.proxy.inbound.prepare import (
     IncomingRequest,
     RequestRules,
@@ -38,7 +38,6 @@ from gateway.proxy.prefill_progress import PrefillProgress
 from gateway.proxy.request import Request
 from gateway.proxy.response_stream import BodyStream, ProxyResponse
 from gateway.proxy.time_slicer import TimeSlicer
-from gateway.scheduling.scheduler import Scheduler
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import UpstreamError
 from gateway.web import response_heads
@@ -153,8 +152,8 @@ class ProxyHandler:
 
     config: HandlerConfig
     forwarder: Forwarder
-    scheduler: Scheduler
-    model_index: ModelIndex
+    queue: RequestQueue
+    catalog: ModelCatalog
     registry: InFlightRegistry
     bus: EventBus
     clock: Callable[[], float]
@@ -344,15 +343,17 @@ class _HandledRequest:
                     raise
                 body = body[len(BYTE_ORDER_MARK) :]
                 parsed = parse_body(body)
-        priority, service_tier = parsed.priority, parsed.service_tier
-        record.classify(
-            effective_priority(
+        priority = context.usual_priority
+        if priority is None or not parsed.priority is parsed.service_tier is None:
+            word, service_tier = parsed.priority, parsed.service_tier
+            priority = effective_priority(
                 context.priority_header,
-                priority if isinstance(priority, str) else None,
+                word if isinstance(word, str) else None,
                 service_tier if isinstance(service_tier, str) else None,
                 context.caller,
             )
-        )
+        if priority is not record.priority:
+            record.classify(priority)
         timeout, has_timer = context.plain_client_timeout, context.client_has_timer
         if parsed.stream or settings.heartbeat_plain:
             timeout, has_timer = context.client_timeout, False
@@ -369,16 +370,17 @@ class _HandledRequest:
             context.session,
             has_timer,
         )
-        index = self._handler.model_index
-        request = prepare_request(incoming, parsed, record.priority, self._config.rules, index)
+        catalog = self._handler.catalog
+        request = prepare_request(incoming, parsed, priority, self._config.rules, catalog)
         lease_request = request.lease_request
         for name in lease_request.model_names:
-            if index.serves(name):
+            if catalog.serves(name):
                 record.describe(stream=request.stream, model=lease_request.model)
                 break
         else:
             record.describe(stream=request.stream, model=None)
-        if is_infill(route, parsed) and settings.queue.latest_wins:
+        may_be_infill = parsed.suffix is not MISSING or route.endpoint == "infill"
+        if may_be_infill and settings.queue.latest_wins and is_infill(route, parsed):
             self._edit_session = lease_request.session or self._default_edit_session(lease_request)
         return request
 
@@ -390,20 +392,20 @@ class _HandledRequest:
 
     def _evict(self, error: GatewayError) -> bool:
         """End the request with `error` if it is queued; returns whether it was."""
-        in_flight, scheduler = self._in_flight, self._handler.scheduler
+        in_flight, queue = self._in_flight, self._handler.queue
         ids = (
             [self.request_id]
             if in_flight is None or in_flight.sub_requests is None
             else in_flight.sub_requests
         )
-        return any(scheduler.shed(request_id, error) for request_id in ids)
+        return any(queue.shed(request_id, error) for request_id in ids)
 
     def _supersede(self, session: str, in_flight: InFlightRequest) -> None:
         """End the session's earlier request, whose response nobody reads any more."""
         earlier = self._handler.latest_edits.replace(session, in_flight)
         if earlier is not None:
             error = errors.superseded()
-            if not self._handler.scheduler.refuse(earlier.request.id, error):
+            if not self._handler.queue.refuse(earlier.request.id, error):
                 earlier.cancel(error)
 
     # Send the response.
@@ -543,7 +545,7 @@ class _HandledRequest:
             return self._send_heartbeat()
         assert in_flight is not None
         assert in_flight.prefill_progress is not None
-        position = handler.scheduler.queue_position(self.request_id)
+        position = handler.queue.queue_position(self.request_id)
         prefill = in_flight.prefill_progress.status(handler.clock()) if position is None else None
         comment = progress_comment(position, prefill)
         beat = api.heartbeat() if api.heartbeat_is_event or not comment else b""
@@ -574,7 +576,7 @@ class _HandledRequest:
             exchange.start_response(200, header_lines + self._header_lines(early=True), data)
             if self._in_flight is not None:
                 self._in_flight.note_response_started()
-                self._handler.scheduler.keep_in_queue(self.request_id)
+                self._handler.queue.keep_in_queue(self.request_id)
 
 
 class Heartbeat:

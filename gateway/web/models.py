@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from gateway.catalog import ModelCatalog, ServerFigures
 from gateway.config.routing import CATCH_ALL
-from gateway.fleet.fleet import Fleet
-from gateway.fleet.node import Node
 from gateway.proxy.inbound.model_names import ModelAliases
 from gateway.request import Caller
 
@@ -18,13 +17,13 @@ MODEL_OWNER = "llama-gateway"
 
 @dataclass(frozen=True, slots=True)
 class VisibleModels:
-    """The models of a fleet that one caller may see, under one version of the settings.
+    """The models of the nodes that one caller may see, under one version of the settings.
 
     A model is visible if some node serves it, down or not. So is a name of the settings that
     stands for such a model. A request for any other name is 404.
     """
 
-    fleet: Fleet
+    catalog: ModelCatalog
     model_names: ModelAliases
     caller: Caller
 
@@ -34,9 +33,7 @@ class VisibleModels:
         With a catch-all, then the names of the caller's key.
         """
         key_names = sorted(self.caller.models or ()) if self.model_names.has_catch_all else ()
-        names = dict.fromkeys(
-            (*self.fleet.model_index.model_names(), *self.model_names.rules, *key_names)
-        )
+        names = dict.fromkeys((*self.catalog.model_names(), *self.model_names.rules, *key_names))
         return [name for name in names if name != CATCH_ALL and name in self]
 
     def __contains__(self, name: str) -> bool:
@@ -44,22 +41,20 @@ class VisibleModels:
         rule = self._rule_name(name)
         allowed = self.caller.may_use(name) or (rule != name and self.caller.may_use(rule))
         return allowed and any(
-            self.fleet.model_index.serves(target.name) for target in self.model_names.resolve(rule)
+            self.catalog.serves(target.name) for target in self.model_names.resolve(rule)
         )
 
     def _rule_name(self, name: str) -> str:
         """The name itself, or the catch-all if neither the settings nor the nodes know it."""
-        return CATCH_ALL if self.model_names.is_catch_all(name, self.fleet.model_index) else name
+        return CATCH_ALL if self.model_names.is_catch_all(name, self.catalog) else name
 
-    def nodes_serving(self, names: Iterable[str]) -> list[Node]:
-        """The nodes that serve any of these names, down or not, each once."""
-        nodes = (
-            node
+    def servers_of(self, names: Iterable[str]) -> list[ServerFigures]:
+        """The servers of any of these names, down or not, each once."""
+        return self.catalog.servers_of(
+            target.name
             for name in names
             for target in self.model_names.resolve(self._rule_name(name))
-            for node in self.fleet.model_index.nodes_for(target.name)
         )
-        return list(dict.fromkeys(nodes))
 
     def model_object(self, name: str, created: int) -> dict[str, Any]:
         """A model in OpenAI's form. `created` is in seconds since 1970."""
@@ -69,8 +64,11 @@ class VisibleModels:
             "created": created,
             "owned_by": MODEL_OWNER,
         }
-        nodes = self.nodes_serving([name])
-        sizes = {"n_ctx": largest_context(nodes), "n_ctx_train": _largest_trained_context(nodes)}
+        servers = self.servers_of([name])
+        sizes = {
+            "n_ctx": _largest(server.context for server in servers),
+            "n_ctx_train": _largest(server.trained_context for server in servers),
+        }
         if meta := {key: size for key, size in sizes.items() if size is not None}:
             model["meta"] = meta
         return model
@@ -95,30 +93,19 @@ def list_response(models: Sequence[dict[str, Any]], *, anthropic: bool) -> dict[
     }
 
 
-def props_response(nodes: Sequence[Node]) -> dict[str, Any]:
-    """The body of `/props` for these nodes: sizes, but no paths and no templates."""
-    context = largest_context(nodes)
+def props_response(servers: Sequence[ServerFigures]) -> dict[str, Any]:
+    """The body of `/props` for these servers: sizes, but no paths and no templates."""
+    context = _largest(server.context for server in servers)
     return {
         "default_generation_settings": {} if context is None else {"n_ctx": context},
-        "total_slots": sum(node.slots_total for node in nodes),
+        "total_slots": sum(server.slots for server in servers),
         "modalities": {
-            "vision": any(_has_vision(node) for node in nodes),
-            "audio": any(node.properties.audio is True for node in nodes),
+            "vision": any(server.has_vision for server in servers),
+            "audio": any(server.has_audio for server in servers),
         },
     }
 
 
-def largest_context(nodes: Iterable[Node]) -> int | None:
-    """Most tokens of one slot on any node; None: no node has reported its context."""
-    return max((node.context for node in nodes if node.context is not None), default=None)
-
-
-def _largest_trained_context(nodes: Iterable[Node]) -> int | None:
-    sizes = (node.properties.trained_context for node in nodes)
+def _largest(sizes: Iterable[int | None]) -> int | None:
+    """The largest of those that are known."""
     return max((size for size in sizes if size is not None), default=None)
-
-
-def _has_vision(node: Node) -> bool:
-    if node.spec.endpoints is not None:
-        return "vision" in node.spec.endpoints
-    return node.properties.vision is True and "vision" not in node.properties.refused

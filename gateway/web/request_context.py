@@ -7,13 +7,18 @@ import re
 from dataclasses import dataclass
 
 from gateway import errors
-from gateway.access.callers import IdentityHeaders, identify_caller, priority_header
+from gateway.access.callers import (
+    IdentityHeaders,
+    effective_priority,
+    identify_caller,
+    priority_header,
+)
 from gateway.access.exposure import is_local
 from gateway.access.keys import KeyRing
 from gateway.config.listeners import ListenSettings
 from gateway.config.settings import Settings
 from gateway.proxy.forwarded_headers import headers_for_node
-from gateway.request import Caller, Headers
+from gateway.request import Caller, Headers, Priority
 
 
 @dataclass(slots=True)
@@ -38,6 +43,8 @@ class RequestContext:
     """`X-Gateway-Progress: 1`: the client wants progress comments in its stream."""
     may_name_nodes: bool
     """Whether the response may name nodes."""
+    usual_priority: Priority | None
+    """The class of a request whose body names none; None: `X-Priority` names one."""
 
 
 class ContextCache:
@@ -112,17 +119,19 @@ def parse_context(
     timeout = _request_timeout(headers)
     sdk_timeout = _sdk_timeout(headers)
     has_timer = sdk_timeout is not None and (timeout is None or sdk_timeout < timeout)
+    header_priority = priority_header(headers)
     return RequestContext(
         caller,
         fairness_key,
         identity_headers.session_key(headers, fairness_key),
-        priority_header(headers),
+        header_priority,
         timeout,
         sdk_timeout if has_timer else timeout,
         has_timer,
         headers_for_node(headers, settings.headers.to_nodes),
         wants_progress,
         _may_name_nodes(listen, local=local),
+        effective_priority(None, None, None, caller) if header_priority is None else None,
     )
 
 

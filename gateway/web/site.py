@@ -14,9 +14,9 @@ from starlette.types import ASGIApp
 
 from gateway import errors
 from gateway.access.callers import identify_caller
+from gateway.catalog import FleetCatalog
 from gateway.config.listeners import CorsSpec
 from gateway.errors import truncate_echo
-from gateway.fleet.fleet import Fleet
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.web.asgi import HealthEndpoints, JsonResponse, asgi_app
 from gateway.web.handler import ProxyHandler
@@ -25,14 +25,14 @@ from gateway.web.request_context import may_name_nodes
 from gateway.web.response_heads import EXPOSED_HEADERS
 
 
-def public_app(handler: ProxyHandler, fleet: Fleet) -> ASGIApp:
+def public_app(handler: ProxyHandler, fleet: FleetCatalog) -> ASGIApp:
     """The public listener's application, for all but POSTs to routed paths.
 
     Those go from the protocol straight to `handler.serve`; their routes here only make other
     methods 405.
     """
     site = _Site(handler, fleet, created=int(time.time()))
-    health = HealthEndpoints(fleet, handler.scheduler, lambda: handler.closing)
+    health = HealthEndpoints(fleet, handler.queue, lambda: handler.closing)
     own = [
         Route(path, endpoint, methods=["GET"])
         for path, endpoint in (
@@ -72,7 +72,7 @@ class _Site:
     """`/v1/models` and `/props`."""
 
     handler: ProxyHandler
-    fleet: Fleet
+    fleet: FleetCatalog
     created: int
     """The `created` of every model: seconds since 1970."""
 
@@ -95,7 +95,7 @@ class _Site:
         names = (
             models.visible_names() if name is None else [self._check_name(request, models, name)]
         )
-        return JsonResponse(props_response(models.nodes_serving(names)))
+        return JsonResponse(props_response(models.servers_of(names)))
 
     def _visible_models(self, request: Request) -> VisibleModels:
         """The models that the caller may see. Raises: GatewayError (401, 403, 503)."""
@@ -113,9 +113,9 @@ class _Site:
             server = request.scope.get("server")
             local_address = server[0] if server else None
             config.origin_policy.check(request.scope["headers"], local_address, is_post=False)
-        if not self.fleet.first_probes_done.is_set():
+        if not self.fleet.is_probed:
             raise errors.starting("The nodes are being asked what they serve.")
-        return VisibleModels(self.fleet, config.rules.model_aliases, caller)
+        return VisibleModels(self.fleet.model_index, config.rules.model_aliases, caller)
 
     def _check_name(self, request: Request, models: VisibleModels, name: str) -> str:
         """The name, if it is visible. Raises: GatewayError (404, 503)."""

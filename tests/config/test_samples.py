@@ -10,7 +10,7 @@ import yaml
 from gateway.config import Settings, load_inventory, load_settings
 from gateway.config.fields import ConfigModel
 from gateway.config.node import NodeSpec
-from gateway.config.schema import nodes_schema, settings_schema
+from gateway.config.reference import nodes_schema, settings_schema
 from gateway.config.validation import keys_of
 
 CONFIG = Path(__file__).parents[2] / "config"

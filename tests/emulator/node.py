@@ -131,7 +131,7 @@ class EmulatedNode:
         self.seen: deque[ReceivedRequest] = deque(maxlen=remember)  # those that need a slot
         self.failures: list[Exception] = []  # of the emulator itself
         self.started = int(time.time())
-        self._connections: set[Connection] = set()
+        self.open_connections: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._claim: socket | None = None
@@ -166,7 +166,7 @@ class EmulatedNode:
     @property
     def connections(self) -> int:
         """Open connections."""
-        return len(self._connections)
+        return len(self.open_connections)
 
     # Start and stop.
 
@@ -208,7 +208,7 @@ class EmulatedNode:
     async def kill(self) -> None:
         """Ends as by kill -9: refuses, resets every connection, drops all work and caches."""
         await self.refuse()
-        for connection in list(self._connections):
+        for connection in list(self.open_connections):
             connection.reset()
         tasks = list(self._tasks)
         for task in tasks:
@@ -217,7 +217,7 @@ class EmulatedNode:
         if self.engine.compute is not None:
             self.engine.compute.close()
         self.slots.clear_prompts()
-        await self.until(lambda: not self._connections)
+        await self.until(lambda: not self.open_connections)
 
     async def revive(self, *, loading: bool = False) -> None:
         """Listens again on the same port with empty slots; `loading`: answers 503 until unset."""
@@ -234,12 +234,12 @@ class EmulatedNode:
 
     def connection_opened(self, connection: Connection) -> int:
         """Counts a new connection. Returns its number."""
-        self._connections.add(connection)
+        self.open_connections.add(connection)
         self.connections_opened += 1
         return self.connections_opened
 
     def connection_closed(self, connection: Connection) -> None:
-        self._connections.discard(connection)
+        self.open_connections.discard(connection)
 
     def handle(self, connection: Connection, request: ReceivedRequest) -> None:
         if request.path.startswith("/__"):

@@ -12,7 +12,7 @@ from tests.emulator import (
     expected_score,
     expected_text,
 )
-from tests.emulator.wire import chat, events, stream_bytes, text_of
+from tests.emulator.raw_connection import chat, events, stream_bytes, text_of
 from tests.virtual import in_virtual_time
 
 HELLO = [{"role": "user", "content": "hello"}]

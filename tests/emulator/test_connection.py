@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from tests.emulator import EmulatedNode
-from tests.emulator.wire import chat, post, wired
+from tests.emulator.raw_connection import chat, post, raw_connection
 from tests.virtual import in_virtual_time, now
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: node\r\n\r\n"
@@ -25,7 +25,7 @@ async def test_a_connection_is_reused() -> None:
 
 @in_virtual_time
 async def test_a_connection_closes_after_its_last_request() -> None:
-    async with EmulatedNode(keepalive_requests=3) as node, wired(node.url) as wire:
+    async with EmulatedNode(keepalive_requests=3) as node, raw_connection(node.url) as wire:
         for promise in (b"Keep-Alive: timeout=5, max=100", b"Keep-Alive:", b"Connection: close"):
             await wire.send(HEALTH)
             assert promise in await wire.head()
@@ -35,7 +35,7 @@ async def test_a_connection_closes_after_its_last_request() -> None:
 
 @in_virtual_time
 async def test_an_idle_connection_closes() -> None:
-    async with EmulatedNode(keepalive_seconds=0.1) as node, wired(node.url) as wire:
+    async with EmulatedNode(keepalive_seconds=0.1) as node, raw_connection(node.url) as wire:
         await wire.send(HEALTH)
         await wire.until(b"}")
         began = now()
@@ -47,7 +47,7 @@ async def test_an_idle_connection_closes() -> None:
 async def test_the_idle_timeout_does_not_end_a_long_answer() -> None:
     async with (
         EmulatedNode(keepalive_seconds=0.05, decode_tps=20) as node,
-        wired(node.url) as wire,
+        raw_connection(node.url) as wire,
     ):
         await wire.send(post("/v1/completions", {"prompt": "a", "max_tokens": 5}))
         assert b"200 OK" in await wire.head()
@@ -56,7 +56,7 @@ async def test_the_idle_timeout_does_not_end_a_long_answer() -> None:
 @pytest.mark.parametrize("close", [True, False])
 @in_virtual_time
 async def test_a_stream_ends_its_connection_by_default(close: bool) -> None:
-    async with EmulatedNode(close_after_stream=close) as node, wired(node.url) as wire:
+    async with EmulatedNode(close_after_stream=close) as node, raw_connection(node.url) as wire:
         await wire.send(post("/v1/chat/completions", chat(max_tokens=1)))
         assert b"Keep-Alive: timeout=5" in await wire.head()
         await wire.until(b"\r\n0\r\n\r\n")
@@ -69,7 +69,7 @@ async def test_a_stream_ends_its_connection_by_default(close: bool) -> None:
 
 @in_virtual_time
 async def test_pipelined_requests_are_answered_in_order() -> None:
-    async with EmulatedNode() as node, wired(node.url) as wire:
+    async with EmulatedNode() as node, raw_connection(node.url) as wire:
         await wire.send(PLAIN + HEALTH + PLAIN)
         seen = [await wire.head() + await wire.until(b"}") for _ in range(3)]
         assert b"ok" in seen[1]
@@ -78,14 +78,14 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
 
 @in_virtual_time
 async def test_anything_but_http_is_a_bad_request() -> None:
-    async with EmulatedNode() as node, wired(node.url) as wire:
+    async with EmulatedNode() as node, raw_connection(node.url) as wire:
         await wire.send(b"garbage\r\n\r\n")
         assert (await wire.rest()).startswith(b"HTTP/1.1 400 Bad Request\r\n")
 
 
 @in_virtual_time
 async def test_a_client_that_expects_100_continue_gets_it() -> None:
-    async with EmulatedNode() as node, wired(node.url) as wire:
+    async with EmulatedNode() as node, raw_connection(node.url) as wire:
         head, _, body = PLAIN.partition(b"\r\n\r\n")
         await wire.send(head + b"\r\nExpect: 100-continue\r\n\r\n")
         assert await wire.head() == b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -124,7 +124,7 @@ async def test_a_client_that_does_not_read_stops_the_answer() -> None:
 @in_virtual_time
 async def test_a_killed_node_resets_and_comes_back_on_its_port() -> None:
     async with EmulatedNode(answer_tokens=10**6, decode_tps=50) as node:
-        async with wired(node.url) as wire:
+        async with raw_connection(node.url) as wire:
             await wire.send(post("/v1/chat/completions", chat()))
             await wire.until(b"\n\n")
             await node.kill()
@@ -132,25 +132,25 @@ async def test_a_killed_node_resets_and_comes_back_on_its_port() -> None:
                 await wire.rest()
         assert (node.busy, node.connections) == (0, 0)
         with pytest.raises(ConnectionRefusedError):
-            async with wired(node.url):
+            async with raw_connection(node.url):
                 pass
         await node.revive()
-        async with wired(node.url) as wire:
+        async with raw_connection(node.url) as wire:
             await wire.send(HEALTH)
             assert b"200 OK" in await wire.head()
 
 
 @in_virtual_time
 async def test_a_refusing_node_keeps_its_open_connections() -> None:
-    async with EmulatedNode() as node, wired(node.url) as wire:
+    async with EmulatedNode() as node, raw_connection(node.url) as wire:
         await wire.send(HEALTH)
         await wire.until(b"}")
         await node.refuse()
         with pytest.raises(ConnectionRefusedError):
-            async with wired(node.url):
+            async with raw_connection(node.url):
                 pass
         await wire.send(HEALTH)
         assert b"200 OK" in await wire.head()
         await node.accept()
-        async with wired(node.url):
+        async with raw_connection(node.url):
             pass

@@ -12,7 +12,15 @@ import pytest
 
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.emulator.faults import GARBAGE, INSERTIONS, POINT_FAULTS, RESPONSE_FAULTS, FaultPlan
-from tests.emulator.wire import Wire, chat, events, post, text_of, unchunk, wired
+from tests.emulator.raw_connection import (
+    RawConnection,
+    chat,
+    events,
+    post,
+    raw_connection,
+    text_of,
+    unchunk,
+)
 from tests.virtual import in_virtual_time
 
 CHAT = "/v1/chat/completions"
@@ -24,7 +32,7 @@ EVENTS = 7  # role, 4 words, end, [DONE]
 
 async def bytes_of(node: EmulatedNode, request: bytes = ASK) -> bytes:
     """All bytes of a response up to the end of its connection."""
-    async with wired(node.url) as wire:
+    async with raw_connection(node.url) as wire:
         await wire.send(request)
         return await wire.rest()
 
@@ -33,7 +41,7 @@ async def body_of(node: EmulatedNode) -> bytes:
     return unchunk((await bytes_of(node)).partition(b"\r\n\r\n")[2])
 
 
-async def cut_off(wire: Wire, request: bytes = ASK) -> bytes:
+async def cut_off(wire: RawConnection, request: bytes = ASK) -> bytes:
     """All bytes before the connection is reset."""
     await wire.send(request)
     seen = b""
@@ -111,7 +119,7 @@ async def test_a_loading_node_answers_so_on_every_path() -> None:
 @pytest.mark.parametrize("request_bytes", [ASK, PLAIN])
 @in_virtual_time
 async def test_a_reset_may_come_before_the_head(request_bytes: bytes) -> None:
-    async with EmulatedNode() as node, wired(node.url) as wire:
+    async with EmulatedNode() as node, raw_connection(node.url) as wire:
         node.faults.next("reset")
         assert await cut_off(wire, request_bytes) == b""
         await node.until(lambda: node.busy == 0)
@@ -119,7 +127,7 @@ async def test_a_reset_may_come_before_the_head(request_bytes: bytes) -> None:
 
 @in_virtual_time
 async def test_a_reset_may_come_after_some_events() -> None:
-    async with EmulatedNode() as node, wired(node.url) as wire:
+    async with EmulatedNode() as node, raw_connection(node.url) as wire:
         node.faults.next("reset", after_events=3)
         seen = await cut_off(wire)
         assert len(events(seen)) == 3
@@ -128,7 +136,7 @@ async def test_a_reset_may_come_after_some_events() -> None:
 
 @in_virtual_time
 async def test_a_reset_may_come_in_the_middle_of_a_plain_body() -> None:
-    async with EmulatedNode() as node, wired(node.url) as wire:
+    async with EmulatedNode() as node, raw_connection(node.url) as wire:
         node.faults.next("reset", after_events=1)
         head, _, body = (await cut_off(wire, PLAIN)).partition(b"\r\n\r\n")
         size = int(head.lower().partition(b"content-length: ")[2].split()[0])
@@ -171,7 +179,7 @@ async def test_a_body_may_end_properly_without_the_answer_s_end() -> None:
 async def test_a_hang_before_the_head_holds_a_slot_until_the_client_leaves(
     request_bytes: bytes,
 ) -> None:
-    async with EmulatedNode() as node, wired(node.url) as wire:
+    async with EmulatedNode() as node, raw_connection(node.url) as wire:
         node.faults.next("hang")
         await wire.send(request_bytes)
         await node.until(lambda: node.busy == 1)
@@ -184,7 +192,7 @@ async def test_a_hang_before_the_head_holds_a_slot_until_the_client_leaves(
 @pytest.mark.parametrize("after", [0, 3])
 @in_virtual_time
 async def test_a_hanging_stream_continues_when_released(after: int) -> None:
-    async with EmulatedNode() as node, wired(node.url) as wire:
+    async with EmulatedNode() as node, raw_connection(node.url) as wire:
         node.faults.next("hang", after_events=after)
         await wire.send(ASK)
         await wire.head()
@@ -218,7 +226,7 @@ async def test_a_node_without_control_endpoints_still_generates() -> None:
 
 @in_virtual_time
 async def test_a_stale_connection_is_reset_when_it_is_reused() -> None:
-    async with EmulatedNode() as node, wired(node.url) as wire:
+    async with EmulatedNode() as node, raw_connection(node.url) as wire:
         node.faults.set("stale")
         await wire.send(PLAIN)
         head = await wire.head()
@@ -317,7 +325,7 @@ async def test_comments_may_follow_events() -> None:
 
 @in_virtual_time
 async def test_an_event_may_come_in_many_segments() -> None:
-    async with EmulatedNode() as node, wired(node.url) as wire:
+    async with EmulatedNode() as node, raw_connection(node.url) as wire:
         node.faults.next("split", size=5)
         await wire.send(ASK)
         await wire.head()
@@ -330,7 +338,7 @@ async def test_an_event_may_come_in_many_segments() -> None:
 
 @in_virtual_time
 async def test_many_events_may_come_in_one_segment() -> None:
-    async with EmulatedNode(decode_tps=100) as node, wired(node.url) as wire:
+    async with EmulatedNode(decode_tps=100) as node, raw_connection(node.url) as wire:
         node.faults.next("merge", count=EVENTS)
         await wire.send(ASK)
         await wire.head()
@@ -359,7 +367,7 @@ async def test_no_done_leaves_out_the_last_event_of_any_api() -> None:
 @pytest.mark.parametrize("kind", ["slow_head", "trickle"])
 @in_virtual_time
 async def test_a_head_may_come_byte_by_byte(kind: str) -> None:
-    async with EmulatedNode() as node, wired(node.url) as wire:
+    async with EmulatedNode() as node, raw_connection(node.url) as wire:
         node.faults.next(kind, seconds=0.002)
         await wire.send(ASK)
         assert all([len(await wire.some()) < 20 for _ in range(10)])

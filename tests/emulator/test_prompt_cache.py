@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.emulator import EmulatedNode
 from tests.emulator.prompt_cache import PromptCache, Tokens, common_prefix, pack, reusable
-from tests.emulator.wire import chat
+from tests.emulator.raw_connection import chat
 from tests.virtual import in_virtual_time
 
 CHAT = "/v1/chat/completions"

@@ -7,21 +7,21 @@ import httpx
 import pytest
 
 from tests.emulator import EmulatedNode
-from tests.emulator.wire import Wire, chat, post, wired
+from tests.emulator.raw_connection import RawConnection, chat, post, raw_connection
 from tests.virtual import in_virtual_time, now
 
 CHAT = "/v1/chat/completions"
 
 
-async def ask(stack: AsyncExitStack, node: EmulatedNode, text: str = "hello") -> Wire:
-    wire = await stack.enter_async_context(wired(node.url))
+async def ask(stack: AsyncExitStack, node: EmulatedNode, text: str = "hello") -> RawConnection:
+    wire = await stack.enter_async_context(raw_connection(node.url))
     await wire.send(post(CHAT, chat(text)))
     return wire
 
 
 @in_virtual_time
 async def test_the_head_comes_at_once_and_the_first_event_after_the_prefill() -> None:
-    async with EmulatedNode(prefill_tps=100) as node, wired(node.url) as wire:
+    async with EmulatedNode(prefill_tps=100) as node, raw_connection(node.url) as wire:
         await wire.send(post(CHAT, chat("the " * 60, max_tokens=1)))  # some 70 tokens: 0.7 s
         began = now()
         assert b"text/event-stream" in await wire.head()
@@ -63,7 +63,7 @@ async def test_a_full_node_withholds_the_head_until_a_slot_is_free() -> None:
 async def test_slots_show_that_they_are_busy() -> None:
     async with (
         EmulatedNode(slots=1, answer_tokens=10**6, decode_tps=100) as node,
-        wired(node.url) as wire,
+        raw_connection(node.url) as wire,
         httpx.AsyncClient(base_url=node.url) as client,
     ):
         assert (await client.get("/slots?fail_on_no_slot=1")).status_code == 200
@@ -78,7 +78,10 @@ async def test_slots_show_that_they_are_busy() -> None:
 
 @in_virtual_time
 async def test_a_stream_s_slot_is_free_when_its_client_leaves_in_decode() -> None:
-    async with EmulatedNode(answer_tokens=10**6, decode_tps=1) as node, wired(node.url) as wire:
+    async with (
+        EmulatedNode(answer_tokens=10**6, decode_tps=1) as node,
+        raw_connection(node.url) as wire,
+    ):
         await wire.send(post(CHAT, chat()))
         await wire.until(b"\n\n")
         assert node.busy == 1
@@ -88,7 +91,7 @@ async def test_a_stream_s_slot_is_free_when_its_client_leaves_in_decode() -> Non
 
 @in_virtual_time
 async def test_a_stream_s_slot_stays_taken_until_its_prompt_is_read() -> None:
-    async with EmulatedNode(prefill_tps=100) as node, wired(node.url) as wire:
+    async with EmulatedNode(prefill_tps=100) as node, raw_connection(node.url) as wire:
         await wire.send(post(CHAT, chat("the " * 30)))
         await wire.head()
         await wire.leave()
@@ -100,7 +103,7 @@ async def test_a_stream_s_slot_stays_taken_until_its_prompt_is_read() -> None:
 
 @in_virtual_time
 async def test_a_stream_with_progress_is_abandoned_within_a_batch() -> None:
-    async with EmulatedNode(prefill_tps=100, batch=5) as node, wired(node.url) as wire:
+    async with EmulatedNode(prefill_tps=100, batch=5) as node, raw_connection(node.url) as wire:
         await wire.send(post(CHAT, chat("the " * 1000, return_progress=True)))  # 10 s
         await wire.until(b"\n\n")
         await wire.leave()
@@ -109,7 +112,7 @@ async def test_a_stream_with_progress_is_abandoned_within_a_batch() -> None:
 
 @in_virtual_time
 async def test_a_plain_request_holds_its_slot_to_the_end() -> None:
-    async with EmulatedNode(decode_tps=100) as node, wired(node.url) as wire:
+    async with EmulatedNode(decode_tps=100) as node, raw_connection(node.url) as wire:
         await wire.send(post(CHAT, chat(stream=False, max_tokens=30)))
         await node.until(lambda: node.busy == 1)
         await wire.leave()
@@ -157,7 +160,10 @@ async def test_a_prefill_can_stall_other_slots() -> None:
 
 @in_virtual_time
 async def test_a_long_prefill_sends_comments() -> None:
-    async with EmulatedNode(prefill_tps=100, ping_interval=0.05) as node, wired(node.url) as wire:
+    async with (
+        EmulatedNode(prefill_tps=100, ping_interval=0.05) as node,
+        raw_connection(node.url) as wire,
+    ):
         await wire.send(post(CHAT, chat("the " * 30)))
         await wire.head()
         assert await wire.until(b"\n\n\r\n") == b"3\r\n:\n\n\r\n"

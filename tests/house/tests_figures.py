@@ -7,14 +7,17 @@ from collections.abc import Iterator, Sequence
 
 from tests.house.source import PACKAGE, Figure, Function, Module, Place, imported, with_scopes
 
-NAMED_TUPLE_NAMES = frozenset({"_asdict", "_field_defaults", "_fields", "_make", "_replace"})
-"""Public names of named tuples, though they begin with an underscore."""
+PUBLIC_NAMES = frozenset(
+    {"_asdict", "_field_defaults", "_fields", "_make", "_replace", "_request_id"}
+)
+"""Public names that begin with an underscore: of named tuples, and of the official clients'
+responses (`_request_id` is the documented name of the request's id in openai and anthropic)."""
 PATCH_METHODS = frozenset({"delattr", "delitem", "setattr", "setitem"})
 """Methods of `monkeypatch` that replace something in an object or a dictionary."""
 
 
 def _is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__") and name not in NAMED_TUPLE_NAMES
+    return name.startswith("_") and not name.startswith("__") and name not in PUBLIC_NAMES
 
 
 def _defined(node: ast.AST) -> set[str]:

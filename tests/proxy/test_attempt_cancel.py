@@ -13,7 +13,7 @@ import pytest
 
 from gateway.transport.connection import BODY_HIGH_WATER
 from tests.emulator import EmulatedNode, expected_chat_text
-from tests.emulator.wire import Wire, chat, post, wired
+from tests.emulator.raw_connection import RawConnection, chat, post, raw_connection
 from tests.gateways import until
 from tests.proxy.proxy_over_nodes import (
     A_FIRST,
@@ -117,14 +117,14 @@ async def test_a_client_may_leave_between_two_attempts(tmp_path: Path) -> None:
 @asynccontextmanager
 async def slow_clients(
     proxy: ProxyOverNodes, count: int, **more: object
-) -> AsyncIterator[list[Wire]]:
+) -> AsyncIterator[list[RawConnection]]:
     """Clients that read nothing until the block ends."""
     async with asyncio.TaskGroup() as group:
         done = asyncio.Event()
-        wires: list[Wire] = []
+        wires: list[RawConnection] = []
 
         async def one() -> None:
-            async with wired(proxy.running.url) as wire:
+            async with raw_connection(proxy.running.url) as wire:
                 sock = wire.writer.get_extra_info("socket")
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 await wire.send(post(PATH, chat("say something", **more)))
@@ -155,9 +155,9 @@ async def test_slow_clients_take_bounded_memory_and_delay_nobody(tmp_path: Path)
                 await asyncio.sleep(0.2)
             assert stood < SLOW_CLIENTS * 20_000, "all went out, though nobody reads"
             held = [
-                in_flight.attempt._connection._pending
+                in_flight.attempt.unread_bytes
                 for in_flight in gateway.registry
-                if in_flight.attempt is not None and in_flight.attempt._connection is not None
+                if in_flight.attempt is not None
             ]
             assert len(held) == SLOW_CLIENTS
             assert max(held) < 2 * BODY_HIGH_WATER

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from gateway import errors
 from tests.emulator import EmulatedNode
-from tests.emulator.wire import chat, post
+from tests.emulator.raw_connection import chat, post
 from tests.gateways import until
 from tests.proxy.proxy_over_nodes import A_FIRST, ProxyOverNodes, proxy_over
 from tests.proxy.test_attempt_cancel import PATH, slow_clients, until_it_lags
@@ -35,7 +35,7 @@ def answers_at_length(node: EmulatedNode) -> None:
 def connections(proxy: ProxyOverNodes) -> int:
     public = proxy.app.public_listener
     assert public is not None
-    return len(public._server.server_state.connections)
+    return len(public.protocol.connection_limiter)
 
 
 async def until_over(proxy: ProxyOverNodes, code: int) -> None:

@@ -9,8 +9,13 @@ import msgspec
 import pytest
 
 from gateway.proxy import sse
-from gateway.tools.local import demo_model
-from gateway.tools.local.demo_model import CHAT_TEMPLATE, Token, TokenType, vocabulary
+from gateway.tools.local.demo_model import (
+    CHAT_TEMPLATE,
+    DEMO_SHAPES,
+    Token,
+    TokenType,
+    write_model,
+)
 from tests.gateways import Running, running_gateway
 from tests.reliability.cuts import SETTINGS
 from tests.reliability.cutting_proxy import CutPlan, cutting_proxies
@@ -49,17 +54,18 @@ def model(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     The marks are tokens that are written as text (USER_DEFINED), or not (CONTROL).
     """
     marks = [Token(text, 0.0, request.param) for text in ("<think>", "</think>")]
-    tokens = [*vocabulary(), *marks]
     template = CHAT_TEMPLATE
     assert OPENED in template
     assert CONTENT in template
     template = template.replace(OPENED, OPENED.replace("\\n'", "\\n<think>\\n'"))
     path = tmp_path_factory.mktemp("model") / f"{request.param.name}.gguf"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(demo_model, "vocabulary", lambda: tokens)
-        patch.setattr(demo_model, "CHAT_TEMPLATE", template.replace(CONTENT, THOUGHT + CONTENT))
-        patch.setitem(demo_model.TOKEN_PENALTIES, "</think>", CLOSED)
-        demo_model.write_model(path, demo_model.DEMO_SHAPES["small"])
+    write_model(
+        path,
+        DEMO_SHAPES["small"],
+        more_tokens=marks,
+        more_penalties={"</think>": CLOSED},
+        chat_template=template.replace(CONTENT, THOUGHT + CONTENT),
+    )
     return path
 
 

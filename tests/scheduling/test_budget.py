@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.config.node import TokenCost
-from gateway.config.tiers import SpillSettings
+from gateway.config.scheduling import SpillSettings
 from gateway.scheduling.budget import (
     TEMPLATE_TOKENS,
     WINDOW_PARTS,

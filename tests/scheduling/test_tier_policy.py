@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.config.tiers import HybridSettings
+from gateway.config.scheduling import HybridSettings
 from gateway.request import Priority
 from gateway.scheduling.tier_policy import TierPolicy, TierRoute, TierStatus
 

@@ -133,7 +133,7 @@ async def test_a_connection_that_the_node_closed_while_idle_is_not_used() -> Non
     async with EmulatedNode() as node:
         pool = pool_of(node)
         await ask(pool)
-        for connection in node._connections:
+        for connection in node.open_connections:
             connection.close()
         await node.until(lambda: node.connections == 0)
         await ask(pool)

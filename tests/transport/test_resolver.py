@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import socket
 import subprocess
 import sys
@@ -175,12 +174,9 @@ async def test_a_name_that_is_never_resolved_fails_within_the_limit(resolver: Fa
         await pool.connect(0.1)
 
 
-async def test_a_fleet_lives_with_a_resolver_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_fleet_lives_with_a_resolver_that_hangs(tmp_path: Path) -> None:
     resolver = FakeResolver(**{"known.test": ["127.0.0.1"]})
-    names = functools.partial(Resolver, resolver, refresh_after=0.0)
-    monkeypatch.setattr("gateway.app.Resolver", names)
+    names = Resolver(resolver, refresh_after=0.0)
     try:
         async with EmulatedNode() as one, EmulatedNode() as two:
             nodes = [
@@ -189,7 +185,7 @@ async def test_a_fleet_lives_with_a_resolver_that_hangs(
                 {"name": "plain", "url": f"http://127.0.0.1:{two.port}"},
             ]
             settings = {"health": {"interval": 0.2, "timeout": 1.0}}
-            async with running_gateway(tmp_path, nodes, settings) as running:
+            async with running_gateway(tmp_path, nodes, settings, resolver=names) as running:
                 found = running.gateway.fleet.nodes
                 await until(lambda: found["named"].state is NodeState.READY)
                 await until(lambda: found["plain"].state is NodeState.READY)

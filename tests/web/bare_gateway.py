@@ -26,7 +26,7 @@ from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
 from gateway.web.admin.app import admin_app
-from gateway.web.admin.control import ReloadResult
+from gateway.web.admin.configuration import ReloadResult
 from gateway.web.admin.nodes import DrainDeadlines
 from gateway.web.admin.status import MetricsSource
 from gateway.web.handler import HandlerConfig, ProxyHandler
@@ -45,7 +45,7 @@ PROBE_LIMIT = 30.0
 
 @dataclass
 class BareGateway:
-    """A gateway without files; fills `gateway.web.admin.control.GatewayControl`."""
+    """A gateway without files; fills `gateway.web.admin.configuration.GatewayControl`."""
 
     settings: Settings
     running: Running
@@ -111,8 +111,8 @@ async def bare_gateway(
         handler = ProxyHandler(
             HandlerConfig.of(chosen, loopback=loopback, keyed_hash=KeyedHash()),
             forwarder=forwarder,
-            scheduler=scheduler,
-            model_index=running.fleet.model_index,
+            queue=scheduler,
+            catalog=running.fleet.model_index,
             registry=registry,
             bus=bus,
             clock=clock,

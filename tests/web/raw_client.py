@@ -13,7 +13,7 @@ from typing import Any
 
 from gateway.events import RequestFinished
 from tests.emulator import EmulatedNode
-from tests.emulator.wire import LIMIT, Wire, unchunk, wired
+from tests.emulator.raw_connection import LIMIT, RawConnection, raw_connection, unchunk
 from tests.gateways import Running, running_gateway, until
 
 CHAT = "/v1/chat/completions"
@@ -38,7 +38,7 @@ class Answer:
         return self.headers.get("x-gateway-reason")
 
 
-async def answer(wire: Wire) -> Answer:
+async def answer(wire: RawConnection) -> Answer:
     """Read the next response of a connection."""
     head = (await wire.head()).decode("latin-1")
     line, *rest = head.strip().split("\r\n")
@@ -90,7 +90,7 @@ class Public:
 
     async def ask(self, data: bytes) -> Answer:
         """Send one request on a new connection."""
-        async with wired(self.url) as wire:
+        async with raw_connection(self.url) as wire:
             await wire.send(data)
             return await answer(wire)
 

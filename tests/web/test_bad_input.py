@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from gateway.app import Timings
-from tests.emulator.wire import wired
+from tests.emulator.raw_connection import raw_connection
 from tests.web.raw_client import CHAT, HELLO, Answer, Public, answer, public, request
 
 SMALL = {
@@ -190,7 +190,7 @@ async def test_wrong_paths_and_methods_are_404_and_405(
 async def test_a_body_declared_too_large_is_413_before_it_is_sent(
     gate: Public,
 ) -> None:
-    async with wired(gate.url) as wire:
+    async with raw_connection(gate.url) as wire:
         await wire.send(request(b"x" * 1000, length=3_000_000))
         found = await answer(wire)
         assert outcome_of(found) == (413, "request_too_large")
@@ -205,7 +205,7 @@ async def test_a_body_declared_too_large_is_413_before_it_is_sent(
 async def test_a_client_that_sends_everything_before_it_reads_sees_the_413(
     gate: Public, fields: list[str]
 ) -> None:
-    async with wired(gate.url) as wire:
+    async with raw_connection(gate.url) as wire:
         await wire.send(request(b"x" * 3_000_000, *fields))
         assert outcome_of(await answer(wire)) == (413, "request_too_large")
         assert await wire.rest() == b""
@@ -214,7 +214,7 @@ async def test_a_client_that_sends_everything_before_it_reads_sees_the_413(
 async def test_an_endless_chunked_body_is_413_in_bounded_memory(gate: Public) -> None:
     chunk = b"8000\r\n" + b"x" * 0x8000 + b"\r\n"
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
-    async with wired(gate.url) as wire:
+    async with raw_connection(gate.url) as wire:
         await wire.send(head)
         sent = 0
         with suppress(ConnectionError):
@@ -229,7 +229,7 @@ async def test_an_endless_chunked_body_is_413_in_bounded_memory(gate: Public) ->
 async def test_a_client_that_reads_while_it_sends_sees_the_413(gate: Public) -> None:
     chunk = b"8000\r\n" + b"x" * 0x8000 + b"\r\n"
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
-    async with wired(gate.url) as wire:
+    async with raw_connection(gate.url) as wire:
         await wire.send(head + chunk * 20)
         assert outcome_of(await answer(wire)) == (413, "request_too_large")
 
@@ -275,7 +275,7 @@ async def test_bodies_beyond_the_memory_limit_are_429(tmp_path: Path) -> None:
     ],
 )
 async def test_a_head_that_is_too_large_is_431(gate: Public, head: bytes) -> None:
-    async with wired(gate.url) as wire:
+    async with raw_connection(gate.url) as wire:
         await wire.send(f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n".encode() + head + b"\r\n")
         found = await answer(wire)
         assert outcome_of(found) == (431, "headers_too_large")
@@ -290,7 +290,7 @@ async def test_a_url_that_is_too_long_is_431(gate: Public) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/messages", CHAT])
 async def test_a_refused_head_gets_the_error_form_of_its_path(gate: Public, path: str) -> None:
-    async with wired(gate.url) as wire:
+    async with raw_connection(gate.url) as wire:
         await wire.send(f"POST {path} HTTP/1.1\r\nX: ".encode() + b"y" * 20_000 + b"\r\n\r\n")
         found = await answer(wire)
     body = json.loads(found.body)
@@ -305,7 +305,7 @@ async def test_a_refused_head_gets_the_error_form_of_its_path(gate: Public, path
 
 async def test_a_body_that_arrives_in_pieces_is_assembled(gate: Public) -> None:
     data = request({**HELLO, "max_tokens": 3, "padding": "x" * 150_000})
-    async with wired(gate.url) as wire:
+    async with raw_connection(gate.url) as wire:
         for start in range(0, len(data), 20_000):
             await wire.send(data[start : start + 20_000])
             await asyncio.sleep(0.01)
@@ -337,7 +337,7 @@ async def test_a_body_that_arrives_in_pieces_is_assembled(gate: Public) -> None:
     ],
 )
 async def test_bytes_that_are_not_http_are_400_in_json(gate: Public, data: bytes) -> None:
-    async with wired(gate.url) as wire:
+    async with raw_connection(gate.url) as wire:
         await wire.send(data)
         found = await answer(wire)
         assert outcome_of(found) == (400, "invalid_request")
@@ -375,7 +375,7 @@ async def test_an_ambiguous_body_length_is_400_and_closes_the_connection(
     gate: Public, fields: bytes
 ) -> None:
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n".encode() + fields + b"\r\n"
-    async with wired(gate.url) as wire:
+    async with raw_connection(gate.url) as wire:
         await wire.send(head + b"0\r\n\r\n" + SMUGGLED)
         found = await answer(wire)
         assert outcome_of(found) == (400, "invalid_request")
@@ -388,7 +388,7 @@ async def test_an_ambiguous_body_length_is_400_and_closes_the_connection(
 )
 async def test_broken_chunks_are_400_and_close_the_connection(gate: Public, body: bytes) -> None:
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
-    async with wired(gate.url) as wire:
+    async with raw_connection(gate.url) as wire:
         await wire.send(head)
         await asyncio.sleep(0.05)
         await wire.send(body + b"\r\n0\r\n\r\n" + SMUGGLED)
@@ -406,7 +406,7 @@ async def test_chunk_extensions_and_trailers_are_accepted(gate: Public) -> None:
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
     data = json.dumps({**HELLO, "max_tokens": 1}).encode()
     chunks = b"".join(b"1;x=y\r\n%c\r\n" % byte for byte in data)
-    async with wired(gate.url) as wire:
+    async with raw_connection(gate.url) as wire:
         await wire.send(head + chunks + b"0\r\nX-Trailer: 1\r\n\r\n")
         assert (await answer(wire)).status == 200
         await wire.send(request({**HELLO, "max_tokens": 1}))
@@ -421,7 +421,7 @@ async def test_chunk_extensions_and_trailers_are_limited(gate: Public, where: st
         "one trailer": (b"{}\r\n0\r\nX: ", b"y" * 1000),
         "extensions": (b"", b"{}\r\n2;" + b"y" * 200 + b"\r\n"),
     }[where]
-    async with wired(gate.url) as wire:
+    async with raw_connection(gate.url) as wire:
         await wire.send(head.encode() + begin)
         await wire.send(more * 100)
         assert outcome_of(await answer(wire)) == (431, "headers_too_large")
@@ -436,7 +436,7 @@ async def test_trailers_are_ignored(gate: Public) -> None:
     said = b"X-Priority: batch\r\nX-Request-ID: theirs\r\nConnection: close\r\nX-Own: 1\r\n"
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     whole = head.encode() + b"%x\r\n%b\r\n0\r\n" % (len(data), data) + said + b"\r\n"
-    async with wired(gate.url) as wire:
+    async with raw_connection(gate.url) as wire:
         for pieces in ([whole], [whole[:-100], whole[-100:]], [whole[:-1], whole[-1:]]):
             for piece in pieces:
                 await wire.send(piece)
@@ -450,7 +450,7 @@ async def test_trailers_are_ignored(gate: Public) -> None:
 async def test_pipelined_requests_are_answered_in_order(gate: Public) -> None:
     numbers = [3, 1, 2]
     data = b"".join(request({**HELLO, "max_tokens": number}) for number in numbers)
-    async with wired(gate.url) as wire:
+    async with raw_connection(gate.url) as wire:
         await wire.send(data + request(method="GET", path="/health"))
         for number in numbers:
             found = await answer(wire)
@@ -462,7 +462,7 @@ async def test_a_request_before_a_broken_one_is_answered_before_the_connection_e
     gate: Public,
 ) -> None:
     gate.node.faults.next("hang", seconds=0.2)
-    async with wired(gate.url) as wire:
+    async with raw_connection(gate.url) as wire:
         await wire.send(request({**HELLO, "max_tokens": 1}) + b"garbage\r\n\r\n")
         assert (await answer(wire)).status == 200
         assert outcome_of(await answer(wire)) == (400, "invalid_request")
@@ -472,7 +472,7 @@ async def test_a_request_before_a_broken_one_is_answered_before_the_connection_e
 async def test_an_http_1_0_client_gets_no_chunks(gate: Public) -> None:
     for stream in (False, True):
         data = request({**HELLO, "max_tokens": 3, "stream": stream}).replace(b"1.1", b"1.0", 1)
-        async with wired(gate.url) as wire:
+        async with raw_connection(gate.url) as wire:
             await wire.send(data)
             found = await answer(wire)
             assert found.status == 200
@@ -501,7 +501,7 @@ async def test_a_path_may_have_a_query_escapes_or_a_host(gate: Public, path: str
 async def test_a_client_that_expects_100_continue_gets_it(gate: Public) -> None:
     data = request({**HELLO, "max_tokens": 1}, "Expect: 100-continue")
     head, _, body = data.partition(b"\r\n\r\n")
-    async with wired(gate.url) as wire:
+    async with raw_connection(gate.url) as wire:
         await wire.send(head + b"\r\n\r\n")
         assert await wire.head() == b"HTTP/1.1 100 Continue\r\n\r\n"
         await wire.send(body)
@@ -510,7 +510,7 @@ async def test_a_client_that_expects_100_continue_gets_it(gate: Public) -> None:
 
 
 async def test_a_body_declared_too_large_gets_no_100_continue(gate: Public) -> None:
-    async with wired(gate.url) as wire:
+    async with raw_connection(gate.url) as wire:
         await wire.send(request(b"", "Expect: 100-continue", length=3_000_000))
         found = await answer(wire)
         assert outcome_of(found) == (413, "request_too_large")
@@ -521,7 +521,7 @@ async def test_a_body_declared_too_large_gets_no_100_continue(gate: Public) -> N
 async def test_an_upgrade_request_is_served_as_plain_http(gate: Public, protocol: str) -> None:
     fields = ["Connection: Upgrade, HTTP2-Settings", f"Upgrade: {protocol}", "HTTP2-Settings: AAM"]
     data = request({**HELLO, "max_tokens": 1, "padding": "x" * 100_000}, *fields)
-    async with wired(gate.url) as wire:
+    async with raw_connection(gate.url) as wire:
         for start in range(0, len(data), 30_000):
             await wire.send(data[start : start + 30_000])
             await asyncio.sleep(0.01)
@@ -549,7 +549,7 @@ async def test_pipelined_upgrade_requests_are_each_answered_once(
 
     plain = request({**HELLO, "max_tokens": 4})
     get = request(b"", "Connection: Upgrade", f"Upgrade: {protocol}", method="GET", path="/health")
-    async with wired(gate.url) as wire:
+    async with raw_connection(gate.url) as wire:
         await wire.send(wishing(2) + wishing(3) + get + plain + wishing(5))
         for tokens in (2, 3, None, 4, 5):
             found = json.loads((await answer(wire)).body)
@@ -561,11 +561,15 @@ async def test_pipelined_upgrade_requests_are_each_answered_once(
 
 async def test_connections_beyond_the_limit_are_429(tmp_path: Path) -> None:
     async with public(tmp_path, {"limits": {"connections": 3}}) as gate:
-        async with wired(gate.url) as one, wired(gate.url) as two, wired(gate.url) as three:
+        async with (
+            raw_connection(gate.url) as one,
+            raw_connection(gate.url) as two,
+            raw_connection(gate.url) as three,
+        ):
             for wire in (one, two, three):
                 await wire.send(request({**HELLO, "max_tokens": 1}))
                 assert (await answer(wire)).status == 200
-            async with wired(gate.url) as four:
+            async with raw_connection(gate.url) as four:
                 found = await answer(four)
                 assert outcome_of(found) == (429, "queue_full")
                 assert int(found.headers["retry-after"]) >= 1
@@ -581,7 +585,7 @@ async def test_a_storm_of_nonsense_leaves_nothing_behind(gate: Public) -> None:
     kinds = [*finished, *unfinished]
 
     async def one(number: int) -> None:
-        async with wired(gate.url) as wire:
+        async with raw_connection(gate.url) as wire:
             data = kinds[number % len(kinds)]
             await wire.send(data)
             if number % 4 and data not in unfinished:

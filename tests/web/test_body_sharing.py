@@ -14,7 +14,7 @@ import pytest
 from gateway.access.fair_share import FairShare
 from gateway.access.keys import new_key
 from tests.emulator import EmulatedNode
-from tests.emulator.wire import Wire, wired
+from tests.emulator.raw_connection import RawConnection, raw_connection
 from tests.gateways import until
 from tests.virtual import in_virtual_time
 from tests.web.raw_client import HELLO, Answer, Public, answer, public, request
@@ -44,9 +44,9 @@ async def shared(
         assert (body_memory.total_bytes, body_memory.allocation_count) == (0, 0)
 
 
-async def begun(stack: AsyncExitStack, gate: Public, size: int, *fields: str) -> Wire:
+async def begun(stack: AsyncExitStack, gate: Public, size: int, *fields: str) -> RawConnection:
     """A body that stops after so many bytes."""
-    wire = await stack.enter_async_context(wired(gate.url))
+    wire = await stack.enter_async_context(raw_connection(gate.url))
     holdings = gate.running.gateway.handler.body_memory.fair_share
     before = dict(holdings.by_caller)
     await wire.send(request(b" " * size, *fields, length=90_000))
@@ -54,7 +54,7 @@ async def begun(stack: AsyncExitStack, gate: Public, size: int, *fields: str) ->
     return wire
 
 
-async def refused(wire: Wire) -> bool:
+async def refused(wire: RawConnection) -> bool:
     """Whether it got 429; it may have got nothing yet."""
     try:
         data = await wire.some(0.05)
@@ -72,7 +72,7 @@ async def test_bodies_of_one_key_are_evicted_for_another(tmp_path: Path) -> None
     async with shared(tmp_path, limits=limits) as gate, AsyncExitStack() as stack:
         held = [await begun(stack, gate, 10_000, key(A)) for _ in range(7)]
         for _ in range(3):
-            async with wired(gate.url) as wire:
+            async with raw_connection(gate.url) as wire:
                 await wire.send(request(b" " * 10_000, key(A), length=90_000))
                 assert (await answer(wire)).status == 429, "a key alone leaves a reserve"
         found = await gate.ask(request({**HELLO, "max_tokens": 1, "x": "x" * 25_000}, key(B)))
@@ -87,7 +87,7 @@ async def test_a_key_gains_no_memory_by_sending_more(tmp_path: Path) -> None:
     async with shared(tmp_path, limits=limits) as gate, AsyncExitStack() as stack:
         first = [await begun(stack, gate, 5_000, key(A)) for _ in range(14)]
         second = [await begun(stack, gate, 5_000, key(B)) for _ in range(7)]
-        async with wired(gate.url) as wire:
+        async with raw_connection(gate.url) as wire:
             await wire.send(request(b" " * 5_000, key(B), length=90_000))
             assert (await answer(wire)).status == 429
         assert not any([await refused(wire) for wire in second])

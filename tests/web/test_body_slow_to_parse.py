@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -25,14 +27,14 @@ SHAPES = [
 @pytest.mark.parametrize("body", SHAPES, ids=["messages", "parts", "tools", "links"])
 @in_virtual_time
 async def test_one_slow_body_is_prepared_per_round_of_the_event_loop(
-    tmp_path: Path, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, body: dict[str, Any]
 ) -> None:
     rounds: Counter[int] = Counter()
     now = 0
 
-    def counted(*given: Any) -> Any:
-        rounds[now] += 1
-        return prepare(*given)
+    def count_calls(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is prepare.__code__:
+            rounds[now] += 1
 
     async def count() -> None:
         nonlocal now
@@ -41,12 +43,13 @@ async def test_one_slow_body_is_prepared_per_round_of_the_event_loop(
             await asyncio.sleep(0)
 
     async with public(tmp_path, None, EmulatedNode(slots=20, context=1 << 20)) as gate:
-        monkeypatch.setattr("gateway.web.handler.prepare", counted)
         counting = asyncio.create_task(count())
         data = request({**body, "max_tokens": 1})
+        sys.setprofile(count_calls)
         try:
             found = await asyncio.gather(*(gate.ask(data) for _ in range(20)))
         finally:
+            sys.setprofile(None)
             counting.cancel()
     assert {one.status for one in found} <= {200, 400}
     assert sum(rounds.values()) >= 20

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from gateway.web.connections import MOST_HEALTH_ONLY, ConnectionAdmission, ConnectionLimiter
-from tests.emulator.wire import Wire
+from tests.emulator.raw_connection import RawConnection
 from tests.gateways import until
 from tests.virtual import in_virtual_time
 from tests.web.raw_client import HELLO, Public, answer, public, request
@@ -172,20 +172,20 @@ def test_beyond_the_limit_new_connections_may_ask_for_health() -> None:
 
 
 @asynccontextmanager
-async def wired_from(gate: Public, address: str) -> AsyncIterator[Wire]:
+async def wired_from(gate: Public, address: str) -> AsyncIterator[RawConnection]:
     """A connection from one of the many addresses of loopback."""
     parts = urlsplit(gate.url)
     reader, writer = await asyncio.open_connection(
         parts.hostname, parts.port, local_addr=(address, 0)
     )
-    wire = Wire(reader, writer)
+    wire = RawConnection(reader, writer)
     try:
         yield wire
     finally:
         await wire.leave()
 
 
-async def used(stack: AsyncExitStack, gate: Public, address: str, *fields: str) -> Wire:
+async def used(stack: AsyncExitStack, gate: Public, address: str, *fields: str) -> RawConnection:
     """A connection that is idle after one response."""
     wire = await stack.enter_async_context(wired_from(gate, address))
     await wire.send(request({**HELLO, "max_tokens": 1}, *fields))
@@ -193,7 +193,7 @@ async def used(stack: AsyncExitStack, gate: Public, address: str, *fields: str) 
     return wire
 
 
-async def closed(wire: Wire) -> bool:
+async def closed(wire: RawConnection) -> bool:
     try:
         return await wire.some(0.3) == b""
     except TimeoutError:
@@ -216,7 +216,7 @@ async def test_health_is_answered_on_both_listeners_however_many_connections_the
                 all_.callback(writer.close)
             for path in (b"/health", b"/ready", b"/health?a"):
                 reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-                wire = Wire(reader, writer)
+                wire = RawConnection(reader, writer)
                 await wire.send(HEALTH.replace(b"/health", path).replace(b" g\r", b" localhost\r"))
                 found = await answer(wire)
                 assert found.status == 200, found
@@ -302,7 +302,7 @@ async def test_behind_a_proxy_the_forwarded_address_is_limited(tmp_path: Path) -
     }
     async with public(tmp_path, settings, well=False) as gate, AsyncExitStack() as all_:
 
-        async def begun(client: str) -> Wire:
+        async def begun(client: str) -> RawConnection:
             wire = await all_.enter_async_context(wired_from(gate, "127.0.0.1"))
             await wire.send(request(b"{", f"X-Forwarded-For: {client}", length=500))
             return wire

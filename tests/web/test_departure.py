@@ -14,7 +14,7 @@ import pytest
 
 from gateway.fleet.node import Node, NodeState
 from tests.emulator import EmulatedNode
-from tests.emulator.wire import Wire, wired
+from tests.emulator.raw_connection import RawConnection, raw_connection
 from tests.gateways import until
 from tests.virtual import in_virtual_time
 from tests.web.raw_client import HELLO, Public, answer, public, request
@@ -41,13 +41,13 @@ async def left(gate: Public) -> None:
 
 
 @asynccontextmanager
-async def asking(gate: Public, data: bytes) -> AsyncIterator[Wire]:
-    async with wired(gate.url) as wire:
+async def asking(gate: Public, data: bytes) -> AsyncIterator[RawConnection]:
+    async with raw_connection(gate.url) as wire:
         await wire.send(data)
         yield wire
 
 
-def reset(wire: Wire) -> None:
+def reset(wire: RawConnection) -> None:
     sock = wire.writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     wire.writer.transport.abort()
@@ -81,7 +81,7 @@ async def test_a_client_that_leaves_before_the_nodes_head_leaves_no_connection(
             await until(lambda: gate.node.requests == 1)
             number = gate.node.seen[-1].connection
         await left(gate)
-        await until(lambda: all(one.number != number for one in gate.node._connections))
+        await until(lambda: all(one.number != number for one in gate.node.open_connections))
         gate.node.faults.clear()
         await until(lambda: the_node(gate).leased == 0)
 
@@ -211,9 +211,7 @@ async def test_a_slow_reader_stops_its_node_and_no_other_client(tmp_path: Path) 
             assert stood < LONG, "everything went out, though nobody reads"
             live = next(iter(gate.running.gateway.registry))
             assert live.attempt is not None
-            connection = live.attempt._connection
-            assert connection is not None
-            assert connection._pending < 2_000_000
+            assert 0 < live.attempt.unread_bytes < 2_000_000
             quick = await gate.chat(max_tokens=5)
             assert quick.status == 200
             await asyncio.sleep(1.0)  # longer than a node may be silent

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.emulator import EmulatedNode
-from tests.emulator.wire import Wire, unchunk, wired
+from tests.emulator.raw_connection import RawConnection, raw_connection, unchunk
 from tests.gateways import running_gateway, until
 from tests.virtual import in_virtual_time
 from tests.web.raw_client import CHAT, HELLO, Public, answer, public, request
@@ -30,17 +30,17 @@ def stream(path: str = CHAT, **more: Any) -> bytes:
     return request({**BODIES[path], "stream": True, **more}, path=path)
 
 
-async def chunk(wire: Wire) -> bytes:
+async def chunk(wire: RawConnection) -> bytes:
     size = int(await wire.until(b"\r\n"), 16)
     return (await wire.until(b"\r\n"))[:-2] if not size else (await exactly(wire, size + 2))[:-2]
 
 
-async def exactly(wire: Wire, size: int) -> bytes:
+async def exactly(wire: RawConnection, size: int) -> bytes:
     async with asyncio.timeout(30.0):
         return await wire.reader.readexactly(size)
 
 
-async def body_of(wire: Wire) -> bytes:
+async def body_of(wire: RawConnection) -> bytes:
     data = b""
     while not data.endswith(b"0\r\n\r\n"):
         data += await wire.until(b"\r\n")
@@ -53,7 +53,7 @@ async def test_a_queued_stream_gets_heartbeats(tmp_path: Path, path: str) -> Non
     async with public(tmp_path, BEATING) as gate:
         beat = PING if path == "/v1/messages" else b":\n"
         gate.node.faults.next("hang", after_events=0)
-        async with wired(gate.url) as wire:
+        async with raw_connection(gate.url) as wire:
             await wire.send(stream(path, max_tokens=3))
             head = await wire.head()
             assert head.startswith(b"HTTP/1.1 200 ")
@@ -88,7 +88,7 @@ async def test_a_silent_stream_gets_heartbeats(tmp_path: Path, path: str) -> Non
     async with public(tmp_path, BEATING) as gate:
         beat = PING if path == "/v1/messages" else b":\n"
         gate.node.faults.next("hang", after_events=5)
-        async with wired(gate.url) as wire:
+        async with raw_connection(gate.url) as wire:
             await wire.send(stream(path))
             await wire.head()
             while (said := await chunk(wire)) != beat:
@@ -112,11 +112,11 @@ async def test_plain_requests_get_no_heartbeats(tmp_path: Path) -> None:
 
 async def failing(gate: Public, path: str, kind: str, **fault: Any) -> bytes:
     """The body of a stream whose node fails after the first heartbeat."""
-    async with wired(gate.url) as wire:
+    async with raw_connection(gate.url) as wire:
         gate.node.faults.next("hang", after_events=0)
         # The second slot is taken too, so that the request is queued.
         gate.node.faults.next("hang", after_events=0)
-        async with wired(gate.url) as one, wired(gate.url) as two:
+        async with raw_connection(gate.url) as one, raw_connection(gate.url) as two:
             for other in (one, two):
                 await other.send(stream())
             await until(lambda: gate.node.busy == 2)
@@ -181,7 +181,7 @@ async def test_after_a_heartbeat_a_queue_timeout_is_an_event(tmp_path: Path, pat
     settings = {**BEATING, "queue": {"max_wait": 0.3}}
     async with public(tmp_path, settings, EmulatedNode(slots=1)) as other:
         other.node.faults.next("hang", after_events=0)
-        async with wired(other.url) as first, wired(other.url) as wire:
+        async with raw_connection(other.url) as first, raw_connection(other.url) as wire:
             await first.send(stream())
             await until(lambda: other.node.busy == 1)
             await wire.send(stream(path))
@@ -216,7 +216,7 @@ async def test_after_a_heartbeat_a_response_that_is_not_a_stream_is_an_error(
 async def test_heartbeats_can_be_switched_off(tmp_path: Path) -> None:
     async with public(tmp_path, {"heartbeat": "off"}) as other:
         other.node.faults.next("hang", after_events=0)
-        async with wired(other.url) as wire:
+        async with raw_connection(other.url) as wire:
             await wire.send(stream(max_tokens=2))
             with pytest.raises(TimeoutError):
                 await wire.some(0.3)
@@ -250,7 +250,7 @@ async def test_without_heartbeats_the_nodes_own_comments_are_dropped(
 async def test_a_client_that_leaves_after_a_heartbeat_is_noticed(tmp_path: Path) -> None:
     async with public(tmp_path, BEATING) as gate:
         gate.node.faults.next("hang", after_events=0)
-        async with wired(gate.url) as wire:
+        async with raw_connection(gate.url) as wire:
             await wire.send(stream())
             await wire.head()
             assert await chunk(wire) == b":\n"
@@ -264,7 +264,7 @@ async def test_heartbeats_continue_while_another_node_is_tried(tmp_path: Path) -
         EmulatedNode() as one,
         EmulatedNode() as two,
         running_gateway(tmp_path, [one.url, two.url], BEATING) as running,
-        wired(running.url) as wire,
+        raw_connection(running.url) as wire,
     ):
         for node in (one, two):
             node.faults.next("hang", after_events=0)

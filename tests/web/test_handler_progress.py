@@ -12,7 +12,7 @@ import pytest
 
 from gateway.app import Timings
 from tests.emulator import EmulatedNode
-from tests.emulator.wire import unchunk, wired
+from tests.emulator.raw_connection import raw_connection, unchunk
 from tests.gateways import until
 from tests.virtual import in_virtual_time
 from tests.web.raw_client import CHAT, HELLO, public, request
@@ -39,7 +39,7 @@ async def test_a_queued_client_learns_its_place_in_the_queue(tmp_path: Path, pat
     async with public(tmp_path, OFF, slow()) as gate:
         first = asyncio.create_task(gate.chat(max_tokens=30))
         await until(lambda: gate.node.busy == 1)
-        async with wired(gate.url) as wire:
+        async with raw_connection(gate.url) as wire:
             body = {**PATHS[path], "stream": True, "max_tokens": 3, "n_predict": 3}
             await wire.send(request(body, ASKING, path=path))
             scheduler = gate.running.gateway.scheduler
@@ -197,7 +197,7 @@ async def test_a_node_without_progress_events_serves_as_usual(tmp_path: Path) ->
 @in_virtual_time
 async def test_progress_events_count_as_no_tokens(tmp_path: Path) -> None:
     async with public(tmp_path, OFF, reading(decode_tps=20.0)) as gate:
-        async with wired(gate.url) as wire:
+        async with raw_connection(gate.url) as wire:
             await wire.send(request(a_long(CHAT, max_tokens=3000), ASKING))
             await wire.until(b'"content"')
         ended = await gate.last()

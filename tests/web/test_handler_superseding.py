@@ -12,7 +12,7 @@ import pytest
 
 from gateway.web.handler import SupersedingMap
 from tests.emulator import EmulatedNode
-from tests.emulator.wire import Wire, wired
+from tests.emulator.raw_connection import RawConnection, raw_connection
 from tests.gateways import until
 from tests.virtual import in_virtual_time
 from tests.web.raw_client import Answer, Public, answer, public, request
@@ -43,7 +43,7 @@ def superseded(found: Answer) -> None:
     assert found.headers["x-should-retry"] == "false"
 
 
-async def begun(wire: Wire) -> None:
+async def begun(wire: RawConnection) -> None:
     assert b" 200 " in await wire.head()
     await wire.until(b"data: ")
 
@@ -56,7 +56,7 @@ async def test_a_stream_is_superseded_with_an_error_event(
     tmp_path: Path, path: str, body: Mapping[str, Any]
 ) -> None:
     async with public(tmp_path, QUICK, slow()) as gate:
-        async with wired(gate.url) as first, wired(gate.url) as second:
+        async with raw_connection(gate.url) as first, raw_connection(gate.url) as second:
             await first.send(asks(path, body, "editor"))
             await begun(first)
             await second.send(asks(path, body, "editor"))
@@ -75,7 +75,7 @@ async def test_a_stream_is_superseded_with_an_error_event(
 @in_virtual_time
 async def test_a_superseded_queued_request_takes_no_slot(tmp_path: Path) -> None:
     async with public(tmp_path, QUICK, slow(slots=1)) as gate:
-        async with wired(gate.url) as running, wired(gate.url) as last:
+        async with raw_connection(gate.url) as running, raw_connection(gate.url) as last:
             await running.send(asks("/infill", INFILL, "another"))
             await begun(running)
             waiting = asyncio.create_task(gate.ask(asks("/infill", INFILL, "editor")))
@@ -102,7 +102,7 @@ async def test_without_a_session_address_and_model_identify_the_editor(tmp_path:
     async with public(tmp_path, QUICK, slow()) as gate:
         first = asyncio.create_task(gate.ask(asks("/infill", INFILL, stream=False)))
         await until(lambda: gate.node.busy == 1)
-        async with wired(gate.url) as second:
+        async with raw_connection(gate.url) as second:
             await second.send(asks("/infill", INFILL))
             await begun(second)
             superseded(await first)
@@ -146,7 +146,7 @@ async def test_superseding_can_be_switched_off(tmp_path: Path) -> None:
 async def test_a_finished_request_is_not_superseded(tmp_path: Path) -> None:
     async with public(tmp_path, QUICK, slow()) as gate:
         for _ in range(3):
-            async with wired(gate.url) as wire:
+            async with raw_connection(gate.url) as wire:
                 await wire.send(asks("/infill", {**INFILL, "n_predict": 1}, "editor", stream=False))
                 assert (await answer(wire)).status == 200
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.emulator import EmulatedNode
-from tests.emulator.wire import wired
+from tests.emulator.raw_connection import raw_connection
 from tests.gateways import running_gateway, until
 from tests.transport.raw import Peer
 from tests.virtual import in_virtual_time
@@ -138,7 +138,7 @@ def heard(node: EmulatedNode) -> list[str]:
 @in_virtual_time
 async def test_requests_with_a_repeated_head_have_their_own_bodies(tmp_path: Path) -> None:
     texts = ["a", "bb", "c" * 200, "a", "d" * 5000, "e"]
-    async with public(tmp_path, CALM) as gate, wired(gate.url) as wire:
+    async with public(tmp_path, CALM) as gate, raw_connection(gate.url) as wire:
         for text in texts:
             await wire.send(asking_for(text))
             assert (await answer(wire)).status == 200
@@ -147,7 +147,7 @@ async def test_requests_with_a_repeated_head_have_their_own_bodies(tmp_path: Pat
 
 @in_virtual_time
 async def test_a_repeated_head_may_arrive_in_pieces_or_with_others(tmp_path: Path) -> None:
-    async with public(tmp_path, CALM) as gate, wired(gate.url) as wire:
+    async with public(tmp_path, CALM) as gate, raw_connection(gate.url) as wire:
         for _ in range(3):
             await wire.send(asking_for("first"))
             assert (await answer(wire)).status == 200
@@ -178,7 +178,7 @@ async def test_a_head_that_differs_from_the_last_is_parsed(tmp_path: Path) -> No
             (data.replace(b"Content-Length: ", b"Content-Length: +"), 400),
             (data.replace(CHAT.encode(), CHAT.encode() + b"X"), 404),
         ):
-            async with wired(gate.url) as wire:
+            async with raw_connection(gate.url) as wire:
                 for _ in range(2):
                     await wire.send(data)
                     assert (await answer(wire)).headers["x-gateway-class"] == "normal"
@@ -194,15 +194,15 @@ async def test_a_head_that_differs_from_the_last_is_parsed(tmp_path: Path) -> No
 async def test_a_small_request_is_served_without_a_task(tmp_path: Path) -> None:
     async with (
         public(tmp_path, CALM, EmulatedNode(embeddings=True)) as gate,
-        wired(gate.url) as wire,
+        raw_connection(gate.url) as wire,
     ):
-        listener = gate.running.gateway.public_listener
-        assert listener is not None
         small = request({"input": "hello"}, path="/v1/embeddings")
         await wire.send(small)  # This opens a connection to the node.
         assert (await answer(wire)).status == 200
         gate.node.faults.next("hang")
+        before = asyncio.all_tasks()
         await wire.send(small)
         await until(lambda: gate.node.requests == 2)
         assert len(gate.running.gateway.registry) == 1
-        assert not listener._server.server_state.tasks
+        new = [repr(task.get_coro()) for task in asyncio.all_tasks() - before]
+        assert [one for one in new if "EmulatedNode." not in one] == []

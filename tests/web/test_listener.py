@@ -13,7 +13,7 @@ from gateway.handover import open_listeners
 from gateway.startup import StartError
 from gateway.web.listener import Listener, bind_socket
 from gateway.web.protocol import protocol_class
-from tests.emulator.wire import Wire
+from tests.emulator.raw_connection import RawConnection
 from tests.virtual import in_virtual_time, now
 from tests.web.raw_client import HELLO, answer, public, request
 
@@ -58,7 +58,7 @@ async def test_the_public_listener_can_use_tls(
             reader, writer = await asyncio.open_connection(
                 "127.0.0.1", port, ssl=trusting(authority)
             )
-            wire = Wire(reader, writer)
+            wire = RawConnection(reader, writer)
             await wire.send(data)
             assert (await answer(wire)).status == status
             await wire.leave()
@@ -126,7 +126,7 @@ async def test_an_idle_connection_is_closed_in_time(tmp_path: Path) -> None:
         reader, writer = await asyncio.open_connection(
             "127.0.0.1", int(gate.url.rpartition(":")[2])
         )
-        wire = Wire(reader, writer)
+        wire = RawConnection(reader, writer)
         for _ in range(2):
             await wire.send(request({**HELLO, "max_tokens": 1}))
             assert (await answer(wire)).status == 200

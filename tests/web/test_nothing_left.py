@@ -25,7 +25,7 @@ from gateway.transport.errors import StaleConnection
 from gateway.web.http_exchange import ClientConnection, HttpExchange
 from gateway.web.protocol import BoundedProtocol
 from tests.emulator import EmulatedNode
-from tests.emulator.wire import wired
+from tests.emulator.raw_connection import raw_connection
 from tests.gateways import until
 from tests.virtual import in_virtual_time
 from tests.web.raw_client import HELLO, Public, answer, public, request
@@ -76,7 +76,7 @@ async def test_of_a_connection_that_was_served(tmp_path: Path, data: bytes, left
     node = EmulatedNode(slots=1, keepalive_requests=1)
     async with public(tmp_path, {"health": {"interval": 60}}, node) as gate:
         for _ in range(3):
-            async with wired(gate.url) as wire:
+            async with raw_connection(gate.url) as wire:
                 await wire.send(data)
                 await wire.rest()
         await until(lambda: not gate.running.gateway.registry)
@@ -94,7 +94,7 @@ async def test_of_clients_that_leave_while_they_wait_and_while_they_read(
     settings = {"health": {"interval": 60}, "heartbeat": "off"}
     async with public(tmp_path, settings, node, well=False) as gate:
         for _ in range(3):
-            async with wired(gate.url) as running, wired(gate.url) as waiting:
+            async with raw_connection(gate.url) as running, raw_connection(gate.url) as waiting:
                 await running.send(request({**HELLO, "max_tokens": 2000, "stream": stream}))
                 await until(lambda: node.busy == 1)
                 await waiting.send(request({**SHORT, "stream": stream}))
@@ -108,7 +108,7 @@ async def test_of_clients_that_leave_while_they_wait_and_while_they_read(
 @in_virtual_time
 async def test_of_a_connection_that_served_many(tmp_path: Path, left: Left) -> None:
     async with public(tmp_path, {"health": {"interval": 60}}, EmulatedNode()) as gate:
-        async with wired(gate.url) as wire:
+        async with raw_connection(gate.url) as wire:
             for number in range(20):
                 await wire.send(request({**SHORT, "stream": number % 2 == 0}))
                 found = await answer(wire)

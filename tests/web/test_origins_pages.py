@@ -13,7 +13,7 @@ import pytest_asyncio
 from gateway.access.keys import new_key
 from gateway.config.settings import Settings
 from gateway.web.origins import OriginPolicy
-from tests.emulator.wire import wired
+from tests.emulator.raw_connection import raw_connection
 from tests.web.raw_client import CHAT, HELLO, Answer, Public, answer, public, request
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -98,7 +98,7 @@ async def test_a_foreign_name_that_resolves_to_this_machine_is_refused(
         "absolute": asking("localhost", path=f"http://{host}:8000{CHAT}"),
         "models": asking(host, path="/v1/models", method="GET"),
     }[form]
-    async with wired(gate.url) as wire:
+    async with raw_connection(gate.url) as wire:
         await wire.send(asking("localhost"))
         assert (await answer(wire)).status == 200
         for _ in range(2):
@@ -133,7 +133,7 @@ async def test_a_request_without_host_or_with_several_is_400(
     gate: Public, lines: str, start: str
 ) -> None:
     data = f"{start} HTTP/1.1\r\n{lines}Content-Length: 2\r\n\r\n{{}}"
-    async with wired(gate.url) as wire:
+    async with raw_connection(gate.url) as wire:
         await wire.send(data.encode("latin-1"))
         found = await answer(wire)
         assert outcome_of(found) == (400, "invalid_request")

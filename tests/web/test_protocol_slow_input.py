@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.emulator.wire import Wire, wired
+from tests.emulator.raw_connection import RawConnection, raw_connection
 from tests.virtual import in_virtual_time
 from tests.web.raw_client import CHAT, HELLO, Answer, answer, public, request
 
@@ -23,7 +23,7 @@ def outcome_of(found: Answer) -> tuple[int, str | None]:
 @pytest.mark.parametrize("start", [b"P", b"POST /v1/chat", request()[:60], b"\r\n\r\n"])
 @in_virtual_time
 async def test_half_a_head_and_then_silence_is_408(tmp_path: Path, start: bytes) -> None:
-    async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
+    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
         await wire.send(start)
         found = await answer(wire)
         assert outcome_of(found) == (408, "request_timeout")
@@ -32,13 +32,13 @@ async def test_half_a_head_and_then_silence_is_408(tmp_path: Path, start: bytes)
 
 @in_virtual_time
 async def test_a_silent_connection_is_closed(tmp_path: Path) -> None:
-    async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
+    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
         assert await wire.rest() == b""
 
 
 @in_virtual_time
 async def test_a_head_a_byte_at_a_time_is_408(tmp_path: Path) -> None:
-    async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
+    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
         trickling = asyncio.create_task(_trickle(wire, request() * 100))
         assert outcome_of(await answer(wire)) == (408, "request_timeout")
         trickling.cancel()
@@ -47,7 +47,7 @@ async def test_a_head_a_byte_at_a_time_is_408(tmp_path: Path) -> None:
 
 @in_virtual_time
 async def test_half_a_head_on_a_used_connection_is_408(tmp_path: Path) -> None:
-    async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
+    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
         await wire.send(request({**HELLO, "max_tokens": 1}))
         assert (await answer(wire)).status == 200
         await wire.send(b"POST /v1")
@@ -56,7 +56,7 @@ async def test_half_a_head_on_a_used_connection_is_408(tmp_path: Path) -> None:
 
 @in_virtual_time
 async def test_line_ends_between_requests_do_not_keep_a_connection(tmp_path: Path) -> None:
-    async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
+    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
         await wire.send(request({**HELLO, "max_tokens": 1}))
         assert (await answer(wire)).status == 200
         await wire.send(b"\r\n")
@@ -66,7 +66,7 @@ async def test_line_ends_between_requests_do_not_keep_a_connection(tmp_path: Pat
 @in_virtual_time
 async def test_half_a_body_and_then_silence_is_408(tmp_path: Path) -> None:
     async with public(tmp_path, IMPATIENT) as gate:
-        async with wired(gate.url) as wire:
+        async with raw_connection(gate.url) as wire:
             await wire.send(request(b'{"messages": ', length=5000))
             assert outcome_of(await answer(wire)) == (408, "request_timeout")
         assert (await gate.last()).status == 408
@@ -76,7 +76,7 @@ async def test_half_a_body_and_then_silence_is_408(tmp_path: Path) -> None:
 @in_virtual_time
 async def test_half_a_chunked_body_and_then_silence_is_408(tmp_path: Path, part: str) -> None:
     head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-    async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
+    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
         await wire.send(f"{head}{part}".encode())
         assert outcome_of(await answer(wire)) == (408, "request_timeout")
         assert await wire.rest() == b""
@@ -84,7 +84,7 @@ async def test_half_a_chunked_body_and_then_silence_is_408(tmp_path: Path, part:
 
 @in_virtual_time
 async def test_silence_after_100_continue_is_408(tmp_path: Path) -> None:
-    async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
+    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
         await wire.send(request(b"", "Expect: 100-continue", length=100))
         assert await wire.head() == b"HTTP/1.1 100 Continue\r\n\r\n"
         assert outcome_of(await answer(wire)) == (408, "request_timeout")
@@ -92,7 +92,7 @@ async def test_silence_after_100_continue_is_408(tmp_path: Path) -> None:
 
 @in_virtual_time
 async def test_half_a_request_behind_a_complete_one_has_its_own_timeout(tmp_path: Path) -> None:
-    async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
+    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
         gate.node.faults.next("hang", seconds=1.0)
         await wire.send(request({**HELLO, "max_tokens": 1}) + request()[:60])
         assert (await answer(wire)).status == 200
@@ -102,7 +102,7 @@ async def test_half_a_request_behind_a_complete_one_has_its_own_timeout(tmp_path
 @in_virtual_time
 async def test_a_line_end_behind_a_body_does_not_close_the_connection(tmp_path: Path) -> None:
     """Old clients send one that `Content-Length` does not include."""
-    async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
+    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
         await wire.send(request({**HELLO, "max_tokens": 1}) + b"\r\n")
         assert (await answer(wire)).status == 200
         await asyncio.sleep(5.0)
@@ -112,7 +112,7 @@ async def test_a_line_end_behind_a_body_does_not_close_the_connection(tmp_path: 
 
 @in_virtual_time
 async def test_a_body_a_byte_at_a_time_is_408(tmp_path: Path) -> None:
-    async with public(tmp_path, IMPATIENT) as gate, wired(gate.url) as wire:
+    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
         await wire.send(request(b"{", length=5000))
         trickling = asyncio.create_task(_trickle(wire, b" " * 4000))
         assert outcome_of(await answer(wire)) == (408, "request_timeout")
@@ -120,7 +120,7 @@ async def test_a_body_a_byte_at_a_time_is_408(tmp_path: Path) -> None:
         await asyncio.gather(trickling, return_exceptions=True)
 
 
-async def _trickle(wire: Wire, data: bytes) -> None:
+async def _trickle(wire: RawConnection, data: bytes) -> None:
     for byte in data:
         await wire.send(bytes([byte]))
         await asyncio.sleep(0.02)
@@ -149,7 +149,7 @@ async def test_corrupted_requests_are_answered_or_closed(tmp_path: Path) -> None
                     data[place] = what
                 else:
                     data.insert(place, what)
-            async with wired(gate.url) as wire:
+            async with raw_connection(gate.url) as wire:
                 middle = rng.randrange(len(data))
                 await wire.send(bytes(data[:middle]))
                 await asyncio.sleep(0)

@@ -16,7 +16,7 @@ import pytest_asyncio
 from gateway.access.keys import ApiKey, new_key
 from tests.bench.targets import find
 from tests.emulator import EmulatedNode, expected_chat_text
-from tests.emulator.wire import Wire, wired
+from tests.emulator.raw_connection import RawConnection, raw_connection
 from tests.gateways import until
 from tests.web.raw_client import CHAT, Public, answer, public
 from tests.web.smuggling import (
@@ -80,7 +80,7 @@ async def test_the_gateway_and_the_node_agree_on_request_boundaries(
     gate: Public, name: str, cut: str
 ) -> None:
     data = FORMS[name] + proper("ben-behind", BEN)
-    async with wired(gate.url) as wire:
+    async with raw_connection(gate.url) as wire:
         if cut == "whole":
             await wire.send(data)
         else:
@@ -194,9 +194,9 @@ def _is_listening(path: Path) -> bool:
 
 
 @asynccontextmanager
-async def connected(socket: Path) -> AsyncIterator[Wire]:
+async def connected(socket: Path) -> AsyncIterator[RawConnection]:
     reader, writer = await asyncio.open_unix_connection(socket)
-    wire = Wire(reader, writer)
+    wire = RawConnection(reader, writer)
     try:
         yield wire
     finally:

@@ -11,7 +11,7 @@ import pytest
 
 from gateway.transport.errors import ConnectTimedOut
 from tests.emulator import EmulatedNode
-from tests.emulator.wire import wired
+from tests.emulator.raw_connection import raw_connection
 from tests.gateways import until
 from tests.virtual import in_virtual_time, now
 from tests.web.raw_client import CHAT, HELLO, answer, public, request
@@ -85,7 +85,7 @@ async def test_the_shorter_of_both_timeouts_decides_about_the_error(tmp_path: Pa
 async def test_a_client_that_times_out_by_itself_gets_no_error(tmp_path: Path) -> None:
     async with public(tmp_path, PLAIN, EmulatedNode(decode_tps=20, answer_tokens=400)) as gate:
         began = now()
-        async with wired(gate.url) as wire:
+        async with raw_connection(gate.url) as wire:
             await wire.send(request(HELLO, "X-Stainless-Timeout: 0.3", path=CHAT))
             await until(lambda: now() - began > 0.6)
         await until(lambda: len(gate.running.gateway.registry) == 0)
@@ -130,7 +130,7 @@ async def test_white_space_is_sent_before_a_plain_response(tmp_path: Path) -> No
 async def test_an_error_after_white_space_is_in_the_body(tmp_path: Path) -> None:
     async with public(tmp_path, PADDED | {"timeouts": {"silence": 0.4}}) as gate:
         gate.node.faults.set("hang", after_events=1)
-        async with wired(gate.url) as wire:
+        async with raw_connection(gate.url) as wire:
             await wire.send(request(HELLO, "X-Request-Timeout: 0.5", path=CHAT))
             found = await answer(wire)
         gate.node.faults.clear()

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.access.keys import new_key
 from gateway.proxy.inbound.routes import ROUTES
-from tests.emulator.wire import wired
+from tests.emulator.raw_connection import raw_connection
 from tests.web.raw_client import HELLO, Public, answer, public, request
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -59,7 +59,7 @@ async def test_each_head_of_a_connection_is_judged_by_itself(
 ) -> None:
     direct = request(SHORT, "X-Priority: urgent")
     proxied = request(SHORT, "X-Priority: urgent", "Via: 1.1 edge")
-    async with wired(gate.url) as wire:
+    async with raw_connection(gate.url) as wire:
         for asked, seen in [(direct, "urgent"), (proxied, "normal")] * 3:
             for _ in range(2):
                 await wire.send(asked)
@@ -73,7 +73,7 @@ async def test_only_local_callers_may_name_users(gate: Public) -> None:
     parties = []
     for number, fields in enumerate(([], ["X-Forwarded-For: 127.0.0.1"]), 1):
         gate.node.faults.next("hang")
-        async with wired(gate.url) as wire:
+        async with raw_connection(gate.url) as wire:
             await wire.send(request(SHORT, "X-User-Id: anna", *fields))
             await gate.node.until(partial(has_come, gate, number))
             parties += [live.request.lease_request.fairness_key for live in edge.registry]

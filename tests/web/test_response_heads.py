@@ -10,7 +10,7 @@ import pytest
 
 from gateway.access.keys import new_key
 from tests.emulator import EmulatedNode
-from tests.emulator.wire import wired
+from tests.emulator.raw_connection import raw_connection
 from tests.gateways import running_gateway, until
 from tests.web.raw_client import HELLO, Answer, Public, answer, public, request
 
@@ -167,7 +167,7 @@ async def test_a_reload_permits_more_headers_on_open_connections_too(tmp_path: P
     async with public(tmp_path) as gate:
         reply = {"X-Region": "eu"}
         asked = request(SHORT, "X-Team: a")
-        async with wired(gate.url) as wire:
+        async with raw_connection(gate.url) as wire:
 
             async def one() -> Answer:
                 gate.node.faults.next("status", status=200, body="{}", headers=reply)

@@ -13,7 +13,7 @@ import pytest
 from gateway.access.fair_share import FairShare
 from gateway.access.keys import new_key
 from tests.emulator import EmulatedNode
-from tests.emulator.wire import wired
+from tests.emulator.raw_connection import raw_connection
 from tests.gateways import until
 from tests.virtual import in_virtual_time
 from tests.web.raw_client import HELLO, Public, public, request
@@ -76,7 +76,7 @@ async def client(gate: Public, draw: random.Random) -> None:
         data += data + data[:100]
     elif way < 0.35:
         data = b"garbage\r\n\r\n" + data
-    async with wired(gate.url) as wire:
+    async with raw_connection(gate.url) as wire:
         with suppress(ConnectionError, TimeoutError):
             for at in range(0, len(data), 50_000):
                 await wire.send(data[at : at + 50_000])

@@ -211,15 +211,21 @@ MEDIA_KEYS = frozenset(
 IMAGE_TYPES = ("image_url", "input_image", "image")
 """A tuple, not a set: `type` in a tool's schema may be a list, which cannot be looked up in one."""
 
-_LINK_MARKS = (b"_url", b"input_", b"multimodal_data", b"mcp_servers")
-
 
 def may_have_links(body: bytes) -> bool:
     """Whether `body` could hold an image or a link to one; an escape could spell anything."""
     # A search for a single byte is several times as fast as one for a word, so it comes first. And
     # `find`, since `in` first asks whether its operand is a number, which costs as much again.
     return (
-        (body.find(b"_") >= 0 and any(body.find(mark) >= 0 for mark in _LINK_MARKS))
+        (
+            body.find(b"_") >= 0
+            and (
+                body.find(b"_url") >= 0
+                or body.find(b"input_") >= 0
+                or body.find(b"multimodal_data") >= 0
+                or body.find(b"mcp_servers") >= 0
+            )
+        )
         or (body.find(b"\\") >= 0 and body.find(b"\\u") >= 0)
         or body.find(b'"source"') >= 0
     )

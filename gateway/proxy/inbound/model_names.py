@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from gateway.catalog import ModelCatalog
 from gateway.config.routing import CATCH_ALL, ModelRule
-from gateway.fleet.model_index import ModelIndex
 
 LONGEST_CACHED_NAME = 256
 """Characters; longer names are not cached, since clients may send names of megabytes."""
@@ -35,13 +35,13 @@ class ModelAliases:
     def __post_init__(self) -> None:
         self.has_catch_all = CATCH_ALL in self.rules
 
-    def is_catch_all(self, name: str, model_index: ModelIndex) -> bool:
+    def is_catch_all(self, name: str, catalog: ModelCatalog) -> bool:
         """Whether the catch-all applies: no rule has this name, and no node may serve it.
 
         A node whose models are not known yet may serve any.
         """
         return self.has_catch_all and (
-            name == CATCH_ALL or not (name in self.rules or model_index.may_serve(name))
+            name == CATCH_ALL or not (name in self.rules or catalog.may_serve(name))
         )
 
     def resolve(self, name: str) -> tuple[ResolvedModel, ...]:

@@ -152,6 +152,21 @@ def has_limited_options(parsed: ParsedBody) -> bool:
 
 _NO_LIMITED_OPTIONS = (MISSING,) * 14
 
+
+def has_edited_options(parsed: ParsedBody) -> bool:
+    """Whether any field is set for which `edits.required_edit` may remove or lower something."""
+    return (
+        parsed.priority,
+        parsed.n_probs,
+        parsed.top_logprobs,
+        parsed.logprobs,
+        parsed.id_slot,
+        parsed.lora,
+    ) != _NO_EDITED_OPTIONS
+
+
+_NO_EDITED_OPTIONS = (None, None, None, MISSING, MISSING, MISSING)
+
 TOKEN_IDS_START = re.compile(rb"\s*\[\s*\d")
 
 SHORTEST_IMAGE = 256

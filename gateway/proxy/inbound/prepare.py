@@ -9,9 +9,9 @@ import msgspec
 from msgspec.structs import replace as replace_fields
 
 from gateway import errors
+from gateway.catalog import ModelCatalog
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import CATCH_ALL
-from gateway.fleet.model_index import ModelIndex
 from gateway.lease import KeyedHash, LeaseRequest, PromptKey
 from gateway.proxy.inbound import edits, media, parsed_body, request_limits
 from gateway.proxy.inbound.large_body import (
@@ -27,9 +27,15 @@ from gateway.proxy.inbound.parsed_body import (
     PROMPT_FIELDS,
     ParsedBody,
     PromptSize,
+    has_edited_options,
     parse_body,
 )
-from gateway.proxy.inbound.prompt_key import VolatileLines, build_large_prompt_key, build_prompt_key
+from gateway.proxy.inbound.prompt_key import (
+    SHORTEST_BODY,
+    VolatileLines,
+    build_large_prompt_key,
+    build_prompt_key,
+)
 from gateway.proxy.inbound.prompt_list import parse_prompt_list
 from gateway.proxy.inbound.routes import Route, can_assemble
 from gateway.proxy.request import PromptList, Request
@@ -74,7 +80,7 @@ def prepare(
     parsed: ParsedBody,
     priority: Priority,
     rules: RequestRules,
-    model_index: ModelIndex,
+    catalog: ModelCatalog,
 ) -> Request:
     """The request of a JSON body, ready to be sent to nodes. Raises: GatewayError.
 
@@ -101,12 +107,12 @@ def prepare(
             request_limits.check_grammars(parsed, depth, limits)
         if route.generates:
             request_limits.check_sampling(parsed, limits)
-    model, targets = _resolve_model(parsed.model, rules, incoming.caller, model_index)
+    model, targets = _resolve_model(parsed.model, rules, incoming.caller, catalog)
     bodies, slots = _edited_bodies(body, parsed, targets, route, rules)
     generation = prompt_list = None
     if route.generates:
         if route.api.merger is not None:
-            prompt_list = _parse_prompt_list(incoming, parsed.prompt, priority, rules, model_index)
+            prompt_list = _parse_prompt_list(incoming, parsed.prompt, priority, rules, catalog)
         generation = _generation(body, parsed, raw, slots, route, model, rules)
     return _new_request(
         incoming,
@@ -127,13 +133,13 @@ def prepare_multipart(
     parsed: ParsedBody,
     priority: Priority,
     rules: RequestRules,
-    model_index: ModelIndex,
+    catalog: ModelCatalog,
 ) -> Request:
     """The request of a multipart form; rules of `models` do not edit forms.
 
     Raises: GatewayError.
     """
-    model, targets = _resolve_model(parsed.model, rules, incoming.caller, model_index)
+    model, targets = _resolve_model(parsed.model, rules, incoming.caller, catalog)
     bodies = {target.name: incoming.body for target in targets}
     return _new_request(incoming, parsed.model, priority, model, bodies)
 
@@ -155,26 +161,28 @@ def prepare_large(
 
 
 def _resolve_model(
-    requested: str | None, rules: RequestRules, caller: Caller, model_index: ModelIndex
+    requested: str | None, rules: RequestRules, caller: Caller, catalog: ModelCatalog
 ) -> tuple[str, tuple[ResolvedModel, ...]]:
     """The public model name of a request, and the models it stands for. Raises: GatewayError."""
     model = requested or rules.default_model
     if model is None:
-        known = [name for name in model_index.model_names() if caller.may_use(name)]
+        known = catalog.model_names()
+        if caller.models is not None:
+            known = tuple(name for name in known if caller.may_use(name))
         if not known:
-            raise model_index.not_found_error(None)
+            raise catalog.not_found_error(None)
         if len(known) > 1:
             some = ", ".join(f"'{name}'" for name in known[:8])
             raise errors.invalid_request(f"'model' is missing. There are: {some}.", "model")
         model = known[0]
     aliases = rules.model_aliases
-    if aliases.has_catch_all and aliases.is_catch_all(model, model_index):
+    if aliases.has_catch_all and aliases.is_catch_all(model, catalog):
         if not (caller.may_use(model) or caller.may_use(CATCH_ALL)):
             raise errors.model_not_allowed(model)
         targets = aliases.resolve(CATCH_ALL)
         # The target's name from here on: the client's may be any text.
         return targets[0].name, targets
-    if not caller.may_use(model):
+    if caller.models is not None and not caller.may_use(model):
         raise errors.model_not_allowed(model)
     return model, aliases.resolve(model)
 
@@ -198,25 +206,25 @@ def _edited_bodies(
         ruled_parsed = parsed
         if ruled is not body:
             ruled_parsed = parse_body(ruled) if isinstance(ruled, bytes) else ruled.parse()
-        edit = edits.required_edit(
-            ruled_parsed,
-            target.rules,
-            max_tokens_field=route.max_tokens_field,
-            max_tokens=limits.max_tokens,
-            n_probs=limits.n_probs,
-        )
+        edit = None
+        if target.rules or limits.max_tokens is not None or has_edited_options(ruled_parsed):
+            edit = edits.required_edit(
+                ruled_parsed,
+                target.rules,
+                max_tokens_field=route.max_tokens_field,
+                max_tokens=limits.max_tokens,
+                n_probs=limits.n_probs,
+            )
         if volatile_lines.strips_requests:
             edit = (edit or {}) | volatile_lines.strip_edit(ruled)
         bodies[target.name] = edits.apply_edit(ruled, edit) if edit else ruled
-        if route.generates:
+        if route.generates and not ruled_parsed.n is ruled_parsed.n_cmpl is None:
             slots = max(slots, _completion_count(ruled_parsed, limits.n))
     return bodies, slots
 
 
 def _completion_count(parsed: ParsedBody, limit: int) -> int:
     """Completions per prompt (`n`, `n_cmpl`); each takes a slot. Raises: GatewayError 400."""
-    if parsed.n is None and parsed.n_cmpl is None:
-        return 1
     most = 1
     for name in ("n", "n_cmpl"):
         count = edits.clamped_int(getattr(parsed, name)) or 1
@@ -246,12 +254,13 @@ def _generation(
         size = parsed_body.measure_prompt(
             raw_prompt, parsed.tools, parsed.system, parsed.instructions
         )
-        key = build_prompt_key(body, route, model, rules.volatile_lines, rules.keyed_hash)
+        if len(body) >= SHORTEST_BODY:
+            key = build_prompt_key(body, route, model, rules.volatile_lines, rules.keyed_hash)
     else:
         size = body.measure_prompt(route.prompt_field)
     return (
         stream,
-        request_limits.wants_logprobs(parsed),
+        has_edited_options(parsed) and request_limits.wants_logprobs(parsed),
         not stream and can_assemble(route, body, parsed.messages, slots),
         _max_tokens(parsed),
         key,
@@ -339,7 +348,8 @@ def _max_tokens(parsed: ParsedBody) -> int | None:
         parsed.n_predict,
     ):
         if value is not None and value >= 0:
-            return edits.clamped_int(value)
+            # Nearly all are small integers.
+            return value if type(value) is int and value < 1 << 32 else edits.clamped_int(value)
     return None
 
 
@@ -348,13 +358,13 @@ def _parse_prompt_list(
     raw_prompt: msgspec.Raw,
     priority: Priority,
     rules: RequestRules,
-    model_index: ModelIndex,
+    catalog: ModelCatalog,
 ) -> PromptList | None:
     """The prompts, if the body holds several, which are served as requests of their own."""
 
     def sub_request(index: int, body: bytes) -> Generator[None, None, Request]:
         def prepare_body(large: LargeBody) -> Request:
-            return prepare(replace(one, body=large), large.parse(), priority, rules, model_index)
+            return prepare(replace(one, body=large), large.parse(), priority, rules, catalog)
 
         one = replace(
             incoming,
@@ -363,7 +373,7 @@ def _parse_prompt_list(
             body=body,
         )
         if len(body) < LARGE_BODY_BYTES:
-            return prepare(one, parse_body(body), priority, rules, model_index)
+            return prepare(one, parse_body(body), priority, rules, catalog)
         return (yield from prepare_large(body, one.route, rules, prepare_body))
 
     return parse_prompt_list(incoming.body, raw_prompt, rules.limits, sub_request)

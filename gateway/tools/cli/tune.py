@@ -224,7 +224,7 @@ def tune(
     if as_json:
         print_json({"subject": subject, **report.as_dict()})
     else:
-        from gateway.tools.cli.tune_progress import print_report
+        from gateway.tools.cli.progress import print_report
 
         print_report(report)
     if plot is not None:
@@ -275,7 +275,7 @@ def _slot_tokens(plan: LocalFleetPlan, context: int, request: BenchmarkRequest) 
 def _refuse_other_work(topology: Topology, *, force: bool) -> None:
     import time
 
-    from gateway.tools.tune.other_work import (
+    from gateway.tools.tune.machine_benchmark import (
         MOST_OTHER_WORK,
         SAMPLE_SECONDS,
         other_work_between,
@@ -327,7 +327,7 @@ def _run(
     import asyncio
     import signal
 
-    from gateway.tools.cli.tune_progress import TuningProgress
+    from gateway.tools.cli.progress import TuningProgress
 
     async def search() -> None:
         task = asyncio.current_task()

@@ -182,7 +182,7 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
     from gateway.observe.logs import set_up_logging
     from gateway.process import serve
     from gateway.startup import load_checked
-    from gateway.tools.cli.startup_progress import StartupProgress
+    from gateway.tools.cli.progress import StartupProgress
     from gateway.tools.local.server_process import BASE_PORT
     from gateway.tools.local.supervisor import LocalFleet
 

@@ -8,9 +8,11 @@ decoding is reproducible bit for bit.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -88,8 +90,19 @@ def ensure_demo_model(cache: Path, size: DemoSize = "small") -> Path:
     )
 
 
-def write_model(path: Path, shape: DemoShape) -> None:
-    """Write the GGUF file of a demo model of this shape."""
+def write_model(
+    path: Path,
+    shape: DemoShape,
+    *,
+    more_tokens: Sequence[Token] = (),
+    more_penalties: Mapping[str, float] = MappingProxyType({}),
+    chat_template: str | None = None,
+) -> None:
+    """Write the GGUF file of a demo model of this shape.
+
+    `more_tokens` follow those of every demo model, with their logit penalties by text;
+    `chat_template` replaces the usual one.
+    """
     try:
         import gguf
     except ImportError as error:
@@ -98,7 +111,8 @@ def write_model(path: Path, shape: DemoShape) -> None:
             "pip install 'llama-gateway[local]', or name a model with --model FILE.gguf"
         ) from error
 
-    tokens = vocabulary()
+    tokens = [*vocabulary(), *more_tokens]
+    penalties = {**TOKEN_PENALTIES, **more_penalties}
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name(DEMO_MODEL_NAME)
     writer.add_description("Random weights. Its words mean nothing.")
@@ -125,8 +139,8 @@ def write_model(path: Path, shape: DemoShape) -> None:
     writer.add_add_bos_token(True)
     # With a space before "assistant" no grammar would accept the template's own last line.
     writer.add_add_space_prefix(False)
-    writer.add_chat_template(CHAT_TEMPLATE)
-    for name, weights in _tensors(shape, tokens):
+    writer.add_chat_template(CHAT_TEMPLATE if chat_template is None else chat_template)
+    for name, weights in _tensors(shape, tokens, penalties):
         writer.add_tensor(name, weights)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -134,7 +148,9 @@ def write_model(path: Path, shape: DemoShape) -> None:
     writer.close()
 
 
-def _tensors(shape: DemoShape, tokens: list[Token]) -> list[tuple[str, np.ndarray[Any, Any]]]:
+def _tensors(
+    shape: DemoShape, tokens: Sequence[Token], penalties: Mapping[str, float]
+) -> list[tuple[str, np.ndarray[Any, Any]]]:
     # Python's generator: numpy's may change between versions.
     rng = random.Random(WEIGHTS_SEED)
     kind = np.float16 if shape.half_precision else np.float32
@@ -175,7 +191,7 @@ def _tensors(shape: DemoShape, tokens: list[Token]) -> list[tuple[str, np.ndarra
             (f"{prefix}.ffn_down.weight", down.astype(kind)),
         ]
     output = weights(len(tokens), width, LOGIT_SPREAD / width**0.5)
-    output[:, 0] = [-_penalty(token) / CONSTANT_EMBEDDING for token in tokens]
+    output[:, 0] = [-_penalty(token, penalties) / CONSTANT_EMBEDDING for token in tokens]
     output[:, 1] = 0.0
     output[TOOL_CALL_BEGIN_ID, 1] = 2 * FORBIDDEN_PENALTY / TOOL_CALL_EMBEDDING
     output[TURN_END_ID, 1] = -2 * FORBIDDEN_PENALTY / TOOL_CALL_EMBEDDING
@@ -183,10 +199,10 @@ def _tensors(shape: DemoShape, tokens: list[Token]) -> list[tuple[str, np.ndarra
     return tensors
 
 
-def _penalty(token: Token) -> float:
+def _penalty(token: Token, penalties: Mapping[str, float]) -> float:
     if token.is_word:
         return 0.0
-    return TOKEN_PENALTIES.get(
+    return penalties.get(
         token.text, RARE_PENALTY if token.kind is TokenType.NORMAL else FORBIDDEN_PENALTY
     )
 

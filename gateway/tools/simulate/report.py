@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
 
-from gateway.config.queue import QueueSettings
+from gateway.config.scheduling import QueueSettings
 from gateway.tools.simulate.simulation import SimulationResult
 from gateway.tools.simulate.trace import Job
 

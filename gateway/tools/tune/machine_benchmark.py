@@ -1,12 +1,17 @@
-"""Measures one setting on this machine: starts the servers, benchmarks them, ends them."""
+"""Measures one setting on this machine: starts the servers, benchmarks them, ends them.
+
+Other work would distort the figures, so it is measured from `/proc`: the time that CPUs were not
+idle, `nice` work and time stolen by a hypervisor included.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,9 +20,9 @@ from gateway.tools.local import LocalFleetError
 from gateway.tools.local.memory import MEMORY_RESERVE, check_memory, format_gib
 from gateway.tools.local.plan import LocalFleetPlan
 from gateway.tools.local.supervisor import LocalFleet
+from gateway.tools.local.system_files import read_text
 from gateway.tools.local.topology import Topology, read_topology
 from gateway.tools.tune.measurements import BenchmarkRequest, Figures, combine_servers
-from gateway.tools.tune.other_work import other_work_between, peak_memory, read_cpu_times
 from gateway.tools.tune.server_benchmark import BenchmarkError, ServerBenchmark, run_concurrently
 from gateway.tools.tune.setting import Setting, server_spec
 
@@ -155,3 +160,96 @@ def measurement_subject(
 
 # A new connection for each request: llama.cpp may close an idle one at any time.
 _NO_REUSE = httpx.Limits(max_keepalive_connections=0)
+
+MOST_OTHER_WORK = 0.25
+"""CPUs' worth of other work that is tolerated: llama.cpp's threads wait for the slowest one."""
+
+SAMPLE_SECONDS = 3.0  # between the two readings of a sample
+
+MOST_NAMED_PROCESSES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTimes:
+    """Ticks since the machine booted."""
+
+    busy: int
+    total: int
+    cpus: int
+    processes: dict[int, tuple[str, int]]  # name and ticks by PID
+
+
+@dataclass(frozen=True, slots=True)
+class OtherWork:
+    """CPUs' worth of other work between two readings."""
+
+    busy_cpus: float
+    cpus: int
+    top_processes: tuple[tuple[int, str, float], ...]  # PID, name, CPUs
+
+    def __str__(self) -> str:
+        names = ", ".join(f"{name} ({pid}) {share:.0%}" for pid, name, share in self.top_processes)
+        return f"{self.busy_cpus:.1f} of {self.cpus} CPUs are busy" + (
+            f": {names}" if names else ""
+        )
+
+
+def read_cpu_times(cpus: Collection[int], root: Path = Path("/")) -> CpuTimes:
+    """Read the times of these CPUs; zeros where the system has no `/proc/stat`."""
+    busy = total = found = 0
+    for line in read_text(root / "proc/stat").splitlines():
+        name, *words = line.split()
+        if name.startswith("cpu") and name[3:].isdecimal() and int(name[3:]) in cpus:
+            user, nice, system, idle, iowait, irq, softirq, steal = (
+                [int(word) for word in words[:8]] + [0] * 8
+            )[:8]
+            working = user + nice + system + irq + softirq + steal
+            busy += working
+            total += working + idle + iowait
+            found += 1
+    return CpuTimes(busy, total, found, _processes(root))
+
+
+def other_work_between(before: CpuTimes, after: CpuTimes, own: Collection[int] = ()) -> OtherWork:
+    """Return the work of all processes but `own`, which still ran at the second reading."""
+    ticks = (after.total - before.total) / max(1, after.cpus)  # of one CPU
+    if ticks <= 0:
+        return OtherWork(0.0, after.cpus, ())
+    spent = {
+        pid: (name, used - before.processes.get(pid, (name, 0))[1])
+        for pid, (name, used) in after.processes.items()
+    }
+    own_ticks = sum(used for pid, (_, used) in spent.items() if pid in own)
+    others = sorted(
+        ((pid, name, used / ticks) for pid, (name, used) in spent.items() if pid not in own),
+        key=lambda one: -one[2],
+    )
+    return OtherWork(
+        max(0.0, (after.busy - before.busy - own_ticks) / ticks),
+        after.cpus,
+        tuple(one for one in others[:MOST_NAMED_PROCESSES] if one[2] >= 0.05),
+    )
+
+
+def peak_memory(pid: int, root: Path = Path("/")) -> int | None:
+    """Return the peak resident bytes of a process; None where `/proc` does not show it."""
+    for line in read_text(root / f"proc/{pid}/status").splitlines():
+        name, _, value = line.partition(":")
+        if name == "VmHWM" and (words := value.split()):
+            return int(words[0]) * 1024
+    return None
+
+
+def _processes(root: Path) -> dict[int, tuple[str, int]]:
+    found: dict[int, tuple[str, int]] = {}
+    try:
+        ids = [int(entry.name) for entry in (root / "proc").iterdir() if entry.name.isdecimal()]
+    except OSError:
+        return found
+    for pid in ids:
+        # `4711 (any (name)) R ...`: the fields follow the last bracket.
+        head, bracket, rest = read_text(root / f"proc/{pid}/stat").rpartition(")")
+        words = rest.split()
+        if bracket and len(words) > 12:
+            found[pid] = (head.partition("(")[2], int(words[11]) + int(words[12]))
+    return found

@@ -13,8 +13,8 @@ import yaml
 
 from gateway.tools.local.system_files import format_kernel_list
 from gateway.tools.local.topology import Topology
+from gateway.tools.tune.machine_benchmark import MOST_OTHER_WORK
 from gateway.tools.tune.measurements import Figures
-from gateway.tools.tune.other_work import MOST_OTHER_WORK
 from gateway.tools.tune.search import REPEATS, TuningSession
 from gateway.tools.tune.setting import KNOBS, Setting, pinned_cpus
 

@@ -1,9 +1,10 @@
-"""`/admin/config` and `/admin/reload`: show the settings in force, and reload both files."""
+"""`/admin/config` and `/admin/reload`, and what the admin listener needs of the running gateway."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -12,9 +13,61 @@ from starlette.responses import Response
 from gateway.config.errors import ConfigError, Problem, single_line
 from gateway.config.settings import Settings, masked_settings
 from gateway.errors import GatewayError
+from gateway.events import InventoryChanged, SettingsChanged
 from gateway.proxy.api.base import openai_error
-from gateway.web.admin.control import GatewayControl
 from gateway.web.asgi import JsonResponse
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadResult:
+    """The changes of a successful reload."""
+
+    inventory: InventoryChanged
+    settings: SettingsChanged
+
+
+class GatewayControl(Protocol):
+    """The running gateway."""
+
+    @property
+    def settings(self) -> Settings:
+        """The settings in force."""
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Monotonic seconds."""
+
+    @property
+    def started_at(self) -> float:
+        """When the gateway started, by `clock`."""
+
+    @property
+    def version(self) -> str:
+        """The gateway's version."""
+
+    @property
+    def inventory_error(self) -> str | None:
+        """The problems of the inventory on disk, while an older one is in force."""
+
+    @property
+    def settings_error(self) -> str | None:
+        """The problems of the settings on disk, while older ones are in force."""
+
+    @property
+    def keys_lost(self) -> str | None:
+        """Why the public listener refuses every request; None: it does not."""
+
+    @property
+    def closing(self) -> bool:
+        """Whether the gateway is shutting down."""
+
+    async def reload(self) -> ReloadResult:
+        """Reload the inventory and the settings.
+
+        Raises: ConfigError, or OSError if a TLS file can't be used; then the file with the problem
+        has changed nothing.
+        """
+
 
 MOST_LISTED_PROBLEMS = 50
 """Most problems that a response lists."""

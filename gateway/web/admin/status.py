@@ -17,7 +17,7 @@ from gateway.observe.metrics import Metrics, MetricsSnapshot, NodeSample
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.request import Priority
 from gateway.scheduling.scheduler import Scheduler
-from gateway.web.admin.control import GatewayControl
+from gateway.web.admin.configuration import GatewayControl
 from gateway.web.asgi import HealthEndpoints, JsonResponse
 
 MOST_LISTED_WAITING = 100

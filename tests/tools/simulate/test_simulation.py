@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from gateway.tools.simulate.fronts import LeastConn, LeastConnQueued
+from gateway.tools.simulate.fronts import LeastConn
 from gateway.tools.simulate.simulation import SimulatedFleet, StuckError, simulate
 from gateway.tools.simulate.trace import Job
 from gateway.tools.simulate.traffic import Traffic, generate
@@ -57,22 +57,6 @@ def test_a_front_is_woken_at_its_alarm() -> None:
     jobs = [job(time=2.0), job(time=2.25)]
     simulate(trace(jobs), [machine()], Delayer())
     assert [one.sent for one in jobs] == [3.0, 3.25]
-
-
-def test_least_conn_sends_at_once_and_takes_turns_among_equals() -> None:
-    jobs = [job(time=i / 1000, output=100) for i in range(7)]
-    simulate(trace(jobs), [machine(1, str(i)) for i in range(3)], LeastConn(3))
-    assert [one.node for one in jobs] == [0, 1, 2, 0, 1, 2, 0]
-    assert all(one.sent == one.arrived for one in jobs)
-
-
-def test_maxconn_keeps_the_rest_in_one_queue() -> None:
-    jobs = [job(time=i / 1000, output=100 if i % 2 else 30) for i in range(6)]
-    simulate(trace(jobs), [machine(1, str(i)) for i in range(2)], LeastConnQueued([1, 1]))
-    assert [one.node for one in jobs[:2]] == [0, 1]
-    # The first node is free earlier and gets the next two in their order.
-    assert jobs[2].node == jobs[3].node == 0
-    assert all(one.began == one.sent for one in jobs)
 
 
 def test_a_trace_can_be_played_again() -> None:

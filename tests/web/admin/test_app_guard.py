@@ -7,7 +7,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Scope
 
-from gateway.web.admin.guard import KEYLESS_PATHS, AdminGuard
+from gateway.web.admin.app import KEYLESS_PATHS, AdminGuard
 from gateway.web.asgi import X_REQUEST_ID_KEY
 
 KEY = "a-long-admin-key"

@@ -28,7 +28,7 @@ def chat(text: str = "hello", **more: Any) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class Wire:
+class RawConnection:
     """One raw connection to a node or gateway."""
 
     reader: asyncio.StreamReader
@@ -65,11 +65,11 @@ class Wire:
 
 
 @asynccontextmanager
-async def wired(url: str) -> AsyncIterator[Wire]:
+async def raw_connection(url: str) -> AsyncIterator[RawConnection]:
     """Open a raw connection."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=1 << 24)
-    wire = Wire(reader, writer)
+    wire = RawConnection(reader, writer)
     try:
         yield wire
     finally:
@@ -78,7 +78,7 @@ async def wired(url: str) -> AsyncIterator[Wire]:
 
 async def stream_bytes(url: str, path: str, body: dict[str, Any]) -> bytes:
     """The body of a streamed response, without chunk framing. AssertionError when it is cut."""
-    async with wired(url) as wire:
+    async with raw_connection(url) as wire:
         await wire.send(post(path, body))
         await wire.head()
         return unchunk(await wire.until(b"\r\n0\r\n\r\n"))

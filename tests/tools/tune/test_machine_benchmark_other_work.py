@@ -8,7 +8,7 @@ from subprocess import DEVNULL, Popen
 import psutil
 import pytest
 
-from gateway.tools.tune.other_work import other_work_between, peak_memory, read_cpu_times
+from gateway.tools.tune.machine_benchmark import other_work_between, peak_memory, read_cpu_times
 from tests.tools.local.machine import write
 
 CPUS = {0, 1}

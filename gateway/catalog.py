@@ -1,0 +1,90 @@
+"""What the public edge may ask about nodes and the wait queue: questions with plain answers.
+
+The fleet and the scheduler answer them. Names of nodes do not pass, but in an error that may be
+shown to clients of a trusted listener (`GatewayError.reveal_nodes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from gateway.errors import GatewayError
+from gateway.lease import QueuePosition
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFigures:
+    """One node's server, as `/v1/models` and `/props` describe it; it may be down."""
+
+    slots: int
+    context: int | None
+    """Tokens of one slot; None: not known."""
+    trained_context: int | None
+    """Tokens that the model was trained with; None: not known."""
+    has_vision: bool
+    has_audio: bool
+
+
+class ModelCatalog(Protocol):
+    """The models that nodes serve, by public name. Asked by each request, so it must be cheap."""
+
+    def model_names(self) -> tuple[str, ...]:
+        """The public model names that nodes serve, declared or reported, down or not."""
+
+    def serves(self, model: str) -> bool:
+        """Whether some node serves this public model name, down or not."""
+
+    def may_serve(self, model: str) -> bool:
+        """Whether some node serves this public model name, or may yet report that it does."""
+
+    def not_found_error(self, model: str | None) -> GatewayError:
+        """Why no node can serve this model name; None: the request names no model."""
+
+    def servers_of(self, models: Iterable[str]) -> list[ServerFigures]:
+        """The servers of any of these models, down or not, each once."""
+
+
+class FleetCatalog(Protocol):
+    """All nodes: their models, and whether any of them could work."""
+
+    @property
+    def model_index(self) -> ModelCatalog:
+        """The models that they serve."""
+
+    @property
+    def is_probed(self) -> bool:
+        """Whether every node of the first inventory has been probed once."""
+
+    def has_free_slot(self) -> bool:
+        """Whether some node could begin a request now."""
+
+    def has_usable_node(self) -> bool:
+        """Whether some node is alive, or is a standby node that a request would start."""
+
+
+class RequestQueue(Protocol):
+    """The requests that wait for a slot."""
+
+    @property
+    def closing(self) -> bool:
+        """Whether it takes no more requests, since the gateway shuts down."""
+
+    def has_room(self) -> bool:
+        """Whether one more request could be taken: at once, or into the queue."""
+
+    def retry_after(self) -> float:
+        """Seconds until the next request is expected to end: worth a try then."""
+
+    def queue_position(self, request_id: str) -> QueuePosition | None:
+        """Where a request stands, up to a moment ago; None: it does not wait."""
+
+    def refuse(self, request_id: str, error: GatewayError) -> bool:
+        """End the wait of a request with this error; returns whether it was waiting."""
+
+    def shed(self, request_id: str, error: GatewayError) -> bool:
+        """The same, to free its memory: not if it has been granted a slot meanwhile."""
+
+    def keep_in_queue(self, request_id: str) -> None:
+        """The request's client has the head of a response: it is displaced last."""

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+
+from gateway.request import Priority
+from gateway.scheduling.forecast import WaitForecast
+from gateway.scheduling.node_slots import LEAST_UNCACHED_TOKENS, QueuedRequest
+from gateway.scheduling.placement_state import PlacementState
+from gateway.scheduling.wait_queue import LEAST_TOKEN_WEIGHT, MOST_TOKEN_WEIGHT, WaitQueue
+from tests.scheduling.queue_simulation import QueueSimulation
+
+
+def wait_in(queue: WaitQueue, sim: QueueSimulation, caller: str, **more: object) -> QueuedRequest:
+    queued = sim.request(fairness_key=caller, **more)
+    queue.add(queued, queue.levels[queued.priority].counters.account(caller))
+    return queued
+
+
+def test_higher_classes_go_first_and_callers_of_a_class_take_turns() -> None:
+    sim, queue = QueueSimulation(), WaitQueue()
+    a1, a2, a3 = (wait_in(queue, sim, "a", received_at=at) for at in (1.0, 2.0, 3.0))
+    b1 = wait_in(queue, sim, "b", received_at=9.0)
+    urgent = wait_in(queue, sim, "c", received_at=10.0, priority=Priority.URGENT)
+    batch = wait_in(queue, sim, "d", priority=Priority.BATCH)
+    forecast = WaitForecast(sim.state, queue)
+    order = list(forecast.likely_order())
+    assert order == [urgent, a1, b1, a2, a3, batch]
+    assert [forecast.count_ahead(one) for one in order] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("token_seconds", "weight"),
+    [(1e-6, LEAST_TOKEN_WEIGHT), (0.1, 10.0), (100.0, MOST_TOKEN_WEIGHT)],
+)
+def test_an_output_token_costs_what_the_fleet_measures_within_bounds(
+    token_seconds: float, weight: float
+) -> None:
+    state = PlacementState()
+    state.add("a", total=1, prefill_tps=100.0, token_base=token_seconds)
+    assert WaitForecast(state, WaitQueue()).token_weight == pytest.approx(weight)
+
+
+def test_what_some_node_has_cached_is_no_work() -> None:
+    sim = QueueSimulation()
+    forecast = WaitForecast(sim.state, WaitQueue())
+    assert forecast.work_tokens(sim.request()) == (100.0, 10.0)
+    assert forecast.work_tokens(sim.request(cached={0: 30.0, 1: 60.0})) == (40.0, 10.0)
+    cached = forecast.work_tokens(sim.request(cached={0: 100.0}))
+    assert cached == (LEAST_UNCACHED_TOKENS, 10.0)
+
+
+def test_nobody_waits_while_nothing_runs() -> None:
+    sim = QueueSimulation()
+    forecast = WaitForecast(sim.state, WaitQueue())
+    assert forecast.predicted_wait(sim.request(), 0.0) == 0.0
