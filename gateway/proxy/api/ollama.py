@@ -6,6 +6,7 @@ the models are described from what their nodes have reported.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
 import time
@@ -53,6 +54,10 @@ _NAMES = {
 """Ollama's names of the fields that errors of translated requests name."""
 
 
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()
+
+
 class OllamaApi(Api):
     """`/api/...`: the errors of all its paths."""
 
@@ -92,7 +97,7 @@ class _TranslatedApi(OllamaApi):
 
     def __init__(
         self,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = _loop_time,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
@@ -133,7 +138,7 @@ class OllamaEmbedApi(_TranslatedApi):
     def __init__(
         self,
         field: str,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = _loop_time,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(clock, wall_clock)

@@ -407,7 +407,7 @@ class _CallIds:
 _IMAGE_TYPES = {b"/9j/": b"jpeg", b"iVBO": b"png", b"R0lG": b"gif", b"UklG": b"webp"}
 """Image types by the first characters of the base64."""
 
-_BASE64_START = re.compile(rb'"[A-Za-z0-9+/_-]{4}')
+_BASE64_START = re.compile(rb'"[A-Za-z0-9+/_=-]{4,}"?')
 
 
 def _content(
@@ -418,8 +418,9 @@ def _content(
         return [text]
     pieces = [b"["]
     for number, image in enumerate(images):
-        start = texts.beginning(image)
-        if not _BASE64_START.match(start):
+        # Some encoders escape slashes.
+        start = texts.beginning(image).replace(rb"\/", b"/").rstrip(b"\\")
+        if not _BASE64_START.fullmatch(start):
             field_name = f"{name}[{number}]"
             raise errors.invalid_request(f"'{field_name}' must be base64.", field_name)
         kind = _IMAGE_TYPES.get(start[1:5], b"jpeg")
