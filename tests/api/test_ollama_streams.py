@@ -15,7 +15,7 @@ import pytest
 
 from gateway.events import StreamResumed
 from tests.emulator import EmulatedNode
-from tests.emulator.raw_connection import unchunk, wired
+from tests.emulator.raw_connection import raw_connection, unchunk
 from tests.gateways import Running, running_gateway, until
 from tests.virtual import in_virtual_time
 from tests.web.raw_client import answer, public, request
@@ -82,7 +82,7 @@ async def test_it_is_served_only_while_the_settings_say_so(tmp_path: Path) -> No
 @in_virtual_time
 async def test_a_connection_from_before_gets_404_too(tmp_path: Path) -> None:
     asked = request({"messages": HELLO, "stream": False}, path="/api/chat")
-    async with public(tmp_path, ON) as gate, wired(gate.url) as wire:
+    async with public(tmp_path, ON) as gate, raw_connection(gate.url) as wire:
         await wire.send(asked)
         assert (await answer(wire)).status == 200
         gate.running.write_settings({})
@@ -167,7 +167,7 @@ async def test_a_stream_that_no_node_can_resume_ends_with_an_error(tmp_path: Pat
 async def test_a_waiting_stream_gets_white_space(tmp_path: Path) -> None:
     async with public(tmp_path, {**ON, "heartbeat": 0.1}) as gate:
         gate.node.faults.next("hang", after_events=0)
-        async with wired(gate.url) as wire:
+        async with raw_connection(gate.url) as wire:
             body = {"messages": HELLO, "options": GREEDY}
             await wire.send(request(body, "X-Gateway-Progress: 1", path="/api/chat"))
             head = await wire.head()
@@ -221,7 +221,7 @@ async def test_a_full_queue_is_429_with_retry_after(tmp_path: Path) -> None:
         running_gateway(tmp_path, [node.url], settings) as running,
     ):
         node.faults.next("hang")
-        async with wired(running.url) as wire:
+        async with raw_connection(running.url) as wire:
             await wire.send(request({"messages": HELLO}, path="/api/chat"))
             await until(lambda: node.busy)
             found = await chat(running)
