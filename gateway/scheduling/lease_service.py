@@ -58,6 +58,7 @@ class LocalLeaseService:
 
     scheduler: Scheduler
     fleet: Fleet
+    most_failed_requests: int = MOST_FAILED_REQUESTS
     _sampled_at: dict[str, float] = field(default_factory=dict)
     """When a response was last a sample of each node's speed."""
     _failures: OrderedDict[str, tuple[UnattributedFailure, ...]] = field(
@@ -305,7 +306,7 @@ class LocalLeaseService:
         failures, request_id, lease = self._failures, record.request.id, record.lease
         failure = UnattributedFailure(lease.node, lease.taken_at, response_began, counted)
         failures[request_id] = (*failures.get(request_id, ()), failure)
-        if len(failures) > MOST_FAILED_REQUESTS:
+        if len(failures) > self.most_failed_requests:
             failures.popitem(last=False)
 
     def _blame_others(self, record: LeaseRecord, *, complete: bool) -> None:
