@@ -33,9 +33,9 @@ from gateway.proxy.inbound.prepare import (
     prepare_multipart,
 )
 from gateway.proxy.inbound.prompt_key import VolatileLines
+from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import Route, is_infill
 from gateway.proxy.prefill_progress import PrefillProgress
-from gateway.proxy.request import Request
 from gateway.proxy.response_stream import BodyStream, ProxyResponse
 from gateway.proxy.time_slicer import TimeSlicer
 from gateway.scheduling.scheduler import Scheduler
