@@ -22,7 +22,7 @@ from gateway.lease import (
     Tried,
     block_numbers,
 )
-from gateway.proxy.request import Request
+from gateway.proxy.inbound.request import Request
 from gateway.request import Caller, Priority
 
 KEY, OTHER_KEY = bytes(range(HASH_KEY_BYTES)), bytes(HASH_KEY_BYTES)

@@ -33,9 +33,9 @@ from gateway.proxy.inbound.prepare import (
     prepare_multipart,
 )
 from gateway.proxy.inbound.prompt_key import VolatileLines
+from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES, Route, is_infill, routes_of
 from gateway.proxy.prefill_progress import PrefillProgress
-from gateway.proxy.request import Request
 from gateway.proxy.response_stream import JSON_HEADER_LINE, BodyStream, ProxyResponse
 from gateway.proxy.time_slicer import TimeSlicer, run_at_once
 from gateway.transport.eager_task import ensure_task

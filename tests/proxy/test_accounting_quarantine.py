@@ -6,7 +6,7 @@ import pytest
 
 from gateway.lease import KeyedHash
 from gateway.proxy.accounting import MOST_QUARANTINED, Quarantine
-from gateway.proxy.request import Request
+from gateway.proxy.inbound.request import Request
 from gateway.request import Caller, Priority
 from tests.emulator import EmulatedNode
 from tests.proxy.proxy_over_nodes import proxy_over

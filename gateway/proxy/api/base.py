@@ -23,7 +23,7 @@ from gateway.proxy.api import resuming
 from gateway.proxy.api.merging import ResponseMerger
 from gateway.proxy.api.resuming import EventRewriter, ReasoningEndMark
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
-from gateway.proxy.request import Request
+from gateway.proxy.inbound.request import Request
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.transcript import Transcript, TranscriptReader
 from gateway.proxy.usage import read_usage

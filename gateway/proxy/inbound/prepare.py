@@ -37,8 +37,8 @@ from gateway.proxy.inbound.prompt_key import (
     build_prompt_key,
 )
 from gateway.proxy.inbound.prompt_list import parse_prompt_list
+from gateway.proxy.inbound.request import PromptList, Request
 from gateway.proxy.inbound.routes import Route, can_assemble
-from gateway.proxy.request import PromptList, Request
 from gateway.request import Caller, Priority
 
 
