@@ -10,9 +10,7 @@ import enum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, Self
-
-import msgspec
+from typing import Protocol
 
 from gateway.config.inventory import NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
@@ -25,7 +23,7 @@ from gateway.fleet.server_properties import ServerProperties, inventory_drift
 from gateway.fleet.slot_occupancy import SlotOccupancy
 from gateway.fleet.speed import ObservedTiming, Speed
 from gateway.lease import NodeInfo
-from gateway.request import Endpoint, Priority
+from gateway.request import Endpoint
 from gateway.transport.node_client import NodeClient
 
 
@@ -219,9 +217,7 @@ class Node:
 
     def capacity(self, now: float) -> int:
         """Slots that work may use at this moment, those in use included."""
-        if self.removed or (
-            self.concurrency_limit is not None and self.concurrency_limit.paused(now)
-        ):
+        if self.removed or self.paused(now):
             return 0
         if self.state is NodeState.READY or self.state is NodeState.DEGRADED:
             return self.circuit.slow_start_slots(self.slots_total, now)
@@ -271,8 +267,6 @@ class Node:
     def take_lease(
         self,
         slots: int,
-        request_id: str,
-        priority: Priority,
         now: float,
         *,
         stream: bool = True,
@@ -293,8 +287,6 @@ class Node:
             self,
             self.upstream,
             slots,
-            request_id,
-            priority,
             now,
             stream,
             expected_prefill,
@@ -444,11 +436,8 @@ class Node:
 
     def models_changed(self) -> bool:
         """Whether its public models differ from those of the last call (`indexed_models`)."""
-        models = self.public_models
-        changed = models != self.indexed_models
-        if changed:
-            self.indexed_models = models
-        return changed
+        before, self.indexed_models = self.indexed_models, self.public_models
+        return self.indexed_models != before
 
     def drift_changed(self) -> bool:
         """Whether its `drift` differs from that of the last call."""
@@ -481,20 +470,18 @@ class LeaseHolder(Protocol):
         """The slots are free; told before anyone else. Returns whether its counts follow that."""
 
 
-# A struct of msgspec, since one is made for each request: a dataclass takes three times as long.
-class Lease(msgspec.Struct, eq=False):
-    """Slots held on a node: made by `Node.take_lease`, ended by `release`; a context manager.
+@dataclass(slots=True, eq=False)
+class Lease:
+    """Slots held on a node: made by `Node.take_lease`, ended by `release`.
 
-    Leaving the `with` block releases the slots, unless `abandon` was called: then the reclaimer
-    does, once the node shows them idle. Times are monotonic seconds.
+    After `abandon` the reclaimer releases them, once the node shows them idle. Times are monotonic
+    seconds.
     """
 
     node: Node
     upstream: NodeClient
     """The node's client when the lease was taken; it stays open until the lease has ended."""
     slots: int
-    request_id: str
-    priority: Priority
     taken_at: float
     stream: bool
     """Whether the node streams its answer: if so it stops soon after the gateway leaves."""
@@ -603,10 +590,3 @@ class Lease(msgspec.Struct, eq=False):
             )
         self.slot_seconds = occupancy.slot_seconds
         self.prefill_seconds = occupancy.prefill_seconds
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.phase is not LeasePhase.RECLAIM:
-            self.release()

@@ -221,16 +221,13 @@ class Accounting:
         request = in_flight.request.lease_request
         opening = attempt.content if attempt.is_sse else b""
         usage = attempt.api.read_usage(sample, opening) if sample else None
-        is_reported, events, splice_point = (
-            usage is not None,
-            attempt.event_count,
-            attempt.splice_point,
-        )
+        events, splice_point = attempt.event_count, attempt.splice_point
+        is_reported = usage is not None
         if usage is None:
             usage = Usage(request.prompt_tokens, 0, events)
         whole = usage if splice_point is None else _of_whole_response(usage, splice_point)
-        complete, record = outcome == "ok", in_flight.record
         reported = whole if is_reported else None
+        complete, record = outcome == "ok", in_flight.record
         cost = self.leases.settle(
             UsageReport(attempt.lease.id, usage, reported, events, complete), request
         )

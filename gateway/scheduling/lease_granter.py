@@ -163,8 +163,6 @@ class LeaseGranter:
         record = LeaseRecord(request, placement, reservation, self.dispatcher, self.clock)
         lease = node.take_lease(
             slots,
-            request.id,
-            request.priority,
             now,
             stream=stream,
             expected_prefill=prefill,

@@ -18,7 +18,6 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Lease, Node, NodeSettings, NodeState
 from gateway.fleet.probe_history import ProbeAnswer, ProbeResult
 from gateway.fleet.state_files import DrainedNodes
-from gateway.request import Priority
 from gateway.transport.node_client import NodeClient, open_node_client
 from tests.virtual import now
 
@@ -88,7 +87,7 @@ def a_node(
 
 
 def take(node: Node, slots: int = 1, **keys: Any) -> Lease:
-    return node.take_lease(slots, "request", Priority.NORMAL, node.clock(), **keys)
+    return node.take_lease(slots, node.clock(), **keys)
 
 
 def is_held(lease: Lease) -> bool:

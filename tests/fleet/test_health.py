@@ -196,12 +196,13 @@ async def test_our_own_work_is_not_taken_for_that_of_others() -> None:
     ):
         node = fleet["a"]
         for _ in range(5):
-            with take(node) as lease:
-                request = lease.upstream.http.stream(
-                    "POST", "/v1/chat/completions", json=CHAT | {"max_tokens": 4}
-                )
-                async with request as response:
-                    await response.aread()
+            lease = take(node)
+            request = lease.upstream.http.stream(
+                "POST", "/v1/chat/completions", json=CHAT | {"max_tokens": 4}
+            )
+            async with request as response:
+                await response.aread()
+            lease.release()
             assert node.foreign == 0
         await server_is_asked_again(server)
         assert node.foreign == 0

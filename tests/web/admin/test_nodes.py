@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from gateway.request import Priority
 from gateway.web.admin.nodes import LONGEST_DRAIN_DEADLINE
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec
@@ -81,7 +80,7 @@ async def test_running_work_is_shown() -> None:
         bare_gateway(a_spec("a", node.url), serving=True) as gateway,
     ):
         assert (await gateway.chat()).status_code == 200
-        lease = gateway["a"].take_lease(1, "r", Priority.NORMAL, gateway.clock())
+        lease = gateway["a"].take_lease(1, gateway.clock())
         result = await shown(gateway, "a")
         lease.release()
     assert (result["requests"], result["leased"], result["slots_busy"], result["in_flight"]) == (
