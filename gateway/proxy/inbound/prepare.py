@@ -12,7 +12,7 @@ from gateway import errors
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import CATCH_ALL
 from gateway.fleet.model_index import ModelIndex
-from gateway.lease import LeaseRequest, PromptKey
+from gateway.lease import KeyedHash, LeaseRequest, PromptKey
 from gateway.proxy.inbound import edits, media, parsed_body, request_limits
 from gateway.proxy.inbound.large_body import (
     LARGE_BODY_BYTES,
@@ -44,6 +44,8 @@ class RequestRules:
     model_aliases: ModelAliases
     default_model: str | None
     volatile_lines: VolatileLines = field(default_factory=VolatileLines)
+    keyed_hash: KeyedHash = field(default_factory=KeyedHash)
+    """Identifies prompts."""
 
 
 @dataclass(slots=True)
@@ -105,7 +107,7 @@ def prepare(
     if route.generates:
         if route.api.merger is not None:
             prompt_list = _parse_prompt_list(incoming, parsed.prompt, priority, rules, model_index)
-        generation = _generation(body, parsed, raw, slots, route, model, rules.volatile_lines)
+        generation = _generation(body, parsed, raw, slots, route, model, rules)
     return _new_request(
         incoming,
         parsed.model,
@@ -146,7 +148,9 @@ def prepare_large(
     large = yield from read_large_body(body, rules.limits)
     request = prepare_body(large)
     lease_request = request.lease_request
-    key = yield from build_large_prompt_key(large, route, lease_request.model, rules.volatile_lines)
+    key = yield from build_large_prompt_key(
+        large, route, lease_request.model, rules.volatile_lines, rules.keyed_hash
+    )
     return replace_fields(request, lease_request=replace_fields(lease_request, prompt_key=key))
 
 
@@ -234,7 +238,7 @@ def _generation(
     slots: int,
     route: Route,
     model: str,
-    volatile_lines: VolatileLines,
+    rules: RequestRules,
 ) -> _Generation:
     stream = bool(parsed.stream)
     key = None
@@ -242,7 +246,7 @@ def _generation(
         size = parsed_body.measure_prompt(
             raw_prompt, parsed.tools, parsed.system, parsed.instructions
         )
-        key = build_prompt_key(body, route, model, volatile_lines)
+        key = build_prompt_key(body, route, model, rules.volatile_lines, rules.keyed_hash)
     else:
         size = body.measure_prompt(route.prompt_field)
     return (
