@@ -24,6 +24,7 @@ from gateway.proxy.inbound.large_body import (
 from gateway.proxy.inbound.model_names import ModelAliases, ResolvedModel
 from gateway.proxy.inbound.parsed_body import (
     BYTES_PER_TOKEN,
+    MISSING,
     PROMPT_FIELDS,
     ParsedBody,
     PromptSize,
@@ -86,7 +87,7 @@ def prepare(
     """
     route, limits, body = incoming.route, rules.limits, incoming.body
     prompt_field = route.prompt_field
-    raw = getattr(parsed, prompt_field) if prompt_field in PROMPT_FIELDS else parsed_body.MISSING
+    raw = getattr(parsed, prompt_field) if prompt_field in PROMPT_FIELDS else MISSING
     if isinstance(body, bytes):
         depth = parsed_body.nesting_depth(body, limits.json_depth)
         if depth > limits.json_depth:
@@ -256,7 +257,8 @@ def _generation(
         size = body.measure_prompt(route.prompt_field)
     return (
         stream,
-        has_edited_options(parsed) and request_limits.wants_logprobs(parsed),
+        not (parsed.n_probs is parsed.top_logprobs is None and parsed.logprobs is MISSING)
+        and request_limits.wants_logprobs(parsed),
         not stream and can_assemble(route, body, parsed.messages, slots),
         _max_tokens(parsed),
         key,
