@@ -34,6 +34,7 @@ from gateway.handover import (
     start_successor,
     successor_environment,
 )
+from gateway.lease import KeyedHash
 from gateway.observe.event_log import log_events
 from gateway.observe.logs import Logs
 from gateway.observe.metrics import Metrics
@@ -119,6 +120,7 @@ class Gateway:
         self._handing_over = asyncio.Lock()
         self._notifier = SystemdNotifier()
         rng = rng or random.Random()
+        self._keyed_hash = KeyedHash(self._inherited.hash_key)
         self.bus = EventBus(
             lambda seconds, work: asyncio.get_running_loop().call_later(seconds, work)
         )
@@ -144,6 +146,7 @@ class Gateway:
             self.bus,
             self.timeout_monitor,
             self.clock,
+            keyed_hash=self._keyed_hash,
         )
         self.forwarder = Forwarder(self.proxy_context)
         self.registry = InFlightRegistry()
@@ -152,6 +155,7 @@ class Gateway:
             HandlerConfig.of(
                 settings,
                 loopback=self._loopback,
+                keyed_hash=self._keyed_hash,
                 previous_access=self._inherited.anonymous_access,
             ),
             forwarder=self.forwarder,
@@ -259,6 +263,7 @@ class Gateway:
                     command,
                     sockets,
                     from_systemd=self._inherited.from_systemd,
+                    hash_key=self._keyed_hash.key,
                     extra_environment=successor_environment(
                         self.handler.config.anonymous_access,
                         self.options.settings_file,
@@ -490,7 +495,12 @@ class Gateway:
         self.fleet.configure(settings.health, settings.timeouts)
         before = self.handler.config.anonymous_access
         self.handler.configure(
-            HandlerConfig.of(settings, loopback=self._loopback, previous_access=before)
+            HandlerConfig.of(
+                settings,
+                loopback=self._loopback,
+                keyed_hash=self._keyed_hash,
+                previous_access=before,
+            )
         )
         if self.keys_lost is not None and not before.locked:
             log.warning("locked", why=self.keys_lost)

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,12 +21,17 @@ from pathlib import Path
 
 from gateway.access.exposure import INITIAL_ACCESS, AnonymousAccess
 from gateway.config.settings import Settings
+from gateway.lease import HASH_KEY_BYTES
 from gateway.startup import Options, StartError
 from gateway.web.listener import Listener, bind_socket, resolve_addresses
 
 SOCKETS_VARIABLE = "LLAMA_GATEWAY_SOCKETS"
 """Set for a successor: `name=descriptor` for each socket, `ready=descriptor` for the pipe, and
 `fixed=1` if systemd owns the sockets."""
+
+HASH_KEY_VARIABLE = "LLAMA_GATEWAY_HASH_KEY_PIPE"
+"""Set for a successor: the descriptor of a pipe that holds the key of `KeyedHash`. By a variable of
+its own, so that an older version can succeed, too; and by a pipe, which nobody else can read."""
 
 PREDECESSOR_VARIABLE = "LLAMA_GATEWAY_PREDECESSOR"
 """Set for a successor, which must not admit callers that the old process refuses. Words:
@@ -57,6 +63,8 @@ class InheritedState:
     """The pipe to the predecessor."""
     anonymous_access: AnonymousAccess = INITIAL_ACCESS
     """The predecessor's."""
+    hash_key: bytes | None = None
+    """The predecessor's key for digests of prompts; None: it has passed none."""
     customised: bool = False
     """The predecessor's settings were not the defaults, so an empty file must be a mistake."""
 
@@ -104,6 +112,7 @@ def inherit_from_environment(
     if passed := environment.get(SOCKETS_VARIABLE):
         numbers = dict(part.split("=", 1) for part in passed.split())
         ready, from_systemd = numbers.pop("ready"), numbers.pop("fixed", "")
+        hash_key = _read_hash_key(environment.get(HASH_KEY_VARIABLE))
         sockets = {name: _adopt_socket(int(number)) for name, number in numbers.items()}
         os.set_inheritable(int(ready), False)
         words = environment.get(PREDECESSOR_VARIABLE, "").split()
@@ -114,6 +123,7 @@ def inherit_from_environment(
             anonymous_access=AnonymousAccess(
                 had_keys="keyed" in words, allowed="anonymous" in words
             ),
+            hash_key=hash_key,
             customised="customised" in words,
         )
     if environment.get("LISTEN_PID") != str(os.getpid()):
@@ -153,6 +163,21 @@ def _adopt_socket(number: int) -> socket.socket:
     return sock
 
 
+def _read_hash_key(number: str | None) -> bytes | None:
+    """The key in this pipe, which is closed; None: the predecessor is of a version without one."""
+    if not number:
+        return None
+    try:
+        with os.fdopen(int(number), "rb", buffering=0) as pipe:
+            if not stat.S_ISFIFO(os.fstat(pipe.fileno()).st_mode):
+                raise StartError(f"the inherited descriptor {number} is not a pipe")
+            return pipe.read(HASH_KEY_BYTES)
+    except OSError as error:
+        raise StartError(
+            f"the inherited descriptor {number} is not a pipe: {error.strerror}"
+        ) from None
+
+
 def restart_command() -> tuple[str, ...]:
     """The command that started this process.
 
@@ -188,6 +213,7 @@ async def start_successor(
     sockets: Mapping[str, socket.socket],
     *,
     from_systemd: bool,
+    hash_key: bytes,
     extra_environment: Mapping[str, str] | None = None,
     timeout: float = READY_TIMEOUT,
 ) -> subprocess.Popen[bytes]:
@@ -204,18 +230,21 @@ async def start_successor(
         # systemd's variables that name this process.
         if name not in {"LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "WATCHDOG_PID"}
     }
+    key_reader = _pipe_with(hash_key)
     environment |= extra_environment or {}
+    environment[HASH_KEY_VARIABLE] = str(key_reader)
     environment[SOCKETS_VARIABLE] = f"{listed} ready={writer}{' fixed=1' if from_systemd else ''}"
     try:
         try:
             # Not by asyncio: the process outlives this event loop.
             process = subprocess.Popen(  # noqa: S603, ASYNC220 - our own command
-                command, env=environment, pass_fds=(*numbers.values(), writer)
+                command, env=environment, pass_fds=(*numbers.values(), writer, key_reader)
             )
         except OSError as error:
             raise HandoverFailed(f"{command[0]}: {error.strerror}") from None
         finally:
             os.close(writer)
+            os.close(key_reader)
         try:
             await asyncio.wait_for(_wait_until_ready(reader), timeout)
         except BaseException as error:
@@ -231,6 +260,16 @@ async def start_successor(
         return process
     finally:
         os.close(reader)
+
+
+def _pipe_with(data: bytes) -> int:
+    """The reading end of a pipe that holds `data`, which fits into its buffer."""
+    reader, writer = os.pipe()
+    try:
+        os.write(writer, data)
+    finally:
+        os.close(writer)
+    return reader
 
 
 async def _wait_until_ready(reader: int) -> None:

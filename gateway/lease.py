@@ -7,13 +7,62 @@ something takes or has taken, never when it was. So either side may have a clock
 from __future__ import annotations
 
 import enum
+import secrets
+import struct
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Any, Protocol
 
 import msgspec
 
 from gateway.errors import GatewayError
 from gateway.request import Endpoint, Priority
+
+HASH_KEY_BYTES = 32
+
+_DIGEST_BYTES = 8
+
+
+class KeyedHash:
+    """Digests of 8 bytes (BLAKE2b) that are the same in all processes with the same key.
+
+    Nobody without the key can make two prompts whose digests are equal. Both processes of a
+    handover have one key, and so must all those that ask one scheduler.
+    """
+
+    __slots__ = ("_empty", "key")
+
+    def __init__(self, key: bytes | None = None) -> None:
+        self.key = key or secrets.token_bytes(HASH_KEY_BYTES)
+        self._empty = blake2b(digest_size=_DIGEST_BYTES, key=self.key)
+
+    def digest(self, parts: Iterable[bytes | memoryview]) -> bytes:
+        """The digest of all parts together, wherever one ends and the next begins."""
+        state = self._empty.copy()
+        for part in parts:
+            state.update(part)
+        return state.digest()
+
+    def chain(self, before: bytes, parts: Iterable[bytes]) -> list[bytes]:
+        """A digest for each part, which stands for all parts up to its end.
+
+        `before`: the digest of what precedes the first part, or any other mark.
+        """
+        # A new state for each digest: it costs less than to go on with one, whose last bytes
+        # would be compressed once for the digest and once more with what follows.
+        copy, digests = self._empty.copy, []
+        for part in parts:
+            state = copy()
+            state.update(before + part)
+            before = state.digest()
+            digests.append(before)
+        return digests
+
+
+def block_numbers(digests: Sequence[bytes]) -> tuple[int, ...]:
+    """Digests as numbers of 64 bits, signed."""
+    return struct.unpack(f"<{len(digests)}q", b"".join(digests))
 
 
 class PromptKey(msgspec.Struct, frozen=True, eq=False):

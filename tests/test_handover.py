@@ -11,6 +11,7 @@ import pytest
 
 from gateway.access.exposure import AnonymousAccess
 from gateway.handover import (
+    HASH_KEY_VARIABLE,
     SOCKETS_VARIABLE,
     HandoverFailed,
     InheritedState,
@@ -19,7 +20,10 @@ from gateway.handover import (
     start_successor,
     successor_environment,
 )
+from gateway.lease import HASH_KEY_BYTES
 from gateway.startup import Options, StartError
+
+KEY = bytes(range(HASH_KEY_BYTES))
 
 REPORTS_READINESS = """
 import os, sys
@@ -164,7 +168,9 @@ def test_a_module_is_restarted_as_a_module(monkeypatch: pytest.MonkeyPatch) -> N
 
 async def test_a_successor_that_reports_readiness_has_taken_over(listening: socket.socket) -> None:
     command = (sys.executable, "-c", REPORTS_READINESS)
-    process = await start_successor(command, {"public": listening}, from_systemd=False)
+    process = await start_successor(
+        command, {"public": listening}, from_systemd=False, hash_key=KEY
+    )
     assert await asyncio.to_thread(process.wait, 60) == 0
 
 
@@ -173,7 +179,10 @@ async def test_a_successor_that_ends_before_it_is_ready_takes_nothing_over(
 ) -> None:
     with pytest.raises(HandoverFailed, match="ended before it was ready"):
         await start_successor(
-            (sys.executable, "-c", "raise SystemExit(3)"), {"public": listening}, from_systemd=False
+            (sys.executable, "-c", "raise SystemExit(3)"),
+            {"public": listening},
+            from_systemd=False,
+            hash_key=KEY,
         )
 
 
@@ -183,10 +192,67 @@ async def test_a_successor_that_hangs_is_killed(listening: socket.socket) -> Non
             (sys.executable, "-c", "import time; time.sleep(600)"),
             {"public": listening},
             from_systemd=False,
+            hash_key=KEY,
             timeout=0.2,
         )
 
 
 async def test_a_missing_command_is_reported(listening: socket.socket) -> None:
     with pytest.raises(HandoverFailed, match="No such file"):
-        await start_successor(("no-such-command",), {"public": listening}, from_systemd=False)
+        await start_successor(
+            ("no-such-command",), {"public": listening}, from_systemd=False, hash_key=KEY
+        )
+
+
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+READS_KEY = """
+import os, sys
+from gateway.handover import inherit_from_environment
+inherited = inherit_from_environment()
+open(sys.argv[1], "wb").write(inherited.hash_key)
+open(sys.argv[2], "wb").write(open("/proc/self/environ", "rb").read())
+open(sys.argv[3], "wb").write(open("/proc/self/cmdline", "rb").read())
+inherited.notify_ready()
+"""
+
+
+async def test_a_successor_gets_the_hash_key_where_nobody_else_can_read_it(
+    listening: socket.socket, tmp_path: Path
+) -> None:
+    files = [tmp_path / name for name in ("key", "environ", "cmdline")]
+    before = open_descriptors()
+    process = await start_successor(
+        (sys.executable, "-c", READS_KEY, *map(str, files)),
+        {"public": listening},
+        from_systemd=False,
+        hash_key=KEY,
+    )
+    assert await asyncio.to_thread(process.wait, 60) == 0
+    key, *readable = (file.read_bytes() for file in files)
+    assert key == KEY
+    assert not any(KEY in data or KEY.hex().encode() in data for data in readable)
+    assert open_descriptors() == before, "no descriptor is left open"
+
+
+def test_a_predecessor_of_a_version_without_a_hash_key_passes_none(
+    listening: socket.socket,
+) -> None:
+    reader, writer = os.pipe()
+    numbers = f"public={passed(listening)} ready={writer}"
+    inherited = inherit_from_environment({SOCKETS_VARIABLE: numbers})
+    assert inherited.hash_key is None
+    inherited.notify_ready()
+    os.close(reader)
+
+
+def test_an_inherited_hash_key_that_is_no_pipe_is_refused(listening: socket.socket) -> None:
+    reader, writer = os.pipe()
+    numbers = f"public={listening.fileno()} ready={writer}"
+    for number in (passed(listening), 999_999):
+        with pytest.raises(StartError, match="is not a pipe"):
+            inherit_from_environment({SOCKETS_VARIABLE: numbers, HASH_KEY_VARIABLE: str(number)})
+    os.close(reader)
+    os.close(writer)

@@ -12,11 +12,20 @@ from dataclasses import dataclass, field
 from gateway import errors
 from gateway.errors import GatewayError
 from gateway.events import AttemptEnded, EventBus
-from gateway.lease import AttemptReport, Fault, LeaseService, NodeError, Usage, UsageReport
+from gateway.lease import (
+    AttemptReport,
+    Fault,
+    KeyedHash,
+    LeaseService,
+    NodeError,
+    Usage,
+    UsageReport,
+)
 from gateway.proxy.attempt import Attempt
 from gateway.proxy.in_flight import InFlightRequest
+from gateway.proxy.inbound.large_body import identifying_pieces
+from gateway.proxy.inbound.request import Request
 from gateway.proxy.outcome import fault_of
-from gateway.proxy.request import Request
 from gateway.proxy.splice import SplicePoint
 from gateway.transport.errors import ConnectionReset
 
@@ -45,13 +54,14 @@ class QuarantineEntry:
 
 
 class Quarantine:
-    """Requests that nodes died on, each known by a hash of its body, never by the body itself."""
+    """Requests that nodes died on, each known by a digest of its body, never by the body itself."""
 
-    __slots__ = ("entries",)
+    __slots__ = ("_keyed_hash", "entries")
 
-    def __init__(self) -> None:
-        self.entries: OrderedDict[int, QuarantineEntry] = OrderedDict()
-        """By the hash, the oldest first."""
+    def __init__(self, keyed_hash: KeyedHash) -> None:
+        self._keyed_hash = keyed_hash
+        self.entries: OrderedDict[bytes, QuarantineEntry] = OrderedDict()
+        """By the digest, the oldest first."""
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -61,12 +71,12 @@ class Quarantine:
 
         A request is rejected for `seconds` after the last loss; 0: none is ever rejected.
         """
-        entry = self.entries.get(_body_hash(request)) if self.entries and seconds else None
+        entry = self.entries.get(self._digest(request)) if self.entries and seconds else None
         if entry is None or len(entry.lost_nodes) < MOST_LOST_NODES:
             return None
         left = entry.last_lost + seconds - now
         if left <= 0:
-            del self.entries[_body_hash(request)]
+            del self.entries[self._digest(request)]
             return None
         return errors.node_failed(
             f"{len(entry.lost_nodes)} nodes died while they served this very request, so it is "
@@ -78,7 +88,7 @@ class Quarantine:
 
         Nodes that are lost together, such as those of one host, count as one.
         """
-        key = _body_hash(request)
+        key = self._digest(request)
         entry = self.entries.setdefault(key, QuarantineEntry())
         self.entries.move_to_end(key)
         if entry.lost_nodes and leased_at < entry.last_lost:
@@ -89,11 +99,13 @@ class Quarantine:
 
     def clear(self, request: Request) -> None:
         """A node completed the request, so the others did not die on it."""
-        self.entries.pop(_body_hash(request), None)
+        self.entries.pop(self._digest(request), None)
 
-
-def _body_hash(request: Request) -> int:
-    return hash((request.path, *request.bodies.values()))
+    def _digest(self, request: Request) -> bytes:
+        parts: list[bytes | memoryview] = [request.path.encode()]
+        for body in request.bodies.values():
+            parts += (b" %d " % len(body), *identifying_pieces(body))
+        return self._keyed_hash.digest(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +118,7 @@ class Accounting:
     leases: LeaseService
     bus: EventBus
     clock: Callable[[], float]
-    quarantine: Quarantine = field(default_factory=Quarantine)
+    quarantine: Quarantine
 
     def response_completed(
         self, in_flight: InFlightRequest, attempt: Attempt, sample: bytes

@@ -13,6 +13,7 @@ from gateway.lease import GrantedLease, LeaseService
 from gateway.proxy import forwarded_headers, sse
 from gateway.proxy.api.base import Api, StreamEventKind
 from gateway.proxy.inbound import request_limits
+from gateway.proxy.inbound.request import Request
 from gateway.proxy.outcome import (
     context_overflow_sizes,
     error_event_to_body,
@@ -20,7 +21,6 @@ from gateway.proxy.outcome import (
     error_status,
     is_context_overflow,
 )
-from gateway.proxy.request import Request
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.sse import EventFilter, EventFramer
 from gateway.proxy.timeouts import AttemptTimeouts, TimeoutMonitor, timeouts_for, total_timeout

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from gateway.config.settings import Settings
 from gateway.events import EventBus
-from gateway.lease import LeaseService
-from gateway.proxy.accounting import Accounting
+from gateway.lease import KeyedHash, LeaseService
+from gateway.proxy.accounting import Accounting, Quarantine
 from gateway.proxy.retry import RetryPolicy
 from gateway.proxy.time_slicer import TimeSlicer
 from gateway.proxy.timeouts import TimeoutMonitor
@@ -25,11 +25,13 @@ class ProxyContext:
     clock: Callable[[], float]
     time_slicer: TimeSlicer = field(default_factory=TimeSlicer)
     """Runs slow preparations of requests in steps."""
+    keyed_hash: KeyedHash = field(default_factory=KeyedHash)
+    """Identifies requests that nodes died on."""
     accounting: Accounting = field(init=False)
     retry_policy: RetryPolicy = field(init=False)
 
     def __post_init__(self) -> None:
-        self.accounting = Accounting(self.leases, self.bus, self.clock)
+        self.accounting = Accounting(self.leases, self.bus, self.clock, Quarantine(self.keyed_hash))
         self.retry_policy = RetryPolicy(self.leases, self.clock)
 
     def configure(self, settings: Settings) -> None:

@@ -22,11 +22,11 @@ from gateway.proxy.in_flight import (
 )
 from gateway.proxy.inbound import edits
 from gateway.proxy.inbound.large_body import Body, bytes_to_parse, without_large_fields
+from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.json_values import parse_object
 from gateway.proxy.multi_prompt import MultiPromptForwarder
 from gateway.proxy.outcome import ResponseOutcome
-from gateway.proxy.request import Request
 from gateway.proxy.response_stream import (
     JSON_HEADER_LINE,
     ProxyResponse,

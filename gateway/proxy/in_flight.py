@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from gateway.errors import GatewayError
 from gateway.events import RequestFinished
 from gateway.proxy.attempt import Attempt
+from gateway.proxy.inbound.request import Request
 from gateway.proxy.prefill_progress import PrefillProgress
-from gateway.proxy.request import Request
 from gateway.transport.errors import UpstreamError
 
 

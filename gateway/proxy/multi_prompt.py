@@ -22,8 +22,8 @@ from gateway.proxy import outcome, sse
 from gateway.proxy.attempt import Attempt, WriteToClient
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.in_flight import InFlightRequest
+from gateway.proxy.inbound.request import PromptList
 from gateway.proxy.inbound.routes import ROUTES
-from gateway.proxy.request import PromptList
 from gateway.proxy.response_stream import (
     JSON_HEADER_LINE,
     BodyStream,

@@ -15,8 +15,8 @@ from gateway.proxy import sse
 from gateway.proxy.api.base import Api
 from gateway.proxy.inbound import edits
 from gateway.proxy.inbound.large_body import Body, without_large_fields
+from gateway.proxy.inbound.request import Request
 from gateway.proxy.json_values import InvalidJson, parse_object
-from gateway.proxy.request import Request
 from gateway.proxy.sse import EventFilter
 from gateway.transport.errors import InvalidResponse
 

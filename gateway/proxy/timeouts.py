@@ -9,8 +9,8 @@ from typing import Protocol
 
 from gateway.config.routing import TimeoutSettings
 from gateway.lease import GrantedLease
+from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES
-from gateway.proxy.request import Request
 from gateway.transport.errors import UpstreamError, UpstreamTimeout
 
 SILENCE_GRACE = 5.0

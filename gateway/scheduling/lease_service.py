@@ -58,6 +58,7 @@ class LocalLeaseService:
 
     scheduler: Scheduler
     fleet: Fleet
+    most_failed_requests: int = MOST_FAILED_REQUESTS
     lease_now: Callable[[LeaseRequest, Tried, float], GrantedLease | None] = field(init=False)
     """The scheduler's own, since each request calls it."""
     _sampled_at: dict[str, float] = field(default_factory=dict)
@@ -301,7 +302,7 @@ class LocalLeaseService:
         failures, request_id, lease = self._failures, record.request.id, record.lease
         failure = UnattributedFailure(lease.node, lease.taken_at, response_began, counted)
         failures[request_id] = (*failures.get(request_id, ()), failure)
-        if len(failures) > MOST_FAILED_REQUESTS:
+        if len(failures) > self.most_failed_requests:
             failures.popitem(last=False)
 
     def _blame_others(self, record: LeaseRecord, *, complete: bool) -> None:

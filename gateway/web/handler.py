@@ -18,7 +18,7 @@ from gateway.catalog import ModelCatalog, RequestQueue
 from gateway.config.settings import Settings
 from gateway.errors import ClientClosed, GatewayError
 from gateway.events import EventBus, RequestFinished
-from gateway.lease import LeaseRequest
+from gateway.lease import KeyedHash, LeaseRequest
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest
 from gateway.proxy.inbound import multipart
@@ -33,9 +33,9 @@ from gateway.proxy.inbound.prepare import (
     prepare_multipart,
 )
 from gateway.proxy.inbound.prompt_key import VolatileLines
+from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import Route, is_infill
 from gateway.proxy.prefill_progress import PrefillProgress
-from gateway.proxy.request import Request
 from gateway.proxy.response_stream import BodyStream, ProxyResponse
 from gateway.proxy.time_slicer import TimeSlicer
 from gateway.transport.eager_task import ensure_task
@@ -96,11 +96,12 @@ class HandlerConfig:
         settings: Settings,
         *,
         loopback: bool,
+        keyed_hash: KeyedHash,
         previous_access: AnonymousAccess = INITIAL_ACCESS,
     ) -> HandlerConfig:
         """The configuration for these settings and a listener that is `loopback` or not.
 
-        `previous_access`: under the settings before these.
+        `keyed_hash` identifies prompts. `previous_access`: under the settings before these.
         """
         keys, anonymous = len(settings.keys), settings.allow_anonymous
         identity = settings.identity
@@ -113,6 +114,7 @@ class HandlerConfig:
                 ModelAliases(settings.models),
                 settings.default_model,
                 VolatileLines(settings.prompts.volatile, settings.prompts.strip),
+                keyed_hash,
             ),
             loopback=loopback,
             anonymous_access=previous_access.with_settings(keys=keys, allow_anonymous=anonymous),

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from gateway.fleet.prompt_cache import FleetPromptCache
+from gateway.lease import KeyedHash
 from gateway.proxy.inbound.prompt_key import BLOCK_BYTES, VolatileLines, build_prompt_key
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.usage import read_usage
@@ -33,6 +34,9 @@ class Turn:
     """Tokens of one block."""
 
 
+KEYED_HASH = KeyedHash()
+
+
 @dataclass
 class Talk:
     """One conversation with one server, recorded in a prompt cache as the gateway does it."""
@@ -52,7 +56,7 @@ class Talk:
         body = json.dumps(
             {"model": "demo", "messages": self.messages, "max_tokens": 80, "temperature": 0}
         ).encode()
-        prompt = build_prompt_key(body, ROUTES[CHAT], "demo", VolatileLines())
+        prompt = build_prompt_key(body, ROUTES[CHAT], "demo", VolatileLines(), KEYED_HASH)
         assert prompt is not None
         believed = self.memory.lookup(prompt).cached.get(NODE, 0.0)
         self.memory.request_placed(NODE, prompt)

@@ -16,7 +16,7 @@ from gateway.lease import (
     Tried,
     UsageReport,
 )
-from gateway.proxy.request import Request
+from gateway.proxy.inbound.request import Request
 from gateway.request import Caller, Priority
 from gateway.transport.pool import ConnectionPool
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from gateway.lease import KeyedHash
 from gateway.proxy.accounting import MOST_QUARANTINED, Quarantine
-from gateway.proxy.request import Request
+from gateway.proxy.inbound.request import Request
 from gateway.request import Caller, Priority
 from tests.emulator import EmulatedNode
 from tests.proxy.proxy_over_nodes import proxy_over
@@ -25,7 +26,7 @@ def asking(text: str) -> Request:
 
 
 def test_a_request_that_two_nodes_died_on_is_rejected_for_a_while() -> None:
-    quarantine = Quarantine()
+    quarantine = Quarantine(KeyedHash())
     quarantine.node_lost(asking("x"), "a", 99.0, 100.0)
     assert quarantine.rejection(asking("x"), 101.0, LONG) is None
     quarantine.node_lost(asking("x"), "b", 101.0, 110.0)
@@ -38,35 +39,35 @@ def test_a_request_that_two_nodes_died_on_is_rejected_for_a_while() -> None:
 
 
 def test_another_request_is_served_meanwhile() -> None:
-    quarantine = Quarantine()
+    quarantine = Quarantine(KeyedHash())
     for number, node in enumerate("ab"):
         quarantine.node_lost(asking("x"), node, number, number)
     assert quarantine.rejection(asking("y"), 0.0, LONG) is None
 
 
 def test_a_single_node_that_dies_repeatedly_quarantines_no_request() -> None:
-    quarantine = Quarantine()
+    quarantine = Quarantine(KeyedHash())
     for number in range(5):
         quarantine.node_lost(asking("x"), "a", number, number)
     assert quarantine.rejection(asking("x"), 0.0, LONG) is None
 
 
 def test_nodes_that_are_lost_together_count_as_one() -> None:
-    quarantine = Quarantine()
+    quarantine = Quarantine(KeyedHash())
     for node in "abc":
         quarantine.node_lost(asking("x"), node, 5.0, 9.0)
     assert quarantine.rejection(asking("x"), 9.0, LONG) is None
 
 
 def test_a_node_leased_in_the_instant_of_the_others_loss_counts() -> None:
-    quarantine = Quarantine()
+    quarantine = Quarantine(KeyedHash())
     quarantine.node_lost(asking("x"), "a", 5.0, 9.0)
     quarantine.node_lost(asking("x"), "b", 9.0, 9.0)
     assert quarantine.rejection(asking("x"), 9.0, LONG) is not None
 
 
 def test_a_complete_response_ends_the_quarantine() -> None:
-    quarantine = Quarantine()
+    quarantine = Quarantine(KeyedHash())
     quarantine.node_lost(asking("x"), "a", 0.0, 1.0)
     quarantine.clear(asking("x"))
     quarantine.node_lost(asking("x"), "b", 2.0, 3.0)
@@ -74,14 +75,14 @@ def test_a_complete_response_ends_the_quarantine() -> None:
 
 
 def test_nothing_is_rejected_when_the_quarantine_is_off() -> None:
-    quarantine = Quarantine()
+    quarantine = Quarantine(KeyedHash())
     for number, node in enumerate("ab"):
         quarantine.node_lost(asking("x"), node, number, number)
     assert quarantine.rejection(asking("x"), 0.0, 0.0) is None
 
 
 def test_the_oldest_entry_is_forgotten_first() -> None:
-    quarantine = Quarantine()
+    quarantine = Quarantine(KeyedHash())
     for number in range(MOST_QUARANTINED + 10):
         quarantine.node_lost(asking(str(number)), "a", 0.0, 0.0)
     assert len(quarantine.entries) == MOST_QUARANTINED

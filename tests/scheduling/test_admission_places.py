@@ -225,3 +225,21 @@ def test_no_caller_with_fewer_is_shed_for_one_with_more(
         loop.run_until_complete(play())
     finally:
         loop.close()
+
+
+async def test_a_request_whose_response_begins_while_it_waits_is_shed_last() -> None:
+    async with BusyNode(max=4) as busy:
+        requests = [of("a") for _ in range(4)]
+        for request in requests:
+            assert await busy.send(request) == "waits"
+        for request in requests[2:]:
+            busy.scheduler.keep_in_queue(request.id)
+        busy.scheduler.keep_in_queue("unknown")
+        for other in ("b", "c"):
+            assert await busy.send(of(other)) == "waits"
+        assert [busy.outcome(one) for one in requests] == [
+            "queue_full",
+            "queue_full",
+            "waits",
+            "waits",
+        ]

@@ -75,3 +75,15 @@ def test_images_need_a_node_that_reads_them() -> None:
     with pytest.raises(GatewayError) as raised:
         find_candidates(a_request(needs_vision=True), blind)
     assert raised.value.status == 400
+
+
+def test_only_a_node_of_the_same_kind_resumes_a_stream() -> None:
+    same, updated, other = node("a"), node("b"), node("c")
+    for one, build, file in ((same, "b1", "x"), (updated, "b2", "x"), (other, "b1", "y")):
+        one.properties.build, one.properties.file = build, file
+    request = a_request(resume_key=same.properties.resume_key())
+    assert find_candidates(request, same, updated, other).excluded == {1, 2}
+    with pytest.raises(GatewayError) as refused:
+        find_candidates(request, same, updated, other, tried=refused_by("a"))
+    assert refused.value.code == "node_failed"
+    assert find_candidates(a_request(), same, updated, other).excluded == ()

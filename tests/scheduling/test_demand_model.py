@@ -5,15 +5,23 @@ from __future__ import annotations
 import asyncio
 import itertools
 
+import msgspec
 import pytest
 
-from gateway.fleet.node import Node
+from gateway.fleet.node import Node, NodeState
 from gateway.lease import LeaseRequest, PromptKey, Usage
 from gateway.scheduling.demand_model import LONG_PROMPT_BYTES
 from gateway.scheduling.lease_granter import LeaseRecord
 from gateway.scheduling.node_slots import QueuedRequest
 from gateway.scheduling.scheduler import Scheduler
-from tests.scheduling.build import a_request, a_scheduler, lease_at_once, node
+from tests.scheduling.build import (
+    a_request,
+    a_scheduler,
+    lease_at_once,
+    node,
+    settle,
+    start_lease,
+)
 
 
 def serve(
@@ -110,6 +118,40 @@ async def test_ended_answers_are_learnt_before_their_slots_are_given_out() -> No
     async with asyncio.timeout(30.0):
         granted = await waiting
     assert believed_cached(scheduler, scheduler.granter.records[granted.id]) > 900
+
+
+async def test_a_waiting_request_keeps_its_estimate_when_the_inventory_changes() -> None:
+    one = node(slots=1)
+    scheduler = a_scheduler(one)
+    held = lease_at_once(scheduler, a_request())
+    request = prompt_request(1, 2, 3)
+    waiting = await start_lease(scheduler, request)
+    (waiter,) = scheduler.waiters
+    before = waiter.queued
+    estimate = before.prompt_tokens, before.completion_tokens
+    for _ in range(30):
+        scheduler.demand_model.token_estimates.learn(
+            request.model, request.fairness_key, 4000.0, 4000.0, 5.0, None
+        )
+    scheduler.fleet.nodes["b"] = node("b", slots=1, state=NodeState.DOWN)
+    scheduler.fleet.model_index.set_nodes(scheduler.fleet.nodes.values())
+    scheduler.capacity_changed()
+    scheduler.match()
+    (waiter,) = scheduler.waiters
+    assert waiter.queued is not before, "rows have changed"
+    assert (waiter.queued.prompt_tokens, waiter.queued.completion_tokens) == estimate
+    held.lease.release()
+    await settle()
+    assert waiting.done()
+
+
+def test_nobody_changes_a_request_that_is_asked_for(nodes: list[Node]) -> None:
+    scheduler = a_scheduler(*nodes)
+    request = prompt_request(1, 2, 3)
+    before = msgspec.to_builtins(request)
+    serve(scheduler, request, Usage(1000, 0, 20))
+    serve(scheduler, request, Usage(1000, 900, 20))
+    assert msgspec.to_builtins(request) == before
 
 
 def test_a_short_prompt_leaves_no_learning_pending(nodes: list[Node]) -> None:

@@ -303,6 +303,46 @@ async def test_a_deadline_ends_the_wait() -> None:
     assert now() - began == pytest.approx(0.05)
 
 
+async def test_a_time_limit_counts_from_the_receipt_by_whatever_clock() -> None:
+    clock = Clock()
+    scheduler = a_scheduler(node(clock=clock, slots=1))
+    await take_lease(scheduler, a_request())
+    old = await start_lease(scheduler, a_request(time_limit=5.0), age=4.0)
+    young = await start_lease(scheduler, a_request(time_limit=5.0), age=1.0)
+    waiters = [waiter for waiter, _ in scheduler.predicted_waits()]
+    assert [waiter.queued.received_at for waiter in waiters] == [clock() - 4.0, clock() - 1.0]
+    clock.passes(1.5)
+    scheduler.check_due()
+    await settle()
+    assert refusal(old).code == "queue_timeout"
+    assert not young.done()
+    scheduler.close()
+    await asyncio.gather(young, return_exceptions=True)
+
+
+async def test_the_place_in_the_queue_is_told_by_the_requests_id() -> None:
+    clock = Clock()
+    scheduler = a_scheduler(node(clock=clock, slots=1))
+    running = await start_lease(scheduler, a_request())
+    first, second = a_request(), a_request()
+    tasks = [await start_lease(scheduler, request) for request in (first, second)]
+    clock.passes(3.0)
+    place = scheduler.queue_position(second.id)
+    assert place is not None
+    assert (place.request_id, place.position, place.waited_seconds) == (second.id, 2, 3.0)
+    assert scheduler.queue_position("unknown") is None
+    running.result()[0].release()
+    await settle()
+    assert tasks[0].done()
+    scheduler.check_all()
+    assert scheduler.queue_position(first.id) is None
+    place = scheduler.queue_position(second.id)
+    assert place is not None
+    assert place.position == 1
+    scheduler.close()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     clock = Clock()
     scheduler = a_scheduler(node(clock=clock, slots=1))

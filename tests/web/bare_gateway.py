@@ -17,6 +17,7 @@ from gateway.config.settings import Settings
 from gateway.events import EventBus, RequestFinished
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Node
+from gateway.lease import KeyedHash
 from gateway.observe.metrics import Metrics
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.forwarder import Forwarder
@@ -108,7 +109,7 @@ async def bare_gateway(
         )
         forwarder = Forwarder(context)
         handler = ProxyHandler(
-            HandlerConfig.of(chosen, loopback=loopback),
+            HandlerConfig.of(chosen, loopback=loopback, keyed_hash=KeyedHash()),
             forwarder=forwarder,
             queue=scheduler,
             catalog=running.fleet.model_index,

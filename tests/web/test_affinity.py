@@ -184,6 +184,7 @@ def _prompt(site: Running, talk: Talk) -> Any:
     """The prompt key of the conversation so far."""
     site.gateway.bus.flush()
     body = json.dumps({"messages": talk.messages}).encode()
-    found = build_prompt_key(body, ROUTES[CHAT], "demo", VolatileLines())
+    keyed_hash = site.gateway.handler.config.rules.keyed_hash
+    found = build_prompt_key(body, ROUTES[CHAT], "demo", VolatileLines(), keyed_hash)
     assert found is not None
     return found

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from gateway.proxy.in_flight import InFlightRequest
-from gateway.proxy.request import Request
+from gateway.proxy.inbound.request import Request
 from gateway.transport.connection import NodeConnection
 from gateway.transport.errors import StaleConnection
 from gateway.web.http_exchange import ClientConnection, HttpExchange

@@ -33,6 +33,9 @@ LARGE_BODY_BYTES = 64 * 1024
 PARSED_FIELD_BYTES = 16 * 1024
 """Bytes of a field of `ParsedBody` that may be parsed at once."""
 
+IDENTIFYING_BYTES = LARGE_BODY_BYTES
+"""Bytes of a large body's beginning, and of its end, by which it is told from others."""
+
 SMALL_FIELD_BYTES = 1024
 """Bytes of any field that may be parsed at once: there may be a thousand."""
 
@@ -102,20 +105,6 @@ class LargeBody:
 
     def __len__(self) -> int:
         return sum(map(len, self.pieces())) if self._edited else len(self._body)
-
-    def __hash__(self) -> int:
-        """A hash of the fields; of a long value only its beginning and end count."""
-        return hash(
-            tuple(
-                (
-                    name,
-                    len(value),
-                    bytes(value[:SMALL_FIELD_BYTES]),
-                    bytes(value[-SMALL_FIELD_BYTES:]),
-                )
-                for name, value in self._values.items()
-            )
-        )
 
     @property
     def depth(self) -> int:
@@ -307,3 +296,20 @@ def bytes_to_parse(body: Body) -> bytes:
 def without_large_fields(body: Body) -> bytes:
     """A body as bytes; a large one without its large fields."""
     return body if isinstance(body, bytes) else body.without_large_fields()
+
+
+def identifying_pieces(body: Body) -> list[FieldBytes]:
+    """What tells a body from others of its length: all of it, or if it is large both its ends."""
+    pieces: list[FieldBytes] = [body] if isinstance(body, bytes) else body.pieces()
+    if len(body) <= 2 * IDENTIFYING_BYTES:
+        return pieces
+    ends: tuple[list[FieldBytes], list[FieldBytes]] = [], []
+    left = IDENTIFYING_BYTES
+    for piece in pieces:
+        ends[0].append(piece[:left])
+        left -= len(ends[0][-1])
+    left = IDENTIFYING_BYTES
+    for piece in reversed(pieces):
+        ends[1].append(piece[max(0, len(piece) - left) :])
+        left -= len(ends[1][-1])
+    return ends[0] + ends[1][::-1]

@@ -12,7 +12,7 @@ from gateway import errors
 from gateway.catalog import ModelCatalog
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import CATCH_ALL
-from gateway.lease import LeaseRequest, PromptKey
+from gateway.lease import KeyedHash, LeaseRequest, PromptKey
 from gateway.proxy.inbound import edits, media, parsed_body, request_limits
 from gateway.proxy.inbound.large_body import (
     LARGE_BODY_BYTES,
@@ -38,8 +38,8 @@ from gateway.proxy.inbound.prompt_key import (
     build_prompt_key,
 )
 from gateway.proxy.inbound.prompt_list import parse_prompt_list
+from gateway.proxy.inbound.request import PromptList, Request
 from gateway.proxy.inbound.routes import Route, can_assemble
-from gateway.proxy.request import PromptList, Request
 from gateway.request import Caller, Priority
 
 
@@ -51,6 +51,8 @@ class RequestRules:
     model_aliases: ModelAliases
     default_model: str | None
     volatile_lines: VolatileLines = field(default_factory=VolatileLines)
+    keyed_hash: KeyedHash = field(default_factory=KeyedHash)
+    """Identifies prompts."""
 
 
 @dataclass(slots=True)
@@ -112,7 +114,7 @@ def prepare(
     if route.generates:
         if route.api.merger is not None:
             prompt_list = _parse_prompt_list(incoming, parsed.prompt, priority, rules, catalog)
-        generation = _generation(body, parsed, raw, slots, route, model, rules.volatile_lines)
+        generation = _generation(body, parsed, raw, slots, route, model, rules)
     return _new_request(
         incoming,
         parsed.model,
@@ -153,7 +155,9 @@ def prepare_large(
     large = yield from read_large_body(body, rules.limits)
     request = prepare_body(large)
     lease_request = request.lease_request
-    key = yield from build_large_prompt_key(large, route, lease_request.model, rules.volatile_lines)
+    key = yield from build_large_prompt_key(
+        large, route, lease_request.model, rules.volatile_lines, rules.keyed_hash
+    )
     return replace_fields(request, lease_request=replace_fields(lease_request, prompt_key=key))
 
 
@@ -243,7 +247,7 @@ def _generation(
     slots: int,
     route: Route,
     model: str,
-    volatile_lines: VolatileLines,
+    rules: RequestRules,
 ) -> _Generation:
     stream = bool(parsed.stream)
     key = None
@@ -252,7 +256,7 @@ def _generation(
             raw_prompt, parsed.tools, parsed.system, parsed.instructions
         )
         if len(body) >= SHORTEST_BODY:
-            key = build_prompt_key(body, route, model, volatile_lines)
+            key = build_prompt_key(body, route, model, rules.volatile_lines, rules.keyed_hash)
     else:
         size = body.measure_prompt(route.prompt_field)
     return (

@@ -1,4 +1,4 @@
-"""Prompt keys: hashes of a prompt's blocks, chained so that equal keys mean equal beginnings.
+"""Prompt keys: digests of a prompt's blocks, chained so that equal keys mean equal beginnings.
 
 A key covers what a chat template puts into the prompt, in the template's order: model, tools,
 system prompt, messages. It is built from decoded values: escapes, white space, the order of keys
@@ -17,7 +17,7 @@ from collections.abc import Generator, Sequence
 import msgspec
 
 from gateway.config.prompts import LONGEST_LINE, literal_prefix, pattern_problem
-from gateway.lease import PromptKey
+from gateway.lease import KeyedHash, PromptKey, block_numbers
 from gateway.proxy.inbound.edits import Edit, raw_fields
 from gateway.proxy.inbound.large_body import Body, LargeBody
 from gateway.proxy.inbound.media import UNREADABLE_IMAGE_TOKENS
@@ -35,7 +35,10 @@ MOST_BLOCKS = 4096
 """Blocks of one prompt; the rest only counts towards its size."""
 
 MESSAGES_PER_STEP = 512
-"""Messages that are hashed in one step."""
+"""Messages that are cut into blocks in one step."""
+
+BLOCKS_PER_STEP = 512
+"""Blocks that are hashed in one step: 0.4 ms."""
 
 IMAGE_BYTES = UNREADABLE_IMAGE_TOKENS * BYTES_PER_TOKEN
 """Bytes that an image or audio file counts as: LLaVA's 576 tokens lie within the range of models
@@ -105,7 +108,7 @@ _CHAT_FIELDS = frozenset({"messages", "input"})
 
 
 def build_prompt_key(
-    body: bytes, route: Route, model: str, volatile_lines: VolatileLines
+    body: bytes, route: Route, model: str, volatile_lines: VolatileLines, keyed_hash: KeyedHash
 ) -> PromptKey | None:
     """The key of a body's prompt.
 
@@ -114,7 +117,7 @@ def build_prompt_key(
     """
     if len(body) < SHORTEST_BODY or not route.generates:
         return None
-    key = _KeyBuilder(model, volatile_lines)
+    key = _KeyBuilder(volatile_lines)
     try:
         if route.prompt_field in _CHAT_FIELDS:
             _add_chat(key, _CHAT_BODY.decode(body))
@@ -127,11 +130,15 @@ def build_prompt_key(
             return None
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
-    return key.build()
+    return key.build(keyed_hash, model)
 
 
 def build_large_prompt_key(
-    body: LargeBody, route: Route, model: str, volatile_lines: VolatileLines
+    body: LargeBody,
+    route: Route,
+    model: str,
+    volatile_lines: VolatileLines,
+    keyed_hash: KeyedHash,
 ) -> Generator[None, None, PromptKey | None]:
     """The key of a large body's prompt, in short steps.
 
@@ -139,7 +146,7 @@ def build_large_prompt_key(
     """
     if not route.generates:
         return None
-    key = _KeyBuilder(model, volatile_lines)
+    key = _KeyBuilder(volatile_lines)
     try:
         if route.prompt_field in _CHAT_FIELDS:
             yield from _add_large_chat(key, body)
@@ -165,7 +172,7 @@ def build_large_prompt_key(
             return None
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
-    return key.build()
+    return (yield from key.build_in_steps(keyed_hash, model))
 
 
 def _add_large_chat(key: _KeyBuilder, body: LargeBody) -> Generator[None, None, None]:
@@ -196,16 +203,15 @@ def _add_large_chat(key: _KeyBuilder, body: LargeBody) -> Generator[None, None, 
 
 
 class _KeyBuilder:
-    """Builds a prompt key, block by block."""
+    """Cuts a prompt into blocks, and makes its key of them."""
 
-    __slots__ = ("_volatile_lines", "blocks", "ends", "last_hash", "omits_volatile", "size")
+    __slots__ = ("_volatile_lines", "blocks", "ends", "omits_volatile", "size")
 
-    def __init__(self, model: str, volatile_lines: VolatileLines) -> None:
+    def __init__(self, volatile_lines: VolatileLines) -> None:
         self._volatile_lines = volatile_lines
-        self.blocks: list[int] = []
+        self.blocks: list[bytes] = []
         self.ends: list[int] = []
         self.size = 0
-        self.last_hash = hash(model)
         self.omits_volatile = False
 
     def add(self, data: bytes, weight: int | None = None) -> None:
@@ -245,12 +251,27 @@ class _KeyBuilder:
         """Whether no further block is hashed."""
         return len(self.blocks) >= MOST_BLOCKS
 
-    def build(self) -> PromptKey | None:
+    def build(self, keyed_hash: KeyedHash, model: str) -> PromptKey | None:
         """The key; None without blocks, or if they hold no text at all."""
         if not (self.blocks and self.size):
             return None
+        return self._key(keyed_hash.chain(_model_mark(model), self.blocks))
+
+    def build_in_steps(
+        self, keyed_hash: KeyedHash, model: str
+    ) -> Generator[None, None, PromptKey | None]:
+        """The same in short steps."""
+        if not (self.blocks and self.size):
+            return None
+        digests = [_model_mark(model)]
+        for start in range(0, len(self.blocks), BLOCKS_PER_STEP):
+            yield
+            digests += keyed_hash.chain(digests[-1], self.blocks[start : start + BLOCKS_PER_STEP])
+        return self._key(digests[1:])
+
+    def _key(self, digests: list[bytes]) -> PromptKey:
         return PromptKey(
-            tuple(self.blocks),
+            block_numbers(digests),
             self.size / BYTES_PER_TOKEN,
             tuple(self.ends),
             self.size,
@@ -263,10 +284,15 @@ class _KeyBuilder:
         self.size = size
 
     def _add_block(self, data: bytes, weight: int) -> None:
-        self.last_hash = hash((self.last_hash, data))
         self.size += weight
-        self.blocks.append(self.last_hash)
+        self.blocks.append(data)
         self.ends.append(self.size)
+
+
+def _model_mark(model: str) -> bytes:
+    """What stands before the first block."""
+    name = model.encode()
+    return b"%d %b" % (len(name), name)
 
 
 def _add_chat(key: _KeyBuilder, chat: _ChatBody) -> None:

@@ -11,8 +11,8 @@ from gateway import errors
 from gateway.config.listeners import LimitSettings
 from gateway.proxy.inbound.edits import raw_fields
 from gateway.proxy.inbound.large_body import FULL_PARSE_BYTES, Body
+from gateway.proxy.inbound.request import PromptList, SubRequestMaker
 from gateway.proxy.json_values import ITEMS_DECODER
-from gateway.proxy.request import PromptList, SubRequestMaker
 
 MOST_PROMPTS_BYTES = FULL_PARSE_BYTES
 """Bytes of several prompts together: they are split in one go."""

@@ -12,11 +12,15 @@ import pytest
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import ModelRule
 from gateway.errors import GatewayError
+from gateway.lease import KeyedHash
 from gateway.proxy.inbound import edits, parsed_body
 from gateway.proxy.inbound.large_body import (
+    IDENTIFYING_BYTES,
     LARGE_BODY_BYTES,
     PARSED_FIELD_BYTES,
+    Body,
     LargeBody,
+    identifying_pieces,
     read_large_body,
 )
 from gateway.proxy.inbound.media import find_links
@@ -32,6 +36,7 @@ from gateway.proxy.inbound.routes import ROUTES, can_assemble
 from tests.proxy.pictures import data_url, png
 
 LIMITS = LimitSettings()
+HASH = KeyedHash()
 IMAGE = {"type": "image_url", "image_url": {"url": data_url(png(560, 280) + bytes(9000))}}
 LONG = 'Hello «world», \\ "quoted" 😀\n' * 700
 
@@ -100,8 +105,8 @@ def test_a_large_body_is_read_as_a_small_one_is(path: str, body: dict[str, Any])
     assert size.text_bytes == pytest.approx(small_size.text_bytes, rel=0.2, abs=20)
     if prompt:
         assert found.estimate_min_tokens(prompt) <= parsed_body.estimate_min_tokens(raw)
-    small_key = build_prompt_key(data, route, "m", VolatileLines())
-    key = finished(build_large_prompt_key(found, route, "m", VolatileLines()))
+    small_key = build_prompt_key(data, route, "m", VolatileLines(), HASH)
+    key = finished(build_large_prompt_key(found, route, "m", VolatileLines(), HASH))
     assert (key is None) == (small_key is None)
     if small_key is not None:
         assert key.blocks == small_key.blocks
@@ -112,8 +117,8 @@ def test_a_prompt_key_has_bounded_blocks_and_the_whole_size() -> None:
     for content in ("x" * 6_000_000, [{"type": "text", "text": "x" * 1000}] * 6000):
         data, found = large({"messages": [{"role": "user", "content": content}] * 2})
         route = ROUTES["/v1/chat/completions"]
-        steps, key = counted(build_large_prompt_key(found, route, "m", VolatileLines()))
-        whole = build_prompt_key(data, route, "m", VolatileLines())
+        steps, key = counted(build_large_prompt_key(found, route, "m", VolatileLines(), HASH))
+        whole = build_prompt_key(data, route, "m", VolatileLines(), HASH)
         assert whole is not None
         assert len(key.blocks) <= MOST_BLOCKS
         common = min(len(key.blocks), 2_000_000 // BLOCK_BYTES)
@@ -142,11 +147,34 @@ def test_a_large_body_is_edited_as_a_small_one_is() -> None:
     assert kept < 200, "long values are views of the body"
 
 
-def test_equal_bodies_have_equal_hashes() -> None:
-    _, one = large({"messages": [{"role": "user", "content": LONG}]})
+def identity(body: Body) -> bytes:
+    return HASH.digest([b"%d " % len(body), *identifying_pieces(body)])
+
+
+def test_bodies_are_told_apart_by_their_bytes_however_they_are_cut() -> None:
+    data, one = large({"messages": [{"role": "user", "content": LONG}]})
     _, same = large({"messages": [{"role": "user", "content": LONG}]})
     _, other = large({"messages": [{"role": "user", "content": LONG + "!"}]})
-    assert hash(one) == hash(same) != hash(other)
+    assert identity(one) == identity(same) == identity(data) != identity(other)
+    for text in (LONG, LONG * 20):
+        body = json.dumps({"messages": [text], "seed": 1}, separators=(",", ":")).encode()
+        _, found = large({"messages": [text], "seed": 2})
+        edited = edits.apply_edit(found, {"seed": 1})
+        assert isinstance(edited, LargeBody)
+        assert len(edited.pieces()) > 1
+        again = json.dumps(json.loads(edited.to_bytes()), separators=(",", ":")).encode()
+        assert again == body
+        assert identity(edited) == identity(edited.to_bytes()) != identity(found)
+
+
+def test_a_very_large_body_is_told_apart_by_its_ends() -> None:
+    body = bytearray(b"x" * (20 * IDENTIFYING_BYTES))
+    pieces = identifying_pieces(bytes(body))
+    assert sum(map(len, pieces)) == 2 * IDENTIFYING_BYTES
+    for at in (0, -1, IDENTIFYING_BYTES - 1, -IDENTIFYING_BYTES):
+        changed = body.copy()
+        changed[at] = 0
+        assert identity(bytes(changed)) != identity(bytes(body)), at
 
 
 def test_small_fields_can_be_had_alone() -> None:

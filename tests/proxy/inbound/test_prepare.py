@@ -16,8 +16,8 @@ from gateway.proxy.inbound.large_body import bytes_to_parse
 from gateway.proxy.inbound.model_names import ModelAliases
 from gateway.proxy.inbound.parsed_body import parse_body
 from gateway.proxy.inbound.prepare import IncomingRequest, RequestRules, prepare
+from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES
-from gateway.proxy.request import Request
 from gateway.request import Caller, Priority
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_node

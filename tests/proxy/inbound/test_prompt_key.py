@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.lease import PromptKey
+from gateway.lease import HASH_KEY_BYTES, KeyedHash, PromptKey
 from gateway.proxy.inbound.prompt_key import (
     BLOCK_BYTES,
     BUILT_IN_PATTERNS,
@@ -25,6 +25,7 @@ from gateway.proxy.inbound.routes import ROUTES
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 LONG = "so it is long enough to be worth a thought; " * 20
 NONE = VolatileLines()
+HASH = KeyedHash(bytes(HASH_KEY_BYTES))
 
 
 def key_of(
@@ -38,7 +39,7 @@ def key_of(
 def maybe_key(
     body: bytes, path: str = CHAT, model: str = "m", volatile: VolatileLines = NONE
 ) -> PromptKey | None:
-    return build_prompt_key(body, ROUTES[path], model, volatile)
+    return build_prompt_key(body, ROUTES[path], model, volatile, HASH)
 
 
 def chat(*turns: Any, **more: Any) -> dict[str, Any]:

@@ -1,0 +1,68 @@
+"""The messages of the lease interface are plain values: they could pass over a wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from gateway import lease
+from gateway.lease import (
+    AttemptReport,
+    Fault,
+    LeaseRequest,
+    NodeError,
+    NodeInfo,
+    PromptKey,
+    QueuePosition,
+    Tried,
+    Usage,
+    UsageReport,
+)
+from tests.proxy.fake_lease_service import a_granted_lease, a_lease_request, a_node_info
+
+USAGE = Usage(12, 3, 40, {"prompt_n": 9, "predicted_ms": 812.5})
+MESSAGES: list[Any] = [
+    PromptKey((1, -2), 100.0, (200, 400), 410),
+    a_lease_request(prompt_key=PromptKey((1,), 1.0), resume_key=("model", None), time_limit=3.5),
+    Tried().failed_on("a").refused_by("b").unsupported_by("c", "start it with --rerank"),
+    QueuePosition("req_1", 3, 1.5),
+    a_node_info(silence_timeout=20.0, resume_key=("model", "Q4_0")),
+    a_granted_lease(fallback="gpu_full", expected_prefill=2.5),
+    NodeError(retry_after=2.0, lacks_endpoint=True, hint="start it with --embeddings"),
+    AttemptReport(7, "reset", 200, True, False, True, Fault.NODE_OR_REQUEST),
+    AttemptReport(8, "busy", 503, True, True, False, error=NodeError(is_loading=True)),
+    USAGE,
+    UsageReport(7, USAGE, None, 41),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_survives_a_wire(message: Any) -> None:
+    received = msgspec.json.decode(msgspec.json.encode(message), type=type(message))
+    assert msgspec.to_builtins(received) == msgspec.to_builtins(message)
+
+
+def test_every_message_is_tested() -> None:
+    messages = {
+        one
+        for one in vars(lease).values()
+        if isinstance(one, type) and (issubclass(one, msgspec.Struct) or one is Tried)
+    }
+    assert messages - {msgspec.Struct} == {type(message) for message in MESSAGES}
+
+
+def test_only_a_nodes_connections_ride_along_within_a_process() -> None:
+    info = a_node_info(connections=object())
+    with pytest.raises(TypeError):
+        msgspec.json.encode(info)
+    plain = replace(info, connections=None)
+    assert msgspec.json.decode(msgspec.json.encode(plain), type=NodeInfo).name == info.name
+
+
+def test_a_lease_request_says_nothing_of_what_it_is_about() -> None:
+    """Neither its path and headers nor its text: they are the proxy's."""
+    fields = {one.name for one in msgspec.structs.fields(LeaseRequest)}
+    assert not fields & {"path", "header_lines", "body", "bodies", "prompt", "messages", "deadline"}
