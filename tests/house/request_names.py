@@ -1,9 +1,9 @@
 """Counts the names by which the code knows a request's value on its way.
 
-The value is `gateway.request.Request`. A class carries it when it has an attribute of that class,
-or of a class that carries it; containers, which hold many, do not. Counted are the names and
-attributes whose value may be one of these, from the listeners to the nodes, and the attributes of
-the value itself.
+The value is `gateway.proxy.inbound.request.Request`; where that is missing, any `Request`. A class
+carries it when it has an attribute of that class, or of a class that carries it; containers, which
+hold many, do not. Counted are the names and attributes whose value may be one of these, from the
+listeners to the nodes, and the attributes of the value itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.house.mypy_types import ModuleTypes
 from tests.house.source import PACKAGE, Figure, Module, package_of, with_scopes
 
 REQUEST_CLASS = "Request"
-REQUEST_MODULE = f"{PACKAGE}.request"
+REQUEST_MODULE = f"{PACKAGE}.proxy.inbound.request"
 OTHER_PACKAGES = frozenset({"cli", "local", "planning", "tools"})
 """Packages that are not on a request's way."""
 PROXY_PACKAGES = frozenset({"proxy", "relay"})
