@@ -16,7 +16,7 @@ from gateway.lease import QueuePosition
 
 @dataclass(frozen=True, slots=True)
 class ServerFigures:
-    """One node's server, as `/v1/models` and `/props` describe it; it may be down."""
+    """One node's server, as `/v1/models`, `/props` and other APIs describe it; it may be down."""
 
     slots: int
     context: int | None
@@ -25,9 +25,20 @@ class ServerFigures:
     """Tokens that the model was trained with; None: not known."""
     has_vision: bool
     has_audio: bool
+    endpoints: frozenset[str]
+    """What it serves, as far as it is known: by the inventory, or by what it has refused."""
+    is_up: bool
+    on_gpu: bool
+    parameters: int | None
+    """The model's parameters; None: not known, as the next three."""
+    size: int | None
+    """The model's size in bytes."""
+    quantization: str | None
+    file: str | None
+    """The model's file, without its folder."""
 
 
-class ModelCatalog(Protocol):
+class ServedModels(Protocol):
     """The models that nodes serve, by public name. Asked by each request, so it must be cheap."""
 
     def model_names(self) -> tuple[str, ...]:
@@ -50,7 +61,7 @@ class FleetCatalog(Protocol):
     """All nodes: their models, and whether any of them could work."""
 
     @property
-    def model_index(self) -> ModelCatalog:
+    def model_index(self) -> ServedModels:
         """The models that they serve."""
 
     @property

@@ -51,5 +51,18 @@ async def test_a_server_of_several_models_is_counted_once() -> None:
     async with a_fleet(spec) as running:
         catalog: FleetCatalog = running.fleet
         assert catalog.model_index.servers_of(["chat", "code", "unknown"]) == [
-            ServerFigures(3, 4096, None, has_vision=True, has_audio=False)
+            ServerFigures(
+                3,
+                4096,
+                None,
+                has_vision=True,
+                has_audio=False,
+                endpoints=frozenset({"chat", "vision"}),
+                is_up=True,
+                on_gpu=False,
+                parameters=None,
+                size=None,
+                quantization=None,
+                file=None,
+            )
         ]

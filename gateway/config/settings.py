@@ -222,6 +222,16 @@ class Settings(ConfigModel):
         ),
         TypeLabel("true or false"),
     ] = False
+    ollama: Annotated[
+        bool,
+        Field(
+            description=(
+                "Serve Ollama's API too: `/api/chat`, `/api/generate`, `/api/embed`, `/api/tags` "
+                "and so on."
+            )
+        ),
+        TypeLabel("true or false"),
+    ] = False
     logging: Annotated[LoggingSettings, Field(description="What is logged.")] = LoggingSettings()
     shutdown: Annotated[ShutdownSettings, Field(description="From SIGTERM to the end.")] = (
         ShutdownSettings()

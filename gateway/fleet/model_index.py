@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from gateway import errors
 from gateway.catalog import ServerFigures
+from gateway.fleet.health import ALIVE_STATES
 from gateway.fleet.node import Node, NodeState
 from gateway.request import Endpoint
 
@@ -124,6 +125,13 @@ class ModelIndex:
                 trained_context=node.properties.trained_context,
                 has_vision=_has_vision(node),
                 has_audio=node.properties.audio is True,
+                endpoints=_known_endpoints(node),
+                is_up=node.state in ALIVE_STATES,
+                on_gpu=node.spec.tier == "gpu",
+                parameters=node.properties.n_params,
+                size=node.properties.size,
+                quantization=node.properties.ftype,
+                file=node.properties.file,
             )
             for node in nodes
         ]
@@ -156,6 +164,13 @@ class ModelIndex:
             named = set().union(*self._serving.values())
             self._nameless = tuple(node for node in self._nodes if node not in named)
         return self._serving
+
+
+def _known_endpoints(node: Node) -> frozenset[str]:
+    if node.spec.endpoints is not None:
+        return frozenset(node.spec.endpoints)
+    found = {"embeddings" if "chat" in node.properties.refused else "chat"}
+    return frozenset(found | {"vision"} if _has_vision(node) else found)
 
 
 def _has_vision(node: Node) -> bool:

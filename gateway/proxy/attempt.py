@@ -449,7 +449,8 @@ class Attempt:
         passed, special = framer.feed(chunk), framer.special_bytes
         if self._event_filter is not None:
             passed, special = self._filter(self._event_filter, passed)
-        passed = self._check(passed, special)
+        if special or self.api.terminal_mark_nested or not passed.isascii():
+            passed = self._check(passed, special)
         if self._on_output is not None and passed:
             self._on_output(passed)
         if framer.event_count != before:

@@ -135,7 +135,9 @@ class Forwarder:
         if tried is not NOTHING_TRIED:
             leases.answered(lease.id)
         if attempt.complete and not attempt.is_sse:
-            response = ProxyResponse(attempt.status, attempt.header_lines, attempt.content)
+            response = ProxyResponse(
+                attempt.status, attempt.header_lines, attempt.content, None, lease.node.kind
+            )
             accounting.response_completed(in_flight, attempt, response.content)
             return response
         stream = self._response_stream(in_flight, attempt, api, recorder, tried)
@@ -143,7 +145,9 @@ class Forwarder:
             return await self._assemble(in_flight, stream, tried)
         if attempt.is_sse:
             record.first_content_sent(clock() - request.received_at)
-        return ProxyResponse(attempt.status, attempt.header_lines, attempt.content, stream)
+        return ProxyResponse(
+            attempt.status, attempt.header_lines, attempt.content, stream, lease.node.kind
+        )
 
     def _check_quarantine(self, in_flight: InFlightRequest) -> None:
         """Raises: GatewayError, if nodes have died on this very request."""
@@ -188,6 +192,10 @@ class Forwarder:
         request, lease = attempt.request, attempt.lease
         body: Body = request.bodies[lease.model]
         event_filter = None
+        if api.adds_fields:
+            kind, settings = lease.node.kind, self.context.settings
+            if added := api.added_fields(edits.raw_fields(body), kind, settings):
+                body = edits.apply_edit(body, added)
         if lease.stream and not request.stream:
             body = edits.apply_edit(body, api.streaming_fields or {})
         if in_flight.prefill_progress is not None and lease.stream:

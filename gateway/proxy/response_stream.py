@@ -73,6 +73,8 @@ class ProxyResponse:
     """The node's header lines that are forwarded."""
     content: bytes
     body_stream: BodyStream | None = None
+    node_kind: str = "llama.cpp"
+    """That of the node that answered: `llama.cpp` or `openai`."""
 
 
 @dataclass(slots=True, eq=False)

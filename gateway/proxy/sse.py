@@ -41,6 +41,10 @@ def ordinary_events(*, line: bytes = b"", after_brace: bytes = b"") -> EventMatc
 
 ANY_OBJECT = ordinary_events()
 
+BEGIN_BYTES = 16
+"""Bytes from the first brace on that decide whether an event is ordinary: more than any
+`after_brace` looks at."""
+
 
 GROWTH_PER_EVENT = 1024
 """Bytes that each event adds to the size limit: `/v1/responses` ends with an event that repeats the
@@ -55,6 +59,7 @@ class EventFramer:
     """
 
     __slots__ = (
+        "_begin",
         "_ceiling",
         "_comment",
         "_limit",
@@ -77,6 +82,8 @@ class EventFramer:
         self._matcher = matcher
         self._comment = HEARTBEAT if keep_comments else b""
         self._tail = bytearray()
+        self._begin = b"\n"
+        """How the last ordinary event that came alone begins; at first, as no event does."""
         self.event_count = 0
         """Events that have passed."""
         self.special_bytes = 0
@@ -98,6 +105,18 @@ class EventFramer:
         Raises: InvalidResponse, when an event grows past the limit.
         """
         tail = self._tail
+        begin = self._begin
+        if (
+            chunk.startswith(begin)
+            and chunk.endswith(b"}\n\n")
+            and not tail
+            and chunk.find(b"\n", len(begin)) == len(chunk) - 2
+            and chunk.find(b"data:", len(begin)) < 0
+        ):
+            # One more event like the last one, as a token comes from a node.
+            self.event_count += 1
+            self.special_bytes = 0
+            return chunk
         end = 0
         if not tail or chunk.find(b"\n\n") >= 0:
             if tail:
@@ -111,6 +130,8 @@ class EventFramer:
                     end = count = 0  # an event may be cut within another, or a text holds this
                 self.event_count += count
                 if end == len(chunk):
+                    if count == 1:
+                        self._learn_begin(chunk)
                     self.special_bytes = 0
                     return chunk
         rest = self._whole(chunk[end:] if end else chunk)
@@ -118,6 +139,12 @@ class EventFramer:
         if len(rest) == len(chunk) - end and chunk.endswith(rest):
             return chunk  # nearly always: nothing is copied
         return chunk[:end] + rest
+
+    def _learn_begin(self, event: bytes) -> None:
+        """Keep the part of an ordinary event that tells whether the next one is ordinary."""
+        size = event.find(b"{", event.find(b"data:")) + BEGIN_BYTES
+        if size <= len(event) - len(b"}\n\n"):
+            self._begin = event[:size]
 
     def _check_size(self) -> None:
         """Check that the large buffer may still be an event. Raises: InvalidResponse."""

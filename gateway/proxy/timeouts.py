@@ -26,7 +26,7 @@ DEADLINE_SLACK = 0.001
 """Seconds by which a client's own deadline is kept late, so that it is never kept early."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class AttemptTimeouts:
     """Seconds. `first_byte` None: the response comes in one piece, bounded by `deadline` alone."""
 
@@ -79,7 +79,8 @@ class TimeoutMonitor:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._attempts: set[MonitoredAttempt] = set()
+        self._attempts: dict[MonitoredAttempt, float] = {}
+        """Each attempt, and until when none of its timeouts can pass."""
         self._deadlines: dict[MonitoredAttempt, asyncio.TimerHandle] = {}
         """Timers of attempts whose client must get the error in that very moment."""
         self._excused_at: dict[MonitoredAttempt, float] = {}
@@ -93,7 +94,7 @@ class TimeoutMonitor:
 
     def add(self, attempt: MonitoredAttempt) -> None:
         """Monitor `attempt` from now on."""
-        self._attempts.add(attempt)
+        self._attempts[attempt] = 0.0
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(CHECK_INTERVAL, self.check)
 
@@ -105,7 +106,7 @@ class TimeoutMonitor:
 
     def remove(self, attempt: MonitoredAttempt) -> None:
         """The attempt is over."""
-        self._attempts.discard(attempt)
+        self._attempts.pop(attempt, None)
         if self._excused_at:
             self._excused_at.pop(attempt, None)
         if self._deadlines and (timer := self._deadlines.pop(attempt, None)) is not None:
@@ -141,11 +142,16 @@ class TimeoutMonitor:
                 attempt.report_received()
             elif reports:
                 attempt.report_progress()
-            failure = passed_timeout(
-                attempt.timeouts, attempt.sent_at, attempt.last_content_at, now
-            )
-            if failure is not None and not self._is_excused(attempt, failure, now):
-                self._attempts.discard(attempt)
+            if now < self._attempts.get(attempt, 0.0):
+                continue
+            timeouts, sent_at = attempt.timeouts, attempt.sent_at
+            failure = passed_timeout(timeouts, sent_at, attempt.last_content_at, now)
+            if failure is None:
+                if attempt in self._attempts:  # else it has ended with another one
+                    until = earliest_timeout(timeouts, sent_at, attempt.last_content_at, now)
+                    self._attempts[attempt] = until
+            elif not self._is_excused(attempt, failure, now):
+                self._attempts.pop(attempt, None)
                 attempt.fail(failure)
 
     def _is_excused(self, attempt: MonitoredAttempt, failure: UpstreamTimeout, now: float) -> bool:
@@ -161,7 +167,7 @@ class TimeoutMonitor:
 
     def _deadline_passed(self, attempt: MonitoredAttempt) -> None:
         if attempt in self._attempts and not attempt.complete:
-            self._attempts.discard(attempt)
+            self._attempts.pop(attempt, None)
             attempt.fail(total_timeout())
 
 
@@ -187,6 +193,18 @@ def passed_timeout(
     if timeouts.first_byte is None or now < sent_at + timeouts.first_byte:
         return None
     return UpstreamTimeout("first_byte", f"Nothing came for {timeouts.first_byte:.0f} s")
+
+
+def earliest_timeout(
+    timeouts: AttemptTimeouts, sent_at: float, last_content_at: float | None, now: float
+) -> float:
+    """No timeout passes before this moment, whatever the node sends from `now` on."""
+    if last_content_at is not None:
+        return min(timeouts.deadline, max(sent_at, last_content_at) + timeouts.silence)
+    earliest = min(timeouts.deadline, now + timeouts.silence)
+    if timeouts.first_byte is None:
+        return earliest
+    return min(earliest, sent_at + timeouts.first_byte)
 
 
 def timeouts_for(

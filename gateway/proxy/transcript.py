@@ -1,12 +1,14 @@
 """The transcript of a stream: the response as the client has it, for another node to continue.
 
 Outgoing events are kept as bytes and parsed only when they have become many or when the node has
-failed: nothing is parsed per token while a stream runs well. The readers of events and the
+failed: nothing is parsed per token while a stream runs well. Even then, only the first of the
+events that differ in nothing but their text are parsed as objects. The readers of events and the
 requests for token ids are each API's own (`gateway.proxy.api`), so this module lies below them.
 """
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -14,7 +16,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from gateway.proxy import sse
-from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object, parse_objects
+from gateway.proxy.json_values import (
+    InvalidJson,
+    JsonObject,
+    parse_object,
+    parse_objects,
+    parse_texts,
+)
 from gateway.transport.errors import InvalidResponse
 
 MOST_RAW_BYTES = 48 * 1024
@@ -88,6 +96,13 @@ class Transcript:
             self.content_pieces.append(text)
             self.token_count += 1
 
+    def add_tokens(self, texts: list[str], *, reasoning: bool) -> None:
+        """Add the texts of the next tokens; empty ones are ignored."""
+        pieces = self.reasoning_pieces if reasoning else self.content_pieces
+        before = len(pieces)
+        pieces.extend(filter(None, texts))
+        self.token_count += len(pieces) - before
+
     def add_token_ids(self, ids: Iterable[int]) -> None:
         """Add the ids of the next tokens."""
         self.token_ids += ids
@@ -112,6 +127,67 @@ class Transcript:
 
 TranscriptReader = Callable[[Transcript, JsonObject], None]
 """Adds one event's data to a transcript."""
+
+
+@dataclass(frozen=True, slots=True)
+class EventTemplate:
+    """The bytes of an event before and after the JSON string of its token's text.
+
+    A node's events differ in nothing else, as long as it sends text of one kind. So many of them
+    are read by a few calls into C, at an eighth of the cost of parsing each.
+    """
+
+    before: bytes
+    after: bytes
+    reasoning: bool
+    """Whether the text is reasoning; else content."""
+
+    @classmethod
+    def of(cls, event: bytes, read: TranscriptReader, first: JsonObject) -> EventTemplate | None:
+        """The template of this event; None if it is more than a token's text.
+
+        `first`: the stream's first event. The template is proved by `read`: with any other text in
+        it, an event adds that text to a transcript and changes nothing else.
+        """
+        for found in _JSON_STRING.finditer(event):
+            before, after = event[: found.start()], event[found.end() :]
+            proof = Transcript(first)
+            try:
+                read(proof, parse_object(sse.payload(before + _PROBE + after)))
+            except (InvalidJson, TypeError, AttributeError):
+                continue
+            for reasoning in (False, True):
+                expected = Transcript(first)
+                expected.add_tokens([_PROBE_TEXT], reasoning=reasoning)
+                if proof == expected:
+                    return cls(before, after, reasoning)
+        return None
+
+    def texts(self, events: bytes) -> list[str] | None:
+        """The texts of events that all have this form; None if one of them has another."""
+        before, after = len(self.before), len(self.after)
+        strings = [event[before : 2 - after] for event in events.split(b"\n\n")]
+        strings.pop()
+        # A search for the long bytes between two texts would take five times as long.
+        between = (self.after + self.before).join(strings)
+        if b"".join((self.before, between, self.after)) != events:
+            return None
+        try:
+            texts = parse_texts(b"[" + b",".join(strings) + b"]")
+        except InvalidJson:
+            return None
+        return texts if len(texts) == len(strings) else None
+
+
+_JSON_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"(?=[,}\]])')
+"""A string that is no field's name."""
+
+_PROBE_TEXT = "\x00"
+
+_PROBE = b'"\\u0000"'
+
+MOST_TEMPLATES = 8
+"""Templates of one stream. One whose events differ in more than their text has none for long."""
 
 
 class CompressedText:
@@ -160,6 +236,8 @@ class TranscriptRecorder:
         "_raw_chunks",
         "_read",
         "_reasoning",
+        "_template",
+        "_templates_left",
         "_transcript",
         "raw_bytes",
     )
@@ -174,6 +252,8 @@ class TranscriptRecorder:
         self._reasoning = CompressedText()
         self._content = CompressedText()
         """The text before that in `_transcript`."""
+        self._template: EventTemplate | None = None
+        self._templates_left = MOST_TEMPLATES
 
     def add(self, events: bytes) -> None:
         """Record whole events that are being sent."""
@@ -216,6 +296,33 @@ class TranscriptRecorder:
         self.raw_bytes = len(raw) - end
 
     def _parse(self, events: bytes) -> None:
+        """Parse whole events: those of the template at its cost, all others as objects."""
+        if not self._transcript.first_event:
+            end = events.find(b"\n\n") + 2
+            if end < 2:
+                end = len(events)
+            self._parse_objects(events[:end])
+            events = events[end:]
+        template = self._template or self._learn_template(events)
+        start = -1 if template is None else events.find(template.before)
+        if template is not None and (not start or events.endswith(b"\n\n", 0, max(0, start))):
+            texts = template.texts(events[start:])
+            if texts is not None:
+                self._parse_objects(events[:start])
+                self._transcript.add_tokens(texts, reasoning=template.reasoning)
+                return
+        self._template = None
+        self._parse_objects(events)
+
+    def _learn_template(self, events: bytes) -> EventTemplate | None:
+        """The template of the last of these events, if there are many and it has one."""
+        if self._templates_left and len(events) >= KEPT_RAW_BYTES:
+            self._templates_left -= 1
+            last = events[events.rfind(b"\n\n", 0, -2) + 2 :]
+            self._template = EventTemplate.of(last, self._read, self._transcript.first_event)
+        return self._template
+
+    def _parse_objects(self, events: bytes) -> None:
         """Parse whole events in one go: one by one takes three times as long."""
         payloads = [line[5:] for line in events.split(b"\n") if line.startswith(b"data:")]
         if len(payloads) != events.count(b"\n\n"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -12,6 +12,7 @@ from gateway import errors
 from gateway.access.fair_share import RESERVE_DIVISOR, FairShare, soft_limit
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
+from gateway.proxy.api.base import Translation
 from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES
 from gateway.web.http_exchange import HttpExchange
 
@@ -102,6 +103,28 @@ async def read_body(
         raise errors.request_timeout("The body took too long to arrive.") from None
     finally:
         allocation.set_evict(None)
+
+
+def translate_body(
+    work: Generator[None, None, Translation],
+    size: int,
+    limits: LimitSettings,
+    body_memory: BodyMemory,
+    allocation: BodyAllocation,
+) -> Generator[None, None, Translation]:
+    """The translation of a body of `size` bytes, in the steps of `work`.
+
+    Both bodies count in `allocation` while both are there, then the new one. Raises: GatewayError.
+    """
+    limit = limits.buffered_bytes
+    body_memory.allocate(allocation, 2 * size - allocation.size, limit)
+    translation = yield from work
+    growth = len(translation.body) - allocation.size
+    if growth > 0:
+        body_memory.allocate(allocation, growth, limit)
+    else:
+        body_memory.release(allocation, -growth)
+    return translation
 
 
 BODY_MEMORY_RETRY_AFTER = 2.0

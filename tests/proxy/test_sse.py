@@ -136,6 +136,9 @@ EVENTS = st.sampled_from(
         b'data: {"content":"\xc3\xa4","stop":false}\n\n',
         b"data: {}\n\n",
         b"data:{}\n\n",
+        b'data: {"content":"a","stop":false}\n\n',
+        b'data: {"content":"a","stop":data: {"content":"a"}\n\n',
+        b'data: {"content":"a","stop":false\n}\n\n',
         # Not ordinary.
         b"data: [DONE]\n\n",
         b'data: {"content":"","stop":true}\n\n',

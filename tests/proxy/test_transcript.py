@@ -18,6 +18,7 @@ from gateway.proxy.transcript import (
     KEPT_RAW_BYTES,
     MOST_RAW_BYTES,
     MOST_RAW_CHUNKS,
+    EventTemplate,
     TranscriptRecorder,
 )
 
@@ -174,3 +175,72 @@ def test_open_content_blocks_are_known() -> None:
         True,
         None,
     )
+
+
+def chat_chunk(delta: dict[str, Any], **more: Any) -> bytes:
+    value = {"choices": [{"finish_reason": None, "index": 0, "delta": delta}], "id": "x", **more}
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        b"",
+        b":\n",
+        b"data: null\n\n",
+        chat_chunk({}, usage={"completion_tokens": 3}),
+        chat_chunk({}),
+    ],
+)
+def test_text_is_read_wherever_events_of_another_form_stand(between: bytes) -> None:
+    recorder = TranscriptRecorder(read_chat, MIB)
+    events = [chat_chunk({"role": "assistant", "content": None})]
+    thoughts = [f' th"{i}' for i in range(700)]
+    texts = [f" wörd\\{i}" for i in range(700)]
+    events += [chat_chunk({"reasoning_content": thought}) for thought in thoughts]
+    events += [chat_chunk({"content": text}) for text in texts]
+    for number, event in enumerate(events):
+        recorder.add(event + between if number % 251 == 250 else event)
+    transcript = recorder.transcript()
+    assert transcript.unresumable is None
+    assert transcript.reasoning_text == "".join(thoughts)
+    assert transcript.text == "".join(texts)
+    assert transcript.token_count == 1400
+    assert transcript.usage_sent is (b"usage" in between)
+    assert transcript.first_event["choices"][0]["delta"] == {"role": "assistant", "content": None}
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        chat_chunk({"content": "a"}, created=1),
+        b'data: {"choices": [{"delta": {"content": "a", "x": "a"}}]}\n\n',
+        b'event: x\ndata: {"choices": [{"delta": {"content": "a"}}]}\n\n',
+    ],
+)
+def test_a_template_takes_any_text(event: bytes) -> None:
+    template = EventTemplate.of(event, read_chat, {"id": "x"})
+    assert template is not None
+    assert template.texts(event + event.replace(b'"content": "a"', b'"content": "\\n\\""')) == [
+        "a",
+        '\n"',
+    ]
+    assert template.texts(event + b"data: {}\n\n") is None
+    assert template.texts(event + event[:-1]) is None
+    assert template.texts(event.replace(b'"content": "a"', b'"content": null')) is None
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        chat_chunk({"content": None}),
+        chat_chunk({"content": "a"}, usage={"completion_tokens": 1}),
+        chat_chunk({"content": "a", "reasoning_content": "b"}),
+        chat_chunk({"content": "a", "tool_calls": [{}]}),
+        b'data: {"choices": [{"delta": {"content": "a"}, "finish_reason": "stop"}]}\n\n',
+        b"data: [DONE]\n\n",
+        b":\n",
+    ],
+)
+def test_an_event_of_more_than_text_has_no_template(event: bytes) -> None:
+    assert EventTemplate.of(event, read_chat, {"id": "x"}) is None

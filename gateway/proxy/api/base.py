@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterable, Iterator
-from typing import ClassVar
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol
 
 import msgspec
 
+from gateway.config.settings import Settings
 from gateway.errors import GatewayError
-from gateway.lease import Usage
+from gateway.lease import LeaseRequest, Usage
 from gateway.proxy import json_values, sse
 from gateway.proxy.api import resuming
 from gateway.proxy.api.merging import ResponseMerger
@@ -23,6 +26,7 @@ from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.transcript import Transcript, TranscriptReader
 from gateway.proxy.usage import read_usage
+from gateway.request import SegmentedBody
 from gateway.transport.errors import InvalidResponse
 
 _DONE = re.compile(rb"\ndata: ?\[DONE\]")
@@ -37,6 +41,103 @@ class StreamEventKind(enum.Enum):
     """It only begins the response. It is held back, since a retry would repeat it."""
     CONTENT = enum.auto()
     ERROR = enum.auto()
+
+
+class ResponseRewriter:
+    """Rewrites one response on its way to the client; one object for each response.
+
+    It sees what would be sent: the node's events, those of a resumption, and error events.
+    """
+
+    def rewrite_events(self, events: bytes) -> bytes:
+        """What the client gets in place of these whole events; possibly nothing.
+
+        Raises: InvalidResponse.
+        """
+        return events
+
+    def rewrite_body(self, content: bytes) -> bytes:
+        """What the client gets in place of a plain response's whole body.
+
+        Raises: InvalidResponse.
+        """
+        return content
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """A client's request in another API, by which nodes are asked."""
+
+    path: str
+    """The routed path whose API it is."""
+    body: bytes
+    rewriter: ResponseRewriter
+    """Translates the response back."""
+    reply: bytes | None = None
+    """The response, if no node need be asked: only the model's name is checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSummary:
+    """A model as its nodes have reported it; None: they have not."""
+
+    name: str
+    created: int
+    """Seconds since 1970."""
+    endpoints: AbstractSet[str]
+    """What its nodes are known to serve: `chat`, `embeddings`, `vision` and so on."""
+    is_up: bool
+    """Whether a node with it is up."""
+    on_gpu: bool
+    """Whether a node with it computes on a GPU."""
+    context: int | None = None
+    """Tokens of one slot."""
+    parameters: int | None = None
+    size: int | None = None
+    """Bytes of its tensors."""
+    quantization: str | None = None
+    file: str | None = None
+
+
+class ForwardedRequest(Protocol):
+    """A request, as far as an API may look at it to rewrite its response."""
+
+    @property
+    def stream(self) -> bool:
+        """Whether the client asked for a stream."""
+
+    @property
+    def bodies(self) -> Mapping[str, bytes | SegmentedBody]:
+        """The body for each of the model names."""
+
+    @property
+    def lease_request(self) -> LeaseRequest:
+        """All that the scheduler may know of it."""
+
+
+class ModelCatalog(Protocol):
+    """The models that a caller may see."""
+
+    def models(self) -> list[ModelSummary]:
+        """All that have a name of their own."""
+
+    def model(self, name: str | None) -> ModelSummary:
+        """The one that a request for this name gets. Raises: GatewayError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A path of an API that the gateway answers without a node.
+
+    `respond` makes JSON or a text of the models and, for POST, the fields of the body. Raises:
+    GatewayError.
+    """
+
+    path: str
+    respond: Callable[[ModelCatalog, JsonObject], JsonObject | str]
+    method: Literal["GET", "POST"] = "GET"
+    needs_models: bool = True
+    """False: it may be read without a key."""
 
 
 class Api:
@@ -54,6 +155,43 @@ class Api:
     """Whether official clients add `/v1` to their base URL themselves."""
     refusal_is_general: ClassVar[bool] = False
     """Whether a node that answers 501 to this API generates no text by any API."""
+
+    # Between the client and the node. APIs that need none of it pay for one test of each flag.
+
+    translates: ClassVar[bool] = False
+    """Whether nodes are asked by another API; `translate` says how."""
+    adds_fields: ClassVar[bool] = False
+    """Whether `added_fields` may add fields to a body on its way to a node."""
+    rewrites_responses: ClassVar[bool] = False
+    """Whether `response_rewriter` may rewrite a response on its way to the client."""
+
+    def translate(
+        self, body: bytes, is_model: Callable[[str], bool]
+    ) -> Generator[None, None, Translation]:
+        """The request of this body as nodes get it, in short steps.
+
+        It is checked afterwards, like one that the client sent in that form. `is_model`: whether
+        there is a model of a name. Raises: GatewayError 400, with this API's names of fields.
+        """
+        raise NotImplementedError
+
+    def added_fields(
+        self, fields: Mapping[str, msgspec.Raw], node_kind: str, settings: Settings
+    ) -> JsonObject | None:
+        """Fields that the body of these `fields` needs for a node of this kind; None: none.
+
+        `node_kind`: `llama.cpp` or `openai`.
+        """
+        return None
+
+    def response_rewriter(
+        self, request: ForwardedRequest, node_kind: str, settings: Settings
+    ) -> ResponseRewriter | None:
+        """Rewrites the response of a node of this kind to `request`; None: nothing is rewritten.
+
+        A stream that is resumed keeps its rewriter.
+        """
+        return None
 
     # Errors
 
@@ -92,6 +230,10 @@ class Api:
     """Bytes in a node's error event. The client gets one of ours, or a continuation."""
     heartbeat_is_event: ClassVar[bool] = False
     """Whether the heartbeat is an event, so that a comment can't take its place."""
+    has_comments: ClassVar[bool] = True
+    """Whether a client skips comments, so that progress can be reported in them."""
+    stream_content_type: ClassVar[bytes] = b"text/event-stream"
+    """The media type of a stream on its way to the client."""
 
     def heartbeat(self) -> bytes:
         """Bytes between events that mean nothing."""

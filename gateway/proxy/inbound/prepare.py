@@ -9,7 +9,7 @@ import msgspec
 from msgspec.structs import replace as replace_fields
 
 from gateway import errors
-from gateway.catalog import ModelCatalog
+from gateway.catalog import ServedModels
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import CATCH_ALL
 from gateway.lease import KeyedHash, LeaseRequest, PromptKey
@@ -81,7 +81,7 @@ def prepare(
     parsed: ParsedBody,
     priority: Priority,
     rules: RequestRules,
-    catalog: ModelCatalog,
+    catalog: ServedModels,
 ) -> Request:
     """The request of a JSON body, ready to be sent to nodes. Raises: GatewayError.
 
@@ -134,7 +134,7 @@ def prepare_multipart(
     parsed: ParsedBody,
     priority: Priority,
     rules: RequestRules,
-    catalog: ModelCatalog,
+    catalog: ServedModels,
 ) -> Request:
     """The request of a multipart form; rules of `models` do not edit forms.
 
@@ -162,7 +162,7 @@ def prepare_large(
 
 
 def _resolve_model(
-    requested: str | None, rules: RequestRules, caller: Caller, catalog: ModelCatalog
+    requested: str | None, rules: RequestRules, caller: Caller, catalog: ServedModels
 ) -> tuple[str, tuple[ResolvedModel, ...]]:
     """The public model name of a request, and the models it stands for. Raises: GatewayError."""
     model = requested or rules.default_model
@@ -360,7 +360,7 @@ def _parse_prompt_list(
     raw_prompt: msgspec.Raw,
     priority: Priority,
     rules: RequestRules,
-    catalog: ModelCatalog,
+    catalog: ServedModels,
 ) -> PromptList | None:
     """The prompts, if the body holds several, which are served as requests of their own."""
 

@@ -1,4 +1,4 @@
-"""Has the gateway that runs read its files again, and waits until it has: `PYTHON - SETTINGS`.
+"""Makes the running gateway read its files again, and waits until it has: `PYTHON - SETTINGS`.
 
 The admin key is read here: it passes through no command line and no variable of the play.
 """
@@ -17,7 +17,7 @@ EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 
 
 def main(path: str) -> None:
-    """Ask it; raises OSError where it refuses the files or doesn't answer."""
+    """Request the reload. Raises OSError if it refuses the files or doesn't answer."""
     admin = (yaml.safe_load(Path(path).read_text()) or {}).get("admin") or {}
     host = admin.get("host", "127.0.0.1")
     host = EVERYWHERE.get(host, f"[{host}]" if ":" in host else host)

@@ -1,7 +1,7 @@
-"""What the gateway that runs was started with: `python3 - HOME SETTINGS`, a JSON object.
+"""Describes the running gateway as a JSON object: `python3 - HOME SETTINGS`.
 
-`release` is the folder that its libraries are mapped from, `digest` that of its unit, and `stale`
-tells that the settings were written after it was started.
+`release` is the folder that its libraries are mapped from, `digest` that of its unit. `stale` is
+true if the settings were written after the start.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SLACK = 1.5  # seconds; a process's start is known to a hundredth, the boot's to
 
 
 def main(home: str, settings: str) -> dict[str, Any]:
-    """Look at the main process; everything is empty where none runs."""
+    """Describe the main process; everything is empty if none runs."""
     shown = subprocess.run(
         ["systemctl", "show", "--property=MainPID", "--value", "llama-gateway.service"],
         capture_output=True,

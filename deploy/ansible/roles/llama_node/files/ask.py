@@ -1,4 +1,4 @@
-"""Asks a server what it is, by the key of a file: `python3 - URL [KEYS]`, its /props.
+"""Reads a server's /props, with the key of a file: `python3 - URL [KEYS]`.
 
 The key passes through no command line and no variable of the play.
 """
@@ -14,7 +14,7 @@ TIMEOUT = 30.0  # seconds
 
 
 def main(url: str, keys: str = "") -> dict[str, object]:
-    """What the gateway's inventory wants of it; raises OSError while it doesn't answer."""
+    """The properties that the gateway's inventory names. Raises OSError while it doesn't answer."""
     request = urllib.request.Request(f"{url}/props")
     if keys:
         request.add_header("Authorization", f"Bearer {Path(keys).read_text().split()[0]}")

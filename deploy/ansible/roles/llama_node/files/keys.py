@@ -1,4 +1,4 @@
-"""Makes and renews the key that the servers of a host ask for: `python3 - SPEC`.
+"""Creates and renews the key that a host's servers require: `python3 - SPEC`.
 
 The file holds one key, or two while a key is renewed: servers take either, the gateway sends the
 first. SPEC is a JSON object: `path`, `group` (who may read it), `rotate` (begin to renew it),
@@ -23,7 +23,7 @@ MODE = 0o640
 
 
 def main(spec: dict[str, Any]) -> dict[str, Any]:
-    """Have the file hold what it should."""
+    """Bring the file to the wanted keys."""
     path = Path(spec["path"])
     there = read(path)
     keys = wanted(there, rotate=spec["rotate"], running=spec["running"])
@@ -47,7 +47,7 @@ def wanted(keys: list[str], *, rotate: bool, running: list[str]) -> list[str]:
 
 
 def read(path: Path) -> list[str]:
-    """The keys that are there."""
+    """The keys in the file."""
     try:
         with path.open("rb") as file:
             content = file.read(LONGEST + 1)
@@ -60,12 +60,12 @@ def read(path: Path) -> list[str]:
 
 
 def fingerprint(keys: list[str]) -> str:
-    """Tells keys from others and gives nothing of them away."""
+    """A hash that distinguishes keys and reveals nothing of them."""
     return hashlib.sha256("\n".join(["llama-node", *keys]).encode()).hexdigest()[:16]
 
 
 def group_number(name: str) -> int:
-    """Of the group that the servers run as."""
+    """The id of the group that the servers run as."""
     try:
         return grp.getgrnam(name).gr_gid
     except KeyError:
@@ -90,7 +90,7 @@ def write(path: Path, keys: list[str], group: int) -> None:
 
 
 def close(path: Path, group: int) -> bool:
-    """See that only root and the servers can read it; whether that was otherwise."""
+    """Let only root and the servers read the file. Returns whether that was a change."""
     seen = path.stat()
     if (seen.st_uid, seen.st_gid, seen.st_mode & 0o7777) == (0, group, MODE):
         return False

@@ -1,8 +1,8 @@
-"""Looks at a host and says what would keep the play from ending well, before anything is changed.
+"""Inspects a host before any change, and finds what would make the play fail.
 
-Run by vars/main.yml with a JSON object of what the roles want as its argument. Writes a JSON object
-of what is there, with `problems`: sentences that name the variable and the remedy. Changes nothing
-and needs nothing but Python's own library.
+Run by vars/main.yml; its argument is a JSON object with the roles' requirements. Writes a JSON
+object with its findings, and in `problems` sentences that name the variable and the remedy. Changes
+nothing and needs only Python's standard library.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ TIMEOUT = 20.0  # seconds, for a program and for a web server
 
 
 def main(spec: dict[str, Any]) -> dict[str, Any]:
-    """Look at everything the specification asks for."""
+    """Inspect everything that the specification names."""
     problems = machine_problems(spec)
-    if problems:  # nothing else would mean much
+    if problems:  # the other findings would mean little
         return {"problems": problems}
     found = {
         "address": own_address(),
@@ -57,7 +57,7 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def machine_problems(spec: dict[str, Any]) -> list[str]:
-    """What no role can work with."""
+    """Problems that rule out every role."""
     problems = []
     least = tuple(spec.get("python", [3, 11]))
     if sys.version_info[:2] < least:
@@ -89,7 +89,7 @@ def own_address() -> str:
 
 
 def unit_names(spec: dict[str, Any]) -> list[str]:
-    """The units asked for, and those of the folder that match the pattern."""
+    """The units of the specification, and those of the folder that match its pattern."""
     names = list(spec.get("units", []))
     pattern = spec.get("unit_pattern")
     if pattern:
@@ -98,7 +98,7 @@ def unit_names(spec: dict[str, Any]) -> list[str]:
 
 
 def look_at_unit(name: str) -> dict[str, Any]:
-    """What systemd and /proc know about a service."""
+    """A service by systemd and /proc."""
     told = run("systemctl", "show", "-p", "ActiveState,MainPID,LoadState", name)
     words = dict(line.split("=", 1) for line in told.splitlines() if "=" in line)
     pid = int(words.get("MainPID", 0))
@@ -112,7 +112,7 @@ def look_at_unit(name: str) -> dict[str, Any]:
 
 
 def published(path: Path) -> list[dict[str, Any]]:
-    """What the last run has found running."""
+    """The servers that the last run published."""
     try:
         told = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -131,7 +131,7 @@ def environment(pid: int) -> dict[str, str]:
 
 
 def own_memory(pid: int) -> int:
-    """Bytes that come free when this process ends: what it has of its own, and what it locked."""
+    """Bytes that this process frees when it ends: its private memory, or what it has locked."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -141,7 +141,7 @@ def own_memory(pid: int) -> int:
 
 
 def port_problems(ports: list[dict[str, Any]], addresses: list[dict[str, Any]]) -> list[str]:
-    """A port that another program listens on, and an address that isn't this host's."""
+    """Ports that other programs listen on, and addresses that aren't this host's."""
     problems = []
     listeners = listening()
     for wanted in ports:
@@ -193,7 +193,7 @@ def listening() -> dict[int, list[tuple[int, str, str]]]:
 
 
 def file_problems(spec: dict[str, Any]) -> list[str]:
-    """Files that were changed by hand since the last run, or that were never ours."""
+    """Files that were edited by hand since the last run, or not written by the role."""
     if spec.get("overwrite"):
         return []
     paths = [Path(name) for name in spec.get("files", [])]
@@ -219,14 +219,14 @@ def file_problems(spec: dict[str, Any]) -> list[str]:
 
 
 def as_packaged(words: bytes, path: str, packages: list[str]) -> bool:
-    """Whether a configuration file is still what one of these packages has brought."""
+    """Whether a configuration file is unchanged since one of these packages installed it."""
     told = run("dpkg-query", "--show", "--showformat=${Conffiles}\n", *packages)
     digest = hashlib.md5(words, usedforsecurity=False).hexdigest()
     return [path, digest] in [line.split()[:2] for line in told.splitlines()]
 
 
 def look_at_model(model: dict[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Whether the model is there and was found right; else how large it will be."""
+    """Whether the model is there and verified; else its size and the bytes still missing."""
     path = Path(model["path"])
     record = Path(f"{path}.verified")
     try:
@@ -253,14 +253,14 @@ def look_at_model(model: dict[str, Any], problems: list[str]) -> dict[str, Any]:
 
 
 def unsigned(url: str) -> str:
-    """An address without what may be a secret in it: a password, or a signature."""
+    """A URL without the parts that may be secret: a password or a signature."""
     return re.sub(r"[?#].*", "?...", re.sub(r"//[^/@]*@", "//...@", url), count=1)
 
 
 def size_of(url: str) -> tuple[int | None, str]:
-    """Bytes that a server says a file has, or None and why.
+    """The size of a file by its server, or None and the reason.
 
-    An address signed for GET alone answers no HEAD, so the first byte is asked for then.
+    A URL signed for GET alone refuses HEAD; then the first byte is requested.
     """
     why = ""
     for method, headers in (("HEAD", {}), ("GET", {"Range": "bytes=0-0"})):
@@ -279,12 +279,12 @@ def size_of(url: str) -> tuple[int | None, str]:
         else:
             if length.isdecimal():
                 return int(length), ""
-            why = "it doesn't say how large"
+            why = "its size is not given"
     return None, why
 
 
 def disks(spec: dict[str, Any], model: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The disk space asked for, with what is still missing of the model."""
+    """The disk space that the roles need, with the missing part of the model."""
     wanted = [one for one in spec.get("disks", []) if not Path(one["unless"]).exists()]
     if model:
         folder = str(Path(spec["model"]["path"]).parent)
@@ -302,7 +302,10 @@ def disks(spec: dict[str, Any], model: dict[str, Any] | None) -> list[dict[str, 
 
 
 def sent_by_way_of(folder: Path, size: int) -> list[dict[str, Any]]:
-    """What Ansible sends lies in the home of who logs in first, and is moved if it can be."""
+    """Space in the login user's home, where Ansible puts a file first.
+
+    Empty if the home is on the file system of the destination: then the file is only renamed.
+    """
     user = os.environ.get("SUDO_USER") or "root"
     try:
         home = Path(pwd.getpwnam(user).pw_dir)
@@ -317,14 +320,14 @@ def sent_by_way_of(folder: Path, size: int) -> list[dict[str, Any]]:
 
 
 def existing(path: Path) -> Path:
-    """The path, or the nearest folder above that is there."""
+    """The path, or its nearest existing parent."""
     while not path.exists():
         path = path.parent
     return path
 
 
 def disk_problems(wanted: list[dict[str, Any]]) -> list[str]:
-    """File systems that can't hold what will be put there."""
+    """File systems without room for the files that the play will write."""
     places = {}
     for one in wanted:
         path = existing(Path(one["path"]))
@@ -358,7 +361,7 @@ def topology(sources: list[tuple[str, str]]) -> dict[str, Any]:
 
 
 def numa_problems(spec: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """NUMA nodes that were asked for and aren't there."""
+    """NUMA nodes that were requested and don't exist."""
     there = [node["number"] for node in found["numa_nodes"]]
     missing = [number for number in spec.get("numa_nodes", []) if number not in there]
     if not missing:
@@ -404,7 +407,7 @@ def gib(size: float) -> str:
 
 
 def run(*command: str) -> str:
-    """What a program writes; nothing where it can't be run."""
+    """The output of a program; empty if it can't be run."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     except (OSError, subprocess.TimeoutExpired):
