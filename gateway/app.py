@@ -54,9 +54,10 @@ from gateway.web.admin.app import admin_app
 from gateway.web.admin.configuration import ReloadResult
 from gateway.web.admin.nodes import DrainDeadlines
 from gateway.web.admin.status import MetricsSource
-from gateway.web.handler import PROGRESS_SECONDS, HandlerConfig, ProxyHandler
+from gateway.web.handler import PROGRESS_SECONDS, ProxyHandler
 from gateway.web.listener import Listener
 from gateway.web.protocol import LINGER_SECONDS, protocol_class
+from gateway.web.request_context import HandlerConfig
 from gateway.web.site import public_app, with_cors
 
 FIRST_PROBES_SECONDS = 10.0

@@ -38,7 +38,7 @@ class ServerFigures:
     """The model's file, without its folder."""
 
 
-class ModelCatalog(Protocol):
+class ServedModels(Protocol):
     """The models that nodes serve, by public name. Asked by each request, so it must be cheap."""
 
     def model_names(self) -> tuple[str, ...]:
@@ -61,7 +61,7 @@ class FleetCatalog(Protocol):
     """All nodes: their models, and whether any of them could work."""
 
     @property
-    def model_index(self) -> ModelCatalog:
+    def model_index(self) -> ServedModels:
         """The models that they serve."""
 
     @property

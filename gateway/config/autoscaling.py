@@ -175,7 +175,7 @@ class ElasticSettings(ConfigModel):
     ] = 10.0
     start_after: Annotated[
         SecondsOrZero,
-        Field(description="Time that it must stay above; counted anew after each start."),
+        Field(description="Time that it must stay above; counted again after each start."),
     ] = 5.0
     classes: Annotated[
         tuple[PriorityName, ...],

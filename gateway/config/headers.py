@@ -123,7 +123,7 @@ class HeaderSettings(ConfigModel):
         _Names,
         Field(
             description=(
-                "Further headers of nodes' replies that clients get, such as "
+                "Further headers of nodes' responses that clients get, such as "
                 "`x-ratelimit-remaining-requests`."
             )
         ),

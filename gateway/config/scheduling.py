@@ -159,13 +159,13 @@ class SpillSettings(ConfigModel):
         Money | None,
         Field(
             description=(
-                "At most this much an hour, in the currency of the nodes' costs, reckoned over "
+                "At most this much an hour, in the currency of the nodes' costs, counted over "
                 "`window`: 2 with a window of 30m is 1 in any 30 minutes."
             )
         ),
     ] = None
     window: Annotated[
-        Seconds, Field(description="Time over which the budget is reckoned.", validate_default=True)
+        Seconds, Field(description="Time over which the budget is counted.", validate_default=True)
     ] = 3600.0
 
     @field_validator("window")

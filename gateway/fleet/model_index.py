@@ -94,7 +94,8 @@ class ModelIndex:
 
     def model_names(self) -> tuple[str, ...]:
         """The public model names that nodes serve, declared or reported, down or not."""
-        self._index()
+        if self._serving is None:
+            self._index()
         return self._names
 
     def serves(self, model: str) -> bool:

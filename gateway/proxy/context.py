@@ -9,8 +9,8 @@ from gateway.config.settings import Settings
 from gateway.events import EventBus
 from gateway.lease import KeyedHash, LeaseService
 from gateway.proxy.accounting import Accounting, Quarantine
+from gateway.proxy.inbound.large_body import TimeSlicer
 from gateway.proxy.retry import RetryPolicy
-from gateway.proxy.time_slicer import TimeSlicer
 from gateway.proxy.timeouts import TimeoutMonitor
 
 

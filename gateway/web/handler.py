@@ -10,34 +10,27 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from gateway import errors
-from gateway.access.callers import IdentityHeaders, client_address, effective_priority
-from gateway.access.exposure import INITIAL_ACCESS, AnonymousAccess
-from gateway.access.keys import KeyRing
-from gateway.catalog import ModelCatalog, RequestQueue
-from gateway.config.settings import Settings
+from gateway.access.callers import client_address, effective_priority
+from gateway.catalog import RequestQueue, ServedModels
 from gateway.errors import ClientClosed, GatewayError
 from gateway.events import EventBus, RequestFinished
-from gateway.lease import KeyedHash, LeaseRequest
+from gateway.lease import LeaseRequest
 from gateway.proxy.api.base import ResponseRewriter
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest, SupersedingMap
 from gateway.proxy.inbound import multipart
-from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES, Body
-from gateway.proxy.inbound.model_names import ModelAliases
+from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES, Body, TimeSlicer, run_at_once
 from gateway.proxy.inbound.parsed_body import MISSING, parse_body
 from gateway.proxy.inbound.prepare import (
     IncomingRequest,
-    RequestRules,
     prepare,
     prepare_large,
     prepare_multipart,
 )
-from gateway.proxy.inbound.prompt_key import VolatileLines
 from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES, Route, is_infill, routes_of
 from gateway.proxy.prefill_progress import PrefillProgress
 from gateway.proxy.response_stream import JSON_HEADER_LINE, BodyStream, ProxyResponse
-from gateway.proxy.time_slicer import TimeSlicer, run_at_once
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import UpstreamError
 from gateway.web import response_heads
@@ -53,8 +46,8 @@ from gateway.web.body import (
     translate_body,
 )
 from gateway.web.http_exchange import Heartbeat, HttpExchange, RewritingWriter, rewrite_body
-from gateway.web.origins import OriginPolicy, cors_headers
-from gateway.web.request_context import RequestContext, parse_context
+from gateway.web.origins import cors_headers
+from gateway.web.request_context import HandlerConfig, RequestContext, parse_context
 from gateway.web.response_heads import (
     early_gateway_header_lines,
     encode_headers,
@@ -78,52 +71,6 @@ CLIENT_TIMEOUT_GRACE = 2.0
 """Seconds past its deadline that an official client has to time out by itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class HandlerConfig:
-    """What one version of the settings means for the handler."""
-
-    settings: Settings
-    key_ring: KeyRing
-    identity_headers: IdentityHeaders
-    rules: RequestRules
-    loopback: bool
-    """Whether only this machine can reach the listener."""
-    anonymous_access: AnonymousAccess
-    origin_policy: OriginPolicy | None
-    """Restricts callers without a key."""
-
-    @classmethod
-    def of(
-        cls,
-        settings: Settings,
-        *,
-        loopback: bool,
-        keyed_hash: KeyedHash,
-        previous_access: AnonymousAccess = INITIAL_ACCESS,
-    ) -> HandlerConfig:
-        """The configuration for these settings and a listener that is `loopback` or not.
-
-        `keyed_hash` identifies prompts. `previous_access`: under the settings before these.
-        """
-        keys, anonymous = len(settings.keys), settings.allow_anonymous
-        identity = settings.identity
-        return cls(
-            settings=settings,
-            key_ring=KeyRing(settings.keys),
-            identity_headers=IdentityHeaders.of(identity.user_headers, identity.session_headers),
-            rules=RequestRules(
-                settings.limits,
-                ModelAliases(settings.models),
-                settings.default_model,
-                VolatileLines(settings.prompts.volatile, settings.prompts.strip),
-                keyed_hash,
-            ),
-            loopback=loopback,
-            anonymous_access=previous_access.with_settings(keys=keys, allow_anonymous=anonymous),
-            origin_policy=OriginPolicy.of(settings, loopback=loopback),
-        )
-
-
 @dataclass(slots=True, eq=False)
 class ProxyHandler:
     """Serves the routed paths. A reload replaces `config` as a whole."""
@@ -131,7 +78,7 @@ class ProxyHandler:
     config: HandlerConfig
     forwarder: Forwarder
     queue: RequestQueue
-    catalog: ModelCatalog
+    catalog: ServedModels
     registry: InFlightRegistry
     bus: EventBus
     clock: Callable[[], float]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from gateway.catalog import ModelCatalog, ServerFigures
+from gateway.catalog import ServedModels, ServerFigures
 from gateway.config.routing import CATCH_ALL
 from gateway.proxy.api.base import ModelSummary
 from gateway.proxy.inbound.model_names import ModelAliases
@@ -24,7 +24,7 @@ class VisibleModels:
     stands for such a model. A request for any other name is 404.
     """
 
-    catalog: ModelCatalog
+    catalog: ServedModels
     model_names: ModelAliases
     caller: Caller
 

@@ -1,4 +1,4 @@
-"""What the head of a routed request says, parsed once per connection for equal heads."""
+"""What the head of a routed request says by the settings, parsed once for equal heads."""
 
 from __future__ import annotations
 
@@ -13,12 +13,63 @@ from gateway.access.callers import (
     identify_caller,
     priority_header,
 )
-from gateway.access.exposure import is_local
+from gateway.access.exposure import INITIAL_ACCESS, AnonymousAccess, is_local
 from gateway.access.keys import KeyRing
 from gateway.config.listeners import ListenSettings
 from gateway.config.settings import Settings
+from gateway.lease import KeyedHash
 from gateway.proxy.forwarded_headers import headers_for_node
+from gateway.proxy.inbound.model_names import ModelAliases
+from gateway.proxy.inbound.prepare import RequestRules
+from gateway.proxy.inbound.prompt_key import VolatileLines
 from gateway.request import Caller, Headers, Priority
+from gateway.web.origins import OriginPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class HandlerConfig:
+    """What one version of the settings means for the handler."""
+
+    settings: Settings
+    key_ring: KeyRing
+    identity_headers: IdentityHeaders
+    rules: RequestRules
+    loopback: bool
+    """Whether only this machine can reach the listener."""
+    anonymous_access: AnonymousAccess
+    origin_policy: OriginPolicy | None
+    """Restricts callers without a key."""
+
+    @classmethod
+    def of(
+        cls,
+        settings: Settings,
+        *,
+        loopback: bool,
+        keyed_hash: KeyedHash,
+        previous_access: AnonymousAccess = INITIAL_ACCESS,
+    ) -> HandlerConfig:
+        """The configuration for these settings and a listener that is `loopback` or not.
+
+        `keyed_hash` identifies prompts. `previous_access`: under the settings before these.
+        """
+        keys, anonymous = len(settings.keys), settings.allow_anonymous
+        identity = settings.identity
+        return cls(
+            settings=settings,
+            key_ring=KeyRing(settings.keys),
+            identity_headers=IdentityHeaders.of(identity.user_headers, identity.session_headers),
+            rules=RequestRules(
+                settings.limits,
+                ModelAliases(settings.models),
+                settings.default_model,
+                VolatileLines(settings.prompts.volatile, settings.prompts.strip),
+                keyed_hash,
+            ),
+            loopback=loopback,
+            anonymous_access=previous_access.with_settings(keys=keys, allow_anonymous=anonymous),
+            origin_policy=OriginPolicy.of(settings, loopback=loopback),
+        )
 
 
 @dataclass(slots=True)

@@ -37,7 +37,9 @@ def test_an_output_token_costs_what_the_fleet_measures_within_bounds(
 ) -> None:
     state = PlacementState()
     state.add("a", total=1, prefill_tps=100.0, token_base=token_seconds)
-    assert WaitForecast(state, WaitQueue()).token_weight == pytest.approx(weight)
+    forecast = WaitForecast(state, WaitQueue())
+    forecast.refresh_if_due(0)
+    assert forecast.token_weight == pytest.approx(weight)
 
 
 def test_what_some_node_has_cached_is_no_work() -> None:

@@ -29,9 +29,10 @@ from gateway.web.admin.app import admin_app
 from gateway.web.admin.configuration import ReloadResult
 from gateway.web.admin.nodes import DrainDeadlines
 from gateway.web.admin.status import MetricsSource
-from gateway.web.handler import HandlerConfig, ProxyHandler
+from gateway.web.handler import ProxyHandler
 from gateway.web.listener import Listener, bind_socket
 from gateway.web.protocol import protocol_class
+from gateway.web.request_context import HandlerConfig
 from gateway.web.site import public_app
 from tests.fleet.build import Running, a_fleet
 from tests.gateways import NO_TLS

@@ -17,16 +17,16 @@ import msgspec
 
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
-from gateway.lease import Usage
+from gateway.lease import LeaseRequest, Usage
 from gateway.proxy import json_values, sse
 from gateway.proxy.api import resuming
 from gateway.proxy.api.merging import ResponseMerger
 from gateway.proxy.api.resuming import EventRewriter, ReasoningEndMark
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
-from gateway.proxy.inbound.request import Request
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.transcript import Transcript, TranscriptReader
 from gateway.proxy.usage import read_usage
+from gateway.request import SegmentedBody
 from gateway.transport.errors import InvalidResponse
 
 _DONE = re.compile(rb"\ndata: ?\[DONE\]")
@@ -99,6 +99,22 @@ class ModelSummary:
     file: str | None = None
 
 
+class ForwardedRequest(Protocol):
+    """A request, as far as an API may look at it to rewrite its response."""
+
+    @property
+    def stream(self) -> bool:
+        """Whether the client asked for a stream."""
+
+    @property
+    def bodies(self) -> Mapping[str, bytes | SegmentedBody]:
+        """The body for each of the model names."""
+
+    @property
+    def lease_request(self) -> LeaseRequest:
+        """All that the scheduler may know of it."""
+
+
 class ModelCatalog(Protocol):
     """The models that a caller may see."""
 
@@ -169,7 +185,7 @@ class Api:
         return None
 
     def response_rewriter(
-        self, request: Request, node_kind: str, settings: Settings
+        self, request: ForwardedRequest, node_kind: str, settings: Settings
     ) -> ResponseRewriter | None:
         """Rewrites the response of a node of this kind to `request`; None: nothing is rewritten.
 

@@ -2,12 +2,16 @@
 
 A small body is bytes, parsed in one go. A large one has a `JsonOutline` (`json_outline.py`), which
 answers the same questions without reading the body again. An edit replaces fields and leaves the
-others in place; a node is sent the pieces.
+others in place; a node is sent the pieces. Work that takes milliseconds is done in short steps, by
+the `TimeSlicer` that all requests share, so that the loop is not blocked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+import asyncio
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
@@ -26,6 +30,8 @@ from gateway.proxy.inbound.parsed_body import (
     parse_body,
 )
 from gateway.proxy.json_values import TEXT_DECODER
+
+T = TypeVar("T")
 
 LARGE_BODY_BYTES = 64 * 1024
 """Bytes from which a body is large. A smaller one of any shape takes some milliseconds."""
@@ -313,3 +319,42 @@ def identifying_pieces(body: Body) -> list[FieldBytes]:
         ends[1].append(piece[max(0, len(piece) - left) :])
         left -= len(ends[1][-1])
     return ends[0] + ends[1][::-1]
+
+
+def run_at_once(work: Generator[None, None, T]) -> T:
+    """Run all steps of short work; return its value."""
+    try:
+        while True:
+            next(work)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+
+
+@dataclass(slots=True)
+class TimeSlicer:
+    """Runs work in steps: in each turn of the event loop one step of all such work together."""
+
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def run(self, work: Generator[None, None, T]) -> T:
+        """Run all steps of `work`; return its value."""
+        try:
+            while True:
+                async with self._lock:
+                    try:
+                        next(work)
+                    finally:
+                        # The next waiter gets the lock in the next turn of the loop.
+                        await asyncio.sleep(0)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        finally:
+            work.close()
+
+    async def run_once(self, work: Callable[[], T]) -> T:
+        """Run work that is a single step."""
+        async with self._lock:
+            try:
+                return work()
+            finally:
+                await asyncio.sleep(0)

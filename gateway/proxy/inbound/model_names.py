@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from gateway.catalog import ModelCatalog
+from gateway.catalog import ServedModels
 from gateway.config.routing import CATCH_ALL, ModelRule
 
 LONGEST_CACHED_NAME = 256
@@ -35,7 +35,7 @@ class ModelAliases:
     def __post_init__(self) -> None:
         self.has_catch_all = CATCH_ALL in self.rules
 
-    def is_catch_all(self, name: str, catalog: ModelCatalog) -> bool:
+    def is_catch_all(self, name: str, catalog: ServedModels) -> bool:
         """Whether the catch-all applies: no rule has this name, and no node may serve it.
 
         A node whose models are not known yet may serve any.
@@ -44,7 +44,7 @@ class ModelAliases:
             name == CATCH_ALL or not (name in self.rules or catalog.may_serve(name))
         )
 
-    def knows(self, name: str, catalog: ModelCatalog) -> bool:
+    def knows(self, name: str, catalog: ServedModels) -> bool:
         """Whether a rule has this name, or some node serves it."""
         return name in self.rules or catalog.serves(name)
 

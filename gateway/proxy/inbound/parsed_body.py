@@ -188,6 +188,8 @@ def measure_prompt(*fields: msgspec.Raw) -> PromptSize:
     """The size of the prompt that these fields form; missing fields count nothing."""
     text = ids = tokens = 0
     for raw in fields:
+        if raw is MISSING:
+            continue
         data = bytes(raw)
         if _are_token_ids(data):
             ids += data.count(b",") + 1

@@ -9,7 +9,7 @@ import msgspec
 from msgspec.structs import replace as replace_fields
 
 from gateway import errors
-from gateway.catalog import ModelCatalog
+from gateway.catalog import ServedModels
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import CATCH_ALL
 from gateway.lease import KeyedHash, LeaseRequest, PromptKey
@@ -24,6 +24,7 @@ from gateway.proxy.inbound.large_body import (
 from gateway.proxy.inbound.model_names import ModelAliases, ResolvedModel
 from gateway.proxy.inbound.parsed_body import (
     BYTES_PER_TOKEN,
+    MISSING,
     PROMPT_FIELDS,
     ParsedBody,
     PromptSize,
@@ -80,7 +81,7 @@ def prepare(
     parsed: ParsedBody,
     priority: Priority,
     rules: RequestRules,
-    catalog: ModelCatalog,
+    catalog: ServedModels,
 ) -> Request:
     """The request of a JSON body, ready to be sent to nodes. Raises: GatewayError.
 
@@ -88,7 +89,7 @@ def prepare(
     """
     route, limits, body = incoming.route, rules.limits, incoming.body
     prompt_field = route.prompt_field
-    raw = getattr(parsed, prompt_field) if prompt_field in PROMPT_FIELDS else parsed_body.MISSING
+    raw = getattr(parsed, prompt_field) if prompt_field in PROMPT_FIELDS else MISSING
     if isinstance(body, bytes):
         depth = parsed_body.nesting_depth(body, limits.json_depth)
         if depth > limits.json_depth:
@@ -133,7 +134,7 @@ def prepare_multipart(
     parsed: ParsedBody,
     priority: Priority,
     rules: RequestRules,
-    catalog: ModelCatalog,
+    catalog: ServedModels,
 ) -> Request:
     """The request of a multipart form; rules of `models` do not edit forms.
 
@@ -161,7 +162,7 @@ def prepare_large(
 
 
 def _resolve_model(
-    requested: str | None, rules: RequestRules, caller: Caller, catalog: ModelCatalog
+    requested: str | None, rules: RequestRules, caller: Caller, catalog: ServedModels
 ) -> tuple[str, tuple[ResolvedModel, ...]]:
     """The public model name of a request, and the models it stands for. Raises: GatewayError."""
     model = requested or rules.default_model
@@ -260,7 +261,8 @@ def _generation(
         size = body.measure_prompt(route.prompt_field)
     return (
         stream,
-        has_edited_options(parsed) and request_limits.wants_logprobs(parsed),
+        not (parsed.n_probs is parsed.top_logprobs is None and parsed.logprobs is MISSING)
+        and request_limits.wants_logprobs(parsed),
         not stream and can_assemble(route, body, parsed.messages, slots),
         _max_tokens(parsed),
         key,
@@ -358,7 +360,7 @@ def _parse_prompt_list(
     raw_prompt: msgspec.Raw,
     priority: Priority,
     rules: RequestRules,
-    catalog: ModelCatalog,
+    catalog: ServedModels,
 ) -> PromptList | None:
     """The prompts, if the body holds several, which are served as requests of their own."""
 

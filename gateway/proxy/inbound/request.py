@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from gateway.lease import LeaseRequest
-from gateway.proxy.inbound.large_body import Body
-from gateway.proxy.time_slicer import TimeSlicer
+from gateway.proxy.inbound.large_body import Body, TimeSlicer
 from gateway.request import Caller
 
 

@@ -173,7 +173,7 @@ def tune(
     The search begins with the rule of thumb (a thread for each physical core), turns one knob
     after the other, and repeats what seems better until it is known to be more than noise or not.
 
-    Nothing else should run meanwhile. Ctrl-C keeps the measurements; the same command goes on.
+    Nothing else should run meanwhile. Ctrl-C keeps the measurements; the same command continues.
     """
     from gateway.tools.local import LocalFleetError
     from gateway.tools.local.cache import cache_folder

@@ -17,8 +17,8 @@ from gateway.proxy.api.ollama_requests import (
     translate_embed,
     translate_generate,
 )
+from gateway.proxy.inbound.large_body import run_at_once
 from gateway.proxy.json_values import LONG_STRING_BYTES, MOST_PARSED_BYTES, SHORT_BODY_BYTES
-from gateway.proxy.time_slicer import run_at_once
 
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"pixels" * 20).decode()
 JPEG = base64.b64encode(b"\xff\xd8\xff\xe0" + b"pixels" * 20).decode()

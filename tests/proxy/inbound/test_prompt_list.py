@@ -10,14 +10,13 @@ import pytest
 
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
-from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES, read_large_body
+from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES, TimeSlicer, read_large_body
 from gateway.proxy.inbound.prompt_list import (
     MOST_PROMPTS_BYTES,
     MOST_REPEATED_BYTES,
     parse_prompt_list,
     split_prompts,
 )
-from gateway.proxy.time_slicer import TimeSlicer
 
 
 def raw(value: Any, **layout: Any) -> msgspec.Raw:
