@@ -266,7 +266,7 @@ LIMITED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"grammar_depth": 4}, {"format": {"a": {"b": {"c": {"d": {"e": 1}}}}}}, "'format' holds a"),
     ({"json_depth": 4}, {"format": {"a": {"b": {"c": {"d": {"e": 1}}}}}}, "The body is nested"),
     ({"tools_bytes": 10}, {"tools": [{"type": "function"}]}, "'tools' has more than 10 bytes"),
-    ({}, {"options": {"stop": ["x"] * 100_000}}, "'options.stop'"),
+    ({}, {"options": {"stop": ["x"] * 10_000}}, "'options.stop'"),
 ]  # fmt: skip
 
 

@@ -84,7 +84,7 @@ class EmbedBody(_Common, kw_only=True):
     dimensions: int | None = None
 
 
-class _Message(msgspec.Struct):
+class _ChatMessage(msgspec.Struct):
     role: str = ""
     content: msgspec.Raw = MISSING
     thinking: msgspec.Raw = MISSING
@@ -107,7 +107,7 @@ class _MessageCall(msgspec.Struct):
 _CHAT = msgspec.json.Decoder(ChatBody)
 _GENERATE = msgspec.json.Decoder(GenerateBody)
 _EMBED = msgspec.json.Decoder(EmbedBody)
-_MESSAGE = msgspec.json.Decoder(_Message)
+_MESSAGE = msgspec.json.Decoder(_ChatMessage)
 _TOOL_CALLS = msgspec.json.Decoder(list[_MessageCall] | None)
 _OPTIONS = msgspec.json.Decoder(dict[str, Any])
 _TEXTS = msgspec.json.Decoder(str | list[str] | None)
