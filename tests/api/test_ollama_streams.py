@@ -164,6 +164,17 @@ async def test_a_stream_that_no_node_can_resume_ends_with_an_error(tmp_path: Pat
 
 
 @in_virtual_time
+async def test_an_event_that_is_no_chunk_ends_a_stream_with_an_error(tmp_path: Path) -> None:
+    async with public(tmp_path, ON) as gate:
+        data = b'data: {"choices": 5}\n\n'
+        gate.node.faults.next("insert", after_events=5, data=data)
+        found = lines(await chat(gate.running))
+        assert found[-1] == {"error": "The node's answer is not what was expected."}
+        assert not any("error" in one for one in found[:-1])
+        assert (await gate.last()).status == 502
+
+
+@in_virtual_time
 async def test_a_waiting_stream_gets_white_space(tmp_path: Path) -> None:
     async with public(tmp_path, {**ON, "heartbeat": 0.1}) as gate:
         gate.node.faults.next("hang", after_events=0)
