@@ -38,6 +38,27 @@ class StreamEventKind(enum.Enum):
     ERROR = enum.auto()
 
 
+class ResponseRewriter:
+    """Rewrites one response on its way to the client; one object for each response.
+
+    It sees what would be sent: the node's events, those of a resumption, and error events.
+    """
+
+    def rewrite_events(self, events: bytes) -> bytes:
+        """What the client gets in place of these whole events; possibly nothing.
+
+        Raises: InvalidResponse.
+        """
+        return events
+
+    def rewrite_body(self, content: bytes) -> bytes:
+        """What the client gets in place of a plain response's whole body.
+
+        Raises: InvalidResponse.
+        """
+        return content
+
+
 class Api:
     """An API of JSON bodies and server-sent events. One instance serves all requests."""
 
