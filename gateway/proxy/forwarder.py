@@ -67,6 +67,11 @@ class Forwarder:
             return result
         return await self._retry(in_flight, result)
 
+    def node_kind(self, name: str | None) -> str:
+        """The kind of the node of this name, `llama.cpp` if it has left the inventory."""
+        node = self.context.fleet.nodes.get(name or "")
+        return "llama.cpp" if node is None else node.spec.kind
+
     async def _retry(self, in_flight: InFlightRequest, failed: FailedAttempt) -> ProxyResponse:
         """Further attempts, as long as the retry policy grants them. Raises: GatewayError."""
         await ensure_task()
@@ -188,6 +193,10 @@ class Forwarder:
         request, lease = attempt.request, attempt.lease
         body: Body = request.bodies[model]
         event_filter = None
+        if api.adds_fields:
+            kind, settings = lease.node.spec.kind, self.context.settings
+            if added := api.added_fields(edits.raw_fields(body), kind, settings):
+                body = edits.apply_edit(body, added)
         if lease.stream and not request.stream:
             body = edits.apply_edit(body, api.streaming_fields or {})
         if in_flight.prefill_progress is not None and lease.stream:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
 
 from gateway.errors import GatewayError
 from gateway.events import RequestFinished
@@ -13,6 +13,8 @@ from gateway.proxy.attempt import Attempt
 from gateway.proxy.prefill_progress import PrefillProgress
 from gateway.request import Request
 from gateway.transport.errors import UpstreamError
+
+T = TypeVar("T")
 
 
 class RequestCancelled(UpstreamError):  # noqa: N818 - as `StreamFailed`
@@ -159,3 +161,24 @@ class InFlightRegistry:
         for one in cancelled:
             one.cancel(error)
         return len(cancelled)
+
+
+@dataclass(slots=True)
+class SupersedingMap(Generic[T]):
+    """The newest item of each session, while it is queued or runs."""
+
+    _newest: dict[str, T] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._newest)
+
+    def replace(self, session: str, item: T) -> T | None:
+        """Make `item` the newest; returns the one that it replaces, if any."""
+        earlier = self._newest.get(session)
+        self._newest[session] = item
+        return earlier
+
+    def discard(self, session: str, item: T) -> None:
+        """Remove `item` unless it has been replaced."""
+        if self._newest.get(session) is item:
+            del self._newest[session]

@@ -10,6 +10,15 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+def run_at_once(work: Generator[None, None, T]) -> T:
+    """Run all steps of short work; return its value."""
+    try:
+        while True:
+            next(work)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+
+
 @dataclass(slots=True)
 class TimeSlicer:
     """Runs work in steps: in each turn of the event loop one step of all such work together."""

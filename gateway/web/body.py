@@ -12,7 +12,9 @@ from gateway import errors
 from gateway.access.fair_share import RESERVE_DIVISOR, FairShare, soft_limit
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
+from gateway.proxy.api.base import Api, Translation
 from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES
+from gateway.proxy.time_slicer import TimeSlicer
 from gateway.web.http_exchange import HttpExchange
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -102,6 +104,29 @@ async def read_body(
         raise errors.request_timeout("The body took too long to arrive.") from None
     finally:
         allocation.set_evict(None)
+
+
+async def translate_body(
+    body: bytes,
+    api: Api,
+    limits: LimitSettings,
+    body_memory: BodyMemory,
+    allocation: BodyAllocation,
+    time_slicer: TimeSlicer,
+) -> Translation:
+    """`api.translate` for a body that takes milliseconds: other requests run in between.
+
+    Both bodies count in `allocation` while both are there, then the new one. Raises: GatewayError.
+    """
+    before, limit = allocation.size, limits.buffered_bytes
+    body_memory.allocate(allocation, 2 * len(body) - before, limit)
+    translation = await time_slicer.run(api.translate(body))
+    growth = len(translation.body) - allocation.size
+    if growth > 0:
+        body_memory.allocate(allocation, growth, limit)
+    else:
+        body_memory.release(allocation, -growth)
+    return translation
 
 
 BODY_MEMORY_RETRY_AFTER = 2.0

@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, TypeVar
 
 from gateway import errors
 from gateway.access.callers import IdentityHeaders, client_address, effective_priority
@@ -18,8 +17,9 @@ from gateway.config.settings import Settings
 from gateway.errors import ClientClosed, GatewayError
 from gateway.events import EventBus, RequestFinished
 from gateway.fleet.model_index import ModelIndex
+from gateway.proxy.api.base import ResponseRewriter
 from gateway.proxy.forwarder import Forwarder
-from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest
+from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest, SupersedingMap
 from gateway.proxy.inbound import multipart
 from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES, Body
 from gateway.proxy.inbound.model_names import ModelAliases
@@ -32,10 +32,10 @@ from gateway.proxy.inbound.prepare import (
     prepare_multipart,
 )
 from gateway.proxy.inbound.prompt_key import VolatileLines
-from gateway.proxy.inbound.routes import Route, is_infill
+from gateway.proxy.inbound.routes import ROUTES, Route, is_infill
 from gateway.proxy.prefill_progress import PrefillProgress
-from gateway.proxy.response_stream import BodyStream, ProxyResponse
-from gateway.proxy.time_slicer import TimeSlicer
+from gateway.proxy.response_stream import JSON_HEADER_LINE, BodyStream, ProxyResponse
+from gateway.proxy.time_slicer import TimeSlicer, run_at_once
 from gateway.request import Request
 from gateway.scheduling.scheduler import Scheduler
 from gateway.transport.eager_task import ensure_task
@@ -50,17 +50,19 @@ from gateway.web.body import (
     is_slow_to_parse,
     read_body,
     take_small_body,
+    translate_body,
 )
-from gateway.web.http_exchange import HttpExchange
+from gateway.web.http_exchange import Heartbeat, HttpExchange, RewritingWriter, rewrite_body
 from gateway.web.origins import OriginPolicy, cors_headers
 from gateway.web.request_context import RequestContext, parse_context
 from gateway.web.response_heads import (
-    EVENT_STREAM_HEADER_LINES,
     early_gateway_header_lines,
     encode_headers,
     error_headers,
     gateway_header_lines,
     progress_comment,
+    stream_header_lines,
+    with_content_type,
 )
 
 PROGRESS_SECONDS = 1.0
@@ -120,30 +122,6 @@ class HandlerConfig:
         )
 
 
-T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class SupersedingMap(Generic[T]):
-    """The newest item of each session, while it is queued or runs."""
-
-    _newest: dict[str, T] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self._newest)
-
-    def replace(self, session: str, item: T) -> T | None:
-        """Make `item` the newest; returns the one that it replaces, if any."""
-        earlier = self._newest.get(session)
-        self._newest[session] = item
-        return earlier
-
-    def discard(self, session: str, item: T) -> None:
-        """Remove `item` unless it has been replaced."""
-        if self._newest.get(session) is item:
-            del self._newest[session]
-
-
 @dataclass(slots=True, eq=False)
 class ProxyHandler:
     """Serves the routed paths. A reload replaces `config` as a whole."""
@@ -194,13 +172,17 @@ class _HandledRequest:
 
     __slots__ = (
         "_allocation", "_body_size", "_config", "_edit_session", "_exchange", "_handler",
-        "_heartbeat", "_in_flight", "_last_sent_at", "_may_name_nodes", "_response", "_route",
-        "received_at", "record", "request_id",
+        "_heartbeat", "_in_flight", "_last_sent_at", "_may_name_nodes", "_node_route", "_response",
+        "_rewriter", "_route", "received_at", "record", "request_id",
     )  # fmt: skip
 
     def __init__(self, handler: ProxyHandler, route: Route, exchange: HttpExchange) -> None:
         self._handler = handler
         self._route = route
+        """What the client asked for; its API is the client's."""
+        self._node_route = route
+        """What nodes are asked for."""
+        self._rewriter: ResponseRewriter | None = None
         self._exchange = exchange
         self._config = handler.config
         self._in_flight: InFlightRequest | None = None
@@ -219,7 +201,7 @@ class _HandledRequest:
         x_request_id = exchange.context_cache.x_request_id_for(exchange.headers)
         self.record = RequestFinished(x_request_id or self.request_id, route.path)
 
-    async def serve(self) -> None:
+    async def serve(self) -> None:  # noqa: PLR0912 - one way, and each call costs
         """Read the request, forward it, and send the response."""
         record = self.record
         try:
@@ -236,22 +218,28 @@ class _HandledRequest:
                     self._exchange, settings.limits, handler.body_memory, allocation
                 )
                 allocation.set_evict(self._evict)
+            if self._route.api.translates:
+                body = await self._translate(context, body)
+                if body is None:
+                    return
             if len(body) < SMALL_BODY_BYTES or self._route.multipart or not is_slow_to_parse(body):
                 request = self._prepare(context, body)
             else:
                 request = await self._prepare_in_slices(context, body)
-            in_flight = self._in_flight = InFlightRequest(
-                request,
-                record,
-                prefill_progress=(
-                    PrefillProgress() if context.wants_progress and request.stream else None
-                ),
+            shows_progress = context.wants_progress and request.stream
+            progress = (
+                PrefillProgress() if shows_progress and self._route.api.has_comments else None
             )
+            in_flight = InFlightRequest(request, record, prefill_progress=progress)
+            self._in_flight = in_flight
             handler.registry.add(in_flight)
             if self._edit_session is not None:
                 self._supersede(self._edit_session, in_flight)
             self._heartbeat = self._start_heartbeat(in_flight)
             self._response = await handler.forwarder.forward(in_flight)
+            if self._route.api.rewrites_responses:
+                kind = handler.forwarder.node_kind(record.node)
+                self._rewriter = self._route.api.response_rewriter(request, kind, settings)
             if self._response.body_stream is None:
                 self._send_whole(self._response)
             else:
@@ -299,6 +287,31 @@ class _HandledRequest:
             raise errors.shutting_down()
         return context
 
+    async def _translate(self, context: RequestContext, body: bytes) -> bytes | None:
+        """The body in the API by which nodes are asked; None: the response was sent.
+
+        Raises: GatewayError.
+        """
+        handler, api, limits = self._handler, self._route.api, self._config.rules.limits
+        if is_slow_to_parse(body):
+            await ensure_task()
+            if self._allocation is None:
+                handler.body_memory.release_small(self._body_size)
+                self._allocation = BodyAllocation(context.caller.id, context.fairness_key)
+            translation = await translate_body(
+                body, api, limits, handler.body_memory, self._allocation, handler.time_slicer
+            )
+        else:
+            translation = run_at_once(api.translate(body))
+        self._node_route, self._rewriter = ROUTES[translation.path], translation.rewriter
+        if translation.reply is None:
+            return translation.body
+        index, request = handler.model_index, self._prepare(context, translation.body)
+        if not any(index.serves(name) for name in request.model_names):
+            raise index.not_found_error(request.model)
+        self._exchange.respond(200, JSON_HEADER_LINE + self._header_lines(), translation.reply)
+        return None
+
     async def _prepare_in_slices(self, context: RequestContext, body: bytes) -> Request:
         """`_prepare` for a body that takes milliseconds: other requests run in between.
 
@@ -316,7 +329,7 @@ class _HandledRequest:
             return await handler.time_slicer.run(
                 prepare_large(
                     body.removeprefix(BYTE_ORDER_MARK),
-                    self._route,
+                    self._node_route,
                     rules,
                     partial(self._prepare, context),
                 )
@@ -326,7 +339,7 @@ class _HandledRequest:
 
     def _prepare(self, context: RequestContext, body: Body) -> Request:
         """The request that the body describes. Raises: GatewayError."""
-        record, route, settings = self.record, self._route, self._config.settings
+        record, route, settings = self.record, self._node_route, self._config.settings
         prepare_request = prepare
         if not isinstance(body, bytes):
             parsed = body.parse()
@@ -407,7 +420,10 @@ class _HandledRequest:
     def _send_whole(self, response: ProxyResponse) -> None:
         record, exchange, api = self.record, self._exchange, self._route.api
         header_lines, content = response.header_lines, response.content
-        if response.status >= 400:
+        if response.status < 300:
+            if self._rewriter is not None:
+                content = rewrite_body(self._rewriter, content)
+        elif response.status >= 400:
             record.fail(response.status, record.reason or "node_error")
             content = response_heads.node_error_body(response, api, record.x_request_id)
             header_lines = response_heads.node_error_header_lines(response, content)
@@ -422,22 +438,31 @@ class _HandledRequest:
             raise errors.node_failed("The node did not stream its answer.")
 
     async def _send_stream(self, response: ProxyResponse, stream: BodyStream) -> None:
-        exchange, is_sse = self._exchange, stream.source.is_sse
+        exchange, is_sse, rewriter = self._exchange, stream.source.is_sse, self._rewriter
         if exchange.response_started and self.record.stream and not is_sse:
             raise errors.node_failed("The node did not stream its answer.")
+        if rewriter is not None and not is_sse:
+            raise errors.node_failed("The node's answer is too long.")
         if self._heartbeat is not None and not (is_sse and self._config.settings.heartbeat):
             self._heartbeat.stop()
-        if exchange.response_started:
-            exchange.write(response.content)
-        else:
-            header_lines = response.header_lines + self._header_lines()
+        content, header_lines, write = response.content, response.header_lines, exchange.write
+        if rewriter is not None:
+            api, seconds = self._route.api, self._config.settings.heartbeat
+            clock = self._handler.clock
+            writer = RewritingWriter(exchange, rewriter, api, self.record, seconds, clock)
+            content, write = writer.rewrite(content), writer.write
+            header_lines = with_content_type(header_lines, api.stream_content_type)
+        if not exchange.response_started:
+            header_lines += self._header_lines()
             if is_sse:
                 header_lines += b"x-accel-buffering: no\r\n"
-            exchange.start_response(response.status, header_lines, response.content)
+            exchange.start_response(response.status, header_lines, content)
+        elif content:
+            exchange.write(content)
         try:
             await self._wait_writable(stream)
-            while (chunk := await stream.next_chunk(exchange.write)) != b"":
-                if chunk is None or exchange.write(chunk):
+            while (chunk := await stream.next_chunk(write)) != b"":
+                if chunk is None or write(chunk):
                     await self._wait_writable(stream)
         except UpstreamError as failure:
             errors.drop_traceback(failure)
@@ -543,7 +568,7 @@ class _HandledRequest:
         prefill = in_flight.prefill_progress.status(handler.clock()) if position is None else None
         comment = progress_comment(position, prefill)
         beat = api.heartbeat() if api.heartbeat_is_event or not comment else b""
-        self._send_sign_of_life(comment + beat, EVENT_STREAM_HEADER_LINES)
+        self._send_sign_of_life(comment + beat, stream_header_lines(api))
         return handler.progress_seconds
 
     def _send_heartbeat(self) -> float:
@@ -555,7 +580,8 @@ class _HandledRequest:
             if left > interval * HEARTBEAT_TOLERANCE:
                 return left
         if stream is None or stream.is_open:
-            self._send_sign_of_life(self._route.api.heartbeat(), EVENT_STREAM_HEADER_LINES)
+            api = self._route.api
+            self._send_sign_of_life(api.heartbeat(), stream_header_lines(api))
         return interval
 
     def _send_sign_of_life(self, data: bytes, header_lines: bytes) -> None:
@@ -570,21 +596,3 @@ class _HandledRequest:
             exchange.start_response(200, header_lines + self._header_lines(early=True), data)
             if self._in_flight is not None:
                 self._in_flight.note_response_started()
-
-
-class Heartbeat:
-    """Calls `beat` after `first` seconds, then after as many as it returns, until `stop`."""
-
-    __slots__ = ("_beat", "_handle", "_loop")
-
-    def __init__(self, first: float, beat: Callable[[], float]) -> None:
-        self._beat = beat
-        self._loop = asyncio.get_running_loop()
-        self._handle = self._loop.call_later(first, self._run)
-
-    def stop(self) -> None:
-        """Call `beat` no more."""
-        self._handle.cancel()
-
-    def _run(self) -> None:
-        self._handle = self._loop.call_later(self._beat(), self._run)

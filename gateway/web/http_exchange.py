@@ -15,10 +15,14 @@ from http import HTTPStatus
 import structlog
 from uvicorn.protocols.http.flow_control import FlowControl
 
+from gateway import errors
 from gateway.errors import ClientClosed, GatewayError
+from gateway.events import RequestFinished
+from gateway.proxy.api.base import Api, ResponseRewriter
 from gateway.proxy.inbound.routes import Route
 from gateway.request import Headers
 from gateway.transport.eager_task import EagerTask
+from gateway.transport.errors import InvalidResponse
 from gateway.web.request_context import ContextCache
 
 log = structlog.get_logger()
@@ -284,6 +288,83 @@ class HttpExchange(EagerTask):
         if not self.keep_alive and not self.more_body:
             self._transport.close()
         self._connection.on_response_complete()
+
+
+def rewrite_body(rewriter: ResponseRewriter, content: bytes) -> bytes:
+    """A plain response as the client gets it. Raises: GatewayError 502."""
+    try:
+        return rewriter.rewrite_body(content)
+    except InvalidResponse as failure:
+        raise errors.node_failed(f"{failure}.") from None
+
+
+class RewritingWriter:
+    """Writes a stream's events to the client as `rewriter` makes them.
+
+    While it makes nothing of them, the client gets a heartbeat after `heartbeat` seconds (0: none).
+    """
+
+    __slots__ = ("_api", "_clock", "_exchange", "_heartbeat", "_record", "_rewriter", "_written_at")
+
+    def __init__(
+        self,
+        exchange: HttpExchange,
+        rewriter: ResponseRewriter,
+        api: Api,
+        record: RequestFinished,
+        heartbeat: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._exchange = exchange
+        self._rewriter: ResponseRewriter | None = rewriter
+        """None once the stream has ended with an error."""
+        self._api = api
+        self._record = record
+        self._heartbeat = heartbeat
+        self._clock = clock
+        self._written_at = clock()
+
+    def rewrite(self, events: bytes) -> bytes:
+        """The events as the client gets them; an error in place of invalid ones."""
+        if self._rewriter is None:
+            return b""
+        try:
+            return self._rewriter.rewrite_events(events)
+        except InvalidResponse as failure:
+            self._rewriter = None
+            error = errors.node_failed(f"{failure}.")
+            self._record.fail(error.status, error.code)
+            return self._api.error_event(error, self._record.x_request_id)
+
+    def write(self, data: bytes) -> bool:
+        """Send events; True if the client lags, as `HttpExchange.write`."""
+        data, now = self.rewrite(data), self._clock()
+        if not data:
+            # The node is not silent, so that the handler sends no heartbeat.
+            silent = now - self._written_at
+            if self._rewriter is None or not self._heartbeat or silent < self._heartbeat:
+                return self._exchange.write_paused
+            data = self._api.heartbeat()
+        self._written_at = now
+        return self._exchange.write(data)
+
+
+class Heartbeat:
+    """Calls `beat` after `first` seconds, then after as many as it returns, until `stop`."""
+
+    __slots__ = ("_beat", "_handle", "_loop")
+
+    def __init__(self, first: float, beat: Callable[[], float]) -> None:
+        self._beat = beat
+        self._loop = asyncio.get_running_loop()
+        self._handle = self._loop.call_later(first, self._run)
+
+    def stop(self) -> None:
+        """Call `beat` no more."""
+        self._handle.cancel()
+
+    def _run(self) -> None:
+        self._handle = self._loop.call_later(self._beat(), self._run)
 
 
 @dataclass(slots=True, eq=False)

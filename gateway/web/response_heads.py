@@ -145,8 +145,16 @@ def progress_comment(
     )
 
 
-EVENT_STREAM_HEADER_LINES = b"content-type: text/event-stream\r\nx-accel-buffering: no\r\n"
-"""Of a stream that begins with a heartbeat."""
+def stream_header_lines(api: Api) -> bytes:
+    """The header lines of a stream that begins with a heartbeat."""
+    return b"content-type: %b\r\nx-accel-buffering: no\r\n" % api.stream_content_type
+
+
+def with_content_type(header_lines: bytes, content_type: bytes) -> bytes:
+    """These header lines, with another `Content-Type`."""
+    kept = (line for line in header_lines.splitlines(True) if not line.startswith(b"content-type:"))
+    return b"".join(kept) + b"content-type: %b\r\n" % content_type
+
 
 _NODE_ERROR_CODES = {400: "invalid_request", 413: "request_too_large", 422: "invalid_request"}
 
@@ -173,8 +181,7 @@ def node_error_header_lines(response: ProxyResponse, content: bytes) -> bytes:
     """The header lines of a node's error with this body."""
     lines = response.header_lines
     if content is not response.content:
-        kept = (line for line in lines.splitlines(True) if not line.startswith(b"content-type:"))
-        lines = b"".join(kept) + b"content-type: application/json\r\n"
+        lines = with_content_type(lines, b"application/json")
     return lines + b"x-gateway-reason: %b\r\n" % _node_error_code(response.status).encode()
 
 

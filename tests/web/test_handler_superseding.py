@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gateway.web.handler import SupersedingMap
+from gateway.proxy.in_flight import SupersedingMap
 from tests.emulator import EmulatedNode
 from tests.emulator.wire import Wire, wired
 from tests.gateways import until

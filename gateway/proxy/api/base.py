@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 import msgspec
 
+from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.proxy import json_values, sse
 from gateway.proxy.api import resuming
@@ -22,6 +24,7 @@ from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.transcript import Transcript, TranscriptReader
 from gateway.proxy.usage import Usage, read_usage
+from gateway.request import Request
 from gateway.transport.errors import InvalidResponse
 
 _DONE = re.compile(rb"\ndata: ?\[DONE\]")
@@ -59,6 +62,19 @@ class ResponseRewriter:
         return content
 
 
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """A client's request in another API, by which nodes are asked."""
+
+    path: str
+    """The routed path whose API it is."""
+    body: bytes
+    rewriter: ResponseRewriter
+    """Translates the response back."""
+    reply: bytes | None = None
+    """The response, if no node need be asked: only the model's name is checked."""
+
+
 class Api:
     """An API of JSON bodies and server-sent events. One instance serves all requests."""
 
@@ -74,6 +90,41 @@ class Api:
     """Whether official clients add `/v1` to their base URL themselves."""
     refusal_is_general: ClassVar[bool] = False
     """Whether a node that answers 501 to this API generates no text by any API."""
+
+    # Between the client and the node. APIs that need none of it pay for one test of each flag.
+
+    translates: ClassVar[bool] = False
+    """Whether nodes are asked by another API; `translate` says how."""
+    adds_fields: ClassVar[bool] = False
+    """Whether `added_fields` may add fields to a body on its way to a node."""
+    rewrites_responses: ClassVar[bool] = False
+    """Whether `response_rewriter` may rewrite a response on its way to the client."""
+
+    def translate(self, body: bytes) -> Generator[None, None, Translation]:
+        """The request of this body as nodes get it, in short steps.
+
+        It is checked afterwards, like one that the client sent in that form. Raises: GatewayError
+        400, with this API's names of fields.
+        """
+        raise NotImplementedError
+
+    def added_fields(
+        self, fields: Mapping[str, msgspec.Raw], node_kind: str, settings: Settings
+    ) -> JsonObject | None:
+        """Fields that the body of these `fields` needs for a node of this kind; None: none.
+
+        `node_kind`: `llama.cpp` or `openai`.
+        """
+        return None
+
+    def response_rewriter(
+        self, request: Request, node_kind: str, settings: Settings
+    ) -> ResponseRewriter | None:
+        """Rewrites the response of a node of this kind to `request`; None: nothing is rewritten.
+
+        A stream that is resumed keeps its rewriter.
+        """
+        return None
 
     # Errors
 
@@ -112,6 +163,10 @@ class Api:
     """Bytes in a node's error event. The client gets one of ours, or a continuation."""
     heartbeat_is_event: ClassVar[bool] = False
     """Whether the heartbeat is an event, so that a comment can't take its place."""
+    has_comments: ClassVar[bool] = True
+    """Whether a client skips comments, so that progress can be reported in them."""
+    stream_content_type: ClassVar[bytes] = b"text/event-stream"
+    """The media type of a stream on its way to the client."""
 
     def heartbeat(self) -> bytes:
         """Bytes between events that mean nothing."""
