@@ -12,7 +12,7 @@ from gateway import errors
 from gateway.errors import GatewayError, drop_traceback
 from gateway.fleet.node import Lease, Node
 from gateway.proxy import forwarded_headers, outcome
-from gateway.proxy.api.base import Api, AssemblyError, ResponseAssembler
+from gateway.proxy.api.base import AnsweringNode, Api, AssemblyError, ResponseAssembler
 from gateway.proxy.attempt import Attempt, UpstreamRequest
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.in_flight import (
@@ -67,10 +67,12 @@ class Forwarder:
             return result
         return await self._retry(in_flight, result)
 
-    def node_kind(self, name: str | None) -> str:
-        """The kind of the node of this name, `llama.cpp` if it has left the inventory."""
+    def answering_node(self, name: str | None) -> AnsweringNode:
+        """The node of this name; a llama.cpp server, if it has left the inventory."""
         node = self.context.fleet.nodes.get(name or "")
-        return "llama.cpp" if node is None else node.spec.kind
+        if node is None:
+            return AnsweringNode("llama.cpp", None)
+        return AnsweringNode(node.spec.kind, node.context)
 
     async def _retry(self, in_flight: InFlightRequest, failed: FailedAttempt) -> ProxyResponse:
         """Further attempts, as long as the retry policy grants them. Raises: GatewayError."""
@@ -193,7 +195,8 @@ class Forwarder:
         request, lease = attempt.request, attempt.lease
         body: Body = request.bodies[model]
         event_filter = None
-        if api.adds_fields:
+        mark = api.added_fields_mark
+        if mark and (not isinstance(body, bytes) or mark in body):
             kind, settings = lease.node.spec.kind, self.context.settings
             if added := api.added_fields(edits.raw_fields(body), kind, settings):
                 body = edits.apply_edit(body, added)

@@ -218,7 +218,9 @@ class _HandledRequest:
                     self._exchange, settings.limits, handler.body_memory, allocation
                 )
                 allocation.set_evict(self._evict)
-            if self._route.api.translates:
+            if self._route.api.translates and self._route.api.needs_translation(
+                self._route.path, body, settings
+            ):
                 body = await self._translate(context, body)
                 if body is None:
                     return
@@ -237,9 +239,10 @@ class _HandledRequest:
                 self._supersede(self._edit_session, in_flight)
             self._heartbeat = self._start_heartbeat(in_flight)
             self._response = await handler.forwarder.forward(in_flight)
-            if self._route.api.rewrites_responses:
-                kind = handler.forwarder.node_kind(record.node)
-                self._rewriter = self._route.api.response_rewriter(request, kind, settings)
+            if self._route.api.rewrites_responses and self._rewriter is None:
+                self._rewriter = self._route.api.response_rewriter(
+                    request, handler.forwarder.answering_node(record.node), settings
+                )
             if self._response.body_stream is None:
                 self._send_whole(self._response)
             else:

@@ -10,7 +10,7 @@ import enum
 import re
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -20,7 +20,13 @@ from gateway.proxy import json_values, sse
 from gateway.proxy.api import resuming
 from gateway.proxy.api.merging import ResponseMerger
 from gateway.proxy.api.resuming import EventRewriter, ReasoningEndMark
-from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
+from gateway.proxy.json_values import (
+    FIELDS_DECODER,
+    JSON_ERRORS,
+    InvalidJson,
+    JsonObject,
+    parse_object,
+)
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.transcript import Transcript, TranscriptReader
 from gateway.proxy.usage import Usage, read_usage
@@ -62,6 +68,15 @@ class ResponseRewriter:
         return content
 
 
+class AnsweringNode(NamedTuple):
+    """What the rewriting of a response depends on of its node."""
+
+    kind: str
+    """`llama.cpp` or `openai`."""
+    context: int | None
+    """Tokens of prompt and response that fit into a slot; None: unknown."""
+
+
 @dataclass(frozen=True, slots=True)
 class Translation:
     """A client's request in another API, by which nodes are asked."""
@@ -95,10 +110,14 @@ class Api:
 
     translates: ClassVar[bool] = False
     """Whether nodes are asked by another API; `translate` says how."""
-    adds_fields: ClassVar[bool] = False
-    """Whether `added_fields` may add fields to a body on its way to a node."""
+    added_fields_mark: ClassVar[bytes] = b""
+    """Bytes in each body to which `added_fields` may add; empty: it adds to none."""
     rewrites_responses: ClassVar[bool] = False
     """Whether `response_rewriter` may rewrite a response on its way to the client."""
+
+    def needs_translation(self, path: str, body: bytes, settings: Settings) -> bool:
+        """Whether this body for this path is to be translated, where the API `translates`."""
+        return True
 
     def translate(self, body: bytes) -> Generator[None, None, Translation]:
         """The request of this body as nodes get it, in short steps.
@@ -118,9 +137,9 @@ class Api:
         return None
 
     def response_rewriter(
-        self, request: Request, node_kind: str, settings: Settings
+        self, request: Request, node: AnsweringNode, settings: Settings
     ) -> ResponseRewriter | None:
-        """Rewrites the response of a node of this kind to `request`; None: nothing is rewritten.
+        """Rewrites the response of this node to `request`; None: nothing is rewritten.
 
         A stream that is resumed keeps its rewriter.
         """
@@ -306,6 +325,17 @@ class Api:
         no reasoning is under way.
         """
         return None
+
+
+def body_fields(body: Any) -> Mapping[str, msgspec.Raw]:
+    """The fields of a request's body, each as bytes; none, if it is no object."""
+    try:
+        fields: Mapping[str, msgspec.Raw] = (
+            FIELDS_DECODER.decode(body) if isinstance(body, bytes) else body.raw_fields()
+        )
+    except JSON_ERRORS:
+        return {}
+    return fields
 
 
 def openai_error(error: GatewayError) -> JsonObject:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import msgspec
 
+from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.proxy import sse
-from gateway.proxy.api.base import Api, AssemblyError, ResponseRewriter, openai_error
-from gateway.proxy.api.resuming import as_count, named_event
+from gateway.proxy.api.base import (
+    AnsweringNode,
+    Api,
+    AssemblyError,
+    ResponseRewriter,
+    body_fields,
+    openai_error,
+)
+from gateway.proxy.api.resuming import LENGTH_FIELDS, as_count, is_number, named_event
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_json, parse_object
+from gateway.request import Request
 from gateway.transport.errors import InvalidResponse
 
 _NO_CONTENT_TYPES = frozenset(
@@ -50,6 +61,36 @@ class ResponsesApi(Api):
     progress_fields: ClassVar[JsonObject] = {"return_progress": True}
     progress_replaces_event = True
     streaming_fields: ClassVar[JsonObject] = {"stream": True}
+    added_fields_mark = b'"format"'
+    rewrites_responses = True
+
+    def added_fields(
+        self, fields: Mapping[str, msgspec.Raw], node_kind: str, settings: Settings
+    ) -> JsonObject | None:
+        """llama.cpp obeys the chat's `response_format` here, and ignores `text.format`."""
+        if node_kind != "llama.cpp" or not settings.repairs.text_format:
+            return None
+        if any(name in fields for name in ("response_format", "json_schema", "grammar")):
+            return None
+        text = _decoded(fields, "text")
+        bound = text.get("format") if isinstance(text, dict) else None
+        if not isinstance(bound, dict) or may_call_tools(fields):
+            return None
+        return as_response_format(bound)
+
+    def response_rewriter(
+        self, request: Request, node: AnsweringNode, settings: Settings
+    ) -> ResponseRewriter | None:
+        repairs = settings.repairs
+        numbers_events = repairs.stream_events and request.stream
+        if node.kind != "llama.cpp" or not (numbers_events or repairs.stop_reason):
+            return None
+        return ResponsesRepair(
+            numbers_events=numbers_events,
+            limits=partial(_token_limits, request, node) if repairs.stop_reason else None,
+            model=request.model,
+            created_at=int(time.time()),
+        )
 
     def error_event(self, error: GatewayError, x_request_id: str) -> bytes:
         """The API's own error event, with the `error` object that official clients raise on."""
@@ -120,6 +161,47 @@ _COMPLETED = b'"status":"completed"'
 """Bytes in each event that says that something is complete."""
 
 
+def as_response_format(bound: JsonObject) -> JsonObject | None:
+    """A chat's `response_format` for the format that another API's request asks for.
+
+    None: it asks for plain text, or for a format that chats don't know.
+    """
+    kind, schema = bound.get("type"), bound.get("schema")
+    if kind == "json_object":
+        return {"response_format": {"type": kind}}
+    if kind != "json_schema" or not isinstance(schema, dict):
+        return None
+    named = {name: bound[name] for name in ("name", "strict") if name in bound}
+    return {"response_format": {"type": kind, "json_schema": {**named, "schema": schema}}}
+
+
+def may_call_tools(fields: Mapping[str, msgspec.Raw]) -> bool:
+    """Whether the model may call tools: llama.cpp would never let it beside a format."""
+    return bool(_decoded(fields, "tools")) and _decoded(fields, "tool_choice") not in (
+        "none",
+        {"type": "none"},
+    )
+
+
+def _decoded(fields: Mapping[str, msgspec.Raw], name: str) -> object:
+    """The value of a field; None, if there is none."""
+    try:
+        return parse_json(bytes(fields[name])) if name in fields else None
+    except InvalidJson:
+        return None
+
+
+def _token_limits(request: Request, node: AnsweringNode) -> TokenLimits:
+    """The limits of the response to `request`, the operator's included."""
+    given = [
+        count
+        for body in request.bodies.values()
+        for name in LENGTH_FIELDS
+        if is_number(count := _decoded(body_fields(body), name)) and count >= 0
+    ]
+    return TokenLimits(int(min(given)) if given else None, node.context)
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLimits:
     """Tokens at which a node cuts a response off; None: there is no limit, or none is known."""
@@ -145,9 +227,9 @@ class TokenLimits:
 class ResponsesRepair(ResponseRewriter):
     """Completes one response of llama.cpp's.
 
-    `numbers_events`: whether events get the numbers that official clients need. `limits`: the
-    response's; None: its status is left alone. `model` and `created_at` (seconds since 1970) are
-    what a stream begins with, though llama.cpp tells them at its end.
+    `numbers_events`: whether events get the numbers that official clients need. `limits`: tells
+    those of the response; None: its status is left alone. `model` and `created_at` (seconds since
+    1970) are what a stream begins with, though llama.cpp tells them at its end.
     """
 
     __slots__ = (
@@ -156,7 +238,12 @@ class ResponsesRepair(ResponseRewriter):
     )  # fmt: skip
 
     def __init__(
-        self, *, numbers_events: bool, limits: TokenLimits | None, model: str, created_at: int
+        self,
+        *,
+        numbers_events: bool,
+        limits: Callable[[], TokenLimits] | None,
+        model: str,
+        created_at: int,
     ) -> None:
         self._numbers_events = numbers_events
         self._limits = limits
@@ -233,7 +320,7 @@ class ResponsesRepair(ResponseRewriter):
         if value.get("type") == "function_call":
             # The one kind of item that shows for itself whether it is whole.
             return value if _is_json(value.get("arguments")) else value | {"status": "incomplete"}
-        if value.get("object") != "response" or not self._limits.are_reached(value.get("usage")):
+        if value.get("object") != "response" or not self._limits().are_reached(value.get("usage")):
             return value
         output = value.get("output")
         if isinstance(output, list) and output and isinstance(output[-1], dict):

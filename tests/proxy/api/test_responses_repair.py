@@ -25,7 +25,12 @@ LIMITS = TokenLimits(100, 4096)
 
 
 def repair(*, events: bool = True, limits: TokenLimits | None = LIMITS) -> ResponsesRepair:
-    return ResponsesRepair(numbers_events=events, limits=limits, model="demo", created_at=NOW)
+    return ResponsesRepair(
+        numbers_events=events,
+        limits=None if limits is None else lambda: limits,
+        model="demo",
+        created_at=NOW,
+    )
 
 
 def message(number: int, words: list[str]) -> list[dict[str, Any]]:
