@@ -201,7 +201,7 @@ class _HandledRequest:
         x_request_id = exchange.context_cache.x_request_id_for(exchange.headers)
         self.record = RequestFinished(x_request_id or self.request_id, route.path)
 
-    async def serve(self) -> None:  # noqa: PLR0912, PLR0915 - each call costs
+    async def serve(self) -> None:  # noqa: PLR0912 - each call costs
         """Read the request, forward it, and send the response."""
         record = self.record
         try:

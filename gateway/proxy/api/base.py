@@ -338,6 +338,14 @@ def body_fields(body: Any) -> Mapping[str, msgspec.Raw]:
     return fields
 
 
+def decoded_field(fields: Mapping[str, msgspec.Raw], name: str) -> object:
+    """The value of a field; None, if there is none."""
+    try:
+        return json_values.parse_json(bytes(fields[name])) if name in fields else None
+    except InvalidJson:
+        return None
+
+
 def openai_error(error: GatewayError) -> JsonObject:
     """OpenAI's error object."""
     return {

@@ -19,8 +19,10 @@ from gateway.proxy.api.base import (
     AssemblyError,
     ResponseRewriter,
     body_fields,
+    decoded_field,
     openai_error,
 )
+from gateway.proxy.api.chat import as_response_format, may_call_tools
 from gateway.proxy.api.resuming import LENGTH_FIELDS, as_count, is_number, named_event
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_json, parse_object
 from gateway.request import Request
@@ -72,7 +74,7 @@ class ResponsesApi(Api):
             return None
         if any(name in fields for name in ("response_format", "json_schema", "grammar")):
             return None
-        text = _decoded(fields, "text")
+        text = decoded_field(fields, "text")
         bound = text.get("format") if isinstance(text, dict) else None
         if not isinstance(bound, dict) or may_call_tools(fields):
             return None
@@ -161,43 +163,13 @@ _COMPLETED = b'"status":"completed"'
 """Bytes in each event that says that something is complete."""
 
 
-def as_response_format(bound: JsonObject) -> JsonObject | None:
-    """A chat's `response_format` for the format that another API's request asks for.
-
-    None: it asks for plain text, or for a format that chats don't know.
-    """
-    kind, schema = bound.get("type"), bound.get("schema")
-    if kind == "json_object":
-        return {"response_format": {"type": kind}}
-    if kind != "json_schema" or not isinstance(schema, dict):
-        return None
-    named = {name: bound[name] for name in ("name", "strict") if name in bound}
-    return {"response_format": {"type": kind, "json_schema": {**named, "schema": schema}}}
-
-
-def may_call_tools(fields: Mapping[str, msgspec.Raw]) -> bool:
-    """Whether the model may call tools: llama.cpp would never let it beside a format."""
-    return bool(_decoded(fields, "tools")) and _decoded(fields, "tool_choice") not in (
-        "none",
-        {"type": "none"},
-    )
-
-
-def _decoded(fields: Mapping[str, msgspec.Raw], name: str) -> object:
-    """The value of a field; None, if there is none."""
-    try:
-        return parse_json(bytes(fields[name])) if name in fields else None
-    except InvalidJson:
-        return None
-
-
 def _token_limits(request: Request, node: AnsweringNode) -> TokenLimits:
     """The limits of the response to `request`, the operator's included."""
     given = [
         count
         for body in request.bodies.values()
         for name in LENGTH_FIELDS
-        if is_number(count := _decoded(body_fields(body), name)) and count >= 0
+        if is_number(count := decoded_field(body_fields(body), name)) and count >= 0
     ]
     return TokenLimits(int(min(given)) if given else None, node.context)
 
