@@ -63,4 +63,4 @@ def _fetch(folder: Path) -> None:
         timeout=FETCH_LIMIT,
         cwd=folder,
     )
-    assert done.returncode == 0, f"npm could not fetch the clients: {done.stdout}{done.stderr}"
+    assert done.returncode == 0, f"npm could not fetch the clients: {done.stderr!s}"
