@@ -259,7 +259,8 @@ class MessagesApi(Api):
         message = error.message
         if error.param == "response_format":
             # It was checked as what `translate` made of it.
-            message = message.replace("'response_format'", "'output_config.format'")
+            asked = "'output_config.format' (as 'response_format')"
+            message = message.replace("'response_format'", asked)
         fields = {"type": kind, "message": message}
         return msgspec.json.encode({"type": "error", "error": fields, "request_id": x_request_id})
 
