@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import structlog
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import __version__, errors
 from gateway.access.exposure import is_loopback
@@ -40,6 +40,7 @@ from gateway.observe.metrics import Metrics
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry
+from gateway.proxy.inbound.routes import Route, routes_of
 from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.autoscaler import Autoscaler
 from gateway.scheduling.scheduler import Scheduler
@@ -170,9 +171,9 @@ class Gateway:
         self.drain_deadlines = DrainDeadlines(self.registry)
         self.event_log = log_events(self.bus, logs, access_log=settings.logging.access)
         self._logs = logs
-        self._site = public_app(self.handler, self.fleet)
-        self._public_app = self._site
-        self._apply_cors()
+        self._routes: dict[bytes, Route] = {}
+        """What clients may ask of nodes; shared with the public listener's connections."""
+        self._public_app = self._make_public_app()
         self.public_listener: Listener | None = None
         self.admin_listener: Listener | None = None
 
@@ -365,6 +366,7 @@ class Gateway:
                 _with_connections(limits, most_public),
                 self.handler.serve,
                 listen.trusted_proxies,
+                routes=self._routes,
                 linger_seconds=self.timings.linger,
             ),
             keep_alive=listen.keep_alive,
@@ -390,11 +392,13 @@ class Gateway:
     async def _serve_public(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._public_app(scope, receive, send)
 
-    def _apply_cors(self) -> None:
-        """Add CORS to the public application, if the settings ask for it."""
-        self._public_app = (
-            self._site if self.settings.cors is None else with_cors(self._site, self.settings.cors)
-        )
+    def _make_public_app(self) -> ASGIApp:
+        """The public application under these settings, and the paths that do not go there."""
+        routes = routes_of(self.settings)
+        self._routes.clear()
+        self._routes.update((path.encode(), route) for path, route in routes.items())
+        site = public_app(self.handler, self.fleet)
+        return site if self.settings.cors is None else with_cors(site, self.settings.cors)
 
     # Reload.
 
@@ -490,7 +494,7 @@ class Gateway:
             log.warning("locked", why=self.keys_lost)
         self.event_log.configure(access_log=settings.logging.access)
         self._logs.configure(settings.logging.level)
-        self._apply_cors()
+        self._public_app = self._make_public_app()
         self.bus.publish(change)
         return change
 

@@ -224,6 +224,16 @@ class Settings(ConfigModel):
         ),
         TypeLabel("true or false"),
     ] = False
+    ollama: Annotated[
+        bool,
+        Field(
+            description=(
+                "Serve Ollama's API too: `/api/chat`, `/api/generate`, `/api/embed`, `/api/tags` "
+                "and so on."
+            )
+        ),
+        TypeLabel("true or false"),
+    ] = False
     repairs: Annotated[
         RepairSettings, Field(description="What is repaired of llama.cpp's responses.")
     ] = RepairSettings()

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+import io
+import re
+import secrets
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import msgspec
+
+from gateway import errors
+from gateway.errors import GatewayError
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 JsonObject = dict[str, Any]
 """A JSON object."""
@@ -61,3 +71,168 @@ def parse_objects(data: bytes) -> list[JsonObject]:
         return _OBJECTS.decode(data)
     except JSON_ERRORS:
         raise InvalidJson from None
+
+
+# Large bodies: their long strings are cut out before they are parsed, and put back at the end.
+
+SHORT_BODY_BYTES = 64 * 1024
+"""Bytes of a body up to which it is parsed with all its strings."""
+
+LONG_STRING_BYTES = 1024
+"""Bytes of a string from which it is cut out of a larger body."""
+
+MOST_PARSED_BYTES = 4 << 20
+"""Bytes of a body that may be left without its long strings: some milliseconds to parse."""
+
+STEP_BYTES = 256 * 1024
+"""Bytes that one step reads or writes."""
+
+Piece = bytes | memoryview
+
+FieldPieces = dict[str, list[bytes] | bytes | msgspec.Raw]
+"""The fields of a new body; values are JSON, whole or in pieces."""
+
+
+def raw_head(raw: msgspec.Raw, size: int) -> bytes:
+    """The first bytes of a value."""
+    return bytes(memoryview(raw)[:size])
+
+
+@dataclass(slots=True)
+class CutBody:
+    """A body whose long strings have been replaced by marks."""
+
+    body: bytes
+    rest: bytes
+    """The body with the marks."""
+    mark: re.Pattern[bytes] | None = None
+    """Matches a mark with the string's number; None: there is none."""
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """The strings' places in `body`."""
+
+    def decode(self, decoder: msgspec.json.Decoder[S]) -> S:
+        """The body's fields. Raises: GatewayError 400."""
+        found: S = self.decode_part(decoder, self.rest, "")
+        return found
+
+    def decode_part(
+        self, decoder: msgspec.json.Decoder[Any], raw: bytes | msgspec.Raw, name: str
+    ) -> Any:
+        """A value that stands at `name` in the body. Raises: GatewayError 400."""
+        try:
+            return decoder.decode(raw)
+        except msgspec.ValidationError as error:
+            problem, _, path = str(error).partition(" - at `$")
+            path = path.rstrip("`")
+            place = f"{name}{path}".lstrip(".")
+            message = f"'{place}': {problem}." if place else f"{problem}."
+            raise errors.invalid_request(message, place or None) from None
+        except JSON_ERRORS as error:
+            detail = "it is empty" if not raw else str(error)
+            raise errors.invalid_json(detail) from None
+
+    def beginning(self, raw: msgspec.Raw) -> bytes:
+        """The first bytes of a string, its quote included."""
+        found = None if self.mark is None else self.mark.match(raw_head(raw, 64), 1)
+        if found is None:
+            return raw_head(raw, 16)
+        start, _ = self.spans[int(found[1])]
+        return self.body[start - 1 : start + 15]
+
+    def restored(self, raw: msgspec.Raw, name: str) -> bytes:
+        """A value with its long strings. Raises: GatewayError 400, if it is too large to parse."""
+        pieces = list(self._splice(raw))
+        if sum(map(len, pieces)) > MOST_PARSED_BYTES:
+            raise errors.invalid_request(f"'{name}' has more than {MOST_PARSED_BYTES} bytes.", name)
+        return b"".join(pieces)
+
+    def join(self, fields: FieldPieces) -> Generator[None, None, bytes]:
+        """A body of these fields, with its long strings, in short steps."""
+        whole = io.BytesIO()  # It grows in place and returns its bytes without a copy.
+        written = 0
+        for piece in _field_pieces(fields):
+            for part in self._splice(piece):
+                for start in range(0, len(part), STEP_BYTES):
+                    written += whole.write(part[start : start + STEP_BYTES])
+                    if written >= STEP_BYTES:
+                        written = 0
+                        yield
+        return whole.getvalue()
+
+    def _splice(self, piece: Piece | msgspec.Raw) -> Iterator[Piece]:
+        if self.mark is None:
+            yield bytes(piece)
+            return
+        view, data, at = memoryview(self.body), bytes(piece), 0
+        for found in self.mark.finditer(data):
+            start, end = self.spans[int(found[1])]
+            yield data[at : found.start()]
+            yield view[start:end]
+            at = found.end()
+        yield data[at:]
+
+
+def _field_pieces(fields: FieldPieces) -> Iterator[bytes | msgspec.Raw]:
+    before = b"{"
+    for name, value in fields.items():
+        yield before + msgspec.json.encode(name) + b":"
+        if isinstance(value, list):
+            yield from value
+        else:
+            yield value
+        before = b","
+    yield b"}" if fields else b"{}"
+
+
+def cut_long_strings(body: bytes) -> Generator[None, None, CutBody]:
+    """Cut the long strings out of a large body, in short steps. Raises: GatewayError 400."""
+    body = body.removeprefix(b"\xef\xbb\xbf")
+    if len(body) < SHORT_BODY_BYTES:
+        return CutBody(body, body)
+    key = secrets.token_hex(8).encode()
+    parts: list[bytes] = []
+    spans: list[tuple[int, int]] = []
+    at = copied = size = 0
+    stepped = STEP_BYTES
+    while (quote := body.find(b'"', at)) >= 0:
+        end = body.find(b'"', quote + 1)
+        while end > 0 and _is_escaped(body, quote + 1, end):
+            if end > stepped:
+                stepped = end + STEP_BYTES
+                yield
+            end = body.find(b'"', end + 1)
+        if end < 0:
+            raise errors.invalid_json("a string has no end")
+        if end - quote > LONG_STRING_BYTES:
+            parts += [body[copied : quote + 1], b"%b:%d;" % (key, len(spans))]
+            size += quote + 1 - copied
+            spans.append((quote + 1, end))
+            copied = end
+        at = end + 1
+        if at > stepped:
+            stepped = at + STEP_BYTES
+            if size + at - copied > MOST_PARSED_BYTES:
+                raise _too_many_short_parts()
+            yield
+    parts.append(body[copied:])
+    if size + len(parts[-1]) > MOST_PARSED_BYTES:
+        raise _too_many_short_parts()
+    return CutBody(body, b"".join(parts), re.compile(key + rb":(\d+);"), spans)
+
+
+def _is_escaped(body: bytes, start: int, end: int) -> bool:
+    """Whether the quote at `end` of a string that begins at `start` is part of it."""
+    size = 16
+    while True:
+        tail = body[max(start, end - size) : end]
+        backslashes = len(tail) - len(tail.rstrip(b"\\"))
+        if backslashes < len(tail) or end - size <= start:
+            return backslashes % 2 == 1
+        size *= 8
+
+
+def _too_many_short_parts() -> GatewayError:
+    return errors.invalid_request(
+        f"The body has more than {MOST_PARSED_BYTES} bytes besides its long strings, which is too "
+        "much to translate: send it to the paths under /v1/."
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -12,9 +12,8 @@ from gateway import errors
 from gateway.access.fair_share import RESERVE_DIVISOR, FairShare, soft_limit
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
-from gateway.proxy.api.base import Api, Translation
+from gateway.proxy.api.base import Translation
 from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES
-from gateway.proxy.time_slicer import TimeSlicer
 from gateway.web.http_exchange import HttpExchange
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -106,21 +105,20 @@ async def read_body(
         allocation.set_evict(None)
 
 
-async def translate_body(
-    body: bytes,
-    api: Api,
+def translate_body(
+    work: Generator[None, None, Translation],
+    size: int,
     limits: LimitSettings,
     body_memory: BodyMemory,
     allocation: BodyAllocation,
-    time_slicer: TimeSlicer,
-) -> Translation:
-    """`api.translate` for a body that takes milliseconds: other requests run in between.
+) -> Generator[None, None, Translation]:
+    """The translation of a body of `size` bytes, in the steps of `work`.
 
     Both bodies count in `allocation` while both are there, then the new one. Raises: GatewayError.
     """
-    before, limit = allocation.size, limits.buffered_bytes
-    body_memory.allocate(allocation, 2 * len(body) - before, limit)
-    translation = await time_slicer.run(api.translate(body))
+    limit = limits.buffered_bytes
+    body_memory.allocate(allocation, 2 * size - allocation.size, limit)
+    translation = yield from work
     growth = len(translation.body) - allocation.size
     if growth > 0:
         body_memory.allocate(allocation, growth, limit)

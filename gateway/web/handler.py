@@ -32,7 +32,7 @@ from gateway.proxy.inbound.prepare import (
     prepare_multipart,
 )
 from gateway.proxy.inbound.prompt_key import VolatileLines
-from gateway.proxy.inbound.routes import ROUTES, Route, is_infill
+from gateway.proxy.inbound.routes import ROUTES, Route, is_infill, routes_of
 from gateway.proxy.prefill_progress import PrefillProgress
 from gateway.proxy.response_stream import JSON_HEADER_LINE, BodyStream, ProxyResponse
 from gateway.proxy.time_slicer import TimeSlicer, run_at_once
@@ -287,26 +287,27 @@ class _HandledRequest:
         return context
 
     async def _translate(self, context: RequestContext, body: bytes) -> bytes | None:
-        """The body in the API by which nodes are asked; None: the response was sent.
-
-        Raises: GatewayError.
-        """
-        handler, api, limits = self._handler, self._route.api, self._config.rules.limits
+        """The body as nodes get it; None: the response was sent. Raises: GatewayError."""
+        handler, route, rules = self._handler, self._route, self._config.rules
+        if route.path not in routes_of(self._config.settings):
+            raise errors.not_found(route.path, None)  # It was, when the connection began.
+        index, memory = handler.model_index, handler.body_memory
+        work = route.api.translate(body, lambda name: rules.model_aliases.knows(name, index))
         if is_slow_to_parse(body):
             await ensure_task()
             if self._allocation is None:
-                handler.body_memory.release_small(self._body_size)
+                memory.release_small(self._body_size)
                 self._allocation = BodyAllocation(context.caller.id, context.fairness_key)
-            translation = await translate_body(
-                body, api, limits, handler.body_memory, self._allocation, handler.time_slicer
+            translation = await handler.time_slicer.run(
+                translate_body(work, len(body), rules.limits, memory, self._allocation)
             )
         else:
-            translation = run_at_once(api.translate(body))
+            translation = run_at_once(work)
         self._node_route, self._rewriter = ROUTES[translation.path], translation.rewriter
         if translation.reply is None:
             return translation.body
-        index, request = handler.model_index, self._prepare(context, translation.body)
-        if not any(index.serves(name) for name in request.model_names):
+        request = self._prepare(context, translation.body)
+        if not any(map(index.serves, request.model_names)):
             raise index.not_found_error(request.model)
         self._exchange.respond(200, JSON_HEADER_LINE + self._header_lines(), translation.reply)
         return None

@@ -10,8 +10,10 @@ from typing import Any
 from gateway.config.routing import CATCH_ALL
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Node
+from gateway.proxy.api.base import ModelSummary
 from gateway.proxy.inbound.model_names import ModelAliases
 from gateway.request import Caller
+from gateway.scheduling.fleet_sync import ALIVE_STATES
 
 MODEL_OWNER = "llama-gateway"
 
@@ -75,6 +77,23 @@ class VisibleModels:
             model["meta"] = meta
         return model
 
+    def summary(self, name: str, created: int) -> ModelSummary:
+        """A model for APIs that describe models. `created` is in seconds since 1970."""
+        nodes = self.nodes_serving([name])
+        reported = [node.properties for node in nodes]
+        return ModelSummary(
+            name,
+            created,
+            frozenset().union(*map(_known_endpoints, nodes)),
+            is_up=any(node.state in ALIVE_STATES for node in nodes),
+            on_gpu=any(node.spec.tier == "gpu" for node in nodes),
+            context=largest_context(nodes),
+            parameters=next((one.n_params for one in reported if one.n_params), None),
+            size=next((one.size for one in reported if one.size), None),
+            quantization=next((one.ftype for one in reported if one.ftype), None),
+            file=next((one.file for one in reported if one.file), None),
+        )
+
 
 def add_anthropic_fields(model: dict[str, Any]) -> dict[str, Any]:
     """The model, with the fields that Anthropic's clients read."""
@@ -116,6 +135,14 @@ def largest_context(nodes: Iterable[Node]) -> int | None:
 def _largest_trained_context(nodes: Iterable[Node]) -> int | None:
     sizes = (node.properties.trained_context for node in nodes)
     return max((size for size in sizes if size is not None), default=None)
+
+
+def _known_endpoints(node: Node) -> frozenset[str]:
+    """What a node serves, as far as it is known: by the inventory, or by what it has refused."""
+    if node.spec.endpoints is not None:
+        return frozenset(node.spec.endpoints)
+    found = {"embeddings" if "chat" in node.properties.refused else "chat"}
+    return frozenset(found | {"vision"} if _has_vision(node) else found)
 
 
 def _has_vision(node: Node) -> bool:

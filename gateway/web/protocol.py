@@ -577,13 +577,14 @@ def protocol_class(
     serve: Serve | None = None,
     proxies: Sequence[IPNetwork] = (),
     *,
+    routes: Mapping[bytes, Route] | None = None,
     linger_seconds: float = LINGER_SECONDS,
     pipeline_bytes: int = LISTENER_PIPELINE_BYTES,
 ) -> type[BoundedProtocol]:
     """The protocol class of one listener, for a uvicorn `Config`.
 
-    With `serve`, POSTs to the routed paths go there and not to the ASGI application. Connections
-    of `proxies` count for the addresses that they forward.
+    With `serve`, POSTs to `routes` (default: `ROUTES`) go there and not to the ASGI application.
+    Connections of `proxies` count for the addresses that they forward.
     """
     attributes: dict[str, Any] = {
         "limits": limits,
@@ -593,6 +594,7 @@ def protocol_class(
         "linger_seconds": linger_seconds,
     }
     if serve is not None:
-        attributes["routes"] = {path.encode(): route for path, route in ROUTES.items()}
+        every = {path.encode(): route for path, route in ROUTES.items()}
+        attributes["routes"] = every if routes is None else routes
         attributes["serve"] = staticmethod(serve)
     return type("ListenerProtocol", (BoundedProtocol,), attributes)

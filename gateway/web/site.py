@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -17,7 +19,9 @@ from gateway.access.callers import identify_caller
 from gateway.config.listeners import CorsSpec
 from gateway.errors import truncate_echo
 from gateway.fleet.fleet import Fleet
-from gateway.proxy.inbound.routes import ROUTES
+from gateway.proxy.api.base import ModelSummary, Page
+from gateway.proxy.inbound.routes import ROUTES, pages_of, routes_of
+from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
 from gateway.web.asgi import HealthEndpoints, JsonResponse, asgi_app
 from gateway.web.handler import ProxyHandler
 from gateway.web.models import VisibleModels, add_anthropic_fields, list_response, props_response
@@ -46,7 +50,9 @@ def public_app(handler: ProxyHandler, fleet: Fleet) -> ASGIApp:
             ("/ready", health.ready),
         )
     ]
-    routed = [Route(path, _served_by_protocol, methods=["POST"]) for path in ROUTES]
+    settings = handler.config.settings
+    own += [Route(page.path, site.page(page), methods=[page.method]) for page in pages_of(settings)]
+    routed = [Route(path, _served_by_protocol, methods=["POST"]) for path in routes_of(settings)]
     return asgi_app([*own, *routed], handler.next_id, suggest=suggest_path)
 
 
@@ -69,7 +75,7 @@ async def _served_by_protocol(_: Request) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """`/v1/models` and `/props`."""
+    """`/v1/models`, `/props`, and the pages of APIs."""
 
     handler: ProxyHandler
     fleet: Fleet
@@ -85,17 +91,43 @@ class _Site:
         models = self._visible_models(request)
         if not request.path_params["id"]:
             raise errors.not_found("/v1/models/", suggest_path("/v1/models/"))
-        name = self._check_name(request, models, request.path_params["id"])
+        name = self.check_name(request, models, request.path_params["id"])
         model = models.model_object(name, self.created)
         return JsonResponse(add_anthropic_fields(model) if _is_anthropic(request) else model)
 
     async def props(self, request: Request) -> Response:
         models = self._visible_models(request)
-        name = request.query_params.get("model") or self._default_model(models)
-        names = (
-            models.visible_names() if name is None else [self._check_name(request, models, name)]
-        )
+        name = request.query_params.get("model") or self.default_model(models)
+        names = models.visible_names() if name is None else [self.check_name(request, models, name)]
         return JsonResponse(props_response(models.nodes_serving(names)))
+
+    def page(self, page: Page) -> Callable[[Request], Awaitable[Response]]:
+        """The endpoint of an API's page."""
+
+        async def endpoint(request: Request) -> Response:
+            models = self._visible_models(request) if page.needs_models else None
+            body = await self._read_fields(request) if page.method == "POST" else {}
+            answer = page.respond(_Catalog(self, request, models), body)
+            return PlainTextResponse(answer) if isinstance(answer, str) else JsonResponse(answer)
+
+        return endpoint
+
+    async def _read_fields(self, request: Request) -> JsonObject:
+        """The fields of a small body. Raises: GatewayError (400, 408, 413)."""
+        limits = self.handler.config.settings.limits
+        body = b""
+        try:
+            async with asyncio.timeout(limits.body_timeout):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > PAGE_BODY_BYTES:
+                        raise errors.body_too_large(PAGE_BODY_BYTES)
+        except TimeoutError:
+            raise errors.request_timeout("The body took too long to arrive.") from None
+        try:
+            return parse_object(body)
+        except InvalidJson:
+            raise errors.invalid_json("it must be an object") from None
 
     def _visible_models(self, request: Request) -> VisibleModels:
         """The models that the caller may see. Raises: GatewayError (401, 403, 503)."""
@@ -117,8 +149,8 @@ class _Site:
             raise errors.starting("The nodes are being asked what they serve.")
         return VisibleModels(self.fleet, config.rules.model_aliases, caller)
 
-    def _check_name(self, request: Request, models: VisibleModels, name: str) -> str:
-        """The name, if it is visible. Raises: GatewayError (404, 503)."""
+    def check_name(self, request: Request, models: VisibleModels, name: str) -> str:
+        """The name, if `models` has it. Raises: GatewayError (404, 503)."""
         if name in models:
             return name
         if models.caller.may_use(name):
@@ -132,9 +164,40 @@ class _Site:
                 raise error
         raise errors.model_not_found(truncate_echo(name), models.visible_names())
 
-    def _default_model(self, models: VisibleModels) -> str | None:
+    def default_model(self, models: VisibleModels) -> str | None:
+        """The default model, if `models` has it."""
         name = self.handler.config.settings.default_model
         return name if name is not None and name in models else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Catalog:
+    """The models that a request may see, for the page of an API."""
+
+    site: _Site
+    request: Request
+    visible: VisibleModels | None
+    """None: the page needs none."""
+
+    def models(self) -> list[ModelSummary]:
+        """All that have a name of their own."""
+        if self.visible is None:
+            return []
+        names = self.visible.visible_names()
+        return [self.visible.summary(name, self.site.created) for name in names]
+
+    def model(self, name: str | None) -> ModelSummary:
+        """The one that a request for this name gets. Raises: GatewayError."""
+        assert self.visible is not None
+        wanted = name or self.site.default_model(self.visible)
+        if wanted is None:
+            raise errors.invalid_request("'model' is missing.", "model")
+        known = self.site.check_name(self.request, self.visible, wanted)
+        return self.visible.summary(known, self.site.created)
+
+
+PAGE_BODY_BYTES = 64 * 1024
+"""Most bytes of the body of a request for an API's page."""
 
 
 def _is_anthropic(request: Request) -> bool:

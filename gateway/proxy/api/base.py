@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -90,6 +91,53 @@ class Translation:
     """The response, if no node need be asked: only the model's name is checked."""
 
 
+@dataclass(frozen=True, slots=True)
+class ModelSummary:
+    """A model as its nodes have reported it; None: they have not."""
+
+    name: str
+    created: int
+    """Seconds since 1970."""
+    endpoints: AbstractSet[str]
+    """What its nodes are known to serve: `chat`, `embeddings`, `vision` and so on."""
+    is_up: bool
+    """Whether a node with it is up."""
+    on_gpu: bool
+    """Whether a node with it computes on a GPU."""
+    context: int | None = None
+    """Tokens of one slot."""
+    parameters: int | None = None
+    size: int | None = None
+    """Bytes of its tensors."""
+    quantization: str | None = None
+    file: str | None = None
+
+
+class ModelCatalog(Protocol):
+    """The models that a caller may see."""
+
+    def models(self) -> list[ModelSummary]:
+        """All that have a name of their own."""
+
+    def model(self, name: str | None) -> ModelSummary:
+        """The one that a request for this name gets. Raises: GatewayError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A path of an API that the gateway answers without a node.
+
+    `respond` makes JSON or a text of the models and, for POST, the fields of the body. Raises:
+    GatewayError.
+    """
+
+    path: str
+    respond: Callable[[ModelCatalog, JsonObject], JsonObject | str]
+    method: Literal["GET", "POST"] = "GET"
+    needs_models: bool = True
+    """False: it may be read without a key."""
+
+
 class Api:
     """An API of JSON bodies and server-sent events. One instance serves all requests."""
 
@@ -119,11 +167,13 @@ class Api:
         """Whether this body for this path is to be translated, where the API `translates`."""
         return True
 
-    def translate(self, body: bytes) -> Generator[None, None, Translation]:
+    def translate(
+        self, body: bytes, is_model: Callable[[str], bool]
+    ) -> Generator[None, None, Translation]:
         """The request of this body as nodes get it, in short steps.
 
-        It is checked afterwards, like one that the client sent in that form. Raises: GatewayError
-        400, with this API's names of fields.
+        It is checked afterwards, like one that the client sent in that form. `is_model`: whether
+        there is a model of a name. Raises: GatewayError 400, with this API's names of fields.
         """
         raise NotImplementedError
 

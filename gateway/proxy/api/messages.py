@@ -233,7 +233,9 @@ class MessagesApi(Api):
             return False
         return _response_format(body_fields(body)) is not None
 
-    def translate(self, body: bytes) -> Generator[None, None, Translation]:
+    def translate(
+        self, body: bytes, is_model: Callable[[str], bool]
+    ) -> Generator[None, None, Translation]:
         """The body as a chat with a `response_format`."""
         fields = body_fields(body)
         chat = yield from chat_request(fields, _response_format(fields) or {})

@@ -44,6 +44,10 @@ class ModelAliases:
             name == CATCH_ALL or not (name in self.rules or model_index.may_serve(name))
         )
 
+    def knows(self, name: str, model_index: ModelIndex) -> bool:
+        """Whether a rule has this name, or some node serves it."""
+        return name in self.rules or model_index.serves(name)
+
     def resolve(self, name: str) -> tuple[ResolvedModel, ...]:
         """The models that `name` stands for, in order of preference; itself without a rule."""
         if name not in self.rules:

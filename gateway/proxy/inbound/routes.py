@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
-from gateway.proxy.api.base import Api
+from gateway.config.settings import Settings
+from gateway.proxy.api.base import Api, Page
 from gateway.proxy.api.chat import CHAT
 from gateway.proxy.api.completions import COMPLETIONS
 from gateway.proxy.api.messages import MESSAGES
 from gateway.proxy.api.native import INFILL, NATIVE
-from gateway.proxy.api.ollama import OLLAMA
+from gateway.proxy.api.ollama import (
+    OLLAMA,
+    OLLAMA_CHAT,
+    OLLAMA_EMBED,
+    OLLAMA_EMBEDDINGS,
+    OLLAMA_GENERATE,
+)
+from gateway.proxy.api.ollama import PAGES as OLLAMA_PAGES
 from gateway.proxy.api.relayed import RELAYED, RelayedApi
 from gateway.proxy.api.responses import RESPONSES
 from gateway.proxy.inbound.large_body import Body
@@ -25,7 +34,7 @@ class Route:
     """One routed path."""
 
     path: str
-    """The path as nodes know it."""
+    """The path as nodes know it; if the API translates, as clients do."""
     api: Api
     endpoint: Endpoint = "chat"
     generates: bool = False
@@ -84,7 +93,29 @@ _WITHOUT_V1 = (
 ROUTES: dict[str, Route] = {route.path: route for route in _ROUTES}
 
 ROUTES.update({path.removeprefix("/v1"): ROUTES[path] for path in _WITHOUT_V1})
-"""Every path that clients may ask for."""
+"""Every path that nodes know and clients may ask for."""
+
+_OLLAMA_ROUTES: dict[str, Route] = {
+    route.path: route
+    for route in (
+        Route("/api/chat", OLLAMA_CHAT, generates=True),
+        Route("/api/generate", OLLAMA_GENERATE, generates=True),
+        Route("/api/embed", OLLAMA_EMBED, "embeddings"),
+        Route("/api/embeddings", OLLAMA_EMBEDDINGS, "embeddings"),
+    )
+}
+"""Their requests are translated into those of `ROUTES`."""
+
+
+def routes_of(settings: Settings) -> Mapping[str, Route]:
+    """The paths that clients may ask for under these settings."""
+    return {**ROUTES, **_OLLAMA_ROUTES} if settings.ollama else ROUTES
+
+
+def pages_of(settings: Settings) -> tuple[Page, ...]:
+    """The pages of APIs that are served under these settings."""
+    return OLLAMA_PAGES if settings.ollama else ()
+
 
 NATIVE_ROUTE = ROUTES["/completion"]
 """llama.cpp's completion of a rendered prompt, by which a node can resume a stream of any API."""

@@ -89,7 +89,7 @@ def test_neither_is_one_of_another_path_or_with_the_repair_switched_off() -> Non
 def test_the_chat_has_the_format_and_the_same_parameters() -> None:
     body = HELLO | OUTPUT | {"model": "m", "temperature": 0.5, "stream": True, "priority": "batch"}
     body |= {"stop_sequences": ["x"], "metadata": {"user_id": "u"}, "top_k": 3}
-    translation = run_at_once(MESSAGES.translate(msgspec.json.encode(body)))
+    translation = run_at_once(MESSAGES.translate(msgspec.json.encode(body), lambda _: True))
     assert translation.path == "/v1/chat/completions"
     assert parse_object(translation.body) == {
         **{name: body[name] for name in ("model", "temperature", "stream", "priority", "top_k")},

@@ -1,0 +1,409 @@
+"""Ollama's API over emulated nodes: what the settings turn on, streams, limits, and failures."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ollama
+import pytest
+
+from gateway.events import StreamResumed
+from tests.emulator import EmulatedNode
+from tests.emulator.wire import unchunk, wired
+from tests.gateways import Running, running_gateway, until
+from tests.virtual import in_virtual_time
+from tests.web.raw_client import answer, public, request
+
+ON = {"ollama": True}
+HELLO = [{"role": "user", "content": "hello"}]
+PATHS = ["/api/chat", "/api/generate", "/api/embed", "/api/embeddings"]
+PAGES = [
+    ("GET", "/"), ("HEAD", "/"), ("GET", "/api/version"), ("HEAD", "/api/version"),
+    ("GET", "/api/tags"), ("HEAD", "/api/tags"), ("GET", "/api/ps"), ("POST", "/api/show"),
+]  # fmt: skip
+GREEDY = {"temperature": 0, "num_predict": 40}
+
+
+@asynccontextmanager
+async def official_client(url: str) -> AsyncIterator[ollama.AsyncClient]:
+    async with ollama.AsyncClient(url, trust_env=False) as client:
+        yield client
+
+
+async def all_of(stream: AsyncIterator[Any]) -> list[Any]:
+    return [part async for part in stream]
+
+
+def lines(response: httpx.Response) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in response.text.splitlines()]
+
+
+def text(found: list[dict[str, Any]]) -> str:
+    return "".join(
+        one.get("message", one).get("content") or one.get("response", "") for one in found
+    )
+
+
+async def chat(running: Running, **body: Any) -> httpx.Response:
+    return await running.client.post("/api/chat", json={"messages": HELLO, **body})
+
+
+@in_virtual_time
+async def test_it_is_served_only_while_the_settings_say_so(tmp_path: Path) -> None:
+    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url]) as running:
+
+        async def statuses() -> list[int]:
+            asked = [("POST", path) for path in PATHS] + PAGES
+            body = {"model": "demo", "messages": HELLO, "prompt": ""}
+            found = [
+                await running.client.request(method, path, json=body) for method, path in asked
+            ]
+            return [one.status_code for one in found]
+
+        off = await statuses()
+        assert set(off) == {404}
+        found = await chat(running)
+        assert "Use /v1/chat/completions" in found.json()["error"]
+        running.write_settings(ON)
+        await running.gateway.reload()
+        assert set(await statuses()) == {200}
+        assert (await running.client.get("/api/chat")).status_code == 405
+        running.write_settings({})
+        await running.gateway.reload()
+        assert await statuses() == off
+
+
+@in_virtual_time
+async def test_a_connection_from_before_gets_404_too(tmp_path: Path) -> None:
+    asked = request({"messages": HELLO, "stream": False}, path="/api/chat")
+    async with public(tmp_path, ON) as gate, wired(gate.url) as wire:
+        await wire.send(asked)
+        assert (await answer(wire)).status == 200
+        gate.running.write_settings({})
+        await gate.running.gateway.reload()
+        await wire.send(asked)
+        found = await answer(wire)
+        assert (found.status, found.headers["x-gateway-reason"]) == (404, "not_found")
+        assert isinstance(json.loads(found.body)["error"], str)
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+@in_virtual_time
+async def test_a_stream_of_lines_has_the_text_of_the_plain_response(
+    tmp_path: Path, path: str
+) -> None:
+    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url], ON) as running:
+        body = {"model": "demo", "messages": HELLO, "prompt": "hello", "options": GREEDY}
+        plain = await running.client.post(path, json={**body, "stream": False})
+        stream = await running.client.post(path, json=body)
+    assert plain.headers["content-type"].startswith("application/json")
+    assert stream.headers["content-type"] == "application/x-ndjson"
+    whole, found = plain.json(), lines(stream)
+    assert [one["done"] for one in found] == [False] * (len(found) - 1) + [True]
+    assert len(found) > 10
+    assert text(found) == text([whole]) != ""
+    assert {one["model"] for one in found} == {"demo"}
+    for end in (whole, found[-1]):
+        assert (end["done"], end["done_reason"]) == (True, "stop")
+        assert end["eval_count"] > 10
+        assert end["prompt_eval_count"] > 0
+        for name in ("total_duration", "load_duration", "prompt_eval_duration", "eval_duration"):
+            assert isinstance(end[name], int)
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+@pytest.mark.parametrize("raw", [False, True])
+@in_virtual_time
+async def test_a_broken_stream_is_resumed_on_another_node(
+    tmp_path: Path, path: str, *, raw: bool
+) -> None:
+    body = {"messages": HELLO, "prompt": "hello", "options": GREEDY, "raw": raw}
+    nodes = [EmulatedNode(answer_tokens=2000, decode_tps=50.0) for _ in range(2)]
+    async with (
+        nodes[0],
+        nodes[1],
+        running_gateway(tmp_path, [node.url for node in nodes], ON) as running,
+    ):
+        whole = lines(await running.client.post(path, json=body))
+        resumed: list[StreamResumed] = []
+        running.gateway.bus.subscribe(StreamResumed, resumed.append)
+        received = b""
+        async with running.client.stream("POST", path, json=body) as response:
+            async for part in response.aiter_bytes():
+                received += part
+                if received.count(b"\n") == 10:
+                    [busy] = [node for node in nodes if node.busy]
+                    await busy.kill()
+        found = [json.loads(line) for line in received.splitlines()]
+    assert len(resumed) == 1
+    assert text(found) == text(whole)
+    assert [one["done"] for one in found].count(True) == 1
+    names = ("done", "done_reason", "eval_count", "prompt_eval_count")
+    assert [found[-1][name] for name in names] == [whole[-1][name] for name in names]
+    # The second node's timings hold for its own part alone.
+    assert found[-1]["eval_duration"] == pytest.approx(whole[-1]["eval_duration"], rel=0.2)
+
+
+@in_virtual_time
+async def test_a_stream_that_no_node_can_resume_ends_with_an_error(tmp_path: Path) -> None:
+    async with public(tmp_path, {**ON, "resume": "off"}) as gate:
+        gate.node.faults.next("close", after_events=5)
+        async with official_client(gate.url) as client:
+            stream = await client.chat("demo", HELLO, stream=True)
+            assert (await anext(stream)).message.content
+            with pytest.raises(ollama.ResponseError) as raised:
+                await all_of(stream)
+            assert "broke off" in raised.value.error
+            assert (await gate.last()).status == 502
+
+
+@in_virtual_time
+async def test_a_waiting_stream_gets_white_space(tmp_path: Path) -> None:
+    async with public(tmp_path, {**ON, "heartbeat": 0.1}) as gate:
+        gate.node.faults.next("hang", after_events=0)
+        async with wired(gate.url) as wire:
+            body = {"messages": HELLO, "options": GREEDY}
+            await wire.send(request(body, "X-Gateway-Progress: 1", path="/api/chat"))
+            head = await wire.head()
+            assert b"content-type: application/x-ndjson\r\n" in head
+            assert b"x-accel-buffering: no\r\n" in head
+            data = b""
+            while data.count(b"1\r\n \r\n") < 3:
+                data += await wire.until(b"\r\n")
+            gate.node.faults.release()
+            while not data.endswith(b"\r\n0\r\n\r\n"):
+                data += await wire.until(b"\r\n")
+        found = unchunk(data)
+        assert found.startswith(b"   ")
+        assert b"\n\n" not in found
+        assert b":" not in found[:10].replace(b'":', b"")
+        assert json.loads(found.splitlines()[-1])["done"] is True
+
+
+@in_virtual_time
+async def test_the_official_client_reads_on_over_heartbeats(tmp_path: Path) -> None:
+    settings = {**ON, "heartbeat": 0.1}
+    async with (
+        EmulatedNode(prefill_tps=5.0, decode_tps=5.0) as node,
+        running_gateway(tmp_path, [node.url], settings) as running,
+        official_client(running.url) as client,
+    ):
+        parts = [part async for part in await client.chat("demo", HELLO, stream=True)]
+    assert parts[-1].done
+    assert all(part.message.content for part in parts[:-1])
+
+
+@in_virtual_time
+async def test_an_error_behind_a_heartbeat_is_a_line(tmp_path: Path) -> None:
+    settings = {**ON, "heartbeat": 0.1, "timeouts": {"first_byte": 0.5}, "retries": {"attempts": 1}}
+    async with public(tmp_path, settings) as gate:
+        gate.node.faults.next("hang", after_events=0)
+        async with gate.running.client.stream("POST", "/api/chat", json={"messages": HELLO}) as got:
+            assert got.status_code == 200
+            data = await got.aread()
+        assert (await gate.last()).status == 504
+    assert data.startswith(b"   ")
+    [line] = data.splitlines()
+    assert isinstance(json.loads(line)["error"], str)
+
+
+@in_virtual_time
+async def test_a_full_queue_is_429_with_retry_after(tmp_path: Path) -> None:
+    settings = {**ON, "queue": {"max": 0}}
+    async with (
+        EmulatedNode(slots=1) as node,
+        running_gateway(tmp_path, [node.url], settings) as running,
+    ):
+        node.faults.next("hang")
+        async with wired(running.url) as wire:
+            await wire.send(request({"messages": HELLO}, path="/api/chat"))
+            await until(lambda: node.busy)
+            found = await chat(running)
+            assert found.status_code == 429
+            assert int(found.headers["retry-after"]) >= 1
+            assert isinstance(found.json()["error"], str)
+            node.faults.release()
+            await wire.head()
+
+
+@in_virtual_time
+async def test_without_a_node_it_is_503_with_retry_after(tmp_path: Path) -> None:
+    settings = {**ON, "retries": {"wait_for_node": 0.1}}
+    async with (
+        EmulatedNode() as node,
+        running_gateway(tmp_path, [node.url], settings) as running,
+    ):
+        await node.kill()
+        await until(lambda: running.gateway.fleet.nodes["node-0"].state.value == "down")
+        found = await chat(running)
+        assert found.status_code == 503
+        assert int(found.headers["retry-after"]) >= 1
+        assert isinstance(found.json()["error"], str)
+
+
+@in_virtual_time
+async def test_an_empty_request_asks_no_node(tmp_path: Path) -> None:
+    async with public(tmp_path, ON) as gate, official_client(gate.url) as client:
+        loaded = await client.chat("demo", [])
+        assert (loaded.done, loaded.done_reason, loaded.message.content) == (True, "load", "")
+        assert (await client.generate("demo", "", keep_alive=0)).done_reason == "unload"
+        assert (await client.embed("demo", [])).embeddings == []
+        with pytest.raises(ollama.ResponseError) as raised:
+            await client.generate("nobody", "")
+        assert raised.value.status_code == 404
+        assert gate.node.requests == 0
+        assert gate.running.gateway.handler.body_memory.total_bytes == 0
+
+
+LIMITED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"grammar_bytes": 100}, {"format": {"enum": ["x" * 200]}}, "'format' holds a grammar or"),
+    ({"grammar_depth": 4}, {"format": {"a": {"b": {"c": {"d": {"e": 1}}}}}}, "'format' holds a"),
+    ({"json_depth": 4}, {"format": {"a": {"b": {"c": {"d": {"e": 1}}}}}}, "The body is nested"),
+    ({"tools_bytes": 10}, {"tools": [{"type": "function"}]}, "'tools' has more than 10 bytes"),
+    ({}, {"options": {"stop": ["x"] * 100_000}}, "'options.stop'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("limits", "body", "message"), LIMITED)
+@in_virtual_time
+async def test_limits_hold_as_for_a_direct_request(
+    tmp_path: Path, limits: dict[str, Any], body: dict[str, Any], message: str
+) -> None:
+    async with public(tmp_path, {**ON, "limits": limits}) as gate:
+        found = await gate.ask(request({"messages": HELLO, **body}, path="/api/chat"))
+        assert found.status == 400
+        assert json.loads(found.body)["error"].startswith(message)
+        assert gate.node.requests == 0
+
+
+@in_virtual_time
+async def test_the_limit_of_tokens_holds(tmp_path: Path) -> None:
+    async with public(tmp_path, {**ON, "limits": {"max_tokens": 5}}) as gate:
+        for options in ({}, {"num_predict": 50}, {"num_predict": -1}):
+            found = await chat(gate.running, options=options, stream=False)
+            assert found.json()["eval_count"] == 5
+            assert found.json()["done_reason"] == "length"
+
+
+@in_virtual_time
+async def test_the_rules_of_models_hold(tmp_path: Path) -> None:
+    models = {"helper": {"use": "demo", "set": {"max_tokens": 3}}}
+    async with public(tmp_path, {**ON, "models": models}) as gate:
+        for name in ("helper", "helper:latest"):
+            found = (await chat(gate.running, model=name, stream=False)).json()
+            assert (found["model"], found["eval_count"]) == (name, 3)
+
+
+@in_virtual_time
+async def test_a_nodes_refusal_is_a_text(tmp_path: Path) -> None:
+    async with public(tmp_path, ON) as gate:
+        gate.node.faults.next("status", status=400)
+        found = await chat(gate.running)
+        assert (found.status_code, found.json()) == (400, {"error": "Bad request"})
+        found = await chat(gate.running, messages=[{"role": "user", "content": "a " * 9000}])
+        assert found.status_code == 400
+        assert "exceeds the available context size" in found.json()["error"]
+
+
+async def test_large_images_pass_and_their_memory_is_returned(tmp_path: Path) -> None:
+    image = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(6_000_000)).decode()
+    messages = [{"role": "user", "content": "what?", "images": [image]}]
+    async with public(tmp_path, ON) as gate:
+        memory = gate.running.gateway.handler.body_memory
+        found = await chat(gate.running, messages=messages)
+        assert found.status_code == 400
+        assert "reads images" in found.json()["error"]
+        await until(lambda: memory.total_bytes == 0)
+        text_only = [{"role": "user", "content": "a" * 6_000_000}]
+        assert (await chat(gate.running, messages=text_only)).status_code == 400
+        await until(lambda: memory.total_bytes == 0)
+
+
+async def test_both_bodies_count_while_one_is_translated(tmp_path: Path) -> None:
+    settings = {**ON, "limits": {"buffered_bytes": 4_000_000, "body_bytes": 3_500_000}}
+    async with public(tmp_path, settings) as gate:
+        content = "a" * 2_500_000
+        found = await chat(gate.running, messages=[{"role": "user", "content": content}])
+        assert found.status_code == 429
+        assert "memory" in found.json()["error"]
+        memory = gate.running.gateway.handler.body_memory
+        await until(lambda: memory.total_bytes == 0)
+
+
+@in_virtual_time
+async def test_bad_bodies_get_ollamas_error(tmp_path: Path) -> None:
+    async with public(tmp_path, ON) as gate:
+        for path in PATHS:
+            for body in (b"", b"{", b"[1]", b'{"model": 5}', b"\xff\xfe"):
+                found = await gate.ask(request(body, path=path))
+                assert found.status == 400
+                assert isinstance(json.loads(found.body)["error"], str)
+        for body in (b"", b"{", b"[1]", b"{" + b" " * 70_000 + b"}"):
+            found = await gate.ask(request(body, path="/api/show"))
+            assert found.status == (413 if len(body) > 70_000 else 400)
+            assert isinstance(json.loads(found.body)["error"], str)
+
+
+@in_virtual_time
+async def test_pages_need_the_key_that_requests_need(tmp_path: Path) -> None:
+    sha256 = "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b"  # of "secret"
+    settings = {**ON, "keys": [{"id": "abcdefgh", "sha256": sha256, "name": "one"}]}
+    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url], settings) as running:
+        for path, status in (
+            ("/", 200),
+            ("/api/version", 200),
+            ("/api/tags", 401),
+            ("/api/ps", 401),
+        ):
+            found = await running.client.get(path)
+            assert found.status_code == status
+        assert (await chat(running)).status_code == 401
+        key = {"Authorization": "Bearer lg_abcdefgh_secret"}
+        found = await running.client.get("/api/tags", headers=key)
+        assert [one["name"] for one in found.json()["models"]] == ["demo"]
+
+
+@in_virtual_time
+async def test_models_are_described(tmp_path: Path) -> None:
+    models = {"gpt": {"use": "demo"}}
+    async with (
+        EmulatedNode() as chatting,
+        EmulatedNode(model="embedder", embeddings=True) as embedding,
+        running_gateway(
+            tmp_path,
+            [
+                {"name": "a", "url": chatting.url, "endpoints": ["chat", "vision"], "tier": "gpu"},
+                {"name": "b", "url": embedding.url, "endpoints": ["embeddings"]},
+            ],
+            {**ON, "models": models},
+        ) as running,
+        official_client(running.url) as client,
+    ):
+        listed = {one.model: one for one in (await client.list()).models}
+        assert set(listed) == {"demo", "embedder", "gpt"}
+        found = await client.show("demo")
+        assert found.capabilities == ["completion", "tools", "vision"]
+        assert found.modelinfo is not None
+        assert found.modelinfo["llama.context_length"] == 4096
+        assert (await client.show("embedder")).capabilities == ["embedding"]
+        assert {one.model for one in (await client.ps()).models} == set(listed)
+        with pytest.raises(ollama.ResponseError) as raised:
+            await client.show("nobody")
+        assert raised.value.status_code == 404
+        await embedding.kill()
+        await until(lambda: running.gateway.fleet.nodes["b"].state.value == "down")
+        assert {one.model for one in (await client.ps()).models} == {"demo", "gpt"}
+        assert len((await client.list()).models) == 3
+
+
+async def test_metrics_and_logs_name_the_path_that_was_asked_for(tmp_path: Path) -> None:
+    async with public(tmp_path, ON) as gate:
+        await chat(gate.running, options=GREEDY)
+        record = await gate.last()
+    assert (record.path, record.status, record.stream) == ("/api/chat", 200, True)
