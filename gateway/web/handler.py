@@ -303,6 +303,8 @@ class _HandledRequest:
             )
         else:
             translation = run_at_once(work)
+        if translation.path == self._route.path:
+            return translation.body
         self._node_route, self._rewriter = ROUTES[translation.path], translation.rewriter
         if translation.reply is None:
             return translation.body

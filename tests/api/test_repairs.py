@@ -145,6 +145,18 @@ async def test_a_message_with_a_format_that_was_cut_off_says_so(site: Site) -> N
     assert (message["stop_reason"], message["usage"]["output_tokens"]) == ("max_tokens", 12)
 
 
+async def test_a_large_body_is_read_in_steps(site: Site) -> None:
+    large = MESSAGE | {"max_tokens": 60, "metadata": {"note": "stone " * 30_000}}
+    bound = await post(site.http, "/v1/messages", large | OUTPUT)
+    assert obeys(bound["content"][0]["text"])
+    free = await post(site.http, "/v1/messages", large | {"output_config": {"effort": "low"}})
+    assert (free["stop_reason"], free["usage"]["output_tokens"]) == ("max_tokens", 60)
+    assert not obeys(free["content"][0]["text"])
+    text = {"text": {"format": BOUND}, "metadata": large["metadata"], "max_output_tokens": 60}
+    response = await post(site.http, "/v1/responses", ASK | text)
+    assert obeys(response["output"][0]["content"][0]["text"])
+
+
 async def test_a_format_obeys_the_limits_of_grammars(site: Site) -> None:
     deep: Any = CITY
     for _ in range(40):

@@ -83,7 +83,7 @@ class Translation:
     """A client's request in another API, by which nodes are asked."""
 
     path: str
-    """The routed path whose API it is."""
+    """The routed path whose API it is; the client's own: it is not translated after all."""
     body: bytes
     rewriter: ResponseRewriter
     """Translates the response back."""

@@ -30,7 +30,14 @@ from gateway.proxy.api.resuming import (
     as_count,
     named_event,
 )
-from gateway.proxy.json_values import InvalidJson, JsonObject, parse_json, parse_object
+from gateway.proxy.json_values import (
+    SHORT_BODY_BYTES,
+    InvalidJson,
+    JsonObject,
+    cut_long_strings,
+    parse_json,
+    parse_object,
+)
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.transcript import Transcript
 from gateway.proxy.usage import Usage, token_count
@@ -231,14 +238,26 @@ class MessagesApi(Api):
             return False
         if not any(mark in body for mark in _FORMAT_MARKS):
             return False
-        return _response_format(body_fields(body)) is not None
+        # `translate` reads a large body in steps, and then decides itself.
+        large = len(body) >= SHORT_BODY_BYTES
+        return large or _response_format(body_fields(body)) is not None
 
     def translate(
         self, body: bytes, is_model: Callable[[str], bool]
     ) -> Generator[None, None, Translation]:
-        """The body as a chat with a `response_format`."""
-        fields = body_fields(body)
-        chat = yield from chat_request(fields, _response_format(fields) or {})
+        """The body as a chat with a `response_format`.
+
+        It passes as it is if it asks for no format, or is too large to be read.
+        """
+        try:
+            texts = yield from cut_long_strings(body)
+        except GatewayError:
+            return Translation("/v1/messages", body, ResponseRewriter())
+        fields = body_fields(texts.rest)
+        response_format = _response_format(fields)
+        if response_format is None:
+            return Translation("/v1/messages", body, ResponseRewriter())
+        chat = yield from chat_request(fields, response_format, texts)
         return Translation("/v1/chat/completions", chat, ChatToMessage())
 
     def response_rewriter(

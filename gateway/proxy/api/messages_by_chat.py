@@ -19,6 +19,7 @@ from gateway.proxy.api.resuming import as_count, is_number, named_event
 from gateway.proxy.json_values import (
     ITEMS_DECODER,
     JSON_ERRORS,
+    CutBody,
     InvalidJson,
     JsonObject,
     parse_json,
@@ -41,11 +42,11 @@ _BILLING_LINE, _STAMP = "x-anthropic-billing-header:", "cch="
 
 
 def chat_request(
-    fields: Mapping[str, msgspec.Raw], response_format: JsonObject
+    fields: Mapping[str, msgspec.Raw], response_format: JsonObject, texts: CutBody
 ) -> Generator[None, None, bytes]:
-    """The body of a chat for a message's body of these fields, in a step for each message.
+    """The body of a chat for a message's body of these fields, in short steps.
 
-    Raises: GatewayError 400.
+    `texts`: the body, whose long strings are cut out of `fields`. Raises: GatewayError 400.
     """
     chat: dict[str, Any] = {name: fields[name] for name in SAME_FIELDS if name in fields}
     messages: list[Any] = []
@@ -54,7 +55,7 @@ def chat_request(
         if (system := _value(fields, "system")) is not None:
             messages.append({"role": "system", "content": _system_text(system)})
         for item in ITEMS_DECODER.decode(fields.get("messages", b"")):
-            messages += _chat_messages(parse_json(bytes(item)))
+            messages += _chat_messages(parse_json(bytes(item)), texts)
             yield
         thinking, stream = _value(fields, "thinking"), _value(fields, "stream")
     except (InvalidJson, *JSON_ERRORS):
@@ -67,7 +68,11 @@ def chat_request(
         chat["thinking_budget_tokens"] = budget if is_number(budget) else DEFAULT_THINKING_TOKENS
     if stream is True:
         chat["stream_options"] = {"include_usage": True}
-    return msgspec.json.encode(chat | response_format)
+    chat |= response_format
+    whole = yield from texts.join(
+        {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in chat.items()}
+    )
+    return whole
 
 
 def _value(fields: Mapping[str, msgspec.Raw], name: str) -> Any:
@@ -106,8 +111,11 @@ def _text(block: Any, name: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _chat_messages(message: Any) -> list[Any]:
-    """The chat's messages for one of Anthropic's: its own, and one for each tool's result."""
+def _chat_messages(message: Any, texts: CutBody) -> list[Any]:
+    """The chat's messages for one of Anthropic's: its own, and one for each tool's result.
+
+    Raises: GatewayError 400, for arguments of a tool that are too large.
+    """
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return [message]  # a plain text is the same; the node refuses all else
     parts: list[JsonObject] = []
@@ -123,8 +131,10 @@ def _chat_messages(message: Any) -> list[Any]:
             case "image":
                 parts += _image_parts(block)
             case "tool_use":
-                arguments = msgspec.json.encode(block.get("input") or {}).decode()
-                function = {"name": _text(block, "name"), "arguments": arguments}
+                # As a text in a text, its long strings have other escapes.
+                arguments = msgspec.Raw(msgspec.json.encode(block.get("input") or {}))
+                text = texts.restored(arguments, "messages").decode()
+                function = {"name": _text(block, "name"), "arguments": text}
                 calls.append({"id": _text(block, "id"), "type": "function", "function": function})
             case "tool_result":
                 result = {"role": "tool", "tool_call_id": _text(block, "tool_use_id")}

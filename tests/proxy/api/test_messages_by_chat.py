@@ -19,7 +19,12 @@ from gateway.proxy.api.chat import CHAT
 from gateway.proxy.api.messages import MESSAGES
 from gateway.proxy.api.messages_by_chat import ChatToMessage, chat_request
 from gateway.proxy.api.resuming import data_event
-from gateway.proxy.json_values import FIELDS_DECODER, JsonObject, parse_object
+from gateway.proxy.json_values import (
+    FIELDS_DECODER,
+    JsonObject,
+    cut_long_strings,
+    parse_object,
+)
 from gateway.proxy.time_slicer import run_at_once
 from gateway.transport.errors import InvalidResponse
 from tests.gateways import NO_TLS
@@ -33,8 +38,9 @@ IMAGE = {"type": "base64", "media_type": "image/png", "data": "aGk="}
 
 
 def as_chat(body: JsonObject, response_format: JsonObject | None = None) -> JsonObject:
-    fields = FIELDS_DECODER.decode(msgspec.json.encode(body))
-    return parse_object(run_at_once(chat_request(fields, response_format or {})))
+    texts = run_at_once(cut_long_strings(msgspec.json.encode(body)))
+    fields = FIELDS_DECODER.decode(texts.rest)
+    return parse_object(run_at_once(chat_request(fields, response_format or {}, texts)))
 
 
 def needed(body: JsonObject, path: str = "/v1/messages", settings: Settings | None = None) -> bool:
@@ -161,6 +167,42 @@ def test_blocks_become_parts_calls_and_results() -> None:
         result | {"content": [shown]},
         {"role": "user", "content": [shown]},
     ]
+
+
+def test_long_strings_arrive_unchanged() -> None:
+    """Those of a large body are cut out while it is translated."""
+    long = 'say "\\n"\n' * 20_000
+    use = {"type": "tool_use", "id": "t1", "name": "write", "input": {"text": long}}
+    image = {"type": "image", "source": IMAGE | {"data": "A" * 50_000}}
+    blocks = [{"type": "text", "text": long}, {"type": "thinking", "thinking": long}, use]
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": long}
+    chat = as_chat(
+        {
+            "system": [{"type": "text", "text": long}],
+            "messages": [
+                {"role": "user", "content": long},
+                {"role": "assistant", "content": blocks},
+                {"role": "user", "content": [result, image]},
+            ],
+        }
+    )
+    system, first, called, shown, answer = chat["messages"]
+    assert system["content"] == first["content"] == answer["content"] == long
+    assert called["content"][0]["text"] == called["reasoning_content"] == long
+    [call] = called["tool_calls"]
+    assert parse_object(call["function"]["arguments"].encode()) == {"text": long}
+    assert shown["content"][0]["image_url"]["url"] == f"data:image/png;base64,{'A' * 50_000}"
+
+
+def test_a_large_body_without_a_format_passes_as_it_is() -> None:
+    for more in ({"output_config": {"effort": "low"}}, {"output_config": 7}):
+        body = msgspec.json.encode(HELLO | more | {"system": "a" * 100_000})
+        assert MESSAGES.needs_translation("/v1/messages", body, Settings())
+        translation = run_at_once(MESSAGES.translate(body, lambda _: True))
+        assert translation.path == "/v1/messages"
+        assert translation.body is body
+    broken = b'{"output_config": {"format": "' + b"a" * 100_000
+    assert run_at_once(MESSAGES.translate(broken, lambda _: True)).body is broken
 
 
 @pytest.mark.parametrize("messages", [None, "x", {"role": "user"}, 7])
