@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -9,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.config.settings import Settings
 from gateway.proxy import sse
-from gateway.proxy.api.base import ResponseRewriter
-from gateway.proxy.api.responses import MOST_ITEMS, ResponsesRepair, TokenLimits
+from gateway.proxy.api.base import AnsweringNode, ResponseRewriter
+from gateway.proxy.api.responses import MOST_ITEMS, RESPONSES, ResponsesRepair, TokenLimits
 from gateway.proxy.api.resuming import named_event
-from gateway.proxy.json_values import parse_object
+from gateway.proxy.json_values import FIELDS_DECODER, parse_object
+from gateway.request import Caller, Priority, Request
 from gateway.transport.errors import InvalidResponse
 
 USAGE = {"input_tokens": 15, "output_tokens": 4, "total_tokens": 19}
@@ -248,6 +251,100 @@ def test_the_number_of_items_is_bounded() -> None:
 def test_events_of_an_odd_shape_are_no_crash(fields: dict[str, Any]) -> None:
     for kind in ("output_item.added", "output_item.done", "output_text.delta", "completed"):
         repair().rewrite_events(named_event({"type": f"response.{kind}", **fields}))
+
+
+# Which requests and nodes
+
+LLAMA_CPP, OPENAI = AnsweringNode("llama.cpp", 4096), AnsweringNode("openai", None)
+SCHEMA = {"type": "object"}
+BOUND = {"type": "json_schema", "name": "n", "strict": True, "schema": SCHEMA}
+BOUND_CHAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "n", "strict": True, "schema": SCHEMA},
+}
+TOOLS = [{"type": "function", "name": "look"}]
+
+
+def settings(**repairs: bool) -> Settings:
+    return Settings.model_validate({"repairs": repairs})
+
+
+def request(body: dict[str, Any], *, stream: bool = False) -> Request:
+    made = Request(
+        *("id", "x", "/v1/responses", b"", {"m": msgspec.json.encode(body)}, "m"),
+        *(Caller("c", "c", Priority.NORMAL), Priority.NORMAL, "m", ("m",), "chat", 0.0),
+    )
+    return replace(made, stream=stream)
+
+
+def added(body: dict[str, Any], kind: str = "llama.cpp", **repairs: bool) -> Any:
+    fields = FIELDS_DECODER.decode(msgspec.json.encode(body))
+    return RESPONSES.added_fields(fields, kind, settings(**repairs))
+
+
+def test_only_llama_cpp_is_repaired_and_only_where_it_is_switched_on() -> None:
+    for stream in (True, False):
+        one = request({}, stream=stream)
+        assert RESPONSES.response_rewriter(one, LLAMA_CPP, settings()) is not None
+        assert RESPONSES.response_rewriter(one, OPENAI, settings()) is None
+        off = settings(stream_events=False, stop_reason=False)
+        assert RESPONSES.response_rewriter(one, LLAMA_CPP, off) is None
+        numbers_only = RESPONSES.response_rewriter(one, LLAMA_CPP, settings(stop_reason=False))
+        assert (numbers_only is not None) is stream
+
+
+@pytest.mark.parametrize(
+    ("body", "node", "cut_off"),
+    [
+        ({"max_output_tokens": 4}, LLAMA_CPP, True),
+        ({"max_output_tokens": 5}, LLAMA_CPP, False),
+        ({"max_output_tokens": 5, "max_tokens": 4}, LLAMA_CPP, True),
+        ({"max_output_tokens": None, "n_predict": -1}, LLAMA_CPP, False),
+        ({}, AnsweringNode("llama.cpp", 19), True),
+        ({}, AnsweringNode("llama.cpp", None), False),
+        ([], LLAMA_CPP, False),
+    ],
+)
+def test_the_limits_are_those_of_the_body_and_the_node(
+    body: Any, node: AnsweringNode, cut_off: bool
+) -> None:
+    rewriter = RESPONSES.response_rewriter(request(body), node, settings())
+    assert rewriter is not None
+    plain = parse_object(sse.payload(TEXT[-1]))["response"]
+    told = parse_object(rewriter.rewrite_body(msgspec.json.encode(plain)))["status"]
+    assert told == ("incomplete" if cut_off else "completed")
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"text": {"format": BOUND}}, BOUND_CHAT),
+        ({"text": {"format": BOUND}, "tools": TOOLS, "tool_choice": "none"}, BOUND_CHAT),
+        ({"text": {"format": {"type": "json_object"}}}, {"type": "json_object"}),
+    ],
+)
+def test_a_format_is_told_in_the_words_that_the_server_obeys(body: Any, expected: Any) -> None:
+    assert RESPONSES.added_fields_mark in msgspec.json.encode(body)
+    assert added(body) == {"response_format": expected}
+    assert added(body, "openai") is None
+    assert added(body, text_format=False) is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"text": {"format": {"type": "text"}}},
+        {"text": {"format": {"type": "json_schema", "schema": 7}}},
+        {"text": {"format": []}},
+        {"text": "format"},
+        {"text": {"format": BOUND}, "tools": TOOLS},
+        {"text": {"format": BOUND}, "grammar": "root ::= "},
+        {"text": {"format": BOUND}, "response_format": {"type": "json_object"}},
+        {"format": BOUND},
+    ],
+)
+def test_all_other_bodies_stay_as_they_are(body: Any) -> None:
+    assert added(body) is None
 
 
 texts = st.lists(st.text(max_size=12), max_size=6)
