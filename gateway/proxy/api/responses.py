@@ -171,14 +171,14 @@ def _token_limits(request: Request, node: AnsweringNode) -> TokenLimits:
         for name in LENGTH_FIELDS
         if is_number(count := decoded_field(body_fields(body), name)) and count >= 0
     ]
-    return TokenLimits(int(min(given)) if given else None, node.context)
+    return TokenLimits(min(given, default=None), node.context)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLimits:
     """Tokens at which a node cuts a response off; None: there is no limit, or none is known."""
 
-    output: int | None = None
+    output: float | None = None
     context: int | None = None
     """Most tokens of the prompt and the response."""
 
@@ -277,7 +277,9 @@ class ResponsesRepair(ResponseRewriter):
             repaired = value | {"item": self._with_true_status(item)}
         elif kind == "response.completed" and isinstance(whole := value.get("response"), dict):
             whole = self._with_true_status(whole)
-            repaired = value | {"type": f"response.{whole.get('status')}", "response": whole}
+            cut_off = whole.get("status") == "incomplete"
+            kind = "response.incomplete" if cut_off else kind
+            repaired = value | {"type": kind, "response": whole}
         if not self._numbers_events:
             return event if repaired == value else _reencoded(event, [repaired])
         try:
@@ -292,11 +294,14 @@ class ResponsesRepair(ResponseRewriter):
         if value.get("type") == "function_call":
             # The one kind of item that shows for itself whether it is whole.
             return value if _is_json(value.get("arguments")) else value | {"status": "incomplete"}
-        if value.get("object") != "response" or not self._limits().are_reached(value.get("usage")):
+        items = value.get("output")
+        if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
             return value
-        output = value.get("output")
-        if isinstance(output, list) and output and isinstance(output[-1], dict):
-            output = [*output[:-1], output[-1] | {"status": "incomplete"}]
+        output = [self._with_true_status(item) for item in items]
+        if not self._limits().are_reached(value.get("usage")):
+            return value if output == items else value | {"output": output}
+        if output:
+            output[-1] = output[-1] | {"status": "incomplete"}
         details = {"reason": "max_output_tokens"}
         return value | {"status": "incomplete", "incomplete_details": details, "output": output}
 

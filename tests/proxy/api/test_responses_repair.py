@@ -197,8 +197,9 @@ def test_a_response_that_was_cut_off_is_incomplete(
 def test_a_call_whose_arguments_were_cut_off_is_incomplete() -> None:
     events = stream(call(1, ["{", '"city":', ' "ro']))
     for numbered in (True, False):
-        *_, done, _ = rewritten(repair(events=numbered, limits=TokenLimits(4)), events)
+        *_, done, last = rewritten(repair(events=numbered), events)
         assert done["item"]["status"] == "incomplete"
+        assert last["response"]["output"] == [done["item"]]
     *_, done, last = rewritten(repair(limits=None), events)
     assert done["item"]["status"] == last["response"]["status"] == "completed"
 
@@ -300,6 +301,7 @@ def test_only_llama_cpp_is_repaired_and_only_where_it_is_switched_on() -> None:
         ({"max_output_tokens": 5}, LLAMA_CPP, False),
         ({"max_output_tokens": 5, "max_tokens": 4}, LLAMA_CPP, True),
         ({"max_output_tokens": None, "n_predict": -1}, LLAMA_CPP, False),
+        ({"max_output_tokens": 10**400, "max_tokens": 1e300}, LLAMA_CPP, False),
         ({}, AnsweringNode("llama.cpp", 19), True),
         ({}, AnsweringNode("llama.cpp", None), False),
         ([], LLAMA_CPP, False),
