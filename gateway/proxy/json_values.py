@@ -78,14 +78,20 @@ def parse_objects(data: bytes) -> list[JsonObject]:
 SHORT_BODY_BYTES = 64 * 1024
 """Bytes of a body up to which it is parsed with all its strings."""
 
-LONG_STRING_BYTES = 1024
+LONG_STRING_BYTES = 256
 """Bytes of a string from which it is cut out of a larger body."""
 
-MOST_PARSED_BYTES = 4 << 20
+MOST_PARSED_BYTES = 1 << 20
 """Bytes of a body that may be left without its long strings: some milliseconds to parse."""
 
+WINDOW_BYTES = 64 * 1024
+"""Bytes that one step reads."""
+
 STEP_BYTES = 256 * 1024
-"""Bytes that one step reads or writes."""
+"""Bytes that one step writes."""
+
+STEP_PIECES = 500
+"""Pieces of a new body that one step writes."""
 
 Piece = bytes | memoryview
 
@@ -150,7 +156,9 @@ class CutBody:
         """A body of these fields, with its long strings, in short steps."""
         whole = io.BytesIO()  # It grows in place and returns its bytes without a copy.
         written = 0
-        for piece in _field_pieces(fields):
+        for number, piece in enumerate(_field_pieces(fields)):
+            if number % STEP_PIECES == STEP_PIECES - 1:
+                yield
             for part in self._splice(piece):
                 for start in range(0, len(part), STEP_BYTES):
                     written += whole.write(part[start : start + STEP_BYTES])
@@ -192,43 +200,38 @@ def cut_long_strings(body: bytes) -> Generator[None, None, CutBody]:
     key = secrets.token_hex(8).encode()
     parts: list[bytes] = []
     spans: list[tuple[int, int]] = []
-    at = copied = size = 0
-    stepped = STEP_BYTES
-    while (quote := body.find(b'"', at)) >= 0:
-        end = body.find(b'"', quote + 1)
-        while end > 0 and _is_escaped(body, quote + 1, end):
-            if end > stepped:
-                stepped = end + STEP_BYTES
-                yield
-            end = body.find(b'"', end + 1)
-        if end < 0:
-            raise errors.invalid_json("a string has no end")
-        if end - quote > LONG_STRING_BYTES:
-            parts += [body[copied : quote + 1], b"%b:%d;" % (key, len(spans))]
-            size += quote + 1 - copied
-            spans.append((quote + 1, end))
-            copied = end
-        at = end + 1
-        if at > stepped:
-            stepped = at + STEP_BYTES
-            if size + at - copied > MOST_PARSED_BYTES:
-                raise _too_many_short_parts()
-            yield
+    at = start = copied = size = 0
+    in_string = False
+    while at < len(body):
+        window = _without_escapes(body, at, at + WINDOW_BYTES)
+        quote = at - 1
+        at += len(window)
+        # Each quote ends a part but the last one.
+        for length in map(len, window.split(b'"')[:-1]):
+            quote += length + 1
+            in_string = not in_string
+            if in_string:
+                start = quote + 1
+            elif quote - start > LONG_STRING_BYTES:
+                parts += (body[copied:start], b"%b:%d;" % (key, len(spans)))
+                size += start - copied
+                spans.append((start, quote))
+                copied = quote
+        if size + (start if in_string else at) - copied > MOST_PARSED_BYTES:
+            raise _too_many_short_parts()
+        yield
+    if in_string:
+        raise errors.invalid_json("a string has no end")
     parts.append(body[copied:])
-    if size + len(parts[-1]) > MOST_PARSED_BYTES:
-        raise _too_many_short_parts()
     return CutBody(body, b"".join(parts), re.compile(key + rb":(\d+);"), spans)
 
 
-def _is_escaped(body: bytes, start: int, end: int) -> bool:
-    """Whether the quote at `end` of a string that begins at `start` is part of it."""
-    size = 16
-    while True:
-        tail = body[max(start, end - size) : end]
-        backslashes = len(tail) - len(tail.rstrip(b"\\"))
-        if backslashes < len(tail) or end - size <= start:
-            return backslashes % 2 == 1
-        size *= 8
+def _without_escapes(body: bytes, start: int, end: int) -> bytes:
+    """A part of a body, in which only quotes around strings are left; no escape is divided."""
+    part = body[start:end]
+    if (len(part) - len(part.rstrip(b"\\"))) % 2:
+        part += body[end : end + 1]
+    return part.replace(b"\\\\", b"__").replace(b'\\"', b"__")
 
 
 def _too_many_short_parts() -> GatewayError:

@@ -164,6 +164,17 @@ async def test_a_stream_that_no_node_can_resume_ends_with_an_error(tmp_path: Pat
 
 
 @in_virtual_time
+async def test_an_event_that_is_no_chunk_ends_a_stream_with_an_error(tmp_path: Path) -> None:
+    async with public(tmp_path, ON) as gate:
+        data = b'data: {"choices": 5}\n\n'
+        gate.node.faults.next("insert", after_events=5, data=data)
+        found = lines(await chat(gate.running))
+        assert found[-1] == {"error": "The node's answer is not what was expected."}
+        assert not any("error" in one for one in found[:-1])
+        assert (await gate.last()).status == 502
+
+
+@in_virtual_time
 async def test_a_waiting_stream_gets_white_space(tmp_path: Path) -> None:
     async with public(tmp_path, {**ON, "heartbeat": 0.1}) as gate:
         gate.node.faults.next("hang", after_events=0)
@@ -266,7 +277,7 @@ LIMITED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"grammar_depth": 4}, {"format": {"a": {"b": {"c": {"d": {"e": 1}}}}}}, "'format' holds a"),
     ({"json_depth": 4}, {"format": {"a": {"b": {"c": {"d": {"e": 1}}}}}}, "The body is nested"),
     ({"tools_bytes": 10}, {"tools": [{"type": "function"}]}, "'tools' has more than 10 bytes"),
-    ({}, {"options": {"stop": ["x"] * 100_000}}, "'options.stop'"),
+    ({}, {"options": {"stop": ["x"] * 10_000}}, "'options.stop'"),
 ]  # fmt: skip
 
 

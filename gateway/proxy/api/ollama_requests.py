@@ -18,7 +18,6 @@ from gateway import errors
 from gateway.errors import GatewayError
 from gateway.proxy.json_values import (
     JSON_ERRORS,
-    STEP_BYTES,
     CutBody,
     FieldPieces,
     JsonObject,
@@ -30,6 +29,12 @@ CHAT_PATH, COMPLETION_PATH, INFILL_PATH, EMBEDDINGS_PATH = (
     "/v1/chat/completions", "/v1/completions", "/infill", "/v1/embeddings",
 )  # fmt: skip
 
+STEP_MESSAGES = 100
+"""Messages that are translated in one step."""
+
+MOST_OPTIONS_BYTES = 64 * 1024
+"""Bytes of `options`, besides strings that were cut out of them."""
+
 IsModel = Callable[[str], bool]
 
 MISSING = msgspec.Raw()
@@ -39,7 +44,7 @@ class _Common(msgspec.Struct, kw_only=True):
     """What all requests have."""
 
     model: str | None = None
-    options: dict[str, Any] | None = None
+    options: msgspec.Raw = MISSING
     keep_alive: Any = None
 
 
@@ -79,7 +84,7 @@ class EmbedBody(_Common, kw_only=True):
     dimensions: int | None = None
 
 
-class _Message(msgspec.Struct):
+class _ChatMessage(msgspec.Struct):
     role: str = ""
     content: msgspec.Raw = MISSING
     thinking: msgspec.Raw = MISSING
@@ -89,21 +94,22 @@ class _Message(msgspec.Struct):
     tool_call_id: str | None = None
 
 
-class _Function(msgspec.Struct):
+class _CalledFunction(msgspec.Struct):
     name: str
     arguments: msgspec.Raw = msgspec.Raw(b"{}")
 
 
-class _ToolCall(msgspec.Struct):
-    function: _Function
+class _MessageCall(msgspec.Struct):
+    function: _CalledFunction
     id: str | None = None
 
 
 _CHAT = msgspec.json.Decoder(ChatBody)
 _GENERATE = msgspec.json.Decoder(GenerateBody)
 _EMBED = msgspec.json.Decoder(EmbedBody)
-_MESSAGE = msgspec.json.Decoder(_Message)
-_TOOL_CALLS = msgspec.json.Decoder(list[_ToolCall] | None)
+_MESSAGE = msgspec.json.Decoder(_ChatMessage)
+_TOOL_CALLS = msgspec.json.Decoder(list[_MessageCall] | None)
+_OPTIONS = msgspec.json.Decoder(dict[str, Any])
 _TEXTS = msgspec.json.Decoder(str | list[str] | None)
 
 
@@ -130,7 +136,7 @@ def translate_chat(body: bytes, is_model: IsModel) -> Translating:
     """`/api/chat` as a chat. Raises: GatewayError 400, as the next two."""
     texts = yield from cut_long_strings(body)
     chat = texts.decode(_CHAT)
-    fields = _generating_fields(chat, CHAT_PATH, is_model)
+    fields = _generating_fields(chat, CHAT_PATH, texts, is_model)
     fields["messages"] = yield from _messages(chat.messages or [], texts)
     if _is_given(chat.tools):
         if raw_head(chat.tools, 1) != b"[":
@@ -159,7 +165,7 @@ def translate_generate(body: bytes, is_model: IsModel) -> Translating:
         path = COMPLETION_PATH
     if asked.images and path != CHAT_PATH:
         raise _unsupported("images", "They need a chat's template: leave out 'raw' and 'suffix'")
-    fields = _generating_fields(asked, path, is_model)
+    fields = _generating_fields(asked, path, texts, is_model)
     prompt = asked.prompt if _is_given(asked.prompt) else msgspec.Raw(b'""')
     if path == CHAT_PATH:
         messages: list[bytes] = [b"["]
@@ -216,7 +222,9 @@ def _load_reason(asked: _Common) -> str:
 # FieldPieces of requests that generate.
 
 
-def _generating_fields(asked: _Generating, path: str, is_model: IsModel) -> FieldPieces:
+def _generating_fields(
+    asked: _Generating, path: str, texts: CutBody, is_model: IsModel
+) -> FieldPieces:
     if asked.debug_render_only:
         raise _unsupported("_debug_render_only", "llama.cpp's /apply-template renders a chat")
     streams = asked.stream is not False
@@ -224,7 +232,7 @@ def _generating_fields(asked: _Generating, path: str, is_model: IsModel) -> Fiel
     fields["stream"] = _json(streams)
     if streams and path != INFILL_PATH:
         fields["stream_options"] = b'{"include_usage":true}'
-    for name, value in _option_fields(asked.options or {}, path).items():
+    for name, value in _option_fields(_options(asked.options, texts), path).items():
         fields[name] = _json(value)
     fields |= _format_fields(asked.format, path)
     if path == CHAT_PATH and (kwargs := _thinking(asked.think)) is not None:
@@ -260,6 +268,16 @@ _INTEGERS = {name: name for name in ("top_k", "seed", "repeat_last_n", "mirostat
     "num_keep": "n_keep"
 }
 """With llama.cpp's names. Other options concern how Ollama loads a model, and are ignored."""
+
+
+def _options(raw: msgspec.Raw, texts: CutBody) -> JsonObject:
+    if not _is_given(raw):
+        return {}
+    if len(raw) > MOST_OPTIONS_BYTES:
+        message = f"'options' has more than {MOST_OPTIONS_BYTES} bytes."
+        raise errors.invalid_request(message, "options")
+    options: JsonObject = texts.decode_part(_OPTIONS, raw, "options")
+    return options
 
 
 def _option_fields(options: JsonObject, path: str) -> JsonObject:
@@ -342,7 +360,6 @@ def _messages(messages: list[msgspec.Raw], texts: CutBody) -> Generator[None, No
     """A chat's messages, in pieces."""
     pieces = [b"["]
     calls = _CallIds()
-    size = 0
     for number, raw in enumerate(messages):
         name = f"messages[{number}]"
         message = texts.decode_part(_MESSAGE, raw, name)
@@ -367,9 +384,7 @@ def _messages(messages: list[msgspec.Raw], texts: CutBody) -> Generator[None, No
             if asked:
                 pieces += [b',"tool_calls":', _json([calls.openai_call(call) for call in asked])]
         pieces.append(b"}")
-        size += len(raw)
-        if size >= STEP_BYTES:
-            size = 0
+        if number % STEP_MESSAGES == STEP_MESSAGES - 1:
             yield
     pieces.append(b"]")
     return pieces
@@ -383,7 +398,7 @@ class _CallIds:
     _unanswered: list[tuple[str, str]] = field(default_factory=list)
     """(tool's name, id)."""
 
-    def openai_call(self, call: _ToolCall) -> JsonObject:
+    def openai_call(self, call: _MessageCall) -> JsonObject:
         """The call as in a chat completion: with an id, and its arguments as a text."""
         self._count += 1
         call_id = call.id or f"call_{self._count}"

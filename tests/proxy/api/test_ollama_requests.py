@@ -244,7 +244,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
         "'messages[0].tool_calls[0].function': Expected `object`, got `int`.",
     ),
     (chat, {"tools": {}}, "'tools' must be a list."),
-    (chat, {"options": []}, "'options': Expected `object | null`, got `array`."),
+    (chat, {"options": []}, "'options': Expected `object`, got `array`."),
     (chat, {"options": {"temperature": "hot"}}, "'options.temperature' must be a number."),
     (chat, {"options": {"num_predict": True}}, "'options.num_predict' must be a number."),
     (chat, {"options": {"stop": [1]}}, "'options.stop' must be a list of strings."),
