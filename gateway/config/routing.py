@@ -1,4 +1,4 @@
-"""Settings of model names, health checks, timeouts and retries."""
+"""Settings of model names, health checks, timeouts, retries and repairs."""
 
 from __future__ import annotations
 
@@ -245,3 +245,46 @@ class RetrySettings(ConfigModel):
                 "must not be less than `backoff`", "raise backoff_max or lower backoff"
             )
         return longest
+
+
+class RepairSettings(ConfigModel):
+    """Repairs of what llama.cpp's server leaves out or ignores, and official clients rely on.
+
+    They concern nodes that are llama.cpp servers only, and requests that begin after a change.
+    """
+
+    stream_events: Annotated[
+        bool,
+        Field(
+            description=(
+                "Number the events of `/v1/responses` streams, and complete their first ones: the "
+                "AI SDK and `openai` stop at them otherwise."
+            )
+        ),
+        TypeLabel("true or false"),
+    ] = True
+    text_format: Annotated[
+        bool,
+        Field(description="Make nodes obey `text.format` on `/v1/responses`."),
+        TypeLabel("true or false"),
+    ] = True
+    output_config: Annotated[
+        bool,
+        Field(
+            description=(
+                "Make nodes obey `output_config.format` on `/v1/messages`, by asking them for a "
+                "chat."
+            )
+        ),
+        TypeLabel("true or false"),
+    ] = True
+    stop_reason: Annotated[
+        bool,
+        Field(
+            description=(
+                "Tell by `stop_reason` on `/v1/messages` that a stop sequence was met, and by "
+                "`status` on `/v1/responses` that the response was cut off."
+            )
+        ),
+        TypeLabel("true or false"),
+    ] = True

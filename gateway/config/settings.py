@@ -33,6 +33,7 @@ from gateway.config.prompts import PromptSettings
 from gateway.config.routing import (
     HealthSettings,
     ModelRule,
+    RepairSettings,
     RetrySettings,
     TimeoutSettings,
     check_catch_all,
@@ -232,6 +233,9 @@ class Settings(ConfigModel):
         ),
         TypeLabel("true or false"),
     ] = False
+    repairs: Annotated[
+        RepairSettings, Field(description="What is repaired of llama.cpp's responses.")
+    ] = RepairSettings()
     logging: Annotated[LoggingSettings, Field(description="What is logged.")] = LoggingSettings()
     shutdown: Annotated[ShutdownSettings, Field(description="From SIGTERM to the end.")] = (
         ShutdownSettings()

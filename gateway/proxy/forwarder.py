@@ -136,7 +136,7 @@ class Forwarder:
             leases.answered(lease.id)
         if attempt.complete and not attempt.is_sse:
             response = ProxyResponse(
-                attempt.status, attempt.header_lines, attempt.content, None, lease.node.kind
+                attempt.status, attempt.header_lines, attempt.content, None, lease.node
             )
             accounting.response_completed(in_flight, attempt, response.content)
             return response
@@ -146,7 +146,7 @@ class Forwarder:
         if attempt.is_sse:
             record.first_content_sent(clock() - request.received_at)
         return ProxyResponse(
-            attempt.status, attempt.header_lines, attempt.content, stream, lease.node.kind
+            attempt.status, attempt.header_lines, attempt.content, stream, lease.node
         )
 
     def _check_quarantine(self, in_flight: InFlightRequest) -> None:
@@ -192,7 +192,8 @@ class Forwarder:
         request, lease = attempt.request, attempt.lease
         body: Body = request.bodies[lease.model]
         event_filter = None
-        if api.adds_fields:
+        mark = api.added_fields_mark
+        if mark and (not isinstance(body, bytes) or mark in body):
             kind, settings = lease.node.kind, self.context.settings
             if added := api.added_fields(edits.raw_fields(body), kind, settings):
                 body = edits.apply_edit(body, added)
@@ -262,7 +263,7 @@ class Forwarder:
             stream.close()
         headers = [field for field in attempt.headers if field[0] != b"content-type"]
         lines = forwarded_headers.headers_for_client(headers, settings.headers.to_clients)
-        return ProxyResponse(200, JSON_HEADER_LINE + lines, content)
+        return ProxyResponse(200, JSON_HEADER_LINE + lines, content, node=node)
 
     def _judge_error(
         self, in_flight: InFlightRequest, attempt: Attempt, tried: Tried

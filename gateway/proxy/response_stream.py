@@ -8,6 +8,7 @@ from typing import Protocol
 
 from gateway import errors
 from gateway.errors import GatewayError
+from gateway.lease import NodeInfo
 from gateway.proxy.accounting import Accounting
 from gateway.proxy.api.base import Api
 from gateway.proxy.api.resuming import StreamRewriter
@@ -73,8 +74,8 @@ class ProxyResponse:
     """The node's header lines that are forwarded."""
     content: bytes
     body_stream: BodyStream | None = None
-    node_kind: str = "llama.cpp"
-    """That of the node that answered: `llama.cpp` or `openai`."""
+    node: NodeInfo | None = None
+    """The node that answered; None: several, to one prompt each."""
 
 
 @dataclass(slots=True, eq=False)

@@ -150,7 +150,7 @@ class _HandledRequest:
         x_request_id = exchange.context_cache.x_request_id_for(exchange.headers)
         self.record = RequestFinished(x_request_id or self.request_id, route.path)
 
-    async def serve(self) -> None:  # noqa: PLR0912 - each call costs
+    async def serve(self) -> None:  # noqa: PLR0912, PLR0915 - each call costs
         """Read the request, forward it, and send the response."""
         record = self.record
         try:
@@ -167,7 +167,8 @@ class _HandledRequest:
                     self._exchange, settings.limits, handler.body_memory, allocation
                 )
                 allocation.set_evict(self._evict)
-            if self._route.api.translates:
+            api = self._route.api
+            if api.translates and api.needs_translation(self._route.path, body, settings):
                 body = await self._translate(context, body)
                 if body is None:
                     return
@@ -175,10 +176,8 @@ class _HandledRequest:
                 request = self._prepare(context, body)
             else:
                 request = await self._prepare_in_slices(context, body)
-            shows_progress = context.wants_progress and request.stream
-            progress = (
-                PrefillProgress() if shows_progress and self._route.api.has_comments else None
-            )
+            shows_progress = context.wants_progress and request.stream and api.has_comments
+            progress = PrefillProgress() if shows_progress else None
             in_flight = InFlightRequest(request, record, prefill_progress=progress)
             self._in_flight = in_flight
             handler.registry.add(in_flight)
@@ -186,10 +185,9 @@ class _HandledRequest:
                 self._supersede(self._edit_session, in_flight)
             self._heartbeat = self._start_heartbeat(in_flight)
             self._response = await handler.forwarder.forward(in_flight)
-            if self._route.api.rewrites_responses:
-                self._rewriter = self._route.api.response_rewriter(
-                    request, self._response.node_kind, settings
-                )
+            node = self._response.node
+            if api.rewrites_responses and self._rewriter is None and node is not None:
+                self._rewriter = api.response_rewriter(request, node, settings)
             if self._response.body_stream is None:
                 self._send_whole(self._response)
             else:
@@ -254,6 +252,8 @@ class _HandledRequest:
             )
         else:
             translation = run_at_once(work)
+        if translation.path == self._route.path:
+            return translation.body
         self._node_route, self._rewriter = ROUTES[translation.path], translation.rewriter
         if translation.reply is None:
             return translation.body

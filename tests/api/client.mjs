@@ -51,6 +51,27 @@ const works = {
     const { texts, last } = await read(await client.chat.completions.create({ ...chat, ...options }));
     return { text: texts.join(""), chunks: texts.length, tokens: last.usage.completion_tokens };
   },
+  // The client's own accumulator, with a text that ends by itself and with a tool call.
+  async responses() {
+    const parameters = {
+      type: "object",
+      properties: { city: { enum: ["paris", "rome"] } },
+      required: ["city"],
+      additionalProperties: false,
+    };
+    const common = { model: "demo", input: "hello there", temperature: 0, max_output_tokens: 200 };
+    const text = { format: { type: "json_schema", name: "city", schema: parameters, strict: true } };
+    const tools = [{ type: "function", name: "weather", parameters, strict: true }];
+    const results = [];
+    for (const more of [{ text }, { tools, tool_choice: "required" }]) {
+      const stream = client.responses.stream({ ...common, ...more });
+      const deltas = [];
+      stream.on("response.output_text.delta", (event) => deltas.push(event.delta));
+      stream.on("response.function_call_arguments.delta", (event) => deltas.push(event.delta));
+      results.push({ response: await stream.finalResponse(), deltas: deltas.join("") });
+    }
+    return results;
+  },
   async embeddings() {
     const options = { model: "demo-embed", input: ["hello there", "stone"] };
     const { data } = await client.embeddings.create(options);

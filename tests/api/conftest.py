@@ -11,6 +11,7 @@ import pytest_asyncio
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
+from gateway.config.routing import RepairSettings
 from tests.api.site import Site, running_site
 from tests.gateways import NO_TLS
 from tests.servers import (
@@ -73,6 +74,17 @@ async def shared_site(
 ) -> AsyncIterator[Site]:
     nodes = [{"name": "chat", "url": chat_url}, {"name": "embed", "url": embedder_url}]
     async with running_site(tmp_path_factory.mktemp("site"), nodes, SETTINGS) as site:
+        yield site
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def unrepaired(
+    chat_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Site]:
+    """A gateway over the chat server with all repairs switched off."""
+    off = dict.fromkeys(RepairSettings.model_fields, False)
+    folder = tmp_path_factory.mktemp("unrepaired")
+    async with running_site(folder, [chat_url], {"repairs": off}) as site:
         yield site
 
 

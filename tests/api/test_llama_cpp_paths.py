@@ -21,14 +21,12 @@ SAME: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions/input_tokens", {"messages": HELLO}),
     ("/v1/messages/count_tokens", {"messages": HELLO}),
     ("/v1/responses/input_tokens", {"input": "hello there"}),
-    ("/responses", {"input": "hello", "max_output_tokens": 12, "temperature": 0, **UNCACHED}),
     ("/completion", {"prompt": "hello there", "n_predict": 12, **FIXED, **UNCACHED}),
     ("/completion", {"prompt": "hello there", "n_predict": 4, "n_probs": 2, **FIXED, **UNCACHED}),
     ("/completion", {"prompt": ["one", "two"], "n_predict": 4, **FIXED, **UNCACHED}),
     ("/v1/chat/completions", CHAT),
     ("/v1/completions", {"prompt": "hello there", "max_tokens": 12, **FIXED, **UNCACHED}),
     ("/v1/messages", {"messages": HELLO, "max_tokens": 12, "temperature": 0, **UNCACHED}),
-    ("/v1/responses", {"input": "hello", "max_output_tokens": 12, "temperature": 0, **UNCACHED}),
     # The server's own errors pass unchanged.
     ("/tokenize", {"content": 5}),
     ("/detokenize", {"tokens": "x"}),
@@ -66,6 +64,21 @@ async def test_a_path_answers_as_the_server_does(
     assert ours.status_code == direct.status_code
     assert ours.headers["content-type"] == direct.headers["content-type"]
     assert settled(ours.json()) == settled(direct.json())
+
+
+@pytest.mark.parametrize("path", ["/responses", "/v1/responses"])
+async def test_a_response_is_the_servers_own_but_for_its_status(
+    site: Site, unrepaired: Site, chat_node: httpx.AsyncClient, path: str
+) -> None:
+    body = {"input": "hello", "max_output_tokens": 12, "temperature": 0, **UNCACHED}
+    direct = settled((await chat_node.post(path, json=body)).json())
+    assert settled((await unrepaired.http.post(path, json=body)).json()) == direct
+    repaired = settled((await site.http.post(path, json=body | {"model": "demo"})).json())
+    assert repaired.pop("incomplete_details") == {"reason": "max_output_tokens"}
+    for one in (repaired, *repaired["output"]):
+        assert one["status"] == "incomplete"
+        one["status"] = "completed"
+    assert repaired == direct
 
 
 async def test_the_servers_errors_on_anthropics_path_have_anthropics_form(

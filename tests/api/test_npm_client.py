@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -31,11 +30,7 @@ LIMIT = 120.0  # seconds for one script
 @pytest.fixture(scope="module")
 def script(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The script in a folder where the client can be imported."""
-    assert pytestconfig.cache is not None
-    client = npm.install_client(pytestconfig.cache.mkdir("npm"))
-    folder = tmp_path_factory.mktemp("npm")
-    (folder / "node_modules").symlink_to(client / "node_modules")
-    return Path(shutil.copy(Path(__file__).with_name("client.mjs"), folder))
+    return npm.install_script(pytestconfig, tmp_path_factory.mktemp("npm"), "client.mjs")
 
 
 @asynccontextmanager
@@ -76,6 +71,16 @@ async def test_chat_and_streaming(script: Path, site: Site, chat_node: httpx.Asy
     streamed = await done(script, site, "streaming")
     assert streamed["chunks"] > 20
     assert (streamed["text"], streamed["tokens"]) == (text, 24)
+
+
+async def test_a_response_is_accumulated_from_its_events(script: Path, site: Site) -> None:
+    text, call = await done(script, site, "responses")
+    assert text["response"]["status"] == "completed"
+    assert text["response"]["output_text"] == text["deltas"] != ""
+    [item] = call["response"]["output"]
+    assert item["type"] == "function_call"
+    assert item["arguments"] == call["deltas"]
+    assert item["parsed_arguments"] in ({"city": "paris"}, {"city": "rome"})
 
 
 async def test_embeddings(script: Path, site: Site, embed_node: httpx.AsyncClient) -> None:

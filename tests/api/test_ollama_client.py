@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -226,11 +225,7 @@ async def test_a_stream_goes_on_when_its_server_is_killed(tmp_path: Path) -> Non
 @pytest.fixture(scope="module")
 def script(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The script in a folder where the client can be imported."""
-    assert pytestconfig.cache is not None
-    installed = npm.install_client(pytestconfig.cache.mkdir("npm"), npm.OLLAMA)
-    folder = tmp_path_factory.mktemp("npm")
-    (folder / "node_modules").symlink_to(installed / "node_modules")
-    return Path(shutil.copy(Path(__file__).with_name("ollama.mjs"), folder))
+    return npm.install_script(pytestconfig, tmp_path_factory.mktemp("npm"), "ollama.mjs")
 
 
 @asynccontextmanager

@@ -33,8 +33,8 @@ STREAMS: list[tuple[str, dict[str, Any]]] = [
     ("/completion", TEXT | {"n_predict": 40}),
     ("/completion", TEXT | {"n_predict": 40, "return_progress": True}),
     ("/v1/messages", CHAT),
-    ("/v1/responses", {"input": "hello there", "max_output_tokens": 40, **FIXED, **UNCACHED}),
 ]
+RESPONSE: dict[str, Any] = {"input": "hello there", "max_output_tokens": 40, **FIXED, **UNCACHED}
 
 ASKING = {"X-Gateway-Progress": "1"}
 
@@ -70,6 +70,22 @@ async def test_a_stream_is_the_servers_own(
     assert without_changing_fields(ours) == without_changing_fields(direct)
     await site.until_idle()
     assert [record.status for record in site.records] == [200]
+
+
+@pytest.mark.parametrize("headers", [{}, ASKING], ids=["plain", "with progress"])
+async def test_a_response_is_the_servers_own_where_it_is_not_repaired(
+    unrepaired: Site, chat_node: httpx.AsyncClient, headers: dict[str, str]
+) -> None:
+    direct = await streamed(chat_node, "/v1/responses", RESPONSE)
+    ours = await streamed(unrepaired.http, "/v1/responses", RESPONSE, **headers)
+    assert without_changing_fields(ours) == without_changing_fields(direct)
+
+
+async def test_progress_changes_nothing_in_a_repaired_response(site: Site) -> None:
+    body = RESPONSE | {"model": "demo"}
+    plain = await streamed(site.http, "/v1/responses", body)
+    with_progress = await streamed(site.http, "/v1/responses", body, **ASKING)
+    assert without_changing_fields(with_progress) == without_changing_fields(plain)
 
 
 @pytest.mark.parametrize(("path", "body"), [STREAMS[0], STREAMS[5], *STREAMS[7:]])

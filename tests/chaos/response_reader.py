@@ -23,6 +23,8 @@ class ParsedResponse:
     text: str = ""
     ends: int = 0
     starts: int = 0
+    numbers: int = 0
+    """Events that were numbered (`/v1/responses`)."""
     finish_reasons: int = 0
     """How many finish reasons it has."""
     error: dict[str, Any] | None = None
@@ -139,13 +141,17 @@ def _add_messages_event(name: str, value: dict[str, Any], read: ParsedResponse) 
 
 
 def _add_responses_event(name: str, value: dict[str, Any], read: ParsedResponse) -> None:
+    if "sequence_number" in value:
+        if value["sequence_number"] != read.numbers:
+            raise CorruptResponse(f"event {read.numbers} has number {value['sequence_number']}")
+        read.numbers += 1
     match name:
         case "response.created":
             read.starts += 1
             read.ids.add(value["response"]["id"])
         case "response.output_text.delta":
             read.text += value["delta"]
-        case "response.completed":
+        case "response.completed" | "response.incomplete":
             read.ends += 1
             read.finish_reasons += 1
             read.completion_tokens = value["response"].get("usage", {}).get("output_tokens")

@@ -64,6 +64,7 @@ async def test_a_stop_sequence_ends_the_answer_across_a_splice_point(
         assert free.count(end) == 1
         whole, reason, events = await streamed(running, path, end)
         assert whole == free.partition(end)[0]
+        assert reason == ("stop_sequence" if "stop_sequences" in BODIES[path] else "stop")
         for after in range(2, events - 2):
             cuts = plan.cuts
             plan.arm(after)

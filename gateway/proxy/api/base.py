@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import msgspec
 
@@ -22,7 +22,13 @@ from gateway.proxy import json_values, sse
 from gateway.proxy.api import resuming
 from gateway.proxy.api.merging import ResponseMerger
 from gateway.proxy.api.resuming import EventRewriter, ReasoningEndMark
-from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
+from gateway.proxy.json_values import (
+    FIELDS_DECODER,
+    JSON_ERRORS,
+    InvalidJson,
+    JsonObject,
+    parse_object,
+)
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.transcript import Transcript, TranscriptReader
 from gateway.proxy.usage import read_usage
@@ -64,12 +70,24 @@ class ResponseRewriter:
         return content
 
 
+class AnsweringNode(Protocol):
+    """What the rewriting of a response depends on of its node (`lease.NodeInfo`)."""
+
+    @property
+    def kind(self) -> str:
+        """`llama.cpp` or `openai`."""
+
+    @property
+    def context(self) -> int | None:
+        """Tokens of prompt and response that fit into a slot; None: unknown."""
+
+
 @dataclass(frozen=True, slots=True)
 class Translation:
     """A client's request in another API, by which nodes are asked."""
 
     path: str
-    """The routed path whose API it is."""
+    """The routed path whose API it is; the client's own: it is not translated after all."""
     body: bytes
     rewriter: ResponseRewriter
     """Translates the response back."""
@@ -115,7 +133,7 @@ class ForwardedRequest(Protocol):
         """All that the scheduler may know of it."""
 
 
-class ModelCatalog(Protocol):
+class VisibleCatalog(Protocol):
     """The models that a caller may see."""
 
     def models(self) -> list[ModelSummary]:
@@ -134,7 +152,7 @@ class Page:
     """
 
     path: str
-    respond: Callable[[ModelCatalog, JsonObject], JsonObject | str]
+    respond: Callable[[VisibleCatalog, JsonObject], JsonObject | str]
     method: Literal["GET", "POST"] = "GET"
     needs_models: bool = True
     """False: it may be read without a key."""
@@ -160,10 +178,14 @@ class Api:
 
     translates: ClassVar[bool] = False
     """Whether nodes are asked by another API; `translate` says how."""
-    adds_fields: ClassVar[bool] = False
-    """Whether `added_fields` may add fields to a body on its way to a node."""
+    added_fields_mark: ClassVar[bytes] = b""
+    """Bytes in each body to which `added_fields` may add; empty: it adds to none."""
     rewrites_responses: ClassVar[bool] = False
     """Whether `response_rewriter` may rewrite a response on its way to the client."""
+
+    def needs_translation(self, path: str, body: bytes, settings: Settings) -> bool:
+        """Whether this body for this path is to be translated, where the API `translates`."""
+        return True
 
     def translate(
         self, body: bytes, is_model: Callable[[str], bool]
@@ -185,9 +207,9 @@ class Api:
         return None
 
     def response_rewriter(
-        self, request: ForwardedRequest, node_kind: str, settings: Settings
+        self, request: ForwardedRequest, node: AnsweringNode, settings: Settings
     ) -> ResponseRewriter | None:
-        """Rewrites the response of a node of this kind to `request`; None: nothing is rewritten.
+        """Rewrites the response of this node to `request`; None: nothing is rewritten.
 
         A stream that is resumed keeps its rewriter.
         """
@@ -372,6 +394,25 @@ class Api:
         None: they can't be written for this body. `end_mark`: the mark that ends reasoning; None:
         no reasoning is under way.
         """
+        return None
+
+
+def body_fields(body: Any) -> Mapping[str, msgspec.Raw]:
+    """The fields of a request's body, each as bytes; none, if it is no object."""
+    try:
+        fields: Mapping[str, msgspec.Raw] = (
+            FIELDS_DECODER.decode(body) if isinstance(body, bytes) else body.raw_fields()
+        )
+    except JSON_ERRORS:
+        return {}
+    return fields
+
+
+def decoded_field(fields: Mapping[str, msgspec.Raw], name: str) -> object:
+    """The value of a field; None, if there is none."""
+    try:
+        return json_values.parse_json(bytes(fields[name])) if name in fields else None
+    except InvalidJson:
         return None
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
+import msgspec
+
 from gateway.proxy.api import resuming
+from gateway.proxy.api.base import decoded_field
 from gateway.proxy.api.choices import (
     ChoicesApi,
     ChunkRewriter,
@@ -170,6 +174,28 @@ def _add_call(calls: dict[int, JsonObject], call: JsonObject) -> None:
     function = call.get("function") or {}
     known["function"]["name"] += function.get("name") or ""
     known["function"]["arguments"] += function.get("arguments") or ""
+
+
+def as_response_format(bound: JsonObject) -> JsonObject | None:
+    """A chat's `response_format` for the format that another API's request asks for.
+
+    None: it asks for plain text, or for a format that chats don't know.
+    """
+    kind, schema = bound.get("type"), bound.get("schema")
+    if kind == "json_object":
+        return {"response_format": {"type": kind}}
+    if kind != "json_schema" or not isinstance(schema, dict):
+        return None
+    named = {name: bound[name] for name in ("name", "strict") if name in bound}
+    return {"response_format": {"type": kind, "json_schema": {**named, "schema": schema}}}
+
+
+def may_call_tools(fields: Mapping[str, msgspec.Raw]) -> bool:
+    """Whether the model may call tools: llama.cpp would never let it beside a format."""
+    return bool(decoded_field(fields, "tools")) and decoded_field(fields, "tool_choice") not in (
+        "none",
+        {"type": "none"},
+    )
 
 
 CHAT = ChatApi()

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
+from functools import partial
 from typing import ClassVar
 
 import msgspec
 
+from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.lease import Usage
 from gateway.proxy import sse, usage
 from gateway.proxy.api import resuming
-from gateway.proxy.api.base import Api, AssemblyError
+from gateway.proxy.api.base import (
+    AnsweringNode,
+    Api,
+    AssemblyError,
+    ForwardedRequest,
+    ResponseRewriter,
+    Translation,
+    body_fields,
+    decoded_field,
+)
+from gateway.proxy.api.chat import as_response_format, may_call_tools
+from gateway.proxy.api.messages_by_chat import ChatToMessage, chat_request
 from gateway.proxy.api.resuming import (
     EventRewriter,
     ReasoningEndMark,
@@ -19,7 +32,14 @@ from gateway.proxy.api.resuming import (
     as_count,
     named_event,
 )
-from gateway.proxy.json_values import InvalidJson, JsonObject, parse_json
+from gateway.proxy.json_values import (
+    SHORT_BODY_BYTES,
+    InvalidJson,
+    JsonObject,
+    cut_long_strings,
+    parse_json,
+    parse_object,
+)
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.transcript import Transcript
 from gateway.proxy.usage import token_count
@@ -210,6 +230,46 @@ class MessagesApi(Api):
     transcript_reader = staticmethod(read_message)
     event_rewriter = MessagesRewriter
     is_chat = True
+    translates = True
+    rewrites_responses = True
+
+    def needs_translation(self, path: str, body: bytes, settings: Settings) -> bool:
+        """Whether the body asks for a format, which llama.cpp obeys in chats alone."""
+        if path != "/v1/messages" or not settings.repairs.output_config:
+            return False
+        if not any(mark in body for mark in _FORMAT_MARKS):
+            return False
+        # `translate` reads a large body in steps, and then decides itself.
+        large = len(body) >= SHORT_BODY_BYTES
+        return large or _response_format(body_fields(body)) is not None
+
+    def translate(
+        self, body: bytes, is_model: Callable[[str], bool]
+    ) -> Generator[None, None, Translation]:
+        """The body as a chat with a `response_format`.
+
+        It passes as it is if it asks for no format, or is too large to be read.
+        """
+        try:
+            texts = yield from cut_long_strings(body)
+        except GatewayError:
+            return Translation("/v1/messages", body, ResponseRewriter())
+        fields = body_fields(texts.rest)
+        response_format = _response_format(fields)
+        if response_format is None:
+            return Translation("/v1/messages", body, ResponseRewriter())
+        chat = yield from chat_request(fields, response_format, texts)
+        return Translation("/v1/chat/completions", chat, ChatToMessage())
+
+    def response_rewriter(
+        self, request: ForwardedRequest, node: AnsweringNode, settings: Settings
+    ) -> ResponseRewriter | None:
+        if node.kind != "llama.cpp" or not settings.repairs.stop_reason:
+            return None
+        bodies = request.bodies.values()
+        if not any(not isinstance(body, bytes) or _STOP_MARK in body for body in bodies):
+            return None
+        return StopReasonRepair(partial(_stop_sequences, request))
 
     def owns_path(self, path: str) -> bool:
         return "/v1/messages" in path or path == "/messages"
@@ -218,7 +278,12 @@ class MessagesApi(Api):
         kind = _ERROR_TYPES.get(error.status)
         if kind is None:
             kind = "invalid_request_error" if error.status < 500 else "api_error"
-        fields = {"type": kind, "message": error.message}
+        message = error.message
+        if error.param == "response_format":
+            # It was checked as what `translate` made of it.
+            asked = "'output_config.format' (as 'response_format')"
+            message = message.replace("'response_format'", asked)
+        fields = {"type": kind, "message": message}
         return msgspec.json.encode({"type": "error", "error": fields, "request_id": x_request_id})
 
     def error_event(self, error: GatewayError, x_request_id: str) -> bytes:
@@ -338,6 +403,80 @@ def _tool_input(text: str) -> object:
         return parse_json(text.encode()) if text else {}
     except InvalidJson:
         return {}
+
+
+_FORMAT_MARKS = (b'"output_config"', b'"output_format"')
+
+_STOP_MARK = b'"stop_sequences"'
+
+
+def _response_format(fields: Mapping[str, msgspec.Raw]) -> JsonObject | None:
+    """A chat's `response_format` for the format that the body asks for; None: it asks for none."""
+    config, bound = decoded_field(fields, "output_config"), decoded_field(fields, "output_format")
+    if isinstance(config, dict) and config.get("format") is not None:
+        bound = config["format"]
+    if not isinstance(bound, dict) or may_call_tools(fields):
+        return None
+    return as_response_format(bound)
+
+
+def _stop_sequences(request: ForwardedRequest) -> frozenset[str]:
+    """The stop sequences that the request names."""
+    given = [decoded_field(body_fields(body), "stop_sequences") for body in request.bodies.values()]
+    return frozenset(
+        word
+        for words in given
+        if isinstance(words, list)
+        for word in words
+        if isinstance(word, str)
+    )
+
+
+class StopReasonRepair(ResponseRewriter):
+    """Says that a stop sequence ended a message: llama.cpp b11549 calls that the end of the turn.
+
+    `stop_sequences`: tells those of the request. The template has others, which are none of the
+    client's.
+    """
+
+    __slots__ = ("_stop_sequences",)
+
+    _MARK = b'"stop_sequence":"'
+    """Bytes in an event or body that names a stop sequence, and in no text."""
+
+    def __init__(self, stop_sequences: Callable[[], frozenset[str]]) -> None:
+        self._stop_sequences = stop_sequences
+
+    def rewrite_events(self, events: bytes) -> bytes:
+        """The same events, of which the one with the stop reason is repaired."""
+        return sse.edit_matching(events, self._MARK, self._rewrite_event)
+
+    def rewrite_body(self, content: bytes) -> bytes:
+        """The same plain response with its true stop reason."""
+        try:
+            return msgspec.json.encode(self._repaired(parse_object(content)))
+        except InvalidJson:
+            return content
+
+    def _rewrite_event(self, event: bytes) -> bytes:
+        try:
+            value = parse_object(sse.payload(event))
+        except InvalidJson:
+            return event
+        delta = value.get("delta")
+        if value.get("type") != "message_delta" or not isinstance(delta, dict):
+            return event
+        return named_event(value | {"delta": self._repaired(delta)})
+
+    def _repaired(self, end: JsonObject) -> JsonObject:
+        """The fields of a message or its end, with the true reason."""
+        sequence = end.get("stop_sequence")
+        if not isinstance(sequence, str):
+            return end
+        if sequence not in self._stop_sequences():
+            return end | {"stop_sequence": None}
+        reason = end.get("stop_reason")
+        return end | {"stop_reason": "stop_sequence" if reason == "end_turn" else reason}
 
 
 def messages_as_chat(body: JsonObject) -> JsonObject | None:

@@ -20,7 +20,7 @@ from gateway.errors import GatewayError
 from gateway.proxy import sse
 from gateway.proxy.api.base import (
     Api,
-    ModelCatalog,
+    VisibleCatalog,
     ModelSummary,
     Page,
     ResponseRewriter,
@@ -487,18 +487,18 @@ _ARCHITECTURE = "llama"
 """Nodes don't report it, and clients look for the context under its name."""
 
 
-def _list_models(catalog: ModelCatalog, _: JsonObject) -> JsonObject:
+def _list_models(catalog: VisibleCatalog, _: JsonObject) -> JsonObject:
     """`/api/tags`."""
     return {"models": [_listed(model) for model in catalog.models()]}
 
 
-def _list_loaded(catalog: ModelCatalog, _: JsonObject) -> JsonObject:
+def _list_loaded(catalog: VisibleCatalog, _: JsonObject) -> JsonObject:
     """`/api/ps`: the models with a node that is up."""
     models = [model for model in catalog.models() if model.is_up]
     return {"models": [_loaded(model) for model in models]}
 
 
-def _show_model(catalog: ModelCatalog, body: JsonObject) -> JsonObject:
+def _show_model(catalog: VisibleCatalog, body: JsonObject) -> JsonObject:
     """`/api/show`. Raises: GatewayError."""
     name = body.get("model") or body.get("name")
     model = catalog.model(str(name) if name else None)

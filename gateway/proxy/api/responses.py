@@ -1,16 +1,32 @@
-"""OpenAI's responses."""
+"""OpenAI's responses, and the repair of llama.cpp's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import msgspec
 
+from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.proxy import sse
-from gateway.proxy.api.base import Api, AssemblyError, openai_error
-from gateway.proxy.json_values import JsonObject
+from gateway.proxy.api.base import (
+    AnsweringNode,
+    Api,
+    AssemblyError,
+    ForwardedRequest,
+    ResponseRewriter,
+    body_fields,
+    decoded_field,
+    openai_error,
+)
+from gateway.proxy.api.chat import as_response_format, may_call_tools
+from gateway.proxy.api.resuming import LENGTH_FIELDS, as_count, is_number, named_event
+from gateway.proxy.json_values import InvalidJson, JsonObject, parse_json, parse_object
+from gateway.transport.errors import InvalidResponse
 
 _NO_CONTENT_TYPES = frozenset(
     {
@@ -47,6 +63,36 @@ class ResponsesApi(Api):
     progress_fields: ClassVar[JsonObject] = {"return_progress": True}
     progress_replaces_event = True
     streaming_fields: ClassVar[JsonObject] = {"stream": True}
+    added_fields_mark = b'"format"'
+    rewrites_responses = True
+
+    def added_fields(
+        self, fields: Mapping[str, msgspec.Raw], node_kind: str, settings: Settings
+    ) -> JsonObject | None:
+        """llama.cpp obeys the chat's `response_format` here, and ignores `text.format`."""
+        if node_kind != "llama.cpp" or not settings.repairs.text_format:
+            return None
+        if any(name in fields for name in ("response_format", "json_schema", "grammar")):
+            return None
+        text = decoded_field(fields, "text")
+        bound = text.get("format") if isinstance(text, dict) else None
+        if not isinstance(bound, dict) or may_call_tools(fields):
+            return None
+        return as_response_format(bound)
+
+    def response_rewriter(
+        self, request: ForwardedRequest, node: AnsweringNode, settings: Settings
+    ) -> ResponseRewriter | None:
+        repairs = settings.repairs
+        numbers_events = repairs.stream_events and request.stream
+        if node.kind != "llama.cpp" or not (numbers_events or repairs.stop_reason):
+            return None
+        return ResponsesRepair(
+            numbers_events=numbers_events,
+            limits=partial(_token_limits, request, node) if repairs.stop_reason else None,
+            model=request.lease_request.model,
+            created_at=int(time.time()),
+        )
 
     def error_event(self, error: GatewayError, x_request_id: str) -> bytes:
         """The API's own error event, with the `error` object that official clients raise on."""
@@ -93,6 +139,258 @@ def _as_plain(response: JsonObject) -> JsonObject:
             for item in output
         ]
     return whole
+
+
+# The repair of what llama.cpp b11549 leaves out: most numbers of its streams' events, and that a
+# response was cut off. `tests/api/test_server_gaps.py` tells when a server has caught up.
+
+MOST_ITEMS = 1024
+"""Items of one response, each a message, reasoning or a tool call, whose places are remembered."""
+
+_LIFECYCLE_TYPES = frozenset({"response.created", "response.in_progress", "response.queued"})
+
+_DELTA_TYPES = {
+    "message": "response.output_text.delta",
+    "reasoning": "response.reasoning_text.delta",
+    "function_call": "response.function_call_arguments.delta",
+}
+"""The type of the deltas that make up an item of each type."""
+
+_CONTENT_EVENTS = ("response.output_text.", "response.reasoning_text.", "response.content_part.")
+"""Beginnings of the types of events about a part of an item's content."""
+
+_COMPLETED = b'"status":"completed"'
+"""Bytes in each event that says that something is complete."""
+
+
+def _token_limits(request: ForwardedRequest, node: AnsweringNode) -> TokenLimits:
+    """The limits of the response to `request`, the operator's included."""
+    given = [
+        count
+        for body in request.bodies.values()
+        for name in LENGTH_FIELDS
+        if is_number(count := decoded_field(body_fields(body), name)) and count >= 0
+    ]
+    return TokenLimits(min(given, default=None), node.context)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLimits:
+    """Tokens at which a node cuts a response off; None: there is no limit, or none is known."""
+
+    output: float | None = None
+    context: int | None = None
+    """Most tokens of the prompt and the response."""
+
+    def are_reached(self, usage: object) -> bool:
+        """Whether the response with this `usage` was cut off.
+
+        A response that ended by itself with just the last token counts as cut off: llama.cpp
+        tells nothing that would differ.
+        """
+        if not isinstance(usage, dict):
+            return False
+        output, total = as_count(usage.get("output_tokens")), as_count(usage.get("total_tokens"))
+        return (self.output is not None and output >= self.output) or (
+            self.context is not None and total >= self.context
+        )
+
+
+class ResponsesRepair(ResponseRewriter):
+    """Completes one response of llama.cpp's.
+
+    `numbers_events`: whether events get the numbers that official clients need. `limits`: tells
+    those of the response; None: its status is left alone. `model` and `created_at` (seconds since
+    1970) are what a stream begins with, though llama.cpp tells them at its end.
+    """
+
+    __slots__ = (
+        "_added", "_created_at", "_indices", "_item_mark", "_limits", "_mark", "_model",
+        "_next_number", "_numbered_mark", "_numbers_events",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        *,
+        numbers_events: bool,
+        limits: Callable[[], TokenLimits] | None,
+        model: str,
+        created_at: int,
+    ) -> None:
+        self._numbers_events = numbers_events
+        self._limits = limits
+        self._model = model
+        self._created_at = created_at
+        self._next_number = 0
+        self._indices: dict[str, int] = {}
+        """Places in the output by the items' ids."""
+        self._mark = self._item_mark = b""
+        """What the newest item's deltas begin with, and the bytes that name the item in each;
+        empty: there is no item yet."""
+        self._numbered_mark = self._added = b""
+        """What takes the place of `_mark`, before and behind the event's number."""
+
+    def rewrite_events(self, events: bytes) -> bytes:
+        """The same events, complete. The newest item's deltas, nearly all, are not parsed."""
+        mark = self._mark
+        if mark:
+            parts = events.split(mark)
+            count = len(parts) - 1
+            if count and count == events.count(b"\n\n") == events.count(self._item_mark):
+                return self._number_deltas(parts)
+        elif not self._numbers_events and (self._limits is None or _COMPLETED not in events):
+            return events
+        return b"".join(map(self._rewrite_event, sse.split(events)))
+
+    def rewrite_body(self, content: bytes) -> bytes:
+        """The same plain response, with its true status."""
+        try:
+            response = parse_object(content)
+        except InvalidJson:
+            return content
+        repaired = self._with_true_status(response)
+        return content if repaired is response else msgspec.json.encode(repaired)
+
+    def _number_deltas(self, parts: list[bytes]) -> bytes:
+        """The deltas that were split at their mark, complete."""
+        mark, added, number = self._numbered_mark, self._added, self._next_number
+        self._next_number = number + len(parts) - 1
+        if len(parts) == 2:
+            return b"%b%b%d%b%b" % (parts[0], mark, number, added, parts[1])
+        return parts[0] + b"".join(
+            [b"%b%d%b%b" % (mark, number + at, added, part) for at, part in enumerate(parts[1:])]
+        )
+
+    def _rewrite_event(self, event: bytes) -> bytes:
+        """An event of any type, complete. Raises: InvalidResponse."""
+        try:
+            value = parse_object(sse.payload(event))
+        except InvalidJson:
+            return event  # a comment
+        kind = value.get("type")
+        if not isinstance(kind, str) or not kind.startswith("response."):
+            return event
+        if kind == "response.created" and "sequence_number" in value:
+            self._numbers_events = False  # this server numbers its events itself
+        repaired = value
+        if isinstance(item := value.get("item"), dict):
+            repaired = value | {"item": self._with_true_status(item)}
+        elif kind == "response.completed" and isinstance(whole := value.get("response"), dict):
+            whole = self._with_true_status(whole)
+            cut_off = whole.get("status") == "incomplete"
+            kind = "response.incomplete" if cut_off else kind
+            repaired = value | {"type": kind, "response": whole}
+        if not self._numbers_events:
+            return event if repaired == value else _reencoded(event, [repaired])
+        try:
+            return _reencoded(event, map(self._numbered, self._with_missing_events(repaired)))
+        except (TypeError, AttributeError):
+            raise InvalidResponse("An event of the node's stream can't be read") from None
+
+    def _with_true_status(self, value: JsonObject) -> JsonObject:
+        """The response or item with its true status; itself if that is the one it has."""
+        if self._limits is None or value.get("status") != "completed":
+            return value
+        if value.get("type") == "function_call":
+            # The one kind of item that shows for itself whether it is whole.
+            return value if _is_json(value.get("arguments")) else value | {"status": "incomplete"}
+        items = value.get("output")
+        if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+            return value
+        output = [self._with_true_status(item) for item in items]
+        if not self._limits().are_reached(value.get("usage")):
+            return value if output == items else value | {"output": output}
+        if output:
+            output[-1] = output[-1] | {"status": "incomplete"}
+        details = {"reason": "max_output_tokens"}
+        return value | {"status": "incomplete", "incomplete_details": details, "output": output}
+
+    def _with_missing_events(self, value: JsonObject) -> Iterator[JsonObject]:
+        """The event, behind those that llama.cpp leaves out before it."""
+        item = value.get("item")
+        if (
+            value["type"] == "response.output_item.done"
+            and isinstance(item, dict)
+            and item.get("type") == "function_call"
+        ):
+            fields = {"arguments": item.get("arguments"), "name": item.get("name")}
+            kind = "response.function_call_arguments.done"
+            yield {"type": kind, "item_id": item.get("id"), **fields}
+        yield value
+
+    def _numbered(self, value: JsonObject) -> JsonObject:
+        """The event with its numbers, and what else official clients need."""
+        kind = value["type"]
+        numbered: JsonObject = {"type": kind, "sequence_number": self._next_number}
+        self._next_number += 1
+        item, response = value.get("item"), value.get("response")
+        if isinstance(item, dict):
+            if kind == "response.output_item.added":
+                self._begin_item(item)
+            elif item.get("type") == "reasoning":
+                value = value | {"item": {**item, "status": item.get("status", "completed")}}
+            numbered["output_index"] = self._index(item.get("id"))
+        elif "item_id" in value:
+            numbered["output_index"] = self._index(value["item_id"])
+            if kind.startswith(_CONTENT_EVENTS):
+                # llama.cpp's items have one part.
+                numbered["content_index"] = 0
+            if kind.startswith("response.output_text."):
+                numbered["logprobs"] = []
+            if isinstance(part := value.get("part"), dict) and part.get("type") == "output_text":
+                value = value | {"part": {"annotations": [], "logprobs": [], **part}}
+        elif isinstance(response, dict):
+            value = value | {"response": self._whole_response(kind, response)}
+        return numbered | value
+
+    def _whole_response(self, kind: str, response: JsonObject) -> JsonObject:
+        """The response in a lifecycle event, with the fields that it lacks."""
+        if kind in _LIFECYCLE_TYPES:
+            fields = {"created_at": self._created_at, "model": self._model, "output": []}
+            return fields | {"error": None, "incomplete_details": None, "usage": None} | response
+        # The server tells the time of the end as that of the beginning.
+        times = {"created_at": self._created_at, "completed_at": response.get("created_at")}
+        return {"error": None, "incomplete_details": None} | response | times
+
+    def _begin_item(self, item: JsonObject) -> None:
+        """The item's deltas follow. Raises: InvalidResponse."""
+        index, item_id = len(self._indices), item.get("id")
+        if index >= MOST_ITEMS:
+            raise InvalidResponse(f"The node's response has more than {MOST_ITEMS} items")
+        if not isinstance(item_id, str):
+            return
+        self._indices[item_id] = index
+        kind = _DELTA_TYPES.get(str(item.get("type")))
+        if kind is None:
+            self._mark = b""
+            return
+        self._mark = b'data: {"type":"%b",' % kind.encode()
+        self._item_mark = b'"item_id":%b' % msgspec.json.encode(item_id)
+        self._numbered_mark = self._mark + b'"sequence_number":'
+        self._added = b',"output_index":%d,' % index
+        if kind.startswith(_CONTENT_EVENTS):
+            self._added += b'"content_index":0,'
+        if kind.startswith("response.output_text."):
+            self._added += b'"logprobs":[],'
+
+    def _index(self, item_id: object) -> int:
+        """The item's place in the output; the newest one's, if it never began."""
+        newest = max(0, len(self._indices) - 1)
+        return self._indices.get(item_id, newest) if isinstance(item_id, str) else newest
+
+
+def _is_json(text: object) -> bool:
+    try:
+        parse_json(text.encode() if isinstance(text, str) else b"")
+    except (InvalidJson, UnicodeEncodeError):
+        return False
+    return True
+
+
+def _reencoded(event: bytes, values: Iterable[JsonObject]) -> bytes:
+    """Events with these data in place of `event`, behind its comments."""
+    comments = [line for line in event.splitlines(keepends=True) if line.startswith(b":")]
+    return b"".join([*comments, *map(named_event, values)])
 
 
 RESPONSES = ResponsesApi()

@@ -29,7 +29,7 @@ class Messages:
         }
 
     def _stop_reason(self, answer: Answer) -> str:
-        reasons = {"stop": "end_turn", "length": "max_tokens", "word": "stop_sequence"}
+        reasons = {"stop": "end_turn", "length": "max_tokens", "word": "end_turn"}
         return reasons[answer.finish]
 
     def head(self) -> list[bytes]:

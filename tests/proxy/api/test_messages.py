@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from gateway import errors
+from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.proxy import sse
-from gateway.proxy.api.base import AssemblyError
+from gateway.proxy.api.base import AssemblyError, ResponseRewriter
 from gateway.proxy.api.messages import (
     MESSAGES,
     MessagesRewriter,
@@ -20,7 +21,7 @@ from gateway.proxy.api.messages import (
 from gateway.proxy.api.resuming import ReasoningEndMark
 from gateway.proxy.json_values import JsonObject
 from gateway.proxy.transcript import Transcript
-from tests.proxy.api.events import SPLICE_POINT, TIMINGS, event, values
+from tests.proxy.api.events import SPLICE_POINT, TIMINGS, Answering, event, forwarded, values
 
 # Errors.
 
@@ -255,3 +256,66 @@ def test_messages_become_the_chat_that_the_server_makes_of_them(
     chat = messages_as_chat({"system": [TEXT], "messages": [message]})
     system = {"role": "system", "content": "no"}
     assert chat == (expected and {"messages": [system, {"role": "assistant"} | expected]})
+
+
+# The repair of stop reasons.
+
+
+def stop_repair(body: JsonObject, **repairs: bool) -> ResponseRewriter | None:
+    """The rewriter for the response of a llama.cpp server to this body."""
+    settings = Settings.model_validate({"repairs": repairs})
+    return MESSAGES.response_rewriter(forwarded(body), Answering("llama.cpp", None), settings)
+
+
+def ended(reason: str, sequence: str | None) -> JsonObject:
+    return {"stop_reason": reason, "stop_sequence": sequence}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (ended("end_turn", "a"), ended("stop_sequence", "a")),
+        (ended("end_turn", "b\n"), ended("stop_sequence", "b\n")),
+        (ended("stop_sequence", "a"), ended("stop_sequence", "a")),
+        (ended("tool_use", "a"), ended("tool_use", "a")),
+        (ended("end_turn", "<|im_end|>"), ended("end_turn", None)),
+        (ended("end_turn", None), ended("end_turn", None)),
+        (ended("max_tokens", None), ended("max_tokens", None)),
+    ],
+)
+def test_a_stop_sequence_is_told_if_it_is_the_clients(
+    before: JsonObject, after: JsonObject
+) -> None:
+    repair = stop_repair({"stop_sequences": ["a", "b\n", 7]})
+    assert repair is not None
+    text = event({"type": "content_block_delta", "delta": {"text": '"stop_sequence":"a"'}})
+    delta = {"type": "message_delta", "delta": before, "usage": {"output_tokens": 3}}
+    last = event({"type": "message_stop"})
+    *others, repaired = sse.split(repair.rewrite_events(text + last + event(delta)))
+    assert others == [text, last]
+    assert values(repaired) == [delta | {"delta": after}]
+    message = {"type": "message", "content": [], **before}
+    assert msgspec.json.decode(repair.rewrite_body(msgspec.json.encode(message))) == message | after
+
+
+def test_only_a_request_with_stop_sequences_is_repaired() -> None:
+    assert stop_repair({}) is None
+    assert stop_repair({"stop_sequences": ["a"]}, stop_reason=False) is None
+    repair = stop_repair({"stop_sequences": "a"})
+    assert repair is not None
+    odd = event({"type": "other", "stop_sequence": "a"})
+    assert repair.rewrite_events(odd) == odd
+    assert repair.rewrite_body(b"no JSON") == b"no JSON"
+
+
+def test_a_stop_sequence_is_told_after_a_resumption_too() -> None:
+    transcript = Transcript(content_pieces=["a"], token_count=1, open_blocks={0: "text"})
+    native = NativeToMessagesRewriter(transcript, SPLICE_POINT)
+    last = {"content": "", "stop": True, "stop_type": "word", "stopping_word": "zzz"}
+    same_api = MessagesRewriter(transcript, SPLICE_POINT)
+    delta = {"type": "message_delta", "delta": ended("end_turn", "zzz"), "usage": {}}
+    for events in (native.rewrite(last), same_api.rewrite(delta)):
+        repair = stop_repair({"stop_sequences": ["zzz"]})
+        assert repair is not None
+        [told] = [one for one in values(repair.rewrite_events(events)) if "delta" in one]
+        assert told["delta"] == ended("stop_sequence", "zzz")

@@ -1,0 +1,361 @@
+"""The repair of llama.cpp's responses, on events as its server b11549 sends them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.config.settings import Settings
+from gateway.proxy import sse
+from gateway.proxy.api.base import ResponseRewriter
+from gateway.proxy.api.responses import MOST_ITEMS, RESPONSES, ResponsesRepair, TokenLimits
+from gateway.proxy.api.resuming import named_event
+from gateway.proxy.json_values import FIELDS_DECODER, parse_object
+from gateway.transport.errors import InvalidResponse
+from tests.proxy.api.events import Answering, forwarded
+
+USAGE = {"input_tokens": 15, "output_tokens": 4, "total_tokens": 19}
+NOW = 1_800_000_000
+END = NOW + 5
+
+
+LIMITS = TokenLimits(100, 4096)
+
+
+def repair(*, events: bool = True, limits: TokenLimits | None = LIMITS) -> ResponsesRepair:
+    return ResponsesRepair(
+        numbers_events=events,
+        limits=None if limits is None else lambda: limits,
+        model="demo",
+        created_at=NOW,
+    )
+
+
+def message(number: int, words: list[str]) -> list[dict[str, Any]]:
+    """The events of a message: those of its beginning, its deltas, those of its end."""
+    ref = {"item_id": f"msg_{number}"}
+    part = {"type": "output_text", "annotations": [], "logprobs": [], "text": "".join(words)}
+    begun = {"content": [], "id": f"msg_{number}", "role": "assistant", "status": "in_progress"}
+    whole = {"type": "message", "status": "completed", "id": f"msg_{number}", "content": [part]}
+    return [
+        {"type": "response.output_item.added", "item": {**begun, "type": "message"}},
+        {"type": "response.content_part.added", **ref, "part": {"type": "output_text", "text": ""}},
+        *({"type": "response.output_text.delta", **ref, "delta": word} for word in words),
+        {"type": "response.output_text.done", **ref, "text": "".join(words)},
+        {"type": "response.content_part.done", **ref, "part": part},
+        {"type": "response.output_item.done", "item": whole},
+    ]
+
+
+def reasoning(number: int, words: list[str]) -> list[dict[str, Any]]:
+    item = {"id": f"rs_{number}", "summary": [], "type": "reasoning", "encrypted_content": ""}
+    text = {"text": "".join(words), "type": "reasoning_text"}
+    return [
+        {"type": "response.output_item.added", "item": {**item, "content": []}},
+        *(
+            {"type": "response.reasoning_text.delta", "delta": word, "item_id": f"rs_{number}"}
+            for word in words
+        ),
+        {"type": "response.output_item.done", "item": {**item, "content": [text]}},
+    ]
+
+
+def call(number: int, parts: list[str]) -> list[dict[str, Any]]:
+    item = {"id": f"fc_{number}", "type": "function_call", "call_id": "call_1", "name": "weather"}
+    begun = {**item, "arguments": "", "status": "in_progress"}
+    whole = {**item, "arguments": "".join(parts), "status": "completed"}
+    kind = "response.function_call_arguments.delta"
+    return [
+        {"type": "response.output_item.added", "item": begun},
+        *({"type": kind, "delta": part, "item_id": f"fc_{number}"} for part in parts),
+        {"type": "response.output_item.done", "item": whole},
+    ]
+
+
+def stream(*items: list[dict[str, Any]], usage: Any = None) -> list[bytes]:
+    """The events of a response with these items."""
+    begun = {"id": "resp_1", "object": "response", "status": "in_progress"}
+    output = [event["item"] for item in items for event in item if event["type"].endswith("m.done")]
+    whole = {"id": "resp_1", "object": "response", "created_at": END, "status": "completed"}
+    whole |= {"model": "demo", "output": output, "usage": usage or USAGE}
+    events = [
+        {"type": "response.created", "response": begun},
+        {"type": "response.in_progress", "response": begun},
+        *(event for item in items for event in item),
+        {"type": "response.completed", "response": whole, "timings": {"prompt_ms": 0.1}},
+    ]
+    return [named_event(event) for event in events]
+
+
+TEXT = stream(message(1, [" plant", " best", "\n\ndata:", ' "output_index":7,']))
+CALL = stream(message(1, ["So"]), call(2, ["{", '"city":', ' "rome"}']))
+THOUGHT = stream(reasoning(1, [" summer", " tree"]), message(2, [" lamp", " seven"]))
+
+
+def data(events: bytes) -> list[Any]:
+    return [parse_object(sse.payload(event)) for event in sse.split(events)]
+
+
+def rewritten(rewriter: ResponseRewriter, events: list[bytes]) -> list[Any]:
+    """The data of all events, which came one by one."""
+    out = [rewriter.rewrite_events(event) for event in events]
+    for event in sse.split(b"".join(out)):
+        assert sse.event_name(event).decode() == parse_object(sse.payload(event))["type"]
+    return data(b"".join(out))
+
+
+def test_each_event_gets_its_numbers() -> None:
+    events = rewritten(repair(), THOUGHT)
+    assert [event["sequence_number"] for event in events] == list(range(len(THOUGHT)))
+    deltas = [event for event in events if event["type"].endswith(".delta")]
+    assert [(event["output_index"], event["content_index"]) for event in deltas] == [
+        *((0, 0), (0, 0)),
+        *((1, 0), (1, 0)),
+    ]
+    assert [event["logprobs"] for event in events if "output_text." in event["type"]] == [[]] * 3
+    done = [event for event in events if event["type"] == "response.output_item.done"]
+    assert [event["output_index"] for event in done] == [0, 1]
+    assert done[0]["item"]["status"] == "completed"
+
+
+def test_the_events_keep_all_that_they_had() -> None:
+    for events in (TEXT, CALL, THOUGHT):
+        out = iter(rewritten(repair(), events))
+        for before in map(parse_object, map(sse.payload, events)):
+            after = next(one for one in out if one["type"] == before["type"])
+            for name in before.keys() - {"response", "part", "item"}:
+                assert after[name] == before[name]
+            for name in before.keys() & {"response", "part", "item"}:
+                before[name].pop("created_at", None)
+                assert after[name].items() >= before[name].items()
+
+
+def test_a_begun_response_has_what_clients_read_of_it() -> None:
+    created, in_progress, *_, completed = rewritten(repair(), TEXT)
+    for event in (created, in_progress):
+        assert event["response"] == {
+            "id": "resp_1",
+            "object": "response",
+            "status": "in_progress",
+            "created_at": NOW,
+            "model": "demo",
+            "output": [],
+            "usage": None,
+            "error": None,
+            "incomplete_details": None,
+        }
+    assert completed["response"]["created_at"] == NOW
+    assert completed["response"]["completed_at"] == END
+
+
+def test_the_arguments_of_a_call_are_told_whole_before_its_end() -> None:
+    events = rewritten(repair(), CALL)
+    at = next(at for at, event in enumerate(events) if event["type"].endswith("arguments.done"))
+    assert events[at] == {
+        "type": "response.function_call_arguments.done",
+        "sequence_number": at,
+        "output_index": 1,
+        "item_id": "fc_2",
+        "name": "weather",
+        "arguments": '{"city": "rome"}',
+    }
+    assert events[at + 1]["type"] == "response.output_item.done"
+    assert "content_index" not in events[at - 1]
+
+
+@pytest.mark.parametrize(
+    ("limits", "cut_off"),
+    [
+        (TokenLimits(4, None), True),
+        (TokenLimits(5, None), False),
+        (TokenLimits(None, 19), True),
+        (TokenLimits(None, 20), False),
+        (TokenLimits(), False),
+    ],
+)
+@pytest.mark.parametrize("events", [True, False])
+def test_a_response_that_was_cut_off_is_incomplete(
+    limits: TokenLimits, cut_off: bool, events: bool
+) -> None:
+    last = rewritten(repair(events=events, limits=limits), TEXT)[-1]
+    plain = parse_object(sse.payload(TEXT[-1]))["response"]
+    body = repair(events=events, limits=limits).rewrite_body(msgspec.json.encode(plain))
+    for response in (last["response"], parse_object(body)):
+        assert response["status"] == ("incomplete" if cut_off else "completed")
+        assert response["output"][-1]["status"] == response["status"]
+        details = {"reason": "max_output_tokens"} if cut_off else None
+        assert response.get("incomplete_details") == details
+    assert last["type"] == f"response.{last['response']['status']}"
+    assert last["timings"]
+
+
+def test_a_call_whose_arguments_were_cut_off_is_incomplete() -> None:
+    events = stream(call(1, ["{", '"city":', ' "ro']))
+    for numbered in (True, False):
+        *_, done, last = rewritten(repair(events=numbered), events)
+        assert done["item"]["status"] == "incomplete"
+        assert last["response"]["output"] == [done["item"]]
+    *_, done, last = rewritten(repair(limits=None), events)
+    assert done["item"]["status"] == last["response"]["status"] == "completed"
+
+
+def test_what_is_switched_off_passes_untouched() -> None:
+    off = repair(events=False, limits=None)
+    status_only = repair(events=False)
+    for event in (*TEXT, *CALL, *THOUGHT):
+        assert off.rewrite_events(event) is event
+        assert status_only.rewrite_events(event) == event
+    body = b'{"object": "response", "status": "completed", "usage": {"output_tokens": 100}}'
+    assert off.rewrite_body(body) is body
+
+
+def test_what_is_no_such_event_passes_untouched() -> None:
+    rewriter = repair()
+    rewriter.rewrite_events(b"".join(TEXT[:4]))
+    error = b'event: error\ndata: {"type":"error","sequence_number":0,"message":"no"}\n\n'
+    for event in (b":\n", error, b"data: [DONE]\n\n", b'data: {"type":7}\n\n', b"data: {\n\n"):
+        assert rewriter.rewrite_events(event) == event
+    assert rewriter.rewrite_body(b"no JSON") == b"no JSON"
+
+
+def test_comments_stay_in_front_of_their_event() -> None:
+    rewriter = repair()
+    first = rewriter.rewrite_events(b":\n" + TEXT[0])
+    assert first.startswith(b":\nevent: response.created\n")
+    rewriter.rewrite_events(b"".join(TEXT[1:4]))
+    assert rewriter.rewrite_events(b":\n" + TEXT[4]).startswith(b":\nevent: response.output_text.d")
+
+
+def test_a_server_that_has_caught_up_is_left_alone() -> None:
+    numbered = [named_event(value) for value in rewritten(repair(), stream(message(1, ["a", "b"])))]
+    rewriter = repair()
+    assert b"".join(map(rewriter.rewrite_events, numbered)) == b"".join(numbered)
+
+
+def test_the_number_of_items_is_bounded() -> None:
+    rewriter = repair()
+    for number in range(MOST_ITEMS):
+        rewriter.rewrite_events(named_event(call(number, [])[0]))
+    with pytest.raises(InvalidResponse):
+        rewriter.rewrite_events(named_event(call(MOST_ITEMS, [])[0]))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"item": None}, {"item": {"id": 7}}, {"item_id": []}, {"item_id": "x", "part": 1}, {}],
+)
+def test_events_of_an_odd_shape_are_no_crash(fields: dict[str, Any]) -> None:
+    for kind in ("output_item.added", "output_item.done", "output_text.delta", "completed"):
+        repair().rewrite_events(named_event({"type": f"response.{kind}", **fields}))
+
+
+# Which requests and nodes
+
+LLAMA_CPP, OPENAI = Answering("llama.cpp", 4096), Answering("openai", None)
+SCHEMA = {"type": "object"}
+BOUND = {"type": "json_schema", "name": "n", "strict": True, "schema": SCHEMA}
+BOUND_CHAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "n", "strict": True, "schema": SCHEMA},
+}
+TOOLS = [{"type": "function", "name": "look"}]
+
+
+def settings(**repairs: bool) -> Settings:
+    return Settings.model_validate({"repairs": repairs})
+
+
+def added(body: dict[str, Any], kind: str = "llama.cpp", **repairs: bool) -> Any:
+    fields = FIELDS_DECODER.decode(msgspec.json.encode(body))
+    return RESPONSES.added_fields(fields, kind, settings(**repairs))
+
+
+def test_only_llama_cpp_is_repaired_and_only_where_it_is_switched_on() -> None:
+    for stream in (True, False):
+        one = forwarded({}, stream=stream)
+        assert RESPONSES.response_rewriter(one, LLAMA_CPP, settings()) is not None
+        assert RESPONSES.response_rewriter(one, OPENAI, settings()) is None
+        off = settings(stream_events=False, stop_reason=False)
+        assert RESPONSES.response_rewriter(one, LLAMA_CPP, off) is None
+        numbers_only = RESPONSES.response_rewriter(one, LLAMA_CPP, settings(stop_reason=False))
+        assert (numbers_only is not None) is stream
+
+
+@pytest.mark.parametrize(
+    ("body", "node", "cut_off"),
+    [
+        ({"max_output_tokens": 4}, LLAMA_CPP, True),
+        ({"max_output_tokens": 5}, LLAMA_CPP, False),
+        ({"max_output_tokens": 5, "max_tokens": 4}, LLAMA_CPP, True),
+        ({"max_output_tokens": None, "n_predict": -1}, LLAMA_CPP, False),
+        ({"max_output_tokens": 10**400, "max_tokens": 1e300}, LLAMA_CPP, False),
+        ({}, Answering("llama.cpp", 19), True),
+        ({}, Answering("llama.cpp", None), False),
+        ([], LLAMA_CPP, False),
+    ],
+)
+def test_the_limits_are_those_of_the_body_and_the_node(
+    body: Any, node: Answering, cut_off: bool
+) -> None:
+    rewriter = RESPONSES.response_rewriter(forwarded(body), node, settings())
+    assert rewriter is not None
+    plain = parse_object(sse.payload(TEXT[-1]))["response"]
+    told = parse_object(rewriter.rewrite_body(msgspec.json.encode(plain)))["status"]
+    assert told == ("incomplete" if cut_off else "completed")
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"text": {"format": BOUND}}, BOUND_CHAT),
+        ({"text": {"format": BOUND}, "tools": TOOLS, "tool_choice": "none"}, BOUND_CHAT),
+        ({"text": {"format": {"type": "json_object"}}}, {"type": "json_object"}),
+    ],
+)
+def test_a_format_is_told_in_the_words_that_the_server_obeys(body: Any, expected: Any) -> None:
+    assert RESPONSES.added_fields_mark in msgspec.json.encode(body)
+    assert added(body) == {"response_format": expected}
+    assert added(body, "openai") is None
+    assert added(body, text_format=False) is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"text": {"format": {"type": "text"}}},
+        {"text": {"format": {"type": "json_schema", "schema": 7}}},
+        {"text": {"format": []}},
+        {"text": "format"},
+        {"text": {"format": BOUND}, "tools": TOOLS},
+        {"text": {"format": BOUND}, "grammar": "root ::= "},
+        {"text": {"format": BOUND}, "response_format": {"type": "json_object"}},
+        {"format": BOUND},
+    ],
+)
+def test_all_other_bodies_stay_as_they_are(body: Any) -> None:
+    assert added(body) is None
+
+
+texts = st.lists(st.text(max_size=12), max_size=6)
+made_items = st.lists(
+    st.tuples(st.sampled_from([message, reasoning, call]), texts), max_size=4
+).map(lambda made: [make(number, words) for number, (make, words) in enumerate(made)])
+
+
+@given(made_items.map(lambda made: stream(*made)), st.data())
+def test_the_result_does_not_depend_on_how_the_events_came(
+    events: list[bytes], cuts: st.DataObject
+) -> None:
+    one_by_one = repair()
+    expected = b"".join(map(one_by_one.rewrite_events, events))
+    grouped, out, at = repair(), b"", 0
+    while at < len(events):
+        to = cuts.draw(st.integers(at + 1, len(events)))
+        out += grouped.rewrite_events(b"".join(events[at:to]))
+        at = to
+    assert out == expected
+    assert len({event["sequence_number"] for event in data(out)}) == sse.count_events(out)
