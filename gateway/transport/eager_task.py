@@ -64,13 +64,12 @@ class EagerTask:
             return
         if awaited is None:
             self._go_on_in_task()
-        elif getattr(awaited, "_asyncio_future_blocking", None) is not None:
-            # A future, by asyncio's own test. Clear the mark, as a task does: it is awaited.
-            awaited._asyncio_future_blocking = False  # noqa: SLF001
-            awaited.add_done_callback(self._go_on_in_task)
-        else:
+        elif hasattr(awaited, "on_wake"):
             wakeable: Wakeable = awaited
             wakeable.on_wake = self._woken
+        else:
+            # A future; when it is done, a task takes its result.
+            awaited.add_done_callback(self._go_on_in_task)
 
     def _woken(self, whole: bool) -> None:  # noqa: FBT001 - the only argument of a callback
         if self._task is not None or self._coroutine is None:
