@@ -221,7 +221,8 @@ class EventBus:
         """Call the subscribers of this type, after all deferred work."""
         if self._deferred:
             self.flush()
-        self._notify(event)
+        for subscriber in self._subscribers.get(type(event), ()):
+            subscriber(event)
 
     def publish_deferred(self, event: object) -> None:
         """Publish within `DEFER_SECONDS`."""

@@ -265,7 +265,14 @@ class NodeConnection(asyncio.Protocol):
         if self._known is not None and not self.received_bytes and not self._bodyless:
             body = self._known.match_body(data)
             if body is not None:
-                self._respond_with_known_head(len(data), body)
+                # A whole response with the known head has come.
+                self.received_bytes = len(data)
+                self.headers = [(b"content-length", b"%d" % len(body)), *self._known_headers]
+                self.status = 200
+                self.complete = self.reusable = self._framed = True
+                if body:
+                    self._parts.append(body)
+                self._wake()
                 return
         self.received_bytes += len(data)
         self._pending += len(data)
@@ -304,16 +311,6 @@ class NodeConnection(asyncio.Protocol):
         if whole and self.status == 200 and data.startswith(b" 200 ", len(b"HTTP/1.1")):
             self._known = KnownHead.from_message(data)
             self._known_headers = [f for f in self.headers if f[0] != b"content-length"]
-
-    def _respond_with_known_head(self, size: int, body: bytes) -> None:
-        """A whole response with the known head has come."""
-        self.received_bytes = size
-        self.headers = [(b"content-length", b"%d" % len(body)), *self._known_headers]
-        self.status = 200
-        self.complete = self.reusable = self._framed = True
-        if body:
-            self._parts.append(body)
-        self._wake()
 
     def eof_received(self) -> bool:
         return False

@@ -57,6 +57,7 @@ class HttpExchange(EagerTask):
         "_http_10",
         "_transport",
         "body",
+        "context_cache",
         "disconnected",
         "headers",
         "keep_alive",
@@ -86,6 +87,8 @@ class HttpExchange(EagerTask):
         self.length = length
         """`Content-Length`; 0 if there is none."""
         self._connection = connection
+        self.context_cache = connection.context_cache
+        """The context of the connection's last head."""
         self.route = route
         self._transport = connection.transport
         self._flow = connection.flow
@@ -102,11 +105,6 @@ class HttpExchange(EagerTask):
         self.response_started = False
         self.response_complete = False
         self.disconnected = False
-
-    @property
-    def context_cache(self) -> ContextCache:
-        """The context of the connection's last head."""
-        return self._connection.context_cache
 
     @property
     def peer_address(self) -> str | None:

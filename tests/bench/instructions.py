@@ -34,7 +34,7 @@ from tests.bench.upstream import Script, Upstream
 
 WARM_UP = 150
 """Requests before the counted ones: they fill caches, and CPython specialises its code."""
-START_LIMIT = 180.0
+START_LIMIT = 300.0
 LIMIT = 600.0
 """Seconds; valgrind slows the gateway down some fifty times."""
 TOKENS = 20

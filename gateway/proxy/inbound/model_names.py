@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from gateway.catalog import ServedModels
 from gateway.config.routing import CATCH_ALL, ModelRule
-
-LONGEST_CACHED_NAME = 256
-"""Characters; longer names are not cached, since clients may send names of megabytes."""
 
 MOST_TARGETS = 32
 """Models that one alias may resolve to."""
@@ -51,18 +47,13 @@ class ModelAliases:
     def resolve(self, name: str) -> tuple[ResolvedModel, ...]:
         """The models that `name` stands for, in order of preference; itself without a rule."""
         if name not in self.rules:
-            return _unaliased(name) if len(name) <= LONGEST_CACHED_NAME else (ResolvedModel(name),)
+            return (ResolvedModel(name),)
         found = self._resolved.get(name)
         if found is None:
             found = self._resolved[name] = tuple(_follow_aliases(name, self.rules, ()))[
                 :MOST_TARGETS
             ]
         return found
-
-
-@lru_cache(maxsize=1024)
-def _unaliased(name: str) -> tuple[ResolvedModel, ...]:
-    return (ResolvedModel(name),)
 
 
 def _follow_aliases(
