@@ -49,6 +49,7 @@ async def test_a_server_of_several_models_is_counted_once() -> None:
     models = {"chat": "m", "code": "m"}
     spec = a_spec(models=models, slots=3, context=4096, endpoints=["chat", "vision"])
     async with a_fleet(spec) as running:
+        await running.until_state("a", NodeState.DOWN)
         catalog: FleetCatalog = running.fleet
         assert catalog.model_index.servers_of(["chat", "code", "unknown"]) == [
             ServerFigures(
@@ -58,7 +59,7 @@ async def test_a_server_of_several_models_is_counted_once() -> None:
                 has_vision=True,
                 has_audio=False,
                 endpoints=frozenset({"chat", "vision"}),
-                is_up=True,
+                is_up=False,
                 on_gpu=False,
                 parameters=None,
                 size=None,

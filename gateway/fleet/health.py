@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 from gateway.fleet.circuit import CircuitPhase
 from gateway.fleet.lifecycle import LifecyclePhase
-from gateway.fleet.node import Lease, LeasePhase, Node, NodeState
+from gateway.fleet.node import Lease, Node, NodeState
 from gateway.fleet.probe_history import QUICK_PROBE_DELAY, ProbeAnswer, ProbeResult, probe_delay
 from gateway.fleet.probes import check_alive, discover, probe_slots
+from gateway.fleet.slot_occupancy import LeasePhase
 
 ALIVE_STATES = frozenset({NodeState.READY, NodeState.DEGRADED, NodeState.MUTE})
 """States of a node that is worth the ordinary wait; for any other, `wait_for_node` holds."""

@@ -20,7 +20,7 @@ from gateway.fleet.degradation import DegradationDetector
 from gateway.fleet.lifecycle import Lifecycle, LifecyclePhase
 from gateway.fleet.probe_history import ProbeHistory
 from gateway.fleet.server_properties import ServerProperties, inventory_drift
-from gateway.fleet.slot_occupancy import SlotOccupancy
+from gateway.fleet.slot_occupancy import LeasePhase, SlotOccupancy
 from gateway.fleet.speed import ObservedTiming, Speed
 from gateway.lease import NodeInfo
 from gateway.request import Endpoint
@@ -443,21 +443,6 @@ class Node:
         """Whether its `drift` differs from that of the last call."""
         before, self.drift = self.drift, inventory_drift(self.spec, self.properties)
         return self.drift != before
-
-
-class LeasePhase(enum.Enum):
-    """How far the node has got with the request."""
-
-    WAITING_HEAD = "waiting"
-    """Sent, no head yet: the node queues it, or works on an answer that it does not stream."""
-    PREFILL = "prefill"
-    """The head has come, content has not: the node reads the prompt."""
-    DECODE = "decode"
-    """Content has come."""
-    RECLAIM = "reclaim"
-    """The gateway has left; the node may still be at work."""
-    RELEASED = "over"
-    """The slots are free."""
 
 
 class LeaseHolder(Protocol):

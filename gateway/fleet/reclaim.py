@@ -8,9 +8,9 @@ import logging
 from collections.abc import Iterable
 
 from gateway.fleet.health import prefill_grace
-from gateway.fleet.node import Lease, LeasePhase, Node
+from gateway.fleet.node import Lease, Node
 from gateway.fleet.probes import probe_slots
-from gateway.fleet.slot_occupancy import SLOT_LINGER
+from gateway.fleet.slot_occupancy import SLOT_LINGER, LeasePhase
 
 log = logging.getLogger(__name__)
 

@@ -7,12 +7,28 @@ were being read meanwhile, which delays the other slots.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 SLOT_LINGER = 0.25
 """Seconds for which a slot may still be reported busy after its answer has ended."""
+
+
+class LeasePhase(enum.Enum):
+    """How far the node has got with the request."""
+
+    WAITING_HEAD = "waiting"
+    """Sent, no head yet: the node queues it, or works on an answer that it does not stream."""
+    PREFILL = "prefill"
+    """The head has come, content has not: the node reads the prompt."""
+    DECODE = "decode"
+    """Content has come."""
+    RECLAIM = "reclaim"
+    """The gateway has left; the node may still be at work."""
+    RELEASED = "over"
+    """The slots are free."""
 
 
 @dataclass(slots=True, eq=False)

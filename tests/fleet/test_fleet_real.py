@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.fleet.node import LeasePhase, Node, NodeState
+from gateway.fleet.node import Node, NodeState
+from gateway.fleet.slot_occupancy import LeasePhase
 from tests.fleet.build import Running, a_fleet, a_spec, is_held, take
 from tests.servers import running_demo_servers
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from gateway.fleet.node import LeasePhase, Node, NodeState
+from gateway.fleet.node import Node, NodeState
+from gateway.fleet.slot_occupancy import LeasePhase
 from gateway.lease import (
     NOTHING_TRIED,
     AttemptReport,

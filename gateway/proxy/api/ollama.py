@@ -20,11 +20,11 @@ from gateway.errors import GatewayError
 from gateway.proxy import sse
 from gateway.proxy.api.base import (
     Api,
-    VisibleCatalog,
     ModelSummary,
     Page,
     ResponseRewriter,
     Translation,
+    VisibleCatalog,
 )
 from gateway.proxy.api.ollama_requests import (
     EMBEDDINGS_PATH,

@@ -3,7 +3,7 @@
 A small body is bytes, parsed in one go. A large one has a `JsonOutline` (`json_outline.py`), which
 answers the same questions without reading the body again. An edit replaces fields and leaves the
 others in place; a node is sent the pieces. Work that takes milliseconds is done in short steps, by
-the `TimeSlicer` that all requests share, so that the loop is not blocked.
+the `TimeSlicer` that all requests share, so that it does not block the event loop.
 """
 
 from __future__ import annotations
