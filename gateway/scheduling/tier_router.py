@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from gateway.config.settings import Settings
 from gateway.lease import LeaseRequest, Tried
 from gateway.scheduling.budget import SpillReservation, most_cost
@@ -128,7 +130,7 @@ class TierRouter:
         failed = any(row.index in queued.failed for row in rows)
         if not alive:
             return TierStatus(alive=False, has_room=False, failed=failed)
-        alone = replace(queued, groups=((tier,),))
+        alone = msgspec.structs.replace(queued, groups=((tier,),))
         available = available_rows(self.dispatcher.placement_state, alone)
         has_room = available is not None and any(
             row.index not in queued.failed for row in available.rows

@@ -213,7 +213,7 @@ async def test_a_stream_goes_on_when_its_server_is_killed(tmp_path: Path) -> Non
                     parts.append(part)
                     if len(parts) == 20:
                         [served] = [one.attempt for one in site.gateway.registry if one.attempt]
-                        servers[urls.index(served.lease.node.name)].kill()
+                        servers[int(served.lease.node.name.removeprefix("node-"))].kill()
             assert "".join(part.message.content or "" for part in parts) == whole.message.content
             assert parts[-1].eval_count == whole.eval_count
             assert [event.resumed_on is not None for event in resumed] == [True]

@@ -37,8 +37,7 @@ from gateway.proxy.inbound.prompt_key import (
     build_large_prompt_key,
     build_prompt_key,
 )
-from gateway.proxy.inbound.prompt_list import parse_prompt_list
-from gateway.proxy.inbound.request import PromptList, Request
+from gateway.proxy.inbound.request import PromptList, Request, parse_prompt_list
 from gateway.proxy.inbound.routes import Route, can_assemble
 from gateway.request import Caller, Priority
 

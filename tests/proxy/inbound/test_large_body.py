@@ -31,7 +31,7 @@ from gateway.proxy.inbound.prompt_key import (
     build_large_prompt_key,
     build_prompt_key,
 )
-from gateway.proxy.inbound.prompt_list import split_prompts
+from gateway.proxy.inbound.request import split_prompts
 from gateway.proxy.inbound.routes import ROUTES, can_assemble
 from tests.proxy.pictures import data_url, png
 
