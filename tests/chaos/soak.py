@@ -94,6 +94,8 @@ class StreamClient(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._rest = b""
         self._began = False
+        self._done = False
+        """Whether `[DONE]` has come; the end of the body may come in a later read."""
         self.tokens = 0
         """Tokens of the stream that runs."""
         self.over = False
@@ -116,14 +118,15 @@ class StreamClient(asyncio.Protocol):
             for sent in node_replies.stamps(events):
                 tally.delays.add_delay(now - sent)
                 self.tokens += 1
+        self._done = self._done or events.endswith(b"data: [DONE]")
         if b'"error"' in events:
             self._fail(events[-300:])
-        elif events.endswith(b"data: [DONE]") and self._rest.endswith(b"0\r\n\r\n"):
+        elif self._done and self._rest.endswith(b"0\r\n\r\n"):
             tally.ended += 1
             tally.streams -= 1
             tally.tokens += self.tokens
             self.tokens = 0
-            self._began, self._rest = False, b""
+            self._began, self._done, self._rest = False, False, b""
             self._transport.write(self._request)
 
     def connection_lost(self, exc: Exception | None) -> None:
