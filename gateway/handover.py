@@ -63,7 +63,7 @@ class InheritedState:
     """The pipe to the predecessor."""
     anonymous_access: AnonymousAccess = INITIAL_ACCESS
     """The predecessor's."""
-    hash_key: bytes | None = None
+    hash_key: bytes | None = field(default=None, repr=False)
     """The predecessor's key for digests of prompts; None: it has passed none."""
     customised: bool = False
     """The predecessor's settings were not the defaults, so an empty file must be a mistake."""

@@ -137,15 +137,15 @@ class TimeoutMonitor:
         if reports:
             self._next_report = now + REPORT_INTERVAL
         for attempt in list(self._attempts):
-            unpassed_until = self._attempts.get(attempt)
-            if unpassed_until is None:
+            due_at = self._attempts.get(attempt)
+            if due_at is None:
                 continue  # It has ended with another one.
             if attempt.complete:
                 # Only the client has yet to read it: the slot is free.
                 attempt.report_received()
             elif reports:
                 attempt.report_progress()
-            if now < unpassed_until:
+            if now < due_at:
                 continue
             timeouts, sent_at = attempt.timeouts, attempt.sent_at
             failure = passed_timeout(timeouts, sent_at, attempt.last_content_at, now)
