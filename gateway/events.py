@@ -239,9 +239,16 @@ class EventBus:
 
     def flush(self) -> None:
         """Do the deferred work now."""
-        deferred, self._deferred = self._deferred, []
-        for work, arguments in deferred:
-            work(*arguments)
+        deferred, self._deferred = iter(self._deferred), []
+        try:
+            for work, arguments in deferred:
+                work(*arguments)
+        except BaseException:
+            # The work behind it settles other leases: it must not be lost.
+            self._deferred[:0] = deferred
+            if self._deferred and self._call_later is not None:
+                self._call_later(DEFER_SECONDS, self.flush)
+            raise
 
     def _notify(self, event: object) -> None:
         for subscriber in self._subscribers.get(type(event), ()):

@@ -15,7 +15,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -63,7 +63,7 @@ class InheritedState:
     """The pipe to the predecessor."""
     anonymous_access: AnonymousAccess = INITIAL_ACCESS
     """The predecessor's."""
-    hash_key: bytes | None = None
+    hash_key: bytes | None = field(default=None, repr=False)
     """The predecessor's key for digests of prompts; None: it has passed none."""
     customised: bool = False
     """The predecessor's settings were not the defaults, so an empty file must be a mistake."""
@@ -112,7 +112,7 @@ def inherit_from_environment(
     if passed := environment.get(SOCKETS_VARIABLE):
         numbers = dict(part.split("=", 1) for part in passed.split())
         ready, from_systemd = numbers.pop("ready"), numbers.pop("fixed", "")
-        hash_key = _read_hash_key(environment.get(HASH_KEY_VARIABLE))
+        hash_key = _read_hash_key(environment.get(HASH_KEY_VARIABLE), {ready, *numbers.values()})
         sockets = {name: _adopt_socket(int(number)) for name, number in numbers.items()}
         os.set_inheritable(int(ready), False)
         words = environment.get(PREDECESSOR_VARIABLE, "").split()
@@ -163,19 +163,21 @@ def _adopt_socket(number: int) -> socket.socket:
     return sock
 
 
-def _read_hash_key(number: str | None) -> bytes | None:
-    """The key in this pipe, which is closed; None: the predecessor is of a version without one."""
-    if not number:
+def _read_hash_key(number: str | None, others: Collection[str]) -> bytes | None:
+    """The key in this pipe, which is closed; None: the predecessor has passed none.
+
+    A predecessor of a version without a key passes on the variable that it was given itself: its
+    number is that of no descriptor then, or of one of the `others`.
+    """
+    if not number or number in others:
         return None
     try:
+        if not stat.S_ISFIFO(os.fstat(int(number)).st_mode):
+            return None
         with os.fdopen(int(number), "rb", buffering=0) as pipe:
-            if not stat.S_ISFIFO(os.fstat(pipe.fileno()).st_mode):
-                raise StartError(f"the inherited descriptor {number} is not a pipe")
             return pipe.read(HASH_KEY_BYTES)
-    except OSError as error:
-        raise StartError(
-            f"the inherited descriptor {number} is not a pipe: {error.strerror}"
-        ) from None
+    except OSError:
+        return None
 
 
 def restart_command() -> tuple[str, ...]:

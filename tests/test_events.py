@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
+
 from gateway.events import AttemptEnded, EventBus, NodeChanged
 
 
@@ -28,3 +32,23 @@ def test_an_event_without_subscribers_is_dropped() -> None:
     late: list[object] = []
     bus.subscribe(NodeChanged, late.append)
     assert late == []
+
+
+def test_deferred_work_is_done_though_other_work_fails() -> None:
+    timers: list[Callable[[], None]] = []
+    bus = EventBus(lambda _, work: timers.append(work))
+    done: list[str] = []
+
+    def fail() -> None:
+        raise ValueError("broken")
+
+    bus.defer(done.append, "first")
+    bus.defer(fail)
+    bus.defer(done.append, "second")
+    bus.defer(done.append, "third")
+    with pytest.raises(ValueError, match="broken"):
+        timers.pop()()
+    assert done == ["first"]
+    timers.pop()()
+    assert done == ["first", "second", "third"]
+    assert not timers

@@ -248,11 +248,20 @@ def test_a_predecessor_of_a_version_without_a_hash_key_passes_none(
     os.close(reader)
 
 
-def test_an_inherited_hash_key_that_is_no_pipe_is_refused(listening: socket.socket) -> None:
+def test_the_number_of_an_earlier_hash_key_is_ignored(listening: socket.socket) -> None:
+    """A version without a hash key passes its predecessor's variable on, which names no pipe."""
     reader, writer = os.pipe()
-    numbers = f"public={listening.fileno()} ready={writer}"
-    for number in (passed(listening), 999_999):
-        with pytest.raises(StartError, match="is not a pipe"):
-            inherit_from_environment({SOCKETS_VARIABLE: numbers, HASH_KEY_VARIABLE: str(number)})
-    os.close(reader)
-    os.close(writer)
+    unrelated = passed(listening)
+    for name in ("closed", "unrelated", "public", "ready"):
+        public = passed(listening)
+        stale = {"closed": 999_999, "unrelated": unrelated, "public": public, "ready": writer}[name]
+        numbers = f"public={public} ready={writer}"
+        inherited = inherit_from_environment(
+            {SOCKETS_VARIABLE: numbers, HASH_KEY_VARIABLE: str(stale)}
+        )
+        assert inherited.hash_key is None
+        assert inherited.sockets["public"].getsockname() == listening.getsockname()
+        inherited.sockets["public"].close()
+        os.fstat(writer)
+    for number in (unrelated, reader, writer):
+        os.close(number)

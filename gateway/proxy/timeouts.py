@@ -137,19 +137,21 @@ class TimeoutMonitor:
         if reports:
             self._next_report = now + REPORT_INTERVAL
         for attempt in list(self._attempts):
+            due_at = self._attempts.get(attempt)
+            if due_at is None:
+                continue  # It has ended with another one.
             if attempt.complete:
                 # Only the client has yet to read it: the slot is free.
                 attempt.report_received()
             elif reports:
                 attempt.report_progress()
-            if now < self._attempts.get(attempt, 0.0):
+            if now < due_at:
                 continue
             timeouts, sent_at = attempt.timeouts, attempt.sent_at
             failure = passed_timeout(timeouts, sent_at, attempt.last_content_at, now)
             if failure is None:
-                if attempt in self._attempts:  # else it has ended with another one
-                    until = earliest_timeout(timeouts, sent_at, attempt.last_content_at, now)
-                    self._attempts[attempt] = until
+                until = earliest_timeout(timeouts, sent_at, attempt.last_content_at, now)
+                self._attempts[attempt] = until
             elif not self._is_excused(attempt, failure, now):
                 self._attempts.pop(attempt, None)
                 attempt.fail(failure)

@@ -103,7 +103,8 @@ class LeaseGranter:
     def check_deadline(self, queued: QueuedRequest, candidates: NodeCandidates, now: float) -> None:
         """Raises: GatewayError, if the prompt can't be read before the client stops waiting.
 
-        The prompt's size is an estimate: half of the predicted prefill counts.
+        The prompt's size is an estimate: half of the predicted prefill counts. Candidates that are
+        refused hold no reservation any more.
         """
         assert queued.deadline is not None
         if not self.fleet_sync.is_measured(queued):
@@ -120,6 +121,7 @@ class LeaseGranter:
         )
         left = queued.deadline - now
         if prefill / 2 > left:
+            self.tier_router.cancel_reservation(candidates)
             raise errors.queue_timeout(
                 f"Reading this prompt takes about {prefill:.0f} s, and this client waits for "
                 f"{max(0.0, left):.1f} s more.",

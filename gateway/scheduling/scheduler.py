@@ -414,7 +414,10 @@ class Scheduler:
         if self._rows_version != self.fleet_sync.rows_version:
             self._rows_version = self.fleet_sync.rows_version
             for waiter in list(self.waiters):
-                self._update_candidates(waiter, now, requeue=True)
+                if waiter.granted.done():
+                    self._remove(waiter)  # Its client has just left.
+                else:
+                    self._update_candidates(waiter, now, requeue=True)
         for _ in range(MOST_STALE_PLACEMENTS):
             misses = 0
             for placement in self.dispatcher.match(now):
@@ -428,6 +431,8 @@ class Scheduler:
         waiter = self.waiters.pop(placement.queued)
         if waiter is None or waiter.granted.done():
             self.dispatcher.cancelled(placement, now)
+            if waiter is not None:
+                self.tier_router.cancel_reservation(waiter.candidates)
             return False
         granted = self.granter.grant(
             placement, waiter.request, waiter.tried, waiter.candidates, now

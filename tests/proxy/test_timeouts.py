@@ -174,6 +174,37 @@ async def test_the_scheduler_is_told_of_moving_streams_once_a_second() -> None:
     assert attempt.reports == 10 / REPORT_INTERVAL
 
 
+@dataclass(eq=False)
+class EndingAnother(Attempt):
+    """An attempt whose failure ends another one."""
+
+    on_fail: Callable[[], None] = lambda: None
+
+    def fail(self, error: UpstreamError) -> None:
+        self.failure = error
+        self.on_fail()
+
+
+@in_virtual_time
+async def test_an_attempt_that_ends_with_another_one_is_left_alone() -> None:
+    clock = Clock(100.0)
+    node = a_node(clock)
+    first = EndingAnother(take(node), LIMITS)
+    other = Attempt(take(node), LIMITS, complete=True)
+    monitor = TimeoutMonitor(clock)
+    monitor.add(first)
+    monitor.add(other)
+    first.on_fail = lambda: monitor.remove(other)
+    monitor.close()
+    clock.now = 1000.0
+    monitor.check()
+    monitor.close()
+    assert first.failure is not None
+    assert other.failure is None
+    assert other.lease.phase is not LeasePhase.RELEASED, "it was not looked at any more"
+    assert not len(monitor)
+
+
 @in_virtual_time
 async def test_a_whole_response_frees_the_slots_before_its_client_has_read_it() -> None:
     clock = Clock(100.0)

@@ -514,6 +514,24 @@ async def test_a_request_that_leaves_the_queue_leaves_nothing_behind() -> None:
     assert (one.leased, scheduler.queue_positions()) == (0, [])
 
 
+async def test_a_client_that_leaves_while_the_nodes_change_gets_no_lease() -> None:
+    one, new = node("a", slots=1), node("b", slots=1)
+    scheduler = a_scheduler(one)
+    await take_lease(scheduler, a_request())
+    waiting = await start_lease(scheduler, a_request())
+    new.clock = one.clock
+    scheduler.fleet.nodes["b"] = new
+    scheduler.fleet.model_index.set_nodes([one, new])
+    scheduler.fleet_sync.sync()
+    waiting.cancel()
+    scheduler.match()
+    await settle()
+    assert waiting.cancelled()
+    assert new.leased == 0
+    assert len(scheduler.granter.records) == 1
+    assert not scheduler.queue_positions()
+
+
 async def test_after_close_nothing_waits_and_nothing_is_granted() -> None:
     one = node(slots=1)
     scheduler = a_scheduler(one)
@@ -701,6 +719,30 @@ async def test_a_prompt_that_cannot_be_read_in_time_is_refused_though_a_slot_is_
     assert refused.value.retry_after is not None
     patient = a_request(prompt_tokens=3000, exact_tokens=3000, max_tokens=10, time_limit=60.0)
     assert scheduler.lease_now(patient) is not None
+
+
+async def test_a_prompt_that_is_refused_for_its_deadline_reserves_nothing() -> None:
+    cpu, gpu = node("a", slots=1), node("b", slots=1, tier="gpu")
+    scheduler = a_scheduler(cpu, gpu, hybrid={"spill": {"share": 1, "after": 0}})
+    for one in (cpu, gpu):
+        one.speed.learn_timings(
+            {"prompt_n": 3000, "prompt_ms": 30_000.0, "predicted_n": 9, "predicted_ms": 9}
+        )
+    scheduler.capacity_changed()
+    await take_lease(scheduler, a_request())
+    late = a_request(prompt_tokens=3000, exact_tokens=3000, max_tokens=10, time_limit=0.5)
+    with pytest.raises(GatewayError, match="Reading this prompt"):
+        scheduler.lease_now(late)
+    assert running_spills(scheduler) == 0
+    patient = a_request(prompt_tokens=3000, exact_tokens=3000, max_tokens=10, time_limit=600.0)
+    assert scheduler.lease_now(patient) is not None
+    assert running_spills(scheduler) == 1
+
+
+def running_spills(scheduler: Scheduler) -> object:
+    view = scheduler.tier_policy.view(scheduler.clock())["spill"]
+    assert isinstance(view, dict)
+    return view["running"]
 
 
 READ = {"prompt_n": 3000, "prompt_ms": 30_000.0}
