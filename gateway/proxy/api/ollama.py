@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from gateway import errors
 from gateway.errors import GatewayError
 from gateway.proxy import sse
 from gateway.proxy.api.base import (
@@ -27,6 +28,7 @@ from gateway.proxy.api.base import (
     VisibleCatalog,
 )
 from gateway.proxy.api.ollama_requests import (
+    DEFAULT_TAG,
     EMBEDDINGS_PATH,
     IsModel,
     TranslatedRequest,
@@ -500,8 +502,7 @@ def _list_loaded(catalog: VisibleCatalog, _: JsonObject) -> JsonObject:
 
 def _show_model(catalog: VisibleCatalog, body: JsonObject) -> JsonObject:
     """`/api/show`. Raises: GatewayError."""
-    name = body.get("model") or body.get("name")
-    model = catalog.model(str(name) if name else None)
+    model = _asked_model(catalog, body)
     info: JsonObject = {"general.architecture": _ARCHITECTURE}
     if model.parameters is not None:
         info["general.parameter_count"] = model.parameters
@@ -516,6 +517,24 @@ def _show_model(catalog: VisibleCatalog, body: JsonObject) -> JsonObject:
         "capabilities": list(_capabilities(model)),
         "modified_at": _date(model.created),
     }
+
+
+def _asked_model(catalog: VisibleCatalog, body: JsonObject) -> ModelSummary:
+    """The model that the body names, perhaps with a tag that it has not. Raises: GatewayError."""
+    field = "model" if body.get("model") else "name"
+    name = body.get(field) or None
+    if name is not None and not isinstance(name, str):
+        raise errors.invalid_request(f"'{field}' must be a string.", field)
+    try:
+        return catalog.model(name)
+    except GatewayError as error:
+        bare = (name or "").removesuffix(DEFAULT_TAG)
+        if error.status != 404 or not bare or bare == name:
+            raise
+        try:
+            return catalog.model(bare)
+        except GatewayError:
+            raise error from None
 
 
 def _listed(model: ModelSummary) -> JsonObject:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gateway import errors
+from gateway.errors import GatewayError
 from gateway.proxy.api.base import ModelSummary, ResponseRewriter, Translation
 from gateway.proxy.api.ollama import (
     OLLAMA_CHAT,
@@ -249,8 +250,10 @@ class Catalog:
         return self._models
 
     def model(self, name: str | None) -> ModelSummary:
-        [found] = [one for one in self._models if one.name == name]
-        return found
+        for one in self._models:
+            if one.name == name:
+                return one
+        raise errors.model_not_found(str(name), [])
 
 
 def page(path: str, catalog: Catalog, **body: Any) -> Any:
@@ -284,4 +287,10 @@ def test_pages_about_models() -> None:
     assert shown["model_info"] == {"general.architecture": "llama"}
     info = page("/api/show", catalog, model="m")["model_info"]
     assert info["llama.context_length"] == 4096
+    assert page("/api/show", catalog, model="m:latest") == page("/api/show", catalog, model="m")
+    for name in ("nobody", "nobody:latest"):
+        with pytest.raises(GatewayError, match=name):
+            page("/api/show", catalog, model=name)
+    with pytest.raises(GatewayError, match="'name' must be a string"):
+        page("/api/show", catalog, name=5)
     assert page("/", catalog) == "Ollama is running"
