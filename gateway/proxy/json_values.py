@@ -153,7 +153,11 @@ class CutBody:
             place = f"{name}{path}".lstrip(".")
             message = f"'{place}': {problem}." if place else f"{problem}."
             raise errors.invalid_request(message, place or None) from None
-        except JSON_ERRORS as error:
+        except RecursionError:
+            raise errors.invalid_request("The body is nested too deeply.") from None
+        except UnicodeDecodeError:
+            raise errors.invalid_json("it is not UTF-8") from None
+        except msgspec.DecodeError as error:
             detail = "it is empty" if not raw else str(error)
             raise errors.invalid_json(detail) from None
 

@@ -397,10 +397,13 @@ class _GenerateRewriter(_Rewriter):
 
 
 def _ollama_logprobs(logprobs: _Logprobs | None, most: int) -> list[JsonObject]:
-    """The chosen tokens, each with its `most` likeliest alternatives."""
+    """The chosen tokens, each with its `most` likeliest alternatives. Raises: InvalidResponse."""
     found = []
     for one in () if logprobs is None else logprobs.content or ():
-        others = [_token(other) for other in (one.get("top_logprobs") or ())[:most]]
+        likeliest = one.get("top_logprobs") or []
+        if not isinstance(likeliest, list) or not all(isinstance(it, dict) for it in likeliest):
+            raise InvalidResponse("The node's probabilities can't be read")
+        others = [_token(other) for other in likeliest[:most]]
         found.append(_token(one) | ({"top_logprobs": others} if others else {}))
     return found
 

@@ -182,6 +182,13 @@ def test_probabilities() -> None:
     assert line["logprobs"] == [short | {"top_logprobs": others}]
 
 
+@pytest.mark.parametrize("likeliest", [5, "x", ["x"], {"token": "a"}])
+def test_odd_probabilities_are_refused(likeliest: Any) -> None:
+    token = {"token": "a", "logprob": -1.0, "top_logprobs": likeliest}
+    with pytest.raises(InvalidResponse):
+        chatting(logprobs=True).rewrite_events(chunk(content="a", logprobs={"content": [token]}))
+
+
 def test_timings_of_a_part_are_not_taken_for_the_whole() -> None:
     rewriter = chatting()  # the clock says 0
     rewriter.rewrite_events(chunk(content="a"))  # 1

@@ -303,7 +303,7 @@ def test_what_is_no_request_is_refused(body: bytes) -> None:
 
 def test_deep_nesting_is_no_crash() -> None:
     deep = b'{"model":"m","options":{"stop":' + b"[" * 100_000 + b"]" * 100_000 + b"}}"
-    with pytest.raises(GatewayError):
+    with pytest.raises(GatewayError, match="nested too deeply"):
         run_at_once(translate_chat(deep, no_model))
 
 
