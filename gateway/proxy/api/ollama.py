@@ -16,7 +16,6 @@ from typing import Any
 
 import msgspec
 
-from gateway import errors
 from gateway.errors import GatewayError
 from gateway.proxy import sse
 from gateway.proxy.api.base import (
@@ -28,10 +27,10 @@ from gateway.proxy.api.base import (
     VisibleCatalog,
 )
 from gateway.proxy.api.ollama_requests import (
-    DEFAULT_TAG,
     EMBEDDINGS_PATH,
     IsModel,
     TranslatedRequest,
+    shown_name,
     translate_chat,
     translate_embed,
     translate_generate,
@@ -346,8 +345,7 @@ class _Rewriter(ResponseRewriter):
         return {**({"id": call["id"]} if call["id"] else {}), "function": function}
 
     def _head(self) -> JsonObject:
-        created = datetime.fromtimestamp(self._wall_clock(), UTC).isoformat()
-        return {"model": self._model or "", "created_at": created.replace("+00:00", "Z")}
+        return {"model": self._model or "", "created_at": _date(self._wall_clock())}
 
     def _last_line(self) -> bytes:
         return _line({**self._head(), **self._answer("", "", []), **self._end()})
@@ -397,13 +395,13 @@ class _GenerateRewriter(_Rewriter):
 
 
 def _ollama_logprobs(logprobs: _Logprobs | None, most: int) -> list[JsonObject]:
-    """The chosen tokens, each with its `most` likeliest alternatives. Raises: InvalidResponse."""
+    """The chosen tokens, each with its `most` likeliest alternatives."""
     found = []
     for one in () if logprobs is None else logprobs.content or ():
-        likeliest = one.get("top_logprobs") or []
-        if not isinstance(likeliest, list) or not all(isinstance(it, dict) for it in likeliest):
-            raise InvalidResponse("The node's probabilities can't be read")
-        others = [_token(other) for other in likeliest[:most]]
+        try:
+            others = [_token(other) for other in (one.get("top_logprobs") or ())[:most]]
+        except (TypeError, KeyError):
+            raise InvalidResponse("The node's probabilities can't be read") from None
         found.append(_token(one) | ({"top_logprobs": others} if others else {}))
     return found
 
@@ -499,13 +497,12 @@ def _list_models(catalog: VisibleCatalog, _: JsonObject) -> JsonObject:
 
 def _list_loaded(catalog: VisibleCatalog, _: JsonObject) -> JsonObject:
     """`/api/ps`: the models with a node that is up."""
-    models = [model for model in catalog.models() if model.is_up]
-    return {"models": [_loaded(model) for model in models]}
+    return {"models": [_loaded(model) for model in catalog.models() if model.is_up]}
 
 
 def _show_model(catalog: VisibleCatalog, body: JsonObject) -> JsonObject:
     """`/api/show`. Raises: GatewayError."""
-    model = _asked_model(catalog, body)
+    model = catalog.model(shown_name(body, {one.name for one in catalog.models()}.__contains__))
     info: JsonObject = {"general.architecture": _ARCHITECTURE}
     if model.parameters is not None:
         info["general.parameter_count"] = model.parameters
@@ -520,24 +517,6 @@ def _show_model(catalog: VisibleCatalog, body: JsonObject) -> JsonObject:
         "capabilities": list(_capabilities(model)),
         "modified_at": _date(model.created),
     }
-
-
-def _asked_model(catalog: VisibleCatalog, body: JsonObject) -> ModelSummary:
-    """The model that the body names, perhaps with a tag that it has not. Raises: GatewayError."""
-    field = "model" if body.get("model") else "name"
-    name = body.get(field) or None
-    if name is not None and not isinstance(name, str):
-        raise errors.invalid_request(f"'{field}' must be a string.", field)
-    try:
-        return catalog.model(name)
-    except GatewayError as error:
-        bare = (name or "").removesuffix(DEFAULT_TAG)
-        if error.status != 404 or not bare or bare == name:
-            raise
-        try:
-            return catalog.model(bare)
-        except GatewayError:
-            raise error from None
 
 
 def _listed(model: ModelSummary) -> JsonObject:
@@ -602,7 +581,7 @@ def _capabilities(model: ModelSummary) -> list[str]:
     return [name for name, has in found.items() if has]
 
 
-def _date(seconds: int) -> str:
+def _date(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 

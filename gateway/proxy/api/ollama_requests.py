@@ -255,11 +255,24 @@ def _generating_fields(
 
 
 def _model_field(name: str | None, is_model: IsModel) -> FieldPieces:
-    """The model's name; Ollama's tag of a name without one is left out if no model has it."""
     if not name:
         return {}
+    return {"model": _json(_known_name(name, is_model))}
+
+
+def _known_name(name: str, is_model: IsModel) -> str:
+    """The name; Ollama's tag of a name without one is left out if no model has it."""
     bare = name.removesuffix(DEFAULT_TAG)
-    return {"model": _json(bare if bare != name and not is_model(name) else name)}
+    return bare if bare != name and not is_model(name) else name
+
+
+def shown_name(body: JsonObject, is_model: IsModel) -> str | None:
+    """The model that `/api/show` names; None: none. Raises: GatewayError 400."""
+    field_name = "model" if body.get("model") else "name"
+    name = body.get(field_name)
+    if name and not isinstance(name, str):
+        raise errors.invalid_request(f"'{field_name}' must be a string.", field_name)
+    return _known_name(name, is_model) if name else None
 
 
 _NUMBERS = frozenset(

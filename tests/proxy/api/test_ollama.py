@@ -182,11 +182,12 @@ def test_probabilities() -> None:
     assert line["logprobs"] == [short | {"top_logprobs": others}]
 
 
-@pytest.mark.parametrize("likeliest", [5, "x", ["x"], {"token": "a"}])
+@pytest.mark.parametrize("likeliest", [5, [5], {"token": "a"}])
 def test_odd_probabilities_are_refused(likeliest: Any) -> None:
     token = {"token": "a", "logprob": -1.0, "top_logprobs": likeliest}
+    events = chunk(content="a", logprobs={"content": [token]})
     with pytest.raises(InvalidResponse):
-        chatting(logprobs=True).rewrite_events(chunk(content="a", logprobs={"content": [token]}))
+        chatting(logprobs=True, top_logprobs=2).rewrite_events(events)
 
 
 def test_timings_of_a_part_are_not_taken_for_the_whole() -> None:
@@ -296,7 +297,7 @@ def test_pages_about_models() -> None:
     assert info["llama.context_length"] == 4096
     assert page("/api/show", catalog, model="m:latest") == page("/api/show", catalog, model="m")
     for name in ("nobody", "nobody:latest"):
-        with pytest.raises(GatewayError, match=name):
+        with pytest.raises(GatewayError, match="'nobody'"):
             page("/api/show", catalog, model=name)
     with pytest.raises(GatewayError, match="'name' must be a string"):
         page("/api/show", catalog, name=5)
