@@ -184,6 +184,8 @@ class Gateway:
         self._logs = logs
         self._routes: dict[bytes, Route] = {}
         """What clients may ask of nodes; shared with the public listener's connections."""
+        self._created = int(time.time())
+        """The `created` of every model, which no reload changes."""
         self._public_app = self._make_public_app()
         self.public_listener: Listener | None = None
         self.admin_listener: Listener | None = None
@@ -409,7 +411,7 @@ class Gateway:
         routes = routes_of(self.settings)
         self._routes.clear()
         self._routes.update((path.encode(), route) for path, route in routes.items())
-        site = public_app(self.handler, self.fleet)
+        site = public_app(self.handler, self.fleet, created=self._created)
         return site if self.settings.cors is None else with_cors(site, self.settings.cors)
 
     # Reload.

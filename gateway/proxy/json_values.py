@@ -103,6 +103,16 @@ STEP_BYTES = 256 * 1024
 STEP_PIECES = 500
 """Pieces of a new body that one step writes."""
 
+MOST_PARTS = 20_000
+"""Messages, images, tool calls and other parts of a conversation that is translated: some
+megabytes of objects while it is."""
+
+MOST_MESSAGE_PARTS = 1000
+"""Parts of one message: some milliseconds to translate."""
+
+STEP_PARTS = 100
+"""Parts that are translated in one step, besides the last message's."""
+
 Piece = bytes | memoryview
 
 FieldPieces = dict[str, list[bytes] | bytes | msgspec.Raw]
@@ -143,7 +153,11 @@ class CutBody:
             place = f"{name}{path}".lstrip(".")
             message = f"'{place}': {problem}." if place else f"{problem}."
             raise errors.invalid_request(message, place or None) from None
-        except JSON_ERRORS as error:
+        except RecursionError:
+            raise errors.invalid_request("The body is nested too deeply.") from None
+        except UnicodeDecodeError:
+            raise errors.invalid_json("it is not UTF-8") from None
+        except msgspec.DecodeError as error:
             detail = "it is empty" if not raw else str(error)
             raise errors.invalid_json(detail) from None
 
@@ -200,6 +214,45 @@ def _field_pieces(fields: FieldPieces) -> Iterator[bytes | msgspec.Raw]:
             yield value
         before = b","
     yield b"}" if fields else b"{}"
+
+
+@dataclass(slots=True)
+class PartCounter:
+    """Bounds the parts of a conversation: each takes many times its bytes while it is translated.
+
+    Its methods raise: GatewayError 400, if there are too many.
+    """
+
+    _total: int = 0
+    _in_step: int = 0
+
+    def add_messages(self, count: int) -> None:
+        """Count all messages, before the first one is translated."""
+        self._add(count, MOST_PARTS, "messages")
+
+    def add_parts(self, count: int, name: str) -> None:
+        """Count the parts at `name`, in one message."""
+        self._add(count, MOST_MESSAGE_PARTS, name)
+        self._in_step += count
+
+    def ends_step(self, size: int = 0) -> bool:
+        """Whether enough was translated for one step; to be asked after each message.
+
+        `size`: bytes that were made of it anew.
+        """
+        self._in_step += 1 + size * STEP_PARTS // STEP_BYTES
+        if self._in_step < STEP_PARTS:
+            return False
+        self._in_step = 0
+        return True
+
+    def _add(self, count: int, most: int, name: str) -> None:
+        self._total += count
+        if count > most or self._total > MOST_PARTS:
+            message = f"'{name}' has more than {most} parts, which is too much to translate."
+            if count <= most:
+                message = f"The messages have more than {MOST_PARTS} parts in all."
+            raise errors.invalid_request(message, name)
 
 
 def cut_long_strings(body: bytes) -> Generator[None, None, CutBody]:

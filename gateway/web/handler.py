@@ -242,11 +242,13 @@ class _HandledRequest:
             raise errors.not_found(route.path, None)  # It was, when the connection began.
         index, memory = handler.catalog, handler.body_memory
         work = route.api.translate(body, lambda name: rules.model_aliases.knows(name, index))
-        if is_slow_to_parse(body):
+        # The new body may have ten times the bytes, which must count.
+        if len(body) >= SMALL_BODY_BYTES or is_slow_to_parse(body):
             await ensure_task()
             if self._allocation is None:
                 memory.release_small(self._body_size)
                 self._allocation = BodyAllocation(context.caller.id, context.fairness_key)
+                self._allocation.set_evict(self._evict)
             translation = await handler.time_slicer.run(
                 translate_body(work, len(body), rules.limits, memory, self._allocation)
             )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -29,13 +29,13 @@ from gateway.web.request_context import may_name_nodes
 from gateway.web.response_heads import EXPOSED_HEADERS
 
 
-def public_app(handler: ProxyHandler, fleet: FleetCatalog) -> ASGIApp:
+def public_app(handler: ProxyHandler, fleet: FleetCatalog, *, created: int) -> ASGIApp:
     """The public listener's application, for all but POSTs to routed paths.
 
     Those go from the protocol straight to `handler.serve`; their routes here only make other
-    methods 405.
+    methods 405. `created`: that of every model, in seconds since 1970.
     """
-    site = _Site(handler, fleet, created=int(time.time()))
+    site = _Site(handler, fleet, created)
     health = HealthEndpoints(fleet, handler.queue, lambda: handler.closing)
     own = [
         Route(path, endpoint, methods=["GET"])
@@ -53,7 +53,8 @@ def public_app(handler: ProxyHandler, fleet: FleetCatalog) -> ASGIApp:
     settings = handler.config.settings
     own += [Route(page.path, site.page(page), methods=[page.method]) for page in pages_of(settings)]
     routed = [Route(path, _served_by_protocol, methods=["POST"]) for path in routes_of(settings)]
-    return asgi_app([*own, *routed], handler.next_id, suggest=suggest_path)
+    suggest = partial(suggest_path, ollama=settings.ollama)
+    return asgi_app([*own, *routed], handler.next_id, suggest=suggest)
 
 
 def with_cors(app: ASGIApp, spec: CorsSpec) -> ASGIApp:
@@ -289,16 +290,21 @@ _AZURE_PATH = re.compile("/openai/(?:deployments/[^/]+|v1)(/.+)")
 _GEMINI_PATH = re.compile("/v1(?:beta|alpha)/models/")
 
 
-def suggest_path(path: str) -> str:
-    """What to use instead of `path`, in one or two sentences."""
+def suggest_path(path: str, *, ollama: bool = False) -> str:
+    """What to use instead of `path`, in one or two sentences.
+
+    `ollama`: Ollama's API is served.
+    """
     path = _SLASHES.sub("/", path[:LONGEST_PATH]).rstrip("/")
     azure = _AZURE_PATH.fullmatch(path)
     if azure is not None:
         advice = _advise(_find_served(azure[1]) or "/v1/chat/completions")
         return f"Azure's paths are not served. {advice} The deployment's name is the 'model'."
     if path.startswith("/api/") and path.removeprefix("/api/") in _OLLAMA_PATHS:
+        if ollama:
+            return f"Use {path}."
         advice = _advise(_OLLAMA_PATHS[path.removeprefix("/api/")])
-        return f"Ollama's API is not served. {advice}"
+        return f"Ollama's API is not served: the setting 'ollama' turns it on. {advice}"
     if _GEMINI_PATH.match(path) is not None:
         return f"Gemini's API is not served. {_advise('/v1/chat/completions')}"
     if path in _PRIVATE_PATHS:

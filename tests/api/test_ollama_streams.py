@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator
@@ -345,6 +346,26 @@ async def test_both_bodies_count_while_one_is_translated(tmp_path: Path) -> None
         assert "memory" in found.json()["error"]
         memory = gate.running.gateway.handler.body_memory
         await until(lambda: memory.total_bytes == 0)
+
+
+async def test_what_a_small_body_grows_to_counts(tmp_path: Path) -> None:
+    settings = {**ON, "limits": {"buffered_bytes": 60_000, "body_bytes": 20_000}}
+    async with public(tmp_path, settings) as gate:
+        memory = gate.running.gateway.handler.body_memory
+        messages = [{"role": "user", "content": "?", "images": ["abcd"] * 900}]
+        found = await chat(gate.running, messages=messages)
+        assert found.status_code == 429
+        assert "memory" in found.json()["error"]
+        await until(lambda: memory.total_bytes == 0)
+
+
+async def test_a_reload_changes_no_models_date(tmp_path: Path) -> None:
+    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url], ON) as running:
+        before = (await running.client.get("/v1/models")).json()
+        await asyncio.sleep(1.1)
+        running.write_settings(ON | {"retries": {"attempts": 2}})
+        await running.gateway.reload()
+        assert (await running.client.get("/v1/models")).json() == before
 
 
 @in_virtual_time

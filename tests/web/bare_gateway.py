@@ -120,7 +120,7 @@ async def bare_gateway(
             time_slicer=context.time_slicer,
         )
         drain_deadlines = DrainDeadlines(registry)
-        site = public_app(handler, running.fleet)
+        site = public_app(handler, running.fleet, created=0)
         gateway = BareGateway(
             settings=chosen,
             running=running,

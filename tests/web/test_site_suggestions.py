@@ -129,3 +129,8 @@ async def test_a_served_path_is_405_for_other_methods() -> None:
         for path in ROUTES:
             response = await gateway.public.get(path)
             assert (response.status_code, response.headers["allow"]) == (405, "POST")
+
+
+def test_the_paths_of_ollama_are_named_once_they_are_served() -> None:
+    assert "'ollama' turns it on" in suggest_path("/api/chat")
+    assert suggest_path("/api//chat/", ollama=True) == "Use /api/chat."

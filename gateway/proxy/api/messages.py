@@ -454,9 +454,11 @@ class StopReasonRepair(ResponseRewriter):
     def rewrite_body(self, content: bytes) -> bytes:
         """The same plain response with its true stop reason."""
         try:
-            return msgspec.json.encode(self._repaired(parse_object(content)))
+            message = parse_object(content)
         except InvalidJson:
             return content
+        repaired = self._repaired(message)
+        return content if repaired is message else msgspec.json.encode(repaired)
 
     def _rewrite_event(self, event: bytes) -> bytes:
         try:

@@ -13,15 +13,19 @@ from typing import Any
 import msgspec
 
 from gateway import errors
+from gateway.errors import GatewayError
 from gateway.proxy import sse
 from gateway.proxy.api.base import ResponseRewriter
 from gateway.proxy.api.resuming import as_count, is_number, named_event
 from gateway.proxy.json_values import (
     ITEMS_DECODER,
     JSON_ERRORS,
+    MOST_PARSED_BYTES,
     CutBody,
+    FieldPieces,
     InvalidJson,
     JsonObject,
+    PartCounter,
     parse_json,
     parse_object,
 )
@@ -49,14 +53,21 @@ def chat_request(
     `texts`: the body, whose long strings are cut out of `fields`. Raises: GatewayError 400.
     """
     chat: dict[str, Any] = {name: fields[name] for name in SAME_FIELDS if name in fields}
-    messages: list[Any] = []
-    chat["messages"] = messages
+    messages: list[bytes] = []
+    """Each followed by a comma."""
+    parts = PartCounter()
     try:
         if (system := _value(fields, "system")) is not None:
-            messages.append({"role": "system", "content": _system_text(system)})
-        for item in ITEMS_DECODER.decode(fields.get("messages", b"")):
-            messages += _chat_messages(parse_json(bytes(item)), texts)
-            yield
+            messages.append(_encoded({"role": "system", "content": _system_text(system)}))
+        items = ITEMS_DECODER.decode(fields.get("messages", b""))
+        parts.add_messages(len(items))
+        for number, item in enumerate(items):
+            message = parse_json(bytes(item))
+            parts.add_parts(_block_count(message), f"messages[{number}].content")
+            made = [_encoded(one) for one in _chat_messages(message, texts)]
+            messages += made
+            if parts.ends_step(sum(map(len, made))):
+                yield
         thinking, stream = _value(fields, "thinking"), _value(fields, "stream")
     except (InvalidJson, *JSON_ERRORS):
         raise errors.invalid_request("'messages' must be a list of messages.", "messages") from None
@@ -69,10 +80,19 @@ def chat_request(
     if stream is True:
         chat["stream_options"] = {"include_usage": True}
     chat |= response_format
-    whole = yield from texts.join(
-        {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in chat.items()}
-    )
+    pieces: FieldPieces = {name: msgspec.json.encode(value) for name, value in chat.items()}
+    pieces["messages"] = [b"[", *messages[:-1], *(last[:-1] for last in messages[-1:]), b"]"]
+    whole = yield from texts.join(pieces)
     return whole
+
+
+def _encoded(message: Any) -> bytes:
+    return msgspec.json.encode(message) + b","
+
+
+def _block_count(message: Any) -> int:
+    content = message.get("content") if isinstance(message, dict) else None
+    return len(content) if isinstance(content, list) else 0
 
 
 def _value(fields: Mapping[str, msgspec.Raw], name: str) -> Any:
@@ -122,6 +142,7 @@ def _chat_messages(message: Any, texts: CutBody) -> list[Any]:
     calls: list[JsonObject] = []
     results: list[JsonObject] = []
     reasoning = ""
+    arguments_size = 0
     for block in message["content"]:
         match block.get("type") if isinstance(block, dict) else None:
             case "text":
@@ -134,6 +155,9 @@ def _chat_messages(message: Any, texts: CutBody) -> list[Any]:
                 # As a text in a text, its long strings have other escapes.
                 arguments = msgspec.Raw(msgspec.json.encode(block.get("input") or {}))
                 text = texts.restored(arguments, "messages").decode()
+                arguments_size += len(text)
+                if arguments_size > MOST_PARSED_BYTES:
+                    raise _too_large_arguments()
                 function = {"name": _text(block, "name"), "arguments": text}
                 calls.append({"id": _text(block, "id"), "type": "function", "function": function})
             case "tool_result":
@@ -147,6 +171,11 @@ def _chat_messages(message: Any, texts: CutBody) -> list[Any]:
     if reasoning:
         chat["reasoning_content"] = reasoning
     return [chat, *results]
+
+
+def _too_large_arguments() -> GatewayError:
+    message = f"A message's 'tool_use' blocks have more than {MOST_PARSED_BYTES} characters."
+    return errors.invalid_request(message, "messages")
 
 
 def _image_parts(block: JsonObject) -> list[JsonObject]:

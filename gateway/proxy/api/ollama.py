@@ -30,6 +30,7 @@ from gateway.proxy.api.ollama_requests import (
     EMBEDDINGS_PATH,
     IsModel,
     TranslatedRequest,
+    shown_name,
     translate_chat,
     translate_embed,
     translate_generate,
@@ -344,8 +345,7 @@ class _Rewriter(ResponseRewriter):
         return {**({"id": call["id"]} if call["id"] else {}), "function": function}
 
     def _head(self) -> JsonObject:
-        created = datetime.fromtimestamp(self._wall_clock(), UTC).isoformat()
-        return {"model": self._model or "", "created_at": created.replace("+00:00", "Z")}
+        return {"model": self._model or "", "created_at": _date(self._wall_clock())}
 
     def _last_line(self) -> bytes:
         return _line({**self._head(), **self._answer("", "", []), **self._end()})
@@ -398,7 +398,10 @@ def _ollama_logprobs(logprobs: _Logprobs | None, most: int) -> list[JsonObject]:
     """The chosen tokens, each with its `most` likeliest alternatives."""
     found = []
     for one in () if logprobs is None else logprobs.content or ():
-        others = [_token(other) for other in (one.get("top_logprobs") or ())[:most]]
+        try:
+            others = [_token(other) for other in (one.get("top_logprobs") or ())[:most]]
+        except (TypeError, KeyError):
+            raise InvalidResponse("The node's probabilities can't be read") from None
         found.append(_token(one) | ({"top_logprobs": others} if others else {}))
     return found
 
@@ -494,14 +497,12 @@ def _list_models(catalog: VisibleCatalog, _: JsonObject) -> JsonObject:
 
 def _list_loaded(catalog: VisibleCatalog, _: JsonObject) -> JsonObject:
     """`/api/ps`: the models with a node that is up."""
-    models = [model for model in catalog.models() if model.is_up]
-    return {"models": [_loaded(model) for model in models]}
+    return {"models": [_loaded(model) for model in catalog.models() if model.is_up]}
 
 
 def _show_model(catalog: VisibleCatalog, body: JsonObject) -> JsonObject:
     """`/api/show`. Raises: GatewayError."""
-    name = body.get("model") or body.get("name")
-    model = catalog.model(str(name) if name else None)
+    model = catalog.model(shown_name(body, {one.name for one in catalog.models()}.__contains__))
     info: JsonObject = {"general.architecture": _ARCHITECTURE}
     if model.parameters is not None:
         info["general.parameter_count"] = model.parameters
@@ -580,7 +581,7 @@ def _capabilities(model: ModelSummary) -> list[str]:
     return [name for name, has in found.items() if has]
 
 
-def _date(seconds: int) -> str:
+def _date(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 

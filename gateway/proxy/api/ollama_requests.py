@@ -21,6 +21,7 @@ from gateway.proxy.json_values import (
     CutBody,
     FieldPieces,
     JsonObject,
+    PartCounter,
     cut_long_strings,
     raw_head,
 )
@@ -29,11 +30,14 @@ CHAT_PATH, COMPLETION_PATH, INFILL_PATH, EMBEDDINGS_PATH = (
     "/v1/chat/completions", "/v1/completions", "/infill", "/v1/embeddings",
 )  # fmt: skip
 
-STEP_MESSAGES = 100
-"""Messages that are translated in one step."""
+MOST_UNANSWERED = 1000
+"""Tool calls without an answer of which a later message may still answer one; the newest."""
 
 MOST_OPTIONS_BYTES = 64 * 1024
 """Bytes of `options`, besides strings that were cut out of them."""
+
+DEFAULT_TAG = ":latest"
+"""Ollama's tag of a name without one."""
 
 IsModel = Callable[[str], bool]
 
@@ -171,6 +175,7 @@ def translate_generate(body: bytes, is_model: IsModel) -> Translating:
         messages: list[bytes] = [b"["]
         if _has_text(asked.system):
             messages += [b'{"role":"system","content":', asked.system, b"},"]
+        PartCounter().add_parts(len(asked.images or ()), "images")
         messages += [b'{"role":"user","content":', *_content(prompt, asked.images, texts, "images")]
         fields["messages"] = [*messages, b"}]"]
     elif path == INFILL_PATH:
@@ -188,12 +193,12 @@ def translate_embed(body: bytes, is_model: IsModel, field_name: str) -> Translat
     given: msgspec.Raw = getattr(asked, field_name)
     fields: FieldPieces = _model_field(asked.model, is_model) | {"input": given}
     try:
-        parsed = _TEXTS.decode(given) if _is_given(given) else None
+        has_text = bool(_TEXTS.decode(given)) if _is_given(given) else False
     except JSON_ERRORS:
         message = f"'{field_name}' must be a string or a list of strings."
         raise errors.invalid_request(message, field_name) from None
     load = None
-    if not parsed:
+    if not has_text:
         load, fields["input"] = "load", b'""'
     if asked.dimensions is not None and asked.dimensions < 0:
         raise errors.invalid_request("'dimensions' is negative.", "dimensions")
@@ -250,11 +255,24 @@ def _generating_fields(
 
 
 def _model_field(name: str | None, is_model: IsModel) -> FieldPieces:
-    """The model's name; Ollama's tag of a name without one is left out if no model has it."""
     if not name:
         return {}
-    bare = name.removesuffix(":latest")
-    return {"model": _json(bare if bare != name and not is_model(name) else name)}
+    return {"model": _json(_known_name(name, is_model))}
+
+
+def _known_name(name: str, is_model: IsModel) -> str:
+    """The name; Ollama's tag of a name without one is left out if no model has it."""
+    bare = name.removesuffix(DEFAULT_TAG)
+    return bare if bare != name and not is_model(name) else name
+
+
+def shown_name(body: JsonObject, is_model: IsModel) -> str | None:
+    """The model that `/api/show` names; None: none. Raises: GatewayError 400."""
+    field_name = "model" if body.get("model") else "name"
+    name = body.get(field_name)
+    if name and not isinstance(name, str):
+        raise errors.invalid_request(f"'{field_name}' must be a string.", field_name)
+    return _known_name(name, is_model) if name else None
 
 
 _NUMBERS = frozenset(
@@ -360,6 +378,8 @@ def _messages(messages: list[msgspec.Raw], texts: CutBody) -> Generator[None, No
     """A chat's messages, in pieces."""
     pieces = [b"["]
     calls = _CallIds()
+    parts = PartCounter()
+    parts.add_messages(len(messages))
     for number, raw in enumerate(messages):
         name = f"messages[{number}]"
         message = texts.decode_part(_MESSAGE, raw, name)
@@ -370,6 +390,7 @@ def _messages(messages: list[msgspec.Raw], texts: CutBody) -> Generator[None, No
             pieces.append(b",")
         content = message.content if _is_given(message.content) else msgspec.Raw(b'""')
         pieces += [b'{"role":', _json(role), b',"content":']
+        parts.add_parts(len(message.images or ()), f"{name}.images")
         pieces += _content(content, message.images, texts, f"{name}.images")
         if _has_text(message.thinking):
             pieces += [b',"reasoning_content":', message.thinking]
@@ -381,10 +402,11 @@ def _messages(messages: list[msgspec.Raw], texts: CutBody) -> Generator[None, No
         elif _is_given(message.tool_calls):
             whole = msgspec.Raw(texts.restored(message.tool_calls, f"{name}.tool_calls"))
             asked = texts.decode_part(_TOOL_CALLS, whole, f"{name}.tool_calls")
+            parts.add_parts(len(asked or ()), f"{name}.tool_calls")
             if asked:
                 pieces += [b',"tool_calls":', _json([calls.openai_call(call) for call in asked])]
         pieces.append(b"}")
-        if number % STEP_MESSAGES == STEP_MESSAGES - 1:
+        if parts.ends_step(len(message.tool_calls)):
             yield
     pieces.append(b"]")
     return pieces
@@ -403,8 +425,12 @@ class _CallIds:
         self._count += 1
         call_id = call.id or f"call_{self._count}"
         self._unanswered.append((call.function.name, call_id))
+        del self._unanswered[:-MOST_UNANSWERED]
         raw = bytes(call.function.arguments)
-        arguments: object = msgspec.Raw(raw) if raw[:1] == b'"' else raw.decode()
+        try:
+            arguments: object = msgspec.Raw(raw) if raw[:1] == b'"' else raw.decode()
+        except UnicodeDecodeError:
+            raise errors.invalid_json("a tool call's arguments are not UTF-8") from None
         function = {"name": call.function.name, "arguments": arguments}
         return {"type": "function", "id": call_id, "function": function}
 

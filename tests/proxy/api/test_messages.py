@@ -306,6 +306,8 @@ def test_only_a_request_with_stop_sequences_is_repaired() -> None:
     odd = event({"type": "other", "stop_sequence": "a"})
     assert repair.rewrite_events(odd) == odd
     assert repair.rewrite_body(b"no JSON") == b"no JSON"
+    untouched = b'{ "stop_reason": "end_turn", "stop_sequence": null }'
+    assert repair.rewrite_body(untouched) == untouched
 
 
 def test_a_stop_sequence_is_told_after_a_resumption_too() -> None:

@@ -22,6 +22,8 @@ from gateway.proxy.api.resuming import data_event
 from gateway.proxy.inbound.large_body import run_at_once
 from gateway.proxy.json_values import (
     FIELDS_DECODER,
+    MOST_MESSAGE_PARTS,
+    MOST_PARTS,
     JsonObject,
     cut_long_strings,
     parse_object,
@@ -410,3 +412,17 @@ def test_the_chat_gets_the_servers_own_answer(node: httpx.Client, body: JsonObje
         message["stop_sequence"] = None  # a chat does not tell it
         del message["id"]
     assert ours == direct
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{}] * (MOST_PARTS + 1),
+        [{"content": [{}] * (MOST_MESSAGE_PARTS + 1)}],
+        [{"content": [{"type": "tool_use", "input": {"a": "x" * 600_000}}] * 2}],
+    ],
+)
+def test_what_is_too_much_to_translate_is_refused(messages: list[JsonObject]) -> None:
+    with pytest.raises(GatewayError) as raised:
+        as_chat({"messages": messages})
+    assert raised.value.status == 400

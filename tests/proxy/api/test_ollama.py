@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from gateway import errors
+from gateway.errors import GatewayError
 from gateway.proxy.api.base import ModelSummary, ResponseRewriter, Translation
 from gateway.proxy.api.ollama import (
     OLLAMA_CHAT,
@@ -181,6 +182,14 @@ def test_probabilities() -> None:
     assert line["logprobs"] == [short | {"top_logprobs": others}]
 
 
+@pytest.mark.parametrize("likeliest", [5, [5], {"token": "a"}])
+def test_odd_probabilities_are_refused(likeliest: Any) -> None:
+    token = {"token": "a", "logprob": -1.0, "top_logprobs": likeliest}
+    events = chunk(content="a", logprobs={"content": [token]})
+    with pytest.raises(InvalidResponse):
+        chatting(logprobs=True, top_logprobs=2).rewrite_events(events)
+
+
 def test_timings_of_a_part_are_not_taken_for_the_whole() -> None:
     rewriter = chatting()  # the clock says 0
     rewriter.rewrite_events(chunk(content="a"))  # 1
@@ -249,8 +258,10 @@ class Catalog:
         return self._models
 
     def model(self, name: str | None) -> ModelSummary:
-        [found] = [one for one in self._models if one.name == name]
-        return found
+        for one in self._models:
+            if one.name == name:
+                return one
+        raise errors.model_not_found(str(name), [])
 
 
 def page(path: str, catalog: Catalog, **body: Any) -> Any:
@@ -284,4 +295,10 @@ def test_pages_about_models() -> None:
     assert shown["model_info"] == {"general.architecture": "llama"}
     info = page("/api/show", catalog, model="m")["model_info"]
     assert info["llama.context_length"] == 4096
+    assert page("/api/show", catalog, model="m:latest") == page("/api/show", catalog, model="m")
+    for name in ("nobody", "nobody:latest"):
+        with pytest.raises(GatewayError, match="'nobody'"):
+            page("/api/show", catalog, model=name)
+    with pytest.raises(GatewayError, match="'name' must be a string"):
+        page("/api/show", catalog, name=5)
     assert page("/", catalog) == "Ollama is running"

@@ -18,7 +18,14 @@ from gateway.proxy.api.ollama_requests import (
     translate_generate,
 )
 from gateway.proxy.inbound.large_body import run_at_once
-from gateway.proxy.json_values import LONG_STRING_BYTES, MOST_PARSED_BYTES, SHORT_BODY_BYTES
+from gateway.proxy.json_values import (
+    LONG_STRING_BYTES,
+    MOST_MESSAGE_PARTS,
+    MOST_PARSED_BYTES,
+    MOST_PARTS,
+    SHORT_BODY_BYTES,
+    STEP_PARTS,
+)
 
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"pixels" * 20).decode()
 JPEG = base64.b64encode(b"\xff\xd8\xff\xe0" + b"pixels" * 20).decode()
@@ -296,7 +303,7 @@ def test_what_is_no_request_is_refused(body: bytes) -> None:
 
 def test_deep_nesting_is_no_crash() -> None:
     deep = b'{"model":"m","options":{"stop":' + b"[" * 100_000 + b"]" * 100_000 + b"}}"
-    with pytest.raises(GatewayError):
+    with pytest.raises(GatewayError, match="nested too deeply"):
         run_at_once(translate_chat(deep, no_model))
 
 
@@ -361,6 +368,50 @@ def test_too_many_short_parts_are_refused(part: str) -> None:
         run_at_once(translate_embed(body, no_model, "input"))
     assert raised.value.status == 400
     assert "besides its long strings" in raised.value.message
+
+
+def test_arguments_that_are_not_utf8_are_refused() -> None:
+    call = b'{"function":{"name":"f","arguments":{"a":"\xff"}}}'
+    body = b'{"model":"m","messages":[{"role":"assistant","tool_calls":[%b]}]}' % call
+    with pytest.raises(GatewayError) as raised:
+        run_at_once(translate_chat(body, no_model))
+    assert raised.value.code == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": [{}] * (MOST_PARTS + 1)}, "messages"),
+        ({"messages": [{"images": ["abcd"] * (MOST_MESSAGE_PARTS + 1)}]}, "messages[0].images"),
+        (
+            {"messages": [{"tool_calls": [{"function": {"name": ""}}] * (MOST_MESSAGE_PARTS + 1)}]},
+            "messages[0].tool_calls",
+        ),
+        (
+            {"messages": [{"images": ["abcd"] * MOST_MESSAGE_PARTS}] * 20},
+            "messages[19].images",
+        ),
+    ],
+)
+def test_too_many_parts_are_refused(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(GatewayError) as raised:
+        run_at_once(translate_chat(json.dumps({"model": "m", **body}).encode(), no_model))
+    assert (raised.value.status, raised.value.param) == (400, param)
+
+
+def test_too_many_images_of_a_prompt_are_refused() -> None:
+    with pytest.raises(GatewayError) as raised:
+        generate(images=["abcd"] * (MOST_MESSAGE_PARTS + 1))
+    assert raised.value.param == "images"
+
+
+def test_as_many_parts_as_are_allowed_pass_in_steps() -> None:
+    calls = {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}] * MOST_MESSAGE_PARTS}
+    answers = [{"role": "tool", "tool_call_id": "none of them"}] * 5000
+    body = json.dumps({"model": "m", "messages": [calls, *answers]}).encode()
+    assert sum(1 for _ in translate_chat(body, no_model)) > len(answers) / STEP_PARTS
+    found = json.loads(run_at_once(translate_chat(body, no_model)).body)
+    assert found["messages"][-1]["tool_call_id"] == "none of them"
 
 
 def test_a_string_without_an_end_is_refused() -> None:
