@@ -96,10 +96,6 @@ class Speed:
         default_factory=lambda: LinearTrend(DECODE_HALF_LIFE, STEP_PRIOR, STEP_STRENGTH, MOST_STEP)
     )
 
-    def seconds_per_token(self, busy: float) -> float:
-        """Seconds a token with so many busy slots, the writing one included."""
-        return self.token_base + self.token_step * max(0.0, busy - 1)
-
     def learn_timings(
         self, timings: Mapping[str, object], seen: ObservedTiming | None = None
     ) -> SpeedSample:

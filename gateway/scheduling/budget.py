@@ -34,8 +34,9 @@ class SlidingSum:
     def __init__(self, span: float, *, overestimate: bool) -> None:
         self.span = span
         self._overestimate = overestimate
-        self._parts: deque[tuple[float, float]] = deque()
-        """Of each part the time of its last or first addition, by which it leaves, and its sum."""
+        self.parts: deque[tuple[float, float]] = deque()
+        """About `WINDOW_PARTS` at most. Of each the time of its last or first addition, by which it
+        leaves, and its sum."""
         self._newest = self._latest = -math.inf
         """When the newest part began, and when the last addition was."""
         self._sum = 0.0
@@ -45,7 +46,7 @@ class SlidingSum:
         now = max(now, self._latest)
         self._latest = now
         self.value(now)
-        parts = self._parts
+        parts = self.parts
         if parts and now - self._newest < self.span / WINDOW_PARTS:
             when, before = parts[-1]
             parts[-1] = (now if self._overestimate else when, before + amount)
@@ -56,7 +57,7 @@ class SlidingSum:
 
     def value(self, now: float) -> float:
         """The sum over the window that ends now."""
-        parts = self._parts
+        parts = self.parts
         if parts and parts[0][0] <= now - self.span:
             while parts and parts[0][0] <= now - self.span:
                 parts.popleft()
@@ -67,11 +68,6 @@ class SlidingSum:
     def resize(self, span: float) -> None:
         """Another span from now on; what has left a shorter window does not come back."""
         self.span = span
-
-    @property
-    def part_count(self) -> int:
-        """Parts that are held, at most about `WINDOW_PARTS`."""
-        return len(self._parts)
 
 
 class SpillReservation:

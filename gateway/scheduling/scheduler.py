@@ -467,21 +467,25 @@ class Scheduler:
             self._timer.cancel()
             self._timer = None
         now = self.clock()
-        checked = self.waiters.pop_due(now)
+        due = self.waiters.pop_due(now)
         if now >= self._check_all_at:
-            self._check_all_at = now + TICK
-            self._positions = None
-            self.fleet_sync.sync()
-            checked = list(self.waiters)
-        for waiter in checked:
+            self.check_all()
+        else:
+            self._check_each(due, now)
+
+    def check_all(self) -> None:
+        """Look at the whole fleet, check every waiting request, then match."""
+        now = self.clock()
+        self._check_all_at = now + TICK
+        self._positions = None
+        self.fleet_sync.sync()
+        self._check_each(list(self.waiters), now)
+
+    def _check_each(self, waiters: list[Waiter], now: float) -> None:
+        for waiter in waiters:
             if not waiter.granted.done():
                 self._check(waiter, now)
         self.match()
-
-    def check_all(self) -> None:
-        """Check every waiting request now, as the timer does every `TICK`."""
-        self._check_all_at = 0.0
-        self.check_due()
 
     def _check(self, waiter: Waiter, now: float) -> None:
         """Update its candidates, and end a wait that is too long or has become hopeless."""

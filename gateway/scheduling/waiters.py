@@ -127,7 +127,7 @@ class Waiters:
     _serials: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _by_timer: dict[int, Waiter] = field(default_factory=dict)
     """Those that have not fallen due."""
-    _timers: list[tuple[float, int]] = field(default_factory=list)
+    timers: list[tuple[float, int]] = field(default_factory=list)
     """A heap of due times; some belong to requests that have left."""
     _timer_ids: Iterator[int] = field(default_factory=itertools.count)
 
@@ -197,7 +197,7 @@ class Waiters:
 
     def next_due(self) -> float:
         """When the next one falls due; infinity: none will."""
-        timers = self._timers
+        timers = self.timers
         while timers and timers[0][1] not in self._by_timer:
             heapq.heappop(timers)
         return timers[0][0] if timers else math.inf
@@ -206,24 +206,19 @@ class Waiters:
         """Those that have fallen due since the last call. They wait until they are taken out."""
         due = []
         while self.next_due() <= now:
-            due.append(self._by_timer.pop(heapq.heappop(self._timers)[1]))
+            due.append(self._by_timer.pop(heapq.heappop(self.timers)[1]))
         return due
-
-    @property
-    def timer_count(self) -> int:
-        """Due times that are held, those of requests that have left included."""
-        return len(self._timers)
 
     def _add_timer(self, waiter: Waiter) -> None:
         waiter.set_timer(next(self._timer_ids))
         self._by_timer[waiter.timer_id] = waiter
-        heapq.heappush(self._timers, (waiter.due_at, waiter.timer_id))
+        heapq.heappush(self.timers, (waiter.due_at, waiter.timer_id))
 
     def _remove_timer(self, waiter: Waiter) -> None:
         self._by_timer.pop(waiter.timer_id, None)
-        if len(self._timers) > MOST_STALE_TIMERS + 2 * len(self._by_timer):
-            self._timers = [one for one in self._timers if one[1] in self._by_timer]
-            heapq.heapify(self._timers)
+        if len(self.timers) > MOST_STALE_TIMERS + 2 * len(self._by_timer):
+            self.timers = [one for one in self.timers if one[1] in self._by_timer]
+            heapq.heapify(self.timers)
 
 
 def caller_and_user(request: LeaseRequest) -> tuple[str, str]:

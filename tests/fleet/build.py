@@ -17,6 +17,7 @@ from gateway.fleet.circuit import Circuit
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Lease, Node, NodeSettings, NodeState
 from gateway.fleet.probe_history import ProbeAnswer, ProbeResult
+from gateway.fleet.speed import Speed
 from gateway.fleet.state_files import DrainedNodes
 from gateway.transport.node_client import NodeClient, open_node_client
 from tests.virtual import now
@@ -169,3 +170,8 @@ async def a_fleet(
         yield running
     finally:
         await fleet.aclose()
+
+
+def seconds_per_token(speed: Speed, busy: float) -> float:
+    """Seconds a token with so many busy slots, the writing one included."""
+    return speed.token_base + speed.token_step * max(0.0, busy - 1)

@@ -15,7 +15,7 @@ import pytest
 
 from gateway.fleet.node import Node, NodeState
 from gateway.fleet.slot_occupancy import LeasePhase
-from tests.fleet.build import Running, a_fleet, a_spec, is_held, take
+from tests.fleet.build import Running, a_fleet, a_spec, is_held, seconds_per_token, take
 from tests.servers import running_demo_servers
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
@@ -112,7 +112,7 @@ async def test_decode_speed_is_learnt_by_busy_slots_of_a_real_server() -> None:
             # A busy machine delays single answers, with a neighbour or without.
             reported = [seconds for measured in seen.values() for seconds in measured]
             for busy in seen:
-                learnt = node.speed.seconds_per_token(busy)
+                learnt = seconds_per_token(node.speed, busy)
                 assert 0.5 * min(reported) < learnt < 2 * max(reported), (busy, learnt, seen)
             assert node.speed.prefill_tps is not None
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gateway.fleet.speed import CPU_PRIOR, ObservedTiming, Speed, compare_speeds
 from tests.emulator import EmulatedNode
-from tests.fleet.build import Running, a_fleet, a_node, a_spec, take
+from tests.fleet.build import Running, a_fleet, a_node, a_spec, seconds_per_token, take
 from tests.virtual import in_virtual_time, now
 
 
@@ -138,13 +138,13 @@ def test_decode_is_learnt_by_busy_slots() -> None:
     assert speed.decode_tps == pytest.approx(20, rel=0.02)
     assert speed.token_base == pytest.approx(0.05, rel=0.02)
     assert speed.token_step == pytest.approx(0.02, rel=0.1)
-    assert speed.seconds_per_token(4) == pytest.approx(0.11, rel=0.05)
+    assert seconds_per_token(speed, 4) == pytest.approx(0.11, rel=0.05)
 
 
 def test_a_node_measured_only_when_full_is_predicted_faster_when_alone() -> None:
     speed = Speed()
     learn_at(speed, 4, 0.1)
-    assert speed.seconds_per_token(4) == pytest.approx(0.1)
+    assert seconds_per_token(speed, 4) == pytest.approx(0.1)
     assert 0.05 < speed.token_base < 0.1
 
 
@@ -153,7 +153,7 @@ def test_more_neighbours_never_make_it_faster() -> None:
     learn_at(speed, 1, 0.1)
     learn_at(speed, 2, 0.09)
     assert speed.token_step >= 0
-    assert speed.seconds_per_token(0) == speed.seconds_per_token(1)
+    assert seconds_per_token(speed, 0) == seconds_per_token(speed, 1)
 
 
 def test_short_prefills_do_not_make_a_node_look_slow_for_long_ones() -> None:
@@ -181,7 +181,7 @@ def test_a_decode_stalled_by_other_prefills_does_not_make_a_node_slow() -> None:
     for _ in range(50):
         told = {"predicted_n": 40, "predicted_ms": 6000}
         speed.learn_timings(told, ObservedTiming(7, 1, busy_slots=2, stalled_seconds=4))
-    assert speed.seconds_per_token(2) == pytest.approx(0.05, rel=0.1)
+    assert seconds_per_token(speed, 2) == pytest.approx(0.05, rel=0.1)
 
 
 def test_a_node_with_false_timings_gets_no_more_than_its_hint() -> None:
@@ -282,7 +282,7 @@ def test_the_expected_speed_stays_finite_and_positive(
         assert 0 < speed.expected_prefill_tps < math.inf
         assert 0 < speed.token_base < math.inf
         assert 0 <= speed.token_step < math.inf
-        assert 0 < speed.seconds_per_token(8) < math.inf
+        assert 0 < seconds_per_token(speed, 8) < math.inf
 
 
 @pytest.mark.slow
@@ -325,5 +325,5 @@ async def test_the_true_speed_is_learnt_though_prefills_stall_the_decodes() -> N
         speed = fleet["a"].speed
         assert speed.expected_prefill_tps == pytest.approx(prefill, rel=0.3)
         assert speed.token_base == pytest.approx(1 / decode, rel=0.25)
-        assert speed.seconds_per_token(4) == pytest.approx(1 / decode + 3 * step, rel=0.3)
+        assert seconds_per_token(speed, 4) == pytest.approx(1 / decode + 3 * step, rel=0.3)
         assert "degraded" not in fleet.states("a")
