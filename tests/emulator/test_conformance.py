@@ -198,12 +198,21 @@ async def test_connections_end_alike(real: str, stream: bool) -> None:
     async with EmulatedNode() as node, httpx.AsyncClient(timeout=30) as client:
         for url in (real, node.url):
             body = HELLO | {"max_tokens": 2, "stream": stream}
-            local = set()
-            for _ in range(2):
-                async with client.stream("POST", url + "/v1/chat/completions", json=body) as reply:
-                    local.add(reply.extensions["network_stream"].get_extra_info("client_addr"))
-                    await reply.aread()
-            assert len(local) == (2 if stream else 1)
+            local = [await local_address(client, url, body)]
+            try:
+                local.append(await local_address(client, url, body))
+            except httpx.RemoteProtocolError:
+                # The server ended the connection just after it was used again.
+                local.append(await local_address(client, url, body))
+            assert len(set(local)) == (2 if stream else 1)
+
+
+async def local_address(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> object:
+    """Our end of the connection over which a whole response came."""
+    async with client.stream("POST", url + "/v1/chat/completions", json=body) as reply:
+        found: object = reply.extensions["network_stream"].get_extra_info("client_addr")
+        await reply.aread()
+    return found
 
 
 async def cached_shares(url: str) -> list[float]:
