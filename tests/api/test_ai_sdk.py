@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-from asyncio.subprocess import PIPE
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,6 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
 ]
 
-LIMIT = 120.0  # seconds for one script
 CITIES = ({"city": "paris"}, {"city": "rome"})
 
 
@@ -31,17 +27,7 @@ def script(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 
 
 async def done(script: Path, site: Site, work: str) -> Any:
-    process = await asyncio.create_subprocess_exec(
-        npm.node(), script, f"{site.url}/v1", work, stdout=PIPE, stderr=PIPE
-    )
-    try:
-        out, err = await asyncio.wait_for(process.communicate(), LIMIT)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode == 0, err.decode()
-    return json.loads(out)
+    return await npm.run_script(script, f"{site.url}/v1", work)
 
 
 async def test_text_is_streamed(script: Path, site: Site, chat_node: httpx.AsyncClient) -> None:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +19,6 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
 ]
 
-LIMIT = 120.0  # seconds for one script
-
 
 @pytest.fixture(scope="module")
 def script(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -33,28 +26,8 @@ def script(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
     return npm.install_script(pytestconfig, tmp_path_factory.mktemp("npm"), "client.mjs")
 
 
-@asynccontextmanager
-async def running(script: Path, site: Site, work: str) -> AsyncIterator[Process]:
-    process = await asyncio.create_subprocess_exec(
-        npm.node(), script, f"{site.url}/v1", work, stdin=PIPE, stdout=PIPE, stderr=PIPE
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
-
-async def result(process: Process) -> Any:
-    out, err = await asyncio.wait_for(process.communicate(b""), LIMIT)
-    assert process.returncode == 0, err.decode()
-    return json.loads(out)
-
-
 async def done(script: Path, site: Site, work: str) -> Any:
-    async with running(script, site, work) as process:
-        return await result(process)
+    return await npm.run_script(script, f"{site.url}/v1", work)
 
 
 async def test_models(script: Path, site: Site) -> None:
@@ -107,28 +80,26 @@ async def test_errors(script: Path, site: Site) -> None:
 async def test_an_abort_frees_the_slot(script: Path, tmp_path: Path, narrow_url: str) -> None:
     async with (
         running_site(tmp_path, [narrow_url]) as site,
-        running(script, site, "abort") as process,
+        npm.running_script(script, f"{site.url}/v1", "abort") as process,
     ):
-        assert process.stdout is not None
-        assert await asyncio.wait_for(process.stdout.readline(), LIMIT) == b"aborted\n"
+        assert await npm.script_line(process) == b"aborted\n"
         await until_busy(narrow_url, 0)
         assert await broken_off(narrow_url)
         await site.until_idle()
         [record] = site.records
         assert (record.status, record.reason) == (499, "client_closed")
         assert process.returncode is None
-        assert await result(process) is None
+        assert await npm.script_result(process) is None
 
 
 async def test_a_node_that_dies_in_mid_stream_is_an_error(script: Path, tmp_path: Path) -> None:
     with running_demo_servers(1, slots=1, context=16_384) as (server,):
         async with running_site(tmp_path, [server.url]) as site:
-            async with running(script, site, "broken") as process:
-                assert process.stdout is not None
-                assert await asyncio.wait_for(process.stdout.readline(), LIMIT) == b"streaming\n"
+            async with npm.running_script(script, f"{site.url}/v1", "broken") as process:
+                assert await npm.script_line(process) == b"streaming\n"
                 await until(lambda: any(in_flight.attempt for in_flight in site.gateway.registry))
                 assert await busy(server.url) == 1
                 server.kill()
-                error = await result(process)
+                error = await npm.script_result(process)
             assert error["kind"] == "APIError"
             assert error["code"] == "node_failed"

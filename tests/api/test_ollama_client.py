@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +24,6 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
 ]
 
-LIMIT = 120.0  # seconds for one script
 OPTIONS = {"num_predict": 24, **FIXED}
 SCHEMA = {
     "type": "object",
@@ -228,28 +224,8 @@ def script(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
     return npm.install_script(pytestconfig, tmp_path_factory.mktemp("npm"), "ollama.mjs")
 
 
-@asynccontextmanager
-async def running(script: Path, site: Site, work: str) -> AsyncIterator[Process]:
-    process = await asyncio.create_subprocess_exec(
-        npm.node(), script, site.url, work, stdin=PIPE, stdout=PIPE, stderr=PIPE
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-
-
-async def result(process: Process) -> Any:
-    out, err = await asyncio.wait_for(process.communicate(b""), LIMIT)
-    assert process.returncode == 0, err.decode()
-    return json.loads(out)
-
-
 async def done(script: Path, site: Site, work: str) -> Any:
-    async with running(script, site, work) as process:
-        return await result(process)
+    return await npm.run_script(script, site.url, work)
 
 
 async def test_javascript_models(script: Path, site: Site) -> None:
@@ -293,11 +269,10 @@ async def test_javascript_errors(script: Path, site: Site) -> None:
 async def test_javascript_sees_a_node_die_in_mid_stream(script: Path, tmp_path: Path) -> None:
     with running_demo_servers(1, slots=1, context=16_384) as (server,):
         async with running_site(tmp_path, [server.url], SETTINGS) as site:
-            async with running(script, site, "broken") as process:
-                assert process.stdout is not None
-                assert await asyncio.wait_for(process.stdout.readline(), LIMIT) == b"streaming\n"
+            async with npm.running_script(script, site.url, "broken") as process:
+                assert await npm.script_line(process) == b"streaming\n"
                 await until(lambda: any(in_flight.attempt for in_flight in site.gateway.registry))
                 server.kill()
-                error = await result(process)
+                error = await npm.script_result(process)
             assert error is not None
             assert error["message"]

@@ -416,6 +416,19 @@ def decoded_field(fields: Mapping[str, msgspec.Raw], name: str) -> object:
         return None
 
 
+def edit_body(content: bytes, edit: Callable[[JsonObject], JsonObject]) -> bytes:
+    """A plain response as `edit` makes it; untouched where it returns its argument.
+
+    So is what is no JSON object.
+    """
+    try:
+        response = parse_object(content)
+    except InvalidJson:
+        return content
+    edited = edit(response)
+    return content if edited is response else msgspec.json.encode(edited)
+
+
 def openai_error(error: GatewayError) -> JsonObject:
     """OpenAI's error object."""
     return {

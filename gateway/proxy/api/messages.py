@@ -22,6 +22,7 @@ from gateway.proxy.api.base import (
     Translation,
     body_fields,
     decoded_field,
+    edit_body,
 )
 from gateway.proxy.api.chat import as_response_format, may_call_tools
 from gateway.proxy.api.messages_by_chat import ChatToMessage, chat_request
@@ -453,12 +454,7 @@ class StopReasonRepair(ResponseRewriter):
 
     def rewrite_body(self, content: bytes) -> bytes:
         """The same plain response with its true stop reason."""
-        try:
-            message = parse_object(content)
-        except InvalidJson:
-            return content
-        repaired = self._repaired(message)
-        return content if repaired is message else msgspec.json.encode(repaired)
+        return edit_body(content, self._repaired)
 
     def _rewrite_event(self, event: bytes) -> bytes:
         try:

@@ -21,6 +21,7 @@ from gateway.proxy.api.base import (
     ResponseRewriter,
     body_fields,
     decoded_field,
+    edit_body,
     openai_error,
 )
 from gateway.proxy.api.chat import as_response_format, may_call_tools
@@ -244,12 +245,7 @@ class ResponsesRepair(ResponseRewriter):
 
     def rewrite_body(self, content: bytes) -> bytes:
         """The same plain response, with its true status."""
-        try:
-            response = parse_object(content)
-        except InvalidJson:
-            return content
-        repaired = self._with_true_status(response)
-        return content if repaired is response else msgspec.json.encode(repaired)
+        return edit_body(content, self._with_true_status)
 
     def _number_deltas(self, parts: list[bytes]) -> bytes:
         """The deltas that were split at their mark, complete."""
