@@ -66,6 +66,8 @@ class Caller:
     """Whether it may name its end users by a header."""
     default_priority: Priority = Priority.NORMAL
     """The class of a request that asks for none."""
+    group: str | None = None
+    """The group that its key belongs to: callers of a group share the group's limits."""
 
     def may_use(self, model: str) -> bool:
         """Whether this caller may use the model of this public name."""

@@ -20,6 +20,7 @@ from gateway.config.fields import (
     Port,
     Seconds,
     SecondsOrZero,
+    Timestamp,
     TypeLabel,
     as_list,
     validation_error,
@@ -212,6 +213,14 @@ class KeySpec(ConfigModel):
         ),
         TypeLabel("true or false"),
     ] = False
+    group: Annotated[
+        NonEmptyText | None,
+        Field(description="The group that it belongs to, whose limits all of its keys share."),
+    ] = None
+    expires: Annotated[
+        Timestamp | None,
+        Field(description="Until when it works. Unset: until it is removed."),
+    ] = None
 
     @field_validator("max_class")
     @classmethod

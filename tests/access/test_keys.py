@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 
 import pytest
 from hypothesis import given
@@ -23,6 +24,8 @@ class Spec:
     max_class: str | None = None
     models: tuple[str, ...] | None = None
     trust_user_headers: bool = False
+    group: str | None = None
+    expires: datetime | None = None
 
 
 def test_a_key_finds_its_holder() -> None:
