@@ -28,6 +28,9 @@ def test_hashes_are_masked_and_the_rest_is_shown(load_gateway: LoadSettings) -> 
             "max_class": None,
             "models": None,
             "trust_user_headers": False,
+            "group": None,
+            "limits": None,
+            "user_limits": None,
         }
     ]
     assert shown["listen"]["trusted_proxies"] == ["10.0.0.0/8"]
