@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 
 from gateway import errors
 from gateway.access.exposure import INITIAL_ACCESS, AnonymousAccess
+from gateway.config.usage_limits import LimitSpec
 from gateway.request import Caller, Headers, Priority
 
 KEY_PREFIX = "lg"
@@ -71,6 +72,14 @@ class KeyDefinition(Protocol):
     @property
     def group(self) -> str | None:
         """The group that it belongs to."""
+
+    @property
+    def limits(self) -> LimitSpec | None:
+        """Its limits, beside its group's."""
+
+    @property
+    def user_limits(self) -> LimitSpec | None:
+        """Limits of each end user that it names; None: its group's."""
 
     @property
     def expires(self) -> datetime | None:
@@ -334,7 +343,9 @@ def _caller(spec: KeyDefinition) -> Caller:
         default_priority=default,
         models=models,
         trust_user_headers=spec.trust_user_headers,
-        group=spec.group or None,
+        group=spec.group,
+        limits=spec.limits,
+        user_limits=spec.user_limits,
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -226,6 +226,8 @@ _SIZE_SCHEMA = {
         {"type": "string", "pattern": r"^\s*[0-9.]+\s*([kKmMgGtT][iI]?)?[bB]\s*$"},
     ]
 }
+
+PriorityName = Literal["urgent", "premium", "normal", "batch"]
 
 NonEmptyText = Annotated[str, Field(min_length=1, max_length=1024), TypeLabel("text")]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from gateway.access.callers import identify_caller
 from gateway.access.exposure import AnonymousAccess
 from gateway.access.keys import ApiKey, HeldKey, KeyRing, held_key, new_key
+from gateway.config.usage_limits import LimitSpec
 from gateway.errors import GatewayError
 from gateway.request import Caller
 from tests.access.test_keys import Spec
@@ -67,10 +69,12 @@ def test_a_key_of_the_settings_hides_a_stored_one_with_its_id() -> None:
     assert ring.find(ALICE_NEW.text) is not None
 
 
-def test_a_callers_group_is_that_of_its_key() -> None:
-    caller = KeyRing([spec(ALICE, group="team")]).find(ALICE.text)
+def test_a_caller_has_the_group_and_the_limits_of_its_key() -> None:
+    limits, of_users = LimitSpec(rpm=60), LimitSpec(rpm=6)
+    full = replace(spec(ALICE, group="team"), limits=limits, user_limits=of_users)
+    caller = KeyRing([full]).find(ALICE.text)
     assert caller is not None
-    assert caller.group == "team"
+    assert (caller.group, caller.limits, caller.user_limits) == ("team", limits, of_users)
 
 
 def test_every_change_expiry_and_revocation_changes_the_version() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.access import keys
 from gateway.access.keys import KeyRing, caller_from_keys, hash_key, new_key, presented_keys
+from gateway.config.usage_limits import LimitSpec
 from gateway.errors import GatewayError
 from gateway.request import Caller, Priority
 
@@ -25,6 +26,8 @@ class Spec:
     models: tuple[str, ...] | None = None
     trust_user_headers: bool = False
     group: str | None = None
+    limits: LimitSpec | None = None
+    user_limits: LimitSpec | None = None
     expires: datetime | None = None
 
 

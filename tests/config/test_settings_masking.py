@@ -25,7 +25,7 @@ def test_hashes_are_masked_and_the_rest_is_shown(load_gateway: LoadSettings) -> 
         "sha256": MASK,
         "name": "Team A",
     }
-    assert {"class", "max_class", "models", "group", "expires"} <= set(key)
+    assert {"class", "max_class", "models", "group", "limits", "user_limits", "expires"} <= set(key)
     assert shown["listen"]["trusted_proxies"] == ["10.0.0.0/8"]
     assert shown["models"]["m"]["set"] == {"temperature": 0.2}
     assert settings.keys[0].sha256 == HASH
