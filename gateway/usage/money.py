@@ -113,7 +113,7 @@ def effective_hourly_cost(
     if total <= 0:
         return Amount(None, "no request ran on a node")
     terms = []
-    for tier, count in requests.items():
+    for tier, count in sorted(requests.items()):
         if count <= 0:
             continue
         price = price_of_tier(hours.get(tier, ()))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import structlog
-from sqlalchemy import Connection, RowMapping, delete, func, insert, select, update
+from sqlalchemy import Connection, RowMapping, Table, delete, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from gateway.config.store import RetentionSettings
@@ -98,16 +98,22 @@ def _values(row: RowMapping) -> tuple[Any, ...]:
 
 
 def _raise_revision(connection: Connection) -> None:
-    changed = connection.execute(
-        update(revisions).where(revisions.c.name == ROLLED_UP).values(number=revisions.c.number + 1)
+    raised = _insert_into(connection, revisions).values(name=ROLLED_UP, number=1)
+    connection.execute(
+        raised.on_conflict_do_update(
+            index_elements=[revisions.c.name], set_={"number": revisions.c.number + 1}
+        )
     )
-    if not changed.rowcount:
-        connection.execute(insert(revisions).values(name=ROLLED_UP, number=1))
+
+
+def _insert_into(connection: Connection, table: Table) -> Any:
+    """An `INSERT` that can say what happens on a conflict: both databases do that alike."""
+    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
+    return dialect.insert(table)
 
 
 def _add_to_days(connection: Connection, sums: dict[tuple[str, ...], Sums]) -> None:
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    add = dialect.insert(usage_days)
+    add = _insert_into(connection, usage_days)
     add = add.on_conflict_do_update(
         index_elements=list(usage_days.primary_key),
         set_={name: usage_days.c[name] + add.excluded[name] for name in SUM_NAMES},
@@ -204,7 +210,9 @@ def give_back_pages(connection: Connection) -> bool:
     free = connection.exec_driver_sql("PRAGMA freelist_count").scalar() or 0
     if not free or connection.exec_driver_sql("PRAGMA auto_vacuum").scalar() != INCREMENTAL:
         return False
-    connection.exec_driver_sql(f"PRAGMA incremental_vacuum({VACUUM_PAGES})").all()
+    # One page each: Python's driver takes one step of a statement that has no columns.
+    for _ in range(min(free, VACUUM_PAGES)):
+        connection.exec_driver_sql("PRAGMA incremental_vacuum(1)")
     return free > VACUUM_PAGES
 
 
