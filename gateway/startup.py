@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import is_host
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.settings import RejectedFiles, Settings, load_settings
+from gateway.transport.certificates import CertificateError, load_certificate
 from gateway.transport.node_client import node_address
 
 
@@ -135,7 +135,12 @@ def _listener_problems(settings: Settings) -> Iterator[StartProblem]:
                 allow_anonymous=settings.allow_anonymous,
             ),
         ),
-        ("admin.host", admin_listener_problem(admin.host, has_key=admin.key_file is not None)),
+        (
+            "admin.host",
+            admin_listener_problem(
+                admin.host, has_key=admin.key_file is not None or bool(admin.keys)
+            ),
+        ),
         ("listen.port", port_conflict(listen.host, admin.host, listen.port, admin.port)),
     ):
         if problem is not None:
@@ -145,16 +150,12 @@ def _listener_problems(settings: Settings) -> Iterator[StartProblem]:
             read_admin_key(admin.key_file)
         except StartError as error:
             yield StartProblem("admin.key_file", str(error))
-    if listen.tls is not None:
-        try:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(listen.tls.cert, listen.tls.key)
-        except OSError as error:
-            yield StartProblem(
-                "listen.tls",
-                f"listen.tls: {listen.tls.cert} and {listen.tls.key} can't be used ({error}): name "
-                "PEM files of a certificate chain and of the key that belongs to it",
-            )
+    for key, files in (("listen.tls", listen.tls), ("admin.tls", admin.tls)):
+        if files is not None:
+            try:
+                load_certificate(files)
+            except CertificateError as error:
+                yield StartProblem(key, f"{key}: {error}")
 
 
 def _node_tls_problems(inventory: Inventory) -> Iterator[StartProblem]:

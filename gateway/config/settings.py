@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
+from gateway.config.admin import AdminSettings
 from gateway.config.autoscaling import ElasticSettings
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import (
@@ -23,7 +24,6 @@ from gateway.config.fields import (
 )
 from gateway.config.headers import HeaderSettings, IdentitySettings
 from gateway.config.listeners import (
-    AdminSettings,
     CorsSpec,
     KeySpec,
     LimitSettings,
@@ -350,16 +350,25 @@ def load_settings(
 
 
 def _same_ids(source: YamlDocument, root: YamlEntry) -> list[Problem]:
-    keys = root.tree.entries.get("keys") if isinstance(root.tree, YamlMapping) else None
-    if keys is None or not isinstance(keys.tree, YamlList):
+    if not isinstance(root.tree, YamlMapping):
         return []
-    return find_duplicates(source, keys.tree.entries, "id", "the key")
+    admin = root.tree.entries.get("admin")
+    found = []
+    for entry in (root, admin):
+        tree = None if entry is None else entry.tree
+        keys = tree.entries.get("keys") if isinstance(tree, YamlMapping) else None
+        if keys is not None and isinstance(keys.tree, YamlList):
+            found += find_duplicates(source, keys.tree.entries, "id", "the key")
+    return found
 
 
 # Fixed when a listener opens. A reload changes everything else.
 RESTART_KEYS = (
     "listen",
-    "admin",
+    "admin.host",
+    "admin.port",
+    "admin.tls",
+    "admin.hosts",
     "limits.connections",
     "limits.header_bytes",
     "limits.header_timeout",
@@ -397,6 +406,6 @@ def masked_settings(settings: Settings) -> dict[str, Any]:
     Paths of key files stay: they are no secrets.
     """
     shown = settings.model_dump(mode="json", by_alias=True)
-    for key in shown["keys"]:
+    for key in (*shown["keys"], *shown["admin"]["keys"]):
         key["sha256"] = MASK
     return shown

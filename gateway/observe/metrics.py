@@ -100,6 +100,8 @@ class MetricsSnapshot:
     """The inventory on disk is invalid; an older one is in force."""
     retry_budget: float | None = None
     """Retries that the budget allows now."""
+    certificate_days_left: Mapping[str, float] = field(default_factory=dict)
+    """Days until the certificate of each listener with TLS expires."""
 
 
 @dataclass(slots=True)
@@ -235,6 +237,16 @@ class Metrics:
                 "gauge",
                 "Retries that could be made now.",
                 [("", snapshot.retry_budget)],
+            )
+        if snapshot.certificate_days_left:
+            page.add_family(
+                "certificate_days_left",
+                "gauge",
+                "Days until the certificate of a listener expires.",
+                (
+                    (labels(certificate=key), round(days, 3))
+                    for key, days in snapshot.certificate_days_left.items()
+                ),
             )
         build = labels(version=__version__, python=platform.python_version())
         page.add_family("build_info", "gauge", "The version that runs.", [(build, 1)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,6 +52,14 @@ class GatewayControl(Protocol):
     @property
     def settings_error(self) -> str | None:
         """The problems of the settings on disk, while older ones are in force."""
+
+    @property
+    def certificate_error(self) -> str | None:
+        """Why renewed TLS files can't be used, while older ones are in force."""
+
+    @property
+    def certificate_expiry(self) -> Mapping[str, float]:
+        """When the certificate of each listener with TLS expires, in seconds since 1970."""
 
     @property
     def keys_lost(self) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -47,7 +47,7 @@ class StatusEndpoints:
         return JsonResponse(
             {
                 "version": gateway.version,
-                "started_at": started.isoformat(timespec="seconds").replace("+00:00", "Z"),
+                "started_at": _iso(started.timestamp()),
                 "uptime": round(uptime, 3),
                 "ready": error is None,
                 "reason": None if error is None else error.code,
@@ -62,6 +62,11 @@ class StatusEndpoints:
                 "inventory_error": gateway.inventory_error,
                 "settings_error": gateway.settings_error,
                 "keys_lost": gateway.keys_lost,
+                "certificate_error": gateway.certificate_error,
+                "certificates": {
+                    key: {"expires_at": _iso(expires), "days_left": round(days_until(expires), 2)}
+                    for key, expires in gateway.certificate_expiry.items()
+                },
             }
         )
 
@@ -79,6 +84,16 @@ class StatusEndpoints:
                 self.scheduler.predicted_waits(MOST_LISTED_WAITING), 1
             )
         ]
+
+
+def _iso(seconds: float) -> str:
+    """A time, in seconds since 1970, as people and programs read it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def days_until(seconds: float) -> float:
+    """Days until this time, in seconds since 1970; negative if it has passed."""
+    return (seconds - datetime.now(UTC).timestamp()) / 86400
 
 
 def totals_json(metrics: Metrics) -> dict[str, Any]:
@@ -113,6 +128,8 @@ class MetricsSource:
     registry: InFlightRegistry
     inventory_error: Callable[[], str | None]
     retries_left: Callable[[], int]
+    certificate_expiry: Callable[[], Mapping[str, float]] = dict
+    """When the certificate of each listener with TLS expires, in seconds since 1970."""
 
     def __call__(self) -> MetricsSnapshot:
         """The state now."""
@@ -132,4 +149,7 @@ class MetricsSource:
             in_flight=len(self.registry),
             inventory_error=self.inventory_error() is not None,
             retry_budget=self.retries_left(),
+            certificate_days_left={
+                key: days_until(expires) for key, expires in self.certificate_expiry().items()
+            },
         )
