@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from gateway import errors
+from gateway.config.cache_privacy import CacheSpec
 from gateway.request import Caller, Headers, Priority
 
 KEY_PREFIX = "lg"
@@ -62,6 +63,10 @@ class KeyDefinition(Protocol):
     @property
     def trust_user_headers(self) -> bool:
         """Whether its holder may name end users by a header."""
+
+    @property
+    def cache(self) -> CacheSpec | None:
+        """What it says of prompt caches; None: nothing."""
 
 
 class ApiKey(NamedTuple):
@@ -189,6 +194,7 @@ def _caller(spec: KeyDefinition) -> Caller:
         default_priority=default,
         models=models,
         trust_user_headers=spec.trust_user_headers,
+        cache=spec.cache,
     )
 
 

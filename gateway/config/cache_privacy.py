@@ -14,6 +14,11 @@ NodeLabels = tuple[tuple[str, str], ...]
 """Labels that a node must have, sorted by name; empty: any node."""
 
 
+def has_labels(labels: Mapping[str, str], wanted: NodeLabels) -> bool:
+    """Whether a node with these `labels` has all that are wanted."""
+    return all(labels.get(name) == value for name, value in wanted)
+
+
 def _off_as_text(value: object) -> object:
     # YAML 1.1 reads it as a boolean.
     if value is False:
@@ -84,6 +89,10 @@ class CachePolicy:
     """Labels of the nodes that it may use."""
     prompt_cache: bool = True
     """Whether nodes may serve its prompts from their caches."""
+
+    def scope_of(self, request_id: str) -> str:
+        """The scope of one request: its own, if no node may serve its prompt from a cache."""
+        return self.scope if self.prompt_cache else f"request {request_id}"
 
 
 SHARED_CACHE = CachePolicy()

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
+from gateway.config.cache_privacy import CacheSpec
 from gateway.config.fields import (
     ByteCount,
     ConfigModel,
@@ -212,6 +213,11 @@ class KeySpec(ConfigModel):
         ),
         TypeLabel("true or false"),
     ] = False
+
+    cache: Annotated[
+        CacheSpec | None,
+        Field(description="Prompt caches and privacy, where they differ from its group's."),
+    ] = None
 
     @field_validator("max_class")
     @classmethod
