@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any
 
 import structlog
 from pydantic import ValidationError
@@ -40,7 +40,13 @@ DEFAULT_GRACE = 24 * 3600.0
 
 LONGEST_GRACE = 366 * 86400.0
 
-_JSON_COLUMNS = ("models", "limits", "user_limits")
+_JSON_COLUMNS = {
+    "models": "models",
+    "limits": "limits",
+    "user_limits": "user_limits",
+    "cache": "privacy",
+}
+"""The column of each field that is stored as JSON."""
 
 log = structlog.get_logger()
 
@@ -61,7 +67,8 @@ class StoredKey:
         return held_key(self.spec, self.previous_sha256, self.previous_until)
 
 
-class KeyProblem(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class KeyProblem:
     """What is wrong with one of the keys that somebody wants to store."""
 
     index: int
@@ -76,7 +83,7 @@ class KeyProblem(NamedTuple):
         return f"{name}{self.message}" + (f" ({self.remedy})" if self.remedy else "")
 
 
-class KeysRefused(GatewayError):
+class KeysRefused(GatewayError):  # noqa: N818 - says what happened to the keys
     """None of these keys was stored; `problems` says what is wrong with which."""
 
     def __init__(self, problems: Sequence[KeyProblem], status: int = 400) -> None:
@@ -229,8 +236,8 @@ def stored_key(row: Row[Any]) -> StoredKey | None:
         "trust_user_headers": bool(values["trust_user_headers"]),
     }
     try:
-        for name in _JSON_COLUMNS:
-            fields[name] = None if values[name] is None else json.loads(values[name])
+        for name, column in _JSON_COLUMNS.items():
+            fields[name] = None if values[column] is None else json.loads(values[column])
         if values["expires_at"] is not None:
             fields["expires"] = datetime.fromtimestamp(values["expires_at"], UTC)
         spec = KeySpec.model_validate(fields, by_alias=True, by_name=False)
@@ -405,9 +412,7 @@ def _present(connection: Connection, specs: Sequence[KeySpec]) -> dict[str, Stor
 
 
 def _named(connection: Connection, words: Sequence[str]) -> list[StoredKey]:
-    wanted = select(keys_table).where(
-        or_(keys_table.c.id.in_(words), keys_table.c.name.in_(words))
-    )
+    wanted = select(keys_table).where(or_(keys_table.c.id.in_(words), keys_table.c.name.in_(words)))
     return [key for row in connection.execute(wanted) if (key := stored_key(row)) is not None]
 
 
@@ -441,6 +446,7 @@ def _row(key: StoredKey) -> dict[str, Any]:
         "group_name": spec.group,
         "trust_user_headers": spec.trust_user_headers,
         **{
-            name: json.dumps(fields[name]) if name in fields else None for name in _JSON_COLUMNS
+            column: json.dumps(fields[name]) if name in fields else None
+            for name, column in _JSON_COLUMNS.items()
         },
     }

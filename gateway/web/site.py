@@ -25,7 +25,7 @@ from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
 from gateway.web.asgi import HealthEndpoints, JsonResponse, asgi_app
 from gateway.web.handler import ProxyHandler
 from gateway.web.models import VisibleModels, add_anthropic_fields, list_response, props_response
-from gateway.web.request_context import may_name_nodes
+from gateway.web.request_context import cache_policy_of, may_name_nodes
 from gateway.web.response_heads import EXPOSED_HEADERS
 
 
@@ -147,14 +147,15 @@ class _Site:
             config.origin_policy.check(request.scope["headers"], local_address, is_post=False)
         if not self.fleet.is_probed:
             raise errors.starting("The nodes are being asked what they serve.")
-        return VisibleModels(self.fleet.model_index, config.rules.model_aliases, caller)
+        labels = cache_policy_of(caller, config.settings).node_labels
+        return VisibleModels(self.fleet.model_index, config.rules.model_aliases, caller, labels)
 
     def check_name(self, request: Request, models: VisibleModels, name: str) -> str:
         """The name, if `models` has it. Raises: GatewayError (404, 503)."""
         if name in models:
             return name
         if models.caller.may_use(name):
-            error = self.fleet.model_index.not_found_error(name)
+            error = self.fleet.model_index.not_found_error(name, models.labels)
             if error.code == "no_node":
                 config = self.handler.config
                 if may_name_nodes(
