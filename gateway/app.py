@@ -60,9 +60,9 @@ from gateway.web.admin.nodes import DrainDeadlines
 from gateway.web.admin.status import MetricsSource
 from gateway.web.handler import PROGRESS_SECONDS, ProxyHandler
 from gateway.web.listener import Listener
+from gateway.web.openapi import openapi_json
 from gateway.web.protocol import LINGER_SECONDS, protocol_class
 from gateway.web.request_context import HandlerConfig
-from gateway.web.openapi import openapi_json
 from gateway.web.site import public_app, with_cors
 
 FIRST_PROBES_SECONDS = 10.0
@@ -452,7 +452,13 @@ class Gateway:
         )
 
     def _openapi_document(self, listener: str | None) -> bytes:
-        return openapi_json(self.settings, listener)
+        ring, anonymous = self.handler.config.key_ring, self.settings.allow_anonymous
+        return openapi_json(
+            self.settings,
+            listener,
+            needs_key=len(ring) > 0 and not anonymous,
+            needs_admin_key=self.admin_keys.needed,
+        )
 
     async def _serve_public(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._public_app(scope, receive, send)
