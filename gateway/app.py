@@ -471,7 +471,13 @@ class Gateway:
         )
 
     def _openapi_document(self, listener: str | None) -> bytes:
-        return openapi_json(self.settings, listener)
+        ring, anonymous = self.handler.config.key_ring, self.settings.allow_anonymous
+        return openapi_json(
+            self.settings,
+            listener,
+            needs_key=len(ring) > 0 and not anonymous,
+            needs_admin_key=self.admin_keys.needed,
+        )
 
     async def _serve_public(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._public_app(scope, receive, send)
