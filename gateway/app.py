@@ -50,7 +50,15 @@ from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.autoscaler import Autoscaler
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
-from gateway.startup import Options, StartError, drains_file, properties_file, read_admin_key
+from gateway.startup import (
+    Options,
+    StartError,
+    drains_file,
+    properties_file,
+    read_admin_key,
+    store_location,
+)
+from gateway.store.store import Store
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
 from gateway.transport.certificates import CertificateError, ListenerCertificates, changed_files
 from gateway.transport.node_client import open_node_client
@@ -61,13 +69,16 @@ from gateway.web.admin.nodes import DrainDeadlines
 from gateway.web.admin.status import MetricsSource
 from gateway.web.handler import PROGRESS_SECONDS, ProxyHandler
 from gateway.web.listener import Listener
+from gateway.web.openapi import openapi_json
 from gateway.web.protocol import LINGER_SECONDS, protocol_class
 from gateway.web.request_context import HandlerConfig
-from gateway.web.openapi import openapi_json
 from gateway.web.site import public_app, with_cors
 
 FIRST_PROBES_SECONDS = 10.0
 """Most seconds to wait for the first probes before the gateway reports that it is ready."""
+
+STORE_SECONDS = 5.0
+"""Most seconds to wait for the store before the gateway serves without it, or ends."""
 
 FINAL_RESPONSE_SECONDS = 5.0
 """Seconds for clients to read the error of their request, once the grace is over."""
@@ -94,6 +105,7 @@ class Timings:
     successor_ready: float = READY_TIMEOUT
     linger: float = LINGER_SECONDS
     progress: float = PROGRESS_SECONDS
+    store: float = STORE_SECONDS
 
 
 DEFAULT_TIMINGS = Timings()
@@ -138,6 +150,8 @@ class Gateway:
             lambda seconds, work: asyncio.get_running_loop().call_later(seconds, work)
         )
         self._resolver = resolver or Resolver()
+        location = store_location(options, settings)
+        self.store = None if location is None else Store(location)
         self.fleet = Fleet(
             connect=functools.partial(open_node_client, resolver=self._resolver),
             health=settings.health,
@@ -186,6 +200,7 @@ class Gateway:
                 lambda: self.inventory_error,
                 self.proxy_context.retries_left,
                 lambda: self.certificate_expiry,
+                self.store,
             ),
         )
         self.drain_deadlines = DrainDeadlines(self.registry)
@@ -239,6 +254,8 @@ class Gateway:
         """Serve while inside this context. Raises: StartError."""
         open_files = raise_open_file_limit()
         try:
+            if self.store is not None:
+                self.store.start()
             self.public_listener, self.admin_listener = self._make_listeners(open_files)
             await self.fleet.start(inventory)
             self._start_task(self.autoscaler.run(), "start and stop standby nodes")
@@ -251,6 +268,8 @@ class Gateway:
                     await asyncio.wait_for(
                         self.fleet.first_probes_done.wait(), self.timings.first_probes
                     )
+            if self.store is not None:
+                await self.store.wait_opened(self.timings.store)
             open_listeners(self.public_listener, self.admin_listener)
             log.info(
                 "listening",
@@ -379,6 +398,8 @@ class Gateway:
         self._resolver.close()
         self.fleet.properties_store.save()
         self.bus.flush()
+        if self.store is not None and not await self.store.aclose(self.timings.store):
+            log.warning("the store does not answer and was left as it is")
         log.info("ended")
 
     def _start_task(self, work: Coroutine[Any, Any, None], name: str) -> None:
@@ -450,7 +471,13 @@ class Gateway:
         )
 
     def _openapi_document(self, listener: str | None) -> bytes:
-        return openapi_json(self.settings, listener)
+        ring, anonymous = self.handler.config.key_ring, self.settings.allow_anonymous
+        return openapi_json(
+            self.settings,
+            listener,
+            needs_key=len(ring) > 0 and not anonymous,
+            needs_admin_key=self.admin_keys.needed,
+        )
 
     async def _serve_public(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._public_app(scope, receive, send)

@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 
 from gateway import errors
 from gateway.access.exposure import INITIAL_ACCESS, AnonymousAccess
+from gateway.config.cache_privacy import CacheSpec
 from gateway.config.usage_limits import LimitSpec
 from gateway.request import Caller, Headers, Priority
 
@@ -84,6 +85,10 @@ class KeyDefinition(Protocol):
     @property
     def expires(self) -> datetime | None:
         """When it ends; None: never."""
+
+    @property
+    def cache(self) -> CacheSpec | None:
+        """What it says of prompt caches; None: nothing."""
 
 
 class ApiKey(NamedTuple):
@@ -346,6 +351,7 @@ def _caller(spec: KeyDefinition) -> Caller:
         group=spec.group,
         limits=spec.limits,
         user_limits=spec.user_limits,
+        cache=spec.cache,
     )
 
 

@@ -40,7 +40,7 @@ class AdminKeySpec(ConfigModel):
         str,
         BeforeValidator(_admin_key_id),
         Field(
-            description="Public part of the key `lg_<id>_<secret>`; unique; the audit log names it.",
+            description="Public part of the key `lg_<id>_<secret>`; unique, and in the audit log.",
             json_schema_extra={"pattern": f"^{KEY_ID.pattern}$"},
         ),
         TypeLabel("text"),

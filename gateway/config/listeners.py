@@ -7,6 +7,7 @@ from typing import Annotated, get_args
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
+from gateway.config.cache_privacy import CacheSpec
 from gateway.config.fields import (
     ByteCount,
     ConfigModel,
@@ -209,6 +210,11 @@ class KeySpec(ConfigModel):
     expires: Annotated[
         Timestamp | None,
         Field(description="Until when it works. Unset: until it is removed."),
+    ] = None
+
+    cache: Annotated[
+        CacheSpec | None,
+        Field(description="Prompt caches and privacy, where they differ from its group's."),
     ] = None
 
     @field_validator("max_class")

@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from gateway.config.admin import AdminSettings
 from gateway.config.autoscaling import ElasticSettings
+from gateway.config.cache_privacy import CacheSpec
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import (
     ConfigModel,
@@ -180,6 +181,14 @@ class Settings(ConfigModel):
     identity: Annotated[
         IdentitySettings, Field(description="Headers that name end users and conversations.")
     ] = IdentitySettings()
+    cache: Annotated[
+        CacheSpec,
+        Field(
+            description=(
+                "Prompt caches and privacy: for all whose key and group don't say otherwise."
+            )
+        ),
+    ] = CacheSpec()
     prompts: Annotated[
         PromptSettings, Field(description="Lines of prompts that change with each request.")
     ] = PromptSettings()

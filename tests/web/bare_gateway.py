@@ -29,6 +29,7 @@ from gateway.proxy.in_flight import InFlightRegistry
 from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
+from gateway.store.store import Store
 from gateway.web.admin.app import admin_app
 from gateway.web.admin.configuration import ReloadResult
 from gateway.web.admin.nodes import DrainDeadlines
@@ -71,6 +72,7 @@ class BareGateway:
     keys_lost: str | None = None
     certificate_error: str | None = None
     certificate_expiry: dict[str, float] = field(default_factory=dict)
+    store: Store | None = None
     ended: list[RequestFinished] = field(default_factory=list)
 
     @property
