@@ -218,6 +218,10 @@ REQUEST_TIMEOUT = 30.0
 _EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
+class NoGateway(CommandFailed):
+    """Nothing listens at the address of the admin API."""
+
+
 class AdminClient:
     """A client of the admin API. Its methods raise CommandFailed, with words for people."""
 
@@ -248,6 +252,10 @@ class AdminClient:
         path = f"/admin/nodes/{quote(name, safe='')}/{action}"
         self._request("POST", path, {key: f"{value:g}" for key, value in parameters.items()})
 
+    def get(self, path: str, parameters: dict[str, str] | None = None) -> dict[str, Any]:
+        """Return the JSON object at this path."""
+        return self._request("GET", path, parameters)
+
     def _request(
         self, method: str, path: str, parameters: dict[str, str] | None = None
     ) -> dict[str, Any]:
@@ -256,7 +264,7 @@ class AdminClient:
         try:
             response = self._client.request(method, path, params=parameters)
         except httpx.ConnectError as error:
-            raise CommandFailed(
+            raise NoGateway(
                 f"no gateway answers at {self.url} ({_reason(error)}): is it running? "
                 "--admin-url names its admin listener"
             ) from None
