@@ -256,9 +256,18 @@ class AdminClient:
         """Return the JSON object at this path."""
         return self._request("GET", path, parameters)
 
+    def get_text(self, path: str, parameters: dict[str, str] | None = None) -> str:
+        """Return the text at this path."""
+        return self._send("GET", path, parameters).text
+
     def _request(
         self, method: str, path: str, parameters: dict[str, str] | None = None
     ) -> dict[str, Any]:
+        return _object(self._send(method, path, parameters))
+
+    def _send(
+        self, method: str, path: str, parameters: dict[str, str] | None = None
+    ) -> httpx.Response:
         import httpx
 
         try:
@@ -273,7 +282,7 @@ class AdminClient:
                 f"the gateway at {self.url} did not answer ({_reason(error)})"
             ) from None
         if response.is_success:
-            return _object(response)
+            return response
         raise CommandFailed(self._error(response))
 
     def _error(self, response: httpx.Response) -> str:

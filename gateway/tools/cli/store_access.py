@@ -7,6 +7,7 @@ way. Without one a command opens the store that the settings name.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,10 +90,24 @@ def _opened(location: StoreLocation, *, may_create: bool) -> Iterator[Store]:
             f"there is no {location.path}: no gateway has used it yet; --config names the settings"
         )
     store = Store(location)
-    store.start()
+    with _quiet():
+        store.start()
+        try:
+            yield store
+        except StoreError as error:
+            raise CommandFailed(f"the store can't be used: {error}") from None
+        finally:
+            store.close(CLOSE_SECONDS)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Log nothing: a command's output is its result, and its error says what is wrong."""
+    import structlog
+
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     try:
-        yield store
-    except StoreError as error:
-        raise CommandFailed(f"the store can't be used: {error}") from None
+        yield
     finally:
-        store.close(CLOSE_SECONDS)
+        structlog.configure(**before)
