@@ -21,6 +21,7 @@ from gateway.config.fields import (
     PriorityName,
     Seconds,
     SecondsOrZero,
+    Timestamp,
     TypeLabel,
     as_list,
     validation_error,
@@ -227,6 +228,10 @@ class KeySpec(ConfigModel):
                 "Limits of each end user that it names (`trust_user_headers`). Unset: its group's."
             )
         ),
+    ] = None
+    expires: Annotated[
+        Timestamp | None,
+        Field(description="Until when it works. Unset: until it is removed."),
     ] = None
 
     @field_validator("max_class")
