@@ -71,6 +71,20 @@ class InFlightRequest:
         if self.attempt is not None:
             self.attempt.fail(RequestEvicted(error))
 
+    def follow_prefill(self) -> PrefillProgress:
+        """How much of the prompt has been read, from now on."""
+        if self.prefill_progress is None:
+            self.prefill_progress = PrefillProgress()
+        return self.prefill_progress
+
+    def prompt_read(self, attempt: Attempt) -> tuple[int, int] | None:
+        """Tokens of the prompt that the attempt's node said it had read or cached, and cached.
+
+        None: it did not say.
+        """
+        progress = self.prefill_progress
+        return None if progress is None else progress.read_by(attempt)
+
     def begin_attempt(self, attempt: Attempt) -> None:
         """An attempt begins; it fails at once if the request was cancelled meanwhile."""
         self.attempt = attempt
