@@ -244,18 +244,48 @@ class Ledger:
         try:
             await self.store.run(work.do)
         except StoreError as error:
-            for one in work.opened:
-                self._journal[one[0]] = None
+            self._not_written(work)
             self._failed(str(error))
             return False
+        except Exception:
+            # One of the rows can't be stored: it must not keep the others from it.
+            log.exception("a row of the ledger can't be written")
+            self._not_written(work)
+            return await self._write_one_by_one()
         self._pause, self.problem = FLUSH_SECONDS, None
-        self._sequence += len(self._batch)
-        self.written += len(self._batch)
+        self._written(self._batch)
         for id_ in work.closed:
             self._journal.pop(id_, None)
-        self._batch = []
+        self._removed = [id_ for id_ in self._removed if id_ not in work.closed]
         if work.heartbeat is not None:
             self._next_heartbeat = self.clock() + HEARTBEAT_SECONDS
+        return True
+
+    def _written(self, rows: Sequence[UsageRow]) -> None:
+        self._sequence += len(rows)
+        self.written += len(rows)
+        self._batch = self._batch[len(rows) :]
+
+    def _not_written(self, work: _Work) -> None:
+        for one in work.opened:
+            self._journal[one[0]] = None
+
+    async def _write_one_by_one(self) -> bool:
+        """Write each row of the batch by itself, and drop those that can't be stored."""
+        while self._batch:
+            row = self._batch[0]
+            work = _Work([row], self._sequence + 1, self.own, closed=[row[0]])
+            try:
+                await self.store.run(work.do)
+            except StoreError as error:
+                self._failed(str(error))
+                return False
+            except Exception:  # noqa: BLE001 - whatever is wrong with it, it is told above
+                self._batch = self._batch[1:]
+                self.dropped += 1
+            else:
+                self._written([row])
+            self._journal.pop(row[0], None)
         return True
 
     def _work(self) -> _Work:
@@ -266,7 +296,6 @@ class Ledger:
             work.closed = [row[0] for row in self._batch if row[0] in journal]
         if self._removed:
             work.closed += self._removed
-            self._removed = []
         changed: list[OpenRequest] = []
         for one in self.open_requests(now - FLUSH_SECONDS):
             tokens = one.prompt_tokens, one.completion_tokens

@@ -7,6 +7,7 @@ is one row for each.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -71,14 +72,10 @@ def start_ticks(pid: int) -> int | None:
 
 def _this_host() -> str:
     parts = [socket.gethostname()]
-    for read in (
-        lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-        lambda: str(Path("/proc/self/ns/pid").readlink()),
-    ):
-        try:
-            parts.append(read())
-        except OSError:
-            parts.append("-")
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with contextlib.suppress(OSError):
+        parts.append(str(Path("/proc/self/ns/pid").readlink()))
     return " ".join(parts)
 
 
