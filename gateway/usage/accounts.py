@@ -99,9 +99,7 @@ class Account:
             return self.cost_by_month.get(calendar.month, 0.0)
         return self.cost_by_day.get(calendar.day, 0.0)
 
-    def refuses(
-        self, tokens: int, cost: float, now: float, calendar: Calendar
-    ) -> LimitName | None:
+    def refuses(self, tokens: int, cost: float, now: float, calendar: Calendar) -> LimitName | None:
         """The limit that keeps one more request from being admitted; None: none does."""
         others = self.others
         if self.running + others.running >= self.concurrency:

@@ -45,7 +45,7 @@ MOST_PENDING = 100_000
 """Rows that wait while the store fails, about 50 MB; beyond them the oldest are dropped."""
 
 MOST_REFRESHED = 1_000
-"""Open requests whose tokens are brought up to date in one transaction, the oldest figures first."""
+"""Open requests whose tokens are brought up to date in one transaction, in turns."""
 
 RECOVERY_SECONDS = 15.0
 """Seconds between two looks for dead processes."""
@@ -60,8 +60,8 @@ UsageRow = tuple[Any, ...]
 """The values of `ROW_COLUMNS`. Rows are plain tuples: there is one for each request."""
 
 ROW_COLUMNS: Final = (
-    "id", "process", "started_at", "ended_at", "key", "group_name", "user", "model", "class", "tier",
-    "node", "path", "stream", "prompt_tokens", "cached_tokens", "completion_tokens", "slot_seconds",
+    "id", "process", "started_at", "ended_at", "key", "group_name", "user", "model", "class",
+    "tier", "node", "path", "stream", "prompt_tokens", "cached_tokens", "completion_tokens", "slot_seconds",
     "cost", "gpu_cost", "attempts", "status", "outcome",
 )  # fmt: skip
 
@@ -417,14 +417,14 @@ def _written_for(mark: str) -> _Statements:
     return _Statements(
         _insert(usage, (*ROW_COLUMNS, "sequence"), mark) + " ON CONFLICT (id) DO NOTHING",
         _insert(open_requests, _OPEN_COLUMNS, mark) + f" ON CONFLICT (id) DO UPDATE SET {updates}",
-        f"DELETE FROM open_requests WHERE id = {mark}",
+        f"DELETE FROM open_requests WHERE id = {mark}",  # noqa: S608 - names are the tables' own
     )
 
 
 def _insert(table: Table, columns: Sequence[str], mark: str) -> str:
     names = ", ".join(f'"{name}"' for name in columns)
     marks = ", ".join([mark] * len(columns))
-    return f'INSERT INTO "{table.name}" ({names}) VALUES ({marks})'
+    return f'INSERT INTO "{table.name}" ({names}) VALUES ({marks})'  # noqa: S608 - as above
 
 
 _STATEMENTS: Final = {"sqlite": _written_for("?"), "postgresql": _written_for("%s")}

@@ -241,9 +241,7 @@ class LimitBook:
             # The wait must be long enough for all of them.
             raise max(refusals, key=lambda error: error.retry_after or 0.0)
 
-    def settled(
-        self, reservation: Reservation, tokens: int, cost: float, ended_at: float
-    ) -> None:
+    def settled(self, reservation: Reservation, tokens: int, cost: float, ended_at: float) -> None:
         """A request has ended that used so much; its reservation calls this once."""
         tracked = reservation.tracked
         if tokens > 0:
@@ -381,6 +379,4 @@ def _larger_than_limit(accounts: Accounts, prompt: int, completion: int | None) 
     most = accounts.most_tokens
     account = next(one for one in accounts.tracked if min(one.tpm, one.tokens_per_day) == most)
     limit = "tokens a minute (tpm)" if account.tpm == most else "tokens a day (tokens_per_day)"
-    return errors.larger_than_limit(
-        prompt, completion, f"{account.who}: {int(most)} {limit}"
-    )
+    return errors.larger_than_limit(prompt, completion, f"{account.who}: {int(most)} {limit}")

@@ -91,7 +91,7 @@ def is_gone(seen: SeenProcess, host: str) -> bool:
         pass
     started = start_ticks(seen.pid)
     _, _, ticks = seen.id.rpartition(".")
-    return started is not None and ticks != "0" and ticks != f"{started:x}"
+    return started is not None and ticks not in {"0", f"{started:x}"}
 
 
 @dataclass(slots=True, eq=False)
