@@ -1,1 +1,1 @@
-"""Limits, the ledger of requests, its reports, and what all of it cost."""
+"""What callers use and may use: live limits, the ledger of requests, and what they cost."""
