@@ -47,7 +47,14 @@ from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.autoscaler import Autoscaler
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
-from gateway.startup import Options, drains_file, properties_file, read_admin_key
+from gateway.startup import (
+    Options,
+    drains_file,
+    properties_file,
+    read_admin_key,
+    store_location,
+)
+from gateway.store.store import Store
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
 from gateway.transport.node_client import open_node_client
 from gateway.transport.resolver import Resolver
@@ -63,6 +70,9 @@ from gateway.web.site import public_app, with_cors
 
 FIRST_PROBES_SECONDS = 10.0
 """Most seconds to wait for the first probes before the gateway reports that it is ready."""
+
+STORE_SECONDS = 5.0
+"""Most seconds to wait for the store before the gateway serves without it, or ends."""
 
 FINAL_RESPONSE_SECONDS = 5.0
 """Seconds for clients to read the error of their request, once the grace is over."""
@@ -84,6 +94,7 @@ class Timings:
     successor_ready: float = READY_TIMEOUT
     linger: float = LINGER_SECONDS
     progress: float = PROGRESS_SECONDS
+    store: float = STORE_SECONDS
 
 
 DEFAULT_TIMINGS = Timings()
@@ -128,6 +139,8 @@ class Gateway:
             lambda seconds, work: asyncio.get_running_loop().call_later(seconds, work)
         )
         self._resolver = resolver or Resolver()
+        location = store_location(options, settings)
+        self.store = None if location is None else Store(location)
         self.fleet = Fleet(
             connect=functools.partial(open_node_client, resolver=self._resolver),
             health=settings.health,
@@ -175,6 +188,7 @@ class Gateway:
                 self.registry,
                 lambda: self.inventory_error,
                 self.proxy_context.retries_left,
+                self.store,
             ),
         )
         self.drain_deadlines = DrainDeadlines(self.registry)
@@ -209,6 +223,8 @@ class Gateway:
         """Serve while inside this context. Raises: StartError."""
         open_files = raise_open_file_limit()
         try:
+            if self.store is not None:
+                self.store.start()
             self.public_listener, self.admin_listener = self._make_listeners(open_files)
             await self.fleet.start(inventory)
             self._start_task(self.autoscaler.run(), "start and stop standby nodes")
@@ -220,6 +236,8 @@ class Gateway:
                     await asyncio.wait_for(
                         self.fleet.first_probes_done.wait(), self.timings.first_probes
                     )
+            if self.store is not None:
+                await self.store.wait_opened(self.timings.store)
             open_listeners(self.public_listener, self.admin_listener)
             log.info(
                 "listening",
@@ -343,6 +361,8 @@ class Gateway:
         self._resolver.close()
         self.fleet.properties_store.save()
         self.bus.flush()
+        if self.store is not None and not await self.store.aclose(self.timings.store):
+            log.warning("the store does not answer and was left as it is")
         log.info("ended")
 
     def _start_task(self, work: Coroutine[Any, Any, None], name: str) -> None:
