@@ -58,6 +58,8 @@ from gateway.store.store import Store
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
 from gateway.transport.node_client import open_node_client
 from gateway.transport.resolver import Resolver
+from gateway.usage.limits import LimitBook
+from gateway.usage.meter import Meter
 from gateway.web.admin.app import admin_app
 from gateway.web.admin.configuration import ReloadResult
 from gateway.web.admin.nodes import DrainDeadlines
@@ -169,6 +171,7 @@ class Gateway:
         self._loopback = is_loopback(settings.listen.host)
         self.key_ring = KeyRing(access=self._inherited.anonymous_access)
         self.key_ring.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
+        self.limit_book = LimitBook(settings, clock=self.clock, learn_pending=self.bus.flush)
         self.handler = ProxyHandler(
             self._handler_config(settings),
             forwarder=self.forwarder,
@@ -178,6 +181,7 @@ class Gateway:
             bus=self.bus,
             clock=self.clock,
             time_slicer=self.proxy_context.time_slicer,
+            meter=Meter(self.limit_book, self.bus),
             progress_seconds=timings.progress,
         )
         self.metrics = Metrics(
@@ -528,6 +532,7 @@ class Gateway:
         self.fleet.configure(settings.health, settings.timeouts)
         was_locked = self.keys_lost is not None
         self.key_ring.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
+        self.limit_book.configure(settings)
         self.handler.configure(self._handler_config(settings))
         if self.keys_lost is not None and not was_locked:
             log.warning("locked", why=self.keys_lost)

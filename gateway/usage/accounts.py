@@ -38,9 +38,9 @@ class Account:
     """The counters of one subject: all callers, a group, a key, or an end user of a key."""
 
     __slots__ = (
-        "budget", "concurrency", "cost_by_day", "cost_by_month", "counted_from", "evicted", "kind",
-        "mean_seconds", "open", "others", "requests", "reserved_cost", "reserved_tokens", "rpm", "running",
-        "spec", "subject", "tokens", "tokens_by_day", "tokens_per_day", "tpm", "who",
+        "budget", "concurrency", "cost_by_day", "cost_by_month", "counted_from", "kind",
+        "mean_seconds", "open", "others", "requests", "reserved_cost", "reserved_tokens", "rpm",
+        "running", "spec", "subject", "tokens", "tokens_by_day", "tokens_per_day", "tpm", "who",
     )  # fmt: skip
 
     def __init__(self, kind: Kind, subject: str, who: str, spec: LimitSpec, now: float) -> None:
@@ -51,7 +51,6 @@ class Account:
         """Whose it is, for messages to its caller."""
         self.counted_from = now
         """Unix time from which this process counts; what ended earlier is in the ledger alone."""
-        self.evicted = False
         self.requests = SlidingSum(MINUTE, overestimate=True)
         self.tokens = SlidingSum(MINUTE, overestimate=True)
         self.tokens_by_day = PeriodSums()

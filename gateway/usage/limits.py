@@ -1,7 +1,8 @@
 """Limits on use: who may send one more request, and what it reserves until it is settled.
 
-A request reserves an estimate of its tokens and cost when it is admitted, and is settled by what it
-really used. So a limit is exceeded by no more than what running requests use beyond their estimates.
+A request reserves an estimate of its tokens and cost when it is admitted, and is settled by what
+it really used. So a limit is exceeded by no more than what running requests use beyond their
+estimates.
 At every time a counter is the sum of the ledger's rows in its window and the reservations of open
 requests: requests count when they are admitted, tokens and money when the request has ended.
 
@@ -52,6 +53,8 @@ class RateLimit(NamedTuple):
     remaining: int
     reset: float
     """Seconds until all of it is available again, if nothing more is sent."""
+    resets_at: float
+    """The Unix time of that."""
 
 
 class Reservation:
@@ -282,19 +285,20 @@ class LimitBook:
                 left = int(account.rpm - account.requests.value(now))
                 if requests is None or left < requests.remaining:
                     reset = account.requests.seconds_until_empty(now)
-                    requests = RateLimit(int(account.rpm), max(0, left), reset)
+                    requests = RateLimit(int(account.rpm), max(0, left), reset, wall + reset)
             reserved = account.reserved_tokens + account.others.tokens
             if account.tpm < math.inf:
                 left = int(account.tpm - account.tokens.value(now)) - reserved
                 if tokens is None or left < tokens.remaining:
                     reset = MINUTE if reserved else account.tokens.seconds_until_empty(now)
-                    tokens = RateLimit(int(account.tpm), max(0, left), reset)
+                    tokens = RateLimit(int(account.tpm), max(0, left), reset, wall + reset)
             if account.tokens_per_day < math.inf:
                 used = account.tokens_by_day.get(calendar.day, 0)
                 left = int(account.tokens_per_day - used) - reserved
                 if tokens is None or left < tokens.remaining:
                     reset = calendar.day_ends - wall if used or reserved else 0.0
-                    tokens = RateLimit(int(account.tokens_per_day), max(0, left), reset)
+                    most = int(account.tokens_per_day)
+                    tokens = RateLimit(most, max(0, left), reset, wall + reset)
         return requests, tokens
 
 
