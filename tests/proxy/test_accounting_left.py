@@ -94,7 +94,7 @@ async def test_a_client_that_leaves_in_prefill_counts_the_prompt_that_was_read(
 async def test_a_short_prompt_left_in_prefill_counts_by_the_time(tmp_path: Path) -> None:
     one = EmulatedNode(prefill_tps=20, decode_tps=100, answer_tokens=2)
     async with proxy_over(tmp_path, one, **SETTINGS) as proxy:
-        text = {"messages": [{"role": "user", "content": "word " * 200}]}
+        text: dict[str, Any] = {"messages": [{"role": "user", "content": "word " * 200}]}
         for _ in range(10):
             await proxy.ask(**text)
         await proxy.settled()
