@@ -64,7 +64,9 @@ from gateway.transport.certificates import CertificateError, ListenerCertificate
 from gateway.transport.node_client import open_node_client
 from gateway.transport.resolver import Resolver
 from gateway.usage.limits import LimitBook
+from gateway.usage.ledger import Ledger
 from gateway.usage.meter import Meter
+from gateway.usage.processes import ProcessIdentity
 from gateway.web.admin.app import admin_app
 from gateway.web.admin.configuration import ReloadResult, changed_keys
 from gateway.web.admin.nodes import DrainDeadlines
@@ -183,6 +185,8 @@ class Gateway:
         self.key_ring = KeyRing(access=self._inherited.anonymous_access)
         self.key_ring.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
         self.limit_book = LimitBook(settings, clock=self.clock, learn_pending=self.bus.flush)
+        self.ledger = self._make_ledger()
+        self.meter = self._make_meter()
         self.handler = ProxyHandler(
             self._handler_config(settings),
             forwarder=self.forwarder,
@@ -192,7 +196,7 @@ class Gateway:
             bus=self.bus,
             clock=self.clock,
             time_slicer=self.proxy_context.time_slicer,
-            meter=Meter(self.limit_book, self.bus),
+            meter=self.meter,
             progress_seconds=timings.progress,
         )
         self.metrics = Metrics(
@@ -251,6 +255,29 @@ class Gateway:
     def _has_defaults(self) -> bool:
         return self.settings == self.options.apply_to(Settings())
 
+    def _make_ledger(self) -> Ledger | None:
+        if self.store is None:
+            return None
+        return Ledger(
+            self.store,
+            ProcessIdentity.of_this_process(time.time()),
+            now=time.time,
+            clock=self.clock,
+            open_requests=lambda before: self.meter.open_requests(before),
+        )
+
+    def _make_meter(self) -> Meter:
+        ledger = self.ledger
+        if ledger is None:
+            return Meter(self.limit_book, self.bus)
+        return Meter(
+            self.limit_book,
+            self.bus,
+            process=ledger.own.id,
+            add_row=ledger.add,
+            tokens_so_far=self.registry.tokens_so_far,
+        )
+
     # Start, shutdown and handover.
 
     @contextlib.asynccontextmanager
@@ -274,6 +301,9 @@ class Gateway:
                     )
             if self.store is not None:
                 await self.store.wait_opened(self.timings.store)
+            if self.ledger is not None:
+                await self.ledger.start(self.timings.store)
+                self._start_task(self.ledger.run(), "write the ledger")
             open_listeners(self.public_listener, self.admin_listener)
             log.info(
                 "listening",
@@ -402,6 +432,8 @@ class Gateway:
         self._resolver.close()
         self.fleet.properties_store.save()
         self.bus.flush()
+        if self.ledger is not None:
+            await self.ledger.close(self.timings.store)
         if self.store is not None and not await self.store.aclose(self.timings.store):
             log.warning("the store does not answer and was left as it is")
         log.info("ended")

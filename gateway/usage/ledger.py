@@ -81,7 +81,7 @@ T = TypeVar("T")
 class JobRunner(Protocol):
     """The part of `gateway.store.store.Store` that the ledger uses."""
 
-    async def run(self, job: Callable[[Connection], T], /) -> T:
+    async def run(self, job: Callable[[Connection], T], /, *, write: bool = True) -> T:
         """Run a job in a transaction of its own. Raises: StoreError."""
 
 
@@ -333,7 +333,7 @@ class Ledger:
     async def _recover(self) -> None:
         """Write the open requests of dead processes into the ledger."""
         try:
-            seen = await self.store.run(seen_processes)
+            seen = await self.store.run(seen_processes, write=False)
             for dead in self._watch.dead(seen):
                 first = self._sequence + 1
 
