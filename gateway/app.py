@@ -27,6 +27,7 @@ from gateway.config.settings import RejectedFiles, Settings, changed_restart_key
 from gateway.config.watch import watch_files
 from gateway.events import EventBus, InventoryChanged, SettingsChanged
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.node_prices import GpuCosts, alive_nodes
 from gateway.fleet.state_files import DrainedNodes, PropertiesStore
 from gateway.handover import (
     READY_TIMEOUT,
@@ -63,10 +64,14 @@ from gateway.system import SystemdNotifier, connection_limits, raise_open_file_l
 from gateway.transport.certificates import CertificateError, ListenerCertificates, changed_files
 from gateway.transport.node_client import open_node_client
 from gateway.transport.resolver import Resolver
-from gateway.usage.limits import LimitBook
+from gateway.usage.caller_usage import CallerUsage
 from gateway.usage.ledger import Ledger
+from gateway.usage.limits import LimitBook
 from gateway.usage.meter import Meter
+from gateway.usage.node_hours import NodeHoursRecorder
 from gateway.usage.processes import ProcessIdentity
+from gateway.usage.reports import Reporter
+from gateway.usage.retention import Retention
 from gateway.web.admin.app import admin_app
 from gateway.web.admin.configuration import ReloadResult, changed_keys
 from gateway.web.admin.nodes import DrainDeadlines
@@ -185,6 +190,7 @@ class Gateway:
         self.key_ring = KeyRing(access=self._inherited.anonymous_access)
         self.key_ring.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
         self.limit_book = LimitBook(settings, clock=self.clock, learn_pending=self.bus.flush)
+        self.reporter = None if self.store is None else Reporter(self.store)
         self.ledger = self._make_ledger()
         self.meter = self._make_meter()
         self.handler = ProxyHandler(
@@ -276,6 +282,7 @@ class Gateway:
             process=ledger.own.id,
             add_row=ledger.add,
             tokens_so_far=self.registry.tokens_so_far,
+            gpu_cost=GpuCosts(self.fleet, self.clock).of,
         )
 
     # Start, shutdown and handover.
@@ -304,6 +311,16 @@ class Gateway:
             if self.ledger is not None:
                 await self.ledger.start(self.timings.store)
                 self._start_task(self.ledger.run(), "write the ledger")
+            if self.store is not None and self.reporter is not None:
+                hours = NodeHoursRecorder(self.store, lambda: alive_nodes(self.fleet), time.time)
+                self._start_task(hours.run(), "record the hours of nodes")
+                retention = Retention(
+                    self.store,
+                    lambda: self.settings.store.retention,
+                    self.reporter.reading,
+                    time.time,
+                )
+                self._start_task(retention.run(), "sum up old usage")
             open_listeners(self.public_listener, self.admin_listener)
             log.info(
                 "listening",
@@ -490,6 +507,7 @@ class Gateway:
             drain_deadlines=self.drain_deadlines,
             gateway=self,
             audit=self.audit,
+            reporter=self.reporter,
             document=self._openapi_document,
             host=admin.host,
             keys=self.admin_keys,
@@ -523,7 +541,8 @@ class Gateway:
         routes = routes_of(self.settings)
         self._routes.clear()
         self._routes.update((path.encode(), route) for path, route in routes.items())
-        site = public_app(self.handler, self.fleet, created=self._created)
+        usage = CallerUsage(self.limit_book, self.reporter, time.time, self.clock)
+        site = public_app(self.handler, self.fleet, usage, created=self._created)
         return site if self.settings.cors is None else with_cors(site, self.settings.cors)
 
     def _handler_config(self, settings: Settings) -> HandlerConfig:

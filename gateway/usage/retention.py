@@ -128,13 +128,14 @@ def _add_to_days(connection: Connection, sums: dict[tuple[str, ...], Sums]) -> N
 class Retention:
     """Keeps the ledger within its limits, a batch at a time.
 
-    `reading` is held by reports, which would count rows that move in between twice or not at all.
+    `settings` gives those in force. `reading` is held by reports, which would count rows that move
+    in between twice or not at all.
     """
 
     def __init__(
         self,
         store: Store,
-        settings: RetentionSettings,
+        settings: Callable[[], RetentionSettings],
         reading: asyncio.Lock,
         now: Callable[[], float],
     ) -> None:
@@ -142,10 +143,6 @@ class Retention:
         self._settings = settings
         self._reading = reading
         self._now = now
-
-    def configure(self, settings: RetentionSettings) -> None:
-        """Use other limits from the next pass on."""
-        self._settings = settings
 
     async def run(self) -> None:
         """Make a pass every `PASS_INTERVAL`, until cancelled."""
@@ -166,7 +163,7 @@ class Retention:
         Raises: StoreError; what is done by then stays done.
         """
         gone = 0
-        settings, now = self._settings, self._now()
+        settings, now = self._settings(), self._now()
         youngest = now - YOUNGEST
         if settings.days:
             before = (now // DAY - settings.days) * DAY

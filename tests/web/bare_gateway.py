@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -30,8 +31,10 @@ from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
 from gateway.store.store import Store
+from gateway.usage.caller_usage import CallerUsage
 from gateway.usage.limits import LimitBook
 from gateway.usage.meter import Meter
+from gateway.usage.reports import Reporter
 from gateway.web.admin.app import admin_app
 from gateway.web.admin.configuration import ReloadResult
 from gateway.web.admin.nodes import DrainDeadlines
@@ -109,6 +112,7 @@ async def bare_gateway(
     admin_host: str = "127.0.0.1",
     admin_key: str | None = None,
     admin_hosts: tuple[str, ...] = (),
+    reporter: Reporter | None = None,
     **fleet: Any,
 ) -> AsyncIterator[BareGateway]:
     """`fleet` is for `tests.fleet.build.a_fleet`; only if it is `serving` does it forward."""
@@ -134,7 +138,8 @@ async def bare_gateway(
             meter=Meter(LimitBook(chosen, clock=clock, learn_pending=bus.flush), bus),
         )
         drain_deadlines = DrainDeadlines(registry)
-        site = public_app(handler, running.fleet, created=0)
+        usage = CallerUsage(handler.meter.book, reporter, time.time, clock)
+        site = public_app(handler, running.fleet, usage, created=0)
         gateway = BareGateway(
             settings=chosen,
             running=running,
@@ -167,6 +172,7 @@ async def bare_gateway(
             gateway=gateway,
             host=admin_host,
             audit=AuditTrail(now),
+            reporter=reporter,
             document=functools.partial(openapi_json, chosen),
             keys=AdminKeys(chosen.admin.keys, admin_key),
             extra_hosts=admin_hosts,
