@@ -39,10 +39,11 @@ class UsageEndpoints:
         form = given.pop("format", "json")
         if form not in {"json", "csv"}:
             raise errors.invalid_request("'format' must be 'json' or 'csv'.", "format")
-        if self.reporter is None:
-            raise store_unavailable("The settings switch the store off: requests have no record.")
         try:
-            report = await self.reporter.read(parse_query(self.now(), **given))
+            query = parse_query(self.now(), **given)
+            if self.reporter is None:
+                raise store_unavailable("The settings switch the store off: there is no record.")
+            report = await self.reporter.read(query)
         except InvalidQuery as error:
             raise errors.invalid_request(
                 f"'{error.parameter}': {error}.", error.parameter
