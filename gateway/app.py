@@ -47,12 +47,22 @@ from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.autoscaler import Autoscaler
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
-from gateway.startup import Options, drains_file, properties_file, read_admin_key
+from gateway.startup import (
+    Options,
+    drains_file,
+    properties_file,
+    read_admin_key,
+    store_location,
+)
+from gateway.store.store import Store
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
 from gateway.transport.node_client import open_node_client
 from gateway.transport.resolver import Resolver
+from gateway.usage.ledger import Ledger
+from gateway.usage.limit_sync import LimitSync
 from gateway.usage.limits import LimitBook
 from gateway.usage.meter import Meter
+from gateway.usage.processes import ProcessIdentity
 from gateway.web.admin.app import admin_app
 from gateway.web.admin.configuration import ReloadResult
 from gateway.web.admin.nodes import DrainDeadlines
@@ -65,6 +75,9 @@ from gateway.web.site import public_app, with_cors
 
 FIRST_PROBES_SECONDS = 10.0
 """Most seconds to wait for the first probes before the gateway reports that it is ready."""
+
+STORE_SECONDS = 5.0
+"""Most seconds to wait for the store before the gateway serves without it, or ends."""
 
 FINAL_RESPONSE_SECONDS = 5.0
 """Seconds for clients to read the error of their request, once the grace is over."""
@@ -86,6 +99,7 @@ class Timings:
     successor_ready: float = READY_TIMEOUT
     linger: float = LINGER_SECONDS
     progress: float = PROGRESS_SECONDS
+    store: float = STORE_SECONDS
 
 
 DEFAULT_TIMINGS = Timings()
@@ -130,6 +144,8 @@ class Gateway:
             lambda seconds, work: asyncio.get_running_loop().call_later(seconds, work)
         )
         self._resolver = resolver or Resolver()
+        location = store_location(options, settings)
+        self.store = None if location is None else Store(location)
         self.fleet = Fleet(
             connect=functools.partial(open_node_client, resolver=self._resolver),
             health=settings.health,
@@ -159,6 +175,9 @@ class Gateway:
         self.key_ring = KeyRing(access=self._inherited.anonymous_access)
         self.key_ring.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
         self.limit_book = LimitBook(settings, clock=self.clock, learn_pending=self.bus.flush)
+        self.ledger = self._make_ledger()
+        self.meter = self._make_meter()
+        self.limit_sync = self._make_limit_sync()
         self.handler = ProxyHandler(
             self._handler_config(settings),
             forwarder=self.forwarder,
@@ -168,7 +187,7 @@ class Gateway:
             bus=self.bus,
             clock=self.clock,
             time_slicer=self.proxy_context.time_slicer,
-            meter=Meter(self.limit_book, self.bus),
+            meter=self.meter,
             progress_seconds=timings.progress,
         )
         self.metrics = Metrics(
@@ -179,6 +198,7 @@ class Gateway:
                 self.registry,
                 lambda: self.inventory_error,
                 self.proxy_context.retries_left,
+                self.store,
             ),
         )
         self.drain_deadlines = DrainDeadlines(self.registry)
@@ -206,6 +226,34 @@ class Gateway:
     def _has_defaults(self) -> bool:
         return self.settings == self.options.apply_to(Settings())
 
+    def _make_ledger(self) -> Ledger | None:
+        if self.store is None:
+            return None
+        return Ledger(
+            self.store,
+            ProcessIdentity.of_this_process(time.time()),
+            now=time.time,
+            clock=self.clock,
+            open_requests=lambda before: self.meter.open_requests(before),
+        )
+
+    def _make_meter(self) -> Meter:
+        ledger = self.ledger
+        if ledger is None:
+            return Meter(self.limit_book, self.bus)
+        return Meter(
+            self.limit_book,
+            self.bus,
+            process=ledger.own.id,
+            add_row=ledger.add,
+            tokens_so_far=self.registry.tokens_so_far,
+        )
+
+    def _make_limit_sync(self) -> LimitSync | None:
+        if self.store is None or self.ledger is None:
+            return None
+        return LimitSync(self.limit_book, self.store, self.ledger.own.id, clock=self.clock)
+
     # Start, shutdown and handover.
 
     @contextlib.asynccontextmanager
@@ -213,6 +261,8 @@ class Gateway:
         """Serve while inside this context. Raises: StartError."""
         open_files = raise_open_file_limit()
         try:
+            if self.store is not None:
+                self.store.start()
             self.public_listener, self.admin_listener = self._make_listeners(open_files)
             await self.fleet.start(inventory)
             self._start_task(self.autoscaler.run(), "start and stop standby nodes")
@@ -224,6 +274,16 @@ class Gateway:
                     await asyncio.wait_for(
                         self.fleet.first_probes_done.wait(), self.timings.first_probes
                     )
+            if self.store is not None:
+                await self.store.wait_opened(self.timings.store)
+            if self.ledger is not None:
+                await self.ledger.start(self.timings.store)
+                self._start_task(self.ledger.run(), "write the ledger")
+            if self.limit_sync is not None:
+                # Before anything is admitted: a predecessor may have used up what is left.
+                self.limit_book.prepare(self.key_ring.callers())
+                await self.limit_sync.start(self.timings.store)
+                self._start_task(self.limit_sync.run(), "follow the use of other processes")
             open_listeners(self.public_listener, self.admin_listener)
             log.info(
                 "listening",
@@ -347,6 +407,10 @@ class Gateway:
         self._resolver.close()
         self.fleet.properties_store.save()
         self.bus.flush()
+        if self.ledger is not None:
+            await self.ledger.close(self.timings.store)
+        if self.store is not None and not await self.store.aclose(self.timings.store):
+            log.warning("the store does not answer and was left as it is")
         log.info("ended")
 
     def _start_task(self, work: Coroutine[Any, Any, None], name: str) -> None:

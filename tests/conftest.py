@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +33,10 @@ def pytest_configure() -> None:
     for name in list(os.environ):
         if name.lower() in _FOREIGN or (name.startswith(_OURS) and name not in _KEPT):
             del os.environ[name]
+    # Where a test's processes keep their state if it names no folder: not in the user's home.
+    folder = tempfile.mkdtemp(prefix="llama-gateway-state-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["XDG_STATE_HOME"] = folder
 
 
 # How long one example takes depends on the machine's other work.

@@ -134,7 +134,8 @@ class Store:
         self._jobs: queue.Queue[_Job[Any] | None] = queue.Queue(most_jobs)
         self._thread = threading.Thread(target=self._work, name="store", daemon=True)
         # A thread that hangs in the driver must not keep the process alive, hence `daemon`.
-        self._tried = threading.Event()
+        self._tried: concurrent.futures.Future[None] = concurrent.futures.Future()
+        """Done when the store was tried to be opened for the first time."""
         self._connection: Connection | None = None
         self._file: tuple[int, int] | None = None
         """Device and inode of SQLite's open file."""
@@ -157,7 +158,7 @@ class Store:
 
     async def wait_opened(self, seconds: float) -> bool:
         """Wait for the first attempt to open the store; returns whether it is open."""
-        await asyncio.to_thread(self._tried.wait, seconds)
+        await asyncio.wait([asyncio.wrap_future(self._tried)], timeout=seconds)
         return self._state == "up"
 
     async def run(
@@ -255,7 +256,7 @@ class Store:
             with contextlib.suppress(OSError):
                 act_as_owner(path)
         self._open()
-        self._tried.set()
+        self._tried.set_result(None)
         while True:
             try:
                 job = self._jobs.get(timeout=self._seconds_to_check())

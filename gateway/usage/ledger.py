@@ -33,7 +33,11 @@ from gateway.usage.processes import (
 )
 
 FLUSH_SECONDS = 0.5
-"""Longest time for which a row waits, and age from which on a request is in the journal."""
+"""Longest time for which a row waits."""
+
+JOURNAL_SECONDS = 0.25
+"""Age from which on a request is journaled: with the time between two flushes, less than a second.
+"""
 
 FLUSH_ROWS = 500
 """Rows that are written before that time is over."""
@@ -81,7 +85,7 @@ T = TypeVar("T")
 class JobRunner(Protocol):
     """The part of `gateway.store.store.Store` that the ledger uses."""
 
-    async def run(self, job: Callable[[Connection], T], /) -> T:
+    async def run(self, job: Callable[[Connection], T], /, *, write: bool = True) -> T:
         """Run a job in a transaction of its own. Raises: StoreError."""
 
 
@@ -297,7 +301,7 @@ class Ledger:
         if self._removed:
             work.closed += self._removed
         changed: list[OpenRequest] = []
-        for one in self.open_requests(now - FLUSH_SECONDS):
+        for one in self.open_requests(now - JOURNAL_SECONDS):
             tokens = one.prompt_tokens, one.completion_tokens
             known = journal.get(one.id)
             if known is None:
@@ -333,7 +337,7 @@ class Ledger:
     async def _recover(self) -> None:
         """Write the open requests of dead processes into the ledger."""
         try:
-            seen = await self.store.run(seen_processes)
+            seen = await self.store.run(seen_processes, write=False)
             for dead in self._watch.dead(seen):
                 first = self._sequence + 1
 

@@ -143,10 +143,15 @@ class LimitBook:
         self._total, self._groups = settings.limits.total, settings.groups
         if self._total is None:
             self._forget("total")
+        else:
+            self._account("total", "total", "all callers together", self._total)
         for subject in [one for one in self._accounts if one.startswith("group:")]:
             group = self._groups.get(subject.removeprefix("group:"))
             if group is None or group.limits is None:
                 self._forget(subject)
+        for name, group in self._groups.items():
+            if group.limits is not None:
+                self._account("group", f"group:{name}", f"group '{name}'", group.limits)
         self._version += 1
 
     def prepare(self, callers: Iterable[Caller]) -> None:

@@ -96,7 +96,7 @@ class ProxyHandler:
     body_memory: BodyMemory = field(default_factory=BodyMemory)
     latest_edits: SupersedingMap[InFlightRequest] = field(default_factory=SupersedingMap)
     """Completions that editors wait for; a newer one of the same session ends the older."""
-    _id_prefix: str = field(default_factory=lambda: f"req_{secrets.token_hex(4)}")
+    _id_prefix: str = field(default_factory=lambda: f"req_{secrets.token_hex(8)}")
     _id_numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def serve(self, route: Route, exchange: HttpExchange) -> Awaitable[None]:
@@ -104,7 +104,7 @@ class ProxyHandler:
         return _HandledRequest(self, route, exchange).serve()
 
     def next_id(self) -> str:
-        """An id that is unique in this process."""
+        """An id that is unique, in all processes and for ever: the ledger knows the request by it."""
         return f"{self._id_prefix}{next(self._id_numbers):x}"
 
     def configure(self, config: HandlerConfig) -> None:

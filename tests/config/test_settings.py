@@ -183,7 +183,7 @@ def test_all_problems_come_at_once(gateway_problems: Problems) -> None:
         models:
           a: {use: b}
           b: {use: a}
-        store: {}
+        store: {url: x}
         """
     )
     assert [(p.line, p.key) for p in problems] == [
@@ -191,7 +191,7 @@ def test_all_problems_come_at_once(gateway_problems: Problems) -> None:
         (3, "queue.max"),
         (4, "queue.max_wait"),
         (5, "models"),
-        (8, "store"),
+        (8, "store.url"),
     ]
 
 

@@ -65,7 +65,7 @@ async def test_a_plain_request_that_is_left_counts_what_was_generated(
         assert record.status == 499
         assert 30 <= record.completion_tokens <= 60
         assert tally.tokens - 2 <= record.completion_tokens <= tally.tokens + 8
-        assert 0 < record.prompt_tokens
+        assert record.prompt_tokens > 0
         assert record.slot_seconds == pytest.approx(5.0, abs=0.2)
 
 
@@ -94,7 +94,7 @@ async def test_a_client_that_leaves_in_prefill_counts_the_prompt_that_was_read(
 async def test_a_short_prompt_left_in_prefill_counts_by_the_time(tmp_path: Path) -> None:
     one = EmulatedNode(prefill_tps=20, decode_tps=100, answer_tokens=2)
     async with proxy_over(tmp_path, one, **SETTINGS) as proxy:
-        text = {"messages": [{"role": "user", "content": "word " * 200}]}
+        text: dict[str, Any] = {"messages": [{"role": "user", "content": "word " * 200}]}
         for _ in range(10):
             await proxy.ask(**text)
         await proxy.settled()

@@ -152,11 +152,11 @@ class UncertainStore:
         self.store = store
         self.failures: list[str] = []
 
-    async def run(self, job: Callable[[Connection], T]) -> T:
+    async def run(self, job: Callable[[Connection], T], /, *, write: bool = True) -> T:
         failure = self.failures.pop(0) if self.failures else ""
         if failure == "before":
             raise StoreUnavailable("gone", "wait")
-        result = await self.store.run(job)
+        result = await self.store.run(job, write=write)
         if failure == "after":
             raise StoreUnavailable("gone", "wait")
         return result
@@ -210,7 +210,7 @@ async def test_beyond_the_bound_the_oldest_rows_are_dropped_and_counted(url: str
 
 async def test_a_store_that_never_answers_delays_the_end_for_a_bounded_time() -> None:
     class SilentStore:
-        async def run(self, job: Callable[[Connection], T]) -> T:
+        async def run(self, job: Callable[[Connection], T], /, *, write: bool = True) -> T:
             await asyncio.Event().wait()
             raise AssertionError
 

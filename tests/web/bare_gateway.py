@@ -26,6 +26,7 @@ from gateway.proxy.in_flight import InFlightRegistry
 from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
+from gateway.store.store import Store
 from gateway.usage.limits import LimitBook
 from gateway.usage.meter import Meter
 from gateway.web.admin.app import admin_app
@@ -67,6 +68,7 @@ class BareGateway:
     inventory_error: str | None = None
     settings_error: str | None = None
     keys_lost: str | None = None
+    store: Store | None = None
     ended: list[RequestFinished] = field(default_factory=list)
 
     @property

@@ -13,10 +13,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.fleet.fleet import Fleet
-from gateway.observe.metrics import Metrics, MetricsSnapshot, NodeSample
+from gateway.observe.metrics import Metrics, MetricsSnapshot, NodeSample, StoreSample
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.request import Priority
 from gateway.scheduling.scheduler import Scheduler
+from gateway.store.store import Store
 from gateway.web.admin.configuration import GatewayControl
 from gateway.web.asgi import HealthEndpoints, JsonResponse
 
@@ -62,6 +63,7 @@ class StatusEndpoints:
                 "inventory_error": gateway.inventory_error,
                 "settings_error": gateway.settings_error,
                 "keys_lost": gateway.keys_lost,
+                "store": store_json(gateway.store),
             }
         )
 
@@ -79,6 +81,11 @@ class StatusEndpoints:
                 self.scheduler.predicted_waits(MOST_LISTED_WAITING), 1
             )
         ]
+
+
+def store_json(store: Store | None) -> dict[str, Any]:
+    """The state of the store, the reason and the remedy; without a store its state is `off`."""
+    return {"state": "off"} if store is None else store.status().as_json()
 
 
 def totals_json(metrics: Metrics) -> dict[str, Any]:
@@ -113,6 +120,7 @@ class MetricsSource:
     registry: InFlightRegistry
     inventory_error: Callable[[], str | None]
     retries_left: Callable[[], int]
+    store: Store | None = None
 
     def __call__(self) -> MetricsSnapshot:
         """The state now."""
@@ -132,4 +140,11 @@ class MetricsSource:
             in_flight=len(self.registry),
             inventory_error=self.inventory_error() is not None,
             retry_budget=self.retries_left(),
+            store=self._store_sample(),
         )
+
+    def _store_sample(self) -> StoreSample | None:
+        if self.store is None:
+            return None
+        status = self.store.status()
+        return StoreSample(up=status.up, waiting=status.waiting)
