@@ -66,6 +66,7 @@ from gateway.transport.node_client import open_node_client
 from gateway.transport.resolver import Resolver
 from gateway.usage.caller_usage import CallerUsage
 from gateway.usage.ledger import Ledger
+from gateway.usage.limit_sync import LimitSync
 from gateway.usage.limits import LimitBook
 from gateway.usage.meter import Meter
 from gateway.usage.node_hours import NodeHoursRecorder
@@ -193,6 +194,7 @@ class Gateway:
         self.reporter = None if self.store is None else Reporter(self.store)
         self.ledger = self._make_ledger()
         self.meter = self._make_meter()
+        self.limit_sync = self._make_limit_sync()
         self.handler = ProxyHandler(
             self._handler_config(settings),
             forwarder=self.forwarder,
@@ -285,6 +287,11 @@ class Gateway:
             gpu_cost=GpuCosts(self.fleet, self.clock).of,
         )
 
+    def _make_limit_sync(self) -> LimitSync | None:
+        if self.store is None or self.ledger is None:
+            return None
+        return LimitSync(self.limit_book, self.store, self.ledger.own.id, clock=self.clock)
+
     # Start, shutdown and handover.
 
     @contextlib.asynccontextmanager
@@ -311,6 +318,11 @@ class Gateway:
             if self.ledger is not None:
                 await self.ledger.start(self.timings.store)
                 self._start_task(self.ledger.run(), "write the ledger")
+            if self.limit_sync is not None:
+                # Before anything is admitted: a predecessor may have used up what is left.
+                self.limit_book.prepare(self.key_ring.callers())
+                await self.limit_sync.start(self.timings.store)
+                self._start_task(self.limit_sync.run(), "follow the use of other processes")
             if self.store is not None and self.reporter is not None:
                 hours = NodeHoursRecorder(self.store, lambda: alive_nodes(self.fleet), time.time)
                 self._start_task(hours.run(), "record the hours of nodes")

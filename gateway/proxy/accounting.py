@@ -234,7 +234,7 @@ class Accounting:
         request = in_flight.request.lease_request
         opening = attempt.content if attempt.is_sse else b""
         usage = attempt.api.read_usage(sample, opening) if sample else None
-        events, splice_point = attempt.event_count, attempt.splice_point
+        events, splice_point = attempt.content_events, attempt.splice_point
         is_reported, prompt_read = usage is not None, None
         if usage is None:
             prompt_read = in_flight.prompt_read(attempt)

@@ -93,9 +93,9 @@ class InFlightRequest:
             if attempt.splice_point is not None:
                 splice_point = attempt.splice_point
                 prompt = splice_point.prompt_tokens
-                completion = splice_point.prefix_tokens + attempt.event_count
+                completion = splice_point.prefix_tokens + attempt.content_events
             else:
-                completion += attempt.event_count
+                completion += attempt.content_events
                 known = self.prompt_read(attempt)
                 if known is not None:
                     prompt += known[0]

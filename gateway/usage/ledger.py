@@ -33,7 +33,11 @@ from gateway.usage.processes import (
 )
 
 FLUSH_SECONDS = 0.5
-"""Longest time for which a row waits, and age from which on a request is in the journal."""
+"""Longest time for which a row waits."""
+
+JOURNAL_SECONDS = 0.25
+"""Age from which on a request is journaled: with the time between two flushes, less than a second.
+"""
 
 FLUSH_ROWS = 500
 """Rows that are written before that time is over."""
@@ -297,7 +301,7 @@ class Ledger:
         if self._removed:
             work.closed += self._removed
         changed: list[OpenRequest] = []
-        for one in self.open_requests(now - FLUSH_SECONDS):
+        for one in self.open_requests(now - JOURNAL_SECONDS):
             tokens = one.prompt_tokens, one.completion_tokens
             known = journal.get(one.id)
             if known is None:

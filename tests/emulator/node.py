@@ -255,7 +255,10 @@ class EmulatedNode:
             self.control_requests += 1
         closing = not request.keep_alive or connection.served >= self.keepalive_requests
         fault = self.faults and self.faults.take(
-            request.path, control=not needs_slot, reused=request.reused
+            request.path,
+            control=not needs_slot,
+            reused=request.reused,
+            tag=request.headers.get(TAG_HEADER),
         )
         if not fault:
             response = Response(
