@@ -149,7 +149,8 @@ class Store:
         self._level: int | None = None
         self._problem: StoreError | None = None
         self._pause = FIRST_PAUSE
-        self._retry_at = 0.0
+        self._check_at = 0.0
+        """When the store is opened anew, or else looked at if there was no job."""
         self._closing = False
         self._state = "opening"
         self._since = now()
@@ -262,37 +263,32 @@ class Store:
                 act_as_owner(path)
         self._open()
         self._tried.set_result(None)
-        while True:
-            try:
-                job = self._jobs.get(timeout=self._seconds_to_check())
-            except queue.Empty:
+        while not (self._closing and self._jobs.empty()):
+            with contextlib.suppress(queue.Empty):
+                job = self._jobs.get(timeout=max(0.001, self._check_at - self._clock()))
+                if job is not None and job.done.set_running_or_notify_cancel():
+                    self._do(job)
+            if self._clock() >= self._check_at and not self._closing:
                 self._check()
-                continue
-            if job is not None and job.done.set_running_or_notify_cancel():
-                self._do(job)
-            if self._closing and self._jobs.empty():
-                break
         if self._connection is not None:
             disconnect(self._connection)
+            self._link.release()
         self._set_state("closed", None)
-
-    def _seconds_to_check(self) -> float:
-        if self._connection is not None:
-            return self._check_seconds
-        return max(0.001, self._retry_at - self._clock())
 
     def _check(self) -> None:
         """Open the store if it is not, else look whether it is still what it was."""
         if self._connection is None:
             self._open()
+            return
+        # Whether it can be written again is tried, even if nobody has anything to write.
+        self._check_at = self._clock() + self._check_seconds
+        if self._problem is None:
+            self._attempt(_nothing, write=False)
         else:
-            # What can't be written is tried again, even if nobody has anything to write.
-            self._attempt(
-                _nothing if self._problem is None else try_write, write=self._problem is not None
-            )
+            self._attempt(try_write, write=True)
 
     def _do(self, job: _Job[Any]) -> None:
-        if self._connection is None and self._clock() >= self._retry_at:
+        if self._connection is None and self._clock() >= self._check_at:
             self._open()
         if self._connection is None:
             assert self._problem is not None
@@ -330,6 +326,7 @@ class Store:
         finally:
             self._link.end()
         if write or self._problem is None:
+            self._check_at = self._clock() + self._check_seconds
             self._set_state("up", None)
         return result
 
@@ -354,6 +351,7 @@ class Store:
             return
         self._seen = True
         self._pause = FIRST_PAUSE
+        self._check_at = self._clock() + self._check_seconds
         self._attempt(try_write, write=True)
 
     def _opened(self) -> Connection:
@@ -381,6 +379,7 @@ class Store:
         except BaseException:
             if connection is not None:
                 disconnect(connection)
+            self._link.release()
             raise
         finally:
             self._link.end()
@@ -394,7 +393,7 @@ class Store:
                 disconnect(self._connection)
                 self._connection = None
                 self._link.release()
-            self._retry_at = self._clock() + self._pause
+            self._check_at = self._clock() + self._pause
             self._pause = min(LONGEST_PAUSE, 2 * self._pause)
         self._set_state(problem.state, problem)
 
