@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import __version__, errors
 from gateway.access.exposure import is_loopback
+from gateway.access.keys import KeyRing
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.listeners import LimitSettings
@@ -57,6 +58,11 @@ from gateway.store.store import Store, log_store_change
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
 from gateway.transport.node_client import open_node_client
 from gateway.transport.resolver import Resolver
+from gateway.usage.ledger import Ledger
+from gateway.usage.limit_sync import LimitSync
+from gateway.usage.limits import LimitBook
+from gateway.usage.meter import Meter
+from gateway.usage.processes import ProcessIdentity
 from gateway.web.admin.app import admin_app
 from gateway.web.admin.configuration import ReloadResult
 from gateway.web.admin.nodes import DrainDeadlines
@@ -166,13 +172,14 @@ class Gateway:
         self.forwarder = Forwarder(self.proxy_context)
         self.registry = InFlightRegistry()
         self._loopback = is_loopback(settings.listen.host)
+        self.key_ring = KeyRing(access=self._inherited.anonymous_access)
+        self.key_ring.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
+        self.limit_book = LimitBook(settings, clock=self.clock, learn_pending=self.bus.flush)
+        self.ledger = self._make_ledger()
+        self.meter = self._make_meter()
+        self.limit_sync = self._make_limit_sync()
         self.handler = ProxyHandler(
-            HandlerConfig.of(
-                settings,
-                loopback=self._loopback,
-                keyed_hash=self._keyed_hash,
-                previous_access=self._inherited.anonymous_access,
-            ),
+            self._handler_config(settings),
             forwarder=self.forwarder,
             queue=self.scheduler,
             catalog=self.fleet.model_index,
@@ -180,6 +187,7 @@ class Gateway:
             bus=self.bus,
             clock=self.clock,
             time_slicer=self.proxy_context.time_slicer,
+            meter=self.meter,
             progress_seconds=timings.progress,
         )
         self.metrics = Metrics(
@@ -212,11 +220,39 @@ class Gateway:
     @property
     def keys_lost(self) -> str | None:
         """Why every request is refused, with the remedy; None: they are not."""
-        return KEYS_LOST if self.handler.config.anonymous_access.locked else None
+        return KEYS_LOST if self.key_ring.access.locked and self.key_ring.is_complete else None
 
     @property
     def _has_defaults(self) -> bool:
         return self.settings == self.options.apply_to(Settings())
+
+    def _make_ledger(self) -> Ledger | None:
+        if self.store is None:
+            return None
+        return Ledger(
+            self.store,
+            ProcessIdentity.of_this_process(time.time()),
+            now=time.time,
+            clock=self.clock,
+            open_requests=lambda before: self.meter.open_requests(before),
+        )
+
+    def _make_meter(self) -> Meter:
+        ledger = self.ledger
+        if ledger is None:
+            return Meter(self.limit_book, self.bus)
+        return Meter(
+            self.limit_book,
+            self.bus,
+            process=ledger.own.id,
+            add_row=ledger.add,
+            tokens_so_far=self.registry.tokens_so_far,
+        )
+
+    def _make_limit_sync(self) -> LimitSync | None:
+        if self.store is None or self.ledger is None:
+            return None
+        return LimitSync(self.limit_book, self.store, self.ledger.own.id, clock=self.clock)
 
     # Start, shutdown and handover.
 
@@ -240,6 +276,14 @@ class Gateway:
                     )
             if self.store is not None:
                 await self.store.wait_opened(self.timings.store)
+            if self.ledger is not None:
+                await self.ledger.start(self.timings.store)
+                self._start_task(self.ledger.run(), "write the ledger")
+            if self.limit_sync is not None:
+                # Before anything is admitted: a predecessor may have used up what is left.
+                self.limit_book.prepare(self.key_ring.callers())
+                await self.limit_sync.start(self.timings.store)
+                self._start_task(self.limit_sync.run(), "follow the use of other processes")
             open_listeners(self.public_listener, self.admin_listener)
             log.info(
                 "listening",
@@ -287,7 +331,7 @@ class Gateway:
                     from_systemd=self._inherited.from_systemd,
                     hash_key=self._keyed_hash.key,
                     extra_environment=successor_environment(
-                        self.handler.config.anonymous_access,
+                        self.key_ring.access,
                         self.options.settings_file,
                         customised=not self._has_defaults,
                     ),
@@ -363,6 +407,8 @@ class Gateway:
         self._resolver.close()
         self.fleet.properties_store.save()
         self.bus.flush()
+        if self.ledger is not None:
+            await self.ledger.close(self.timings.store)
         if self.store is not None and not await self.store.aclose(self.timings.store):
             log.warning("the store does not answer and was left as it is")
         log.info("ended")
@@ -433,6 +479,14 @@ class Gateway:
         self._routes.update((path.encode(), route) for path, route in routes.items())
         site = public_app(self.handler, self.fleet, created=self._created)
         return site if self.settings.cors is None else with_cors(site, self.settings.cors)
+
+    def _handler_config(self, settings: Settings) -> HandlerConfig:
+        return HandlerConfig.of(
+            settings,
+            loopback=self._loopback,
+            keyed_hash=self._keyed_hash,
+            key_ring=self.key_ring,
+        )
 
     # Reload.
 
@@ -520,16 +574,11 @@ class Gateway:
         self.scheduler.configure(settings)
         self.autoscaler.configure(settings)
         self.fleet.configure(settings.health, settings.timeouts)
-        before = self.handler.config.anonymous_access
-        self.handler.configure(
-            HandlerConfig.of(
-                settings,
-                loopback=self._loopback,
-                keyed_hash=self._keyed_hash,
-                previous_access=before,
-            )
-        )
-        if self.keys_lost is not None and not before.locked:
+        was_locked = self.keys_lost is not None
+        self.key_ring.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
+        self.limit_book.configure(settings)
+        self.handler.configure(self._handler_config(settings))
+        if self.keys_lost is not None and not was_locked:
             log.warning("locked", why=self.keys_lost)
         self.event_log.configure(access_log=settings.logging.access)
         self._logs.configure(settings.logging.level)

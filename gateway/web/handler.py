@@ -33,6 +33,8 @@ from gateway.proxy.prefill_progress import PrefillProgress
 from gateway.proxy.response_stream import JSON_HEADER_LINE, BodyStream, ProxyResponse
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import UpstreamError
+from gateway.usage.accounts import Accounts
+from gateway.usage.meter import Meter, MeteredRequest
 from gateway.web import response_heads
 from gateway.web.body import (
     BYTE_ORDER_MARK,
@@ -54,6 +56,7 @@ from gateway.web.response_heads import (
     error_headers,
     gateway_header_lines,
     progress_comment,
+    rate_limit_lines,
     stream_header_lines,
     with_content_type,
 )
@@ -84,6 +87,7 @@ class ProxyHandler:
     clock: Callable[[], float]
     time_slicer: TimeSlicer
     """Prepares large bodies in short steps."""
+    meter: Meter
     progress_seconds: float = PROGRESS_SECONDS
     closing: bool = False
     """The gateway is shutting down; `/ready` says so."""
@@ -92,7 +96,7 @@ class ProxyHandler:
     body_memory: BodyMemory = field(default_factory=BodyMemory)
     latest_edits: SupersedingMap[InFlightRequest] = field(default_factory=SupersedingMap)
     """Completions that editors wait for; a newer one of the same session ends the older."""
-    _id_prefix: str = field(default_factory=lambda: f"req_{secrets.token_hex(4)}")
+    _id_prefix: str = field(default_factory=lambda: f"req_{secrets.token_hex(8)}")
     _id_numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def serve(self, route: Route, exchange: HttpExchange) -> Awaitable[None]:
@@ -100,7 +104,7 @@ class ProxyHandler:
         return _HandledRequest(self, route, exchange).serve()
 
     def next_id(self) -> str:
-        """An id that is unique in this process."""
+        """An id that is unique, in all processes and for ever: the ledger knows the request by it."""
         return f"{self._id_prefix}{next(self._id_numbers):x}"
 
     def configure(self, config: HandlerConfig) -> None:
@@ -120,9 +124,9 @@ class _HandledRequest:
     """One request and its response."""
 
     __slots__ = (
-        "_allocation", "_body_size", "_config", "_edit_session", "_exchange", "_handler",
-        "_heartbeat", "_in_flight", "_last_sent_at", "_may_name_nodes", "_node_route", "_response",
-        "_rewriter", "_route", "received_at", "record", "request_id",
+        "_accounts", "_allocation", "_body_size", "_config", "_edit_session", "_exchange",
+        "_handler", "_heartbeat", "_in_flight", "_last_sent_at", "_may_name_nodes", "_metered",
+        "_node_route", "_response", "_rewriter", "_route", "received_at", "record", "request_id",
     )  # fmt: skip
 
     def __init__(self, handler: ProxyHandler, route: Route, exchange: HttpExchange) -> None:
@@ -134,6 +138,10 @@ class _HandledRequest:
         self._rewriter: ResponseRewriter | None = None
         self._exchange = exchange
         self._config = handler.config
+        self._accounts: Accounts | None = None
+        """Those on which it counts; None: the caller is not known yet."""
+        self._metered: MeteredRequest | None = None
+        """None: it was not admitted."""
         self._in_flight: InFlightRequest | None = None
         self._edit_session: str | None = None
         """The editor's session, if a newer request of it supersedes this one."""
@@ -176,6 +184,13 @@ class _HandledRequest:
                 request = self._prepare(context, body)
             else:
                 request = await self._prepare_in_slices(context, body)
+            prompt_list = request.prompt_list
+            self._metered = handler.meter.admit(
+                context.accounts,
+                request.lease_request,
+                record,
+                1 if prompt_list is None else len(prompt_list.prompts),
+            )
             shows_progress = context.wants_progress and request.stream and api.has_comments
             progress = PrefillProgress() if shows_progress else None
             in_flight = InFlightRequest(request, record, prefill_progress=progress)
@@ -223,14 +238,15 @@ class _HandledRequest:
                 config.settings,
                 config.key_ring,
                 config.identity_headers,
+                self._handler.meter.book,
                 loopback=config.loopback,
-                locked=config.anonymous_access.locked,
             )
             if config.origin_policy is not None and context.caller.anonymous:
                 config.origin_policy.check(exchange.headers, exchange.local_address, is_post=True)
             exchange.context_cache.store(exchange.headers, config, context)
         self.record.identify(context.caller.id)
         self._may_name_nodes = context.may_name_nodes
+        self._accounts = context.accounts
         if self._handler.rejecting:
             raise errors.shutting_down()
         return context
@@ -333,6 +349,7 @@ class _HandledRequest:
             context.fairness_key,
             context.session,
             has_timer,
+            context.accounts.completion_tokens,
         )
         catalog = self._handler.catalog
         request = prepare_request(incoming, parsed, priority, self._config.rules, catalog)
@@ -480,7 +497,10 @@ class _HandledRequest:
             handler.registry.remove(self._in_flight)
             if self._edit_session is not None:
                 handler.latest_edits.discard(self._edit_session, self._in_flight)
-        handler.bus.publish_deferred(self.record.finish(handler.clock() - self.received_at))
+        record = self.record.finish(handler.clock() - self.received_at)
+        if self._metered is not None:
+            handler.meter.ended(self._metered, record)
+        handler.bus.publish_deferred(record)
 
     def _header_lines(self, *, early: bool = False) -> bytes:
         """The gateway's own header lines; `early`: before the outcome is known."""
@@ -491,6 +511,9 @@ class _HandledRequest:
             lines = gateway_header_lines(
                 self.record, anthropic=anthropic, name_node=self._may_name_nodes
             )
+        if self._accounts is not None and self._accounts.has_rates:
+            limits = self._handler.meter.book.rate_limits(self._accounts)
+            lines += rate_limit_lines(*limits, anthropic=anthropic)
         cors = self._config.settings.cors
         if cors is None:
             return lines

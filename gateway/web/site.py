@@ -140,7 +140,6 @@ class _Site:
             allow_anonymous=config.settings.allow_anonymous,
             loopback_listener=config.loopback,
             trusted_proxies=config.settings.listen.trusted_proxies,
-            locked=config.anonymous_access.locked,
         )
         if config.origin_policy is not None and caller.anonymous:
             server = request.scope.get("server")
@@ -148,6 +147,8 @@ class _Site:
             config.origin_policy.check(request.scope["headers"], local_address, is_post=False)
         if not self.fleet.is_probed:
             raise errors.starting("The nodes are being asked what they serve.")
+        user = config.identity_headers.end_user(request.scope["headers"], caller)
+        caller = self.handler.meter.book.accounts(caller, user).caller
         return VisibleModels(self.fleet.model_index, config.rules.model_aliases, caller)
 
     def check_name(self, request: Request, models: VisibleModels, name: str) -> str:

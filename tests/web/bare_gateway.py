@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp
 
+from gateway.access.keys import KeyRing
 from gateway.config.inventory import NodeSpec
 from gateway.config.settings import Settings
 from gateway.events import EventBus, RequestFinished
@@ -26,6 +27,8 @@ from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
 from gateway.store.store import Store
+from gateway.usage.limits import LimitBook
+from gateway.usage.meter import Meter
 from gateway.web.admin.app import admin_app
 from gateway.web.admin.configuration import ReloadResult
 from gateway.web.admin.nodes import DrainDeadlines
@@ -111,8 +114,10 @@ async def bare_gateway(
             LocalLeaseService(scheduler, running.fleet), chosen, bus, TimeoutMonitor(clock), clock
         )
         forwarder = Forwarder(context)
+        key_ring = KeyRing()
+        key_ring.configure(chosen.keys, allow_anonymous=chosen.allow_anonymous)
         handler = ProxyHandler(
-            HandlerConfig.of(chosen, loopback=loopback, keyed_hash=KeyedHash()),
+            HandlerConfig.of(chosen, loopback=loopback, keyed_hash=KeyedHash(), key_ring=key_ring),
             forwarder=forwarder,
             queue=scheduler,
             catalog=running.fleet.model_index,
@@ -120,6 +125,7 @@ async def bare_gateway(
             bus=bus,
             clock=clock,
             time_slicer=context.time_slicer,
+            meter=Meter(LimitBook(chosen, clock=clock, learn_pending=bus.flush), bus),
         )
         drain_deadlines = DrainDeadlines(registry)
         site = public_app(handler, running.fleet, created=0)
