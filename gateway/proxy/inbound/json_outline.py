@@ -420,7 +420,8 @@ class OutlineScanner:
             self._add(0, 0, text.count(b",", done, comma))
             if len(brackets) == 2 and text[done:comma].strip(b", \t\n\r"):
                 self._mark_scalars()
-            self._state = _AFTER_VALUE
+            # Not always behind a value: `[,` must not become JSON by where it is cut.
+            self._set_state(text, comma)
             return comma
         self._set_state(text, done)
         return done if brackets else len(text)
