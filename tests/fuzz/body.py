@@ -36,8 +36,9 @@ from tests.fuzz.inputs import Check, Divided, Target, divide, seed
 
 LIMITS = LimitSettings(json_depth=16)
 
-SIZES = (ScanSizes(24, 32, 4, 1 << 20), ScanSizes(40, 64, 10, 1 << 20), ScanSizes(100, 64, 10, 1 << 20))
-"""Sizes by which a body of some hundred bytes is cut often."""
+SIZES = tuple(ScanSizes(chunk, 128, 100, 1 << 20) for chunk in (112, 150, 240))
+"""Sizes by which a body of some hundred bytes is cut often. The third number is that of the longest
+name that matters, all of it escaped: longer strings may be cut in two."""
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -46,7 +47,9 @@ _ROUTES = tuple(route for route in dict.fromkeys(ROUTES.values()) if not route.m
 _LIMIT = re.compile(r"nested deeper|in a row|name is over|more than \d+")
 
 _RULES = {
-    "ruled": ModelRule(use="demo", set={"temperature": 0.5}, default={"max_tokens": 9}, strip=("stop",)),
+    "ruled": ModelRule(
+        use="demo", set={"temperature": 0.5}, default={"max_tokens": 9}, strip=("stop",)
+    ),
 }
 
 _OLLAMA = (
@@ -114,7 +117,11 @@ class Preparer:
     def small(self, body: bytes, route: Route) -> Request | GatewayError:
         try:
             return prepare(
-                self._incoming(body, route), parse_body(body), Priority.NORMAL, self._rules, self._catalog
+                self._incoming(body, route),
+                parse_body(body),
+                Priority.NORMAL,
+                self._rules,
+                self._catalog,
             )
         except GatewayError as error:
             return error
@@ -123,13 +130,19 @@ class Preparer:
         try:
             large = run_at_once(read_large_body(body, LIMITS))
             return prepare(
-                self._incoming(large, route), large.parse(), Priority.NORMAL, self._rules, self._catalog
+                self._incoming(large, route),
+                large.parse(),
+                Priority.NORMAL,
+                self._rules,
+                self._catalog,
             )
         except GatewayError as error:
             return error
 
     def _incoming(self, body: bytes | LargeBody, route: Route) -> IncomingRequest:
-        return IncomingRequest("req_1", "tag", route, b"accept: */*\r\n", None, body, _CALLER, 100.0)
+        return IncomingRequest(
+            "req_1", "tag", route, b"accept: */*\r\n", None, body, _CALLER, 100.0
+        )
 
 
 def _sent(request: Request) -> dict[str, bytes]:

@@ -47,7 +47,9 @@ class Files:
     def _check_problems(self, error: ConfigError, data: bytes) -> None:
         assert error.problems
         most = 2 + sum(data.count(byte) for byte in _LINES) + data.count("\u2028".encode())
-        most += data.count("\u2029".encode()) + len(data) * data.startswith((b"\xff\xfe", b"\xfe\xff"))
+        most += data.count("\u2029".encode()) + len(data) * data.startswith(
+            (b"\xff\xfe", b"\xfe\xff")
+        )
         for problem in error.problems:
             assert problem.file == self.file
             assert problem.message
@@ -108,7 +110,7 @@ _SETTINGS: tuple[Any, ...] = (
 
 _TEXTS = (
     b"nodes:\n  - &a {name: a, url: 'http://a'}\n  - <<: *a\n    name: ${T}\n",
-    b"nodes: [{name: ${N}, url: \"http://${X:-h}\", slots: ${N}}] # $$\n",
+    b'nodes: [{name: ${N}, url: "http://${X:-h}", slots: ${N}}] # $$\n',
     b"%YAML 1.1\n---\nnodes: !!seq [{? name : a, url: http://a}]\n...\n",
     b"nodes:\n- name: |\n    a\n  url: >-\n    http://a\n",
 )

@@ -11,7 +11,12 @@ import ipaddress
 import math
 import re
 
-from gateway.access.callers import IdentityHeaders, client_address, client_network, effective_priority
+from gateway.access.callers import (
+    IdentityHeaders,
+    client_address,
+    client_network,
+    effective_priority,
+)
 from gateway.access.exposure import is_local, is_proxied
 from gateway.access.keys import hash_key
 from gateway.config.settings import Settings
@@ -56,7 +61,10 @@ def _settings(*, keys: bool, proxies: bool) -> Settings:
     made = [hash_key(text) for text in KEYS.values()] if keys else []
     return Settings.model_validate(
         {
-            "keys": [{"id": key.id, "sha256": key.sha256, "trust_user_headers": key.id == "anna"} for key in made],
+            "keys": [
+                {"id": key.id, "sha256": key.sha256, "trust_user_headers": key.id == "anna"}
+                for key in made
+            ],
             "listen": {"trusted_proxies": [str(one) for one in PROXIES] if proxies else []},
             "allow_anonymous": not keys,
             "headers": {"to_nodes": ["X-More"], "to_clients": ["X-More"]},
@@ -186,7 +194,9 @@ def make_check() -> Check:
 
 _LINES = (
     b"host: a\nauthorization: Bearer " + KEYS["anna"].encode() + b"\nx-priority: urgent\nx-user: u",
-    b"x-api-key: " + KEYS["ben"].encode() + b"\napi-key: sk-none\naccept: */*\nx-request-timeout: 5",
+    b"x-api-key: "
+    + KEYS["ben"].encode()
+    + b"\napi-key: sk-none\naccept: */*\nx-request-timeout: 5",
     b"authorization: Basic abc\ncookie: a=b\nx-forwarded-for: 1.2.3.4, 10.0.0.1\nvia: 1.1 a",
     b"connection: close, accept\naccept: a\nte: b\nanthropic-api-key: k\nanthropic-version: 1",
     b"x-forwarded-for: [2001:db8::9]:80, 10.9.9.9:1\nforwarded: for=1.1.1.1\nx-real-ip: 1.1.1.1",

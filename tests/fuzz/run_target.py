@@ -12,6 +12,7 @@ import atheris
 
 from tests.fuzz.modules import MODULES
 
+
 def main() -> None:
     """Fuzz until libFuzzer's options say that it is enough."""
     name = sys.argv[1]

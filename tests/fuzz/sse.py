@@ -53,9 +53,7 @@ _LONE_CR = re.compile(rb"\r(?!\n)")
 _WHOLE = re.compile(rb"\A(?:|.*\n\r?\n|(?:.*\n\r?\n)?(?::\n)+)\Z", re.DOTALL)
 
 
-def _ollama(
-    kind: type[OllamaChatApi | OllamaGenerateApi], body: bytes
-) -> ResponseRewriter:
+def _ollama(kind: type[OllamaChatApi | OllamaGenerateApi], body: bytes) -> ResponseRewriter:
     api = kind(clock=lambda: 1.0, wall_clock=lambda: 1e9)
     return run_at_once(api.translate(body, lambda _: True)).rewriter
 
@@ -130,7 +128,9 @@ def _check_behind(events: bytes, api: Api) -> None:
             # The repair of deltas, which are many, leaves a wrong name of an event as it is.
             together, alone = _payloads(together), _payloads(alone)
         # Ordinary events are passed unparsed, so one that is no JSON may pass in two forms.
-        assert together == alone or not valid, "a rewriter makes another stream of events that come together"
+        assert together == alone or not valid, (
+            "a rewriter makes another stream of events that come together"
+        )
     usage = api.read_usage(events)
     assert usage is None or usage == api.read_usage(events)
     api.is_stream_complete(events)
