@@ -192,7 +192,9 @@ class SlowClients:
             self.before = self._sample(process, 0.0, 0)
             totals.append(self.beside)
             crowd = CrowdProcess(
-                CrowdOptions(address, options.clients, options.addresses, options.ramp, options.pause)
+                CrowdOptions(
+                    address, options.clients, options.addresses, options.ramp, options.pause
+                )
             )
             try:
                 began = time.monotonic()
@@ -295,7 +297,9 @@ def main() -> int:
     files = raise_open_file_limit()
     if files < options.clients + FILES_BESIDE:
         wanted = options.clients + FILES_BESIDE
-        print(f"{files} open files are too few: raise the hard limit to {wanted}, or --clients less")
+        print(
+            f"{files} open files are too few: raise the hard limit to {wanted}, or --clients less"
+        )
         return 2
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(SlowClients(options).run())

@@ -7,6 +7,7 @@ events whether they come alone or together; only declared errors are raised.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -110,8 +111,10 @@ def outcome_of(rewriter: ResponseRewriter, groups: list[bytes]) -> bytes | None:
         return None
 
 
-def _payloads(events: bytes) -> bytes:
-    return b"\n".join(map(sse.payload, sse.split(events)))
+def _numbered(events: bytes) -> list[object]:
+    """Type, number and text of each event."""
+    values = [json.loads(data) for data in map(sse.payload, sse.split(events)) if data[:1] == b"{"]
+    return [[value.get(name) for name in ("type", "sequence_number", "delta")] for value in values]
 
 
 def _check_behind(events: bytes, api: Api) -> None:
@@ -125,9 +128,10 @@ def _check_behind(events: bytes, api: Api) -> None:
     assert b"".join(single) == events
     for make in REWRITERS[api]:
         together, alone = outcome_of(make(), [events]), outcome_of(make(), single)
-        if api is RESPONSES and together is not None and alone is not None:
-            # The repair of deltas, which are many, leaves a wrong name of an event as it is.
-            together, alone = _payloads(together), _payloads(alone)
+        if api is RESPONSES and valid and together is not None and alone is not None:
+            # The repair of deltas, which are many, does not look at wrong names and ids in them.
+            assert _numbered(together) == _numbered(alone)
+            continue
         # Ordinary events are passed unparsed, so one that is no JSON may pass in two forms.
         assert together == alone or not valid, (
             "a rewriter makes another stream of events that come together"

@@ -281,3 +281,10 @@ def test_a_comma_behind_an_opening_bracket_is_no_json_wherever_the_body_is_cut(
     for before in range(40):
         body = b'{"a":[' + b"1," * before + b'1],"b":' + wrong + b',"c":70}'
         assert refused(body, sizes=sizes)[0] == "invalid_json"
+
+
+def test_much_white_space_ahead_of_a_body_is_refused_for_what_it_is() -> None:
+    for spaces in (DEFAULT_SIZES.chunk, 3 * DEFAULT_SIZES.chunk):
+        code, message = refused(b"\n" * spaces + b'{"a":1}')
+        assert (code, "white space" in message) == ("invalid_request", True)
+    assert outlined(b"\n" * (DEFAULT_SIZES.chunk - 1) + b'{"a":1}').fields[0].name == "a"
