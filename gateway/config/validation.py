@@ -113,11 +113,16 @@ def find_duplicates(
         entry = item.tree.entries.get(key) if isinstance(item.tree, YamlMapping) else None
         if entry is None or not isinstance(entry.tree, YamlScalar) or entry.tree.value is None:
             continue
-        other = first.setdefault(entry.tree.raw_text or str(entry.tree.value), entry)
-        if other is not entry:
-            message = f"{noun} in line {other.line} has this {key} already"
-            remedy = f"give each its own {key}"
-            problems.append(Problem(source.file, entry.line, entry.key, message, remedy))
+        value = entry.tree.raw_text or str(entry.tree.value)
+        other = first.get(value)
+        if other is None:
+            first[value] = entry
+            continue
+        # By an alias, both items have the same entry: then only the item has its own place.
+        place = item if other is entry else entry
+        message = f"{noun} in line {other.line} has this {key} already"
+        remedy = f"give each its own {key}"
+        problems.append(Problem(source.file, place.line, place.key, message, remedy))
     return problems
 
 

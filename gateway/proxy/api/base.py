@@ -482,7 +482,10 @@ class ResponseAssembler:
     def assemble(self, request_fields: JsonObject) -> bytes:
         """The response to a request with these fields, as JSON. Raises: AssemblyError."""
         events = read_events(b"".join(self._chunks))
-        return msgspec.json.encode(self._api.assemble(events, request_fields))
+        try:
+            return msgspec.json.encode(self._api.assemble(events, request_fields))
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+            raise AssemblyError("an event of the node's stream has another form") from None
 
 
 def read_events(stream: bytes) -> Iterator[JsonObject]:
