@@ -216,11 +216,16 @@ def keys_revision(connection: Connection) -> int:
 
 def read_keys(connection: Connection, *, revoked: bool = False) -> list[StoredKey]:
     """All keys in the order of their names; with `revoked`, those as well."""
+    rows = key_rows(connection, revoked=revoked)
+    return [key for row in rows if (key := stored_key(row)) is not None]
+
+
+def key_rows(connection: Connection, *, revoked: bool = False) -> Sequence[Row[Any]]:
+    """The rows of `read_keys`."""
     wanted = select(keys_table).order_by(keys_table.c.name, keys_table.c.created_at)
     if not revoked:
         wanted = wanted.where(keys_table.c.revoked_at.is_(None))
-    rows = connection.execute(wanted.limit(MOST_STORED_KEYS))
-    return [key for row in rows if (key := stored_key(row)) is not None]
+    return connection.execute(wanted.limit(MOST_STORED_KEYS)).all()
 
 
 def stored_key(row: Row[Any]) -> StoredKey | None:
