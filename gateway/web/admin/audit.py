@@ -10,6 +10,9 @@ from starlette.responses import Response
 from gateway.observe.audit import AuditTrail
 from gateway.web.asgi import JsonResponse
 
+AUDIT_TARGET_KEY = "gateway.audit_target"
+"""Key of the change's target in the ASGI scope, where no parameter of the path is it."""
+
 
 @dataclass(frozen=True, slots=True)
 class AuditEndpoints:
