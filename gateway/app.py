@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import __version__, errors
 from gateway.access.exposure import is_loopback
+from gateway.access.keys import KeyRing
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.listeners import LimitSettings
@@ -153,13 +154,10 @@ class Gateway:
         self.forwarder = Forwarder(self.proxy_context)
         self.registry = InFlightRegistry()
         self._loopback = is_loopback(settings.listen.host)
+        self.key_ring = KeyRing(access=self._inherited.anonymous_access)
+        self.key_ring.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
         self.handler = ProxyHandler(
-            HandlerConfig.of(
-                settings,
-                loopback=self._loopback,
-                keyed_hash=self._keyed_hash,
-                previous_access=self._inherited.anonymous_access,
-            ),
+            self._handler_config(settings),
             forwarder=self.forwarder,
             queue=self.scheduler,
             catalog=self.fleet.model_index,
@@ -198,7 +196,7 @@ class Gateway:
     @property
     def keys_lost(self) -> str | None:
         """Why every request is refused, with the remedy; None: they are not."""
-        return KEYS_LOST if self.handler.config.anonymous_access.locked else None
+        return KEYS_LOST if self.key_ring.access.locked and self.key_ring.is_complete else None
 
     @property
     def _has_defaults(self) -> bool:
@@ -269,7 +267,7 @@ class Gateway:
                     from_systemd=self._inherited.from_systemd,
                     hash_key=self._keyed_hash.key,
                     extra_environment=successor_environment(
-                        self.handler.config.anonymous_access,
+                        self.key_ring.access,
                         self.options.settings_file,
                         customised=not self._has_defaults,
                     ),
@@ -414,6 +412,14 @@ class Gateway:
         site = public_app(self.handler, self.fleet, created=self._created)
         return site if self.settings.cors is None else with_cors(site, self.settings.cors)
 
+    def _handler_config(self, settings: Settings) -> HandlerConfig:
+        return HandlerConfig.of(
+            settings,
+            loopback=self._loopback,
+            keyed_hash=self._keyed_hash,
+            key_ring=self.key_ring,
+        )
+
     # Reload.
 
     def schedule_reload(self) -> None:
@@ -500,16 +506,10 @@ class Gateway:
         self.scheduler.configure(settings)
         self.autoscaler.configure(settings)
         self.fleet.configure(settings.health, settings.timeouts)
-        before = self.handler.config.anonymous_access
-        self.handler.configure(
-            HandlerConfig.of(
-                settings,
-                loopback=self._loopback,
-                keyed_hash=self._keyed_hash,
-                previous_access=before,
-            )
-        )
-        if self.keys_lost is not None and not before.locked:
+        was_locked = self.keys_lost is not None
+        self.key_ring.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
+        self.handler.configure(self._handler_config(settings))
+        if self.keys_lost is not None and not was_locked:
             log.warning("locked", why=self.keys_lost)
         self.event_log.configure(access_log=settings.logging.access)
         self._logs.configure(settings.logging.level)

@@ -165,6 +165,16 @@ def invalid_api_key() -> GatewayError:
     )
 
 
+def keys_unknown(retry_after: float = 2.0) -> GatewayError:
+    """503: the store's keys have not been read yet, so nobody can be told from a stranger."""
+    return GatewayError(
+        503,
+        "starting",
+        "The store of the API keys can't be reached yet, so no key can be checked.",
+        retry_after=retry_after,
+    )
+
+
 def too_many_keys(limit: int) -> GatewayError:
     """401: more different keys than one request may present."""
     return GatewayError(

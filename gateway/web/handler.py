@@ -229,7 +229,6 @@ class _HandledRequest:
                 config.key_ring,
                 config.identity_headers,
                 loopback=config.loopback,
-                locked=config.anonymous_access.locked,
             )
             if config.origin_policy is not None and context.caller.anonymous:
                 config.origin_policy.check(exchange.headers, exchange.local_address, is_post=True)

@@ -140,7 +140,6 @@ class _Site:
             allow_anonymous=config.settings.allow_anonymous,
             loopback_listener=config.loopback,
             trusted_proxies=config.settings.listen.trusted_proxies,
-            locked=config.anonymous_access.locked,
         )
         if config.origin_policy is not None and caller.anonymous:
             server = request.scope.get("server")

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp
 
+from gateway.access.keys import KeyRing
 from gateway.config.inventory import NodeSpec
 from gateway.config.settings import Settings
 from gateway.events import EventBus, RequestFinished
@@ -109,8 +110,10 @@ async def bare_gateway(
             LocalLeaseService(scheduler, running.fleet), chosen, bus, TimeoutMonitor(clock), clock
         )
         forwarder = Forwarder(context)
+        key_ring = KeyRing()
+        key_ring.configure(chosen.keys, allow_anonymous=chosen.allow_anonymous)
         handler = ProxyHandler(
-            HandlerConfig.of(chosen, loopback=loopback, keyed_hash=KeyedHash()),
+            HandlerConfig.of(chosen, loopback=loopback, keyed_hash=KeyedHash(), key_ring=key_ring),
             forwarder=forwarder,
             queue=scheduler,
             catalog=running.fleet.model_index,
