@@ -47,7 +47,13 @@ from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.autoscaler import Autoscaler
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
-from gateway.startup import Options, drains_file, properties_file, read_admin_key
+from gateway.startup import (
+    Options,
+    drains_file,
+    empty_pools,
+    properties_file,
+    read_admin_key,
+)
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
 from gateway.transport.node_client import open_node_client
 from gateway.transport.resolver import Resolver
@@ -231,6 +237,7 @@ class Gateway:
             )
             if self.keys_lost is not None:
                 log.warning("locked", why=self.keys_lost)
+            self._warn_of_empty_pools()
             self._notifier.notify("READY=1", f"STATUS=serving on {self.public_listener.url}")
             self._inherited.notify_ready()
             # Not earlier: the predecessor writes the file until now.
@@ -484,6 +491,7 @@ class Gateway:
             raise
         self.inventory_error = None
         self.bus.publish(change)
+        self._warn_of_empty_pools()
         return change
 
     async def _reload_settings(self) -> SettingsChanged:
@@ -515,7 +523,13 @@ class Gateway:
         self._logs.configure(settings.logging.level)
         self._public_app = self._make_public_app()
         self.bus.publish(change)
+        self._warn_of_empty_pools()
         return change
+
+    def _warn_of_empty_pools(self) -> None:
+        labels = (node.spec.labels for node in self.fleet.nodes.values())
+        for warning in empty_pools(self.settings, labels):
+            log.warning("pool", warning=warning)
 
 
 def _with_connections(limits: LimitSettings, connections: int) -> LimitSettings:
