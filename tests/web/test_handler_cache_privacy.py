@@ -82,7 +82,10 @@ async def test_a_resumed_stream_hides_what_was_cached(tmp_path: Path, path: str)
     async with tenants(tmp_path, *nodes, cache={"hide": True}) as proxy:
         asked = {
             **prompt_field(path, LONG),
-            **{"temperature": 0, "max_tokens": 30, "n_predict": 30, "timings_per_token": True},
+            "temperature": 0,
+            "max_tokens": 30,
+            "n_predict": 30,
+            "timings_per_token": True,
             "return_progress": True,
         }
         if path in {"/v1/chat/completions", "/v1/completions"}:
@@ -139,5 +142,7 @@ async def test_without_a_prompt_cache_nodes_are_told_so_and_no_prompt_draws_a_re
         assert {request.path for request in seen} == generating
         assert all(json.loads(request.body)["cache_prompt"] is False for request in seen)
         assert not any(request.path == "/v1/messages" for node in nodes for request in node.seen)
+        for node in nodes:
+            node.faults.clear()
         drawn = [await is_drawn(proxy, BOB, BOB, f"bob{i}") for i in range(8)]
         assert not all(drawn)
