@@ -56,6 +56,7 @@ from gateway.startup import (
     Options,
     StartError,
     drains_file,
+    empty_pools,
     keys_file,
     properties_file,
     read_admin_key,
@@ -344,6 +345,7 @@ class Gateway:
                 nodes=len(self.fleet.nodes),
                 open_files=open_files,
             )
+            self._warn_of_empty_pools()
             self._notifier.notify("READY=1", f"STATUS=serving on {self.public_listener.url}")
             self._inherited.notify_ready()
             self.audit.record("gateway", None, "start", __version__)
@@ -672,6 +674,7 @@ class Gateway:
             raise
         self.inventory_error = None
         self.bus.publish(change)
+        self._warn_of_empty_pools()
         return change
 
     async def _reload_settings(self) -> SettingsChanged:
@@ -705,7 +708,13 @@ class Gateway:
         self._logs.configure(settings.logging.level)
         self._public_app = self._make_public_app()
         self.bus.publish(change)
+        self._warn_of_empty_pools()
         return change
+
+    def _warn_of_empty_pools(self) -> None:
+        labels = (node.spec.labels for node in self.fleet.nodes.values())
+        for warning in empty_pools(self.settings, labels):
+            log.warning("pool", warning=warning)
 
 
 def _nodes_of(change: InventoryChanged | None) -> dict[str, str]:

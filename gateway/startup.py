@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from gateway.access.exposure import (
     public_listener_problem,
 )
 from gateway.access.key_sync import count_stored_keys
+from gateway.config.cache_privacy import has_labels
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import is_host
 from gateway.config.inventory import Inventory, load_inventory
@@ -118,6 +119,24 @@ def load_checked(options: Options, *, allow_empty: bool = True) -> tuple[Setting
     if messages or check.settings is None or check.inventory is None:
         raise StartError("\n".join(messages), status=2)
     return check.settings, check.inventory
+
+
+def empty_pools(settings: Settings, labels: Iterable[Mapping[str, str]]) -> Iterator[str]:
+    """Warnings of pools (`cache.nodes`) that no node belongs to; `labels`: those of each node."""
+    specs = {
+        "cache": settings.cache,
+        **{f"groups.{name}.cache": group.cache for name, group in settings.groups.items()},
+        **{f"keys[{number}].cache": key.cache for number, key in enumerate(settings.keys)},
+    }
+    nodes = list(labels)
+    for place, spec in specs.items():
+        wanted = tuple(sorted(spec.nodes.items())) if spec is not None and spec.nodes else ()
+        if not any(has_labels(one, wanted) for one in nodes) and wanted:
+            pool = ", ".join(f"{name}={value}" for name, value in wanted)
+            yield (
+                f"{place}.nodes: no node of the inventory has the labels {pool}, so requests that "
+                "need them get 404; give nodes these labels, or correct them"
+            )
 
 
 def _count_keys(options: Options, settings: Settings) -> int:

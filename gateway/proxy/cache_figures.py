@@ -118,7 +118,7 @@ def _edited_event(event: bytes) -> bytes:
 
 
 def _edited_line(line: bytes) -> bytes:
-    return _edited_object(line) + b"\n" if line.startswith(b"{") else line
+    return _edited_object(line.rstrip()) + b"\n" if line.startswith(b"{") else line
 
 
 def _edited_object(data: bytes) -> bytes:

@@ -203,7 +203,9 @@ def parse_context(
 
 def cache_policy_of(caller: Caller, settings: Settings) -> CachePolicy:
     """The caller's cache policy: by its key, its group, or for all."""
-    return cache_policy((caller.cache, settings.cache), caller.id, caller.group)
+    group = None if caller.group is None else settings.groups.get(caller.group)
+    specs = (caller.cache, None if group is None else group.cache, settings.cache)
+    return cache_policy(specs, caller.id, caller.group)
 
 
 def may_name_nodes(headers: Headers, settings: Settings, *, loopback: bool) -> bool:

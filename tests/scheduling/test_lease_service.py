@@ -328,6 +328,7 @@ def test_where_else_a_request_could_go() -> None:
     leases = World(gpu, cpu, third).leases
     assert leases.has_cpu_node(a_request(), NOTHING_TRIED)
     assert not leases.has_cpu_node(a_request(), failed_on("b"))
+    assert not leases.has_cpu_node(a_request(node_labels=(("side", "left"),)), NOTHING_TRIED)
     assert leases.has_other_node(a_request(), failed_on("a"))
     assert not leases.has_other_node(a_request(), failed_on("a", "b"))
     assert leases.most_slots_of_a_host() == 5
