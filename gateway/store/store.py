@@ -232,6 +232,10 @@ class Store:
         if (silent := self._link.silent_seconds()) > JOB_SECONDS:
             self._link.cut()
             raise self._silence(silent)
+        problem = self._problem
+        if problem is not None and self._connection is None:
+            # Not after the thread's next attempt to open it, which may take seconds.
+            raise problem.copy()
         job = _Job(work, write)
         try:
             self._jobs.put_nowait(job)
@@ -288,8 +292,6 @@ class Store:
             self._attempt(try_write, write=True)
 
     def _do(self, job: _Job[Any]) -> None:
-        if self._connection is None and self._clock() >= self._check_at:
-            self._open()
         if self._connection is None:
             assert self._problem is not None
             job.done.set_exception(self._problem.copy())
