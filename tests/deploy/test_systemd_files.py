@@ -37,7 +37,7 @@ def test_the_memory_of_the_unit_is_above_the_worst_of_the_default_limits() -> No
 
 def test_the_store_of_the_unit_is_where_it_may_write(monkeypatch: pytest.MonkeyPatch) -> None:
     (name,) = lines("llama-gateway.service", "StateDirectory")
-    # ProtectSystem=strict leaves the service nothing else to write into, and systemd tells it where.
+    # ProtectSystem=strict leaves the service nothing else to write into; systemd tells it where.
     assert lines("llama-gateway.service", "ProtectSystem") == ["strict"]
     assert lines("llama-gateway.service", "ReadWritePaths") == []
     monkeypatch.setenv("STATE_DIRECTORY", f"/var/lib/{name}")
