@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
+
+from gateway.events import InventoryChanged
 
 log = structlog.get_logger()
 
@@ -64,6 +66,22 @@ class AuditTrail:
             outcome=entry.outcome,
             **({"details": dict(entry.details)} if entry.details else {}),
         )
+
+    def record_settings(self, actor: str, changed: Sequence[str], *, invalid: bool) -> None:
+        """Tell of settings that were read again: the top-level keys that have changed."""
+        if changed or invalid:
+            outcome = "invalid_configuration" if invalid else "done"
+            details = {"changed": ", ".join(changed)} if changed else {}
+            self.record(actor, None, "settings", "", outcome, details=details)
+
+    def record_inventory(self, actor: str, change: InventoryChanged | None) -> None:
+        """Tell of an inventory that was read again; None: it was invalid."""
+        if change is None:
+            self.record(actor, None, "inventory", "", "invalid_configuration")
+            return
+        groups = {"added": change.added, "changed": change.changed, "removed": change.removed}
+        details = {group: ", ".join(names) for group, names in groups.items() if names}
+        self.record(actor, None, "inventory", details=details)
 
 
 def _shortened(text: str) -> str:

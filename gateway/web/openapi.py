@@ -13,6 +13,8 @@ from typing import Any, Literal
 import msgspec
 
 from gateway import __version__, errors
+from gateway.config.admin import AdminSettings
+from gateway.config.listeners import ListenSettings
 from gateway.config.settings import Settings
 from gateway.observe.metrics import CONTENT_TYPE
 from gateway.proxy.inbound.routes import Route, api_of_path, pages_of, routes_of
@@ -400,7 +402,7 @@ def openapi_json(
         raise errors.invalid_request("'listener' must be 'public' or 'admin'.", "listener")
     document = openapi_document(
         settings,
-        listener,  # type: ignore[arg-type]
+        listener,
         needs_key=needs_key,
         needs_admin_key=needs_admin_key,
     )
@@ -430,7 +432,11 @@ _SECURITY: dict[ListenerName, list[JsonSchema]] = {
 
 def _servers(settings: Settings) -> dict[ListenerName, JsonSchema]:
     servers: dict[ListenerName, JsonSchema] = {}
-    for name, one in (("public", settings.listen), ("admin", settings.admin)):
+    configured: tuple[tuple[ListenerName, ListenSettings | AdminSettings], ...] = (
+        ("public", settings.listen),
+        ("admin", settings.admin),
+    )
+    for name, one in configured:
         everywhere = one.host in {"", "0.0.0.0", "::"}
         host = "localhost" if everywhere else f"[{one.host}]" if ":" in one.host else one.host
         url = f"{'https' if one.tls else 'http'}://{host}:{one.port}"

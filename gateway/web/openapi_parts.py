@@ -317,8 +317,8 @@ STATUS_FIELDS: Mapping[str, tuple[str, str]] = {
     "waiting": (
         "array",
         (
-            "the first 100 of them: `position`, `seconds` waited, `class`, `model`, `expected_start` "
-            "in seconds from now"
+            "the first 100 of them: `position`, `seconds` waited, `class`, `model`, "
+            "`expected_start` in seconds from now"
         ),
     ),
     "nodes": ("object", "nodes by state"),
@@ -384,8 +384,8 @@ AUDIT_FIELDS: Mapping[str, tuple[str, str]] = {
     "action": (
         "string",
         (
-            "`drain`, `resume`, `probe`, `cancel`, `reload`, `settings`, `inventory`, `certificate`, "
-            "`handover`, `start`, `stop`; `keys.…`"
+            "`drain`, `resume`, `probe`, `cancel`, `reload`, `settings`, `inventory`, "
+            "`certificate`, `handover`, `start`, `stop`; `keys.…`"
         ),
     ),
     "target": ("string", "the node, request, key or file"),

@@ -28,14 +28,16 @@ from gateway.proxy.in_flight import InFlightRegistry
 from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
+from gateway.transport.certificates import ListenerCertificates
 from gateway.web.admin.app import admin_app
+from gateway.web.admin.certificates import CertificateStatus
 from gateway.web.admin.configuration import ReloadResult
 from gateway.web.admin.nodes import DrainDeadlines
 from gateway.web.admin.status import MetricsSource
 from gateway.web.handler import ProxyHandler
 from gateway.web.listener import Listener, bind_socket
-from gateway.web.protocol import protocol_class
 from gateway.web.openapi import openapi_json
+from gateway.web.protocol import protocol_class
 from gateway.web.request_context import HandlerConfig
 from gateway.web.site import public_app
 from tests.fleet.build import Running, a_fleet
@@ -68,8 +70,7 @@ class BareGateway:
     inventory_error: str | None = None
     settings_error: str | None = None
     keys_lost: str | None = None
-    certificate_error: str | None = None
-    certificate_expiry: dict[str, float] = field(default_factory=dict)
+    certificates: CertificateStatus = field(default_factory=lambda: ListenerCertificates({}))
     ended: list[RequestFinished] = field(default_factory=list)
 
     @property

@@ -62,10 +62,10 @@ class StatusEndpoints:
                 "inventory_error": gateway.inventory_error,
                 "settings_error": gateway.settings_error,
                 "keys_lost": gateway.keys_lost,
-                "certificate_error": gateway.certificate_error,
+                "certificate_error": gateway.certificates.error,
                 "certificates": {
                     key: {"expires_at": _iso(expires), "days_left": round(days_until(expires), 2)}
-                    for key, expires in gateway.certificate_expiry.items()
+                    for key, expires in gateway.certificates.expiry.items()
                 },
             }
         )
