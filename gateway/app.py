@@ -53,7 +53,10 @@ from gateway.startup import (
     drains_file,
     properties_file,
     read_admin_key,
+    store_location,
 )
+from gateway.store.failures import StoreError
+from gateway.store.store import Store
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
 from gateway.transport.certificates import CertificateError
 from gateway.transport.node_client import open_node_client
@@ -72,6 +75,9 @@ from gateway.web.site import public_app, with_cors
 
 FIRST_PROBES_SECONDS = 10.0
 """Most seconds to wait for the first probes before the gateway reports that it is ready."""
+
+STORE_SECONDS = 5.0
+"""Most seconds to wait for the store before the gateway serves without it, or ends."""
 
 FINAL_RESPONSE_SECONDS = 5.0
 """Seconds for clients to read the error of their request, once the grace is over."""
@@ -98,6 +104,7 @@ class Timings:
     successor_ready: float = READY_TIMEOUT
     linger: float = LINGER_SECONDS
     progress: float = PROGRESS_SECONDS
+    store: float = STORE_SECONDS
 
 
 DEFAULT_TIMINGS = Timings()
@@ -139,6 +146,8 @@ class Gateway:
             lambda seconds, work: asyncio.get_running_loop().call_later(seconds, work)
         )
         self._resolver = resolver or Resolver()
+        location = store_location(options, settings)
+        self.store = None if location is None else Store(location)
         self.fleet = Fleet(
             connect=functools.partial(open_node_client, resolver=self._resolver),
             health=settings.health,
@@ -190,10 +199,11 @@ class Gateway:
                 lambda: self.inventory_error,
                 self.proxy_context.retries_left,
                 lambda: self.certificates.expiry,
+                self.store,
             ),
         )
         self.drain_deadlines = DrainDeadlines(self.registry)
-        self.audit = AuditTrail(time.time)
+        self.audit = AuditTrail(time.time, self.store)
         self.admin_keys = AdminKeys(had_keys=self._inherited.had_admin_keys)
         self.certificates = _load_certificates(settings, self.fleet, self.audit)
         self._files = FileReloader(
@@ -242,11 +252,14 @@ class Gateway:
         """Serve while inside this context. Raises: StartError."""
         open_files = raise_open_file_limit()
         try:
+            if self.store is not None:
+                self.store.start()
             self.public_listener, self.admin_listener = self._make_listeners(open_files)
             await self.fleet.start(inventory)
             self._start_task(self.autoscaler.run(), "start and stop standby nodes")
             self._start_task(self._files.watch(inventory), "watch the files")
             self._start_task(self.certificates.watch(), "watch the certificates")
+            self._start_task(self.audit.run(), "write the audit log")
             self._start_task(self._notifier.feed_watchdog(), "feed the watchdog")
             if self._inherited.ready_fd is not None:
                 # The predecessor serves until this process knows its nodes.
@@ -254,6 +267,8 @@ class Gateway:
                     await asyncio.wait_for(
                         self.fleet.first_probes_done.wait(), self.timings.first_probes
                     )
+            if self.store is not None:
+                await self.store.wait_opened(self.timings.store)
             open_listeners(self.public_listener, self.admin_listener)
             log.info(
                 "listening",
@@ -382,6 +397,10 @@ class Gateway:
         self._resolver.close()
         self.fleet.properties_store.save()
         self.bus.flush()
+        with contextlib.suppress(StoreError, TimeoutError):
+            await asyncio.wait_for(self.audit.flush(), self.timings.store)
+        if self.store is not None and not await self.store.aclose(self.timings.store):
+            log.warning("the store does not answer and was left as it is")
         log.info("ended")
 
     def _start_task(self, work: Coroutine[Any, Any, None], name: str) -> None:

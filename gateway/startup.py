@@ -19,6 +19,8 @@ from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import is_host
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.settings import RejectedFiles, Settings, load_settings
+from gateway.config.store import STORE_OFF
+from gateway.store.database import StoreLocation, locate_store
 from gateway.transport.certificates import CertificateError, load_certificate
 from gateway.transport.node_client import node_address
 
@@ -37,6 +39,8 @@ class Options:
     allow_anonymous: bool = False
     state_dir: Path | None = None
     """Folder of the state files; by default systemd's, else the user's."""
+    store_dir: Path | None = None
+    """Folder of the store, where the settings name none; by default that of the state files."""
     restart_command: tuple[str, ...] = ()
     """The command that starts a successor; empty: no handover is possible."""
 
@@ -204,13 +208,24 @@ def properties_file(options: Options) -> Path:
     return _state_file(options, "seen")
 
 
+def store_location(options: Options, settings: Settings) -> StoreLocation | None:
+    """Where the store is; None: the settings have switched it off."""
+    url = settings.store.url
+    if url == STORE_OFF:
+        return None
+    return locate_store(url, options.store_dir or options.state_dir or state_folder())
+
+
+def state_folder() -> Path:
+    """The folder for what is kept over a restart: systemd's, else the user's."""
+    if systemd := os.environ.get("STATE_DIRECTORY", "").partition(":")[0]:
+        return Path(systemd)
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "llama-gateway"
+
+
 def _state_file(options: Options, name: str) -> Path:
-    folder = options.state_dir
-    if folder is None and (systemd := os.environ.get("STATE_DIRECTORY", "").partition(":")[0]):
-        folder = Path(systemd)
-    if folder is None:
-        base = os.environ.get("XDG_STATE_HOME")
-        folder = (Path(base) if base else Path.home() / ".local" / "state") / "llama-gateway"
+    folder = options.state_dir or state_folder()
     inventory_id = hashlib.sha256(str(options.inventory_file.absolute()).encode()).hexdigest()[:12]
     return folder / f"{name}-{inventory_id}.json"
 

@@ -40,6 +40,7 @@ from gateway.config.routing import (
     find_alias_loop,
 )
 from gateway.config.scheduling import ClassRule, HybridSettings, QueueSettings
+from gateway.config.store import StoreSettings, masked_store_url
 from gateway.config.validation import find_duplicates, first_of_each_place, validate
 from gateway.config.yaml_file import (
     YamlDocument,
@@ -236,6 +237,9 @@ class Settings(ConfigModel):
     repairs: Annotated[
         RepairSettings, Field(description="What is repaired of llama.cpp's responses.")
     ] = RepairSettings()
+    store: Annotated[
+        StoreSettings, Field(description="Where keys, usage and the audit log are kept.")
+    ] = StoreSettings()
     logging: Annotated[LoggingSettings, Field(description="What is logged.")] = LoggingSettings()
     shutdown: Annotated[ShutdownSettings, Field(description="From SIGTERM to the end.")] = (
         ShutdownSettings()
@@ -278,10 +282,6 @@ class Settings(ConfigModel):
         return models
 
 
-# Keys that a later version brings, and that are no typing errors.
-RESERVED_KEYS = frozenset({"store"})
-
-
 RejectedFiles = Literal["nothing", "blank", "empty"]
 """Settings files without a setting that `load_settings` refuses: none, blank ones, empty ones."""
 
@@ -313,13 +313,7 @@ def load_settings(
             raise ConfigError([Problem(path, 0, "", "the file is empty", _EMPTY_REMEDY)])
         root = YamlEntry(mapping_of({}), root.line, root.key)
     problems = list(source.problems)
-    if isinstance(root.tree, YamlMapping):
-        problems += [
-            Problem(path, entry.line, key, "not supported by this version yet", "remove it")
-            for key, entry in root.tree.entries.items()
-            if key in RESERVED_KEYS
-        ]
-    else:
+    if not isinstance(root.tree, YamlMapping):
         remedy = "write keys with values, such as queue: {max: 100}"
         problems.append(Problem(path, root.line, "", "must be a mapping", remedy))
     settings, wrongs = validate(Settings, source, root, env)
@@ -353,6 +347,7 @@ RESTART_KEYS = (
     "limits.header_bytes",
     "limits.header_timeout",
     "limits.send_timeout",
+    "store",
 )
 
 
@@ -381,11 +376,13 @@ MASK = "********"
 
 
 def masked_settings(settings: Settings) -> dict[str, Any]:
-    """Return the settings as JSON values, with the hashes of keys masked.
+    """Return the settings as JSON values, with the hashes of keys and the store's password masked.
 
     Paths of key files stay: they are no secrets.
     """
     shown = settings.model_dump(mode="json", by_alias=True)
     for key in (*shown["keys"], *shown["admin"]["keys"]):
         key["sha256"] = MASK
+    if shown["store"]["url"] is not None:
+        shown["store"]["url"] = masked_store_url(shown["store"]["url"])
     return shown

@@ -348,6 +348,14 @@ STATUS_FIELDS: Mapping[str, tuple[str, str]] = {
             "`admin.tls`"
         ),
     ),
+    "audit_lost": (
+        "integer",
+        "changes that were logged and could not be kept",
+    ),
+    "store": (
+        "object",
+        "`state`, the reason and the remedy, [the store](../operations.md#the-store)",
+    ),
     "keys_lost": (
         "string?",
         "why the public listener answers 401 to everybody: a reload took the last API key away",

@@ -28,6 +28,7 @@ from gateway.proxy.in_flight import InFlightRegistry
 from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
+from gateway.store.store import Store
 from gateway.transport.certificates import ListenerCertificates
 from gateway.web.admin.app import admin_app
 from gateway.web.admin.certificates import CertificateStatus
@@ -71,6 +72,7 @@ class BareGateway:
     settings_error: str | None = None
     keys_lost: str | None = None
     certificates: CertificateStatus = field(default_factory=lambda: ListenerCertificates({}))
+    store: Store | None = None
     ended: list[RequestFinished] = field(default_factory=list)
 
     @property

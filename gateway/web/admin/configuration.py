@@ -15,6 +15,7 @@ from gateway.config.settings import Settings, masked_settings
 from gateway.errors import GatewayError
 from gateway.events import InventoryChanged, SettingsChanged
 from gateway.proxy.api.base import openai_error
+from gateway.store.store import Store
 from gateway.web.admin.certificates import CertificateStatus
 from gateway.web.asgi import JsonResponse
 
@@ -49,6 +50,10 @@ class GatewayControl(Protocol):
     @property
     def inventory_error(self) -> str | None:
         """The problems of the inventory on disk, while an older one is in force."""
+
+    @property
+    def store(self) -> Store | None:
+        """The store; None: the settings have switched it off."""
 
     @property
     def settings_error(self) -> str | None:

@@ -13,10 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.fleet.fleet import Fleet
-from gateway.observe.metrics import Metrics, MetricsSnapshot, NodeSample
+from gateway.observe.audit import AuditTrail
+from gateway.observe.metrics import Metrics, MetricsSnapshot, NodeSample, StoreSample
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.request import Priority
 from gateway.scheduling.scheduler import Scheduler
+from gateway.store.store import Store
 from gateway.web.admin.configuration import GatewayControl
 from gateway.web.asgi import HealthEndpoints, JsonResponse
 
@@ -36,6 +38,7 @@ class StatusEndpoints:
     gateway: GatewayControl
     metrics: Metrics
     health: HealthEndpoints
+    audit: AuditTrail
 
     async def status(self, _: Request) -> Response:
         """The gateway on one page."""
@@ -67,6 +70,8 @@ class StatusEndpoints:
                     key: {"expires_at": _iso(expires), "days_left": round(days_until(expires), 2)}
                     for key, expires in gateway.certificates.expiry.items()
                 },
+                "store": store_json(gateway.store),
+                "audit_lost": self.audit.lost,
             }
         )
 
@@ -94,6 +99,11 @@ def _iso(seconds: float) -> str:
 def days_until(seconds: float) -> float:
     """Days until this time, in seconds since 1970; negative if it has passed."""
     return (seconds - datetime.now(UTC).timestamp()) / 86400
+
+
+def store_json(store: Store | None) -> dict[str, Any]:
+    """The state of the store, the reason and the remedy; without a store its state is `off`."""
+    return {"state": "off"} if store is None else store.status().as_json()
 
 
 def totals_json(metrics: Metrics) -> dict[str, Any]:
@@ -131,6 +141,8 @@ class MetricsSource:
     certificate_expiry: Callable[[], Mapping[str, float]] = dict
     """When the certificate of each listener with TLS expires, in seconds since 1970."""
 
+    store: Store | None = None
+
     def __call__(self) -> MetricsSnapshot:
         """The state now."""
         return MetricsSnapshot(
@@ -152,4 +164,11 @@ class MetricsSource:
             certificate_days_left={
                 key: days_until(expires) for key, expires in self.certificate_expiry().items()
             },
+            store=self._store_sample(),
         )
+
+    def _store_sample(self) -> StoreSample | None:
+        if self.store is None:
+            return None
+        status = self.store.status()
+        return StoreSample(up=status.up, waiting=status.waiting)
