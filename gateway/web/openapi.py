@@ -1,6 +1,6 @@
 """The OpenAPI document of both listeners, made from their route tables.
 
-`python -m gateway.web.openapi [FOLDER]` renews the tables of `docs/reference/http.md` from it.
+`gateway/web/http_reference.py` writes the tables of the HTTP reference from the same operations.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -525,7 +525,3 @@ def _merged(one: JsonSchema, other: JsonSchema) -> JsonSchema:
         "responses": {**other["responses"], **one["responses"]},
         "parameters": [*one.get("parameters", []), *other.get("parameters", [])],
     }
-
-
-def _main(arguments: list[str]) -> Any:
-    raise NotImplementedError
