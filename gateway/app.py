@@ -56,7 +56,7 @@ from gateway.startup import (
     store_location,
 )
 from gateway.store.failures import StoreError
-from gateway.store.store import Store
+from gateway.store.store import Store, log_store_change
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
 from gateway.transport.certificates import CertificateError
 from gateway.transport.node_client import open_node_client
@@ -147,7 +147,7 @@ class Gateway:
         )
         self._resolver = resolver or Resolver()
         location = store_location(options, settings)
-        self.store = None if location is None else Store(location)
+        self.store = None if location is None else Store(location, on_change=log_store_change)
         self.fleet = Fleet(
             connect=functools.partial(open_node_client, resolver=self._resolver),
             health=settings.health,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gateway import errors
 from gateway.events import AttemptEnded, EventBus, HookEnded, RequestFinished
-from gateway.observe.metrics import Metrics, MetricsSnapshot, NodeSample
+from gateway.observe.metrics import Metrics, MetricsSnapshot, NodeSample, StoreSample
 from gateway.web.http_reference import renewed, tables
 from gateway.web.openapi_parts import ERROR_HEADERS, ERRORS, REQUEST_HEADERS, RESPONSE_HEADERS
 from tests.fleet.build import a_spec
@@ -60,12 +60,13 @@ def metrics_made() -> dict[str, tuple[str, set[str]]]:
     """Each family of a page on which every family has a sample."""
     bus = EventBus()
     node = NodeSample("a", "ready", 2, 1, decode_tps=10.0, prefill_tps=100.0)
-    metrics = Metrics(
-        bus,
-        lambda: MetricsSnapshot(
-            [node], retry_budget=1.0, certificate_days_left={"listen.tls": 9.0}
-        ),
+    snapshot = MetricsSnapshot(
+        [node],
+        retry_budget=1.0,
+        certificate_days_left={"listen.tls": 9.0},
+        store=StoreSample(up=True, waiting=0),
     )
+    metrics = Metrics(bus, lambda: snapshot)
     bus.publish(RequestFinished("r1", "/v1/completions", tier="cpu"))
     bus.publish(AttemptEnded("r1", "a", "ok", 1.0))
     bus.publish(HookEnded("a", "start", "ok", 1.0, ""))
