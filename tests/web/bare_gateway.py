@@ -25,6 +25,7 @@ from gateway.observe.metrics import Metrics
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry
+from gateway.proxy.inbound.routes import routes_of
 from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
@@ -185,7 +186,13 @@ async def served(site: ASGIApp, handler: ProxyHandler) -> AsyncIterator[httpx.As
     listener = Listener(
         site,
         bind_socket("127.0.0.1", 0),
-        protocol=protocol_class(limits, handler.serve),
+        protocol=protocol_class(
+            limits,
+            handler.serve,
+            routes={
+                path.encode(): route for path, route in routes_of(handler.config.settings).items()
+            },
+        ),
         keep_alive=listen.keep_alive,
     )
     listener.open()
