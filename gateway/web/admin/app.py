@@ -186,7 +186,7 @@ def admin_app(
     endpoints = AdminEndpoints(
         pages=PlainPages(metrics, document),
         health=health,
-        status=StatusEndpoints(fleet, scheduler, registry, gateway, metrics, health),
+        status=StatusEndpoints(fleet, scheduler, registry, gateway, metrics, health, audit),
         nodes=NodeEndpoints(fleet, drain_deadlines),
         requests=RequestEndpoints(registry, scheduler),
         usage=UsageEndpoints(reporter, time.time),
