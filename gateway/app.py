@@ -188,7 +188,6 @@ class Gateway:
         self.key_ring = KeyRing(access=self._inherited.anonymous_access)
         self.key_ring.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
         self.limit_book = LimitBook(settings, clock=self.clock, learn_pending=self.bus.flush)
-        self.reporter = None if self.store is None else Reporter(self.store)
         self.ledger = self._make_ledger()
         self.meter = self._make_meter()
         self.limit_sync = self._make_limit_sync()
@@ -243,6 +242,11 @@ class Gateway:
     def closing(self) -> bool:
         """Whether the gateway is shutting down."""
         return self.handler.closing
+
+    @functools.cached_property
+    def reporter(self) -> Reporter | None:
+        """Reads reports from the ledger; None: there is no store."""
+        return None if self.store is None else Reporter(self.store)
 
     @property
     def keys_lost(self) -> str | None:
@@ -323,13 +327,8 @@ class Gateway:
             if self.store is not None and self.reporter is not None:
                 hours = NodeHoursRecorder(self.store, lambda: alive_nodes(self.fleet), time.time)
                 self._start_task(hours.run(), "record the hours of nodes")
-                retention = Retention(
-                    self.store,
-                    lambda: self.settings.store.retention,
-                    self.reporter.reading,
-                    time.time,
-                )
-                self._start_task(retention.run(), "sum up old usage")
+                kept = Retention(self.reporter, lambda: self.settings.store.retention, time.time)
+                self._start_task(kept.run(), "sum up old usage")
             open_listeners(self.public_listener, self.admin_listener)
             log.info(
                 "listening",

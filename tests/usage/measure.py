@@ -67,7 +67,7 @@ async def measure(url: str, folder: Path, rows: int) -> None:
     month = ReportQuery(("model", "day"), NOON - 14.5 * DAY, NOON + DAY / 2, key="key-7")
     await timed(store, "/v1/usage of one key (1/40 of 15 days)", partial(reporter.read, month))
     settings = RetentionSettings(days=0, rows=rows * 4 // 5)
-    retention = Retention(store, lambda: settings, reporter.reading, lambda: NOON)
+    retention = Retention(reporter, lambda: settings, lambda: NOON)
     gone = await timed(store, f"retention of {rows // 5} rows", retention.keep_within_limits)
     print(f"{gone} rows summed up")
     by_key = parse_query(NOON, by="key")
