@@ -254,13 +254,23 @@ class AdminClient:
         path = f"/admin/nodes/{quote(name, safe='')}/{action}"
         self._request("POST", path, {key: f"{value:g}" for key, value in parameters.items()})
 
-    def get(self, path: str, parameters: dict[str, str] | None = None) -> dict[str, Any]:
+    def get(
+        self,
+        path: str,
+        parameters: dict[str, str] | None = None,
+        timeout: float = REQUEST_TIMEOUT,
+    ) -> dict[str, Any]:
         """Return the JSON object at this path."""
-        return self._request("GET", path, parameters)
+        return _object(self._send("GET", path, parameters, timeout))
 
-    def get_text(self, path: str, parameters: dict[str, str] | None = None) -> str:
+    def get_text(
+        self,
+        path: str,
+        parameters: dict[str, str] | None = None,
+        timeout: float = REQUEST_TIMEOUT,
+    ) -> str:
         """Return the text at this path."""
-        return self._send("GET", path, parameters).text
+        return self._send("GET", path, parameters, timeout).text
 
     def _request(
         self, method: str, path: str, parameters: dict[str, str] | None = None
@@ -268,12 +278,16 @@ class AdminClient:
         return _object(self._send(method, path, parameters))
 
     def _send(
-        self, method: str, path: str, parameters: dict[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        parameters: dict[str, str] | None = None,
+        timeout: float = REQUEST_TIMEOUT,
     ) -> httpx.Response:
         import httpx
 
         try:
-            response = self._client.request(method, path, params=parameters)
+            response = self._client.request(method, path, params=parameters, timeout=timeout)
         except httpx.ConnectError as error:
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 raise CommandFailed(
