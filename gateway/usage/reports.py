@@ -34,8 +34,8 @@ DAY = 86400.0
 
 DEFAULT_SINCE = "30d"
 
-ROWS_PER_STEP = 20_000
-"""Some 30 ms of a SQLite file: longer than that no other job of the store waits for a report."""
+ROWS_PER_STEP = 10_000
+"""Some 35 ms of work: longer than that no other job of the store waits for a report."""
 
 MOST_GROUPS = 100_000
 """Groups that a report keeps in memory, some 50 MB."""
