@@ -18,11 +18,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway import __version__, errors
 from gateway.access.admin_keys import AdminKeys
 from gateway.access.exposure import is_loopback
+from gateway.access.keys import KeyRing
 from gateway.config.inventory import Inventory
 from gateway.config.listeners import LimitSettings
 from gateway.config.settings import Settings, changed_restart_keys
 from gateway.events import EventBus, SettingsChanged
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.node_prices import GpuCosts, alive_nodes
 from gateway.fleet.state_files import DrainedNodes, PropertiesStore
 from gateway.handover import (
     READY_TIMEOUT,
@@ -61,6 +63,15 @@ from gateway.system import SystemdNotifier, connection_limits, raise_open_file_l
 from gateway.transport.certificates import CertificateError
 from gateway.transport.node_client import open_node_client
 from gateway.transport.resolver import Resolver
+from gateway.usage.caller_usage import CallerUsage
+from gateway.usage.ledger import Ledger
+from gateway.usage.limit_sync import LimitSync
+from gateway.usage.limits import LimitBook
+from gateway.usage.meter import Meter
+from gateway.usage.node_hours import NodeHoursRecorder
+from gateway.usage.processes import ProcessIdentity
+from gateway.usage.reports import Reporter
+from gateway.usage.retention import Retention
 from gateway.web.admin.app import admin_app
 from gateway.web.admin.certificates import CertificateRenewal
 from gateway.web.admin.configuration import ReloadResult
@@ -174,13 +185,14 @@ class Gateway:
         self.forwarder = Forwarder(self.proxy_context)
         self.registry = InFlightRegistry()
         self._loopback = is_loopback(settings.listen.host)
+        self.key_ring = KeyRing(access=self._inherited.anonymous_access)
+        self.key_ring.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
+        self.limit_book = LimitBook(settings, clock=self.clock, learn_pending=self.bus.flush)
+        self.ledger = self._make_ledger()
+        self.meter = self._make_meter()
+        self.limit_sync = self._make_limit_sync()
         self.handler = ProxyHandler(
-            HandlerConfig.of(
-                settings,
-                loopback=self._loopback,
-                keyed_hash=self._keyed_hash,
-                previous_access=self._inherited.anonymous_access,
-            ),
+            self._handler_config(settings),
             forwarder=self.forwarder,
             queue=self.scheduler,
             catalog=self.fleet.model_index,
@@ -188,6 +200,7 @@ class Gateway:
             bus=self.bus,
             clock=self.clock,
             time_slicer=self.proxy_context.time_slicer,
+            meter=self.meter,
             progress_seconds=timings.progress,
         )
         self.metrics = Metrics(
@@ -230,10 +243,15 @@ class Gateway:
         """Whether the gateway is shutting down."""
         return self.handler.closing
 
+    @functools.cached_property
+    def reporter(self) -> Reporter | None:
+        """Reads reports from the ledger; None: there is no store."""
+        return None if self.store is None else Reporter(self.store)
+
     @property
     def keys_lost(self) -> str | None:
         """Why every request is refused, with the remedy; None: they are not."""
-        return KEYS_LOST if self.handler.config.anonymous_access.locked else None
+        return KEYS_LOST if self.key_ring.access.locked and self.key_ring.is_complete else None
 
     @property
     def inventory_error(self) -> str | None:
@@ -244,6 +262,35 @@ class Gateway:
     def settings_error(self) -> str | None:
         """The problems of the settings on disk, while older ones are in force."""
         return self._files.settings_error
+
+    def _make_ledger(self) -> Ledger | None:
+        if self.store is None:
+            return None
+        return Ledger(
+            self.store,
+            ProcessIdentity.of_this_process(time.time()),
+            now=time.time,
+            clock=self.clock,
+            open_requests=lambda before: self.meter.open_requests(before),
+        )
+
+    def _make_meter(self) -> Meter:
+        ledger = self.ledger
+        if ledger is None:
+            return Meter(self.limit_book, self.bus)
+        return Meter(
+            self.limit_book,
+            self.bus,
+            process=ledger.own.id,
+            add_row=ledger.add,
+            tokens_so_far=self.registry.tokens_so_far,
+            gpu_cost=GpuCosts(self.fleet, self.clock).of,
+        )
+
+    def _make_limit_sync(self) -> LimitSync | None:
+        if self.store is None or self.ledger is None:
+            return None
+        return LimitSync(self.limit_book, self.store, self.ledger.own.id, clock=self.clock)
 
     # Start, shutdown and handover.
 
@@ -269,6 +316,19 @@ class Gateway:
                     )
             if self.store is not None:
                 await self.store.wait_opened(self.timings.store)
+            if self.ledger is not None:
+                await self.ledger.start(self.timings.store)
+                self._start_task(self.ledger.run(), "write the ledger")
+            if self.limit_sync is not None:
+                # Before anything is admitted: a predecessor may have used up what is left.
+                self.limit_book.prepare(self.key_ring.callers())
+                await self.limit_sync.start(self.timings.store)
+                self._start_task(self.limit_sync.run(), "follow the use of other processes")
+            if self.store is not None and self.reporter is not None:
+                hours = NodeHoursRecorder(self.store, lambda: alive_nodes(self.fleet), time.time)
+                self._start_task(hours.run(), "record the hours of nodes")
+                kept = Retention(self.reporter, lambda: self.settings.store.retention, time.time)
+                self._start_task(kept.run(), "sum up old usage")
             open_listeners(self.public_listener, self.admin_listener)
             log.info(
                 "listening",
@@ -317,7 +377,7 @@ class Gateway:
                     from_systemd=self._inherited.from_systemd,
                     hash_key=self._keyed_hash.key,
                     extra_environment=successor_environment(
-                        self.handler.config.anonymous_access,
+                        self.key_ring.access,
                         self.options.settings_file,
                         customised=not self._files.has_defaults,
                         had_admin_keys=self.admin_keys.needed,
@@ -397,6 +457,8 @@ class Gateway:
         self._resolver.close()
         self.fleet.properties_store.save()
         self.bus.flush()
+        if self.ledger is not None:
+            await self.ledger.close(self.timings.store)
         with contextlib.suppress(StoreError, TimeoutError):
             await asyncio.wait_for(self.audit.flush(), self.timings.store)
         if self.store is not None and not await self.store.aclose(self.timings.store):
@@ -449,6 +511,7 @@ class Gateway:
             drain_deadlines=self.drain_deadlines,
             gateway=self,
             audit=self.audit,
+            reporter=self.reporter,
             document=self._openapi_document,
             host=admin.host,
             keys=self.admin_keys,
@@ -482,8 +545,17 @@ class Gateway:
         routes = routes_of(self.settings)
         self._routes.clear()
         self._routes.update((path.encode(), route) for path, route in routes.items())
-        site = public_app(self.handler, self.fleet, created=self._created)
+        usage = CallerUsage(self.limit_book, self.reporter, time.time, self.clock)
+        site = public_app(self.handler, self.fleet, usage, created=self._created)
         return site if self.settings.cors is None else with_cors(site, self.settings.cors)
+
+    def _handler_config(self, settings: Settings) -> HandlerConfig:
+        return HandlerConfig.of(
+            settings,
+            loopback=self._loopback,
+            keyed_hash=self._keyed_hash,
+            key_ring=self.key_ring,
+        )
 
     # Reload.
 
@@ -508,16 +580,11 @@ class Gateway:
         self.scheduler.configure(settings)
         self.autoscaler.configure(settings)
         self.fleet.configure(settings.health, settings.timeouts)
-        before = self.handler.config.anonymous_access
-        self.handler.configure(
-            HandlerConfig.of(
-                settings,
-                loopback=self._loopback,
-                keyed_hash=self._keyed_hash,
-                previous_access=before,
-            )
-        )
-        if self.keys_lost is not None and not before.locked:
+        was_locked = self.keys_lost is not None
+        self.key_ring.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
+        self.limit_book.configure(settings)
+        self.handler.configure(self._handler_config(settings))
+        if self.keys_lost is not None and not was_locked:
             log.warning("locked", why=self.keys_lost)
         self.event_log.configure(access_log=settings.logging.access)
         self._logs.configure(settings.logging.level)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, get_args
+from typing import Annotated, get_args
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
+from gateway.config.cache_privacy import CacheSpec
 from gateway.config.fields import (
     ByteCount,
     ConfigModel,
@@ -18,14 +19,15 @@ from gateway.config.fields import (
     Network,
     NonEmptyText,
     Port,
+    PriorityName,
     Seconds,
     SecondsOrZero,
+    Timestamp,
     TypeLabel,
     as_list,
     validation_error,
 )
-
-PriorityName = Literal["urgent", "premium", "normal", "batch"]
+from gateway.config.usage_limits import GroupName, LimitSpec
 
 _CLASSES = get_args(PriorityName)
 
@@ -189,6 +191,31 @@ class KeySpec(ConfigModel):
         ),
         TypeLabel("true or false"),
     ] = False
+    group: Annotated[
+        GroupName | None,
+        Field(description="Group of keys that it belongs to; `groups` has the group's limits."),
+    ] = None
+    limits: Annotated[
+        LimitSpec | None,
+        Field(description="Limits of this key, beside those of its group and `limits.total`."),
+    ] = None
+    user_limits: Annotated[
+        LimitSpec | None,
+        Field(
+            description=(
+                "Limits of each end user that it names (`trust_user_headers`). Unset: its group's."
+            )
+        ),
+    ] = None
+    expires: Annotated[
+        Timestamp | None,
+        Field(description="Until when it works. Unset: until it is removed."),
+    ] = None
+
+    cache: Annotated[
+        CacheSpec | None,
+        Field(description="Prompt caches and privacy, where they differ from its group's."),
+    ] = None
 
     @field_validator("max_class")
     @classmethod
@@ -258,6 +285,10 @@ class CorsSpec(ConfigModel):
 class LimitSettings(ConfigModel):
     """Limits of requests, responses, connections and memory."""
 
+    total: Annotated[
+        LimitSpec | None,
+        Field(description="Limits on the use by all callers together, those without a key too."),
+    ] = None
     body_bytes: Annotated[
         ByteCount, Field(description="Largest request body; a larger one gets 413.")
     ] = 64 * MIB

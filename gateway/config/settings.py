@@ -7,15 +7,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from gateway.config.admin import AdminSettings
 from gateway.config.autoscaling import ElasticSettings
+from gateway.config.cache_privacy import CacheSpec
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import (
     ConfigModel,
     Lowercased,
     NonEmptyText,
+    PriorityName,
     SecondsOrOff,
     SecondsOrZero,
     TypeLabel,
@@ -27,7 +29,6 @@ from gateway.config.listeners import (
     KeySpec,
     LimitSettings,
     ListenSettings,
-    PriorityName,
 )
 from gateway.config.prompts import PromptSettings
 from gateway.config.routing import (
@@ -41,6 +42,7 @@ from gateway.config.routing import (
 )
 from gateway.config.scheduling import ClassRule, HybridSettings, QueueSettings
 from gateway.config.store import StoreSettings, masked_store_url
+from gateway.config.usage_limits import GroupName, GroupSpec
 from gateway.config.validation import find_duplicates, first_of_each_place, validate
 from gateway.config.yaml_file import (
     YamlDocument,
@@ -120,6 +122,11 @@ class Settings(ConfigModel):
         ),
         TypeLabel("list"),
     ] = ()
+    groups: Annotated[
+        Mapping[GroupName, Annotated[GroupSpec, BeforeValidator(_empty_rule)]],
+        Field(description="Groups of keys, by name: what their keys may use together."),
+        TypeLabel("mapping of groups"),
+    ] = {}
     allow_anonymous: Annotated[
         bool,
         Field(
@@ -174,6 +181,14 @@ class Settings(ConfigModel):
     identity: Annotated[
         IdentitySettings, Field(description="Headers that name end users and conversations.")
     ] = IdentitySettings()
+    cache: Annotated[
+        CacheSpec,
+        Field(
+            description=(
+                "Prompt caches and privacy: for all whose key and group don't say otherwise."
+            )
+        ),
+    ] = CacheSpec()
     prompts: Annotated[
         PromptSettings, Field(description="Lines of prompts that change with each request.")
     ] = PromptSettings()
@@ -256,6 +271,20 @@ class Settings(ConfigModel):
                 )
             seen.add(key.id)
         return keys
+
+    @field_validator("groups")
+    @classmethod
+    def _covers_the_keys(
+        cls, groups: Mapping[str, GroupSpec], info: ValidationInfo
+    ) -> Mapping[str, GroupSpec]:
+        """A slip in a group's name must not free its keys of the group's limits."""
+        for key in info.data.get("keys", ()):
+            if groups and key.group is not None and key.group not in groups:
+                raise validation_error(
+                    f"the key {key.id} is of the group '{key.group}', which is not here",
+                    f"add `{key.group}: {{}}`, or correct the key's group",
+                )
+        return groups
 
     @field_validator("classes")
     @classmethod

@@ -62,6 +62,8 @@ class UpstreamRequest:
     """Called with all events of a stream that pass, in case it must be resumed."""
     splice_point: SplicePoint | None = None
     """Where this attempt resumes the stream of an earlier one."""
+    filters_prefill_only: bool = False
+    """Whether nothing is left to take out once the first content has come."""
 
 
 class Attempt:
@@ -78,6 +80,7 @@ class Attempt:
         "_leases",
         "_on_fail",
         "_on_output",
+        "_opening_events",
         "_reported_content_at",
         "_sent",
         "_settings",
@@ -135,6 +138,8 @@ class Attempt:
         self._framer: EventFramer | None = None
         self._dropped_events = 0
         """Whole events that the filter took out."""
+        self._opening_events = 0
+        """Events before the first one with content."""
         self.stream_ended = False
         """Whether the stream's terminal event has passed."""
         self._held: bytes | None = None
@@ -198,6 +203,11 @@ class Attempt:
         return self._framer.event_count - self._dropped_events if self._framer is not None else 0
 
     @property
+    def content_events(self) -> int:
+        """Events that have passed, from the first one with content on: about one for each token."""
+        return 0 if self.last_content_at is None else self.event_count - self._opening_events
+
+    @property
     def ends_mid_event(self) -> bool:
         """Whether the stream ended within an event."""
         return self._framer is not None and self._framer.has_partial
@@ -254,6 +264,8 @@ class Attempt:
                 ceiling=limits.response_bytes,
             )
             self.content = await self._read_first_content(most)
+            if upstream.filters_prefill_only:
+                self._event_filter = None
         elif connection.complete:
             self.content = connection.read_nowait()
         else:
@@ -397,6 +409,7 @@ class Attempt:
             for event in sse.split(passed):
                 kind = self.api.classify_event(event)
                 if kind is StreamEventKind.NO_CONTENT:
+                    self._opening_events += 1
                     continue
                 if kind is StreamEventKind.ERROR:
                     return self._error_instead(sse.payload(event))

@@ -16,6 +16,7 @@ from gateway.errors import ClientClosed, GatewayError
 from gateway.events import EventBus, RequestFinished
 from gateway.lease import LeaseRequest
 from gateway.proxy.api.base import ResponseRewriter
+from gateway.proxy.cache_figures import CacheFigureHider
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest, SupersedingMap
 from gateway.proxy.inbound import multipart
@@ -33,6 +34,8 @@ from gateway.proxy.prefill_progress import PrefillProgress
 from gateway.proxy.response_stream import JSON_HEADER_LINE, BodyStream, ProxyResponse
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import UpstreamError
+from gateway.usage.accounts import Accounts
+from gateway.usage.meter import Meter, MeteredRequest
 from gateway.web import response_heads
 from gateway.web.body import (
     BYTE_ORDER_MARK,
@@ -54,6 +57,7 @@ from gateway.web.response_heads import (
     error_headers,
     gateway_header_lines,
     progress_comment,
+    rate_limit_lines,
     stream_header_lines,
     with_content_type,
 )
@@ -84,6 +88,7 @@ class ProxyHandler:
     clock: Callable[[], float]
     time_slicer: TimeSlicer
     """Prepares large bodies in short steps."""
+    meter: Meter
     progress_seconds: float = PROGRESS_SECONDS
     closing: bool = False
     """The gateway is shutting down; `/ready` says so."""
@@ -92,7 +97,7 @@ class ProxyHandler:
     body_memory: BodyMemory = field(default_factory=BodyMemory)
     latest_edits: SupersedingMap[InFlightRequest] = field(default_factory=SupersedingMap)
     """Completions that editors wait for; a newer one of the same session ends the older."""
-    _id_prefix: str = field(default_factory=lambda: f"req_{secrets.token_hex(4)}")
+    _id_prefix: str = field(default_factory=lambda: f"req_{secrets.token_hex(8)}")
     _id_numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def serve(self, route: Route, exchange: HttpExchange) -> Awaitable[None]:
@@ -100,7 +105,7 @@ class ProxyHandler:
         return _HandledRequest(self, route, exchange).serve()
 
     def next_id(self) -> str:
-        """An id that is unique in this process."""
+        """An id that is unique, in all processes and for ever: the ledger knows the request by it."""
         return f"{self._id_prefix}{next(self._id_numbers):x}"
 
     def configure(self, config: HandlerConfig) -> None:
@@ -120,9 +125,9 @@ class _HandledRequest:
     """One request and its response."""
 
     __slots__ = (
-        "_allocation", "_body_size", "_config", "_edit_session", "_exchange", "_handler",
-        "_heartbeat", "_in_flight", "_last_sent_at", "_may_name_nodes", "_node_route", "_response",
-        "_rewriter", "_route", "received_at", "record", "request_id",
+        "_accounts", "_allocation", "_body_size", "_config", "_edit_session", "_exchange",
+        "_handler", "_heartbeat", "_in_flight", "_last_sent_at", "_may_name_nodes", "_metered",
+        "_node_route", "_response", "_rewriter", "_route", "received_at", "record", "request_id",
     )  # fmt: skip
 
     def __init__(self, handler: ProxyHandler, route: Route, exchange: HttpExchange) -> None:
@@ -134,6 +139,10 @@ class _HandledRequest:
         self._rewriter: ResponseRewriter | None = None
         self._exchange = exchange
         self._config = handler.config
+        self._accounts: Accounts | None = None
+        """Those on which it counts; None: the caller is not known yet."""
+        self._metered: MeteredRequest | None = None
+        """None: it was not admitted."""
         self._in_flight: InFlightRequest | None = None
         self._edit_session: str | None = None
         """The editor's session, if a newer request of it supersedes this one."""
@@ -168,7 +177,9 @@ class _HandledRequest:
                 )
                 allocation.set_evict(self._evict)
             api = self._route.api
-            if api.translates and api.needs_translation(self._route.path, body, settings):
+            if api.translates and api.needs_translation(
+                self._route.path, body, settings, prompt_cache=context.cache.prompt_cache
+            ):
                 body = await self._translate(context, body)
                 if body is None:
                     return
@@ -176,8 +187,15 @@ class _HandledRequest:
                 request = self._prepare(context, body)
             else:
                 request = await self._prepare_in_slices(context, body)
+            prompt_list = request.prompt_list
+            self._metered = handler.meter.admit(
+                context.accounts,
+                request.lease_request,
+                record,
+                1 if prompt_list is None else len(prompt_list.prompts),
+            )
             shows_progress = context.wants_progress and request.stream and api.has_comments
-            progress = PrefillProgress() if shows_progress else None
+            progress = PrefillProgress(hidden=context.cache.hide) if shows_progress else None
             in_flight = InFlightRequest(request, record, prefill_progress=progress)
             self._in_flight = in_flight
             handler.registry.add(in_flight)
@@ -188,6 +206,8 @@ class _HandledRequest:
             node = self._response.node
             if api.rewrites_responses and self._rewriter is None and node is not None:
                 self._rewriter = api.response_rewriter(request, node, settings)
+            if context.cache.hide and self._node_route.takes_slot:
+                self._rewriter = CacheFigureHider(self._rewriter)
             if self._response.body_stream is None:
                 self._send_whole(self._response)
             else:
@@ -223,14 +243,15 @@ class _HandledRequest:
                 config.settings,
                 config.key_ring,
                 config.identity_headers,
+                self._handler.meter.book,
                 loopback=config.loopback,
-                locked=config.anonymous_access.locked,
             )
             if config.origin_policy is not None and context.caller.anonymous:
                 config.origin_policy.check(exchange.headers, exchange.local_address, is_post=True)
             exchange.context_cache.store(exchange.headers, config, context)
         self.record.identify(context.caller.id)
         self._may_name_nodes = context.may_name_nodes
+        self._accounts = context.accounts
         if self._handler.rejecting:
             raise errors.shutting_down()
         return context
@@ -241,7 +262,9 @@ class _HandledRequest:
         if route.path not in routes_of(self._config.settings):
             raise errors.not_found(route.path, None)  # It was, when the connection began.
         index, memory = handler.catalog, handler.body_memory
-        work = route.api.translate(body, lambda name: rules.model_aliases.knows(name, index))
+        api = route.api
+        translate = api.translate if context.cache.prompt_cache else api.translate_uncached
+        work = translate(body, lambda name: rules.model_aliases.knows(name, index))
         # The new body may have ten times the bytes, which must count.
         if len(body) >= SMALL_BODY_BYTES or is_slow_to_parse(body):
             await ensure_task()
@@ -260,8 +283,9 @@ class _HandledRequest:
         if translation.reply is None:
             return translation.body
         request = self._prepare(context, translation.body)
-        if not any(map(index.serves, request.lease_request.model_names)):
-            raise index.not_found_error(request.lease_request.model)
+        wanted, labels = request.lease_request, context.cache.node_labels
+        if not any(index.serves(name, labels) for name in wanted.model_names):
+            raise index.not_found_error(wanted.model, labels)
         self._exchange.respond(200, JSON_HEADER_LINE + self._header_lines(), translation.reply)
         return None
 
@@ -285,6 +309,7 @@ class _HandledRequest:
                     self._node_route,
                     rules,
                     partial(self._prepare, context),
+                    context.cache.scope_of(self.request_id),
                 )
             )
         finally:
@@ -333,6 +358,8 @@ class _HandledRequest:
             context.fairness_key,
             context.session,
             has_timer,
+            context.cache,
+            context.accounts.completion_tokens,
         )
         catalog = self._handler.catalog
         request = prepare_request(incoming, parsed, priority, self._config.rules, catalog)
@@ -480,7 +507,10 @@ class _HandledRequest:
             handler.registry.remove(self._in_flight)
             if self._edit_session is not None:
                 handler.latest_edits.discard(self._edit_session, self._in_flight)
-        handler.bus.publish_deferred(self.record.finish(handler.clock() - self.received_at))
+        record = self.record.finish(handler.clock() - self.received_at)
+        if self._metered is not None:
+            handler.meter.ended(self._metered, record)
+        handler.bus.publish_deferred(record)
 
     def _header_lines(self, *, early: bool = False) -> bytes:
         """The gateway's own header lines; `early`: before the outcome is known."""
@@ -491,6 +521,9 @@ class _HandledRequest:
             lines = gateway_header_lines(
                 self.record, anthropic=anthropic, name_node=self._may_name_nodes
             )
+        if self._accounts is not None and self._accounts.has_rates:
+            limits = self._handler.meter.book.rate_limits(self._accounts)
+            lines += rate_limit_lines(*limits, anthropic=anthropic)
         cors = self._config.settings.cors
         if cors is None:
             return lines

@@ -15,10 +15,12 @@ from gateway.web.openapi import Operation, operations
 from gateway.web.openapi_parts import (
     ADMIN_ERRORS,
     AUDIT_FIELDS,
+    CALLER_USAGE_FIELDS,
     ERRORS,
     NODE_FIELDS,
     REQUEST_FIELDS,
     STATUS_FIELDS,
+    USAGE_FIELDS,
 )
 
 PAGE = Path("docs/reference/http.md")
@@ -64,6 +66,8 @@ def tables() -> dict[str, str]:
         "node": _fields(NODE_FIELDS),
         "request": _fields(REQUEST_FIELDS),
         "audit": _fields(AUDIT_FIELDS),
+        "usage": _fields(USAGE_FIELDS),
+        "caller usage": _fields(CALLER_USAGE_FIELDS),
     }
 
 

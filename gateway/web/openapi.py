@@ -22,6 +22,7 @@ from gateway.web.admin.app import ADMIN_ROUTES, AdminRoute
 from gateway.web.openapi_parts import (
     ADMIN_ERRORS,
     AUDIT_FIELDS,
+    CALLER_USAGE_FIELDS,
     ERROR_HEADERS,
     ERRORS,
     NODE_FIELDS,
@@ -30,6 +31,7 @@ from gateway.web.openapi_parts import (
     RESPONSE_HEADERS,
     STATUS_FIELDS,
     STATUS_HEADERS,
+    USAGE_FIELDS,
     ErrorRow,
     JsonSchema,
     error_schemas,
@@ -113,6 +115,9 @@ _SUMMARIES = {
     "/props": (
         "context size and slots, for clients that ask a llama.cpp server; no path, no template"
     ),
+    "/v1/usage": (
+        "the caller's own figures of today and this month, its limits, and what is left of them"
+    ),
     "/health": "200 while the process lives",
     "/ready": "200 while some node can take or queue work, else 503",
 }
@@ -151,6 +156,8 @@ _RESPONSES: dict[str, JsonSchema] = {
         },
         "required": ["default_generation_settings", "total_slots", "modalities"],
     },
+    "/v1/usage": {"$ref": "#/components/schemas/CallerUsage"},
+    "/admin/usage": {"$ref": "#/components/schemas/Usage"},
     "/health": {"type": "object", "properties": {"status": {"const": "ok"}}},
     "/ready": {"type": "object", "properties": {"status": {"const": "ready"}}},
     "/admin/status": {"$ref": "#/components/schemas/Status"},
@@ -184,6 +191,22 @@ _RESPONSES: dict[str, JsonSchema] = {
 
 _QUERY: dict[str, dict[str, tuple[JsonSchema, str]]] = {
     "/props": {"model": ({"type": "string"}, "The model; unset: `default_model`, else all.")},
+    "/v1/usage": {
+        "user": ({"type": "string"}, "One of the end users of a key with `trust_user_headers`.")
+    },
+    "/admin/usage": {
+        "by": (
+            {"type": "string"},
+            "`key`, `group`, `user`, `model`, `class`, `day` or `tier`; two of them with a comma.",
+        ),
+        "since": (
+            {"type": "string"},
+            "A date, a time of RFC 3339, or how long ago; `30d` by default.",
+        ),
+        "until": ({"type": "string"}, "Likewise; a date includes its day."),
+        "limit": ({"type": "integer", "minimum": 1, "maximum": 10000}, "Most rows."),
+        "format": ({"type": "string", "enum": ["json", "csv"]}, "`json` (default) or `csv`."),
+    },
     "/admin/nodes/{name}/drain": {
         "deadline": (
             {"type": "number", "minimum": 0, "maximum": 604800},
@@ -206,7 +229,7 @@ _QUERY: dict[str, dict[str, tuple[JsonSchema, str]]] = {
 
 _NOT_FOUND = frozenset({"/admin/nodes/{name}", "/admin/requests/{id}"})
 
-_STATUSES = {"/ready": {503}, "/admin/reload": {422}, "/admin/audit": {503}}
+_STATUSES = {"/ready": {503}, "/admin/reload": {422}, "/admin/audit": {503}, "/admin/usage": {503}}
 
 
 def operations(settings: Settings) -> Iterator[Operation]:
@@ -384,6 +407,8 @@ def openapi_document(
                 "Status": fields_schema(STATUS_FIELDS),
                 "Request": fields_schema(REQUEST_FIELDS),
                 "AuditEntry": fields_schema(AUDIT_FIELDS),
+                "CallerUsage": fields_schema(CALLER_USAGE_FIELDS),
+                "Usage": fields_schema(USAGE_FIELDS),
                 **settings_schemas(),
             },
         },

@@ -402,6 +402,35 @@ AUDIT_FIELDS: Mapping[str, tuple[str, str]] = {
 }
 
 
+CALLER_USAGE_FIELDS: Mapping[str, tuple[str, str]] = {
+    "object": ("string", "`usage`"),
+    "key": ("string", "the key's id, or `anonymous:` and the address of a caller without one"),
+    "name": ("string", "of the key"),
+    "group": ("string?", "of the key"),
+    "user": ("string?", "the end user whose figures these are; null: all of the key's"),
+    "as_of": ("string?", "when the figures were read; null: they are not known, see `reason`"),
+    "today": ("object?", "requests, failures, tokens and cost of this day (UTC)"),
+    "month": ("object?", "likewise of this month, also by model (`models`)"),
+    "reason": ("string?", "why there are no figures"),
+    "limits": ("array", "each limit, what is used of it, reserved by running requests, and left"),
+    "max_class": ("string", "highest class of the requests"),
+    "models_allowed": ("array?", "the models that may be used; null: all"),
+    "largest_prompt_tokens": ("integer?", "of one request"),
+    "largest_completion_tokens": ("integer?", "of one answer"),
+}
+
+USAGE_FIELDS: Mapping[str, tuple[str, str]] = {
+    "since": ("string", "requests that ended from then on"),
+    "until": ("string", "and before then"),
+    "by": ("array", "the dimensions"),
+    "rows": ("array", "each with its dimensions and sums, the dearest first, days in order"),
+    "rows_found": ("integer", "rows that there are; `limit` may leave some out"),
+    "total": ("object", "the sums of all"),
+    "money": ("object", "what requests and machines cost, by tier and in all"),
+    "notes": ("array", "what is counted otherwise than asked"),
+}
+
+
 def fields_schema(fields: Mapping[str, tuple[str, str]]) -> JsonSchema:
     """The schema of an object with all of these fields."""
     properties = {}

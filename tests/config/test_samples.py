@@ -75,6 +75,7 @@ def test_the_examples_in_the_sample_settings_work(tmp_path: Path) -> None:
     shown = settings.model_copy(
         update={
             "keys": (),
+            "groups": {},
             "models": {},
             "classes": {},
             "cors": None,
@@ -83,6 +84,7 @@ def test_the_examples_in_the_sample_settings_work(tmp_path: Path) -> None:
             "hybrid": settings.hybrid.model_copy(update={"spill": None}),
             "store": StoreSettings(),
             "elastic": settings.elastic.model_copy(update={"max": None}),
+            "limits": settings.limits.model_copy(update={"total": None}),
         }
     )
     assert shown == Settings(), "a sample shows another value than the default"

@@ -81,6 +81,7 @@ class Fault:
         None  # None: all that need a slot; "control": all others; "*", or an exact path
     )
     reused: bool = False  # only for later requests of a connection
+    tag: str | None = None  # only for requests with this `x-tag`
     after_events: int | None = None
     seconds: float | None = None
     size: int | None = None  # bytes
@@ -102,8 +103,8 @@ class Fault:
         if self.kind == "status" and self.status is None:
             raise ValueError("a fault 'status' needs a status")
 
-    def applies_to(self, path: str, *, control: bool, reused: bool) -> bool:
-        if self.reused and not reused:
+    def applies_to(self, path: str, *, control: bool, reused: bool, tag: str | None) -> bool:
+        if (self.reused and not reused) or self.tag not in {None, tag}:
             return False
         if self.path is None:
             return not control
@@ -150,6 +151,10 @@ class FaultPlan:
         """Applies a fault to every request that matches, until `clear()`."""
         self.standing.append(read_fault(kind, **options))
 
+    def share_next(self, other: FaultPlan) -> None:
+        """From now on `next` of either applies to whichever node the request comes to."""
+        self.upcoming = other.upcoming
+
     def clear(self) -> None:
         """Removes all faults and releases hanging responses."""
         self.standing.clear()
@@ -161,18 +166,24 @@ class FaultPlan:
         self._released.set()
         self._released = asyncio.Event()
 
-    def take(self, path: str, *, control: bool, reused: bool) -> Fault | None:
-        fault = self._find(path, control=control, reused=reused)
+    def take(
+        self, path: str, *, control: bool, reused: bool, tag: str | None = None
+    ) -> Fault | None:
+        fault = self._find(path, control=control, reused=reused, tag=tag)
         if fault is not None:
             self.fired += 1
         return fault
 
-    def _find(self, path: str, *, control: bool, reused: bool) -> Fault | None:
+    def _find(self, path: str, *, control: bool, reused: bool, tag: str | None) -> Fault | None:
         for i, fault in enumerate(self.upcoming):
-            if fault.applies_to(path, control=control, reused=reused):
+            if fault.applies_to(path, control=control, reused=reused, tag=tag):
                 del self.upcoming[i]
                 return fault
-        hits = (f for f in self.standing if f.applies_to(path, control=control, reused=reused))
+        hits = (
+            fault
+            for fault in self.standing
+            if fault.applies_to(path, control=control, reused=reused, tag=tag)
+        )
         return next(hits, None)
 
     async def hang(self, seconds: float | None) -> None:

@@ -95,6 +95,7 @@ async def test_a_job_whose_caller_has_given_up_before_it_began_is_never_done(
             cancelled = asyncio.create_task(store.run(add("cancelled")))
             await asyncio.sleep(0)
             cancelled.cancel()
+            await asyncio.wait([cancelled])
         finally:
             go_on.set()
         await blocked

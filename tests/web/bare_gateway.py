@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import httpx
 from starlette.types import ASGIApp
 
 from gateway.access.admin_keys import AdminKeys
+from gateway.access.keys import KeyRing
 from gateway.config.inventory import NodeSpec
 from gateway.config.settings import Settings
 from gateway.events import EventBus, RequestFinished
@@ -31,6 +33,10 @@ from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
 from gateway.store.store import Store
 from gateway.transport.certificates import ListenerCertificates
+from gateway.usage.caller_usage import CallerUsage
+from gateway.usage.limits import LimitBook
+from gateway.usage.meter import Meter
+from gateway.usage.reports import Reporter
 from gateway.web.admin.app import admin_app
 from gateway.web.admin.certificates import CertificateStatus
 from gateway.web.admin.configuration import ReloadResult
@@ -108,6 +114,7 @@ async def bare_gateway(
     admin_host: str = "127.0.0.1",
     admin_key: str | None = None,
     admin_hosts: tuple[str, ...] = (),
+    reporter: Reporter | None = None,
     **fleet: Any,
 ) -> AsyncIterator[BareGateway]:
     """`fleet` is for `tests.fleet.build.a_fleet`; only if it is `serving` does it forward."""
@@ -119,8 +126,10 @@ async def bare_gateway(
             LocalLeaseService(scheduler, running.fleet), chosen, bus, TimeoutMonitor(clock), clock
         )
         forwarder = Forwarder(context)
+        key_ring = KeyRing()
+        key_ring.configure(chosen.keys, allow_anonymous=chosen.allow_anonymous)
         handler = ProxyHandler(
-            HandlerConfig.of(chosen, loopback=loopback, keyed_hash=KeyedHash()),
+            HandlerConfig.of(chosen, loopback=loopback, keyed_hash=KeyedHash(), key_ring=key_ring),
             forwarder=forwarder,
             queue=scheduler,
             catalog=running.fleet.model_index,
@@ -128,9 +137,11 @@ async def bare_gateway(
             bus=bus,
             clock=clock,
             time_slicer=context.time_slicer,
+            meter=Meter(LimitBook(chosen, clock=clock, learn_pending=bus.flush), bus),
         )
         drain_deadlines = DrainDeadlines(registry)
-        site = public_app(handler, running.fleet, created=0)
+        usage = CallerUsage(handler.meter.book, reporter, time.time, clock)
+        site = public_app(handler, running.fleet, usage, created=0)
         gateway = BareGateway(
             settings=chosen,
             running=running,
@@ -163,6 +174,7 @@ async def bare_gateway(
             gateway=gateway,
             host=admin_host,
             audit=AuditTrail(now),
+            reporter=reporter,
             document=functools.partial(openapi_json, chosen),
             keys=AdminKeys(chosen.admin.keys, admin_key),
             extra_hosts=admin_hosts,

@@ -220,6 +220,10 @@ REQUEST_TIMEOUT = 30.0
 _EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
+class NoGateway(CommandFailed):
+    """Nothing listens at the address of the admin API."""
+
+
 class AdminClient:
     """A client of the admin API. Its methods raise CommandFailed, with words for people."""
 
@@ -250,20 +254,47 @@ class AdminClient:
         path = f"/admin/nodes/{quote(name, safe='')}/{action}"
         self._request("POST", path, {key: f"{value:g}" for key, value in parameters.items()})
 
+    def get(
+        self,
+        path: str,
+        parameters: dict[str, str] | None = None,
+        timeout: float = REQUEST_TIMEOUT,
+    ) -> dict[str, Any]:
+        """Return the JSON object at this path."""
+        return _object(self._send("GET", path, parameters, timeout))
+
+    def get_text(
+        self,
+        path: str,
+        parameters: dict[str, str] | None = None,
+        timeout: float = REQUEST_TIMEOUT,
+    ) -> str:
+        """Return the text at this path."""
+        return self._send("GET", path, parameters, timeout).text
+
     def _request(
         self, method: str, path: str, parameters: dict[str, str] | None = None
     ) -> dict[str, Any]:
+        return _object(self._send(method, path, parameters))
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        parameters: dict[str, str] | None = None,
+        timeout: float = REQUEST_TIMEOUT,
+    ) -> httpx.Response:
         import httpx
 
         try:
-            response = self._client.request(method, path, params=parameters)
+            response = self._client.request(method, path, params=parameters, timeout=timeout)
         except httpx.ConnectError as error:
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 raise CommandFailed(
                     f"the certificate of the gateway at {self.url} is not trusted "
                     f"({_reason(error)}): name it, or the authority behind it, with --admin-ca"
                 ) from None
-            raise CommandFailed(
+            raise NoGateway(
                 f"no gateway answers at {self.url} ({_reason(error)}): is it running? "
                 "--admin-url names its admin listener"
             ) from None
@@ -272,7 +303,7 @@ class AdminClient:
                 f"the gateway at {self.url} did not answer ({_reason(error)})"
             ) from None
         if response.is_success:
-            return _object(response)
+            return response
         raise CommandFailed(self._error(response))
 
     def _error(self, response: httpx.Response) -> str:

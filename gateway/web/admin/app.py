@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
@@ -19,11 +20,13 @@ from gateway.observe.audit import AuditTrail
 from gateway.observe.metrics import CONTENT_TYPE, Metrics
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.scheduling.scheduler import Scheduler
+from gateway.usage.reports import Reporter
 from gateway.web.admin.audit import AuditEndpoints
 from gateway.web.admin.configuration import ConfigEndpoints, GatewayControl
 from gateway.web.admin.nodes import DrainDeadlines, NodeEndpoints
 from gateway.web.admin.requests import RequestEndpoints
 from gateway.web.admin.status import StatusEndpoints
+from gateway.web.admin.usage import UsageEndpoints
 from gateway.web.asgi import HealthEndpoints, asgi_app, error_response
 from gateway.web.origins import AllowedHosts, is_same_origin
 
@@ -41,6 +44,7 @@ class AdminEndpoints:
     status: StatusEndpoints
     nodes: NodeEndpoints
     requests: RequestEndpoints
+    usage: UsageEndpoints
     configuration: ConfigEndpoints
     audit: AuditEndpoints
 
@@ -106,6 +110,9 @@ ADMIN_ROUTES = (
         action="cancel",
     ),
     AdminRoute(
+        "GET", "/admin/usage", OPERATOR, lambda e: e.usage.report, "what requests used and cost"
+    ),
+    AdminRoute(
         "GET", "/admin/config", ADMIN, lambda e: e.configuration.show, "the settings in force"
     ),
     AdminRoute(
@@ -164,6 +171,7 @@ def admin_app(
     drain_deadlines: DrainDeadlines,
     gateway: GatewayControl,
     audit: AuditTrail,
+    reporter: Reporter | None,
     document: Callable[[str | None], bytes],
     host: str,
     keys: AdminKeys,
@@ -181,6 +189,7 @@ def admin_app(
         status=StatusEndpoints(fleet, scheduler, registry, gateway, metrics, health, audit),
         nodes=NodeEndpoints(fleet, drain_deadlines),
         requests=RequestEndpoints(registry, scheduler),
+        usage=UsageEndpoints(reporter, time.time),
         configuration=ConfigEndpoints(gateway),
         audit=AuditEndpoints(audit),
     )

@@ -140,7 +140,6 @@ class MetricsSource:
     retries_left: Callable[[], int]
     certificate_expiry: Callable[[], Mapping[str, float]] = dict
     """When the certificate of each listener with TLS expires, in seconds since 1970."""
-
     store: Store | None = None
 
     def __call__(self) -> MetricsSnapshot:

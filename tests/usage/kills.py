@@ -1,0 +1,424 @@
+"""`python -m tests.usage.kills`: kill -9 a gateway under load, and compare its ledger with the nodes.
+
+In each run a real gateway serves requests of five kinds over emulated nodes, which count what they
+do for each request. At a random moment it is killed (SIGKILL), then started again on its store, and
+serves the rest. At the end the ledger must have
+
+- one row for each request, and none twice: of those that were open or had ended when the gateway
+  was killed, only ones of its last second may be missing;
+- the nodes' own figures: equal for complete responses, up to the last chunks for those that were
+  cut, up to the last second for those that ran when the gateway was killed (outcome `lost`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+from sqlalchemy import Connection, select
+
+from gateway.proxy.prefill_progress import PROGRESS_TOKENS
+from gateway.store.database import locate_store
+from gateway.store.schema import open_requests, usage
+from gateway.store.store import Store
+from gateway.tools.local.server_process import claim_port, claimed_port
+from gateway.usage.processes import LOST
+from tests.emulator import EmulatedNode
+from tests.emulator.generation import TokenTally
+from tests.emulator.language_model import count_tokens
+from tests.emulator.request_body import render_chat
+from tests.postgres import running_postgres
+
+HOST = "127.0.0.1"
+LIMIT = 120.0  # seconds for each wait
+CLIENTS = 32
+NODES = 3
+SLOTS = 12
+DECODE_TPS = 50.0
+PREFILL_TPS = 2000.0
+BATCH = 256  # prompt tokens between two reports of progress
+LAST_SECOND = 1.0
+CUT_SECONDS = 1.0
+"""A node goes on for so long after its client has left, beside other work of the machine."""
+KINDS = {"stream": 25, "plain": 20, "cut": 20, "left": 15, "prefill": 10, "resumed": 10}
+"""Shares of the requests, in percent. `cut`: the client leaves a stream; `left`: it leaves while a
+plain response is made; `prefill`: it leaves while its prompt is read; `resumed`: a node cuts it."""
+
+
+@dataclass(slots=True)
+class Sent:
+    """One request, as its client saw it. Times are Unix seconds."""
+
+    tag: str
+    kind: str
+    prompt_tokens: int
+    tokens: int  # that it asked for
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    complete: bool = False
+    refused: bool = False  # an error response, or none
+    broken: bool = False  # the gateway broke the connection
+
+
+@dataclass(slots=True)
+class Findings:
+    """What one run showed."""
+
+    requests: int = 0
+    rows: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    doubles: int = 0
+    missing: int = 0
+    oldest_missing: float = 0.0  # seconds before the kill at which it was admitted or had ended
+    wrong: list[str] = field(default_factory=list)
+    compared: Counter[str] = field(default_factory=Counter)
+    largest: dict[str, int] = field(default_factory=dict)  # differences in tokens
+
+    def compare(self, what: str, difference: int, most: int, why: str) -> None:
+        """The ledger has so many tokens fewer than the node; `most` may be missing, none more."""
+        self.compared[what] += 1
+        self.largest[what] = max(self.largest.get(what, 0), abs(difference))
+        if not 0 <= difference <= most:
+            self.wrong.append(f"{what}: {difference} tokens ({why})")
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.doubles or self.wrong or self.oldest_missing > LAST_SECOND)
+
+
+class Site:
+    """Nodes, and the gateway before them as a process that can be killed."""
+
+    def __init__(self, folder: Path, nodes: list[EmulatedNode], store_url: str, port: int) -> None:
+        self.folder = folder
+        self.nodes = nodes
+        self.store_url = store_url
+        self.port = port
+        self.up = asyncio.Event()
+        self.killed_at = 0.0
+        self._process: asyncio.subprocess.Process | None = None
+        settings = {
+            "store": {"url": store_url},
+            "headers": {"to_nodes": ["x-tag"]},
+            "identity": {"user_headers": ["x-tag"]},
+            "health": {"interval": 1.0, "timeout": 30},
+            "retries": {"budget_min": 1000, "backoff": 0.01, "backoff_max": 0.05},
+            "queue": {"max": 1000},
+            "logging": {"access": False},
+        }
+        entries = [{"name": f"node-{i}", "url": one.url} for i, one in enumerate(nodes)]
+        (folder / "gateway.yaml").write_text(yaml.safe_dump(settings))
+        (folder / "nodes.yaml").write_text(yaml.safe_dump({"nodes": entries}))
+
+    async def start(self) -> None:
+        """Start the gateway, and wait until it serves."""
+        with (self.folder / "log").open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "gateway", "serve", "--host", HOST),
+                *("--port", str(self.port), "--admin-port", "0"),
+                *("--nodes", str(self.folder / "nodes.yaml")),
+                *("--config", str(self.folder / "gateway.yaml")),
+                stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
+                env={"XDG_STATE_HOME": str(self.folder / "state"), "PATH": os.environ["PATH"]},
+            )  # fmt: skip
+        async with asyncio.timeout(LIMIT):
+            while not await self._is_ready():
+                assert self._process.returncode is None, self.log()
+                await asyncio.sleep(0.05)
+        self.up.set()
+
+    async def _is_ready(self) -> bool:
+        try:
+            reader, writer = await asyncio.open_connection(HOST, self.port)
+        except OSError:
+            return False
+        writer.write(b"GET /ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        with contextlib.suppress(OSError):
+            answer = await reader.read()
+            writer.close()
+            return answer.startswith(b"HTTP/1.1 200")
+        return False
+
+    async def kill(self) -> None:
+        """Kill the gateway: nothing in it can do anything more."""
+        assert self._process is not None
+        self.up.clear()
+        self._process.send_signal(signal.SIGKILL)
+        self.killed_at = time.time()
+        await self._process.wait()
+
+    async def stop(self) -> None:
+        """End the gateway as an operator does."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.terminate()
+            async with asyncio.timeout(LIMIT):
+                assert await self._process.wait() == 0, self.log()
+
+    def log(self) -> str:
+        return (self.folder / "log").read_text()[-4000:]
+
+
+def a_request(rng: random.Random, number: int) -> tuple[Sent, dict[str, Any]]:
+    """A request and its body."""
+    (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
+    words = PROGRESS_TOKENS * 3 if kind == "prefill" else rng.randint(5, 60)
+    text = " ".join(f"word{rng.randrange(1000)}" for _ in range(words))
+    messages = [{"role": "user", "content": f"{number} {text}"}]
+    long = rng.random() < 0.2 or kind in {"cut", "left"}
+    tokens = rng.randint(60, 160) if long else rng.randint(5, 30)
+    body = {"model": "demo", "messages": messages, "max_tokens": tokens, "ignore_eos": True,
+            "stream": kind in {"stream", "cut", "resumed"} or rng.random() < 0.5 * (kind == "prefill")
+            }  # fmt: skip
+    return Sent(f"t{number}", kind, count_tokens(render_chat(messages)), tokens), body
+
+
+async def send(site: Site, rng: random.Random, sent: Sent, body: dict[str, Any]) -> None:
+    """Send a request, as its kind says, and note how it went."""
+    await site.up.wait()
+    if sent.kind == "resumed":
+        # `next` applies to whichever node it comes to.
+        site.nodes[0].faults.next("reset", tag=sent.tag, after_events=rng.randint(2, 5))
+    leave_after = {
+        "cut": rng.uniform(0.2, 1.5),
+        "left": rng.uniform(0.2, 1.5),
+        "prefill": rng.uniform(0.2, 1.4),
+    }.get(sent.kind, LIMIT)
+    sent.started_at = time.time()
+    try:
+        async with asyncio.timeout(leave_after):
+            await _exchange(site, sent, body)
+    except TimeoutError:
+        pass
+    except OSError:
+        sent.broken = True
+    sent.ended_at = time.time()
+
+
+async def _exchange(site: Site, sent: Sent, body: dict[str, Any]) -> None:
+    reader, writer = await asyncio.open_connection(HOST, site.port)
+    data = msgspec.json.encode(body)
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nX-Tag: {sent.tag}\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
+    try:
+        writer.write(head.encode() + data)
+        answer = await reader.read()
+    finally:
+        writer.transport.abort()
+    sent.refused = not answer.startswith(b"HTTP/1.1 200")
+    end = b"[DONE]" if body["stream"] else b'"completion_tokens"'
+    sent.complete = not sent.refused and end in answer
+    sent.broken = not answer or not (sent.complete or sent.refused or b'{"error"' in answer)
+
+
+async def play(site: Site, rng: random.Random, requests: int) -> list[Sent]:
+    """Send all requests, kill the gateway meanwhile, and start it again."""
+    everything = [a_request(rng, number) for number in range(requests)]
+    left = iter(everything)
+    kill_at = rng.randrange(requests // 20, requests - requests // 20)
+    count = 0
+    kill = asyncio.Event()
+
+    async def client() -> None:
+        nonlocal count
+        for sent, body in left:
+            count += 1
+            if count == kill_at:
+                kill.set()
+            await send(site, rng, sent, body)
+
+    async def killer() -> None:
+        await kill.wait()
+        await asyncio.sleep(rng.uniform(0.0, 1.0))
+        await site.kill()
+        await site.start()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(killer())
+        for _ in range(CLIENTS):
+            group.create_task(client())
+    return [sent for sent, _ in everything]
+
+
+# Comparing.
+
+
+def rows_of(store_url: str) -> tuple[list[dict[str, Any]], int]:
+    """The ledger's rows, and how many open requests are left."""
+
+    def read(connection: Connection) -> tuple[list[dict[str, Any]], int]:
+        rows = [dict(row._mapping) for row in connection.execute(select(usage))]
+        return rows, len(connection.execute(select(open_requests.c.id)).all())
+
+    store = Store(locate_store(store_url, Path("/nonexistent")))
+    store.start()
+    try:
+        return store.run_now(read, write=False, seconds=LIMIT)
+    finally:
+        store.close(LIMIT)
+
+
+def tally_of(nodes: list[EmulatedNode], tag: str) -> TokenTally:
+    """What all nodes did for a request."""
+    tallies = [one.engine.tally(tag) for one in nodes]
+    names = ("attempts", "prompt_tokens", "read_tokens", "cached_tokens", "tokens")
+    return TokenTally(*(sum(getattr(one, name) for one in tallies) for name in names))
+
+
+def compare(site: Site, sent: list[Sent]) -> Findings:
+    """Compare the ledger with what clients saw and nodes did."""
+    rows, still_open = rows_of(site.store_url)
+    found = Findings(len(sent), len(rows))
+    if still_open:
+        found.wrong.append(f"{still_open} requests are open still")
+    by_tag: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_tag.setdefault(row["user"], []).append(row)
+        found.outcomes[row["outcome"]] += 1
+    for one in sent:
+        its_rows = by_tag.pop(one.tag, [])
+        found.doubles += max(0, len(its_rows) - 1)
+        tally = tally_of(site.nodes, one.tag)
+        if its_rows:
+            compare_row(found, one, its_rows[0], tally)
+            continue
+        if not tally.attempts and (one.broken or not one.complete):
+            continue  # it never reached a node, and perhaps not the gateway
+        found.missing += 1
+        # Of its last second: admitted then, or ended then.
+        seconds = site.killed_at - max(
+            one.started_at, one.ended_at if one.ended_at < site.killed_at else 0.0
+        )
+        age = seconds if one.started_at <= site.killed_at else float("inf")
+        found.oldest_missing = max(found.oldest_missing, age)
+    found.doubles += sum(len(others) for others in by_tag.values())
+    return found
+
+
+def compare_row(found: Findings, one: Sent, row: dict[str, Any], tally: TokenTally) -> None:
+    """Compare one row with its nodes' figures."""
+    prompt, completion, why = row["prompt_tokens"], row["completion_tokens"], f"{one} {row}"
+    if row["outcome"] == LOST:
+        most = round((LAST_SECOND + 1.0) * DECODE_TPS)
+        found.compare("lost: completion", tally.tokens - completion, most, why)
+    elif one.complete:
+        # A resumed stream counts its tokens once, however many nodes worked on it.
+        made = tally.tokens if tally.attempts == 1 else one.tokens
+        what = "complete" if tally.attempts == 1 else "resumed"
+        found.compare(f"{what}: completion", made - completion, 0, why)
+        found.compare(f"{what}: prompt", one.prompt_tokens - prompt, 0, why)
+    elif tally.attempts == 1 and tally.tokens:
+        most = round(CUT_SECONDS * DECODE_TPS)
+        found.compare("cut: completion", tally.tokens - completion, most, why)
+        known = one.prompt_tokens >= PROGRESS_TOKENS
+        estimate = abs(one.prompt_tokens - prompt)
+        found.compare("cut: prompt", estimate, 0 if known else one.prompt_tokens // 2 + 8, why)
+    elif tally.attempts == 1 and one.prompt_tokens >= PROGRESS_TOKENS:
+        # The node notices at the next batch that nobody listens.
+        most = 2 * BATCH + round(CUT_SECONDS * PREFILL_TPS)
+        found.compare("left in prefill: prompt", tally.read_tokens - prompt, most, why)
+
+
+# Running.
+
+
+@contextlib.asynccontextmanager
+async def emulated_nodes() -> AsyncIterator[list[EmulatedNode]]:
+    async with contextlib.AsyncExitStack() as stack:
+        nodes = [
+            await stack.enter_async_context(
+                EmulatedNode(slots=SLOTS, context=20_000, decode_tps=DECODE_TPS, batch=BATCH,
+                             prefill_tps=PREFILL_TPS, answer_tokens=500)
+            )
+            for _ in range(NODES)
+        ]  # fmt: skip
+        for one in nodes[1:]:
+            one.faults.share_next(nodes[0].faults)
+        yield nodes
+
+
+async def run_once(store_url: str, requests: int, seed: int) -> Findings:
+    """One run on an empty store."""
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder, claim_port(HOST) as claim:
+        async with emulated_nodes() as nodes:
+            site = Site(Path(folder), nodes, store_url, claimed_port(claim))
+            await site.start()
+            try:
+                sent = await play(site, rng, requests)
+            finally:
+                await site.stop()
+            for one in nodes:
+                await one.until(lambda node=one: node.busy == 0, LIMIT)  # type: ignore[misc]
+            return await asyncio.to_thread(compare, site, sent)
+
+
+@contextlib.contextmanager
+def store_urls(kind: str) -> Iterator[Any]:
+    """A function that makes the URL of an empty store."""
+    if kind == "postgresql":
+        with running_postgres() as server:
+            yield server.new_database
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            numbers = iter(range(10_000))
+            yield lambda: f"sqlite:///{folder}/{next(numbers)}.db"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.usage.kills", description=__doc__)
+    parser.add_argument("--store", choices=["sqlite", "postgresql"], default="sqlite")
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    failed = 0
+    total = Findings()
+    with store_urls(options.store) as new_url:
+        for run in range(options.runs):
+            begun = time.monotonic()
+            found = asyncio.run(run_once(new_url(), options.requests, options.seed + run))
+            failed += found.failed
+            total.requests += found.requests
+            total.rows += found.rows
+            total.missing += found.missing
+            total.doubles += found.doubles
+            total.outcomes += found.outcomes
+            total.compared += found.compared
+            total.oldest_missing = max(total.oldest_missing, found.oldest_missing)
+            for what, most in found.largest.items():
+                total.largest[what] = max(total.largest.get(what, 0), most)
+            print(json.dumps({
+                "run": run + 1, "seconds": round(time.monotonic() - begun, 1),
+                "rows": found.rows, "doubles": found.doubles, "missing": found.missing,
+                "oldest_missing": round(found.oldest_missing, 2), "outcomes": found.outcomes,
+                "wrong": found.wrong[:3],
+            }), flush=True)  # fmt: skip
+    print(json.dumps({
+        "store": options.store, "runs": options.runs, "failed": failed,
+        "requests": total.requests, "rows": total.rows, "doubles": total.doubles,
+        "missing": total.missing, "oldest_missing": round(total.oldest_missing, 2),
+        "outcomes": total.outcomes, "compared": total.compared,
+        "largest_difference": total.largest,
+    }, indent=1))  # fmt: skip
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
