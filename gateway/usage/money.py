@@ -1,7 +1,8 @@
 """Money: what requests cost, what the machines cost, and what the GPU tier would have cost.
 
 All amounts are in the settings' currency. Nothing is made up: an amount that does not follow from
-what was recorded is None, with the reason (`Amount`). docs/usage.md has each formula with figures.
+what was recorded is None, with the reason (`Amount`). docs/usage-reports.md has each formula with
+figures.
 """
 
 from __future__ import annotations

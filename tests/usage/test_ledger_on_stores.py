@@ -64,7 +64,7 @@ async def test_every_report_is_the_same_before_and_after_retention(store: Store)
     before = [(await reporter.read(query)).to_json() for query in queries]
     assert {told["total"]["requests"] for told in before} == {3000}
     settings = RetentionSettings(days=10, rows=1000)
-    retention = Retention(store, lambda: settings, reporter.reading, lambda: NOON)
+    retention = Retention(reporter, lambda: settings, lambda: NOON)
     assert await retention.keep_within_limits() == 2000
     assert await store.run(count_rows) == 1000
     after = [(await reporter.read(query)).to_json() for query in queries]
@@ -94,7 +94,7 @@ async def test_young_rows_stay_however_many_they_are(store: Store) -> None:
     rows = [a_row(n, ended_at=NOON - 60 * n) for n in range(300)]
     await store.run(lambda connection: add_rows(connection, rows))
     settings = RetentionSettings(days=0, rows=10)
-    retention = Retention(store, lambda: settings, asyncio.Lock(), lambda: NOON)
+    retention = Retention(Reporter(store), lambda: settings, lambda: NOON)
     await retention.keep_within_limits()
     assert await store.run(count_rows) == 121
 
@@ -102,7 +102,7 @@ async def test_young_rows_stay_however_many_they_are(store: Store) -> None:
 async def test_without_limits_nothing_goes(store: Store) -> None:
     await store.run(lambda connection: add_rows(connection, [a_row(1, ended_at=0.0)]))
     settings = RetentionSettings(days=0, rows=0)
-    retention = Retention(store, lambda: settings, asyncio.Lock(), lambda: NOON)
+    retention = Retention(Reporter(store), lambda: settings, lambda: NOON)
     assert await retention.keep_within_limits() == 0
     settings = RetentionSettings(days=1)
     assert await retention.keep_within_limits() == 1
@@ -116,7 +116,7 @@ async def test_the_file_shrinks_when_old_rows_go(tmp_path: Path) -> None:
     rows = [a_row(n, ended_at=NOON - n * 60) for n in range(20_000)]
     await store.run(lambda connection: add_rows(connection, rows))
     settings = RetentionSettings(days=2)
-    retention = Retention(store, lambda: settings, asyncio.Lock(), lambda: NOON)
+    retention = Retention(Reporter(store), lambda: settings, lambda: NOON)
     size = await pages(store)
     await retention.keep_within_limits()
     assert await pages(store) < size / 3

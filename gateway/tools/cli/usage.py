@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from gateway.store.store import Store
     from gateway.usage.reports import UsageReport
 
+REPORT_TIMEOUT = 90.0
+"""Seconds; longer than a gateway takes for a report at most."""
+
 EXAMPLES = examples_epilog(
     ("llama-gateway usage", "the last 30 days, by model"),
     ("llama-gateway usage --by key --since 7d", "who used how much since midnight a week ago"),
@@ -85,9 +88,12 @@ def usage(
             read = _read(source, asked)
             report, table = read.to_json(), read.to_csv()
         elif as_csv:
-            report, table = {}, source.get_text("/admin/usage", given | {"format": "csv"})
+            report, table = (
+                {},
+                source.get_text("/admin/usage", given | {"format": "csv"}, REPORT_TIMEOUT),
+            )
         else:
-            report, table = source.get("/admin/usage", given), ""
+            report, table = source.get("/admin/usage", given, REPORT_TIMEOUT), ""
     if as_csv:
         print(table, end="")
         is_empty = table.count("\n") <= 1
