@@ -361,11 +361,14 @@ def _locate(settings: Settings, unit_folder: Path = UNIT_STATE_FOLDER) -> StoreL
 
 @contextlib.contextmanager
 def _opened(location: StoreLocation) -> Iterator[Store]:
+    from gateway.observe.logs import set_up_logging
     from gateway.store.store import Store
 
-    store = Store(location)
-    store.start()
-    try:
-        yield store
-    finally:
-        store.close(OPEN_SECONDS)
+    # What fails is in the command's own error.
+    with set_up_logging("error", "console"):
+        store = Store(location)
+        store.start()
+        try:
+            yield store
+        finally:
+            store.close(OPEN_SECONDS)
