@@ -111,7 +111,11 @@ def find_duplicates(
     first: dict[str, YamlEntry] = {}
     for item in items:
         entry = item.tree.entries.get(key) if isinstance(item.tree, YamlMapping) else None
-        if entry is None or not isinstance(entry.tree, YamlScalar) or entry.tree.value is None:
+        if (
+            entry is None
+            or not isinstance(entry.tree, YamlScalar)
+            or entry.tree.value in {None, ""}
+        ):
             continue
         other = first.setdefault(entry.tree.raw_text or str(entry.tree.value), entry)
         if other is not entry:
