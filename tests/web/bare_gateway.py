@@ -27,11 +27,14 @@ from gateway.observe.metrics import Metrics
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry
+from gateway.proxy.inbound.routes import routes_of
 from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
 from gateway.store.store import Store
+from gateway.transport.certificates import ListenerCertificates
 from gateway.web.admin.app import admin_app
+from gateway.web.admin.certificates import CertificateStatus
 from gateway.web.admin.configuration import ReloadResult
 from gateway.web.admin.nodes import DrainDeadlines
 from gateway.web.admin.status import MetricsSource
@@ -72,8 +75,7 @@ class BareGateway:
     inventory_error: str | None = None
     settings_error: str | None = None
     keys_lost: str | None = None
-    certificate_error: str | None = None
-    certificate_expiry: dict[str, float] = field(default_factory=dict)
+    certificates: CertificateStatus = field(default_factory=lambda: ListenerCertificates({}))
     store: Store | None = None
     ended: list[RequestFinished] = field(default_factory=list)
 
@@ -191,7 +193,13 @@ async def served(site: ASGIApp, handler: ProxyHandler) -> AsyncIterator[httpx.As
     listener = Listener(
         site,
         bind_socket("127.0.0.1", 0),
-        protocol=protocol_class(limits, handler.serve),
+        protocol=protocol_class(
+            limits,
+            handler.serve,
+            routes={
+                path.encode(): route for path, route in routes_of(handler.config.settings).items()
+            },
+        ),
         keep_alive=listen.keep_alive,
     )
     listener.open()

@@ -223,7 +223,7 @@ def admin_app(
     endpoints = AdminEndpoints(
         pages=PlainPages(metrics, document),
         health=health,
-        status=StatusEndpoints(fleet, scheduler, registry, gateway, metrics, health),
+        status=StatusEndpoints(fleet, scheduler, registry, gateway, metrics, health, audit),
         nodes=NodeEndpoints(fleet, drain_deadlines),
         requests=RequestEndpoints(registry, scheduler),
         configuration=ConfigEndpoints(gateway),
@@ -241,6 +241,10 @@ def admin_app(
 
 IDENTITY_KEY = "gateway.admin_identity"
 """Key of the caller's `AdminIdentity` in the ASGI scope."""
+
+
+AUDITED_PARAMETERS = ("deadline",)
+"""Parameters of queries that the audit log tells; others are unknown, and might be secrets."""
 
 
 def _with_role(route: AdminRoute, endpoints: AdminEndpoints, audit: AuditTrail) -> Endpoint:
@@ -266,7 +270,11 @@ def _with_role(route: AdminRoute, endpoints: AdminEndpoints, audit: AuditTrail) 
                     route.action,
                     _audit_target(request),
                     outcome,
-                    details=dict(request.query_params),
+                    details={
+                        name: request.query_params[name]
+                        for name in AUDITED_PARAMETERS
+                        if name in request.query_params
+                    },
                 )
         return response
 

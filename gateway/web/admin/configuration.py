@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,7 @@ from gateway.errors import GatewayError
 from gateway.events import InventoryChanged, SettingsChanged
 from gateway.proxy.api.base import openai_error
 from gateway.store.store import Store
+from gateway.web.admin.certificates import CertificateStatus
 from gateway.web.asgi import JsonResponse
 
 
@@ -60,12 +61,8 @@ class GatewayControl(Protocol):
         """The problems of the settings on disk, while older ones are in force."""
 
     @property
-    def certificate_error(self) -> str | None:
-        """Why renewed TLS files can't be used, while older ones are in force."""
-
-    @property
-    def certificate_expiry(self) -> Mapping[str, float]:
-        """When the certificate of each listener with TLS expires, in seconds since 1970."""
+    def certificates(self) -> CertificateStatus:
+        """The certificates of the listeners."""
 
     @property
     def key_sync(self) -> KeySync:
