@@ -43,8 +43,8 @@ def proxied_listener_problem(*, proxies: int, keys: int, allow_anonymous: bool) 
         return None
     return (
         "the gateway would serve behind a proxy (listen.trusted_proxies) without any API key, open "
-        "to everybody who can reach that: add a key ('llama-gateway keys create' makes one), or say "
-        "that this is intended with --allow-anonymous (allow_anonymous: true)"
+        "to everybody who can reach that: add a key ('llama-gateway keys create' makes one), or "
+        "say that this is intended with --allow-anonymous (allow_anonymous: true)"
     )
 
 
