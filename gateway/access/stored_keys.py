@@ -22,6 +22,7 @@ from sqlalchemy.exc import IntegrityError
 from gateway.access.keys import HeldKey, held_key
 from gateway.config.fields import parse_duration, parse_timestamp
 from gateway.config.listeners import KeySpec
+from gateway.config.validation import error_words, model_at_path
 from gateway.errors import GatewayError, truncate_echo
 from gateway.store.schema import keys as keys_table
 from gateway.store.schema import revisions
@@ -192,7 +193,7 @@ def checked_grace(value: object) -> float:
 def _spec(entry: object, now: float) -> KeySpec:
     """The key of this mapping. Raises: ValidationError, ValueError."""
     if not isinstance(entry, Mapping):
-        return KeySpec.model_validate(entry)
+        return KeySpec.model_validate(entry, by_alias=True, by_name=False)
     fields = dict(entry)
     if isinstance(fields.get("expires"), str):
         fields["expires"] = expiry(fields["expires"], now)
@@ -244,11 +245,10 @@ def _conflicts(
 
 def _invalid(index: int, error: ValidationError) -> list[KeyProblem]:
     problems = []
-    for one in error.errors(include_url=False, include_input=False):
-        context = one.get("ctx", {})
-        place = ".".join(str(part) for part in one["loc"])
-        message, remedy = one["msg"], str(context.get("remedy", ""))
-        problems.append(KeyProblem(index, place, message, remedy))
+    for one in error.errors(include_url=False):
+        loc = one["loc"]
+        message, remedy = error_words(one, model_at_path(KeySpec, loc[:-1]) or KeySpec, loc)
+        problems.append(KeyProblem(index, ".".join(map(str, loc)), message, remedy))
     return problems
 
 

@@ -214,7 +214,8 @@ def _admin(route: AdminRoute) -> Operation:
     elif path == "/":
         content = {"text/plain": {"schema": {"type": "string"}}}
     else:
-        content = {"application/json": {"schema": RESPONSES.get(path, {"type": "object"})}}
+        schema = RESPONSES.get(f"{route.method} {path}") or RESPONSES.get(path, {"type": "object"})
+        content = {"application/json": {"schema": schema}}
     statuses = _ADMIN_STATUSES | STATUSES.get(path, frozenset())
     body = BODIES.get((route.method, path))
     return Operation(
@@ -305,7 +306,7 @@ def openapi_document(
                 "Status": fields_schema(STATUS_FIELDS),
                 "Request": fields_schema(REQUEST_FIELDS),
                 "AuditEntry": fields_schema(AUDIT_FIELDS),
-                "ApiKey": fields_schema(KEY_FIELDS),
+                "ApiKey": fields_schema(KEY_FIELDS, {"key", "warnings"}),
                 "CallerUsage": fields_schema(CALLER_USAGE_FIELDS),
                 "Usage": fields_schema(USAGE_FIELDS),
                 **settings_schemas(),

@@ -56,6 +56,25 @@ RESPONSES: dict[str, JsonSchema] = {
         },
         "required": ["requests"],
     },
+    "/admin/keys": {
+        "type": "object",
+        "properties": {
+            "keys": {"type": "array", "items": {"$ref": "#/components/schemas/ApiKey"}},
+            "warnings": {"type": "array", "items": {"type": "string"}},
+            "problem": {"type": ["string", "null"]},
+        },
+        "required": ["keys", "warnings", "problem"],
+    },
+    "POST /admin/keys": {"$ref": "#/components/schemas/ApiKey"},
+    "/admin/keys/import": {
+        "type": "object",
+        "properties": {
+            "imported": {"type": "integer"},
+            "keys": {"type": "array", "items": {"$ref": "#/components/schemas/ApiKey"}},
+            "warnings": {"type": "array", "items": {"type": "string"}},
+        },
+        "required": ["imported", "keys", "warnings"],
+    },
     "/admin/keys/{name}": {"$ref": "#/components/schemas/ApiKey"},
     "/admin/keys/{name}/rotate": {"$ref": "#/components/schemas/ApiKey"},
     "/admin/config": {"$ref": "#/components/schemas/Settings"},
@@ -68,7 +87,8 @@ RESPONSES: dict[str, JsonSchema] = {
         "required": ["entries", "next"],
     },
 }
-"""Schemas of responses that the gateway makes itself, by path; others are objects."""
+"""Schemas of responses that the gateway makes itself, by path, or by method and path where another
+method of the path has another; those that are not here are objects."""
 
 QUERY: dict[str, dict[str, tuple[JsonSchema, str]]] = {
     "/props": {"model": ({"type": "string"}, "The model; unset: `default_model`, else all.")},
