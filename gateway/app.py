@@ -58,8 +58,9 @@ from gateway.store.store import Store
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
 from gateway.transport.node_client import open_node_client
 from gateway.transport.resolver import Resolver
-from gateway.usage.limits import LimitBook
 from gateway.usage.ledger import Ledger
+from gateway.usage.limit_sync import LimitSync
+from gateway.usage.limits import LimitBook
 from gateway.usage.meter import Meter
 from gateway.usage.processes import ProcessIdentity
 from gateway.web.admin.app import admin_app
@@ -176,6 +177,7 @@ class Gateway:
         self.limit_book = LimitBook(settings, clock=self.clock, learn_pending=self.bus.flush)
         self.ledger = self._make_ledger()
         self.meter = self._make_meter()
+        self.limit_sync = self._make_limit_sync()
         self.handler = ProxyHandler(
             self._handler_config(settings),
             forwarder=self.forwarder,
@@ -247,6 +249,11 @@ class Gateway:
             tokens_so_far=self.registry.tokens_so_far,
         )
 
+    def _make_limit_sync(self) -> LimitSync | None:
+        if self.store is None or self.ledger is None:
+            return None
+        return LimitSync(self.limit_book, self.store, self.ledger.own.id, clock=self.clock)
+
     # Start, shutdown and handover.
 
     @contextlib.asynccontextmanager
@@ -272,6 +279,11 @@ class Gateway:
             if self.ledger is not None:
                 await self.ledger.start(self.timings.store)
                 self._start_task(self.ledger.run(), "write the ledger")
+            if self.limit_sync is not None:
+                # Before anything is admitted: a predecessor may have used up what is left.
+                self.limit_book.prepare(self.key_ring.callers())
+                await self.limit_sync.start(self.timings.store)
+                self._start_task(self.limit_sync.run(), "follow the use of other processes")
             open_listeners(self.public_listener, self.admin_listener)
             log.info(
                 "listening",

@@ -12,7 +12,7 @@ import hmac
 import secrets
 import string
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import NamedTuple, Protocol
@@ -191,6 +191,10 @@ class KeyRing:
     def hidden_ids(self) -> frozenset[str]:
         """Ids of stored keys that do not count, since the settings have a key of the same id."""
         return frozenset(self._stored.keys() & self._settings.keys())
+
+    def callers(self) -> Iterator[Caller]:
+        """The holders of all keys that have not expired."""
+        return (key.caller for key in self._by_id.values())
 
     def expire(self) -> None:
         """Drop the keys and the previous secrets whose time is over. Call it twice a second."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from gateway.config.usage_limits import Budget, LimitSpec
 from gateway.request import Caller, Priority
@@ -30,27 +30,37 @@ class OtherUse:
     tokens: int = 0
     cost: float = 0.0
 
+    def plus(self, tokens: int, cost: float) -> OtherUse:
+        """With one more request that has reserved so much."""
+        return OtherUse(self.running + 1, self.tokens + tokens, self.cost + cost)
 
-_NO_OTHERS = OtherUse()
+
+NO_OTHERS = OtherUse()
+
+
+class LedgerSums(NamedTuple):
+    """What the ledger's rows of a day, and of its month, come to."""
+
+    day_tokens: int
+    day_cost: float
+    month_cost: float
 
 
 class Account:
     """The counters of one subject: all callers, a group, a key, or an end user of a key."""
 
     __slots__ = (
-        "budget", "concurrency", "cost_by_day", "cost_by_month", "counted_from", "kind",
-        "mean_seconds", "open", "others", "requests", "reserved_cost", "reserved_tokens", "rpm",
+        "budget", "concurrency", "cost_by_day", "cost_by_month", "kind", "mean_seconds",
+        "open", "others", "requests", "reserved_cost", "reserved_tokens", "rpm",
         "running", "spec", "subject", "tokens", "tokens_by_day", "tokens_per_day", "tpm", "who",
     )  # fmt: skip
 
-    def __init__(self, kind: Kind, subject: str, who: str, spec: LimitSpec, now: float) -> None:
+    def __init__(self, kind: Kind, subject: str, who: str, spec: LimitSpec) -> None:
         self.kind: Kind = kind
         self.subject = subject
         """`total`, `group:NAME`, `key:ID` or `user:ID/NAME`."""
         self.who = who
         """Whose it is, for messages to its caller."""
-        self.counted_from = now
-        """Unix time from which this process counts; what ended earlier is in the ledger alone."""
         self.requests = SlidingSum(MINUTE, overestimate=True)
         self.tokens = SlidingSum(MINUTE, overestimate=True)
         self.tokens_by_day = PeriodSums()
@@ -61,7 +71,7 @@ class Account:
         """Reservations that are not settled."""
         self.reserved_tokens = 0
         self.reserved_cost = 0.0
-        self.others = _NO_OTHERS
+        self.others = NO_OTHERS
         self.mean_seconds = 1.0
         """How long its requests ran of late."""
         self.configure(spec)
@@ -119,6 +129,26 @@ class Account:
 
     # Count.
 
+    def count_request(self, when: float) -> None:
+        """Count a request of another process, which was admitted at this monotonic time."""
+        self.requests.add_late(when, 1)
+
+    def add_sums(self, sums: LedgerSums, calendar: Calendar) -> None:
+        """Add sums of the ledger, of the day and month that `calendar` shows."""
+        self.tokens_by_day.add(calendar.day, sums.day_tokens)
+        self.cost_by_day.add(calendar.day, sums.day_cost)
+        self.cost_by_month.add(calendar.month, sums.month_cost)
+
+    def raise_sums(self, sums: LedgerSums, calendar: Calendar) -> None:
+        """Let no sum of this day and month be below the ledger's."""
+        self.tokens_by_day.raise_to(calendar.day, sums.day_tokens)
+        self.cost_by_day.raise_to(calendar.day, sums.day_cost)
+        self.cost_by_month.raise_to(calendar.month, sums.month_cost)
+
+    def set_others(self, use: OtherUse) -> None:
+        """What open requests of other processes hold now."""
+        self.others = use
+
     def admit(self, tokens: int, cost: float, now: float) -> None:
         """One more request runs, with these reservations."""
         self.running += 1
@@ -141,10 +171,10 @@ class Account:
 
     def count(self, tokens: int, cost: float, ended: float, calendar: Calendar) -> None:
         """Count what a request has used that ended at this monotonic time, on `calendar`'s day."""
-        if tokens:
+        if tokens > 0:
             self.tokens.add_late(ended, tokens)
             self.tokens_by_day.add(calendar.day, tokens)
-        if cost:
+        if cost > 0:
             self.cost_by_day.add(calendar.day, cost)
             self.cost_by_month.add(calendar.month, cost)
 

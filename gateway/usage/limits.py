@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple
 
@@ -39,6 +39,9 @@ MOST_USERS = 10_000
 EVICTION_TRIES = 16
 """Accounts that are looked at to find one that can make room for another."""
 
+_FURTHER_USERS = "\0"
+"""The name of the account of all end users beyond `MOST_USERS`, which no header can hold."""
+
 MOST_RATES = 1024
 """Models whose cost for each token is remembered."""
 
@@ -61,13 +64,14 @@ class Reservation:
     """What one admitted request holds until it is settled."""
 
     __slots__ = (
-        "_book", "_released", "_settled", "admitted_at", "cost", "model", "tokens", "tracked",
+        "_book", "_released", "_settled", "accounts", "admitted_at", "cost", "model", "tokens",
+        "tracked", "version",
     )  # fmt: skip
 
     def __init__(
         self,
         book: LimitBook,
-        tracked: tuple[Account, ...],
+        accounts: Accounts,
         model: str,
         tokens: int,
         cost: float,
@@ -75,7 +79,9 @@ class Reservation:
     ) -> None:
         self._book = book
         self._released = self._settled = False
-        self.tracked = tracked
+        self.accounts = accounts
+        self.tracked = accounts.tracked
+        self.version = accounts.version
         self.model = model
         self.tokens = tokens
         self.cost = cost
@@ -122,6 +128,11 @@ class LimitBook:
         """By subject; without those of end users."""
         self._users: dict[str, OrderedDict[str, Account]] = {}
         """By the id of their key, then by their names, those looked up last at the end."""
+        self._user_limits: dict[str, LimitSpec] = {}
+        """The limits of each end user, by the id of the key."""
+        self._unloaded: dict[str, float] = {}
+        """Scopes that lack what the ledger has of them, and the Unix times from which on this
+        process counts them. A scope is an account's subject, or `users:ID`: the users of a key."""
         self._rates: dict[str, float] = {}
         """Mean cost of a token, by model."""
         self._version = 0
@@ -130,7 +141,29 @@ class LimitBook:
     def configure(self, settings: Settings) -> None:
         """Put the limits of these settings in force; what is counted stays counted."""
         self._total, self._groups = settings.limits.total, settings.groups
+        if self._total is None:
+            self._forget("total")
+        else:
+            self._account("total", "total", "all callers together", self._total)
+        for subject in [one for one in self._accounts if one.startswith("group:")]:
+            group = self._groups.get(subject.removeprefix("group:"))
+            if group is None or group.limits is None:
+                self._forget(subject)
+        for name, group in self._groups.items():
+            if group.limits is not None:
+                self._account("group", f"group:{name}", f"group '{name}'", group.limits)
         self._version += 1
+
+    def prepare(self, callers: Iterable[Caller]) -> None:
+        """Make the accounts of these callers, so that the next load includes them."""
+        for caller in callers:
+            self._look_up(caller, None)
+
+    def _forget(self, subject: str) -> None:
+        """Drop an account that is not limited any more, and so not counted from now on."""
+        if self._accounts.pop(subject, None) is not None:
+            self._unloaded.pop(subject, None)
+            self._version += 1
 
     # Look up accounts.
 
@@ -149,37 +182,56 @@ class LimitBook:
         if caller.limits is not None:
             who = f"key '{caller.name}'"
             tracked.append(self._account("key", f"key:{caller.id}", who, caller.limits))
-        spec = caller.user_limits
-        if spec is None and group is not None:
-            spec = group.user_limits
-        if user is not None and spec is not None:
-            tracked.append(self._user_account(caller, user, spec))
+        else:
+            self._forget(f"key:{caller.id}")
+        limits = caller.user_limits
+        if limits is None and group is not None:
+            limits = group.user_limits
+        self._limit_users(caller.id, limits)
+        if user is not None and limits is not None:
+            tracked.append(self._user_account(caller.id, user))
         return tuple(tracked)
 
     def _account(self, kind: Kind, subject: str, who: str, spec: LimitSpec) -> Account:
         account = self._accounts.get(subject)
         if account is None:
-            account = Account(kind, subject, who, spec, self._wall_clock())
-            self._accounts[subject] = account
+            account = self._accounts[subject] = Account(kind, subject, who, spec)
+            self._unloaded[subject] = self._wall_clock()
         elif account.spec != spec:
             account.configure(spec)
         return account
 
-    def _user_account(self, caller: Caller, user: str, spec: LimitSpec) -> Account:
-        users = self._users.setdefault(caller.id, OrderedDict())
+    def _limit_users(self, key: str, limits: LimitSpec | None) -> None:
+        """Put the limits of each end user of a key in force."""
+        if self._user_limits.get(key) == limits:
+            return
+        if limits is None:
+            del self._user_limits[key]
+            self._users.pop(key, None)
+            self._unloaded.pop(f"users:{key}", None)
+            self._version += 1
+            return
+        if key not in self._user_limits:
+            self._unloaded[f"users:{key}"] = self._wall_clock()
+        self._user_limits[key] = limits
+        for account in self._users.setdefault(key, OrderedDict()).values():
+            account.configure(limits)
+
+    def _user_account(self, key: str, user: str) -> Account:
+        users, spec = self._users[key], self._user_limits[key]
         account = users.get(user)
-        if account is None:
-            if len(users) >= MOST_USERS and not self._evict_one(users):
-                # Together they have one user's share, and take nothing from other callers.
-                who = f"further end users of key '{caller.name}'"
-                return self._account("user", f"users:{caller.id}", who, spec)
-            who = f"end user '{truncate_echo(user)}' of key '{caller.name}'"
-            now = self._wall_clock()
-            account = users[user] = Account("user", f"user:{caller.id}/{user}", who, spec, now)
+        if account is not None:
+            users.move_to_end(user)
             return account
-        users.move_to_end(user)
-        if account.spec != spec:
-            account.configure(spec)
+        if len(users) < MOST_USERS or self._evict_one(users):
+            who = f"end user '{truncate_echo(user)}' of key '{key}'"
+            account = users[user] = Account("user", f"user:{key}/{user}", who, spec)
+            return account
+        # Together they have one user's share, and take nothing from other callers.
+        if (account := users.get(_FURTHER_USERS)) is None:
+            who = f"further end users of key '{key}'"
+            account = users[_FURTHER_USERS] = Account("user", f"others:{key}", who, spec)
+        users.move_to_end(_FURTHER_USERS)
         return account
 
     def _evict_one(self, users: OrderedDict[str, Account]) -> bool:
@@ -195,6 +247,26 @@ class LimitBook:
                 self._version += 1
                 return True
         return False
+
+    def existing(self, key: str, group: str | None, user: str | None) -> list[tuple[str, Account]]:
+        """The accounts on which a request of the ledger counts, each with its scope."""
+        found = [
+            (subject, account)
+            for subject in ("total", f"group:{group}", f"key:{key}")
+            if (account := self._accounts.get(subject)) is not None
+        ]
+        if user is not None and key in self._user_limits:
+            found.append((f"users:{key}", self._user_account(key, user)))
+        return found
+
+    def unloaded(self) -> dict[str, float]:
+        """The scopes that lack what the ledger has, and since when this process counts them."""
+        return dict(self._unloaded)
+
+    def loaded(self, scopes: Iterable[str]) -> None:
+        """What the ledger has of these scopes is counted."""
+        for scope in scopes:
+            self._unloaded.pop(scope, None)
 
     def all_accounts(self) -> Iterator[Account]:
         """Every account."""
@@ -216,7 +288,7 @@ class LimitBook:
             accounts.replace_accounts(tracked, self._version)
         tracked = accounts.tracked
         if not tracked:
-            return Reservation(self, tracked, request.model, 0, 0.0, now)
+            return Reservation(self, accounts, request.model, 0, 0.0, now)
         tokens = _estimate(accounts, request, prompts) if request.slots else 0
         cost = min(tokens * self._rates.get(request.model, 0.0), accounts.most_cost)
         clock, calendar = self._clock(), self._calendar
@@ -229,7 +301,7 @@ class LimitBook:
                 break
         for account in tracked:
             account.admit(tokens, cost, clock)
-        return Reservation(self, tracked, request.model, tokens, cost, now)
+        return Reservation(self, accounts, request.model, tokens, cost, now)
 
     def _check(
         self, tracked: tuple[Account, ...], tokens: int, cost: float, clock: float, now: float
@@ -249,13 +321,26 @@ class LimitBook:
         tracked = reservation.tracked
         if tokens > 0:
             self._learn_rate(reservation.model, cost / tokens)
+        if reservation.version != self._version:
+            self._count_on_newer(reservation, tokens, cost, ended_at)
         if not tracked:
             return
-        ended = self._monotonic(ended_at)
+        ended = self.monotonic(ended_at)
         self._calendar.look_up(ended_at)
         for account in tracked:
             account.give_back(reservation.tokens, reservation.cost)
             account.count(tokens, cost, ended, self._calendar)
+
+    def _count_on_newer(
+        self, reservation: Reservation, tokens: int, cost: float, ended_at: float
+    ) -> None:
+        """Count on the accounts that were made since the request was admitted."""
+        caller, user = reservation.accounts.caller, reservation.accounts.user
+        ended = self.monotonic(ended_at)
+        self._calendar.look_up(ended_at)
+        for scope, account in self.existing(caller.id, caller.group, user):
+            if account not in reservation.tracked and ended_at >= self._unloaded.get(scope, 0.0):
+                account.count(tokens, cost, ended, self._calendar)
 
     def _learn_rate(self, model: str, rate: float) -> None:
         rates = self._rates
@@ -268,7 +353,7 @@ class LimitBook:
             mean = rate
         rates[model] = mean + (rate - mean) * RATE_WEIGHT
 
-    def _monotonic(self, when: float) -> float:
+    def monotonic(self, when: float) -> float:
         """The monotonic time of a Unix time within the last minute; others count as its ends."""
         return self._clock() - min(MINUTE, max(0.0, self._wall_clock() - when))
 
@@ -317,8 +402,8 @@ def _estimate(accounts: Accounts, request: LeaseRequest, prompts: int) -> int:
     if request.generates:
         answers = request.slots * prompts
         bound = request.max_tokens
-        if accounts.completion_tokens is not None:
-            bound = min(accounts.completion_tokens, math.inf if bound is None else bound)  # type: ignore[assignment]
+        if bound is None:
+            bound = accounts.completion_tokens
         named = None if bound is None else bound * answers
         completion = (DEFAULT_COMPLETION_TOKENS * answers) if named is None else named
     most = accounts.most_tokens

@@ -146,3 +146,8 @@ class PeriodSums(dict[int, float]):
         if len(self) >= MOST_PERIODS:
             del self[next(iter(self))]
         self[period] = amount
+
+    def raise_to(self, period: int, least: float) -> None:
+        """Let the period's sum be no less than this."""
+        if least > self.get(period, 0.0):
+            self.add(period, least - self.get(period, 0.0))
