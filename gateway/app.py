@@ -199,6 +199,7 @@ class Gateway:
                 lambda: self.inventory_error,
                 self.proxy_context.retries_left,
                 self.store,
+                self.ledger,
             ),
         )
         self.drain_deadlines = DrainDeadlines(self.registry)
@@ -234,7 +235,8 @@ class Gateway:
             ProcessIdentity.of_this_process(time.time()),
             now=time.time,
             clock=self.clock,
-            open_requests=lambda before: self.meter.open_requests(before),
+            # The meter is made with the ledger.
+            open_requests=lambda before: self.meter.open_requests(before),  # noqa: PLW0108
         )
 
     def _make_meter(self) -> Meter:

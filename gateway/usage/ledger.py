@@ -65,7 +65,8 @@ UsageRow = tuple[Any, ...]
 
 ROW_COLUMNS: Final = (
     "id", "process", "started_at", "ended_at", "key", "group_name", "user", "model", "class",
-    "tier", "node", "path", "stream", "prompt_tokens", "cached_tokens", "completion_tokens", "slot_seconds",
+    "tier", "node", "path", "stream", "prompt_tokens", "cached_tokens", "completion_tokens",
+    "slot_seconds",
     "cost", "gpu_cost", "attempts", "status", "outcome",
 )  # fmt: skip
 

@@ -50,8 +50,12 @@ SLOWDOWN = 50
 """By about so much valgrind slows the gateway down."""
 TIMERS = {
     "gateway.usage.ledger": (
-        "FLUSH_SECONDS", "JOURNAL_SECONDS", "RECOVERY_SECONDS", "HEARTBEAT_SECONDS",
-    ),  # fmt: skip
+        "FLUSH_SECONDS",
+        "JOURNAL_SECONDS",
+        "RECOVERY_SECONDS",
+        "HEARTBEAT_SECONDS",
+    ),
+    "gateway.usage.limit_sync": ("POLL_SECONDS",),
 }
 """Constants by which work is done so many times a second, however few requests there are. They are
 slowed down as well, so that the work's share of a request is what it is without valgrind."""
@@ -185,10 +189,10 @@ def _start_gateway(
             stdout=log,
             stderr=subprocess.STDOUT,
             env={
-            **os.environ,
-            "PYTHONHASHSEED": "0",  # equal dictionary layouts in all runs
-            "XDG_STATE_HOME": str(folder / "state"),
-        },
+                **os.environ,
+                "PYTHONHASHSEED": "0",  # equal dictionary layouts in all runs
+                "XDG_STATE_HOME": str(folder / "state"),
+            },
         )
 
 

@@ -1,4 +1,4 @@
-"""`python -m tests.usage.kills`: kill -9 a gateway under load, and compare its ledger with the nodes.
+"""`python -m tests.usage.kills`: kill -9 a gateway under load, and compare ledger and nodes.
 
 In each run a real gateway serves requests of five kinds over emulated nodes, which count what they
 do for each request. At a random moment it is killed (SIGKILL), then started again on its store, and
@@ -181,9 +181,14 @@ def a_request(rng: random.Random, number: int) -> tuple[Sent, dict[str, Any]]:
     messages = [{"role": "user", "content": f"{number} {text}"}]
     long = rng.random() < 0.2 or kind in {"cut", "left"}
     tokens = rng.randint(60, 160) if long else rng.randint(5, 30)
-    body = {"model": "demo", "messages": messages, "max_tokens": tokens, "ignore_eos": True,
-            "stream": kind in {"stream", "cut", "resumed"} or rng.random() < 0.5 * (kind == "prefill")
-            }  # fmt: skip
+    stream = kind in {"stream", "cut", "resumed"} or (kind == "prefill" and rng.random() < 0.5)
+    body = {
+        "model": "demo",
+        "messages": messages,
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "stream": stream,
+    }
     return Sent(f"t{number}", kind, count_tokens(render_chat(messages)), tokens), body
 
 
@@ -214,7 +219,8 @@ async def _exchange(site: Site, sent: Sent, body: dict[str, Any]) -> None:
     data = msgspec.json.encode(body)
     head = (
         f"POST /v1/chat/completions HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n"
-        f"Content-Type: application/json\r\nX-Tag: {sent.tag}\r\nContent-Length: {len(data)}\r\n\r\n"
+        f"Content-Type: application/json\r\nX-Tag: {sent.tag}\r\n"
+        f"Content-Length: {len(data)}\r\n\r\n"
     )
     try:
         writer.write(head.encode() + data)

@@ -27,6 +27,7 @@ from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
 from gateway.store.store import Store
+from gateway.usage.ledger import Ledger
 from gateway.usage.limits import LimitBook
 from gateway.usage.meter import Meter
 from gateway.web.admin.app import admin_app
@@ -69,6 +70,7 @@ class BareGateway:
     settings_error: str | None = None
     keys_lost: str | None = None
     store: Store | None = None
+    ledger: Ledger | None = None
     ended: list[RequestFinished] = field(default_factory=list)
 
     @property

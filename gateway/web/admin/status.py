@@ -13,11 +13,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.fleet.fleet import Fleet
-from gateway.observe.metrics import Metrics, MetricsSnapshot, NodeSample, StoreSample
+from gateway.observe.metrics import (
+    LedgerSample,
+    Metrics,
+    MetricsSnapshot,
+    NodeSample,
+    StoreSample,
+)
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.request import Priority
 from gateway.scheduling.scheduler import Scheduler
 from gateway.store.store import Store
+from gateway.usage.ledger import Ledger
 from gateway.web.admin.configuration import GatewayControl
 from gateway.web.asgi import HealthEndpoints, JsonResponse
 
@@ -64,6 +71,7 @@ class StatusEndpoints:
                 "settings_error": gateway.settings_error,
                 "keys_lost": gateway.keys_lost,
                 "store": store_json(gateway.store),
+                "ledger": ledger_json(gateway.ledger),
             }
         )
 
@@ -86,6 +94,19 @@ class StatusEndpoints:
 def store_json(store: Store | None) -> dict[str, Any]:
     """The state of the store, the reason and the remedy; without a store its state is `off`."""
     return {"state": "off"} if store is None else store.status().as_json()
+
+
+def ledger_json(ledger: Ledger | None) -> dict[str, Any] | None:
+    """How many rows of the ledger wait, were written and were lost; None without a store."""
+    if ledger is None:
+        return None
+    return {
+        "pending": ledger.pending,
+        "written": ledger.written,
+        "recovered": ledger.recovered,
+        "dropped": ledger.dropped,
+        "error": ledger.problem,
+    }
 
 
 def totals_json(metrics: Metrics) -> dict[str, Any]:
@@ -121,6 +142,7 @@ class MetricsSource:
     inventory_error: Callable[[], str | None]
     retries_left: Callable[[], int]
     store: Store | None = None
+    ledger: Ledger | None = None
 
     def __call__(self) -> MetricsSnapshot:
         """The state now."""
@@ -141,6 +163,7 @@ class MetricsSource:
             inventory_error=self.inventory_error() is not None,
             retry_budget=self.retries_left(),
             store=self._store_sample(),
+            ledger=self._ledger_sample(),
         )
 
     def _store_sample(self) -> StoreSample | None:
@@ -148,3 +171,9 @@ class MetricsSource:
             return None
         status = self.store.status()
         return StoreSample(up=status.up, waiting=status.waiting)
+
+    def _ledger_sample(self) -> LedgerSample | None:
+        ledger = self.ledger
+        if ledger is None:
+            return None
+        return LedgerSample(ledger.pending, ledger.written, ledger.recovered, ledger.dropped)
