@@ -54,7 +54,7 @@ from gateway.startup import (
     read_admin_key,
     store_location,
 )
-from gateway.store.store import Store
+from gateway.store.store import Store, log_store_change
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
 from gateway.transport.node_client import open_node_client
 from gateway.transport.resolver import Resolver
@@ -145,7 +145,7 @@ class Gateway:
         )
         self._resolver = resolver or Resolver()
         location = store_location(options, settings)
-        self.store = None if location is None else Store(location)
+        self.store = None if location is None else Store(location, on_change=log_store_change)
         self.fleet = Fleet(
             connect=functools.partial(open_node_client, resolver=self._resolver),
             health=settings.health,
