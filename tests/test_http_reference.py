@@ -7,7 +7,13 @@ from pathlib import Path
 
 from gateway.config.settings import Settings
 from gateway.events import AttemptEnded, EventBus, HookEnded, RequestFinished
-from gateway.observe.metrics import Metrics, MetricsSnapshot, NodeSample, StoreSample
+from gateway.observe.metrics import (
+    LedgerSample,
+    Metrics,
+    MetricsSnapshot,
+    NodeSample,
+    StoreSample,
+)
 from gateway.proxy.inbound.routes import pages_of, routes_of
 from gateway.web.admin import app as admin
 from tests.fleet.build import a_spec
@@ -61,7 +67,9 @@ def metrics_made() -> dict[str, tuple[str, set[str]]]:
     bus = EventBus()
     node = NodeSample("a", "ready", 2, 1, decode_tps=10.0, prefill_tps=100.0)
     store = StoreSample(up=True, waiting=0)
-    metrics = Metrics(bus, lambda: MetricsSnapshot([node], retry_budget=1.0, store=store))
+    ledger = LedgerSample(0, 0, 0, 0)
+    snapshot = MetricsSnapshot([node], retry_budget=1.0, store=store, ledger=ledger)
+    metrics = Metrics(bus, lambda: snapshot)
     bus.publish(RequestFinished("r1", "/v1/completions", tier="cpu"))
     bus.publish(AttemptEnded("r1", "a", "ok", 1.0))
     bus.publish(HookEnded("a", "start", "ok", 1.0, ""))
