@@ -86,14 +86,15 @@ class Findings:
     missing: int = 0
     oldest_missing: float = 0.0  # seconds before the kill at which it was admitted or had ended
     wrong: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)  # missing, but not of the last second
     compared: Counter[str] = field(default_factory=Counter)
     largest: dict[str, int] = field(default_factory=dict)  # differences in tokens
 
-    def compare(self, what: str, difference: int, most: int, why: str) -> None:
-        """The ledger has so many tokens fewer than the node; `most` may be missing, none more."""
+    def compare(self, what: str, difference: int, most: int, why: str, least: int = 0) -> None:
+        """The ledger has so many tokens fewer than the node: from `least` to `most` are right."""
         self.compared[what] += 1
         self.largest[what] = max(self.largest.get(what, 0), abs(difference))
-        if not 0 <= difference <= most:
+        if not least <= difference <= most:
             self.wrong.append(f"{what}: {difference} tokens ({why})")
 
     @property
@@ -317,6 +318,8 @@ def compare(site: Site, sent: list[Sent]) -> Findings:
         )
         age = seconds if one.started_at <= site.killed_at else float("inf")
         found.oldest_missing = max(found.oldest_missing, age)
+        if age > LAST_SECOND:
+            found.late.append(f"{age:.2f} s {one} {tally}")
     found.doubles += sum(len(others) for others in by_tag.values())
     return found
 
@@ -331,11 +334,16 @@ def compare_row(found: Findings, one: Sent, row: dict[str, Any], tally: TokenTal
         # A resumed stream counts its tokens once, however many nodes worked on it.
         made = tally.tokens if tally.attempts == 1 else one.tokens
         what = "complete" if tally.attempts == 1 else "resumed"
+        if tally.attempts == 1 and one.kind == "resumed":
+            # All tokens had come before it was cut: the gateway made the end by itself.
+            found.compare("ended by the gateway: completion", made - completion, 1, why)
+            return
         found.compare(f"{what}: completion", made - completion, 0, why)
         found.compare(f"{what}: prompt", one.prompt_tokens - prompt, 0, why)
     elif tally.attempts == 1 and completion:
         most = round(CUT_SECONDS * DECODE_TPS)
-        found.compare("cut: completion", tally.tokens - completion, most, why)
+        # The event that ends the answer holds no token.
+        found.compare("cut: completion", tally.tokens - completion, most, why, least=-1)
         known = one.prompt_tokens >= PROGRESS_TOKENS
         estimate = abs(one.prompt_tokens - prompt)
         found.compare("cut: prompt", estimate, 0 if known else one.prompt_tokens // 2 + 8, why)
@@ -424,7 +432,7 @@ def main() -> int:
                 "run": run + 1, "seconds": round(time.monotonic() - begun, 1),
                 "rows": found.rows, "doubles": found.doubles, "missing": found.missing,
                 "oldest_missing": round(found.oldest_missing, 2), "outcomes": found.outcomes,
-                "wrong": found.wrong[:3],
+                "wrong": found.wrong[:3], "late": found.late[:3],
             }), flush=True)  # fmt: skip
     print(json.dumps({
         "store": options.store, "runs": options.runs, "failed": failed,

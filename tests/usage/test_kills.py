@@ -1,4 +1,4 @@
-"""A gateway that is killed loses no more of its ledger than the last second, and doubles nothing."""
+"""A killed gateway loses no more of its ledger than the last second, and doubles nothing."""
 
 from __future__ import annotations
 
