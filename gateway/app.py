@@ -215,6 +215,7 @@ class Gateway:
                 self.proxy_context.retries_left,
                 lambda: self.certificates.expiry,
                 self.store,
+                self.ledger,
             ),
         )
         self.drain_deadlines = DrainDeadlines(self.registry)
@@ -273,7 +274,8 @@ class Gateway:
             ProcessIdentity.of_this_process(time.time()),
             now=time.time,
             clock=self.clock,
-            open_requests=lambda before: self.meter.open_requests(before),
+            # The meter is made with the ledger.
+            open_requests=lambda before: self.meter.open_requests(before),  # noqa: PLW0108
         )
 
     def _make_meter(self) -> Meter:

@@ -7,7 +7,13 @@ from pathlib import Path
 
 from gateway import errors
 from gateway.events import AttemptEnded, EventBus, HookEnded, RequestFinished
-from gateway.observe.metrics import Metrics, MetricsSnapshot, NodeSample, StoreSample
+from gateway.observe.metrics import (
+    LedgerSample,
+    Metrics,
+    MetricsSnapshot,
+    NodeSample,
+    StoreSample,
+)
 from gateway.web.http_reference import renewed, tables
 from gateway.web.openapi_parts import ERROR_HEADERS, ERRORS, REQUEST_HEADERS, RESPONSE_HEADERS
 from tests.fleet.build import a_spec
@@ -65,6 +71,7 @@ def metrics_made() -> dict[str, tuple[str, set[str]]]:
         retry_budget=1.0,
         certificate_days_left={"listen.tls": 9.0},
         store=StoreSample(up=True, waiting=0),
+        ledger=LedgerSample(0, 0, 0, 0),
     )
     metrics = Metrics(bus, lambda: snapshot)
     bus.publish(RequestFinished("r1", "/v1/completions", tier="cpu"))

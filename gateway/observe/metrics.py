@@ -98,6 +98,19 @@ class StoreSample:
 
 
 @dataclass(slots=True)
+class LedgerSample:
+    """The ledger of requests at the time of a scrape; counts are of this process."""
+
+    pending: int
+    """Rows that wait to be written."""
+    written: int
+    recovered: int
+    """Of them, rows of requests whose process was killed."""
+    dropped: int
+    """Rows that were lost, since too many waited or none could store them."""
+
+
+@dataclass(slots=True)
 class MetricsSnapshot:
     """The gateway's state at the time of a scrape."""
 
@@ -114,6 +127,7 @@ class MetricsSnapshot:
     """Days until the certificate of each listener with TLS expires."""
     store: StoreSample | None = None
     """None: there is no store."""
+    ledger: LedgerSample | None = None
 
 
 @dataclass(slots=True)
@@ -273,6 +287,8 @@ class Metrics:
                 "Jobs that wait for the store.",
                 [("", snapshot.store.waiting)],
             )
+        if snapshot.ledger is not None:
+            _add_ledger(page, snapshot.ledger)
         build = labels(version=__version__, python=platform.python_version())
         page.add_family("build_info", "gauge", "The version that runs.", [(build, 1)])
         return page.render().encode() + generate_latest(self._process)
@@ -455,3 +471,18 @@ class Histogram:
         """Count one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
+
+
+def _add_ledger(page: MetricsPage, ledger: LedgerSample) -> None:
+    for name, kind, text, value in (
+        ("ledger_rows_waiting", "gauge", "Rows of the ledger that wait.", ledger.pending),
+        ("ledger_rows_written_total", "counter", "Rows that were written.", ledger.written),
+        (
+            "ledger_rows_recovered_total",
+            "counter",
+            "Rows written for requests of killed processes.",
+            ledger.recovered,
+        ),
+        ("ledger_rows_dropped_total", "counter", "Rows that were lost.", ledger.dropped),
+    ):
+        page.add_family(name, kind, text, [("", value)])

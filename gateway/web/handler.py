@@ -105,7 +105,7 @@ class ProxyHandler:
         return _HandledRequest(self, route, exchange).serve()
 
     def next_id(self) -> str:
-        """An id that is unique, in all processes and for ever: the ledger knows the request by it."""
+        """An id that no other request has, in any process: the ledger knows it by that."""
         return f"{self._id_prefix}{next(self._id_numbers):x}"
 
     def configure(self, config: HandlerConfig) -> None:

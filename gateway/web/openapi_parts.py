@@ -384,6 +384,14 @@ STATUS_FIELDS: Mapping[str, tuple[str, str]] = {
         "object",
         "`state`, the reason and the remedy, [the store](../operations.md#the-store)",
     ),
+    "ledger": (
+        "object?",
+        (
+            "the [ledger](../usage.md): rows that are `pending`, were `written`, `recovered` for "
+            "killed processes and `dropped` in this process, and why the last writing failed "
+            "(`error`); null without a store"
+        ),
+    ),
     "keys_lost": (
         "string?",
         "why the public listener answers 401 to everybody: a reload took the last API key away",

@@ -35,6 +35,7 @@ from gateway.scheduling.scheduler import Scheduler
 from gateway.store.store import Store
 from gateway.transport.certificates import ListenerCertificates
 from gateway.usage.caller_usage import CallerUsage
+from gateway.usage.ledger import Ledger
 from gateway.usage.limits import LimitBook
 from gateway.usage.meter import Meter
 from gateway.usage.reports import Reporter
@@ -82,6 +83,7 @@ class BareGateway:
     keys_lost: str | None = None
     certificates: CertificateStatus = field(default_factory=lambda: ListenerCertificates({}))
     store: Store | None = None
+    ledger: Ledger | None = None
     ended: list[RequestFinished] = field(default_factory=list)
 
     @property

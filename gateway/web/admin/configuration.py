@@ -17,6 +17,7 @@ from gateway.errors import GatewayError
 from gateway.events import InventoryChanged, SettingsChanged
 from gateway.proxy.api.base import openai_error
 from gateway.store.store import Store
+from gateway.usage.ledger import Ledger
 from gateway.web.admin.certificates import CertificateStatus
 from gateway.web.asgi import JsonResponse
 
@@ -55,6 +56,10 @@ class GatewayControl(Protocol):
     @property
     def store(self) -> Store | None:
         """The store; None: the settings have switched it off."""
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The ledger of requests; None: there is no store."""
 
     @property
     def settings_error(self) -> str | None:

@@ -14,11 +14,18 @@ from starlette.responses import Response
 
 from gateway.fleet.fleet import Fleet
 from gateway.observe.audit import AuditTrail
-from gateway.observe.metrics import Metrics, MetricsSnapshot, NodeSample, StoreSample
+from gateway.observe.metrics import (
+    LedgerSample,
+    Metrics,
+    MetricsSnapshot,
+    NodeSample,
+    StoreSample,
+)
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.request import Priority
 from gateway.scheduling.scheduler import Scheduler
 from gateway.store.store import Store
+from gateway.usage.ledger import Ledger
 from gateway.web.admin.configuration import GatewayControl
 from gateway.web.asgi import HealthEndpoints, JsonResponse
 
@@ -72,6 +79,7 @@ class StatusEndpoints:
                 },
                 "store": store_json(gateway.store),
                 "audit_lost": self.audit.lost,
+                "ledger": ledger_json(gateway.ledger),
             }
         )
 
@@ -104,6 +112,19 @@ def days_until(seconds: float) -> float:
 def store_json(store: Store | None) -> dict[str, Any]:
     """The state of the store, the reason and the remedy; without a store its state is `off`."""
     return {"state": "off"} if store is None else store.status().as_json()
+
+
+def ledger_json(ledger: Ledger | None) -> dict[str, Any] | None:
+    """How many rows of the ledger wait, were written and were lost; None without a store."""
+    if ledger is None:
+        return None
+    return {
+        "pending": ledger.pending,
+        "written": ledger.written,
+        "recovered": ledger.recovered,
+        "dropped": ledger.dropped,
+        "error": ledger.problem,
+    }
 
 
 def totals_json(metrics: Metrics) -> dict[str, Any]:
@@ -141,6 +162,7 @@ class MetricsSource:
     certificate_expiry: Callable[[], Mapping[str, float]] = dict
     """When the certificate of each listener with TLS expires, in seconds since 1970."""
     store: Store | None = None
+    ledger: Ledger | None = None
 
     def __call__(self) -> MetricsSnapshot:
         """The state now."""
@@ -164,6 +186,7 @@ class MetricsSource:
                 key: days_until(expires) for key, expires in self.certificate_expiry().items()
             },
             store=self._store_sample(),
+            ledger=self._ledger_sample(),
         )
 
     def _store_sample(self) -> StoreSample | None:
@@ -171,3 +194,9 @@ class MetricsSource:
             return None
         status = self.store.status()
         return StoreSample(up=status.up, waiting=status.waiting)
+
+    def _ledger_sample(self) -> LedgerSample | None:
+        ledger = self.ledger
+        if ledger is None:
+            return None
+        return LedgerSample(ledger.pending, ledger.written, ledger.recovered, ledger.dropped)
