@@ -23,7 +23,7 @@ from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.listeners import LimitSettings
 from gateway.config.settings import RejectedFiles, Settings, changed_restart_keys, load_settings
 from gateway.config.watch import watch_files
-from gateway.events import EventBus, InventoryChanged, SettingsChanged
+from gateway.events import EventBus, InventoryChanged, LimitReached, SettingsChanged
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.state_files import DrainedNodes, PropertiesStore
 from gateway.handover import (
@@ -174,7 +174,13 @@ class Gateway:
         self._loopback = is_loopback(settings.listen.host)
         self.key_ring = KeyRing(access=self._inherited.anonymous_access)
         self.key_ring.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
-        self.limit_book = LimitBook(settings, clock=self.clock, learn_pending=self.bus.flush)
+        self.limit_book = LimitBook(
+            settings,
+            clock=self.clock,
+            learn_pending=self.bus.flush,
+            dearest_token=self.scheduler.dearest_token,
+            on_refusal=lambda limit, scope: self.bus.publish(LimitReached(limit, scope)),
+        )
         self.ledger = self._make_ledger()
         self.meter = self._make_meter()
         self.limit_sync = self._make_limit_sync()

@@ -93,7 +93,7 @@ class Reservation:
         if not self._released:
             self._released = True
             for account in self.tracked:
-                account.release(now - self.admitted_at)
+                account.release(max(0.0, now - self.admitted_at))
 
     def settle(self, tokens: int, cost: float, ended_at: float) -> None:
         """Count what the request has used; only the first call counts.
@@ -116,11 +116,16 @@ class LimitBook:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         learn_pending: Callable[[], None] = lambda: None,
+        dearest_token: Callable[[LeaseRequest], float] = lambda _: 0.0,
+        on_refusal: Callable[[LimitName, Kind], None] = lambda _, __: None,
     ) -> None:
         self._clock = clock
         self._wall_clock = wall_clock
         self._learn_pending = learn_pending
         """Settles what has ended but is not settled yet."""
+        self._dearest_token = dearest_token
+        """The most that a token of a request can cost, of a model whose mean is unknown."""
+        self._on_refusal = on_refusal
         self._calendar = Calendar()
         self._groups: Mapping[str, GroupSpec] = {}
         self._total: LimitSpec | None = None
@@ -197,6 +202,7 @@ class LimitBook:
         if account is None:
             account = self._accounts[subject] = Account(kind, subject, who, spec)
             self._unloaded[subject] = self._wall_clock()
+            self._version += 1
         elif account.spec != spec:
             account.configure(spec)
         return account
@@ -213,6 +219,7 @@ class LimitBook:
             return
         if key not in self._user_limits:
             self._unloaded[f"users:{key}"] = self._wall_clock()
+            self._version += 1
         self._user_limits[key] = limits
         for account in self._users.setdefault(key, OrderedDict()).values():
             account.configure(limits)
@@ -290,7 +297,12 @@ class LimitBook:
         if not tracked:
             return Reservation(self, accounts, request.model, 0, 0.0, now)
         tokens = _estimate(accounts, request, prompts) if request.slots else 0
-        cost = min(tokens * self._rates.get(request.model, 0.0), accounts.most_cost)
+        cost = 0.0
+        if accounts.most_cost < math.inf:
+            rate = self._rates.get(request.model)
+            if rate is None:
+                rate = self._dearest_token(request)
+            cost = min(tokens * rate, accounts.most_cost)
         clock, calendar = self._clock(), self._calendar
         calendar.look_up(now)
         for account in tracked:
@@ -307,14 +319,17 @@ class LimitBook:
         self, tracked: tuple[Account, ...], tokens: int, cost: float, clock: float, now: float
     ) -> None:
         """Raises: GatewayError 429 if an account has no room for one more request."""
-        refusals = [
-            refusal(account, limit, tokens, clock, now, self._calendar)
-            for account in tracked
-            if (limit := account.refuses(tokens, cost, clock, self._calendar)) is not None
-        ]
-        if refusals:
+        found: list[tuple[GatewayError, LimitName, Account]] = []
+        for account in tracked:
+            limit = account.refuses(tokens, cost, clock, self._calendar)
+            if limit is not None:
+                error = refusal(account, limit, tokens, clock, now, self._calendar)
+                found.append((error, limit, account))
+        if found:
             # The wait must be long enough for all of them.
-            raise max(refusals, key=lambda error: error.retry_after or 0.0)
+            error, limit, account = max(found, key=lambda one: one[0].retry_after or 0.0)
+            self._on_refusal(limit, account.kind)
+            raise error
 
     def settled(self, reservation: Reservation, tokens: int, cost: float, ended_at: float) -> None:
         """A request has ended that used so much; its reservation calls this once."""
@@ -346,8 +361,6 @@ class LimitBook:
         rates = self._rates
         mean = rates.get(model)
         if mean is None:
-            if not rate:
-                return
             if len(rates) >= MOST_RATES:
                 del rates[next(iter(rates))]
             mean = rate
