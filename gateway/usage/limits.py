@@ -374,30 +374,40 @@ class LimitBook:
 
     def rate_limits(self, accounts: Accounts) -> tuple[RateLimit | None, RateLimit | None]:
         """The tightest limit of requests, and that of tokens; None: there is none."""
-        requests: RateLimit | None = None
-        tokens: RateLimit | None = None
-        now, wall, calendar = self._clock(), self._wall_clock(), self._calendar
+        now, calendar = self._clock(), self._calendar
+        wall = self._wall_clock()
         calendar.look_up(wall)
+        least_requests = least_tokens = math.inf
+        of_requests: Account | None = None
+        of_tokens: Account | None = None
+        daily = False
         for account in accounts.tracked:
-            if account.rpm < math.inf:
-                left = int(account.rpm - account.requests.value(now))
-                if requests is None or left < requests.remaining:
-                    reset = account.requests.seconds_until_empty(now)
-                    requests = RateLimit(int(account.rpm), max(0, left), reset, wall + reset)
+            left = account.rpm - account.requests.value(now)
+            if left < least_requests:
+                least_requests, of_requests = left, account
             reserved = account.reserved_tokens + account.others.tokens
-            if account.tpm < math.inf:
-                left = int(account.tpm - account.tokens.value(now)) - reserved
-                if tokens is None or left < tokens.remaining:
-                    reset = MINUTE if reserved else account.tokens.seconds_until_empty(now)
-                    tokens = RateLimit(int(account.tpm), max(0, left), reset, wall + reset)
-            if account.tokens_per_day < math.inf:
-                used = account.tokens_by_day.get(calendar.day, 0)
-                left = int(account.tokens_per_day - used) - reserved
-                if tokens is None or left < tokens.remaining:
-                    reset = calendar.day_ends - wall if used or reserved else 0.0
-                    most = int(account.tokens_per_day)
-                    tokens = RateLimit(most, max(0, left), reset, wall + reset)
+            left = account.tpm - account.tokens.value(now) - reserved
+            if left < least_tokens:
+                least_tokens, of_tokens, daily = left, account, False
+            left = account.tokens_per_day - account.tokens_by_day.get(calendar.day, 0) - reserved
+            if left < least_tokens:
+                least_tokens, of_tokens, daily = left, account, True
+        requests = tokens = None
+        if of_requests is not None:
+            reset = of_requests.requests.seconds_until_empty(now)
+            requests = _rate_limit(of_requests.rpm, least_requests, reset, wall)
+        if of_tokens is not None and daily:
+            untouched = least_tokens == of_tokens.tokens_per_day
+            reset = 0.0 if untouched else calendar.day_ends - wall
+            tokens = _rate_limit(of_tokens.tokens_per_day, least_tokens, reset, wall)
+        elif of_tokens is not None:
+            reset = MINUTE if of_tokens.open else of_tokens.tokens.seconds_until_empty(now)
+            tokens = _rate_limit(of_tokens.tpm, least_tokens, reset, wall)
         return requests, tokens
+
+
+def _rate_limit(limit: float, left: float, reset: float, wall: float) -> RateLimit:
+    return RateLimit(int(limit), max(0, int(left)), reset, wall + reset)
 
 
 # Estimates and refusals.
