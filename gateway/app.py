@@ -23,7 +23,7 @@ from gateway.access.keys import KeyRing
 from gateway.config.inventory import Inventory
 from gateway.config.listeners import LimitSettings
 from gateway.config.settings import Settings, changed_restart_keys
-from gateway.events import EventBus, InventoryChanged, SettingsChanged
+from gateway.events import EventBus, InventoryChanged, LimitReached, SettingsChanged
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.node_prices import GpuCosts, alive_nodes
 from gateway.fleet.state_files import DrainedNodes, PropertiesStore
@@ -188,7 +188,13 @@ class Gateway:
         )
         self.key_sync = KeySync(self.store, self.key_ring, keys_file(options))
         self.key_sync.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
-        self.limit_book = LimitBook(settings, clock=self.clock, learn_pending=self.bus.flush)
+        self.limit_book = LimitBook(
+            settings,
+            clock=self.clock,
+            learn_pending=self.bus.flush,
+            dearest_token=self.scheduler.dearest_token,
+            on_refusal=lambda limit, scope: self.bus.publish(LimitReached(limit, scope)),
+        )
         self.ledger = self._make_ledger()
         self.meter = self._make_meter()
         self.limit_sync = self._make_limit_sync()

@@ -145,6 +145,16 @@ class RequestFinished:
 
 
 @dataclass(slots=True)
+class LimitReached:
+    """A request was refused, since a limit is reached."""
+
+    limit: str
+    """The limit's name in the settings."""
+    scope: str
+    """Whose it is: `total`, `group`, `key` or `user`."""
+
+
+@dataclass(slots=True)
 class AttemptEnded:
     """An attempt on one node has ended. `outcome` is a word of a small set, never free text."""
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from gateway import errors
-from gateway.events import AttemptEnded, EventBus, HookEnded, RequestFinished
+from gateway.events import AttemptEnded, EventBus, HookEnded, LimitReached, RequestFinished
 from gateway.observe.metrics import (
     LedgerSample,
     Metrics,
@@ -76,6 +76,7 @@ def metrics_made() -> dict[str, tuple[str, set[str]]]:
     metrics = Metrics(bus, lambda: snapshot)
     bus.publish(RequestFinished("r1", "/v1/completions", tier="cpu"))
     bus.publish(AttemptEnded("r1", "a", "ok", 1.0))
+    bus.publish(LimitReached("rpm", "key"))
     bus.publish(HookEnded("a", "start", "ok", 1.0, ""))
     page = metrics.render().decode()
     kinds = dict(re.findall(rf"^# TYPE {PREFIX}(\w+) (\w+)$", page, re.MULTILINE))

@@ -23,6 +23,7 @@ from gateway.events import (
     AttemptEnded,
     EventBus,
     HookEnded,
+    LimitReached,
     NodeChanged,
     RequestFinished,
     StreamResumed,
@@ -166,6 +167,7 @@ class Metrics:
         self._hooks: dict[tuple[str, str, str], int] = {}
         self._cost: dict[str, float] = {}
         self._resumed = 0
+        self._limits_reached: dict[tuple[str, str], int] = {}
         self._duration = Histogram(_SECONDS)
         self._ttft = Histogram(_SECONDS)
         self._queue = Histogram(_SECONDS)
@@ -176,6 +178,7 @@ class Metrics:
         bus.subscribe(AttemptEnded, self.attempted)
         bus.subscribe(HookEnded, self.hook_ended)
         bus.subscribe(StreamResumed, self.resumed)
+        bus.subscribe(LimitReached, self.limit_reached)
         bus.subscribe(NodeChanged, self.node_changed)
 
     def finished(self, event: RequestFinished) -> None:
@@ -226,6 +229,11 @@ class Metrics:
     def resumed(self, event: StreamResumed) -> None:
         """Count a stream that was resumed on another node."""
         self._resumed += event.resumed_on is not None
+
+    def limit_reached(self, event: LimitReached) -> None:
+        """Count a request that a limit refused."""
+        key = (event.limit, event.scope)
+        self._limits_reached[key] = self._limits_reached.get(key, 0) + 1
 
     def node_changed(self, event: NodeChanged) -> None:
         """Forget a node that has left the fleet."""
@@ -314,6 +322,15 @@ class Metrics:
             "counter",
             "Streams that went on elsewhere when their node failed.",
             [("", self._resumed)],
+        )
+        page.add_family(
+            "limits_reached_total",
+            "counter",
+            "Requests that a limit on use refused.",
+            (
+                (labels(limit=limit, scope=scope), count)
+                for (limit, scope), count in self._limits_reached.items()
+            ),
         )
         page.add_family(
             "cost_total",

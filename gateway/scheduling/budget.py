@@ -176,3 +176,19 @@ def most_cost(
     completion_cost = completion * answers * rate.completion if rate.completion else 0.0
     prompt_cost = prompt * rate.prompt if rate.prompt else 0.0
     return (prompt_cost + completion_cost) / 1_000_000
+
+
+SLOW_TOKENS_PER_SECOND = 5.0
+"""Of one slot of a node whose speed is not measured yet."""
+
+
+def dearest_token(spec: NodeSpec, total: int, tokens_per_second: float | None) -> float:
+    """The most that one token is likely to cost on a node of `total` slots.
+
+    `tokens_per_second`: of one slot, as measured.
+    """
+    rate = spec.cost_per_million_tokens
+    if rate is not None:
+        return max(rate.prompt, rate.completion) / 1_000_000
+    seconds = 1 / (tokens_per_second or SLOW_TOKENS_PER_SECOND)
+    return cost_of(spec, total, prompt=0, completion=0, slots=1, seconds=seconds)

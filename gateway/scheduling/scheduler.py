@@ -22,6 +22,7 @@ from gateway.fleet.prompt_cache import FleetPromptCache
 from gateway.lease import NOTHING_TRIED, GrantedLease, LeaseRequest, QueuePosition, Tried
 from gateway.request import Priority
 from gateway.scheduling.admission import Admission, CompletionRate, combine_waits, queue_room
+from gateway.scheduling.budget import dearest_token
 from gateway.scheduling.candidates import CandidateFinder
 from gateway.scheduling.demand_model import DemandModel, has_long_prompt
 from gateway.scheduling.dispatcher import Dispatcher, dispatch_rules
@@ -187,6 +188,18 @@ class Scheduler:
             if waiter.queued in self.waiters:
                 self._remove(waiter)
                 self._match_soon()
+
+    def dearest_token(self, request: LeaseRequest) -> float:
+        """The most that a token of the request is likely to cost on any node that serves it."""
+        index = self.fleet.model_index
+        return max(
+            (
+                dearest_token(node.spec, node.slots_total, node.speed.decode_tps)
+                for name in request.model_names
+                for node in index.nodes_for(name)
+            ),
+            default=0.0,
+        )
 
     def has_other_node(self, request: LeaseRequest, tried: Tried) -> bool:
         """Whether a node is alive that could take `request` and has not failed it."""

@@ -50,8 +50,9 @@ class Account:
     """The counters of one subject: all callers, a group, a key, or an end user of a key."""
 
     __slots__ = (
-        "budget", "concurrency", "cost_by_day", "cost_by_month", "kind", "mean_seconds",
-        "open", "others", "requests", "reserved_cost", "reserved_tokens", "rpm",
+        "budget", "concurrency", "cost_by_day", "cost_by_month", "is_budget_monthly", "kind",
+        "mean_seconds", "most_cost", "open", "others", "requests", "reserved_cost",
+        "reserved_tokens", "rpm",
         "running", "spec", "subject", "tokens", "tokens_by_day", "tokens_per_day", "tpm", "who",
     )  # fmt: skip
 
@@ -84,6 +85,8 @@ class Account:
         self.tokens_per_day = _or_infinite(spec.tokens_per_day)
         self.concurrency = _or_infinite(spec.concurrency)
         self.budget: Budget | None = spec.budget_limit
+        self.most_cost = math.inf if self.budget is None else self.budget.amount
+        self.is_budget_monthly = self.budget is not None and self.budget.period == "month"
 
     # Read the counters.
 
@@ -118,12 +121,18 @@ class Account:
         open_tokens = self.reserved_tokens + others.tokens + tokens
         if self.tokens.value(now) + open_tokens > self.tpm:
             return "tpm"
-        if self.tokens_by_day.get(calendar.day, 0) + open_tokens > self.tokens_per_day:
+        day = calendar.day
+        if self.tokens_by_day.get(day, 0) + open_tokens > self.tokens_per_day:
             return "tokens_per_day"
-        if self.budget is not None:
-            used = self.cost_used(calendar) + self.reserved_cost + others.cost
+        most = self.most_cost
+        if most < math.inf:
+            if self.is_budget_monthly:
+                used = self.cost_by_month.get(calendar.month, 0.0)
+            else:
+                used = self.cost_by_day.get(day, 0.0)
+            used += self.reserved_cost + others.cost
             # What was used up to the last bit leaves nothing, though the estimate may be 0.
-            if used + cost > self.budget.amount or used >= self.budget.amount:
+            if used + cost > most or used >= most:
                 return "budget"
         return None
 
@@ -171,12 +180,22 @@ class Account:
 
     def count(self, tokens: int, cost: float, ended: float, calendar: Calendar) -> None:
         """Count what a request has used that ended at this monotonic time, on `calendar`'s day."""
+        # Nearly always the day and month are known already.
+        day = calendar.day
         if tokens > 0:
             self.tokens.add_late(ended, tokens)
-            self.tokens_by_day.add(calendar.day, tokens)
+            if day in self.tokens_by_day:
+                self.tokens_by_day[day] += tokens
+            else:
+                self.tokens_by_day.add(day, tokens)
         if cost > 0:
-            self.cost_by_day.add(calendar.day, cost)
-            self.cost_by_month.add(calendar.month, cost)
+            month = calendar.month
+            if day in self.cost_by_day and month in self.cost_by_month:
+                self.cost_by_day[day] += cost
+                self.cost_by_month[month] += cost
+            else:
+                self.cost_by_day.add(day, cost)
+                self.cost_by_month.add(month, cost)
 
 
 def _or_infinite(limit: int | None) -> float:

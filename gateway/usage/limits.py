@@ -109,7 +109,7 @@ class Reservation:
         if not self._released:
             self._released = True
             for account in self.tracked:
-                account.release(now - self.admitted_at)
+                account.release(max(0.0, now - self.admitted_at))
 
     def settle(self, tokens: int, cost: float, ended_at: float) -> None:
         """Count what the request has used; only the first call counts.
@@ -132,11 +132,16 @@ class LimitBook:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         learn_pending: Callable[[], None] = lambda: None,
+        dearest_token: Callable[[LeaseRequest], float] = lambda _: 0.0,
+        on_refusal: Callable[[LimitName, Kind], None] = lambda _, __: None,
     ) -> None:
         self._clock = clock
         self._wall_clock = wall_clock
         self._learn_pending = learn_pending
         """Settles what has ended but is not settled yet."""
+        self._dearest_token = dearest_token
+        """The most that a token of a request can cost, of a model whose mean is unknown."""
+        self._on_refusal = on_refusal
         self._calendar = Calendar()
         self._groups: Mapping[str, GroupSpec] = {}
         self._total: LimitSpec | None = None
@@ -213,6 +218,7 @@ class LimitBook:
         if account is None:
             account = self._accounts[subject] = Account(kind, subject, who, spec)
             self._unloaded[subject] = self._wall_clock()
+            self._version += 1
         elif account.spec != spec:
             account.configure(spec)
         return account
@@ -229,6 +235,7 @@ class LimitBook:
             return
         if key not in self._user_limits:
             self._unloaded[f"users:{key}"] = self._wall_clock()
+            self._version += 1
         self._user_limits[key] = limits
         for account in self._users.setdefault(key, OrderedDict()).values():
             account.configure(limits)
@@ -306,7 +313,12 @@ class LimitBook:
         if not tracked:
             return Reservation(self, accounts, request.model, 0, 0.0, now)
         tokens = _estimate(accounts, request, prompts) if request.slots else 0
-        cost = min(tokens * self._rates.get(request.model, 0.0), accounts.most_cost)
+        cost = 0.0
+        if accounts.most_cost < math.inf:
+            rate = self._rates.get(request.model)
+            if rate is None:
+                rate = self._dearest_token(request)
+            cost = min(tokens * rate, accounts.most_cost)
         clock, calendar = self._clock(), self._calendar
         calendar.look_up(now)
         for account in tracked:
@@ -323,14 +335,17 @@ class LimitBook:
         self, tracked: tuple[Account, ...], tokens: int, cost: float, clock: float, now: float
     ) -> None:
         """Raises: GatewayError 429 if an account has no room for one more request."""
-        refusals = [
-            refusal(account, limit, tokens, clock, now, self._calendar)
-            for account in tracked
-            if (limit := account.refuses(tokens, cost, clock, self._calendar)) is not None
-        ]
-        if refusals:
+        found: list[tuple[GatewayError, LimitName, Account]] = []
+        for account in tracked:
+            limit = account.refuses(tokens, cost, clock, self._calendar)
+            if limit is not None:
+                error = refusal(account, limit, tokens, clock, now, self._calendar)
+                found.append((error, limit, account))
+        if found:
             # The wait must be long enough for all of them.
-            raise max(refusals, key=lambda error: error.retry_after or 0.0)
+            error, limit, account = max(found, key=lambda one: one[0].retry_after or 0.0)
+            self._on_refusal(limit, account.kind)
+            raise error
 
     def settled(self, reservation: Reservation, tokens: int, cost: float, ended_at: float) -> None:
         """A request has ended that used so much; its reservation calls this once."""
@@ -362,8 +377,6 @@ class LimitBook:
         rates = self._rates
         mean = rates.get(model)
         if mean is None:
-            if not rate:
-                return
             if len(rates) >= MOST_RATES:
                 del rates[next(iter(rates))]
             mean = rate
@@ -377,29 +390,35 @@ class LimitBook:
 
     def rate_limits(self, accounts: Accounts) -> tuple[RateLimit | None, RateLimit | None]:
         """The tightest limit of requests, and that of tokens; None: there is none."""
-        requests: RateLimit | None = None
-        tokens: RateLimit | None = None
-        now, wall, calendar = self._clock(), self._wall_clock(), self._calendar
+        now, calendar = self._clock(), self._calendar
+        wall = self._wall_clock()
         calendar.look_up(wall)
+        least_requests = least_tokens = math.inf
+        of_requests: Account | None = None
+        of_tokens: Account | None = None
+        daily = False
         for account in accounts.tracked:
-            if account.rpm < math.inf:
-                left = int(account.rpm - account.requests.value(now))
-                if requests is None or left < requests.remaining:
-                    reset = account.requests.seconds_until_empty(now)
-                    requests = RateLimit(int(account.rpm), max(0, left), reset, wall + reset)
+            left = account.rpm - account.requests.value(now)
+            if left < least_requests:
+                least_requests, of_requests = left, account
             reserved = account.reserved_tokens + account.others.tokens
-            if account.tpm < math.inf:
-                left = int(account.tpm - account.tokens.value(now)) - reserved
-                if tokens is None or left < tokens.remaining:
-                    reset = MINUTE if reserved else account.tokens.seconds_until_empty(now)
-                    tokens = RateLimit(int(account.tpm), max(0, left), reset, wall + reset)
-            if account.tokens_per_day < math.inf:
-                used = account.tokens_by_day.get(calendar.day, 0)
-                left = int(account.tokens_per_day - used) - reserved
-                if tokens is None or left < tokens.remaining:
-                    reset = calendar.day_ends - wall if used or reserved else 0.0
-                    most = int(account.tokens_per_day)
-                    tokens = RateLimit(most, max(0, left), reset, wall + reset)
+            left = account.tpm - account.tokens.value(now) - reserved
+            if left < least_tokens:
+                least_tokens, of_tokens, daily = left, account, False
+            left = account.tokens_per_day - account.tokens_by_day.get(calendar.day, 0) - reserved
+            if left < least_tokens:
+                least_tokens, of_tokens, daily = left, account, True
+        requests = tokens = None
+        if of_requests is not None:
+            reset = of_requests.requests.seconds_until_empty(now)
+            requests = _rate_limit(of_requests.rpm, least_requests, reset, wall)
+        if of_tokens is not None and daily:
+            untouched = least_tokens == of_tokens.tokens_per_day
+            reset = 0.0 if untouched else calendar.day_ends - wall
+            tokens = _rate_limit(of_tokens.tokens_per_day, least_tokens, reset, wall)
+        elif of_tokens is not None:
+            reset = MINUTE if of_tokens.open else of_tokens.tokens.seconds_until_empty(now)
+            tokens = _rate_limit(of_tokens.tpm, least_tokens, reset, wall)
         return requests, tokens
 
     def standings(self, accounts: Accounts) -> Iterator[LimitStanding]:
@@ -428,6 +447,10 @@ class LimitBook:
             if spec.concurrency is not None:
                 running = one.running + one.others.running
                 yield LimitStanding(kind, "concurrency", None, spec.concurrency, running, 0, None)
+
+
+def _rate_limit(limit: float, left: float, reset: float, wall: float) -> RateLimit:
+    return RateLimit(int(limit), max(0, int(left)), reset, wall + reset)
 
 
 # Estimates and refusals.

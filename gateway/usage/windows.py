@@ -18,10 +18,11 @@ class SlidingSum:
     together: with the last of them (`overestimate`: never too low) or the first (never too high).
     """
 
-    __slots__ = ("_latest", "_newest", "_overestimate", "_sum", "parts", "span")
+    __slots__ = ("_latest", "_newest", "_overestimate", "_part_span", "_sum", "parts", "span")
 
     def __init__(self, span: float, *, overestimate: bool) -> None:
         self.span = span
+        self._part_span = span / WINDOW_PARTS
         self._overestimate = overestimate
         self.parts: deque[tuple[float, float]] = deque()
         """About `WINDOW_PARTS` at most. Of each the time of its last or first addition, by which it
@@ -32,11 +33,14 @@ class SlidingSum:
 
     def add(self, now: float, amount: float) -> None:
         """Add `amount` at `now`; a time before the last addition's counts as that one."""
-        now = max(now, self._latest)
-        self._latest = now
-        self.value(now)
+        if now < self._latest:
+            now = self._latest
+        else:
+            self._latest = now
         parts = self.parts
-        if parts and now - self._newest < self.span / WINDOW_PARTS:
+        if parts and parts[0][0] <= now - self.span:
+            self.value(now)
+        if parts and now - self._newest < self._part_span:
             when, before = parts[-1]
             parts[-1] = (now if self._overestimate else when, before + amount)
         else:
@@ -55,7 +59,7 @@ class SlidingSum:
             index -= 1
         # The first part that ends no earlier; one that ends far later would keep it too long.
         end, before = parts[index] if index < len(parts) else (math.inf, 0.0)
-        if end - when < self.span / WINDOW_PARTS:
+        if end - when < self._part_span:
             parts[index] = (end, before + amount)
         else:
             parts.insert(index, (when, amount))
@@ -65,7 +69,8 @@ class SlidingSum:
         """The sum over the window that ends now."""
         parts = self.parts
         if parts and parts[0][0] <= now - self.span:
-            while parts and parts[0][0] <= now - self.span:
+            begins = now - self.span
+            while parts and parts[0][0] <= begins:
                 parts.popleft()
             # Summed anew, so that no rounding error stays.
             self._sum = math.fsum(amount for _, amount in parts)
@@ -88,6 +93,7 @@ class SlidingSum:
     def resize(self, span: float) -> None:
         """Another span from now on; what has left a shorter window does not come back."""
         self.span = span
+        self._part_span = span / WINDOW_PARTS
 
 
 DAY_SECONDS = 86400.0

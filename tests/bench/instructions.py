@@ -6,6 +6,8 @@ minimum of each counts, since timers of the event loop only ever add instruction
 
     python -m tests.bench.instructions                     this checkout
     python -m tests.bench.instructions ../before .         two, and the second's ratio to the first
+    python -m tests.bench.instructions .+key .+limits      one, with a key, and with one of which
+                                                           every use is limited
 
 Exit status: 0 counted; 1 some answer was wrong or a gateway did not start; 2 usage error.
 """
@@ -24,10 +26,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from gateway.access.keys import hash_key
 from gateway.tools.local.server_process import claim_port, claimed_port
 from tests.bench.arguments import positive
 from tests.bench.load import Address, ChatConnection, Load, LoadConnection
+from tests.bench.node_replies import MODEL
 from tests.bench.scenarios import chat, plain_load, stream_load
 from tests.bench.targets import HOST, status_of
 from tests.bench.upstream import Script, Upstream
@@ -75,6 +80,53 @@ main()
 """
 
 
+KEY = hash_key("lg_bench_0123456789abcdefghijklmnopqrstuvwxyzABCDEFG")
+
+EVERY_LIMIT = {
+    "rpm": 1_000_000,
+    "tpm": 1_000_000_000,
+    "tokens_per_day": 1_000_000_000,
+    "budget": "1000000/month",
+    "concurrency": 1000,
+    "prompt_tokens": 100_000,
+    "completion_tokens": 100_000,
+    "max_class": "normal",
+    "models": [MODEL],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A checkout, and who sends the requests."""
+
+    checkout: Path
+    caller: str = ""
+    """Empty: nobody known; `key`: the holder of a key; `limits`: an end user, with every limit on
+    its own use, its key's, its group's and that of all callers."""
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that the caller needs."""
+        if not self.caller:
+            return {}
+        key: dict[str, Any] = {"id": KEY.id, "sha256": KEY.sha256}
+        if self.caller == "key":
+            return {"keys": [key]}
+        every = {"limits": EVERY_LIMIT, "user_limits": EVERY_LIMIT}
+        return {
+            "keys": [key | every | {"group": "team", "trust_user_headers": True}],
+            "groups": {"team": {"limits": EVERY_LIMIT}},
+            "limits": {"total": EVERY_LIMIT},
+        }
+
+    def send(self, load: Load) -> Load:
+        """The load, sent by the caller."""
+        if self.caller:
+            lines = f"Authorization: Bearer {KEY.text}\r\nX-OpenWebUI-User-Id: ann\r\n".encode()
+            head, _, body = load.request.partition(b"\r\n\r\n")
+            load.request = head + b"\r\n" + lines + b"\r\n" + body
+        return load
+
+
 @dataclass(frozen=True, slots=True)
 class InstructionScenario:
     """One scenario: a load over one connection."""
@@ -113,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("checkouts", nargs="*", type=Path, default=[Path()])
+    parser.add_argument("checkouts", nargs="*", type=_subject, default=[Subject(Path())])
     parser.add_argument("--requests", type=positive, default=400, help="counted in each scenario")
     parser.add_argument(
         "--rounds", type=positive, default=3, help="the minimum of them is compared"
@@ -121,16 +173,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if shutil.which("valgrind") is None:
         parser.error("valgrind is not installed (apt-get install valgrind)")
-    for checkout in options.checkouts:
-        if not (checkout / ".venv/bin/python").exists():
-            parser.error(f"{checkout} has no .venv (make install there)")
+    for subject in options.checkouts:
+        if not (subject.checkout / ".venv/bin/python").exists():
+            parser.error(f"{subject.checkout} has no .venv (make install there)")
     rows: list[list[dict[str, int]]] = [[] for _ in options.checkouts]
     for _ in range(options.rounds):
-        for row, checkout in zip(rows, options.checkouts, strict=True):
+        for row, subject in zip(rows, options.checkouts, strict=True):
             try:
-                row.append(asyncio.run(_count_checkout(checkout.resolve(), options.requests)))
+                row.append(asyncio.run(_count_subject(subject, options.requests)))
             except RuntimeError as error:
-                print(f"{checkout}: {error}", file=sys.stderr)
+                print(f"{subject.checkout}: {error}", file=sys.stderr)
                 return 1
     for name in (*(scenario.name for scenario in SCENARIOS), CHUNK):
         counts = [[counted[name] for counted in row] for row in rows]
@@ -140,32 +192,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def _count_checkout(checkout: Path, requests: int) -> dict[str, int]:
+def _subject(text: str) -> Subject:
+    checkout, _, caller = text.partition("+")
+    if caller not in {"", "key", "limits"}:
+        raise argparse.ArgumentTypeError("write +key or +limits behind the checkout, or nothing")
+    return Subject(Path(checkout), caller)
+
+
+async def _count_subject(subject: Subject, requests: int) -> dict[str, int]:
     """Instructions for each request, by scenario. Raises: RuntimeError."""
     folder = Path(tempfile.mkdtemp(prefix="llama-gateway-instructions-"))
     async with Upstream(1, 64, Script(tokens=TOKENS, interval=0.0, burst=TOKENS)) as node:
         with claim_port(HOST) as claim:
             address = (HOST, claimed_port(claim))
-            process = _start_gateway(checkout, folder, address, node.ports[0])
+            process = _start_gateway(subject, folder, address, node.ports[0])
         try:
             await _until_ready(process, address, folder)
             counts = {
-                one.name: await _count(one.load(address), process, requests, folder)
+                one.name: await _count(subject.send(one.load(address)), process, requests, folder)
                 for one in SCENARIOS
             }
-            return counts | {CHUNK: await _count_chunk(address, node, process, folder)}
+            return counts | {CHUNK: await _count_chunk(subject, address, node, process, folder)}
         finally:
             process.terminate()
             await asyncio.to_thread(process.wait, 60)
 
 
 def _start_gateway(
-    checkout: Path, folder: Path, address: Address, node: int
+    subject: Subject, folder: Path, address: Address, node: int
 ) -> subprocess.Popen[bytes]:
     nodes, settings = folder / "nodes.yaml", folder / "gateway.yaml"
     nodes.write_text(json.dumps({"nodes": [{"name": "node", "url": f"http://{HOST}:{node}"}]}))
     # Probes and the watching of files must not count.
-    settings.write_text(json.dumps({"health": {"interval": 3600}}))
+    settings.write_text(json.dumps({"health": {"interval": 3600}} | subject.settings()))
     command = [
         *("setpriv", "--pdeathsig", "TERM", "valgrind", "--tool=callgrind"),
         f"--callgrind-out-file={folder}/counted",
@@ -184,7 +243,7 @@ def _start_gateway(
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(
             command,
-            cwd=checkout,
+            cwd=subject.checkout.resolve(),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -205,13 +264,17 @@ async def _until_ready(process: subprocess.Popen[bytes], address: Address, folde
 
 
 async def _count_chunk(
-    address: Address, node: Upstream, process: subprocess.Popen[bytes], folder: Path
+    subject: Subject,
+    address: Address,
+    node: Upstream,
+    process: subprocess.Popen[bytes],
+    folder: Path,
 ) -> int:
     """Instructions for each chunk of a stream that comes at the speed of a node."""
     found = []
     for tokens in (TOKENS, LONG_TOKENS):
         node.script = Script(tokens, CHUNK_SECONDS)
-        load = stream_load(address, tokens)
+        load = subject.send(stream_load(address, tokens))
         load.connection = ChunkCountingConnection
         ChunkCountingConnection.chunks = 0
         count = await _count(load, process, STREAMS, folder, warm_up=0)
