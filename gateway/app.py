@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway import __version__, errors
 from gateway.access.admin_keys import AdminKeys
 from gateway.access.exposure import is_loopback
+from gateway.access.key_sync import KeySync
 from gateway.access.keys import KeyRing
 from gateway.config.inventory import Inventory
 from gateway.config.listeners import LimitSettings
@@ -53,6 +54,7 @@ from gateway.startup import (
     Options,
     StartError,
     drains_file,
+    keys_file,
     properties_file,
     read_admin_key,
     store_location,
@@ -92,11 +94,6 @@ STORE_SECONDS = 5.0
 
 FINAL_RESPONSE_SECONDS = 5.0
 """Seconds for clients to read the error of their request, once the grace is over."""
-
-KEYS_LOST = (
-    "the settings have lost their last API key: every request is answered with 401; add a key, or "
-    "restart to serve without any"
-)
 
 ADMIN_KEYS_LOST = (
     "the settings have lost their last admin key: the admin listener answers every request with "
@@ -185,8 +182,11 @@ class Gateway:
         self.forwarder = Forwarder(self.proxy_context)
         self.registry = InFlightRegistry()
         self._loopback = is_loopback(settings.listen.host)
-        self.key_ring = KeyRing(access=self._inherited.anonymous_access)
-        self.key_ring.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
+        self.key_ring = KeyRing(
+            access=self._inherited.anonymous_access, is_complete=self.store is None
+        )
+        self.key_sync = KeySync(self.store, self.key_ring, keys_file(options))
+        self.key_sync.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
         self.limit_book = LimitBook(settings, clock=self.clock, learn_pending=self.bus.flush)
         self.ledger = self._make_ledger()
         self.meter = self._make_meter()
@@ -251,7 +251,7 @@ class Gateway:
     @property
     def keys_lost(self) -> str | None:
         """Why every request is refused, with the remedy; None: they are not."""
-        return KEYS_LOST if self.key_ring.access.locked and self.key_ring.is_complete else None
+        return self.key_ring.lost
 
     @property
     def inventory_error(self) -> str | None:
@@ -314,8 +314,8 @@ class Gateway:
                     await asyncio.wait_for(
                         self.fleet.first_probes_done.wait(), self.timings.first_probes
                     )
-            if self.store is not None:
-                await self.store.wait_opened(self.timings.store)
+            await self.key_sync.start(self.timings.store)
+            self._start_task(self.key_sync.run(), "follow the API keys")
             if self.ledger is not None:
                 await self.ledger.start(self.timings.store)
                 self._start_task(self.ledger.run(), "write the ledger")
@@ -338,8 +338,6 @@ class Gateway:
                 nodes=len(self.fleet.nodes),
                 open_files=open_files,
             )
-            if self.keys_lost is not None:
-                log.warning("locked", why=self.keys_lost)
             self._notifier.notify("READY=1", f"STATUS=serving on {self.public_listener.url}")
             self._inherited.notify_ready()
             self.audit.record("gateway", None, "start", __version__)
@@ -580,12 +578,9 @@ class Gateway:
         self.scheduler.configure(settings)
         self.autoscaler.configure(settings)
         self.fleet.configure(settings.health, settings.timeouts)
-        was_locked = self.keys_lost is not None
-        self.key_ring.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
+        self.key_sync.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
         self.limit_book.configure(settings)
         self.handler.configure(self._handler_config(settings))
-        if self.keys_lost is not None and not was_locked:
-            log.warning("locked", why=self.keys_lost)
         self.event_log.configure(access_log=settings.logging.access)
         self._logs.configure(settings.logging.level)
         self._public_app = self._make_public_app()

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 from gateway.access.exposure import (
     admin_listener_problem,
+    is_loopback,
     port_conflict,
     proxied_listener_problem,
     public_listener_problem,
 )
+from gateway.access.key_sync import count_stored_keys
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import is_host
 from gateway.config.inventory import Inventory, load_inventory
@@ -97,7 +99,7 @@ def check_startup(options: Options, *, allow_empty: bool = True) -> StartupCheck
     try:
         rejected: RejectedFiles = "blank" if allow_empty else "empty"
         settings = options.apply_to(load_settings(options.settings_file, rejected=rejected))
-        start_problems += _listener_problems(settings)
+        start_problems += _listener_problems(settings, _count_keys(options, settings))
     except ConfigError as error:
         problems += error.problems
     try:
@@ -118,8 +120,25 @@ def load_checked(options: Options, *, allow_empty: bool = True) -> tuple[Setting
     return check.settings, check.inventory
 
 
-def _listener_problems(settings: Settings) -> Iterator[StartProblem]:
-    """What keeps the listeners from starting with these settings."""
+def _count_keys(options: Options, settings: Settings) -> int:
+    """The API keys of settings and store, as far as it matters: 0 only where there surely are none.
+
+    The store is asked only if the start depends on it. If it can't be read, there may be keys: the
+    gateway starts, and refuses everybody until it knows.
+    """
+    listen = settings.listen
+    is_open = not is_loopback(listen.host) or bool(listen.trusted_proxies)
+    if settings.keys or settings.allow_anonymous or not is_open:
+        return len(settings.keys)
+    location = store_location(options, settings)
+    if location is None:
+        return 0
+    stored = count_stored_keys(location, keys_file(options))
+    return 1 if stored is None else stored
+
+
+def _listener_problems(settings: Settings, keys: int) -> Iterator[StartProblem]:
+    """What keeps the listeners from starting with these settings, and so many API keys."""
     listen, admin = settings.listen, settings.admin
     for key, host in (("listen.host", listen.host), ("admin.host", admin.host)):
         if not is_host(host.strip("[]")):
@@ -128,14 +147,14 @@ def _listener_problems(settings: Settings) -> Iterator[StartProblem]:
         (
             "listen.host",
             public_listener_problem(
-                listen.host, keys=len(settings.keys), allow_anonymous=settings.allow_anonymous
+                listen.host, keys=keys, allow_anonymous=settings.allow_anonymous
             ),
         ),
         (
             "listen.trusted_proxies",
             proxied_listener_problem(
                 proxies=len(listen.trusted_proxies),
-                keys=len(settings.keys),
+                keys=keys,
                 allow_anonymous=settings.allow_anonymous,
             ),
         ),
@@ -206,6 +225,11 @@ def drains_file(options: Options) -> Path:
 def properties_file(options: Options) -> Path:
     """The file that keeps what the nodes of this inventory last reported over a restart."""
     return _state_file(options, "seen")
+
+
+def keys_file(options: Options) -> Path:
+    """The file that keeps the hashes of the store's keys for a start without the store."""
+    return _state_file(options, "keys")
 
 
 def store_location(options: Options, settings: Settings) -> StoreLocation | None:

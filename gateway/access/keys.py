@@ -99,6 +99,11 @@ class ApiKey(NamedTuple):
     sha256: str
 
 
+KEYS_LOST = (
+    "the last API key is gone, from settings and store: every request is answered with 401; add a "
+    "key ('llama-gateway keys create' makes one), or restart to serve without any"
+)
+
 _NO_DIGEST = secrets.token_bytes(32)
 """Compared where there is no digest, so that every comparison takes the same time."""
 
@@ -180,6 +185,11 @@ class KeyRing:
     def __len__(self) -> int:
         """Keys that are not revoked. Expired ones count: without them nobody is admitted either."""
         return self._count
+
+    @property
+    def lost(self) -> str | None:
+        """Why everybody is refused, with the remedy: the keys are gone; None: they are not."""
+        return KEYS_LOST if self.is_complete and self.access.locked else None
 
     def configure(self, specs: Iterable[KeyDefinition], *, allow_anonymous: bool = False) -> None:
         """Take the keys of these settings in place of those before."""

@@ -15,6 +15,7 @@ import httpx
 from starlette.types import ASGIApp
 
 from gateway.access.admin_keys import AdminKeys
+from gateway.access.key_sync import KeySync
 from gateway.access.keys import KeyRing
 from gateway.config.inventory import NodeSpec
 from gateway.config.settings import Settings
@@ -69,6 +70,7 @@ class BareGateway:
     registry: InFlightRegistry
     handler: ProxyHandler
     drain_deadlines: DrainDeadlines
+    key_sync: KeySync
     site: ASGIApp
     public: httpx.AsyncClient
     admin: httpx.AsyncClient
@@ -127,7 +129,8 @@ async def bare_gateway(
         )
         forwarder = Forwarder(context)
         key_ring = KeyRing()
-        key_ring.configure(chosen.keys, allow_anonymous=chosen.allow_anonymous)
+        key_sync = KeySync(None, key_ring, None)
+        key_sync.configure(chosen.keys, allow_anonymous=chosen.allow_anonymous)
         handler = ProxyHandler(
             HandlerConfig.of(chosen, loopback=loopback, keyed_hash=KeyedHash(), key_ring=key_ring),
             forwarder=forwarder,
@@ -150,6 +153,7 @@ async def bare_gateway(
             registry=registry,
             handler=handler,
             drain_deadlines=drain_deadlines,
+            key_sync=key_sync,
             site=site,
             public=client(site),
             admin=client(None, ADMIN),  # The admin application needs this object.

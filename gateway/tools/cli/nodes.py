@@ -224,6 +224,17 @@ class NoGateway(CommandFailed):
     """Nothing listens at the address of the admin API."""
 
 
+class AdminRefused(CommandFailed):
+    """The admin API answers with an error."""
+
+    def __init__(self, message: str, code: int, body: dict[str, Any]) -> None:
+        # What the command's user has written wrongly is wrong usage.
+        super().__init__(message, 2 if code == 400 else 1)
+        self.code = code
+        """The HTTP status."""
+        self.body = body
+
+
 class AdminClient:
     """A client of the admin API. Its methods raise CommandFailed, with words for people."""
 
@@ -242,52 +253,58 @@ class AdminClient:
 
     def nodes(self) -> list[dict[str, Any]]:
         """Return all nodes."""
-        nodes = self._request("GET", "/admin/nodes").get("nodes")
+        nodes = self.request("GET", "/admin/nodes").get("nodes")
         return [node for node in nodes if isinstance(node, dict)] if isinstance(nodes, list) else []
 
     def node(self, name: str) -> dict[str, Any]:
         """Return one node."""
-        return self._request("GET", f"/admin/nodes/{quote(name, safe='')}")
+        return self.request("GET", f"/admin/nodes/{quote(name, safe='')}")
 
     def node_action(self, name: str, action: str, **parameters: float) -> None:
         """Drain, resume or probe a node."""
         path = f"/admin/nodes/{quote(name, safe='')}/{action}"
-        self._request("POST", path, {key: f"{value:g}" for key, value in parameters.items()})
+        self.request("POST", path, {key: f"{value:g}" for key, value in parameters.items()})
 
-    def get(
+    def status(self) -> dict[str, Any]:
+        """Return the gateway's status."""
+        return self.request("GET", "/admin/status")
+
+    def request(
         self,
+        method: str,
         path: str,
         parameters: dict[str, str] | None = None,
+        *,
+        body: Mapping[str, Any] | None = None,
         timeout: float = REQUEST_TIMEOUT,
     ) -> dict[str, Any]:
-        """Return the JSON object at this path."""
-        return _object(self._send("GET", path, parameters, timeout))
+        """Return what the admin API answers. Raises AdminRefused or NoGateway, too."""
+        return _object(self._send(method, path, parameters, body, timeout))
 
-    def get_text(
+    def text(
         self,
         path: str,
         parameters: dict[str, str] | None = None,
+        *,
         timeout: float = REQUEST_TIMEOUT,
     ) -> str:
         """Return the text at this path."""
-        return self._send("GET", path, parameters, timeout).text
-
-    def _request(
-        self, method: str, path: str, parameters: dict[str, str] | None = None
-    ) -> dict[str, Any]:
-        return _object(self._send(method, path, parameters))
+        return self._send("GET", path, parameters, None, timeout).text
 
     def _send(
         self,
         method: str,
         path: str,
-        parameters: dict[str, str] | None = None,
-        timeout: float = REQUEST_TIMEOUT,
+        parameters: dict[str, str] | None,
+        body: Mapping[str, Any] | None,
+        timeout: float,
     ) -> httpx.Response:
         import httpx
 
         try:
-            response = self._client.request(method, path, params=parameters, timeout=timeout)
+            response = self._client.request(
+                method, path, params=parameters, json=body, timeout=timeout
+            )
         except httpx.ConnectError as error:
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 raise CommandFailed(
@@ -304,7 +321,9 @@ class AdminClient:
             ) from None
         if response.is_success:
             return response
-        raise CommandFailed(self._error(response))
+        raise AdminRefused(
+            self._error(response), response.status_code, _object(response, strict=False)
+        )
 
     def _error(self, response: httpx.Response) -> str:
         if response.status_code == 401:

@@ -26,6 +26,9 @@ LARGEST_ID = 2**63 - 1
 STORE_RETRY_AFTER = 5.0
 """Seconds, of a store that can't be read."""
 
+AUDIT_TARGET_KEY = "gateway.audit_target"
+"""Key of the change's target in the ASGI scope, where no parameter of the path is it."""
+
 
 @dataclass(frozen=True, slots=True)
 class AuditEndpoints:

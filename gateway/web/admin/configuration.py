@@ -10,6 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.access.key_sync import KeySync
 from gateway.config.errors import ConfigError, Problem, single_line
 from gateway.config.settings import Settings, masked_settings
 from gateway.errors import GatewayError
@@ -62,6 +63,10 @@ class GatewayControl(Protocol):
     @property
     def certificates(self) -> CertificateStatus:
         """The certificates of the listeners."""
+
+    @property
+    def key_sync(self) -> KeySync:
+        """Keeps the API keys in force equal to those of settings and store."""
 
     @property
     def keys_lost(self) -> str | None:
