@@ -81,7 +81,7 @@ class OneConnection:
         self.connection = connection
         self.fails = False
 
-    async def run(self, job: Callable[[Connection], T], /) -> T:
+    async def run(self, job: Callable[[Connection], T], /, *, write: bool = True) -> T:
         if self.fails:
             raise StoreUnavailable("the store is away", "wait")
         return job(self.connection)
