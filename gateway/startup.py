@@ -8,7 +8,7 @@ import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gateway.access.exposure import (
     admin_listener_problem,
@@ -21,8 +21,10 @@ from gateway.config.fields import is_host
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.settings import RejectedFiles, Settings, load_settings
 from gateway.config.store import STORE_OFF
-from gateway.store.database import StoreLocation, locate_store
 from gateway.transport.node_client import node_address
+
+if TYPE_CHECKING:
+    from gateway.store.database import StoreLocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +203,9 @@ def properties_file(options: Options) -> Path:
 
 def store_location(options: Options, settings: Settings) -> StoreLocation | None:
     """Where the store is; None: the settings have switched it off."""
+    # Late: SQLAlchemy would slow the commands that need no store, such as `check`.
+    from gateway.store.database import locate_store
+
     url = settings.store.url
     if url == STORE_OFF:
         return None
