@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from gateway.config.admin import AdminSettings
 from gateway.config.listeners import ListenSettings
 from gateway.config.settings import Settings
+from gateway.config.store import StoreSettings
 from gateway.startup import (
     Options,
     StartError,
@@ -15,6 +17,8 @@ from gateway.startup import (
     load_checked,
     properties_file,
     read_admin_key,
+    state_folder,
+    store_location,
 )
 
 INVENTORY = "nodes: [{name: a, url: 'http://127.0.0.1:9'}]\n"
@@ -138,6 +142,20 @@ def test_state_files_are_in_the_folder_that_was_named_else_systemds_else_the_use
     assert drains_file(unnamed).parent == tmp_path / "systemd"
     named = Options(tmp_path / "nodes.yaml", state_dir=tmp_path / "named")
     assert drains_file(named).parent == properties_file(named).parent == tmp_path / "named"
+
+
+def test_the_store_is_where_the_settings_say_else_in_the_state_folder(tmp_path: Path) -> None:
+    given = Options(tmp_path / "nodes.yaml", state_dir=tmp_path / "state")
+
+    def path(options: Options, url: str | None) -> Path | None:
+        found = store_location(options, Settings(store=StoreSettings(url=url)))
+        return None if found is None else found.path
+
+    assert path(given, None) == tmp_path / "state" / "gateway.db"
+    assert path(replace(given, store_dir=tmp_path / "store"), None) == tmp_path / "store/gateway.db"
+    assert path(given, f"sqlite:///{tmp_path}/other.db") == tmp_path / "other.db"
+    assert path(given, "off") is None
+    assert path(Options(tmp_path / "nodes.yaml"), None) == state_folder() / "gateway.db"
 
 
 def test_each_inventory_has_state_files_of_its_own(tmp_path: Path) -> None:

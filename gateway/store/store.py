@@ -109,6 +109,8 @@ class StoreStatus:
 class _Job(Generic[T]):
     work: Callable[[Connection], T]
     write: bool
+    seconds: float
+    """How long its caller waits."""
     done: concurrent.futures.Future[T] = field(default_factory=concurrent.futures.Future)
 
 
@@ -175,7 +177,7 @@ class Store:
         Raises: StoreError, or the job's own error. `write` False: the job only reads, and waits for
         no other process that writes.
         """
-        waiting = self._submit(job, write=write)
+        waiting = self._submit(job, write, seconds)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(waiting), seconds)
         except TimeoutError:
@@ -185,7 +187,7 @@ class Store:
         self, job: Callable[[Connection], T], *, write: bool = True, seconds: float = JOB_SECONDS
     ) -> T:
         """Like `run`, for commands: block until the job is done."""
-        waiting = self._submit(job, write=write)
+        waiting = self._submit(job, write, seconds)
         try:
             return waiting.result(seconds)
         except concurrent.futures.TimeoutError:
@@ -195,7 +197,7 @@ class Store:
         """The store's state now."""
         problem = self._problem
         state, since = self._state, self._since
-        if (silent := self._link.silent_seconds()) > JOB_SECONDS:
+        if silent := self._link.overdue():
             problem, state, since = self._silence(silent), "unavailable", self._now() - silent
         return StoreStatus(
             url=self.location.shown,
@@ -225,14 +227,21 @@ class Store:
         return await asyncio.to_thread(self.close, seconds)
 
     def _submit(
-        self, work: Callable[[Connection], T], *, write: bool
+        self,
+        work: Callable[[Connection], T],
+        write: bool,  # noqa: FBT001 - as `run` has it
+        seconds: float,
     ) -> concurrent.futures.Future[T]:
         if self._closing:
             raise StoreUnavailable("the store is closed", "start the gateway again")
-        if (silent := self._link.silent_seconds()) > JOB_SECONDS:
+        if silent := self._link.overdue():
             self._link.cut()
             raise self._silence(silent)
-        job = _Job(work, write)
+        problem = self._problem
+        if problem is not None and self._connection is None:
+            # Not after the thread's next attempt to open it, which may take seconds.
+            raise problem.copy()
+        job = _Job(work, write, seconds)
         try:
             self._jobs.put_nowait(job)
         except queue.Full:
@@ -243,8 +252,8 @@ class Store:
         return job.done
 
     def _too_slow(self, waiting: concurrent.futures.Future[Any], seconds: float) -> StoreError:
-        # If it has not begun, it never will.
-        if not waiting.cancel() and self._link.silent_seconds() >= seconds:
+        # If it has not begun, it never will; if it runs, nobody needs it any more.
+        if not waiting.cancel() and waiting.running():
             self._link.cut()
         return self._silence(seconds)
 
@@ -288,29 +297,32 @@ class Store:
             self._attempt(try_write, write=True)
 
     def _do(self, job: _Job[Any]) -> None:
-        if self._connection is None and self._clock() >= self._check_at:
-            self._open()
         if self._connection is None:
             assert self._problem is not None
             job.done.set_exception(self._problem.copy())
             return
         try:
-            result = self._attempt(job.work, write=job.write, raises=True)
+            result = self._attempt(job.work, write=job.write, seconds=job.seconds, raises=True)
         except Exception as error:  # noqa: BLE001 - the job's caller gets it
             job.done.set_exception(error)
         else:
             job.done.set_result(result)
 
     def _attempt(
-        self, work: Callable[[Connection], T], *, write: bool, raises: bool = False
+        self,
+        work: Callable[[Connection], T],
+        *,
+        write: bool,
+        seconds: float = JOB_SECONDS,
+        raises: bool = False,
     ) -> T | None:
         """Do work in a transaction, and draw the conclusions from an error."""
         connection = self._connection
         assert connection is not None
-        self._link.begin()
+        self._link.begin(seconds)
         try:
             self._check_file()
-            with transaction(connection, write=write):
+            with transaction(connection, write=write, seconds=seconds):
                 self._level = check_level(connection, self._program)
                 result = work(connection)
         except Exception as error:
@@ -360,7 +372,7 @@ class Store:
             if not _has_content(self._files.path):
                 raise StoreGone(f"{path} is gone, or empty", "put it back, or restart the gateway")
             self._files.remove_stale_log()
-        self._link.begin()
+        self._link.begin(JOB_SECONDS)
         connection = None
         try:
             connection = connect(self.location, self._link.hold)
@@ -423,7 +435,9 @@ class _Link:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._sqlite: sqlite3.Connection | None = None
-        self._began: float | None = None
+        self._began = 0.0
+        self._due: float | None = None
+        """When the database must have answered; None: nobody waits for it."""
 
     def hold(self, made: Any) -> None:
         """This is the driver's new connection."""
@@ -442,18 +456,19 @@ class _Link:
                 self._socket.close()
                 self._socket = None
 
-    def begin(self) -> None:
-        """The thread begins to wait for the database."""
+    def begin(self, seconds: float) -> None:
+        """The thread begins to wait for the database, for so long at most."""
         self._began = self._clock()
+        self._due = self._began + seconds
 
     def end(self) -> None:
         """The database has answered, or may take its time."""
-        self._began = None
+        self._due = None
 
-    def silent_seconds(self) -> float:
-        """Seconds for which the thread has been waiting; 0: it does not wait."""
-        began = self._began
-        return 0.0 if began is None else self._clock() - began
+    def overdue(self) -> float:
+        """Seconds for which the thread has been waiting, if those are too many; else 0."""
+        due, now = self._due, self._clock()
+        return 0.0 if due is None or now < due else now - self._began
 
     def cut(self) -> None:
         """Let the thread's wait end with an error."""

@@ -74,6 +74,15 @@ def test_all_files_of_a_store_are_for_their_owner_alone(tmp_path: Path) -> None:
     assert modes == {"gateway.db": 0o600, "gateway.db-wal": 0o600, "gateway.db-shm": 0o600}
 
 
+def test_a_file_that_everybody_could_read_is_closed_to_them(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.db"
+    with opened(f"sqlite:///{file}"):
+        pass
+    file.chmod(0o664)
+    with opened(f"sqlite:///{file}"):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o660
+
+
 NOBODY = 65534
 
 
@@ -142,6 +151,12 @@ def test_root_follows_no_link_to_a_file_that_the_folders_owner_may_not_open(
     with opened(f"sqlite:///{strangers_folder}/gateway.db") as store:
         assert not store.status().up
     assert precious.read_text() == ""
+
+
+def test_root_opens_a_folder_itself_that_its_owner_cannot_reach(strangers_folder: Path) -> None:
+    strangers_folder.parent.chmod(0o700)
+    with opened(f"sqlite:///{strangers_folder}/gateway.db") as store:
+        assert store.status().up
 
 
 def test_only_the_stores_thread_acts_as_the_owner(strangers_folder: Path, tmp_path: Path) -> None:

@@ -118,6 +118,19 @@ async def test_a_statement_that_takes_too_long_is_cut_and_the_store_is_opened_ag
         assert await store.run(names) == ["after"]
 
 
+async def test_a_job_may_take_longer_if_its_caller_says_so(store_url: str) -> None:
+    with opened(store_url) as store:
+        timeout = await store.run(statement_timeout, seconds=60.0)
+        assert timeout in {None, "1min"}
+        assert await store.run(statement_timeout) in {None, "10s"}
+
+
+def statement_timeout(connection: Connection) -> str | None:
+    if connection.dialect.name == "sqlite":
+        return None
+    return str(connection.execute(text("SHOW statement_timeout")).scalar())
+
+
 async def test_closing_does_what_waits(store_url: str) -> None:
     with opened(store_url) as store:
         jobs = [asyncio.create_task(store.run(add(str(number)))) for number in range(50)]
