@@ -182,7 +182,8 @@ class AuditTrail:
             return
         groups = {"added": change.added, "changed": change.changed, "removed": change.removed}
         details = {group: ", ".join(names) for group, names in groups.items() if names}
-        self.record(actor, None, "inventory", details=details)
+        if details:
+            self.record(actor, None, "inventory", details=details)
 
 
 def _shortened(text: str) -> str:

@@ -25,6 +25,7 @@ from gateway.web.openapi_parts import (
     CALLER_USAGE_FIELDS,
     ERROR_HEADERS,
     ERRORS,
+    KEY_FIELDS,
     NODE_FIELDS,
     REQUEST_FIELDS,
     REQUEST_HEADERS,
@@ -177,6 +178,27 @@ _RESPONSES: dict[str, JsonSchema] = {
         },
         "required": ["requests"],
     },
+    "/admin/keys": {
+        "type": "object",
+        "properties": {
+            "keys": {"type": "array", "items": {"$ref": "#/components/schemas/ApiKey"}},
+            "warnings": {"type": "array", "items": {"type": "string"}},
+            "problem": {"type": ["string", "null"]},
+        },
+        "required": ["keys", "warnings", "problem"],
+    },
+    "POST /admin/keys": {"$ref": "#/components/schemas/ApiKey"},
+    "/admin/keys/import": {
+        "type": "object",
+        "properties": {
+            "imported": {"type": "integer"},
+            "keys": {"type": "array", "items": {"$ref": "#/components/schemas/ApiKey"}},
+            "warnings": {"type": "array", "items": {"type": "string"}},
+        },
+        "required": ["imported", "keys", "warnings"],
+    },
+    "/admin/keys/{name}": {"$ref": "#/components/schemas/ApiKey"},
+    "/admin/keys/{name}/rotate": {"$ref": "#/components/schemas/ApiKey"},
     "/admin/config": {"$ref": "#/components/schemas/Settings"},
     "/admin/audit": {
         "type": "object",
@@ -188,6 +210,36 @@ _RESPONSES: dict[str, JsonSchema] = {
     },
 }
 """Schemas of responses that the gateway makes itself, by path; others are objects."""
+
+_DURATION = {"type": ["string", "number"], "description": "Seconds, or a text such as `24h`."}
+
+_BODIES: dict[str, JsonSchema] = {
+    "POST /admin/keys": {
+        "allOf": [{"$ref": "#/components/schemas/NewKey"}],
+        "description": "Without `sha256`, the gateway makes the key and shows it in the response.",
+    },
+    "POST /admin/keys/import": {
+        "type": "object",
+        "properties": {
+            "keys": {
+                "type": "array",
+                "items": {"$ref": "#/components/schemas/NewKey"},
+                "minItems": 1,
+                "maxItems": 10_000,
+            }
+        },
+        "required": ["keys"],
+    },
+    "PATCH /admin/keys/{name}": {
+        "type": "object",
+        "description": "A JSON merge patch (RFC 7396) of the key's name, rights and limits.",
+    },
+    "POST /admin/keys/{name}/rotate": {
+        "type": "object",
+        "properties": {"grace": _DURATION, "sha256": {"type": "string"}},
+    },
+}
+"""Schemas of the bodies that paths of the admin listener take, by method and path."""
 
 _QUERY: dict[str, dict[str, tuple[JsonSchema, str]]] = {
     "/props": {"model": ({"type": "string"}, "The model; unset: `default_model`, else all.")},
@@ -213,6 +265,10 @@ _QUERY: dict[str, dict[str, tuple[JsonSchema, str]]] = {
             "Seconds after which running requests move to other nodes, or end.",
         )
     },
+    "/admin/keys": {
+        "name": ({"type": "string"}, "Only the keys of this name or id."),
+        "revoked": ({"type": "string", "enum": ["0", "1"]}, "Whether revoked keys are shown."),
+    },
     "/admin/audit": {
         "since": ({"type": "number"}, "Only changes from then on, in seconds since 1970."),
         "until": ({"type": "number"}, "Only changes before then, in seconds since 1970."),
@@ -227,9 +283,18 @@ _QUERY: dict[str, dict[str, tuple[JsonSchema, str]]] = {
     },
 }
 
-_NOT_FOUND = frozenset({"/admin/nodes/{name}", "/admin/requests/{id}"})
+_NOT_FOUND = frozenset({"/admin/nodes/{name}", "/admin/requests/{id}", "/admin/keys/{name}"})
 
-_STATUSES = {"/ready": {503}, "/admin/reload": {422}, "/admin/audit": {503}, "/admin/usage": {503}}
+_STATUSES = {
+    "/ready": {503},
+    "/admin/reload": {422},
+    "/admin/audit": {503},
+    "/admin/usage": {503},
+    "/admin/keys": {409, 501, 503},
+    "/admin/keys/import": {409, 501, 503},
+    "/admin/keys/{name}": {409, 501, 503},
+    "/admin/keys/{name}/rotate": {409, 501, 503},
+}
 
 
 def operations(settings: Settings) -> Iterator[Operation]:
@@ -311,12 +376,14 @@ def _routed(path: str, route: Route) -> Operation:
 
 def _admin(route: AdminRoute) -> Operation:
     path = _shown(route.path)
+    keyed = f"{route.method} {path}"
+    known = keyed if keyed in _RESPONSES else path
     if path == "/metrics":
         content: JsonSchema = {CONTENT_TYPE.partition(";")[0]: {"schema": {"type": "string"}}}
     elif path == "/":
         content = {"text/plain": {"schema": {"type": "string"}}}
     else:
-        content = {"application/json": {"schema": _RESPONSES.get(path, {"type": "object"})}}
+        content = {"application/json": {"schema": _RESPONSES.get(known, {"type": "object"})}}
     statuses = _ADMIN_STATUSES | _STATUSES.get(path, set())
     if path.startswith(tuple(_NOT_FOUND)):
         statuses |= {404}
@@ -327,7 +394,8 @@ def _admin(route: AdminRoute) -> Operation:
         route.summary,
         needs_key=route.role is not None,
         role=None if route.role is None else route.role.label,
-        parameters=_parameters(path, path),
+        parameters=_parameters(path, path if route.method == "GET" or "{" in path else keyed),
+        body={"application/json": {"schema": _BODIES[keyed]}} if keyed in _BODIES else None,
         content=content,
         statuses=frozenset(statuses),
     )
@@ -409,6 +477,8 @@ def openapi_document(
                 "AuditEntry": fields_schema(AUDIT_FIELDS),
                 "CallerUsage": fields_schema(CALLER_USAGE_FIELDS),
                 "Usage": fields_schema(USAGE_FIELDS),
+                "ApiKey": fields_schema(KEY_FIELDS, {"key", "warnings"}),
+                "NewKey": {"type": "object", "description": "As an entry of the settings' `keys`."},
                 **settings_schemas(),
             },
         },

@@ -5,7 +5,7 @@ The pages of `docs/reference/http.md` show the same tables.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -362,6 +362,31 @@ STATUS_FIELDS: Mapping[str, tuple[str, str]] = {
     ),
 }
 
+KEY_FIELDS: Mapping[str, tuple[str, str]] = {
+    "key": ("string?", "the key itself, only in the response of the request that made it"),
+    "id": ("string", "public part of the key"),
+    "name": ("string", "who uses it"),
+    "source": ("string", "`settings` or `store`"),
+    "state": (
+        "string",
+        "`active`, `expired`, `revoked`, or `hidden` by a key of the settings with its id",
+    ),
+    "class": ("string?", "of its requests that name none"),
+    "max_class": ("string", "highest class of its requests"),
+    "models": ("array?", "that it may use; null: all"),
+    "group": ("string?", "whose limits it shares"),
+    "limits": ("object?", "its own"),
+    "user_limits": ("object?", "of each end user that it names"),
+    "trust_user_headers": ("boolean", "whether it may name end users"),
+    "cache": ("object?", "what it says of prompt caches"),
+    "created_at": ("string?", "when it was stored"),
+    "expires": ("string?", "until when it works"),
+    "revoked_at": ("string?", "when it was revoked"),
+    "previous_until": ("string?", "until when the secret before the last rotation works"),
+    "warnings": ("array?", "models of it that no node has named yet"),
+}
+"""Fields of an API key, as the admin API shows it."""
+
 REQUEST_FIELDS: Mapping[str, tuple[str, str]] = {
     "id": ("string", "inside the gateway"),
     "request_id": ("string", "`X-Request-ID`"),
@@ -431,8 +456,10 @@ USAGE_FIELDS: Mapping[str, tuple[str, str]] = {
 }
 
 
-def fields_schema(fields: Mapping[str, tuple[str, str]]) -> JsonSchema:
-    """The schema of an object with all of these fields."""
+def fields_schema(
+    fields: Mapping[str, tuple[str, str]], optional: Collection[str] = ()
+) -> JsonSchema:
+    """The schema of an object with these fields, of which only the `optional` may be missing."""
     properties = {}
     for name, (kind, meaning) in fields.items():
         base = kind.removesuffix("?")
@@ -440,7 +467,8 @@ def fields_schema(fields: Mapping[str, tuple[str, str]]) -> JsonSchema:
             "type": [base, "null"] if kind.endswith("?") else base,
             "description": meaning[:1].upper() + meaning[1:] + ".",
         }
-    return {"type": "object", "properties": properties, "required": list(fields)}
+    required = [name for name in fields if name not in optional]
+    return {"type": "object", "properties": properties, "required": required}
 
 
 def settings_schemas() -> dict[str, JsonSchema]:

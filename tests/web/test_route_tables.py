@@ -212,7 +212,8 @@ async def test_a_role_may_use_its_paths_and_those_of_lower_roles_alone(role: Adm
                 route.method, filled(path), headers=bearer(ADMIN_KEYS[role].text)
             )
             if route.role is None or role >= route.role:
-                assert response.status_code in {200, 404}, why
+                # No body is sent, and a bare gateway has no store for keys.
+                assert response.status_code in {200, 400, 404, 501}, why
                 continue
             assert response.status_code == 403, why
             error = response.json()["error"]
@@ -228,4 +229,5 @@ async def test_without_admin_keys_a_loopback_listener_needs_none() -> None:
         for route in ADMIN_ROUTES:
             if route.method == "GET":
                 path = filled(route.path)
-                assert (await gateway.admin.get(path)).status_code == 200, route.path
+                wanted = 404 if route.path == "/admin/keys/{name}" else 200
+                assert (await gateway.admin.get(path)).status_code == wanted, route.path

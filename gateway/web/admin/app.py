@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from starlette.middleware import Middleware
@@ -238,9 +238,12 @@ def admin_app(
         audit=AuditEndpoints(audit),
         keys=KeyEndpoints(gateway, fleet.model_index, time.time),
     )
+    by_path: dict[str, dict[str, Endpoint]] = {}
+    for route in ADMIN_ROUTES:
+        by_path.setdefault(route.path, {})[route.method] = _with_role(route, endpoints, audit)
+    # One route for each path, so that a wrong method is told all of the path's methods.
     routes = [
-        Route(route.path, _with_role(route, endpoints, audit), methods=[route.method])
-        for route in ADMIN_ROUTES
+        Route(path, _by_method(methods), methods=list(methods)) for path, methods in by_path.items()
     ]
     numbers = itertools.count()
     guard = Middleware(AdminGuard, keys=keys, names=(host, *extra_hosts))
@@ -249,6 +252,20 @@ def admin_app(
 
 IDENTITY_KEY = "gateway.admin_identity"
 """Key of the caller's `AdminIdentity` in the ASGI scope."""
+
+
+AUDITED_PARAMETERS = ("deadline",)
+"""Parameters of queries that the audit log tells; others are unknown, and might be secrets."""
+
+
+def _by_method(endpoints: Mapping[str, Endpoint]) -> Endpoint:
+    """The endpoint of a path that has one for each method."""
+
+    async def serve(request: Request) -> Response:
+        method = "GET" if request.method == "HEAD" else request.method
+        return await endpoints[method](request)
+
+    return serve
 
 
 def _with_role(route: AdminRoute, endpoints: AdminEndpoints, audit: AuditTrail) -> Endpoint:
@@ -274,7 +291,11 @@ def _with_role(route: AdminRoute, endpoints: AdminEndpoints, audit: AuditTrail) 
                     route.action,
                     _audit_target(request),
                     outcome,
-                    details=dict(request.query_params),
+                    details={
+                        name: request.query_params[name]
+                        for name in AUDITED_PARAMETERS
+                        if name in request.query_params
+                    },
                 )
         return response
 

@@ -16,6 +16,9 @@ from gateway.observe.audit import AuditEntry, AuditQuery, AuditTrail
 from gateway.store.failures import StoreError
 from gateway.web.asgi import JsonResponse
 
+AUDIT_TARGET_KEY = "gateway.audit_target"
+"""Key of the change's target in the ASGI scope, where no parameter of the path is it."""
+
 MOST_LISTED = 1000
 """Most changes of one response."""
 
@@ -25,9 +28,6 @@ LARGEST_ID = 2**63 - 1
 
 STORE_RETRY_AFTER = 5.0
 """Seconds, of a store that can't be read."""
-
-AUDIT_TARGET_KEY = "gateway.audit_target"
-"""Key of the change's target in the ASGI scope, where no parameter of the path is it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,8 @@ class KeyEndpoints:
         for spec in self._settings.keys:
             if name in {spec.id, spec.name}:
                 return JsonResponse(shown_settings_key(spec, now))
+        if self.gateway.store is None:
+            raise key_not_found(name)
         key = await self._run(lambda connection: find_key(connection, name))
         return JsonResponse(shown_key(key, now, is_hidden=False))
 

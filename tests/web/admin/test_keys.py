@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import pytest
 
 from gateway.access.keys import hash_key, new_key
@@ -65,6 +66,18 @@ async def test_a_created_key_works_at_once_and_is_shown_once(tmp_path: Path) -> 
         assert hash_key(made["key"]).sha256 not in listed
         assert {key["name"] for key in every.json()["keys"]} == {"alice", "owner"}
         assert not files_with(tmp_path, secret)
+
+
+async def test_keys_are_shown_as_the_openapi_document_says(tmp_path: Path) -> None:
+    async with keyed_gateway(tmp_path) as (_, admin):
+        document = (await admin.get("/openapi.json")).json()
+        schema = {"$ref": "#/components/schemas/ApiKey", "components": document["components"]}
+        known = set(document["components"]["schemas"]["ApiKey"]["properties"])
+        made = (await admin.post("/admin/keys", json={"name": "alice"})).json()
+        listed = (await admin.get("/admin/keys")).json()["keys"]
+        for key in (made, *listed, (await admin.get("/admin/keys/alice")).json()):
+            jsonschema.validate(key, schema)
+            assert set(key) <= known
 
 
 async def test_a_key_may_be_stored_by_its_hash(tmp_path: Path) -> None:
