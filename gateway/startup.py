@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gateway.access.exposure import (
     admin_listener_problem,
@@ -23,9 +23,11 @@ from gateway.config.fields import is_host
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.settings import RejectedFiles, Settings, load_settings
 from gateway.config.store import STORE_OFF
-from gateway.store.database import StoreLocation, locate_store
 from gateway.transport.certificates import CertificateError, load_certificate
 from gateway.transport.node_client import node_address
+
+if TYPE_CHECKING:
+    from gateway.store.database import StoreLocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +255,9 @@ def keys_file(options: Options) -> Path:
 
 def store_location(options: Options, settings: Settings) -> StoreLocation | None:
     """Where the store is; None: the settings have switched it off."""
+    # Late: SQLAlchemy would slow the commands that need no store, such as `check`.
+    from gateway.store.database import locate_store
+
     url = settings.store.url
     if url == STORE_OFF:
         return None

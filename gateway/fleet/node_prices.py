@@ -63,4 +63,4 @@ class GpuCosts:
             nodes = self.fleet.model_index.nodes_for(model)
             prices = [price for node in nodes if (price := gpu_price(node)) is not None]
             kept = self._prices[model] = now + PRICES_AGE, prices
-        return gpu_cost(kept[1], prompt, cached, completion)
+        return gpu_cost(kept[1], prompt, cached, completion) if kept[1] else None

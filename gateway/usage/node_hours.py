@@ -17,7 +17,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from gateway.store.failures import StoreError
 from gateway.store.schema import node_hours
-from gateway.store.store import Store
+from gateway.usage.ledger import JobRunner
 from gateway.usage.reports import DAY, date_of
 
 INTERVAL = 60.0
@@ -53,13 +53,18 @@ class NodeHoursRecorder:
     """Records the hours of the nodes that `alive` returns."""
 
     def __init__(
-        self, store: Store, alive: Callable[[], Iterable[AliveNode]], now: Callable[[], float]
+        self, store: JobRunner, alive: Callable[[], Iterable[AliveNode]], now: Callable[[], float]
     ) -> None:
         self._store = store
         self._alive = alive
         self._now = now
         self._looked_at: float | None = None
         self._claims: list[Claim] = []
+
+    @property
+    def waiting(self) -> int:
+        """Claims that are not written yet."""
+        return len(self._claims)
 
     async def run(self) -> None:
         """Look once a minute, until cancelled."""
@@ -70,7 +75,7 @@ class NodeHoursRecorder:
             try:
                 await self.write()
             except StoreError as error:
-                log.warning("hours of nodes wait", why=str(error), claims=len(self._claims))
+                log.warning("hours of nodes wait", why=str(error), claims=self.waiting)
 
     def look(self) -> None:
         """Claim the time since the last look for all nodes that are alive."""

@@ -81,14 +81,14 @@ def open_keys(
                 raise
             status = None
         if status is not None:
-            _check_same_store(admin, status, config)
+            check_same_store(admin, status, config)
             yield RunningGateway(admin)
             return
         where = admin.url
-    settings = _settings(config)
-    location = _locate(settings)
+    settings = read_settings(config)
+    location = named_store(settings)
     print_note(f"store: {location.shown} (no gateway answers at {where})")
-    with _opened(location) as store:
+    with open_alone(location) as store:
         yield StoreAlone(store, settings, nodes)
 
 
@@ -285,13 +285,14 @@ def unknown_models(
     ]
 
 
-def _settings(config: Path | None) -> Settings:
+def read_settings(config: Path | None) -> Settings:
+    """Read the settings file that is named, else the default one. Raises ConfigError."""
     from gateway.config.settings import load_settings
 
     return load_settings(options.settings_file(config))
 
 
-def _check_same_store(admin: AdminClient, status: dict[str, Any], config: Path | None) -> None:
+def check_same_store(admin: AdminClient, status: dict[str, Any], config: Path | None) -> None:
     """Tell the store of the running gateway.
 
     Raises CommandFailed if the settings name another one: the command would change keys of a
@@ -305,12 +306,12 @@ def _check_same_store(admin: AdminClient, status: dict[str, Any], config: Path |
     own = store.get("url") if isinstance(store, dict) else None
     print_note(f"store: {own or STORE_OFF} (of the gateway at {admin.url}, state: {state})")
     try:
-        settings = _settings(config)
+        settings = read_settings(config)
     except ConfigError:
         return  # `connect_admin` has told it; the gateway has its own settings.
     if settings.store.url is None:
         return
-    location = None if settings.store.url == STORE_OFF else _locate(settings)
+    location = None if settings.store.url == STORE_OFF else named_store(settings)
     named = None if location is None else location.shown
     if _real(named) != _real(own):
         raise CommandFailed(
@@ -329,7 +330,7 @@ def _real(url: str | None) -> str | None:
     return url
 
 
-def _locate(settings: Settings, unit_folder: Path = UNIT_STATE_FOLDER) -> StoreLocation:
+def named_store(settings: Settings, unit_folder: Path = UNIT_STATE_FOLDER) -> StoreLocation:
     """Return the store that the settings name; by default the unit's, else the user's."""
     from gateway.config.store import STORE_OFF
     from gateway.startup import state_folder
@@ -360,7 +361,8 @@ def _locate(settings: Settings, unit_folder: Path = UNIT_STATE_FOLDER) -> StoreL
 
 
 @contextlib.contextmanager
-def _opened(location: StoreLocation) -> Iterator[Store]:
+def open_alone(location: StoreLocation) -> Iterator[Store]:
+    """Open the store while no gateway runs, and log nothing but errors."""
     from gateway.observe.logs import set_up_logging
     from gateway.store.store import Store
 

@@ -267,25 +267,7 @@ class AdminClient:
 
     def status(self) -> dict[str, Any]:
         """Return the gateway's status."""
-        return self.get("/admin/status")
-
-    def get(
-        self,
-        path: str,
-        parameters: dict[str, str] | None = None,
-        timeout: float = REQUEST_TIMEOUT,
-    ) -> dict[str, Any]:
-        """Return the JSON object at this path."""
-        return _object(self._send("GET", path, parameters, timeout))
-
-    def get_text(
-        self,
-        path: str,
-        parameters: dict[str, str] | None = None,
-        timeout: float = REQUEST_TIMEOUT,
-    ) -> str:
-        """Return the text at this path."""
-        return self._send("GET", path, parameters, timeout).text
+        return self.request("GET", "/admin/status")
 
     def request(
         self,
@@ -294,18 +276,28 @@ class AdminClient:
         parameters: dict[str, str] | None = None,
         *,
         body: Mapping[str, Any] | None = None,
+        timeout: float = REQUEST_TIMEOUT,
     ) -> dict[str, Any]:
         """Return what the admin API answers. Raises AdminRefused or NoGateway, too."""
-        return _object(self._send(method, path, parameters, body=body))
+        return _object(self._send(method, path, parameters, body, timeout))
+
+    def text(
+        self,
+        path: str,
+        parameters: dict[str, str] | None = None,
+        *,
+        timeout: float = REQUEST_TIMEOUT,
+    ) -> str:
+        """Return the text at this path."""
+        return self._send("GET", path, parameters, None, timeout).text
 
     def _send(
         self,
         method: str,
         path: str,
-        parameters: dict[str, str] | None = None,
-        timeout: float = REQUEST_TIMEOUT,
-        *,
-        body: Mapping[str, Any] | None = None,
+        parameters: dict[str, str] | None,
+        body: Mapping[str, Any] | None,
+        timeout: float,
     ) -> httpx.Response:
         import httpx
 

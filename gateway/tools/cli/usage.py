@@ -83,17 +83,16 @@ def usage(
     except InvalidQuery as error:
         raise CommandFailed(f"--{error.parameter}: {error}", status=2) from None
     given = {name: value for name, value in asked.items() if value is not None}
-    with gateway_or_store(admin_url, admin_key_file, config, may_create=False) as source:
+    report, table = dict[str, Any](), ""
+    with gateway_or_store(admin_url, admin_key_file, config) as source:
         if not isinstance(source, AdminClient):
             read = _read(source, asked)
             report, table = read.to_json(), read.to_csv()
         elif as_csv:
-            report, table = (
-                {},
-                source.get_text("/admin/usage", given | {"format": "csv"}, REPORT_TIMEOUT),
-            )
+            given["format"] = "csv"
+            table = source.text("/admin/usage", given, timeout=REPORT_TIMEOUT)
         else:
-            report, table = source.get("/admin/usage", given, REPORT_TIMEOUT), ""
+            report = source.request("GET", "/admin/usage", given, timeout=REPORT_TIMEOUT)
     if as_csv:
         print(table, end="")
         is_empty = table.count("\n") <= 1

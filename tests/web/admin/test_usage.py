@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import httpx
@@ -49,6 +50,12 @@ async def test_operators_see_what_every_key_used_and_cost(tmp_path: Path) -> Non
             lines = table.text.splitlines()
             assert lines[0].startswith("key,requests,failures,clients_left,prompt_tokens,")
             assert {line.split(",")[0] for line in lines[1:]} == {"alice", "vip", "chat"}
+
+
+async def test_a_gateway_records_hours_and_sums_up_old_usage_by_itself(tmp_path: Path) -> None:
+    async with metered_gateway(tmp_path):
+        names = {task.get_name() for task in asyncio.all_tasks()}
+        assert {"record the hours of nodes", "sum up old usage"} <= names
 
 
 @pytest.mark.parametrize(
