@@ -93,8 +93,8 @@ def plain(path: str, body: dict[str, Any]) -> Any:
         "input_tokens": ALL,
         "text": "ok",
     }
-    head = {"id": "c", "object": "chat.completion", "created": 1, "model": "demo"}
-    return {**head, "choices": [choice], "usage": OPENAI_USAGE, **rows, **MORE}
+    outer: dict[str, Any] = {"id": "c", "object": "chat.completion", "created": 1, "model": "demo"}
+    return {**outer, "choices": [choice], "usage": OPENAI_USAGE, **rows, **MORE}
 
 
 def streamed(path: str) -> bytes:
