@@ -26,8 +26,8 @@ from gateway.transport.errors import InvalidResponse
 
 Fields = dict[str, msgspec.Raw]
 
-_MARKS = (b"cache", b"prompt_")
-"""Each object with telling figures contains one of these."""
+_KEY = re.compile(rb'(?:cache|prompt_)[A-Za-z0-9_/]*"\s*:')
+"""Each object with telling figures has such a key. Within a text its quote would be escaped."""
 
 _ID_SLOT = re.compile(rb',"id_slot":-?\d+|"id_slot":-?\d+,?')
 """A slot is chosen for what it has cached. Each event of llama.cpp's own streams names it."""
@@ -74,7 +74,7 @@ class CacheFigureHider(ResponseRewriter):
             events = self._translator.rewrite_events(events)
         if b"id_slot" in events:
             events = _ID_SLOT.sub(b"", events)
-        if b"cache" in events or b"prompt_" in events:
+        if _may_tell(events):
             events = b"".join(map(_edited_event, sse.split(events)))
         return events
 
@@ -95,7 +95,7 @@ class CacheFigureHider(ResponseRewriter):
 
 
 def _may_tell(data: bytes) -> bool:
-    return any(mark in data for mark in _MARKS)
+    return (b"cache" in data or b"prompt_" in data) and _KEY.search(data) is not None
 
 
 def _edited_event(event: bytes) -> bytes:

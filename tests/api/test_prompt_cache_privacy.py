@@ -53,12 +53,13 @@ def secret() -> str:
 
 def body(path: str, prompt: str, **more: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": prompt}]
-    field = {
+    fields: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": prompt},
         "/completion": {"prompt": prompt},
         "/v1/responses": {"input": prompt},
         "/api/generate": {"prompt": prompt, "raw": True},
-    }.get(path, {"messages": messages})
+    }
+    field = fields.get(path, {"messages": messages})
     return {"model": "demo", "temperature": 0, "stream": False, **field, **PATHS[path], **more}
 
 

@@ -93,20 +93,25 @@ def plain(path: str, body: dict[str, Any]) -> Any:
         "input_tokens": ALL,
         "text": "ok",
     }
-    head = {"id": "c", "object": "chat.completion", "created": 1, "model": "demo"}
-    return {**head, "choices": [choice], "usage": OPENAI_USAGE, **rows, **MORE}
+    outer: dict[str, Any] = {"id": "c", "object": "chat.completion", "created": 1, "model": "demo"}
+    return {**outer, "choices": [choice], "usage": OPENAI_USAGE, **rows, **MORE}
 
 
 def streamed(path: str) -> bytes:
     """The stream for this path."""
+    events: list[dict[str, Any]]
     if path == "/v1/messages":
         start = {"id": "m", "type": "message", "role": "assistant", "content": []}
-        begin = {"type": "message_start", "message": {**start, "usage": ANTHROPIC_USAGE}, **MORE}
-        delta = {"type": "text_delta", "text": "ok"}
-        events: list[dict[str, Any]] = [
+        begin: dict[str, Any] = {
+            "type": "message_start",
+            "message": {**start, "usage": ANTHROPIC_USAGE},
+            **MORE,
+        }
+        text = {"type": "text_delta", "text": "ok"}
+        events = [
             begin,
             {"type": "content_block_start", "index": 0, "content_block": {"type": "text"}},
-            {"type": "content_block_delta", "index": 0, "delta": delta, **LATER},
+            {"type": "content_block_delta", "index": 0, "delta": text, **LATER},
             {"type": "content_block_stop", "index": 0},
             {"type": "message_delta", "delta": {}, "usage": ANTHROPIC_USAGE, **MORE},
             {"type": "message_stop"},
@@ -114,16 +119,22 @@ def streamed(path: str) -> bytes:
         return b"".join(map(named, events))
     if path.endswith("/responses"):
         whole = plain(path, {})
-        delta = {"type": "response.output_text.delta", "delta": "ok", "item_id": "i", **LATER}
-        created = {"type": "response.created", "response": {"id": "r", "usage": RESPONSES_USAGE}}
-        return b"".join(
-            map(named, [created, delta, {"type": "response.completed", "response": whole, **LATER}])
-        )
+        events = [
+            {"type": "response.created", "response": {"id": "r", "usage": RESPONSES_USAGE}},
+            {"type": "response.output_text.delta", "delta": "ok", "item_id": "i", **LATER},
+            {"type": "response.completed", "response": whole, **LATER},
+        ]
+        return b"".join(map(named, events))
     if path in {"/completion", "/infill"}:
         part = {"index": 0, "content": "ok", "tokens": [7], "stop": False, **LATER}
         progress = {"index": 0, "content": "", "tokens": [], "stop": False, **MORE}
         return b"".join(map(unnamed, [progress, part, NATIVE_END]))
-    head = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "demo"}
+    head: dict[str, Any] = {
+        "id": "c",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": "demo",
+    }
     delta = {"role": "assistant", "content": "ok"}
     chunks: list[dict[str, Any]] = [
         {"choices": [{"index": 0, "delta": {"role": "assistant"}, "text": ""}], **MORE},
@@ -139,7 +150,7 @@ def unnamed(event: dict[str, Any]) -> bytes:
 
 
 def named(event: dict[str, Any]) -> bytes:
-    return b"event: " + event["type"].encode() + b"\n" + unnamed(event)
+    return f"event: {event['type']}\n".encode() + unnamed(event)
 
 
 PROBES: dict[str, Any] = {

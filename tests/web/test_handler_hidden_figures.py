@@ -35,7 +35,7 @@ OLLAMA: dict[str, dict[str, Any]] = {
     "/api/embed": BODIES["input"],
     "/api/embeddings": BODIES["prompt"],
 }
-FORM = {"file": ("sound.wav", b"RIFF"), "model": (None, "demo")}
+FORM: dict[str, Any] = {"file": ("sound.wav", b"RIFF"), "model": (None, "demo")}
 
 
 @asynccontextmanager
@@ -69,17 +69,17 @@ def told(reply: httpx.Response) -> list[str]:
     return [text for text in TELLING if text in reply.text]
 
 
-ASKED = [
-    (path, more)
-    for path, route in ROUTES.items()
-    if route.takes_slot
-    for more in (
-        {},
-        *([{"stream": True}, {"stream": True, "return_progress": True}] if route.generates else []),
-        *([{"prompt": [TEXT, TEXT]}] if route.api.merger is not None else []),
-        *([{"prompt": [TEXT, TEXT], "stream": True}] if route.api.merger is not None else []),
-    )
-]
+def asked_of(path: str) -> list[dict[str, Any]]:
+    """What is asked for beside the prompt, one request each."""
+    found: list[dict[str, Any]] = [{}]
+    if ROUTES[path].generates:
+        found += [{"stream": True}, {"stream": True, "return_progress": True}]
+    if ROUTES[path].api.merger is not None:
+        found += [{"prompt": [TEXT, TEXT]}, {"prompt": [TEXT, TEXT], "stream": True}]
+    return found
+
+
+ASKED = [(path, more) for path in ROUTES if ROUTES[path].takes_slot for more in asked_of(path)]
 
 
 async def test_every_path_hides_what_was_cached_and_only_where_it_must(tmp_path: Path) -> None:
