@@ -23,9 +23,8 @@ from gateway.access.keys import KeyRing
 from gateway.config.inventory import Inventory
 from gateway.config.listeners import LimitSettings
 from gateway.config.settings import Settings, changed_restart_keys
-from gateway.events import EventBus, InventoryChanged, LimitReached, SettingsChanged
+from gateway.events import EventBus, InventoryChanged, SettingsChanged
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.node_prices import GpuCosts, alive_nodes
 from gateway.fleet.state_files import DrainedNodes, PropertiesStore
 from gateway.handover import (
     READY_TIMEOUT,
@@ -37,6 +36,7 @@ from gateway.handover import (
     successor_environment,
 )
 from gateway.lease import KeyedHash
+from gateway.metering import Metering
 from gateway.observe.audit import AuditTrail
 from gateway.observe.event_log import log_events
 from gateway.observe.logs import Logs
@@ -55,26 +55,16 @@ from gateway.startup import (
     StartError,
     drains_file,
     empty_pools,
-    keys_file,
     properties_file,
     read_admin_key,
-    store_location,
 )
 from gateway.store.failures import StoreError
-from gateway.store.store import Store, log_store_change
+from gateway.store.store import Store
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
 from gateway.transport.certificates import CertificateError
 from gateway.transport.node_client import open_node_client
 from gateway.transport.resolver import Resolver
-from gateway.usage.caller_usage import CallerUsage
 from gateway.usage.ledger import Ledger
-from gateway.usage.limit_sync import LimitSync
-from gateway.usage.limits import LimitBook
-from gateway.usage.meter import Meter
-from gateway.usage.node_hours import NodeHoursRecorder
-from gateway.usage.processes import ProcessIdentity
-from gateway.usage.reports import Reporter
-from gateway.usage.retention import Retention
 from gateway.web.admin.app import admin_app
 from gateway.web.admin.certificates import CertificateRenewal
 from gateway.web.admin.configuration import ReloadResult
@@ -155,8 +145,6 @@ class Gateway:
             lambda seconds, work: asyncio.get_running_loop().call_later(seconds, work)
         )
         self._resolver = resolver or Resolver()
-        location = store_location(options, settings)
-        self.store = None if location is None else Store(location, on_change=log_store_change)
         self.fleet = Fleet(
             connect=functools.partial(open_node_client, resolver=self._resolver),
             health=settings.health,
@@ -183,21 +171,16 @@ class Gateway:
         self.forwarder = Forwarder(self.proxy_context)
         self.registry = InFlightRegistry()
         self._loopback = is_loopback(settings.listen.host)
-        self.key_ring = KeyRing(
-            access=self._inherited.anonymous_access, is_complete=self.store is None
-        )
-        self.key_sync = KeySync(self.store, self.key_ring, keys_file(options))
-        self.key_sync.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
-        self.limit_book = LimitBook(
+        self.metering = Metering(
+            options,
             settings,
+            access=self._inherited.anonymous_access,
+            fleet=self.fleet,
+            scheduler=self.scheduler,
+            registry=self.registry,
+            bus=self.bus,
             clock=self.clock,
-            learn_pending=self.bus.flush,
-            dearest_token=self.scheduler.dearest_token,
-            on_refusal=lambda limit, scope: self.bus.publish(LimitReached(limit, scope)),
         )
-        self.ledger = self._make_ledger()
-        self.meter = self._make_meter()
-        self.limit_sync = self._make_limit_sync()
         self.bus.subscribe(InventoryChanged, lambda _: self._warn_of_empty_pools())
         self.handler = ProxyHandler(
             self._handler_config(settings),
@@ -208,7 +191,7 @@ class Gateway:
             bus=self.bus,
             clock=self.clock,
             time_slicer=self.proxy_context.time_slicer,
-            meter=self.meter,
+            meter=self.metering.meter,
             progress_seconds=timings.progress,
         )
         self.metrics = Metrics(
@@ -252,10 +235,25 @@ class Gateway:
         """Whether the gateway is shutting down."""
         return self.handler.closing
 
-    @functools.cached_property
-    def reporter(self) -> Reporter | None:
-        """Reads reports from the ledger; None: there is no store."""
-        return None if self.store is None else Reporter(self.store)
+    @property
+    def store(self) -> Store | None:
+        """The store; None: the settings have switched it off."""
+        return self.metering.store
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The ledger of requests; None: there is no store."""
+        return self.metering.ledger
+
+    @property
+    def key_ring(self) -> KeyRing:
+        """The API keys in force."""
+        return self.metering.key_ring
+
+    @property
+    def key_sync(self) -> KeySync:
+        """Keeps the API keys in force equal to those of settings and store."""
+        return self.metering.key_sync
 
     @property
     def keys_lost(self) -> str | None:
@@ -272,36 +270,6 @@ class Gateway:
         """The problems of the settings on disk, while older ones are in force."""
         return self._files.settings_error
 
-    def _make_ledger(self) -> Ledger | None:
-        if self.store is None:
-            return None
-        return Ledger(
-            self.store,
-            ProcessIdentity.of_this_process(time.time()),
-            now=time.time,
-            clock=self.clock,
-            # The meter is made with the ledger.
-            open_requests=lambda before: self.meter.open_requests(before),  # noqa: PLW0108
-        )
-
-    def _make_meter(self) -> Meter:
-        ledger = self.ledger
-        if ledger is None:
-            return Meter(self.limit_book, self.bus)
-        return Meter(
-            self.limit_book,
-            self.bus,
-            process=ledger.own.id,
-            add_row=ledger.add,
-            tokens_so_far=self.registry.tokens_so_far,
-            gpu_cost=GpuCosts(self.fleet, self.clock).of,
-        )
-
-    def _make_limit_sync(self) -> LimitSync | None:
-        if self.store is None or self.ledger is None:
-            return None
-        return LimitSync(self.limit_book, self.store, self.ledger.own.id, clock=self.clock)
-
     # Start, shutdown and handover.
 
     @contextlib.asynccontextmanager
@@ -309,8 +277,7 @@ class Gateway:
         """Serve while inside this context. Raises: StartError."""
         open_files = raise_open_file_limit()
         try:
-            if self.store is not None:
-                self.store.start()
+            self.metering.open_store()
             self.public_listener, self.admin_listener = self._make_listeners(open_files)
             await self.fleet.start(inventory)
             self._start_task(self.autoscaler.run(), "start and stop standby nodes")
@@ -324,23 +291,9 @@ class Gateway:
                     await asyncio.wait_for(
                         self.fleet.first_probes_done.wait(), self.timings.first_probes
                     )
-            if self.store is not None:
-                await self.store.wait_opened(self.timings.store)
-            await self.key_sync.start(self.timings.store)
-            self._start_task(self.key_sync.run(), "follow the API keys")
-            if self.ledger is not None:
-                await self.ledger.start(self.timings.store)
-                self._start_task(self.ledger.run(), "write the ledger")
-            if self.limit_sync is not None:
-                # Before anything is admitted: a predecessor may have used up what is left.
-                self.limit_book.prepare(self.key_ring.callers())
-                await self.limit_sync.start(self.timings.store)
-                self._start_task(self.limit_sync.run(), "follow the use of other processes")
-            if self.store is not None and self.reporter is not None:
-                hours = NodeHoursRecorder(self.store, lambda: alive_nodes(self.fleet), time.time)
-                self._start_task(hours.run(), "record the hours of nodes")
-                kept = Retention(self.reporter, lambda: self.settings.store.retention, time.time)
-                self._start_task(kept.run(), "sum up old usage")
+            await self.metering.load(self.timings.store)
+            for loop in self.metering.loops():
+                self._start_task(loop.work, loop.name)
             open_listeners(self.public_listener, self.admin_listener)
             log.info(
                 "listening",
@@ -468,12 +421,10 @@ class Gateway:
         self._resolver.close()
         self.fleet.properties_store.save()
         self.bus.flush()
-        if self.ledger is not None:
-            await self.ledger.close(self.timings.store)
+        await self.metering.write_pending(self.timings.store)
         with contextlib.suppress(StoreError, TimeoutError):
             await asyncio.wait_for(self.audit.flush(), self.timings.store)
-        if self.store is not None and not await self.store.aclose(self.timings.store):
-            log.warning("the store does not answer and was left as it is")
+        await self.metering.close_store(self.timings.store)
         log.info("ended")
 
     def _start_task(self, work: Coroutine[Any, Any, None], name: str) -> None:
@@ -522,7 +473,7 @@ class Gateway:
             drain_deadlines=self.drain_deadlines,
             gateway=self,
             audit=self.audit,
-            reporter=self.reporter,
+            reporter=self.metering.reporter,
             document=self._openapi_document,
             host=admin.host,
             keys=self.admin_keys,
@@ -556,7 +507,7 @@ class Gateway:
         routes = routes_of(self.settings)
         self._routes.clear()
         self._routes.update((path.encode(), route) for path, route in routes.items())
-        usage = CallerUsage(self.limit_book, self.reporter, time.time, self.clock)
+        usage = self.metering.caller_usage()
         site = public_app(self.handler, self.fleet, usage, created=self._created)
         return site if self.settings.cors is None else with_cors(site, self.settings.cors)
 
@@ -591,8 +542,7 @@ class Gateway:
         self.scheduler.configure(settings)
         self.autoscaler.configure(settings)
         self.fleet.configure(settings.health, settings.timeouts)
-        self.key_sync.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
-        self.limit_book.configure(settings)
+        self.metering.configure(settings)
         self.handler.configure(self._handler_config(settings))
         self.event_log.configure(access_log=settings.logging.access)
         self._logs.configure(settings.logging.level)
