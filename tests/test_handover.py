@@ -117,7 +117,6 @@ def test_a_successor_knows_whether_there_were_admin_keys(had_keys: bool) -> None
     os.close(writer)
 
 
-
 def test_port_0_accepts_any_inherited_socket(listening: socket.socket) -> None:
     inherited = InheritedState({"public": listening})
     assert inherited.take_socket("public", [("127.0.0.1", 0)]) is listening
