@@ -45,13 +45,12 @@ from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.proxy.inbound.routes import Route, routes_of
 from gateway.proxy.timeouts import TimeoutMonitor
-from gateway.reload import FileReloader
+from gateway.reload import FileReloader, load_certificates
 from gateway.scheduling.autoscaler import Autoscaler
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
 from gateway.startup import (
     Options,
-    StartError,
     drains_file,
     properties_file,
     read_admin_key,
@@ -60,7 +59,6 @@ from gateway.startup import (
 from gateway.store.failures import StoreError
 from gateway.store.store import Store, log_store_change
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
-from gateway.transport.certificates import CertificateError
 from gateway.transport.node_client import open_node_client
 from gateway.transport.resolver import Resolver
 from gateway.usage.caller_usage import CallerUsage
@@ -73,7 +71,6 @@ from gateway.usage.processes import ProcessIdentity
 from gateway.usage.reports import Reporter
 from gateway.usage.retention import Retention
 from gateway.web.admin.app import admin_app
-from gateway.web.admin.certificates import CertificateRenewal
 from gateway.web.admin.configuration import ReloadResult
 from gateway.web.admin.nodes import DrainDeadlines
 from gateway.web.admin.status import MetricsSource
@@ -218,7 +215,7 @@ class Gateway:
         self.drain_deadlines = DrainDeadlines(self.registry)
         self.audit = AuditTrail(time.time, self.store)
         self.admin_keys = AdminKeys(had_keys=self._inherited.had_admin_keys)
-        self.certificates = _load_certificates(settings, self.fleet, self.audit)
+        self.certificates = load_certificates(settings, self.fleet, self.audit)
         self._files = FileReloader(
             options,
             settings=lambda: self.settings,
@@ -591,13 +588,6 @@ class Gateway:
         self._public_app = self._make_public_app()
         self.bus.publish(change)
         return change
-
-
-def _load_certificates(settings: Settings, fleet: Fleet, audit: AuditTrail) -> CertificateRenewal:
-    try:
-        return CertificateRenewal(settings, fleet, audit)
-    except CertificateError as error:
-        raise StartError(str(error), 2) from None
 
 
 def _with_connections(limits: LimitSettings, connections: int) -> LimitSettings:
