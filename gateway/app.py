@@ -46,13 +46,12 @@ from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.proxy.inbound.routes import Route, routes_of
 from gateway.proxy.timeouts import TimeoutMonitor
-from gateway.reload import FileReloader
+from gateway.reload import FileReloader, load_certificates
 from gateway.scheduling.autoscaler import Autoscaler
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
 from gateway.startup import (
     Options,
-    StartError,
     drains_file,
     empty_pools,
     properties_file,
@@ -61,12 +60,10 @@ from gateway.startup import (
 from gateway.store.failures import StoreError
 from gateway.store.store import Store
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
-from gateway.transport.certificates import CertificateError
 from gateway.transport.node_client import open_node_client
 from gateway.transport.resolver import Resolver
 from gateway.usage.ledger import Ledger
 from gateway.web.admin.app import admin_app
-from gateway.web.admin.certificates import CertificateRenewal
 from gateway.web.admin.configuration import ReloadResult
 from gateway.web.admin.nodes import DrainDeadlines
 from gateway.web.admin.status import MetricsSource
@@ -210,7 +207,7 @@ class Gateway:
         self.drain_deadlines = DrainDeadlines(self.registry)
         self.audit = AuditTrail(time.time, self.store)
         self.admin_keys = AdminKeys(had_keys=self._inherited.had_admin_keys)
-        self.certificates = _load_certificates(settings, self.fleet, self.audit)
+        self.certificates = load_certificates(settings, self.fleet, self.audit)
         self._files = FileReloader(
             options,
             settings=lambda: self.settings,
@@ -555,13 +552,6 @@ class Gateway:
         labels = (node.spec.labels for node in self.fleet.nodes.values())
         for warning in empty_pools(self.settings, labels):
             log.warning("pool", warning=warning)
-
-
-def _load_certificates(settings: Settings, fleet: Fleet, audit: AuditTrail) -> CertificateRenewal:
-    try:
-        return CertificateRenewal(settings, fleet, audit)
-    except CertificateError as error:
-        raise StartError(str(error), 2) from None
 
 
 def _with_connections(limits: LimitSettings, connections: int) -> LimitSettings:

@@ -13,7 +13,8 @@ from gateway.config.watch import watch_files
 from gateway.events import EventBus, InventoryChanged, SettingsChanged
 from gateway.fleet.fleet import Fleet
 from gateway.observe.audit import AuditTrail
-from gateway.startup import Options, reread_admin_key
+from gateway.startup import Options, StartError, reread_admin_key
+from gateway.transport.certificates import CertificateError
 from gateway.web.admin.certificates import CertificateRenewal
 from gateway.web.admin.configuration import ReloadResult, changed_keys
 
@@ -142,3 +143,11 @@ class FileReloader:
             raise
         self.settings_error = None
         return self._apply_settings(settings, admin_key)
+
+
+def load_certificates(settings: Settings, fleet: Fleet, audit: AuditTrail) -> CertificateRenewal:
+    """The certificates of the settings, at the start. Raises: StartError."""
+    try:
+        return CertificateRenewal(settings, fleet, audit)
+    except CertificateError as error:
+        raise StartError(str(error), 2) from None
