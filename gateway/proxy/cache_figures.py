@@ -74,7 +74,8 @@ class CacheFigureHider(ResponseRewriter):
             events = self._translator.rewrite_events(events)
         if b"id_slot" in events:
             events = _ID_SLOT.sub(b"", events)
-        if _may_tell(events):
+        # As `_may_tell`, without a call: this runs for each chunk.
+        if (b"cache" in events or b"prompt_" in events) and _KEY.search(events) is not None:
             events = b"".join(map(_edited_event, sse.split(events)))
         return events
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from gateway.access.keys import new_key
 from gateway.fleet.lifecycle import LifecyclePhase
 from gateway.fleet.node import NodeState
 from tests.elastic.cloud import Cloud
@@ -17,6 +18,8 @@ from tests.elastic.site import MODEL, ask, metrics, order, settings, shown, unti
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway, until
 from tests.virtual import in_virtual_time, now
+
+LEFT, RIGHT = new_key("left"), new_key("right")
 
 
 @in_virtual_time
@@ -217,3 +220,29 @@ async def test_a_node_with_work_of_other_clients_is_not_stopped(tmp_path: Path) 
             assert now() - began > 3.0  # more than `stop_after`
             assert spare.orders == ["start"]
             await until_state(running, "spare", NodeState.STANDBY)
+
+
+@in_virtual_time
+async def test_a_pool_that_is_short_of_slots_starts_its_own_standby_nodes(tmp_path: Path) -> None:
+    pools = [
+        {"cache": {"nodes": {"side": key.id}}, "id": key.id, "sha256": key.sha256}
+        for key in (LEFT, RIGHT)
+    ]
+    fast: dict[str, Any] = {"decode_tps": 20.0, "prefill_tps": 500.0}
+    async with Cloud() as cloud, EmulatedNode(slots=1, model=MODEL, **fast) as base:
+        left, right = cloud.machine("left", **fast), cloud.machine("right", **fast)
+        nodes = [
+            {"name": "base", "url": base.url, "labels": {"side": "right"}},
+            cloud.node("left", labels={"side": "left"}),
+            cloud.node("right", labels={"side": "right"}),
+        ]
+        async with running_gateway(tmp_path, nodes, {**settings(), "keys": pools}) as running:
+            await until_state(running, "left", NodeState.STANDBY)
+            await until_state(running, "right", NodeState.STANDBY)
+            header = {"authorization": f"Bearer {RIGHT.text}"}
+            answers = await asyncio.gather(
+                *(ask(running, f"question {number}", 20, **header) for number in range(12))
+            )
+            assert {answer.status_code for answer in answers} == {200}
+            assert left.orders == []
+            assert right.orders[:1] == ["start"]
