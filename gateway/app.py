@@ -8,15 +8,19 @@ import functools
 import random
 import subprocess
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import __version__, errors
+from gateway.access.admin_keys import AdminKeys
 from gateway.access.exposure import is_loopback
+from gateway.access.key_sync import KeySync
+from gateway.access.keys import KeyRing
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.listeners import LimitSettings
@@ -35,6 +39,7 @@ from gateway.handover import (
     successor_environment,
 )
 from gateway.lease import KeyedHash
+from gateway.observe.audit import AuditTrail
 from gateway.observe.event_log import log_events
 from gateway.observe.logs import Logs
 from gateway.observe.metrics import Metrics
@@ -46,16 +51,27 @@ from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.autoscaler import Autoscaler
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
-from gateway.startup import Options, drains_file, properties_file, read_admin_key
+from gateway.startup import (
+    Options,
+    StartError,
+    drains_file,
+    keys_file,
+    properties_file,
+    read_admin_key,
+    store_location,
+)
+from gateway.store.store import Store
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
+from gateway.transport.certificates import CertificateError, ListenerCertificates, changed_files
 from gateway.transport.node_client import open_node_client
 from gateway.transport.resolver import Resolver
 from gateway.web.admin.app import admin_app
-from gateway.web.admin.configuration import ReloadResult
+from gateway.web.admin.configuration import ReloadResult, changed_keys
 from gateway.web.admin.nodes import DrainDeadlines
 from gateway.web.admin.status import MetricsSource
 from gateway.web.handler import PROGRESS_SECONDS, ProxyHandler
 from gateway.web.listener import Listener
+from gateway.web.openapi import openapi_json
 from gateway.web.protocol import LINGER_SECONDS, protocol_class
 from gateway.web.request_context import HandlerConfig
 from gateway.web.site import public_app, with_cors
@@ -63,12 +79,15 @@ from gateway.web.site import public_app, with_cors
 FIRST_PROBES_SECONDS = 10.0
 """Most seconds to wait for the first probes before the gateway reports that it is ready."""
 
+STORE_SECONDS = 5.0
+"""Most seconds to wait for the store before the gateway serves without it, or ends."""
+
 FINAL_RESPONSE_SECONDS = 5.0
 """Seconds for clients to read the error of their request, once the grace is over."""
 
-KEYS_LOST = (
-    "the settings have lost their last API key: every request is answered with 401; add a key, or "
-    "restart to serve without any"
+ADMIN_KEYS_LOST = (
+    "the settings have lost their last admin key: the admin listener answers every request with "
+    "401; add a key to admin.keys, or restart to serve it without any"
 )
 
 log = structlog.get_logger()
@@ -83,6 +102,7 @@ class Timings:
     successor_ready: float = READY_TIMEOUT
     linger: float = LINGER_SECONDS
     progress: float = PROGRESS_SECONDS
+    store: float = STORE_SECONDS
 
 
 DEFAULT_TIMINGS = Timings()
@@ -127,6 +147,8 @@ class Gateway:
             lambda seconds, work: asyncio.get_running_loop().call_later(seconds, work)
         )
         self._resolver = resolver or Resolver()
+        location = store_location(options, settings)
+        self.store = None if location is None else Store(location)
         self.fleet = Fleet(
             connect=functools.partial(open_node_client, resolver=self._resolver),
             health=settings.health,
@@ -153,13 +175,13 @@ class Gateway:
         self.forwarder = Forwarder(self.proxy_context)
         self.registry = InFlightRegistry()
         self._loopback = is_loopback(settings.listen.host)
+        self.key_ring = KeyRing(
+            access=self._inherited.anonymous_access, is_complete=self.store is None
+        )
+        self.key_sync = KeySync(self.store, self.key_ring, keys_file(options))
+        self.key_sync.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
         self.handler = ProxyHandler(
-            HandlerConfig.of(
-                settings,
-                loopback=self._loopback,
-                keyed_hash=self._keyed_hash,
-                previous_access=self._inherited.anonymous_access,
-            ),
+            self._handler_config(settings),
             forwarder=self.forwarder,
             queue=self.scheduler,
             catalog=self.fleet.model_index,
@@ -177,9 +199,15 @@ class Gateway:
                 self.registry,
                 lambda: self.inventory_error,
                 self.proxy_context.retries_left,
+                lambda: self.certificate_expiry,
+                self.store,
             ),
         )
         self.drain_deadlines = DrainDeadlines(self.registry)
+        self.audit = AuditTrail(time.time)
+        self.admin_keys = AdminKeys(had_keys=self._inherited.had_admin_keys)
+        self.certificates = ListenerCertificates({})
+        self._node_certificate_errors: dict[str, str] = {}
         self.event_log = log_events(self.bus, logs, access_log=settings.logging.access)
         self._logs = logs
         self._routes: dict[bytes, Route] = {}
@@ -198,7 +226,22 @@ class Gateway:
     @property
     def keys_lost(self) -> str | None:
         """Why every request is refused, with the remedy; None: they are not."""
-        return KEYS_LOST if self.handler.config.anonymous_access.locked else None
+        return self.key_ring.lost
+
+    @property
+    def certificate_error(self) -> str | None:
+        """Why renewed TLS files can't be used, while older ones are in force."""
+        errors = [
+            f"the TLS files of the node '{name}': {error}"
+            for name, error in self._node_certificate_errors.items()
+            if name in self.fleet.nodes
+        ]
+        return "; ".join([*filter(None, [self.certificates.error]), *errors]) or None
+
+    @property
+    def certificate_expiry(self) -> Mapping[str, float]:
+        """When the certificate of each listener with TLS expires, in seconds since 1970."""
+        return self.certificates.expiry
 
     @property
     def _has_defaults(self) -> bool:
@@ -211,10 +254,13 @@ class Gateway:
         """Serve while inside this context. Raises: StartError."""
         open_files = raise_open_file_limit()
         try:
+            if self.store is not None:
+                self.store.start()
             self.public_listener, self.admin_listener = self._make_listeners(open_files)
             await self.fleet.start(inventory)
             self._start_task(self.autoscaler.run(), "start and stop standby nodes")
             self._start_task(self._watch_files(inventory), "watch the files")
+            self._start_task(self._watch_certificates(), "watch the certificates")
             self._start_task(self._notifier.feed_watchdog(), "feed the watchdog")
             if self._inherited.ready_fd is not None:
                 # The predecessor serves until this process knows its nodes.
@@ -222,6 +268,8 @@ class Gateway:
                     await asyncio.wait_for(
                         self.fleet.first_probes_done.wait(), self.timings.first_probes
                     )
+            await self.key_sync.start(self.timings.store)
+            self._start_task(self.key_sync.run(), "follow the API keys")
             open_listeners(self.public_listener, self.admin_listener)
             log.info(
                 "listening",
@@ -231,10 +279,9 @@ class Gateway:
                 nodes=len(self.fleet.nodes),
                 open_files=open_files,
             )
-            if self.keys_lost is not None:
-                log.warning("locked", why=self.keys_lost)
             self._notifier.notify("READY=1", f"STATUS=serving on {self.public_listener.url}")
             self._inherited.notify_ready()
+            self.audit.record("gateway", None, "start", __version__)
             # Not earlier: the predecessor writes the file until now.
             self._start_task(self.fleet.properties_store.save_loop(), "save what nodes said")
             yield
@@ -269,18 +316,21 @@ class Gateway:
                     from_systemd=self._inherited.from_systemd,
                     hash_key=self._keyed_hash.key,
                     extra_environment=successor_environment(
-                        self.handler.config.anonymous_access,
+                        self.key_ring.access,
                         self.options.settings_file,
                         customised=not self._has_defaults,
+                        had_admin_keys=self.admin_keys.needed,
                     ),
                     timeout=self.timings.successor_ready,
                 )
             except HandoverFailed as error:
                 log.error("no successor", why=str(error))  # noqa: TRY400 - no traceback needed
+                self.audit.record("signal", None, "handover", "", "failed")
                 return
             self.autoscaler.hand_over()
             self.fleet.properties_store.stop_saving()
             self._notifier.notify(f"MAINPID={self._successor.pid}")
+            self.audit.record("signal", None, "handover", f"pid {self._successor.pid}")
             self.stopping.set()
 
     async def shut_down(self) -> int:
@@ -300,6 +350,7 @@ class Gateway:
             stopped.cancel()
         else:
             self._notifier.notify("STOPPING=1")
+            self.audit.record("signal", None, "stop")
             log.info("shutting down", in_flight=len(self.registry), grace=shutdown.grace)
             self.handler.begin_shutdown()
             await self._unless_stopped(asyncio.sleep(shutdown.delay))
@@ -345,6 +396,8 @@ class Gateway:
         self._resolver.close()
         self.fleet.properties_store.save()
         self.bus.flush()
+        if self.store is not None and not await self.store.aclose(self.timings.store):
+            log.warning("the store does not answer and was left as it is")
         log.info("ended")
 
     def _start_task(self, work: Coroutine[Any, Any, None], name: str) -> None:
@@ -369,9 +422,14 @@ class Gateway:
             log.warning(
                 "fewer connections than the settings say", most=most_public, open_files=open_files
             )
-        key = None
-        if admin.key_file is not None:
-            key = read_admin_key(admin.key_file)
+        try:
+            self.certificates = ListenerCertificates(
+                {"listen.tls": listen.tls, "admin.tls": admin.tls}
+            )
+        except CertificateError as error:
+            raise StartError(str(error), 2) from None
+        file_key = None if admin.key_file is None else read_admin_key(admin.key_file)
+        self.admin_keys.configure(admin.keys, file_key)
         public_sock, admin_sock = bind_listeners(self.settings, self._inherited)
         public = Listener(
             self._serve_public,
@@ -384,8 +442,7 @@ class Gateway:
                 linger_seconds=self.timings.linger,
             ),
             keep_alive=listen.keep_alive,
-            certificate=listen.tls.cert if listen.tls else None,
-            key=listen.tls.key if listen.tls else None,
+            tls=self.certificates.context_of("listen.tls"),
         )
         app = admin_app(
             fleet=self.fleet,
@@ -394,14 +451,31 @@ class Gateway:
             metrics=self.metrics,
             drain_deadlines=self.drain_deadlines,
             gateway=self,
+            audit=self.audit,
+            document=self._openapi_document,
             host=admin.host,
-            key=key,
+            keys=self.admin_keys,
             extra_hosts=admin.hosts,
         )
         protocol = protocol_class(
             _with_connections(limits, most_admin), linger_seconds=self.timings.linger
         )
-        return public, Listener(app, admin_sock, protocol=protocol, keep_alive=listen.keep_alive)
+        return public, Listener(
+            app,
+            admin_sock,
+            protocol=protocol,
+            keep_alive=listen.keep_alive,
+            tls=self.certificates.context_of("admin.tls"),
+        )
+
+    def _openapi_document(self, listener: str | None) -> bytes:
+        ring, anonymous = self.handler.config.key_ring, self.settings.allow_anonymous
+        return openapi_json(
+            self.settings,
+            listener,
+            needs_key=len(ring) > 0 and not anonymous,
+            needs_admin_key=self.admin_keys.needed,
+        )
 
     async def _serve_public(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._public_app(scope, receive, send)
@@ -414,14 +488,31 @@ class Gateway:
         site = public_app(self.handler, self.fleet, created=self._created)
         return site if self.settings.cors is None else with_cors(site, self.settings.cors)
 
+    def _handler_config(self, settings: Settings) -> HandlerConfig:
+        return HandlerConfig.of(
+            settings,
+            loopback=self._loopback,
+            keyed_hash=self._keyed_hash,
+            key_ring=self.key_ring,
+        )
+
     # Reload.
 
     def schedule_reload(self) -> None:
-        """Reload both files (SIGHUP)."""
-        self._start_task(self._reload_quietly(inventory=True, settings=True), "reload")
+        """Reload both files, and read the certificates again (SIGHUP)."""
+        self._start_task(self._reload_on_signal(), "reload")
+
+    async def _reload_on_signal(self) -> None:
+        self.audit.record("signal", None, "reload")
+        await self._reload_quietly("signal", inventory=True, settings=True)
+        async with self._reloading:
+            await self.certificates.renew()
 
     async def reload(self) -> ReloadResult:
-        """Reload both files. Raises: ConfigError; then an invalid file has changed nothing."""
+        """Reload both files, and read the certificates again.
+
+        Raises: ConfigError; then an invalid file has changed nothing.
+        """
         async with self._reloading:
             problems: list[Problem] = []
             inventory_change = settings_change = None
@@ -433,9 +524,33 @@ class Gateway:
                 inventory_change = await self._reload_inventory()
             except ConfigError as error:
                 problems += error.problems
-            if inventory_change is None or settings_change is None:
+            problems += [
+                Problem(self.certificates.file_of(key), 0, key, error)
+                for key, error in (await self.certificates.renew()).items()
+                if error is not None
+            ]
+            if inventory_change is None or settings_change is None or problems:
                 raise ConfigError(problems)
             return ReloadResult(inventory_change, settings_change)
+
+    async def _watch_certificates(self) -> None:
+        files = changed_files(lambda: self.certificates.files | self.fleet.tls_files())
+        async for changed in files:
+            async with self._reloading:
+                await self._renew_certificates("file", changed)
+
+    async def _renew_certificates(self, actor: str, changed: Collection[Path]) -> None:
+        """Use the renewed TLS files of listeners and nodes."""
+        results = await self.certificates.renew(changed)
+        for name, error in self.fleet.renew_connections(changed).items():
+            self._node_certificate_errors.pop(name, None)
+            if error is not None:
+                self._node_certificate_errors[name] = error
+                log.error("certificate", node=name, error=error)
+            results[f"node {name}"] = error
+        for target, problem in results.items():
+            outcome = "done" if problem is None else "invalid_certificate"
+            self.audit.record(actor, None, "certificate", target, outcome)
 
     async def _watch_files(self, inventory: Inventory) -> None:
         paths = [
@@ -445,9 +560,11 @@ class Gateway:
         ]
         edits = watch_files(paths)
         # They may have been edited since the start, which may have taken minutes.
-        await self._reload_quietly(inventory=await self._differs_from(inventory), settings=True)
+        differs = await self._differs_from(inventory)
+        await self._reload_quietly("file", inventory=differs, settings=True)
         async for changed in edits:
             await self._reload_quietly(
+                "file",
                 inventory=self.options.inventory_file in changed,
                 settings=self.options.settings_file in changed,
             )
@@ -458,15 +575,23 @@ class Gateway:
         except (ConfigError, OSError):
             return True
 
-    async def _reload_quietly(self, *, inventory: bool, settings: bool) -> None:
+    async def _reload_quietly(self, actor: str, *, inventory: bool, settings: bool) -> None:
         async with self._reloading:
             # Each file on its own: an invalid one must not keep the other from being read.
-            with contextlib.suppress(ConfigError, OSError):
-                if settings:
+            if settings:
+                before, outcome = self.settings, "invalid_configuration"
+                with contextlib.suppress(ConfigError, OSError):
                     await self._reload_settings()
-            with contextlib.suppress(ConfigError, OSError):
-                if inventory:
-                    await self._reload_inventory()
+                    outcome = "done"
+                changed = changed_keys(before, self.settings)
+                if changed or outcome != "done":
+                    details = {"changed": ", ".join(changed)} if changed else {}
+                    self.audit.record(actor, None, "settings", "", outcome, details=details)
+            if inventory:
+                change, outcome = None, "invalid_configuration"
+                with contextlib.suppress(ConfigError, OSError):
+                    change, outcome = await self._reload_inventory(), "done"
+                self.audit.record(actor, None, "inventory", "", outcome, details=_nodes_of(change))
 
     async def _reload_inventory(self) -> InventoryChanged:
         try:
@@ -486,12 +611,16 @@ class Gateway:
             rejected: RejectedFiles = "nothing" if self._has_defaults else "empty"
             path = self.options.settings_file
             loaded = await asyncio.to_thread(load_settings, path, rejected=rejected)
+            settings = self.options.apply_to(loaded)
+            file_key = await asyncio.to_thread(_reread_file_key, settings)
         except (ConfigError, OSError) as error:
             self.settings_error = str(error)
             self.bus.publish(SettingsChanged(error=self.settings_error))
             raise
         self.settings_error = None
-        settings = self.options.apply_to(loaded)
+        self.admin_keys.configure(settings.admin.keys, file_key)
+        if self.admin_keys.lost:
+            log.warning("locked", why=ADMIN_KEYS_LOST)
         old, self.settings = self.settings, settings
         change = SettingsChanged(needs_restart=changed_restart_keys(old, settings))
         if settings == old:
@@ -500,22 +629,30 @@ class Gateway:
         self.scheduler.configure(settings)
         self.autoscaler.configure(settings)
         self.fleet.configure(settings.health, settings.timeouts)
-        before = self.handler.config.anonymous_access
-        self.handler.configure(
-            HandlerConfig.of(
-                settings,
-                loopback=self._loopback,
-                keyed_hash=self._keyed_hash,
-                previous_access=before,
-            )
-        )
-        if self.keys_lost is not None and not before.locked:
-            log.warning("locked", why=self.keys_lost)
+        self.key_sync.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
+        self.handler.configure(self._handler_config(settings))
         self.event_log.configure(access_log=settings.logging.access)
         self._logs.configure(settings.logging.level)
         self._public_app = self._make_public_app()
         self.bus.publish(change)
         return change
+
+
+def _nodes_of(change: InventoryChanged | None) -> dict[str, str]:
+    """The names of the nodes that a new inventory has changed, for the audit log."""
+    if change is None:
+        return {}
+    groups = {"added": change.added, "changed": change.changed, "removed": change.removed}
+    return {group: ", ".join(names) for group, names in groups.items() if names}
+
+
+def _reread_file_key(settings: Settings) -> str | None:
+    """The key of `admin.key_file`. Raises: ConfigError."""
+    path = settings.admin.key_file
+    try:
+        return None if path is None else read_admin_key(path)
+    except StartError as error:
+        raise ConfigError([Problem(path or Path(), 0, "admin.key_file", str(error))]) from None
 
 
 def _with_connections(limits: LimitSettings, connections: int) -> LimitSettings:

@@ -165,6 +165,16 @@ def invalid_api_key() -> GatewayError:
     )
 
 
+def keys_unknown(retry_after: float = 2.0) -> GatewayError:
+    """503: the store's keys have not been read yet, so nobody can be told from a stranger."""
+    return GatewayError(
+        503,
+        "starting",
+        "The store of the API keys can't be reached yet, so no key can be checked.",
+        retry_after=retry_after,
+    )
+
+
 def too_many_keys(limit: int) -> GatewayError:
     """401: more different keys than one request may present."""
     return GatewayError(
@@ -216,15 +226,30 @@ def origin_not_allowed(origin: str) -> GatewayError:
     )
 
 
-def model_not_found(model: str, known: list[str]) -> GatewayError:
-    """404: no node in the inventory serves this model, now or when last seen."""
+def model_not_found(
+    model: str, known: list[str], labels: Sequence[tuple[str, str]] = (), node_count: int = 0
+) -> GatewayError:
+    """404: no node in the inventory serves this model, now or when last seen.
+
+    `labels`: those of the caller's pool, which has `node_count` nodes.
+    """
     some = ", ".join(f"'{name}'" for name in known[:8])
     hint = f" Known here: {some}{', ...' if len(known) > 8 else ''}." if known else ""
+    for_operators = None
+    if labels:
+        pool = ", ".join(f"{name}={value}" for name, value in labels)
+        found = f"{node_count} node{'' if node_count == 1 else 's'}"
+        for_operators = (
+            f"This caller may use nodes with the labels {pool} alone (`cache.nodes`), which "
+            f"{found} of the inventory {'has' if node_count == 1 else 'have'}; none of them serves "
+            f"'{truncate_echo(model)}'.{hint}"
+        )
     return GatewayError(
         404,
         "model_not_found",
         f"The model '{truncate_echo(model)}' does not exist here.{hint}",
         param="model",
+        message_with_nodes=for_operators,
     )
 
 

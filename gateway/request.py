@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from gateway.config.cache_privacy import CacheSpec
+from gateway.config.usage_limits import LimitSpec
+
 Headers = list[tuple[bytes, bytes]]
 """Header fields in wire order, with names in lower case."""
 
@@ -66,6 +69,14 @@ class Caller:
     """Whether it may name its end users by a header."""
     default_priority: Priority = Priority.NORMAL
     """The class of a request that asks for none."""
+    group: str | None = None
+    """The group that its key belongs to: callers of a group share the group's limits."""
+    limits: LimitSpec | None = None
+    """Limits of its key, beside those of its group and of all callers."""
+    user_limits: LimitSpec | None = None
+    """Limits of each end user that it names; None: its group's."""
+    cache: CacheSpec | None = None
+    """What its key says of prompt caches; None: its group and the settings say all."""
 
     def may_use(self, model: str) -> bool:
         """Whether this caller may use the model of this public name."""

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from tests.postgres import PostgresServer
 
 # A proxy would sit between a test and its server on loopback; the gateway's own variables would
 # override what a test sets up.
@@ -23,6 +33,10 @@ def pytest_configure() -> None:
     for name in list(os.environ):
         if name.lower() in _FOREIGN or (name.startswith(_OURS) and name not in _KEPT):
             del os.environ[name]
+    # Where a test's processes keep their state if it names no folder: not in the user's home.
+    folder = tempfile.mkdtemp(prefix="llama-gateway-state-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["XDG_STATE_HOME"] = folder
 
 
 # How long one example takes depends on the machine's other work.
@@ -32,3 +46,23 @@ _ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow
 settings.register_profile("house", _ANY_SPEED, derandomize=True)
 settings.register_profile("explore", _ANY_SPEED, max_examples=1000)
 settings.load_profile("house")
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """Return a real PostgreSQL server that tests share; each takes a `new_database` of it."""
+    from tests.postgres import MISSING, postgres_binaries, running_postgres
+
+    if postgres_binaries() is None:
+        pytest.skip(MISSING)
+    with running_postgres() as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Return the URL of a new store, of each kind in turn."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'gateway.db'}"
+    server: PostgresServer = request.getfixturevalue("postgres")
+    return server.new_database()

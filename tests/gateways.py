@@ -128,7 +128,8 @@ async def until(
 
 def _patient(settings: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(asyncio.get_running_loop(), VirtualLoop):
-        return dict(settings)
+        # The store's thread lives in real time.
+        return {"store": {"url": "off"}, **settings}
     return {**settings, "health": {**PATIENT, **settings.get("health", {})}}
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config.listeners import AdminSettings, ListenSettings
+from gateway.config.admin import AdminSettings
+from gateway.config.listeners import ListenSettings
 from gateway.config.settings import Settings
 from gateway.startup import (
     Options,

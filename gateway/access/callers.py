@@ -31,7 +31,6 @@ def identify_caller(
     allow_anonymous: bool,
     loopback_listener: bool,
     trusted_proxies: Sequence[IPNetwork] = (),
-    locked: bool = False,
     local: bool | None = None,
 ) -> Caller:
     """The caller of a request.
@@ -39,19 +38,21 @@ def identify_caller(
     `peer_address` is None if the peer has no IP address (a Unix socket). `local` is the result of
     `is_local`, if it is known already.
 
-    If no keys are configured, a key in the request is ignored: some clients must send one. Then
-    callers are admitted only on a loopback listener or with `allow_anonymous`, and none at all if
-    there were keys before (`locked`): losing the keys must not admit everybody.
+    If there are no keys, a key in the request is ignored: some clients must send one. Then callers
+    are admitted only with `allow_anonymous`, or on a loopback listener without proxies in front of
+    it, and none at all if there were keys before: losing the keys must not admit everybody.
 
-    Raises: errors.GatewayError (401).
+    Raises: errors.GatewayError (401; 503 while the store's keys are not known).
     """
-    if key_ring:
+    if key_ring or not key_ring.is_complete:
         caller = caller_from_keys(headers, key_ring)
         if caller is not None:
             return caller
-        if not allow_anonymous:
-            raise errors.invalid_api_key()
-    elif locked or not (allow_anonymous or loopback_listener):
+        if not allow_anonymous or key_ring.access.locked:
+            raise errors.invalid_api_key() if key_ring else errors.keys_unknown()
+    elif key_ring.access.locked or not (
+        allow_anonymous or (loopback_listener and not trusted_proxies)
+    ):
         raise errors.invalid_api_key()
     if local is None:
         local = is_local(

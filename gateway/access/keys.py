@@ -7,13 +7,20 @@ hash protects only secrets that can be guessed.
 from __future__ import annotations
 
 import hashlib
+import heapq
 import hmac
 import secrets
 import string
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import NamedTuple, Protocol
 
 from gateway import errors
+from gateway.access.exposure import INITIAL_ACCESS, AnonymousAccess
+from gateway.config.cache_privacy import CacheSpec
+from gateway.config.usage_limits import LimitSpec
 from gateway.request import Caller, Headers, Priority
 
 KEY_PREFIX = "lg"
@@ -33,7 +40,7 @@ _SECRET_CHARACTERS = 43
 
 
 class KeyDefinition(Protocol):
-    """A key in the settings."""
+    """A key, as the settings and the store define it."""
 
     @property
     def id(self) -> str:
@@ -63,6 +70,26 @@ class KeyDefinition(Protocol):
     def trust_user_headers(self) -> bool:
         """Whether its holder may name end users by a header."""
 
+    @property
+    def group(self) -> str | None:
+        """The group that it belongs to."""
+
+    @property
+    def limits(self) -> LimitSpec | None:
+        """Its limits, beside its group's."""
+
+    @property
+    def user_limits(self) -> LimitSpec | None:
+        """Limits of each end user that it names; None: its group's."""
+
+    @property
+    def expires(self) -> datetime | None:
+        """When it ends; None: never."""
+
+    @property
+    def cache(self) -> CacheSpec | None:
+        """What it says of prompt caches; None: nothing."""
+
 
 class ApiKey(NamedTuple):
     """A new key; `text` is shown once and stored nowhere."""
@@ -72,25 +99,167 @@ class ApiKey(NamedTuple):
     sha256: str
 
 
+KEYS_LOST = (
+    "the last API key is gone, from settings and store: every request is answered with 401; add a "
+    "key ('llama-gateway keys create' makes one), or restart to serve without any"
+)
+
+_NO_DIGEST = secrets.token_bytes(32)
+"""Compared where there is no digest, so that every comparison takes the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldKey:
+    """A key as the ring looks it up; `held_key` makes it."""
+
+    id: str
+    caller: Caller
+    digest: bytes = field(repr=False)
+    expires_at: float | None = None
+    """Unix time; None: never."""
+    previous: bytes = field(default=_NO_DIGEST, repr=False)
+    """The digest of the secret before the last rotation, while that one still works."""
+    previous_until: float | None = None
+    """Unix time at which the previous secret ends; None: there is none."""
+
+
+def held_key(
+    spec: KeyDefinition,
+    previous_sha256: str | None = None,
+    previous_until: float | None = None,
+) -> HeldKey:
+    """The key as the ring looks it up. Takes microseconds: make thousands in a thread."""
+    kept = previous_sha256 is not None and previous_until is not None
+    return HeldKey(
+        spec.id,
+        _caller(spec),
+        bytes.fromhex(spec.sha256),
+        None if spec.expires is None else spec.expires.timestamp(),
+        bytes.fromhex(previous_sha256) if kept and previous_sha256 else _NO_DIGEST,
+        previous_until if kept else None,
+    )
+
+
 class KeyRing:
-    """The keys of one version of the settings. It never changes: a reload makes a new one."""
+    """The keys of the settings and of the store together, for the life of the process.
 
-    __slots__ = ("_by_id", "_unknown")
+    Where both have a key of one id, that of the settings counts. `version` changes with every
+    change, expiry and revocation: what was concluded under another version must be asked again.
+    """
 
-    def __init__(self, specs: Iterable[KeyDefinition] = ()) -> None:
-        self._by_id = {spec.id: (bytes.fromhex(spec.sha256), _caller(spec)) for spec in specs}
+    __slots__ = (
+        "_allow_anonymous", "_by_id", "_clock", "_count", "_deadlines", "_last_known_access",
+        "_settings", "_stored", "_unknown", "access", "is_complete", "version",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        specs: Collection[KeyDefinition] = (),
+        *,
+        access: AnonymousAccess = INITIAL_ACCESS,
+        is_complete: bool = True,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.version = 0
+        self.access = self._last_known_access = access
+        """Whether callers without a key are admitted; before the first settings, a predecessor's.
+        While the store's keys are unknown it is provisional, and the last known one is kept."""
+        self.is_complete = is_complete
+        """Whether the store's keys are known; until then nobody can tell a wrong key from one that
+        the store has, nor whether a key is needed."""
+        self._clock = clock
+        self._allow_anonymous = False
+        self._settings: Mapping[str, HeldKey] = {}
+        self._stored: Mapping[str, HeldKey] = {}
+        self._by_id: dict[str, HeldKey] = {}
+        """Those that have not expired."""
+        self._deadlines: list[tuple[float, str]] = []
+        """A heap: when a key or its previous secret ends, and its id."""
+        nobody = Caller("", "", Priority.BATCH)
         # Compared with unknown ids, so that they take the same time as known ones.
-        self._unknown = (secrets.token_bytes(32), None)
+        self._unknown = HeldKey("", nobody, secrets.token_bytes(32))
+        self._count = 0
+        if specs:
+            self.configure(specs)
 
     def __len__(self) -> int:
-        return len(self._by_id)
+        """Keys that are not revoked. Expired ones count: without them nobody is admitted either."""
+        return self._count
+
+    @property
+    def lost(self) -> str | None:
+        """Why everybody is refused, with the remedy: the keys are gone; None: they are not."""
+        return KEYS_LOST if self.is_complete and self.access.locked else None
+
+    def configure(self, specs: Iterable[KeyDefinition], *, allow_anonymous: bool = False) -> None:
+        """Take the keys of these settings in place of those before."""
+        self._settings = {spec.id: held_key(spec) for spec in specs}
+        self._allow_anonymous = allow_anonymous
+        self._change()
+
+    def replace_stored(self, keys: Iterable[HeldKey]) -> None:
+        """Take the keys of the store, those that are not revoked, in place of those before."""
+        self._stored = {key.id: key for key in keys}
+        self.is_complete = True
+        self._change()
+
+    def hidden_ids(self) -> frozenset[str]:
+        """Ids of stored keys that do not count, since the settings have a key of the same id."""
+        return frozenset(self._stored.keys() & self._settings.keys())
+
+    def expire(self) -> None:
+        """Drop the keys and the previous secrets whose time is over. Call it twice a second."""
+        now, dropped = self._clock(), False
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, key_id = heapq.heappop(self._deadlines)
+            dropped = self._drop_expired(key_id, now) or dropped
+        if dropped:
+            self.version += 1
 
     def find(self, presented: str) -> Caller | None:
         """The holder of the presented key, or None; takes one hash in any case."""
         key_id, secret = _split(presented)
-        digest, caller = self._by_id.get(key_id, self._unknown)
-        valid = hmac.compare_digest(_digest(secret), digest)
-        return caller if valid else None
+        known = self._by_id.get(key_id, self._unknown)
+        digest = _digest(secret)
+        # Both are compared in any case, so that the time does not tell which one is right.
+        valid = hmac.compare_digest(digest, known.digest) | hmac.compare_digest(
+            digest, known.previous
+        )
+        return known.caller if valid and known is not self._unknown else None
+
+    def _change(self) -> None:
+        self._take_in()
+        self.version += 1
+        self.access = self._last_known_access.with_settings(
+            keys=len(self), allow_anonymous=self._allow_anonymous
+        )
+        if self.is_complete:
+            self._last_known_access = self.access
+
+    def _take_in(self) -> None:
+        """Look up both kinds of keys by their ids from now on."""
+        self._by_id = {**self._stored, **self._settings}
+        self._count = len(self._by_id)
+        self._deadlines = [
+            (deadline, key.id)
+            for key in self._by_id.values()
+            for deadline in (key.expires_at, key.previous_until)
+            if deadline is not None
+        ]
+        heapq.heapify(self._deadlines)
+        self.expire()
+
+    def _drop_expired(self, key_id: str, now: float) -> bool:
+        key = self._by_id.get(key_id)
+        if key is None:
+            return False
+        if key.expires_at is not None and key.expires_at <= now:
+            del self._by_id[key_id]
+            return True
+        if key.previous_until is not None and key.previous_until <= now:
+            self._by_id[key_id] = replace(key, previous=_NO_DIGEST, previous_until=None)
+            return True
+        return False
 
 
 def new_key(id: str | None = None) -> ApiKey:  # noqa: A002 - the word the settings use
@@ -142,7 +311,7 @@ def caller_from_keys(headers: Headers, key_ring: KeyRing) -> Caller | None:
     """The holder of the request's key; None if it has no key. One valid key is enough.
 
     Raises: errors.GatewayError (401) if no key is valid, if two belong to different callers, or if
-    there are more than `MOST_KEYS`.
+    there are more than `MOST_KEYS`; 503 if the store's keys are not known yet.
     """
     keys = presented_keys(headers)
     if not keys:
@@ -152,7 +321,7 @@ def caller_from_keys(headers: Headers, key_ring: KeyRing) -> Caller | None:
     # All are looked up, so that the time does not reveal which one is valid.
     holders = {caller.id: caller for key in keys if (caller := key_ring.find(key)) is not None}
     if not holders:
-        raise errors.invalid_api_key()
+        raise errors.invalid_api_key() if key_ring.is_complete else errors.keys_unknown()
     if len(holders) > 1:
         raise errors.keys_of_different_callers()
     return next(iter(holders.values()))
@@ -189,6 +358,10 @@ def _caller(spec: KeyDefinition) -> Caller:
         default_priority=default,
         models=models,
         trust_user_headers=spec.trust_user_headers,
+        group=spec.group,
+        limits=spec.limits,
+        user_limits=spec.user_limits,
+        cache=spec.cache,
     )
 
 

@@ -17,6 +17,7 @@ from gateway.config.fields import (
     EnvVarName,
     ExistingFile,
     NonEmptyText,
+    PriorityName,
     Seconds,
     SecondsOrZero,
     TypeLabel,
@@ -26,7 +27,6 @@ from gateway.config.fields import (
     secret_from_variable,
     validation_error,
 )
-from gateway.config.listeners import PriorityName
 
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,128}")
 

@@ -7,8 +7,9 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -129,6 +130,15 @@ def existing_file(value: object, info: ValidationInfo) -> object:
     return path
 
 
+def _timestamp(value: object) -> datetime:
+    try:
+        return parse_timestamp(value)
+    except ValueError:
+        raise validation_error(
+            "must be a time", "such as 2027-01-31 (its beginning, in UTC) or 2027-01-31T18:00:00Z"
+        ) from None
+
+
 def _network(value: object) -> object:
     if isinstance(value, (ipaddress.IPv4Network, ipaddress.IPv6Network)):
         return value
@@ -217,6 +227,8 @@ _SIZE_SCHEMA = {
     ]
 }
 
+PriorityName = Literal["urgent", "premium", "normal", "batch"]
+
 NonEmptyText = Annotated[str, Field(min_length=1, max_length=1024), TypeLabel("text")]
 
 Host = Annotated[str, BeforeValidator(_host), TypeLabel("host name or address")]
@@ -269,6 +281,13 @@ SecondsOrOff = Annotated[
     BeforeValidator(_switchable_duration),
     WithJsonSchema(_SWITCHABLE_SCHEMA),
     TypeLabel("duration or `off`", "s"),
+]
+
+Timestamp = Annotated[
+    datetime,
+    BeforeValidator(_timestamp),
+    WithJsonSchema({"type": "string", "format": "date-time"}),
+    TypeLabel("time"),
 ]
 
 ByteCount = Annotated[
@@ -383,6 +402,25 @@ def parse_duration(value: object) -> float:
             parts = _DURATION_PART.findall(text)
             return math.fsum(float(number) * _SECONDS[unit] for number, unit in parts)
     raise ValueError("not a duration")
+
+
+def parse_timestamp(value: object) -> datetime:
+    """Turn a text such as `2027-01-31` or `2027-01-31T18:00:00+01:00` into a time in UTC.
+
+    Without an offset it is UTC. Raises ValueError for anything else.
+    """
+    if isinstance(value, datetime):
+        found = value
+    elif isinstance(value, str) and len(value) <= _LONGEST and value.isascii():
+        found = datetime.fromisoformat(value.strip())
+    else:
+        raise ValueError("not a time")
+    if found.tzinfo is None:
+        found = found.replace(tzinfo=UTC)
+    try:
+        return found.astimezone(UTC)
+    except OverflowError:
+        raise ValueError("out of range") from None
 
 
 def parse_size(value: object) -> int:

@@ -102,7 +102,7 @@ and `labels` are merged key by key.
 _SETTINGS = """\
 ## Settings: `config/gateway.yaml`
 
-Every key has a default. A later version brings `store`; this one refuses it.
+Every key has a default.
 """
 
 

@@ -13,13 +13,13 @@ from gateway.config.fields import (
     CountOrZero,
     Fraction,
     Money,
+    PriorityName,
     Seconds,
     SecondsOrZero,
     TypeLabel,
     as_list,
     validation_error,
 )
-from gateway.config.listeners import PriorityName
 
 DEFAULT_PATIENCE: Mapping[str, float] = {
     "urgent": 10.0,

@@ -7,14 +7,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
+from gateway.config.admin import AdminSettings
 from gateway.config.autoscaling import ElasticSettings
+from gateway.config.cache_privacy import CacheSpec
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import (
     ConfigModel,
     Lowercased,
     NonEmptyText,
+    PriorityName,
     SecondsOrOff,
     SecondsOrZero,
     TypeLabel,
@@ -22,12 +25,10 @@ from gateway.config.fields import (
 )
 from gateway.config.headers import HeaderSettings, IdentitySettings
 from gateway.config.listeners import (
-    AdminSettings,
     CorsSpec,
     KeySpec,
     LimitSettings,
     ListenSettings,
-    PriorityName,
 )
 from gateway.config.prompts import PromptSettings
 from gateway.config.routing import (
@@ -40,6 +41,8 @@ from gateway.config.routing import (
     find_alias_loop,
 )
 from gateway.config.scheduling import ClassRule, HybridSettings, QueueSettings
+from gateway.config.store import StoreSettings, masked_store_url
+from gateway.config.usage_limits import GroupName, GroupSpec
 from gateway.config.validation import find_duplicates, first_of_each_place, validate
 from gateway.config.yaml_file import (
     YamlDocument,
@@ -119,6 +122,11 @@ class Settings(ConfigModel):
         ),
         TypeLabel("list"),
     ] = ()
+    groups: Annotated[
+        Mapping[GroupName, Annotated[GroupSpec, BeforeValidator(_empty_rule)]],
+        Field(description="Groups of keys, by name: what their keys may use together."),
+        TypeLabel("mapping of groups"),
+    ] = {}
     allow_anonymous: Annotated[
         bool,
         Field(
@@ -173,6 +181,14 @@ class Settings(ConfigModel):
     identity: Annotated[
         IdentitySettings, Field(description="Headers that name end users and conversations.")
     ] = IdentitySettings()
+    cache: Annotated[
+        CacheSpec,
+        Field(
+            description=(
+                "Prompt caches and privacy: for all whose key and group don't say otherwise."
+            )
+        ),
+    ] = CacheSpec()
     prompts: Annotated[
         PromptSettings, Field(description="Lines of prompts that change with each request.")
     ] = PromptSettings()
@@ -236,6 +252,9 @@ class Settings(ConfigModel):
     repairs: Annotated[
         RepairSettings, Field(description="What is repaired of llama.cpp's responses.")
     ] = RepairSettings()
+    store: Annotated[
+        StoreSettings, Field(description="Where keys, usage and the audit log are kept.")
+    ] = StoreSettings()
     logging: Annotated[LoggingSettings, Field(description="What is logged.")] = LoggingSettings()
     shutdown: Annotated[ShutdownSettings, Field(description="From SIGTERM to the end.")] = (
         ShutdownSettings()
@@ -252,6 +271,20 @@ class Settings(ConfigModel):
                 )
             seen.add(key.id)
         return keys
+
+    @field_validator("groups")
+    @classmethod
+    def _covers_the_keys(
+        cls, groups: Mapping[str, GroupSpec], info: ValidationInfo
+    ) -> Mapping[str, GroupSpec]:
+        """A slip in a group's name must not free its keys of the group's limits."""
+        for key in info.data.get("keys", ()):
+            if groups and key.group is not None and key.group not in groups:
+                raise validation_error(
+                    f"the key {key.id} is of the group '{key.group}', which is not here",
+                    f"add `{key.group}: {{}}`, or correct the key's group",
+                )
+        return groups
 
     @field_validator("classes")
     @classmethod
@@ -276,10 +309,6 @@ class Settings(ConfigModel):
                 "let one of them name a model that a node serves",
             )
         return models
-
-
-# Keys that a later version brings, and that are no typing errors.
-RESERVED_KEYS = frozenset({"store"})
 
 
 RejectedFiles = Literal["nothing", "blank", "empty"]
@@ -313,13 +342,7 @@ def load_settings(
             raise ConfigError([Problem(path, 0, "", "the file is empty", _EMPTY_REMEDY)])
         root = YamlEntry(mapping_of({}), root.line, root.key)
     problems = list(source.problems)
-    if isinstance(root.tree, YamlMapping):
-        problems += [
-            Problem(path, entry.line, key, "not supported by this version yet", "remove it")
-            for key, entry in root.tree.entries.items()
-            if key in RESERVED_KEYS
-        ]
-    else:
+    if not isinstance(root.tree, YamlMapping):
         remedy = "write keys with values, such as queue: {max: 100}"
         problems.append(Problem(path, root.line, "", "must be a mapping", remedy))
     settings, wrongs = validate(Settings, source, root, env)
@@ -330,20 +353,30 @@ def load_settings(
 
 
 def _same_ids(source: YamlDocument, root: YamlEntry) -> list[Problem]:
-    keys = root.tree.entries.get("keys") if isinstance(root.tree, YamlMapping) else None
-    if keys is None or not isinstance(keys.tree, YamlList):
+    if not isinstance(root.tree, YamlMapping):
         return []
-    return find_duplicates(source, keys.tree.entries, "id", "the key")
+    admin = root.tree.entries.get("admin")
+    found = []
+    for entry in (root, admin):
+        tree = None if entry is None else entry.tree
+        keys = tree.entries.get("keys") if isinstance(tree, YamlMapping) else None
+        if keys is not None and isinstance(keys.tree, YamlList):
+            found += find_duplicates(source, keys.tree.entries, "id", "the key")
+    return found
 
 
 # Fixed when a listener opens. A reload changes everything else.
 RESTART_KEYS = (
     "listen",
-    "admin",
+    "admin.host",
+    "admin.port",
+    "admin.tls",
+    "admin.hosts",
     "limits.connections",
     "limits.header_bytes",
     "limits.header_timeout",
     "limits.send_timeout",
+    "store",
 )
 
 
@@ -372,11 +405,13 @@ MASK = "********"
 
 
 def masked_settings(settings: Settings) -> dict[str, Any]:
-    """Return the settings as JSON values, with the hashes of keys masked.
+    """Return the settings as JSON values, with the hashes of keys and the store's password masked.
 
     Paths of key files stay: they are no secrets.
     """
     shown = settings.model_dump(mode="json", by_alias=True)
-    for key in shown["keys"]:
+    for key in (*shown["keys"], *shown["admin"]["keys"]):
         key["sha256"] = MASK
+    if shown["store"]["url"] is not None:
+        shown["store"]["url"] = masked_store_url(shown["store"]["url"])
     return shown

@@ -88,6 +88,16 @@ class NodeSample:
 
 
 @dataclass(slots=True)
+class StoreSample:
+    """The store at the time of a scrape."""
+
+    up: bool
+    """Whether it can be read and written."""
+    waiting: int
+    """Jobs that wait for it."""
+
+
+@dataclass(slots=True)
 class MetricsSnapshot:
     """The gateway's state at the time of a scrape."""
 
@@ -100,6 +110,10 @@ class MetricsSnapshot:
     """The inventory on disk is invalid; an older one is in force."""
     retry_budget: float | None = None
     """Retries that the budget allows now."""
+    certificate_days_left: Mapping[str, float] = field(default_factory=dict)
+    """Days until the certificate of each listener with TLS expires."""
+    store: StoreSample | None = None
+    """None: there is no store."""
 
 
 @dataclass(slots=True)
@@ -235,6 +249,29 @@ class Metrics:
                 "gauge",
                 "Retries that could be made now.",
                 [("", snapshot.retry_budget)],
+            )
+        if snapshot.certificate_days_left:
+            page.add_family(
+                "certificate_days_left",
+                "gauge",
+                "Days until the certificate of a listener expires.",
+                (
+                    (labels(certificate=key), round(days, 3))
+                    for key, days in snapshot.certificate_days_left.items()
+                ),
+            )
+        if snapshot.store is not None:
+            page.add_family(
+                "store_up",
+                "gauge",
+                "1 while the store can be read and written.",
+                [("", int(snapshot.store.up))],
+            )
+            page.add_family(
+                "store_jobs_waiting",
+                "gauge",
+                "Jobs that wait for the store.",
+                [("", snapshot.store.waiting)],
             )
         build = labels(version=__version__, python=platform.python_version())
         page.add_family("build_info", "gauge", "The version that runs.", [(build, 1)])

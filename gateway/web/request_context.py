@@ -13,8 +13,9 @@ from gateway.access.callers import (
     identify_caller,
     priority_header,
 )
-from gateway.access.exposure import INITIAL_ACCESS, AnonymousAccess, is_local
+from gateway.access.exposure import is_local
 from gateway.access.keys import KeyRing
+from gateway.config.cache_privacy import SHARED_CACHE, CachePolicy, cache_policy
 from gateway.config.listeners import ListenSettings
 from gateway.config.settings import Settings
 from gateway.lease import KeyedHash
@@ -32,11 +33,11 @@ class HandlerConfig:
 
     settings: Settings
     key_ring: KeyRing
+    """The keys in force; one object for the life of the process."""
     identity_headers: IdentityHeaders
     rules: RequestRules
     loopback: bool
     """Whether only this machine can reach the listener."""
-    anonymous_access: AnonymousAccess
     origin_policy: OriginPolicy | None
     """Restricts callers without a key."""
 
@@ -47,17 +48,16 @@ class HandlerConfig:
         *,
         loopback: bool,
         keyed_hash: KeyedHash,
-        previous_access: AnonymousAccess = INITIAL_ACCESS,
+        key_ring: KeyRing,
     ) -> HandlerConfig:
         """The configuration for these settings and a listener that is `loopback` or not.
 
-        `keyed_hash` identifies prompts. `previous_access`: under the settings before these.
+        `keyed_hash` identifies prompts. `key_ring` has been configured with these settings.
         """
-        keys, anonymous = len(settings.keys), settings.allow_anonymous
         identity = settings.identity
         return cls(
             settings=settings,
-            key_ring=KeyRing(settings.keys),
+            key_ring=key_ring,
             identity_headers=IdentityHeaders.of(identity.user_headers, identity.session_headers),
             rules=RequestRules(
                 settings.limits,
@@ -67,7 +67,6 @@ class HandlerConfig:
                 keyed_hash,
             ),
             loopback=loopback,
-            anonymous_access=previous_access.with_settings(keys=keys, allow_anonymous=anonymous),
             origin_policy=OriginPolicy.of(settings, loopback=loopback),
         )
 
@@ -96,29 +95,38 @@ class RequestContext:
     """Whether the response may name nodes."""
     usual_priority: Priority | None
     """The class of a request whose body names none; None: `X-Priority` names one."""
+    cache: CachePolicy = SHARED_CACHE
+    """Which nodes may serve it, and what it may learn of their prompt caches."""
 
 
 class ContextCache:
     """The last head of a connection: most clients send the same one again and again."""
 
-    __slots__ = ("_config", "_context", "_headers", "_x_request_id")
+    __slots__ = ("_config", "_context", "_headers", "_keys_version", "_x_request_id")
 
     def __init__(self) -> None:
         self._headers: Headers = []
-        self._config: object = None
+        self._config: HandlerConfig | None = None
         """The configuration by which the head was parsed."""
+        self._keys_version = -1
+        """The version of the key ring by which its caller was found."""
         self._context: RequestContext | None = None
         self._x_request_id: str | None = None
 
-    def get(self, headers: Headers, config: object) -> RequestContext | None:
-        """The context of an equal head, if it was parsed by the same configuration."""
-        if self._config is config and self._headers == headers:
+    def get(self, headers: Headers, config: HandlerConfig) -> RequestContext | None:
+        """The context of an equal head, if it was parsed by the same configuration and keys."""
+        if (
+            self._config is config
+            and self._keys_version == config.key_ring.version
+            and self._headers == headers
+        ):
             return self._context
         return None
 
-    def store(self, headers: Headers, config: object, context: RequestContext) -> None:
+    def store(self, headers: Headers, config: HandlerConfig, context: RequestContext) -> None:
         """Keep this head in place of the last one."""
         self._headers, self._config, self._context = headers, config, context
+        self._keys_version = config.key_ring.version
         self._x_request_id = x_request_id_of(headers)
 
     def x_request_id_for(self, headers: Headers) -> str | None:
@@ -145,9 +153,8 @@ def parse_context(
     identity_headers: IdentityHeaders,
     *,
     loopback: bool,
-    locked: bool,
 ) -> RequestContext:
-    """The context that these headers describe. Raises: GatewayError 400, 401, 415."""
+    """The context that these headers describe. Raises: GatewayError 400, 401, 415, 503."""
     listen = settings.listen
     local = is_local(headers, loopback_listener=loopback, trusted_proxies=listen.trusted_proxies)
     caller = identify_caller(
@@ -157,7 +164,6 @@ def parse_context(
         allow_anonymous=settings.allow_anonymous,
         loopback_listener=loopback,
         trusted_proxies=listen.trusted_proxies,
-        locked=locked,
         local=local,
     )
     wants_progress = False
@@ -183,7 +189,13 @@ def parse_context(
         wants_progress,
         _may_name_nodes(listen, local=local),
         effective_priority(None, None, None, caller) if header_priority is None else None,
+        cache_policy_of(caller, settings),
     )
+
+
+def cache_policy_of(caller: Caller, settings: Settings) -> CachePolicy:
+    """The caller's cache policy: by its key, its group, or for all."""
+    return cache_policy((caller.cache, settings.cache), caller.id, caller.group)
 
 
 def may_name_nodes(headers: Headers, settings: Settings, *, loopback: bool) -> bool:

@@ -25,7 +25,7 @@ from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
 from gateway.web.asgi import HealthEndpoints, JsonResponse, asgi_app
 from gateway.web.handler import ProxyHandler
 from gateway.web.models import VisibleModels, add_anthropic_fields, list_response, props_response
-from gateway.web.request_context import may_name_nodes
+from gateway.web.request_context import cache_policy_of, may_name_nodes
 from gateway.web.response_heads import EXPOSED_HEADERS
 
 
@@ -35,21 +35,9 @@ def public_app(handler: ProxyHandler, fleet: FleetCatalog, *, created: int) -> A
     Those go from the protocol straight to `handler.serve`; their routes here only make other
     methods 405. `created`: that of every model, in seconds since 1970.
     """
-    site = _Site(handler, fleet, created)
     health = HealthEndpoints(fleet, handler.queue, lambda: handler.closing)
-    own = [
-        Route(path, endpoint, methods=["GET"])
-        for path, endpoint in (
-            ("/v1/models", site.models),
-            ("/models", site.models),
-            ("/v1/models/{id:path}", site.model),
-            ("/models/{id:path}", site.model),
-            ("/props", site.props),
-            ("/health", health.health),
-            ("/v1/health", health.health),
-            ("/ready", health.ready),
-        )
-    ]
+    site = Site(handler, fleet, created, health)
+    own = [Route(route.path, route.endpoint(site), methods=["GET"]) for route in SITE_ROUTES]
     settings = handler.config.settings
     own += [Route(page.path, site.page(page), methods=[page.method]) for page in pages_of(settings)]
     routed = [Route(path, _served_by_protocol, methods=["POST"]) for path in routes_of(settings)]
@@ -75,13 +63,14 @@ async def _served_by_protocol(_: Request) -> Response:
 
 
 @dataclass(frozen=True, slots=True)
-class _Site:
+class Site:
     """`/v1/models`, `/props`, and the pages of APIs."""
 
     handler: ProxyHandler
     fleet: FleetCatalog
     created: int
     """The `created` of every model: seconds since 1970."""
+    health: HealthEndpoints
 
     async def models(self, request: Request) -> Response:
         models = self._visible_models(request)
@@ -140,7 +129,6 @@ class _Site:
             allow_anonymous=config.settings.allow_anonymous,
             loopback_listener=config.loopback,
             trusted_proxies=config.settings.listen.trusted_proxies,
-            locked=config.anonymous_access.locked,
         )
         if config.origin_policy is not None and caller.anonymous:
             server = request.scope.get("server")
@@ -148,14 +136,15 @@ class _Site:
             config.origin_policy.check(request.scope["headers"], local_address, is_post=False)
         if not self.fleet.is_probed:
             raise errors.starting("The nodes are being asked what they serve.")
-        return VisibleModels(self.fleet.model_index, config.rules.model_aliases, caller)
+        labels = cache_policy_of(caller, config.settings).node_labels
+        return VisibleModels(self.fleet.model_index, config.rules.model_aliases, caller, labels)
 
     def check_name(self, request: Request, models: VisibleModels, name: str) -> str:
         """The name, if `models` has it. Raises: GatewayError (404, 503)."""
         if name in models:
             return name
         if models.caller.may_use(name):
-            error = self.fleet.model_index.not_found_error(name)
+            error = self.fleet.model_index.not_found_error(name, models.labels)
             if error.code == "no_node":
                 config = self.handler.config
                 if may_name_nodes(
@@ -172,10 +161,33 @@ class _Site:
 
 
 @dataclass(frozen=True, slots=True)
+class SiteRoute:
+    """A path of the public listener that the gateway answers by itself; its method is GET."""
+
+    path: str
+    endpoint: Callable[[Site], Callable[[Request], Awaitable[Response]]]
+    needs_key: bool = True
+    """Where callers need a key at all."""
+
+
+SITE_ROUTES = (
+    SiteRoute("/v1/models", lambda site: site.models),
+    SiteRoute("/models", lambda site: site.models),
+    SiteRoute("/v1/models/{id:path}", lambda site: site.model),
+    SiteRoute("/models/{id:path}", lambda site: site.model),
+    SiteRoute("/props", lambda site: site.props),
+    SiteRoute("/health", lambda site: site.health.health, needs_key=False),
+    SiteRoute("/v1/health", lambda site: site.health.health, needs_key=False),
+    SiteRoute("/ready", lambda site: site.health.ready, needs_key=False),
+)
+"""The public listener's paths besides `routes_of` and `pages_of`."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Catalog:
     """The models that a request may see, for the page of an API."""
 
-    site: _Site
+    site: Site
     request: Request
     visible: VisibleModels | None
     """None: the page needs none."""

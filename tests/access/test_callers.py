@@ -80,29 +80,40 @@ def test_a_caller_behind_a_proxy_is_not_local(name: str) -> None:
     assert not found.trust_user_headers
 
 
-def test_behind_trusted_proxies_nobody_is_local() -> None:
-    found = identify_caller(
+def behind_proxies(*, allow_anonymous: bool) -> Caller:
+    return identify_caller(
         [],
         "10.0.0.1",
         KeyRing(),
-        allow_anonymous=False,
+        allow_anonymous=allow_anonymous,
         loopback_listener=True,
         trusted_proxies=PROXIES,
     )
+
+
+def test_behind_trusted_proxies_nobody_is_local() -> None:
+    found = behind_proxies(allow_anonymous=True)
     assert (found.max_priority, found.trust_user_headers) == (Priority.NORMAL, False)
+
+
+def test_behind_trusted_proxies_nobody_is_admitted_without_any_key() -> None:
+    with pytest.raises(GatewayError) as caught:
+        behind_proxies(allow_anonymous=False)
+    assert caught.value.status == 401
 
 
 @pytest.mark.parametrize("allow_anonymous", [True, False])
 def test_if_the_keys_were_lost_nobody_is_admitted(allow_anonymous: bool) -> None:
+    ring = KeyRing([Spec(KEY.id, KEY.sha256)])
+    ring.configure([], allow_anonymous=allow_anonymous)
     for headers in ([], WITH_KEY):
         with pytest.raises(GatewayError) as caught:
             identify_caller(
                 headers,
                 "127.0.0.1",
-                KeyRing(),
+                ring,
                 allow_anonymous=allow_anonymous,
                 loopback_listener=True,
-                locked=True,
             )
         assert caught.value.status == 401
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 
 from gateway.access import keys
 from gateway.access.keys import KeyRing, caller_from_keys, hash_key, new_key, presented_keys
+from gateway.config.cache_privacy import CacheSpec
+from gateway.config.usage_limits import LimitSpec
 from gateway.errors import GatewayError
 from gateway.request import Caller, Priority
 
@@ -23,6 +26,11 @@ class Spec:
     max_class: str | None = None
     models: tuple[str, ...] | None = None
     trust_user_headers: bool = False
+    group: str | None = None
+    limits: LimitSpec | None = None
+    user_limits: LimitSpec | None = None
+    expires: datetime | None = None
+    cache: CacheSpec | None = None
 
 
 def test_a_key_finds_its_holder() -> None:

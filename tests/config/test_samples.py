@@ -11,6 +11,7 @@ from gateway.config import Settings, load_inventory, load_settings
 from gateway.config.fields import ConfigModel
 from gateway.config.node import NodeSpec
 from gateway.config.reference import nodes_schema, settings_schema
+from gateway.config.store import StoreSettings
 from gateway.config.validation import keys_of
 
 CONFIG = Path(__file__).parents[2] / "config"
@@ -74,18 +75,23 @@ def test_the_examples_in_the_sample_settings_work(tmp_path: Path) -> None:
     shown = settings.model_copy(
         update={
             "keys": (),
+            "groups": {},
             "models": {},
             "classes": {},
             "cors": None,
             "listen": settings.listen.model_copy(update={"tls": None}),
+            "admin": settings.admin.model_copy(update={"tls": None}),
             "hybrid": settings.hybrid.model_copy(update={"spill": None}),
+            "store": StoreSettings(),
             "elastic": settings.elastic.model_copy(update={"max": None}),
+            "limits": settings.limits.model_copy(update={"total": None}),
         }
     )
     assert shown == Settings(), "a sample shows another value than the default"
     assert (len(settings.keys), len(settings.models), len(settings.classes)) == (1, 3, 1)
     assert settings.cors is not None
     assert settings.hybrid.spill is not None
+    assert settings.store.url == f"sqlite:///{tmp_path}/gateway.db"
 
 
 def test_the_sample_settings_show_every_key() -> None:

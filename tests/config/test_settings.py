@@ -64,14 +64,6 @@ def test_no_other_resume_is_known(gateway_problems: Problems, wrong: str) -> Non
     assert problem.key == "resume"
 
 
-@pytest.mark.parametrize("key", ["store: {url: x}"])
-def test_keys_of_later_versions_have_a_message_of_their_own(
-    gateway_problems: Problems, key: str
-) -> None:
-    (problem,) = gateway_problems(key)
-    assert problem.message == "not supported by this version yet"
-
-
 @pytest.mark.parametrize(
     ("wrong", "key"),
     [
@@ -191,7 +183,7 @@ def test_all_problems_come_at_once(gateway_problems: Problems) -> None:
         models:
           a: {use: b}
           b: {use: a}
-        store: {}
+        store: {url: x}
         """
     )
     assert [(p.line, p.key) for p in problems] == [
@@ -199,7 +191,7 @@ def test_all_problems_come_at_once(gateway_problems: Problems) -> None:
         (3, "queue.max"),
         (4, "queue.max_wait"),
         (5, "models"),
-        (8, "store"),
+        (8, "store.url"),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -12,12 +13,15 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp
 
+from gateway.access.admin_keys import AdminKeys
+from gateway.access.keys import KeyRing
 from gateway.config.inventory import NodeSpec
 from gateway.config.settings import Settings
 from gateway.events import EventBus, RequestFinished
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Node
 from gateway.lease import KeyedHash
+from gateway.observe.audit import AuditTrail
 from gateway.observe.metrics import Metrics
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.forwarder import Forwarder
@@ -25,12 +29,14 @@ from gateway.proxy.in_flight import InFlightRegistry
 from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
+from gateway.store.store import Store
 from gateway.web.admin.app import admin_app
 from gateway.web.admin.configuration import ReloadResult
 from gateway.web.admin.nodes import DrainDeadlines
 from gateway.web.admin.status import MetricsSource
 from gateway.web.handler import ProxyHandler
 from gateway.web.listener import Listener, bind_socket
+from gateway.web.openapi import openapi_json
 from gateway.web.protocol import protocol_class
 from gateway.web.request_context import HandlerConfig
 from gateway.web.site import public_app
@@ -64,6 +70,9 @@ class BareGateway:
     inventory_error: str | None = None
     settings_error: str | None = None
     keys_lost: str | None = None
+    certificate_error: str | None = None
+    certificate_expiry: dict[str, float] = field(default_factory=dict)
+    store: Store | None = None
     ended: list[RequestFinished] = field(default_factory=list)
 
     @property
@@ -109,8 +118,10 @@ async def bare_gateway(
             LocalLeaseService(scheduler, running.fleet), chosen, bus, TimeoutMonitor(clock), clock
         )
         forwarder = Forwarder(context)
+        key_ring = KeyRing()
+        key_ring.configure(chosen.keys, allow_anonymous=chosen.allow_anonymous)
         handler = ProxyHandler(
-            HandlerConfig.of(chosen, loopback=loopback, keyed_hash=KeyedHash()),
+            HandlerConfig.of(chosen, loopback=loopback, keyed_hash=KeyedHash(), key_ring=key_ring),
             forwarder=forwarder,
             queue=scheduler,
             catalog=running.fleet.model_index,
@@ -152,7 +163,9 @@ async def bare_gateway(
             drain_deadlines=drain_deadlines,
             gateway=gateway,
             host=admin_host,
-            key=admin_key,
+            audit=AuditTrail(now),
+            document=functools.partial(openapi_json, chosen),
+            keys=AdminKeys(chosen.admin.keys, admin_key),
             extra_hosts=admin_hosts,
         )
         gateway.admin = client(app, ADMIN)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import httpx
 
-    from gateway.config.listeners import AdminSettings
+    from gateway.config.admin import AdminSettings
 
 
 EXAMPLES = examples_epilog(

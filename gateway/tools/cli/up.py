@@ -136,7 +136,7 @@ def up(
     import asyncio
 
     from gateway.process import run_event_loop
-    from gateway.startup import Options, StartError
+    from gateway.startup import Options, StartError, state_folder
     from gateway.tools.local import LocalFleetError
     from gateway.tools.local.plan import plan_local_fleet
 
@@ -160,6 +160,8 @@ def up(
                 allow_anonymous=allow_anonymous,
                 admin_key_file=admin_key_file,
                 state_dir=Path(folder),
+                # Keys and usage outlive the servers of one run.
+                store_dir=state_folder(),
             )
             status = run_event_loop(_serve(plan, given, server_port))
     except LocalFleetError as error:

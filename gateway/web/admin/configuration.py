@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from gateway.config.settings import Settings, masked_settings
 from gateway.errors import GatewayError
 from gateway.events import InventoryChanged, SettingsChanged
 from gateway.proxy.api.base import openai_error
+from gateway.store.store import Store
 from gateway.web.asgi import JsonResponse
 
 
@@ -50,8 +51,20 @@ class GatewayControl(Protocol):
         """The problems of the inventory on disk, while an older one is in force."""
 
     @property
+    def store(self) -> Store | None:
+        """The store; None: the settings have switched it off."""
+
+    @property
     def settings_error(self) -> str | None:
         """The problems of the settings on disk, while older ones are in force."""
+
+    @property
+    def certificate_error(self) -> str | None:
+        """Why renewed TLS files can't be used, while older ones are in force."""
+
+    @property
+    def certificate_expiry(self) -> Mapping[str, float]:
+        """When the certificate of each listener with TLS expires, in seconds since 1970."""
 
     @property
     def keys_lost(self) -> str | None:

@@ -1,0 +1,289 @@
+"""Where the store is and how it is opened: the URL, SQLite's file, PostgreSQL's limits, the level.
+
+A store has a level: the number of the newest migration that it has seen. Every program knows its
+own, `SCHEMA_LEVEL`. A program that opens an older store brings it to its level, under a lock. It
+uses a newer one as it is, if the store says that programs of this level still can (`needed_level`);
+else it refuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import (
+    URL,
+    Connection,
+    create_engine,
+    delete,
+    event,
+    insert,
+    inspect,
+    make_url,
+    select,
+    text,
+    update,
+)
+from sqlalchemy.engine import Engine
+from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.pool import NullPool
+
+from gateway import __version__
+from gateway.config.store import masked_store_url
+from gateway.store.failures import StoreGone, StoreTooNew, store_error
+from gateway.store.schema import SCHEMA_LEVEL, levels
+
+FILE_NAME = "gateway.db"
+"""The store's file in the state folder, where the settings name no other."""
+
+LOCK_SECONDS = 2.0
+"""Seconds that a job waits for the lock of another process."""
+
+CONNECT_SECONDS = 5
+"""Seconds for PostgreSQL to accept a connection."""
+
+STATEMENT_SECONDS = 10
+"""Seconds that PostgreSQL may work on one statement."""
+
+_MIGRATION_LOCK = 0x6C67_7374_6F72
+"""Number of PostgreSQL's advisory lock for migrations: `lgstor`."""
+
+_LARGEST_IDLE_WAL = 64 << 20
+"""Bytes to which SQLite cuts its WAL file once all of it is in the database."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLocation:
+    """Where a store is."""
+
+    url: URL
+    path: Path | None
+    """SQLite's file; None: the store is PostgreSQL."""
+
+    @property
+    def shown(self) -> str:
+        """The URL for people, its password masked."""
+        if self.path is not None:
+            return f"sqlite:///{self.path}"
+        whole = self.url.set(drivername="postgresql").render_as_string(hide_password=False)
+        return masked_store_url(whole)
+
+
+def locate_store(url: str | None, state_folder: Path) -> StoreLocation:
+    """The store of this `store.url`; None: SQLite's file in the state folder. Raises: ValueError.
+
+    A relative path starts in the working folder.
+    """
+    if url is None:
+        url = f"sqlite:///{state_folder / FILE_NAME}"
+    if url.startswith("sqlite:///"):
+        path = Path(url.removeprefix("sqlite:///")).absolute()
+        return StoreLocation(URL.create("sqlite", database=str(path)), path)
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):
+        raise ValueError("it is no URL") from None
+    if parsed.get_backend_name() not in {"postgresql", "postgres"}:
+        raise ValueError("it must begin with sqlite:/// or postgresql://")
+    return StoreLocation(parsed.set(drivername="postgresql+psycopg"), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a program knows of the tables."""
+
+    level: int
+    migrations: Path
+    """Folder of the migrations up to this level."""
+
+
+THIS_PROGRAM = Program(SCHEMA_LEVEL, Path(__file__).parent / "migrations")
+
+
+def connect(location: StoreLocation, on_connect: Callable[[Any], None]) -> Connection:
+    """Connect; nothing is read yet. Raises: StoreError, DBAPIError, OSError.
+
+    `on_connect` gets the driver's connection before anything is sent over it.
+    """
+    engine = _postgres_engine(location) if location.path is None else _sqlite_engine(location)
+
+    @event.listens_for(engine, "do_connect")
+    def _connect(dialect: Any, _record: Any, args: Any, parameters: Any) -> Any:
+        made = dialect.connect(*args, **parameters)
+        on_connect(made)
+        return made
+
+    if location.path is not None:
+        _create_file(location.path)
+    connection = engine.connect()
+    try:
+        if location.path is not None:
+            _set_up_sqlite(connection)
+        else:
+            _set_up_postgres(connection)
+    except BaseException:
+        disconnect(connection)
+        raise
+    return connection
+
+
+def disconnect(connection: Connection) -> None:
+    """Close it, whatever its state."""
+    # A connection that is lost may fail to end its transaction.
+    with contextlib.suppress(Exception):
+        connection.close()
+
+
+def _sqlite_engine(location: StoreLocation) -> Engine:
+    # `isolation_level` None: Python begins no transactions, `transaction` does.
+    arguments = {"timeout": LOCK_SECONDS, "isolation_level": None}
+    return create_engine(location.url, poolclass=NullPool, connect_args=arguments)
+
+
+def _set_up_sqlite(connection: Connection) -> None:
+    execute = connection.connection.cursor().execute
+    mode = execute("PRAGMA journal_mode = WAL").fetchone()
+    # In WAL mode NORMAL loses at most the last commits, and only when the machine loses its power:
+    # a process that is killed loses nothing. It saves a wait for the disk at every commit. Where
+    # WAL is impossible (network file systems), NORMAL could damage the database.
+    in_wal = mode is not None and mode[0] == "wal"
+    execute(f"PRAGMA synchronous = {'NORMAL' if in_wal else 'FULL'}")
+    execute("PRAGMA foreign_keys = ON")
+    execute("PRAGMA trusted_schema = OFF")
+    execute(f"PRAGMA journal_size_limit = {_LARGEST_IDLE_WAL}")
+
+
+def _create_file(path: Path) -> None:
+    """Make SQLite's file, for its owner alone; SQLite gives its other files the same mode."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+
+
+def act_as_owner(path: Path) -> None:
+    """Let this thread, if it is root's, touch files as the owner of the file's folder.
+
+    Otherwise root's commands would leave files in the folder of a service that the service can't
+    open, and follow whatever its user has put there.
+    """
+    if os.geteuid() != 0 or not hasattr(os, "setresuid"):
+        return
+    folder = path.parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    owner = folder.stat()
+    if owner.st_uid == 0:
+        return
+    # Of this thread alone (setfsuid(2)); it also takes root's power over files from it.
+    libc = ctypes.CDLL(None)
+    libc.setfsgid(owner.st_gid)
+    libc.setfsuid(owner.st_uid)
+
+
+def _postgres_engine(location: StoreLocation) -> Engine:
+    limits: dict[str, Any] = {
+        "connect_timeout": CONNECT_SECONDS,
+        # A server whose host has vanished is noticed after some ten seconds.
+        "keepalives": 1,
+        "keepalives_idle": 5,
+        "keepalives_interval": 2,
+        "keepalives_count": 3,
+        "tcp_user_timeout": 10_000,
+        "application_name": "llama-gateway",
+    }
+    given = {name: value for name, value in limits.items() if name not in location.url.query}
+    return create_engine(location.url, poolclass=NullPool, connect_args=given)
+
+
+def _set_up_postgres(connection: Connection) -> None:
+    with connection.begin():
+        connection.exec_driver_sql(f"SET statement_timeout = {STATEMENT_SECONDS * 1000}")
+        connection.exec_driver_sql(f"SET lock_timeout = {int(LOCK_SECONDS * 1000)}")
+        # The server frees what a stopped gateway holds locked.
+        connection.exec_driver_sql(
+            f"SET idle_in_transaction_session_timeout = {STATEMENT_SECONDS * 1000}"
+        )
+
+
+@contextlib.contextmanager
+def transaction(connection: Connection, *, write: bool = True) -> Iterator[None]:
+    """Run the block in a transaction of its own.
+
+    SQLite takes its write lock at the beginning: a transaction that reads first and writes later
+    fails at once, without waiting, if another process has written in between.
+    """
+    with connection.begin():
+        if connection.dialect.name == "sqlite":
+            connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+        yield
+
+
+def store_level(connection: Connection) -> int | None:
+    """The store's level; None: it has no tables yet. In a transaction."""
+    if not inspect(connection).has_table(levels.name):
+        return None
+    return connection.execute(select(levels.c.level)).scalar()
+
+
+def check_level(connection: Connection, program: Program) -> int:
+    """The store's level, in a transaction. Raises: StoreTooNew; StoreGone if it has none."""
+    try:
+        row = connection.execute(select(levels)).one_or_none()
+    except DBAPIError as error:
+        if store_error(error) is not None:
+            raise
+        row = None
+    if row is None:
+        raise StoreGone("the store has lost its tables", "put a backup in its place")
+    if row.needed_level > program.level:
+        raise StoreTooNew(
+            f"version {row.program} has changed the store for versions that know its level "
+            f"{row.needed_level}; this one ({__version__}) knows {program.level}",
+            f"run version {row.program} or later, or put back a backup from before",
+        )
+    return int(row.level)
+
+
+def try_write(connection: Connection) -> None:
+    """Write what is there already, in a transaction, to see whether the store can be written."""
+    connection.execute(update(levels).values(id=levels.c.id))
+
+
+def migrate(connection: Connection, program: Program, now: float) -> None:
+    """Bring the tables to the program's level, if they are below. Raises: StoreError, DBAPIError.
+
+    All or nothing, under a lock: of several processes that start at once, one does it.
+    """
+    # Late: most starts need no migration.
+    from alembic import command
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
+
+    config = Config()
+    config.set_main_option("script_location", str(program.migrations).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    with transaction(connection):
+        if connection.dialect.name == "postgresql":
+            connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
+            connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
+        level = store_level(connection)
+        if level is not None and level >= program.level:
+            return
+        command.upgrade(config, "head")
+        head = ScriptDirectory.from_config(config).get_revision("head")
+        assert head is not None
+        connection.execute(delete(levels))
+        connection.execute(
+            insert(levels).values(
+                id=1,
+                level=program.level,
+                needed_level=head.module.NEEDED_LEVEL,
+                program=__version__,
+                changed_at=now,
+            )
+        )

@@ -1,0 +1,483 @@
+"""The store's thread: it alone has the connection, and does one job after the other.
+
+A job is a function of the connection. It runs in a transaction of its own, off the event loop, and
+its caller waits for a limited time. If the store fails, jobs fail at once with a `StoreError` until
+it is open again; callers keep what they have to write, and try again. A job may have been done
+although its caller got `StoreUnavailable`, so jobs that write must be idempotent: rows have ids,
+and nothing is added to a sum twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import queue
+import socket
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Generic, TypeVar
+
+import structlog
+from sqlalchemy import Connection
+
+from gateway.store.database import (
+    THIS_PROGRAM,
+    Program,
+    StoreLocation,
+    act_as_owner,
+    check_level,
+    connect,
+    disconnect,
+    migrate,
+    store_level,
+    transaction,
+    try_write,
+)
+from gateway.store.failures import (
+    StoreError,
+    StoreGone,
+    StoreReadOnly,
+    StoreUnavailable,
+    store_error,
+)
+
+T = TypeVar("T")
+
+MOST_JOBS = 1000
+"""Jobs that may wait; further ones fail at once."""
+
+JOB_SECONDS = 10.0
+"""Seconds that a caller waits for its job, unless it says otherwise."""
+
+CHECK_SECONDS = 5.0
+"""Seconds without a job after which the thread looks whether the store is still there."""
+
+FIRST_PAUSE = 0.1
+"""Seconds between the first attempts to open the store; each further pause is twice as long."""
+
+LONGEST_PAUSE = 5.0
+"""Seconds between attempts to open the store, at most."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStatus:
+    """The store as `/admin/status` shows it."""
+
+    url: str
+    """Its password masked."""
+    state: str
+    """`opening`, `up`, `closed`, or a `StoreError`'s state."""
+    since: float
+    """Unix seconds since when it is in that state."""
+    error: str | None
+    remedy: str | None
+    level: int | None
+    """The level of its tables; None: never opened."""
+    waiting: int
+    """Jobs that wait."""
+
+    @property
+    def up(self) -> bool:
+        """Whether it can be read and written."""
+        return self.state == "up"
+
+    def as_json(self) -> dict[str, Any]:
+        """The status as JSON values."""
+        since = datetime.fromtimestamp(self.since, UTC).isoformat(timespec="seconds")
+        return {
+            "url": self.url,
+            "state": self.state,
+            "since": since.replace("+00:00", "Z"),
+            "error": self.error,
+            "remedy": self.remedy,
+            "level": self.level,
+            "waiting": self.waiting,
+        }
+
+
+@dataclass(slots=True, eq=False)
+class _Job(Generic[T]):
+    work: Callable[[Connection], T]
+    write: bool
+    done: concurrent.futures.Future[T] = field(default_factory=concurrent.futures.Future)
+
+
+class Store:
+    """A store, opened by its own thread after `start`.
+
+    `clock` is monotonic, `now` gives Unix seconds.
+    """
+
+    def __init__(
+        self,
+        location: StoreLocation,
+        *,
+        program: Program = THIS_PROGRAM,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+        most_jobs: int = MOST_JOBS,
+        check_seconds: float = CHECK_SECONDS,
+    ) -> None:
+        self.location = location
+        self._program = program
+        self._clock = clock
+        self._now = now
+        self._check_seconds = check_seconds
+        self._jobs: queue.Queue[_Job[Any] | None] = queue.Queue(most_jobs)
+        self._thread = threading.Thread(target=self._work, name="store", daemon=True)
+        # A thread that hangs in the driver must not keep the process alive, hence `daemon`.
+        self._tried: concurrent.futures.Future[None] = concurrent.futures.Future()
+        """Done when the store was tried to be opened for the first time."""
+        self._connection: Connection | None = None
+        self._file: tuple[int, int] | None = None
+        """Device and inode of SQLite's open file."""
+        self._seen = False
+        """Whether this process has had the store open: then a missing file is not made anew."""
+        self._level: int | None = None
+        self._problem: StoreError | None = None
+        self._pause = FIRST_PAUSE
+        self._retry_at = 0.0
+        self._closing = False
+        self._state = "opening"
+        self._since = now()
+        self._link = _Link(clock)
+
+    # For callers, on any thread.
+
+    def start(self) -> None:
+        """Start the thread, which opens the store."""
+        self._thread.start()
+
+    async def wait_opened(self, seconds: float) -> bool:
+        """Wait for the first attempt to open the store; returns whether it is open."""
+        await asyncio.wait([asyncio.wrap_future(self._tried)], timeout=seconds)
+        return self._state == "up"
+
+    async def run(
+        self, job: Callable[[Connection], T], *, write: bool = True, seconds: float = JOB_SECONDS
+    ) -> T:
+        """Do the job in a transaction, and return its result.
+
+        Raises: StoreError, or the job's own error. `write` False: the job only reads, and waits for
+        no other process that writes.
+        """
+        waiting = self._submit(job, write=write)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(waiting), seconds)
+        except TimeoutError:
+            raise self._too_slow(waiting, seconds) from None
+
+    def run_now(
+        self, job: Callable[[Connection], T], *, write: bool = True, seconds: float = JOB_SECONDS
+    ) -> T:
+        """Like `run`, for commands: block until the job is done."""
+        waiting = self._submit(job, write=write)
+        try:
+            return waiting.result(seconds)
+        except concurrent.futures.TimeoutError:
+            raise self._too_slow(waiting, seconds) from None
+
+    def status(self) -> StoreStatus:
+        """The store's state now."""
+        problem = self._problem
+        state, since = self._state, self._since
+        if (silent := self._link.silent_seconds()) > JOB_SECONDS:
+            problem, state, since = self._silence(silent), "unavailable", self._now() - silent
+        return StoreStatus(
+            url=self.location.shown,
+            state=state,
+            since=since,
+            error=problem.message if problem else None,
+            remedy=problem.remedy if problem else None,
+            level=self._level,
+            waiting=self._jobs.qsize(),
+        )
+
+    def close(self, seconds: float) -> bool:
+        """Do what waits and close the store, within the time; returns whether that was possible."""
+        self._closing = True
+        if self._thread.is_alive():
+            # A full queue wakes the thread as well.
+            with contextlib.suppress(queue.Full):
+                self._jobs.put_nowait(None)
+            self._thread.join(seconds)
+            if self._thread.is_alive():
+                self._link.cut()
+                return False
+        return True
+
+    async def aclose(self, seconds: float) -> bool:
+        """Like `close`, beside the event loop."""
+        return await asyncio.to_thread(self.close, seconds)
+
+    def _submit(
+        self, work: Callable[[Connection], T], *, write: bool
+    ) -> concurrent.futures.Future[T]:
+        if self._closing:
+            raise StoreUnavailable("the store is closed", "start the gateway again")
+        if (silent := self._link.silent_seconds()) > JOB_SECONDS:
+            self._link.cut()
+            raise self._silence(silent)
+        job = _Job(work, write)
+        try:
+            self._jobs.put_nowait(job)
+        except queue.Full:
+            raise StoreUnavailable(
+                f"{self._jobs.maxsize} jobs wait for the store already",
+                "see in /admin/status why it is slow",
+            ) from None
+        return job.done
+
+    def _too_slow(self, waiting: concurrent.futures.Future[Any], seconds: float) -> StoreError:
+        # If it has not begun, it never will.
+        if not waiting.cancel() and self._link.silent_seconds() >= seconds:
+            self._link.cut()
+        return self._silence(seconds)
+
+    def _silence(self, seconds: float) -> StoreError:
+        return StoreUnavailable(
+            f"the store has not answered for {seconds:.0f} s",
+            "see whether its disk, or its server, is stopped or overloaded",
+        )
+
+    # On the store's thread.
+
+    def _work(self) -> None:
+        path = self.location.path
+        if path is not None:
+            with contextlib.suppress(OSError):
+                act_as_owner(path)
+        self._open()
+        self._tried.set_result(None)
+        while True:
+            try:
+                job = self._jobs.get(timeout=self._seconds_to_check())
+            except queue.Empty:
+                self._check()
+                continue
+            if job is not None and job.done.set_running_or_notify_cancel():
+                self._do(job)
+            if self._closing and self._jobs.empty():
+                break
+        if self._connection is not None:
+            disconnect(self._connection)
+        self._set_state("closed", None)
+
+    def _seconds_to_check(self) -> float:
+        if self._connection is not None:
+            return self._check_seconds
+        return max(0.001, self._retry_at - self._clock())
+
+    def _check(self) -> None:
+        """Open the store if it is not, else look whether it is still what it was."""
+        if self._connection is None:
+            self._open()
+        else:
+            # What can't be written is tried again, even if nobody has anything to write.
+            self._attempt(
+                _nothing if self._problem is None else try_write, write=self._problem is not None
+            )
+
+    def _do(self, job: _Job[Any]) -> None:
+        if self._connection is None and self._clock() >= self._retry_at:
+            self._open()
+        if self._connection is None:
+            assert self._problem is not None
+            job.done.set_exception(self._problem.copy())
+            return
+        try:
+            result = self._attempt(job.work, write=job.write, raises=True)
+        except Exception as error:  # noqa: BLE001 - the job's caller gets it
+            job.done.set_exception(error)
+        else:
+            job.done.set_result(result)
+
+    def _attempt(
+        self, work: Callable[[Connection], T], *, write: bool, raises: bool = False
+    ) -> T | None:
+        """Do work in a transaction, and draw the conclusions from an error."""
+        connection = self._connection
+        assert connection is not None
+        self._link.begin()
+        try:
+            self._check_file()
+            with transaction(connection, write=write):
+                self._level = check_level(connection, self._program)
+                result = work(connection)
+        except Exception as error:
+            problem = store_error(error)
+            if problem is None:
+                if raises:
+                    raise
+                problem = StoreUnavailable(str(error), "report this as a fault of the program")
+            self._failed(problem)
+            if raises:
+                raise problem.copy() from None
+            return None
+        finally:
+            self._link.end()
+        if write or self._problem is None:
+            self._set_state("up", None)
+        return result
+
+    def _check_file(self) -> None:
+        """Raises: StoreGone if the open file is no more what its path leads to."""
+        path = self.location.path
+        if path is None:
+            return
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            raise StoreGone(f"{path} is gone", "put it back, or restart the gateway") from None
+        except OSError as error:
+            raise StoreUnavailable(f"{path}: {error.strerror}", "make it readable") from None
+        if self._file != (found.st_dev, found.st_ino):
+            raise StoreGone(f"{path} was replaced", "the gateway opens the new file")
+
+    def _open(self) -> None:
+        try:
+            self._connection = self._opened()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the thread goes on
+            problem = store_error(error)
+            if problem is None and isinstance(error, OSError):
+                problem = _file_problem(error)
+            if problem is None:
+                problem = StoreUnavailable(f"{type(error).__name__}: {error}", "report this")
+            self._failed(problem)
+            return
+        self._seen = True
+        self._pause = FIRST_PAUSE
+        self._set_state("up", None)
+        self._attempt(try_write, write=True)
+
+    def _opened(self) -> Connection:
+        path = self.location.path
+        if self._seen and path is not None and not _has_content(path):
+            raise StoreGone(f"{path} is gone, or empty", "put it back, or restart the gateway")
+        self._link.begin()
+        connection = None
+        try:
+            connection = connect(self.location, self._link.hold)
+            with transaction(connection, write=False):
+                level = store_level(connection)
+            # A store that was in use and has lost its tables is refused below.
+            if level is None and not self._seen:
+                level = 0
+            if level is not None and level < self._program.level:
+                self._link.end()
+                migrate(connection, self._program, self._now())
+            with transaction(connection, write=False):
+                self._level = check_level(connection, self._program)
+            if path is not None:
+                found = path.stat()
+                self._file = (found.st_dev, found.st_ino)
+        except BaseException:
+            if connection is not None:
+                disconnect(connection)
+            raise
+        finally:
+            self._link.end()
+        return connection
+
+    def _failed(self, problem: StoreError) -> None:
+        if problem.ends_connection or self._connection is None:
+            if self._connection is not None:
+                disconnect(self._connection)
+                self._connection = None
+                self._link.release()
+            self._retry_at = self._clock() + self._pause
+            self._pause = min(LONGEST_PAUSE, 2 * self._pause)
+        self._set_state(problem.state, problem)
+
+    def _set_state(self, state: str, problem: StoreError | None) -> None:
+        changed = state != self._state
+        self._problem = problem
+        if not changed:
+            return
+        self._state, self._since = state, self._now()
+        if problem is not None:
+            log.warning(
+                "the store fails",
+                store=self.location.shown,
+                why=problem.message,
+                remedy=problem.remedy,
+            )
+        elif state == "up":
+            log.info("the store is open", store=self.location.shown, level=self._level)
+
+
+class _Link:
+    """The way to the database that a job is on, so that others can see how long, and cut it."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._sqlite: sqlite3.Connection | None = None
+        self._began: float | None = None
+
+    def hold(self, made: Any) -> None:
+        """This is the driver's new connection."""
+        with self._lock:
+            if isinstance(made, sqlite3.Connection):
+                self._sqlite = made
+            else:
+                # A descriptor of its own: the driver's may be another file's at the time of a cut.
+                self._socket = socket.socket(fileno=os.dup(made.fileno()))
+
+    def release(self) -> None:
+        """The driver's connection is closed."""
+        with self._lock:
+            self._sqlite = None
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None
+
+    def begin(self) -> None:
+        """The thread begins to wait for the database."""
+        self._began = self._clock()
+
+    def end(self) -> None:
+        """The database has answered, or may take its time."""
+        self._began = None
+
+    def silent_seconds(self) -> float:
+        """Seconds for which the thread has been waiting; 0: it does not wait."""
+        began = self._began
+        return 0.0 if began is None else self._clock() - began
+
+    def cut(self) -> None:
+        """Let the thread's wait end with an error."""
+        with self._lock:
+            if self._socket is not None:
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+            elif self._sqlite is not None:
+                with contextlib.suppress(sqlite3.Error):
+                    self._sqlite.interrupt()
+
+
+def _nothing(_: Connection) -> None:
+    """No work: the level is read for every job."""
+
+
+def _has_content(path: Any) -> bool:
+    try:
+        return bool(path.stat().st_size)
+    except FileNotFoundError:
+        return False
+
+
+def _file_problem(error: OSError) -> StoreError:
+    message = f"{error.filename}: {error.strerror}"
+    if isinstance(error, PermissionError) or error.errno == 30:
+        return StoreReadOnly(message, "let the gateway's user write the file and its folder")
+    return StoreUnavailable(message, "make its folder, and let the gateway's user write into it")
