@@ -65,6 +65,8 @@ from gateway.system import SystemdNotifier, connection_limits, raise_open_file_l
 from gateway.transport.certificates import CertificateError, ListenerCertificates, changed_files
 from gateway.transport.node_client import open_node_client
 from gateway.transport.resolver import Resolver
+from gateway.usage.limits import LimitBook
+from gateway.usage.meter import Meter
 from gateway.web.admin.app import admin_app
 from gateway.web.admin.configuration import ReloadResult, changed_keys
 from gateway.web.admin.nodes import DrainDeadlines
@@ -180,6 +182,7 @@ class Gateway:
         )
         self.key_sync = KeySync(self.store, self.key_ring, keys_file(options))
         self.key_sync.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
+        self.limit_book = LimitBook(settings, clock=self.clock, learn_pending=self.bus.flush)
         self.handler = ProxyHandler(
             self._handler_config(settings),
             forwarder=self.forwarder,
@@ -189,6 +192,7 @@ class Gateway:
             bus=self.bus,
             clock=self.clock,
             time_slicer=self.proxy_context.time_slicer,
+            meter=Meter(self.limit_book, self.bus),
             progress_seconds=timings.progress,
         )
         self.metrics = Metrics(
@@ -630,6 +634,7 @@ class Gateway:
         self.autoscaler.configure(settings)
         self.fleet.configure(settings.health, settings.timeouts)
         self.key_sync.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
+        self.limit_book.configure(settings)
         self.handler.configure(self._handler_config(settings))
         self.event_log.configure(access_log=settings.logging.access)
         self._logs.configure(settings.logging.level)

@@ -6,6 +6,7 @@ expects (`gateway.proxy.api`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Self
 
@@ -309,6 +310,56 @@ def compressed_body() -> GatewayError:
 def queue_full(message: str, retry_after: float) -> GatewayError:
     """429: the queue, or what stands for one, has no room."""
     return GatewayError(429, "queue_full", message, retry_after=retry_after)
+
+
+def rate_limit_exceeded(limit: str, retry_after: float) -> GatewayError:
+    """429: a limit of the caller, its group, its end user or all callers is reached for now."""
+    wait = max(1, math.ceil(retry_after))
+    return GatewayError(
+        429,
+        "rate_limit_exceeded",
+        f"Rate limit reached for {limit}. Try again in {wait} s.",
+        retry_after=wait,
+    )
+
+
+def insufficient_quota(limit: str, retry_after: float) -> GatewayError:
+    """429: the tokens of the day, or the money of the day or month, are used up."""
+    return GatewayError(
+        429,
+        "insufficient_quota",
+        f"The quota is used up of {limit}. It is renewed in {_in_words(retry_after)}.",
+        retry_after=max(1.0, retry_after),
+        retryable=False,
+    )
+
+
+def prompt_limit_exceeded(prompt_tokens: int, limit: int, who: str) -> GatewayError:
+    """400: the prompt is longer than a limit of the caller allows; worded as a context's end."""
+    error = context_length_exceeded(prompt_tokens, limit)
+    error.append(f" This is the limit 'prompt_tokens' of {who}.")
+    return error
+
+
+def larger_than_limit(prompt: int, completion: int | None, limit: str) -> GatewayError:
+    """400: one request needs more tokens than a limit has at all, so that no wait helps."""
+    answer = "" if completion is None else f" and {completion} for the answer"
+    remedy = "Shorten the prompt." if completion is None else "Shorten it, or lower 'max_tokens'."
+    return GatewayError(
+        400,
+        "invalid_request",
+        f"The request is too large for {limit}. It asks for {prompt} tokens of prompt{answer}, so "
+        f"that it could never be admitted. {remedy}",
+        param=None if completion is None else "max_tokens",
+    )
+
+
+def _in_words(seconds: float) -> str:
+    if seconds < 120:
+        return f"{max(1, math.ceil(seconds))} s"
+    if seconds < 7200:
+        return f"{math.ceil(seconds / 60)} minutes"
+    return f"{math.ceil(seconds / 3600)} hours"
 
 
 def queue_timeout(message: str, retry_after: float) -> GatewayError:

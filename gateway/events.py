@@ -45,6 +45,12 @@ class RequestFinished:
     """Part of `prompt_tokens`."""
     completion_tokens: int = 0
     cost: float = 0.0
+    slot_seconds: float = 0.0
+    """Seconds for which its attempts held slots, times their number; like tokens and cost, without
+    attempts that failed and were retried."""
+    _open_parts: int = 0
+    """Sub-requests whose tokens are not yet counted."""
+    _on_complete: Callable[[], None] | None = None
 
     def fail(self, status: int, reason: str) -> None:
         """The request ends with this status and error code."""
@@ -104,9 +110,38 @@ class RequestFinished:
             self.node, self.tier, self.fallback = part.node, part.tier, part.fallback
             self.queue_seconds, self.overhead_seconds = part.queue_seconds, part.overhead_seconds
 
-    def charge(self, cost: float) -> None:
-        """Add what an attempt has cost."""
+    def charge(self, cost: float, slot_seconds: float) -> None:
+        """Add what an attempt has cost, and for how long it held its slots."""
         self.cost += cost
+        self.slot_seconds += slot_seconds
+
+    def discard_attempts(self) -> None:
+        """What its attempts took so far brought the caller nothing: the operator pays for it."""
+        self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
+        self.cost = self.slot_seconds = 0.0
+
+    def sub_request_began(self) -> None:
+        """A sub-request begins, whose tokens will be counted here."""
+        self._open_parts += 1
+
+    def sub_request_ended(self, part: RequestFinished) -> None:
+        """Add what a sub-request took."""
+        self.count_tokens(part.prompt_tokens, part.cached_tokens, part.completion_tokens)
+        self.charge(part.cost, part.slot_seconds)
+        self._open_parts -= 1
+        if not self._open_parts and self._on_complete is not None:
+            on_complete, self._on_complete = self._on_complete, None
+            on_complete()
+
+    def when_complete(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the tokens of all sub-requests are counted; perhaps at once.
+
+        A sub-request that is cancelled ends somewhat later than the request.
+        """
+        if self._open_parts:
+            self._on_complete = callback
+        else:
+            callback()
 
 
 @dataclass(slots=True)

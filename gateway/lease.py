@@ -299,6 +299,9 @@ class AttemptReport(msgspec.Struct, frozen=True, eq=False):
     """What its error response shows about the node."""
     unreachable: str | None = None
     """Why no connection could be made, in words."""
+    prompt_read: tuple[int, int] | None = None
+    """Tokens of the prompt that the node had read or cached by then, and those that it had cached,
+    as it said itself; None: it did not."""
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -324,6 +327,23 @@ class UsageReport(msgspec.Struct, frozen=True, eq=False):
     """Tokens of this attempt that went to the client, as counted."""
     complete: bool = True
     """Whether the response ended by itself."""
+
+
+class AttemptCharge(msgspec.Struct, frozen=True, gc=False):
+    """What an ended attempt took of its node."""
+
+    cost: float = 0.0
+    """In the settings' currency."""
+    slot_seconds: float = 0.0
+    """Seconds for which it held its slots, times their number."""
+    prompt_tokens: int = 0
+    """Tokens of the prompt that the node has read, as far as is known. It is 0 where the node has
+    reported its tokens, as are the next two."""
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+
+NOTHING_CHARGED = AttemptCharge()
 
 
 class LeaseService(Protocol):
@@ -397,11 +417,14 @@ class LeaseService(Protocol):
 
     # Report how it ended.
 
-    def ended(self, report: AttemptReport) -> None:
-        """The attempt is over. Each lease ends exactly once."""
+    def ended(self, report: AttemptReport) -> AttemptCharge:
+        """The attempt is over. Each lease ends exactly once.
 
-    def settle(self, report: UsageReport, request: LeaseRequest) -> float:
-        """Count what an ended response took; returns its cost in the settings' currency.
+        Returns what it took if no response began; else `settle` does.
+        """
+
+    def settle(self, report: UsageReport, request: LeaseRequest) -> AttemptCharge:
+        """Count what an ended response took.
 
         `request`: the client's own, of which the attempt may be a resumption.
         """

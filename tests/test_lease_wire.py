@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from gateway import lease
 from gateway.lease import (
+    AttemptCharge,
     AttemptReport,
     Fault,
     LeaseRequest,
@@ -36,6 +37,7 @@ MESSAGES: list[Any] = [
     AttemptReport(8, "busy", 503, True, True, False, error=NodeError(is_loading=True)),
     USAGE,
     UsageReport(7, USAGE, None, 41),
+    AttemptCharge(0.25, 12.5, 400, 100, 7),
 ]
 
 

@@ -182,11 +182,14 @@ class IdentityHeaders:
 
     def fairness_key(self, headers: Headers, caller: Caller) -> str:
         """Who shares fairly: the caller, or the end user that it names if it may."""
+        user = self.end_user(headers, caller)
+        return caller.id if user is None else f"{caller.id}/{user}"
+
+    def end_user(self, headers: Headers, caller: Caller) -> str | None:
+        """The end user that the caller names; None: it names none, or may not."""
         if caller.trust_user_headers and self.users:
-            user = _first(headers, self.users)
-            if user is not None:
-                return f"{caller.id}/{user}"
-        return caller.id
+            return _first(headers, self.users)
+        return None
 
     def session_key(self, headers: Headers, fairness_key: str) -> str | None:
         """The session that a header names, within its fairness key; None: no header does."""

@@ -13,6 +13,8 @@ from gateway import errors
 from gateway.errors import GatewayError
 from gateway.events import AttemptEnded, EventBus
 from gateway.lease import (
+    NOTHING_CHARGED,
+    AttemptCharge,
     AttemptReport,
     Fault,
     KeyedHash,
@@ -31,6 +33,11 @@ from gateway.transport.errors import ConnectionReset
 
 USAGE_EDGE_BYTES = 8 * 1024
 """`usage` stands within so many bytes of a response's beginning (embeddings) or end (the rest)."""
+
+CALLERS_OUTCOMES = frozenset({"client_closed", "cancelled", "total_timeout"})
+"""Outcomes of attempts without a response that the request's own end has brought about: the client
+left, its time was up, or somebody cancelled the request. The caller pays for them, and the operator
+for all others."""
 
 MOST_LOST_NODES = 2
 """Nodes that may be lost over one request."""
@@ -134,10 +141,7 @@ class Accounting:
         self.bus.defer(self._account, in_flight, attempt, "ok", now, sample)
 
     def response_aborted(self, in_flight: InFlightRequest, attempt: Attempt, outcome: str) -> None:
-        """A response that had begun failed, or its client left.
-
-        The tokens of a stream that were sent count; those of a response to be assembled do not.
-        """
+        """A response that had begun failed, or its client left: the tokens so far count."""
         now = self._end(in_flight, attempt, outcome, fault_of(outcome, request_took_time=True))
         if outcome == ConnectionReset.outcome:
             self.node_lost(in_flight, attempt)
@@ -152,14 +156,16 @@ class Accounting:
         *,
         error: NodeError | None = None,
         unreachable: str | None = None,
+        resumes: bool = False,
     ) -> None:
         """An attempt is over without a response for the client, or with an error response.
 
         `error`: what that shows about the node. `unreachable`: why there was no connection.
+        `resumes`: it was to resume a response, whose tokens are counted already.
         """
         attempt.close()
         in_flight.end_attempt()
-        self.leases.ended(
+        charge = self.leases.ended(
             AttemptReport(
                 attempt.lease.id,
                 outcome,
@@ -170,9 +176,16 @@ class Accounting:
                 fault,
                 error,
                 unreachable,
+                in_flight.prompt_read(attempt),
             )
         )
+        if outcome in CALLERS_OUTCOMES and charge is not NOTHING_CHARGED:
+            self.bus.defer(_charge_unanswered, in_flight, charge, resumes)
         self.bus.defer(self._publish, in_flight, attempt, outcome, self.clock())
+
+    def discard(self, in_flight: InFlightRequest) -> None:
+        """A plain response failed that was being assembled: the caller does not pay for it."""
+        self.bus.defer(in_flight.record.discard_attempts)
 
     def node_lost(self, in_flight: InFlightRequest, attempt: Attempt) -> None:
         """The node died while it served the request."""
@@ -222,25 +235,28 @@ class Accounting:
         opening = attempt.content if attempt.is_sse else b""
         usage = attempt.api.read_usage(sample, opening) if sample else None
         events, splice_point = attempt.event_count, attempt.splice_point
-        is_reported = usage is not None
+        is_reported, prompt_read = usage is not None, None
         if usage is None:
-            usage = Usage(request.prompt_tokens, 0, events)
+            prompt_read = in_flight.prompt_read(attempt)
+            prompt, cached = prompt_read or (request.prompt_tokens, 0)
+            usage = Usage(prompt, cached, events)
         whole = usage if splice_point is None else _of_whole_response(usage, splice_point)
         reported = whole if is_reported else None
         complete, record = outcome == "ok", in_flight.record
-        cost = self.leases.settle(
+        charge = self.leases.settle(
             UsageReport(attempt.lease.id, usage, reported, events, complete), request
         )
-        if complete or in_flight.request.stream:
-            # A resumed attempt reports the tokens of all attempts before it: they count once.
-            record.count_tokens(
-                whole.prompt_tokens,
-                whole.cached_tokens,
-                whole.completion_tokens,
-                replace=splice_point is not None,
-            )
-        if cost:
-            record.charge(cost)
+        prompt_tokens = whole.prompt_tokens
+        if not is_reported and prompt_read is None and splice_point is None:
+            prompt_tokens = charge.prompt_tokens or prompt_tokens
+        # A resumed attempt reports the tokens of all attempts before it: they count once.
+        record.count_tokens(
+            prompt_tokens,
+            whole.cached_tokens,
+            whole.completion_tokens,
+            replace=splice_point is not None,
+        )
+        record.charge(charge.cost, charge.slot_seconds)
         self._publish(in_flight, attempt, outcome, now)
 
     def _publish(
@@ -255,6 +271,18 @@ class Accounting:
                 attempt.status or None,
             )
         )
+
+
+def _charge_unanswered(
+    in_flight: InFlightRequest,
+    charge: AttemptCharge,
+    resumes: bool,  # noqa: FBT001 - a callback
+) -> None:
+    """The caller pays for an attempt that brought no response."""
+    record = in_flight.record
+    if not resumes:
+        record.count_tokens(charge.prompt_tokens, charge.cached_tokens, charge.completion_tokens)
+    record.charge(charge.cost, charge.slot_seconds)
 
 
 def _of_whole_response(usage: Usage, splice_point: SplicePoint) -> Usage:

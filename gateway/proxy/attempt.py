@@ -62,6 +62,8 @@ class UpstreamRequest:
     """Called with all events of a stream that pass, in case it must be resumed."""
     splice_point: SplicePoint | None = None
     """Where this attempt resumes the stream of an earlier one."""
+    filters_prefill_only: bool = False
+    """Whether nothing is left to take out once the first content has come."""
 
 
 class Attempt:
@@ -254,6 +256,8 @@ class Attempt:
                 ceiling=limits.response_bytes,
             )
             self.content = await self._read_first_content(most)
+            if upstream.filters_prefill_only:
+                self._event_filter = None
         elif connection.complete:
             self.content = connection.read_nowait()
         else:

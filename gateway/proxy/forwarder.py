@@ -27,6 +27,7 @@ from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.json_values import parse_object
 from gateway.proxy.multi_prompt import MultiPromptForwarder
 from gateway.proxy.outcome import ResponseOutcome
+from gateway.proxy.prefill_progress import PROGRESS_TOKENS
 from gateway.proxy.response_stream import (
     JSON_HEADER_LINE,
     ProxyResponse,
@@ -205,9 +206,14 @@ class Forwarder:
         reads_anew = lease_request.generates and not lease_request.prompt_cache
         if reads_anew and lease.node.kind == "llama.cpp":
             body = edits.apply_edit(body, edits.NO_PROMPT_CACHE)
-        if in_flight.prefill_progress is not None and lease.stream:
-            progress = in_flight.prefill_progress
+        filters_prefill_only = False
+        if lease.stream and (
+            in_flight.prefill_progress is not None
+            or request.lease_request.prompt_tokens >= PROGRESS_TOKENS
+        ):
+            progress = in_flight.follow_prefill()
             body, event_filter = progress.begin_attempt(attempt, request, api, body)
+            filters_prefill_only = event_filter is not None
         if (
             recorder is not None
             and self.context.settings.resume == "exact"
@@ -217,6 +223,7 @@ class Forwarder:
             event_filter = TokenIdExtractor(
                 api.take_token_ids, recorder.add_token_ids, event_filter
             )
+            filters_prefill_only = False
             body = edits.apply_edit(body, api.logprobs_fields)
         name = lease.served_name
         if name != request.model_in_body and (
@@ -227,7 +234,9 @@ class Forwarder:
             b"POST", request.path.encode(), request.header_lines, len(body)
         )
         on_output = None if recorder is None else recorder.add
-        return UpstreamRequest(head, body, api, event_filter, on_output)
+        return UpstreamRequest(
+            head, body, api, event_filter, on_output, filters_prefill_only=filters_prefill_only
+        )
 
     # Judging what came. Each returns a failed attempt if another one may follow.
 
@@ -252,6 +261,8 @@ class Forwarder:
             content = assembler.assemble(parse_object(fields))
         except StreamFailed as failed:
             drop_traceback(failed)
+            if not _ended_by_request(failed.failure):
+                self.context.accounting.discard(in_flight)
             tried = tried.failed_on(node.name)
             # An evicted request needs another node at once; any other may wait for one.
             retryable = is_resumable(failed.failure) and (
@@ -261,6 +272,7 @@ class Forwarder:
             return FailedAttempt(node, tried, failed.error, retryable=retryable)
         except AssemblyError as failure:
             # The server is not quite llama.cpp's: it may still answer plainly.
+            self.context.accounting.discard(in_flight)
             error = errors.node_failed(f"{failure}".capitalize() + ".")
             return FailedAttempt(
                 node, replace(tried.failed_on(node.name), may_assemble=False), error
@@ -373,6 +385,13 @@ class FailedAttempt:
     """Whether the node received the request; if not, a retry adds no load."""
     error_response: ProxyResponse | None = None
     """The node's own error, for the client if no other attempt may follow."""
+
+
+def _ended_by_request(failure: UpstreamError | None) -> bool:
+    """Whether the request ended by itself: it was cancelled, or its time was up."""
+    return isinstance(failure, RequestCancelled) or (
+        isinstance(failure, UpstreamTimeout) and failure.limit == "total"
+    )
 
 
 _SHOWING_OUTCOMES = frozenset({ResponseOutcome.REFUSED, ResponseOutcome.BUSY})

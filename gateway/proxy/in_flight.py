@@ -71,6 +71,41 @@ class InFlightRequest:
         if self.attempt is not None:
             self.attempt.fail(RequestEvicted(error))
 
+    def follow_prefill(self) -> PrefillProgress:
+        """How much of the prompt has been read, from now on."""
+        if self.prefill_progress is None:
+            self.prefill_progress = PrefillProgress()
+        return self.prefill_progress
+
+    def prompt_read(self, attempt: Attempt) -> tuple[int, int] | None:
+        """Tokens of the prompt that the attempt's node said it had read or cached, and cached.
+
+        None: it did not say.
+        """
+        progress = self.prefill_progress
+        return None if progress is None else progress.read_by(attempt)
+
+    def tokens_so_far(self) -> tuple[int, int]:
+        """Tokens of its prompt that were read, and of its response, as far as is known."""
+        record, attempt = self.record, self.attempt
+        prompt, completion = record.prompt_tokens, record.completion_tokens
+        if attempt is not None:
+            if attempt.splice_point is not None:
+                splice_point = attempt.splice_point
+                prompt = splice_point.prompt_tokens
+                completion = splice_point.prefix_tokens + attempt.event_count
+            else:
+                completion += attempt.event_count
+                known = self.prompt_read(attempt)
+                if known is not None:
+                    prompt += known[0]
+                elif attempt.last_content_at is not None:
+                    prompt += self.request.lease_request.prompt_tokens
+        for one in (self.sub_requests or {}).values():
+            part = one.tokens_so_far()
+            prompt, completion = prompt + part[0], completion + part[1]
+        return prompt, completion
+
     def begin_attempt(self, attempt: Attempt) -> None:
         """An attempt begins; it fails at once if the request was cancelled meanwhile."""
         self.attempt = attempt
@@ -119,6 +154,11 @@ class InFlightRegistry:
     def remove(self, in_flight: InFlightRequest) -> None:
         """A request is over."""
         self._requests.pop(in_flight.request.id, None)
+
+    def tokens_so_far(self, request_id: str) -> tuple[int, int]:
+        """`InFlightRequest.tokens_so_far` of the request with the gateway's own id."""
+        found = self._requests.get(request_id)
+        return (0, 0) if found is None else found.tokens_so_far()
 
     def find(self, name: str) -> InFlightRequest | None:
         """The request of this id, or with this `X-Request-ID` if only one has it."""

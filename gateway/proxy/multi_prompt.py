@@ -180,10 +180,9 @@ class MultiPromptForwarder:
         self._in_flight.end_sub_requests()
         if self._error is not None:
             errors.drop_traceback(self._error)
+        # Each sub-request ends with its task, when its attempt has been accounted for.
         for task in self._tasks:
             task.cancel()
-        for sub_request in list(self._sub_requests.values()):
-            self._end(sub_request)
 
     async def _next_events(self) -> bytes:
         """The next events of the merged stream; at last, its end."""
@@ -221,10 +220,18 @@ class MultiPromptForwarder:
             )
             sub_request = SubRequest(request, record)
             self._sub_requests[request.id] = sub_request
-            self._start_task(partial(self._run_sub_request, index, sub_request))
+            parent.sub_request_began()
+            self._start_task(
+                partial(self._run_sub_request, index, sub_request),
+                partial(self._end, sub_request),
+            )
             await sub_request.dequeued.wait()
 
-    def _start_task(self, work: Callable[[], Awaitable[None]]) -> None:
+    def _start_task(
+        self, work: Callable[[], Awaitable[None]], on_end: Callable[[], None] | None = None
+    ) -> None:
+        """`on_end` is called when the task has ended, even if it was cancelled before it began."""
+
         async def guarded() -> None:
             try:
                 await work()
@@ -234,6 +241,8 @@ class MultiPromptForwarder:
         task = asyncio.create_task(guarded())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        if on_end is not None:
+            task.add_done_callback(lambda _: on_end())
 
     async def _run_sub_request(self, index: int, sub_request: SubRequest) -> None:
         """Forward one prompt, and queue its response's chunks."""
@@ -299,12 +308,7 @@ class MultiPromptForwarder:
         if body_stream is not None:
             body_stream.close()
         if self._sub_requests.pop(sub_request.request.id, None) is not None:
-            self._bus.defer(self._add_usage, sub_request.record)
-
-    def _add_usage(self, part: RequestFinished) -> None:
-        record = self._in_flight.record
-        record.count_tokens(part.prompt_tokens, part.cached_tokens, part.completion_tokens)
-        record.charge(part.cost)
+            self._bus.defer(self._in_flight.record.sub_request_ended, sub_request.record)
 
     def _fail(self, error: Exception) -> None:
         """End all sub-requests; the reader gets this error next."""

@@ -20,6 +20,11 @@ from gateway.proxy.json_values import InvalidJson, parse_object
 from gateway.proxy.sse import EventFilter
 from gateway.transport.errors import InvalidResponse
 
+PROGRESS_TOKENS = 1024
+"""Estimated tokens of a prompt from which on the gateway asks for its progress without being asked,
+to know what was read when a client leaves. The server reports it once a batch, of 2048 tokens by
+default; what was read of shorter prompts is estimated by the time."""
+
 _REQUEST_FIELD = b'"return_progress"'
 
 _EVENT_FIELD = b'"prompt_progress"'
@@ -38,6 +43,7 @@ class ReadingAttempt(Protocol):
 
     lease: GrantedLease
     started_at: float
+    last_content_at: float | None
 
     @property
     def is_reading(self) -> bool:
@@ -47,13 +53,15 @@ class ReadingAttempt(Protocol):
 class PrefillProgress:
     """The prefill of one request, on one node after the other."""
 
-    __slots__ = ("_attempt", "_client_asked", "_hidden", "_keep_next", "_tokens")
+    __slots__ = ("_attempt", "_cached", "_client_asked", "_hidden", "_keep_next", "_tokens")
 
     def __init__(self, *, hidden: bool = False) -> None:
         """`hidden`: the client may not know how much of its prompt was cached."""
         self._hidden = hidden
         self._attempt: ReadingAttempt | None = None
         self._tokens: tuple[int, int] | None = None
+        self._cached = 0
+        """Tokens that the node had cached."""
         self._client_asked = False
         """Whether the client itself asks for progress events."""
         self._keep_next = False
@@ -68,7 +76,7 @@ class PrefillProgress:
         """
         if self._hidden:
             return body, None
-        self._attempt, self._tokens = attempt, None
+        self._attempt, self._tokens, self._cached = attempt, None, 0
         fields = api.progress_fields
         if (
             attempt.lease.node.kind != "llama.cpp"
@@ -100,6 +108,8 @@ class PrefillProgress:
             done, total = progress.get("processed"), progress.get("total")
             if isinstance(done, int) and isinstance(total, int) and 0 <= done <= total:
                 self._tokens = done, total
+                cached = progress.get("cache")
+                self._cached = min(cached, done) if isinstance(cached, int) and cached > 0 else 0
         if self._client_asked:
             return event
         if self._keep_next:
@@ -107,6 +117,16 @@ class PrefillProgress:
             name = sse.event_name(event)
             return b"event: %b\ndata: %b\n\n" % (name, msgspec.json.encode(value))
         return b""
+
+    def read_by(self, attempt: ReadingAttempt) -> tuple[int, int] | None:
+        """Tokens that this attempt's node had read or cached when it last said so, and cached.
+
+        None: it never said. Once content has come, all of the prompt has been read.
+        """
+        if self._tokens is None or self._attempt is not attempt:
+            return None
+        done, total = self._tokens
+        return (done if attempt.last_content_at is None else total), self._cached
 
     def status(self, now: float) -> PrefillStatus | None:
         """How far the prompt is read; None: unknown, hidden, or no prompt is being read."""

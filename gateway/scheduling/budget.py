@@ -9,65 +9,16 @@ A request whose cost has no bound reserves infinity, and no other is admitted be
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass, field
 
 from gateway.config.node import NodeSpec
 from gateway.config.scheduling import SpillSettings
-
-WINDOW_PARTS = 512
-"""Parts of a window: additions that fall into one part leave the window together."""
+from gateway.usage.windows import SlidingSum
 
 TEMPLATE_TOKENS = 512
 """Tokens that a chat template may add to a prompt by itself. A prompt has no more tokens than bytes
 (byte-level vocabularies), and the JSON around each message has more bytes than its role has tokens.
 """
-
-
-class SlidingSum:
-    """The sum of what was added within the last `span` seconds, in bounded memory.
-
-    Exact while no two additions fall into one part of the window. Where they do, they leave
-    together: with the last of them (`overestimate`: never too low) or the first (never too high).
-    """
-
-    def __init__(self, span: float, *, overestimate: bool) -> None:
-        self.span = span
-        self._overestimate = overestimate
-        self.parts: deque[tuple[float, float]] = deque()
-        """About `WINDOW_PARTS` at most. Of each the time of its last or first addition, by which it
-        leaves, and its sum."""
-        self._newest = self._latest = -math.inf
-        """When the newest part began, and when the last addition was."""
-        self._sum = 0.0
-
-    def add(self, now: float, amount: float) -> None:
-        """Add `amount` at `now`; a time before the last addition's counts as that one."""
-        now = max(now, self._latest)
-        self._latest = now
-        self.value(now)
-        parts = self.parts
-        if parts and now - self._newest < self.span / WINDOW_PARTS:
-            when, before = parts[-1]
-            parts[-1] = (now if self._overestimate else when, before + amount)
-        else:
-            parts.append((now, amount))
-            self._newest = now
-        self._sum += amount
-
-    def value(self, now: float) -> float:
-        """The sum over the window that ends now."""
-        parts = self.parts
-        if parts and parts[0][0] <= now - self.span:
-            while parts and parts[0][0] <= now - self.span:
-                parts.popleft()
-            # Summed anew, so that no rounding error stays.
-            self._sum = math.fsum(amount for _, amount in parts)
-        return self._sum
-
-    def resize(self, span: float) -> None:
-        """Another span from now on; what has left a shorter window does not come back."""
-        self.span = span
 
 
 class SpillReservation:

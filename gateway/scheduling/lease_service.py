@@ -18,6 +18,8 @@ from gateway.fleet.health import ALIVE_STATES, another_prefills
 from gateway.fleet.node import Lease, Node
 from gateway.fleet.server_properties import ServerProperties
 from gateway.lease import (
+    NOTHING_CHARGED,
+    AttemptCharge,
     AttemptReport,
     Fault,
     GrantedLease,
@@ -167,9 +169,12 @@ class LocalLeaseService:
 
     # Told how it ended.
 
-    def ended(self, report: AttemptReport) -> None:
-        """The attempt is over. Each lease ends exactly once."""
-        record = self._records[report.lease_id]
+    def ended(self, report: AttemptReport) -> AttemptCharge:
+        """The attempt is over. Each lease ends exactly once.
+
+        Returns what it took if no response began; else `settle` does.
+        """
+        record, charge = self._records[report.lease_id], NOTHING_CHARGED
         if report.node_done:
             record.lease.release()
         else:
@@ -188,16 +193,17 @@ class LocalLeaseService:
                     self._blame_others(record, complete=True)
         else:
             del self._records[report.lease_id]
-            self._attempt_failed(record, report, now)
+            charge = self._attempt_failed(record, report, now)
         if report.fault is Fault.NODE:
             self.fleet.request_failed(record.lease.node, now, record.lease.taken_at)
         elif report.fault is Fault.NODE_OR_REQUEST:
             self._count_unattributed(record, now, response_began=report.response_began)
         if report.unreachable is not None:
             self.fleet.connect_failed(record.lease.node, report.unreachable)
+        return charge
 
-    def settle(self, report: UsageReport, request: LeaseRequest) -> float:
-        """Count what an ended response took; returns its cost in the settings' currency.
+    def settle(self, report: UsageReport, request: LeaseRequest) -> AttemptCharge:
+        """Count what an ended response took.
 
         `request`: the client's own, of which the attempt may be a resumption.
         """
@@ -227,24 +233,27 @@ class LocalLeaseService:
         cost = _cost(lease, usage, now)
         if record.reservation is not None:
             record.reservation.settle(cost, happened=True, now=now)
-        return cost
+        seconds = lease.slots * (now - lease.taken_at)
+        if reported is not None or record.placement is None:
+            return AttemptCharge(cost, seconds)
+        return AttemptCharge(cost, seconds, round(record.placement.queued.prompt_tokens))
 
     # What the end teaches.
 
-    def _attempt_failed(self, record: LeaseRecord, report: AttemptReport, now: float) -> None:
+    def _attempt_failed(
+        self, record: LeaseRecord, report: AttemptReport, now: float
+    ) -> AttemptCharge:
         """The attempt brought no response for the client, or an error response."""
         lease, outcome = record.lease, report.outcome
+        # A prompt that was sent counts as read, unless an error response refused it.
+        worked = report.sent and report.status < 300
+        charge = _charge_of_failed(record, report, now) if worked else NOTHING_CHARGED
         self.scheduler.demand_model.abandoned(
             record.placement, refund=outcome not in NEUTRAL_OUTCOMES
         )
         if record.reservation is not None:
-            # A prompt that was sent counts as read, unless an error response refused it.
-            worked = report.sent and report.status < 300
-            usage = Usage(record.request.prompt_tokens)
             record.reservation.settle(
-                _cost(lease, usage, now) if worked else 0.0,
-                happened=worked and outcome in NEUTRAL_OUTCOMES,
-                now=now,
+                charge.cost, happened=worked and outcome in NEUTRAL_OUTCOMES, now=now
             )
         if report.status >= 300 and outcome in {"ok", "context_overflow"}:
             # An error that the request has caused.
@@ -255,6 +264,7 @@ class LocalLeaseService:
             self._remember_failure(record, response_began=False, counted=False)
         elif report.error is not None:
             self._node_refused(record, report.status, report.error)
+        return charge
 
     def _node_busy(self, record: LeaseRecord, report: AttemptReport, now: float) -> None:
         """The node could not serve the request at this time."""
@@ -327,6 +337,39 @@ class LocalLeaseService:
                 )
         if left:
             self._failures[request.id] = tuple(left)
+
+
+def _charge_of_failed(record: LeaseRecord, report: AttemptReport, now: float) -> AttemptCharge:
+    """What a node did for an attempt that brought no response.
+
+    The tokens are those that the node said it had read. Where it said nothing, they are estimated
+    by the time and the node's speed, and rather too low; an endpoint that is paid by the token is
+    paid for the whole prompt.
+    """
+    lease, request, placement = record.lease, record.request, record.placement
+    seconds = now - lease.taken_at
+    estimate = request.prompt_tokens if placement is None else placement.queued.prompt_tokens
+    prompt, cached, completion = estimate, 0.0, 0.0
+    if report.prompt_read is not None:
+        prompt, cached = report.prompt_read
+    elif (prefill := lease.expected_prefill) is not None and prefill > 0:
+        prompt = estimate * min(1.0, seconds / prefill)
+        decode_tps = lease.node.speed.decode_tps
+        if not lease.stream and request.generates and decode_tps is not None:
+            # A plain response that shows nothing before its end.
+            completion = max(0.0, seconds - prefill) * decode_tps * lease.slots
+            if request.max_tokens is not None:
+                completion = min(completion, float(request.max_tokens * max(1, lease.slots)))
+    if lease.node.spec.cost_per_million_tokens is not None:
+        prompt = max(prompt, request.prompt_tokens)
+    usage = Usage(round(prompt), round(cached), round(completion))
+    return AttemptCharge(
+        _cost(lease, usage, now),
+        lease.slots * seconds,
+        usage.prompt_tokens,
+        usage.cached_tokens,
+        usage.completion_tokens,
+    )
 
 
 def _cost(lease: Lease, usage: Usage, now: float) -> float:

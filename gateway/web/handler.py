@@ -34,6 +34,8 @@ from gateway.proxy.prefill_progress import PrefillProgress
 from gateway.proxy.response_stream import JSON_HEADER_LINE, BodyStream, ProxyResponse
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import UpstreamError
+from gateway.usage.accounts import Accounts
+from gateway.usage.meter import Meter, MeteredRequest
 from gateway.web import response_heads
 from gateway.web.body import (
     BYTE_ORDER_MARK,
@@ -55,6 +57,7 @@ from gateway.web.response_heads import (
     error_headers,
     gateway_header_lines,
     progress_comment,
+    rate_limit_lines,
     stream_header_lines,
     with_content_type,
 )
@@ -85,6 +88,7 @@ class ProxyHandler:
     clock: Callable[[], float]
     time_slicer: TimeSlicer
     """Prepares large bodies in short steps."""
+    meter: Meter
     progress_seconds: float = PROGRESS_SECONDS
     closing: bool = False
     """The gateway is shutting down; `/ready` says so."""
@@ -121,9 +125,9 @@ class _HandledRequest:
     """One request and its response."""
 
     __slots__ = (
-        "_allocation", "_body_size", "_config", "_edit_session", "_exchange", "_handler",
-        "_heartbeat", "_in_flight", "_last_sent_at", "_may_name_nodes", "_node_route", "_response",
-        "_rewriter", "_route", "received_at", "record", "request_id",
+        "_accounts", "_allocation", "_body_size", "_config", "_edit_session", "_exchange",
+        "_handler", "_heartbeat", "_in_flight", "_last_sent_at", "_may_name_nodes", "_metered",
+        "_node_route", "_response", "_rewriter", "_route", "received_at", "record", "request_id",
     )  # fmt: skip
 
     def __init__(self, handler: ProxyHandler, route: Route, exchange: HttpExchange) -> None:
@@ -135,6 +139,10 @@ class _HandledRequest:
         self._rewriter: ResponseRewriter | None = None
         self._exchange = exchange
         self._config = handler.config
+        self._accounts: Accounts | None = None
+        """Those on which it counts; None: the caller is not known yet."""
+        self._metered: MeteredRequest | None = None
+        """None: it was not admitted."""
         self._in_flight: InFlightRequest | None = None
         self._edit_session: str | None = None
         """The editor's session, if a newer request of it supersedes this one."""
@@ -179,6 +187,13 @@ class _HandledRequest:
                 request = self._prepare(context, body)
             else:
                 request = await self._prepare_in_slices(context, body)
+            prompt_list = request.prompt_list
+            self._metered = handler.meter.admit(
+                context.accounts,
+                request.lease_request,
+                record,
+                1 if prompt_list is None else len(prompt_list.prompts),
+            )
             shows_progress = context.wants_progress and request.stream and api.has_comments
             progress = PrefillProgress(hidden=context.cache.hide) if shows_progress else None
             in_flight = InFlightRequest(request, record, prefill_progress=progress)
@@ -228,6 +243,7 @@ class _HandledRequest:
                 config.settings,
                 config.key_ring,
                 config.identity_headers,
+                self._handler.meter.book,
                 loopback=config.loopback,
             )
             if config.origin_policy is not None and context.caller.anonymous:
@@ -235,6 +251,7 @@ class _HandledRequest:
             exchange.context_cache.store(exchange.headers, config, context)
         self.record.identify(context.caller.id)
         self._may_name_nodes = context.may_name_nodes
+        self._accounts = context.accounts
         if self._handler.rejecting:
             raise errors.shutting_down()
         return context
@@ -342,6 +359,7 @@ class _HandledRequest:
             context.session,
             has_timer,
             context.cache,
+            context.accounts.completion_tokens,
         )
         catalog = self._handler.catalog
         request = prepare_request(incoming, parsed, priority, self._config.rules, catalog)
@@ -489,7 +507,10 @@ class _HandledRequest:
             handler.registry.remove(self._in_flight)
             if self._edit_session is not None:
                 handler.latest_edits.discard(self._edit_session, self._in_flight)
-        handler.bus.publish_deferred(self.record.finish(handler.clock() - self.received_at))
+        record = self.record.finish(handler.clock() - self.received_at)
+        if self._metered is not None:
+            handler.meter.ended(self._metered, record)
+        handler.bus.publish_deferred(record)
 
     def _header_lines(self, *, early: bool = False) -> bytes:
         """The gateway's own header lines; `early`: before the outcome is known."""
@@ -500,6 +521,9 @@ class _HandledRequest:
             lines = gateway_header_lines(
                 self.record, anthropic=anthropic, name_node=self._may_name_nodes
             )
+        if self._accounts is not None and self._accounts.has_rates:
+            limits = self._handler.meter.book.rate_limits(self._accounts)
+            lines += rate_limit_lines(*limits, anthropic=anthropic)
         cors = self._config.settings.cors
         if cors is None:
             return lines

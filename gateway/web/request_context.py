@@ -24,6 +24,8 @@ from gateway.proxy.inbound.model_names import ModelAliases
 from gateway.proxy.inbound.prepare import RequestRules
 from gateway.proxy.inbound.prompt_key import VolatileLines
 from gateway.request import Caller, Headers, Priority
+from gateway.usage.accounts import Accounts
+from gateway.usage.limits import LimitBook
 from gateway.web.origins import OriginPolicy
 
 
@@ -76,6 +78,8 @@ class RequestContext:
     """A parsed head."""
 
     caller: Caller
+    accounts: Accounts
+    """On which its use counts."""
     fairness_key: str
     """Who shares fairly: the caller, or the end user that a trusted caller names."""
     session: str | None
@@ -151,6 +155,7 @@ def parse_context(
     settings: Settings,
     key_ring: KeyRing,
     identity_headers: IdentityHeaders,
+    limit_book: LimitBook,
     *,
     loopback: bool,
 ) -> RequestContext:
@@ -173,12 +178,15 @@ def parse_context(
         if name == b"x-gateway-progress":
             wants_progress = value.strip().lower() in _TRUE_WORDS
     fairness_key = identity_headers.fairness_key(headers, caller)
+    accounts = limit_book.accounts(caller, identity_headers.end_user(headers, caller))
+    caller = accounts.caller
     timeout = _request_timeout(headers)
     sdk_timeout = _sdk_timeout(headers)
     has_timer = sdk_timeout is not None and (timeout is None or sdk_timeout < timeout)
     header_priority = priority_header(headers)
     return RequestContext(
         caller,
+        accounts,
         fairness_key,
         identity_headers.session_key(headers, fairness_key),
         header_priority,

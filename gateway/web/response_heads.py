@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import time
 from functools import lru_cache
 
 from gateway.errors import GatewayError
@@ -14,6 +15,7 @@ from gateway.proxy.json_values import InvalidJson, parse_json
 from gateway.proxy.prefill_progress import PrefillStatus
 from gateway.proxy.response_stream import ProxyResponse
 from gateway.request import Headers, Priority
+from gateway.usage.limits import RateLimit
 
 EXPOSED_HEADERS = (
     "X-Request-ID",
@@ -26,6 +28,18 @@ EXPOSED_HEADERS = (
     "X-Gateway-Fallback",
     "X-Gateway-Reason",
     "Retry-After",
+    "x-ratelimit-limit-requests",
+    "x-ratelimit-limit-tokens",
+    "x-ratelimit-remaining-requests",
+    "x-ratelimit-remaining-tokens",
+    "x-ratelimit-reset-requests",
+    "x-ratelimit-reset-tokens",
+    "anthropic-ratelimit-requests-limit",
+    "anthropic-ratelimit-requests-remaining",
+    "anthropic-ratelimit-requests-reset",
+    "anthropic-ratelimit-tokens-limit",
+    "anthropic-ratelimit-tokens-remaining",
+    "anthropic-ratelimit-tokens-reset",
 )
 """Headers that a web page of another origin may read."""
 
@@ -83,6 +97,40 @@ def early_gateway_header_lines(record: RequestFinished, *, anthropic: bool) -> b
     request_id, label = record.x_request_id.encode(), _LABELS[record.priority]
     lines = b"x-request-id: %b\r\nx-gateway-class: %b\r\n" % (request_id, label)
     return lines + b"request-id: %b\r\n" % request_id if anthropic else lines
+
+
+def rate_limit_lines(
+    requests: RateLimit | None, tokens: RateLimit | None, *, anthropic: bool
+) -> bytes:
+    """The header lines that tell a caller its tightest limits, in OpenAI's form.
+
+    `anthropic`: in Anthropic's too.
+    """
+    lines = b""
+    for kind, found in ((b"requests", requests), (b"tokens", tokens)):
+        if found is not None:
+            limit, remaining, reset, resets_at = found
+            lines += (
+                b"x-ratelimit-limit-%b: %d\r\nx-ratelimit-remaining-%b: %d\r\n"
+                b"x-ratelimit-reset-%b: %b\r\n"
+            ) % (kind, limit, kind, remaining, kind, _duration(reset))
+            if anthropic:
+                when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(resets_at)).encode()
+                lines += (
+                    b"anthropic-ratelimit-%b-limit: %d\r\n"
+                    b"anthropic-ratelimit-%b-remaining: %d\r\nanthropic-ratelimit-%b-reset: %b\r\n"
+                ) % (kind, limit, kind, remaining, kind, when)
+    return lines
+
+
+def _duration(seconds: float) -> bytes:
+    """A duration as OpenAI writes it: `1.5s`, `6m0s`, `7h30m0s`; `0s` for none."""
+    tenths = math.ceil(seconds * 10)
+    if tenths < 600:
+        return b"%d.%ds" % divmod(tenths, 10) if tenths % 10 else b"%ds" % (tenths // 10)
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return b"%dh%dm%ds" % (hours, minutes, rest) if hours else b"%dm%ds" % (minutes, rest)
 
 
 def encode_headers(headers: Headers) -> bytes:

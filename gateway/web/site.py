@@ -137,6 +137,8 @@ class Site:
         if not self.fleet.is_probed:
             raise errors.starting("The nodes are being asked what they serve.")
         labels = cache_policy_of(caller, config.settings).node_labels
+        user = config.identity_headers.end_user(request.scope["headers"], caller)
+        caller = self.handler.meter.book.accounts(caller, user).caller
         return VisibleModels(self.fleet.model_index, config.rules.model_aliases, caller, labels)
 
     def check_name(self, request: Request, models: VisibleModels, name: str) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tests.emulator.apis import APIS, Answer, Api, ResponseState
 from tests.emulator.apis.answer import data_event, to_json
@@ -31,7 +31,19 @@ class ActiveAnswer:
     words: Iterator[str]
     limit: int  # tokens that were requested, or that fit
     natural_end: int | None  # tokens after which the model ends the answer
+    tally: TokenTally
     prompt_read: bool = False  # the prompt
+
+
+@dataclass(slots=True)
+class TokenTally:
+    """What a node did for the requests of one tag, in all their attempts."""
+
+    attempts: int = 0
+    prompt_tokens: int = 0  # of their prompts, read or cached
+    read_tokens: int = 0  # that were read by now
+    cached_tokens: int = 0
+    tokens: int = 0  # that were generated
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,6 +68,11 @@ class Engine:
     cached_tokens: int = 0  # prompt tokens that were cached
     tokens: int = 0
     reading: int = 0  # prompts being read
+    tallies: dict[str, TokenTally] = field(default_factory=dict)  # by the requests' tags
+
+    def tally(self, tag: str) -> TokenTally:
+        """The counters of the requests with this tag."""
+        return self.tallies.setdefault(tag, TokenTally())
 
     def check_context(self, tokens: int) -> None:
         if tokens >= self.context:
@@ -68,11 +85,16 @@ class Engine:
                 n_ctx=self.context,
             )
 
-    async def generate(self, request: GenerationRequest, response: Response) -> None:
+    async def generate(
+        self, request: GenerationRequest, response: Response, tally: TokenTally | None = None
+    ) -> None:
         """Answers one request. Raises `RefusedError` before the response has begun."""
         counts = [count_tokens(prompt) for prompt in request.prompts]
         for count in counts:
             self.check_context(count)
+        tally = tally or TokenTally()
+        tally.attempts += 1
+        tally.prompt_tokens += sum(counts)
         self.requests += 1
         state = ResponseState(
             request=request, model=self.model, created=int(time.time()), number=self.requests
@@ -94,7 +116,8 @@ class Engine:
                 slot.begin(count, limit, cached)
                 words = next_words(prompt)
                 natural = None if request.ignore_eos else self._natural_end(prompt)
-                running.append(ActiveAnswer(answer, slot, packed[i], words, limit, natural))
+                running.append(ActiveAnswer(answer, slot, packed[i], words, limit, natural, tally))
+                tally.cached_tokens += cached
             api = APIS[request.api](state)
             if request.stream:
                 await self._stream(api, running, request, response)
@@ -155,10 +178,12 @@ class Engine:
         answers = {active.answer.prompt: active.answer for active in running}.values()
         total = sum(answer.prompt_tokens - answer.cached for answer in answers)
         progress = request.return_progress and response is not None
-        step = self.batch if progress else total
+        step, counted = self.batch if progress else total, 0
         async with aclosing(self._read_prompt(total, step, response)) as reading:
             async for processed, begun in reading:
                 start = begun or start
+                running[0].tally.read_tokens += processed - counted
+                counted = processed
                 for active in running:
                     answer = active.answer
                     active.slot.processed = min(processed, answer.prompt_tokens - answer.cached)
@@ -228,6 +253,7 @@ class Engine:
         word = next(active.words)
         answer.tokens += 1
         active.slot.decoded += 1
+        active.tally.tokens += 1
         self.tokens += 1
         before = len(answer.text)
         answer.text += word

@@ -37,6 +37,8 @@ _APIS: dict[str, ApiName] = {
 _EMBEDDINGS = {"/v1/embeddings", "/embeddings", "/embedding"}
 _RERANKS = {"/v1/rerank", "/rerank", "/v1/reranking", "/reranking"}
 _TRANSCRIPTIONS = "/v1/audio/transcriptions"
+TAG_HEADER = "x-tag"
+"""Requests with this header are counted by its value (`Engine.tallies`)."""
 _SLOT_PATHS = {*_APIS, *_EMBEDDINGS, *_RERANKS, "/infill", _TRANSCRIPTIONS}
 
 
@@ -355,7 +357,9 @@ class EmulatedNode:
                 body = body | {"prompt": f"{prefix}{suffix}"}
             api = _APIS.get(path, "native")
             generation = read_generation_request(api, body, len(self.slots.slots))
-            await self.engine.generate(generation, response)
+            tag = request.headers.get(TAG_HEADER)
+            tally = None if tag is None else self.engine.tally(tag)
+            await self.engine.generate(generation, response, tally)
 
     def _check_key(self, request: ReceivedRequest) -> None:
         if self.loading:

@@ -9,6 +9,8 @@ from typing import Any
 
 from gateway.errors import GatewayError
 from gateway.lease import (
+    NOTHING_CHARGED,
+    AttemptCharge,
     AttemptReport,
     GrantedLease,
     LeaseRequest,
@@ -149,11 +151,12 @@ class FakeLeaseService:
     def is_silence_excused(self, lease_id: int) -> bool:
         return False
 
-    def ended(self, report: AttemptReport) -> None:
+    def ended(self, report: AttemptReport) -> AttemptCharge:
         del self.held[report.lease_id]
         self.reports.append(report)
         self._freed.set()
+        return NOTHING_CHARGED
 
-    def settle(self, report: UsageReport, request: LeaseRequest) -> float:
+    def settle(self, report: UsageReport, request: LeaseRequest) -> AttemptCharge:
         self.usages.append(report)
-        return 0.5
+        return AttemptCharge(0.5, 2.0)

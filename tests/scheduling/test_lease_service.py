@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from gateway.fleet.node import Node, NodeState
 from gateway.fleet.slot_occupancy import LeasePhase
 from gateway.lease import (
+    NOTHING_CHARGED,
     NOTHING_TRIED,
+    AttemptCharge,
     AttemptReport,
     Fault,
     GrantedLease,
@@ -239,15 +242,71 @@ def test_usage_is_settled_at_the_nodes_price() -> None:
     prices = {"prompt": 1e6, "completion": 2e6}
     world = World(node("a", slots=2, cost_per_hour=3600.0, models=("rented",)),
                   node("b", models=("bought",), cost_per_million_tokens=prices))  # fmt: skip
-    costs = []
+    charges = []
     for model in ("rented", "bought"):
         request = a_request(model)
         lease = world.grant(request)
         world.clock.passes(4.0)
         world.end(lease, began=True)
         world.clock.passes(60.0)
-        costs.append(world.leases.settle(UsageReport(lease.id, USAGE, USAGE, 50), request))
-    assert costs == [2.0, 200.0]
+        charges.append(world.leases.settle(UsageReport(lease.id, USAGE, USAGE, 50), request))
+    assert [charge.cost for charge in charges] == [2.0, 200.0]
+    assert [charge.slot_seconds for charge in charges] == [4.0, 4.0]
+
+
+def left(world: World, request: LeaseRequest, seconds: float, **keys: Any) -> AttemptCharge:
+    """What an attempt took that its client left after so many seconds."""
+    lease = world.grant(request)
+    world.clock.passes(seconds)
+    return world.leases.ended(
+        AttemptReport(lease.id, "client_closed", 200, True, False, False, **keys)
+    )
+
+
+def test_what_a_node_said_of_a_prompt_is_what_a_client_pays_that_leaves_in_prefill() -> None:
+    world = World(node("a", slots=2, cost_per_hour=3600.0))
+    request = a_request(prompt_tokens=4000, stream=True)
+    charge = left(world, request, 4.0, prompt_read=(1500, 500))
+    assert charge == AttemptCharge(2.0, 4.0, 1500, 500, 0)
+
+
+def a_measured_world() -> World:
+    """One node that reads about 200 tokens/s and writes about 10."""
+    world = World(node("a", slots=1))
+    timings = {"prompt_n": 200, "prompt_ms": 1000.0, "predicted_n": 10, "predicted_ms": 1000.0}
+    usage = Usage(200, 0, 10, timings)
+    for _ in range(30):
+        request = a_request(prompt_tokens=200, text_bytes=800.0)
+        lease = world.grant(request)
+        world.clock.passes(2.0)
+        world.end(lease, began=True)
+        world.leases.settle(UsageReport(lease.id, usage, usage, 10), request)
+    return world
+
+
+def test_without_that_the_time_and_the_nodes_speed_tell_at_most_the_whole_prompt() -> None:
+    keys: dict[str, Any] = {"prompt_tokens": 4000, "text_bytes": 16_000.0, "stream": True}
+    half = left(a_measured_world(), a_request(**keys), 10.0)
+    whole = left(a_measured_world(), a_request(**keys), 1e6)
+    assert half.prompt_tokens == pytest.approx(2000, rel=0.2)
+    assert whole.prompt_tokens == pytest.approx(4000, rel=0.1)
+    assert half.completion_tokens == whole.completion_tokens == 0
+
+
+def test_a_plain_response_that_shows_nothing_is_estimated_by_the_time() -> None:
+    request = a_request(prompt_tokens=1000, text_bytes=4000.0, max_tokens=100)
+    charge = left(a_measured_world(), request, 9.0)
+    assert charge.prompt_tokens == pytest.approx(1000, rel=0.1)
+    assert charge.completion_tokens == pytest.approx(40, rel=0.3)
+
+
+def test_an_attempt_that_was_never_sent_or_was_refused_takes_nothing() -> None:
+    world = World(node("a"))
+    for status, sent in ((0, False), (400, True)):
+        lease = world.grant(a_request(prompt_tokens=100))
+        world.clock.passes(1.0)
+        report = AttemptReport(lease.id, "client_closed", status, sent, True, False)
+        assert world.leases.ended(report) == NOTHING_CHARGED
 
 
 def test_a_resumed_response_teaches_by_the_clients_own_request() -> None:

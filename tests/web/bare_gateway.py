@@ -30,6 +30,8 @@ from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
 from gateway.store.store import Store
+from gateway.usage.limits import LimitBook
+from gateway.usage.meter import Meter
 from gateway.web.admin.app import admin_app
 from gateway.web.admin.configuration import ReloadResult
 from gateway.web.admin.nodes import DrainDeadlines
@@ -129,6 +131,7 @@ async def bare_gateway(
             bus=bus,
             clock=clock,
             time_slicer=context.time_slicer,
+            meter=Meter(LimitBook(chosen, clock=clock, learn_pending=bus.flush), bus),
         )
         drain_deadlines = DrainDeadlines(registry)
         site = public_app(handler, running.fleet, created=0)

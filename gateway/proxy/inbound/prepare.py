@@ -76,6 +76,8 @@ class IncomingRequest:
     """Whether the client announced `client_timeout` as a timer of its own."""
     cache: CachePolicy = SHARED_CACHE
     """Which nodes may serve it, and what it may learn of their prompt caches."""
+    max_tokens: int | None = None
+    """Most tokens of one answer that the caller's limits allow; None: any number."""
 
 
 def prepare(
@@ -111,15 +113,18 @@ def prepare(
         if route.generates:
             request_limits.check_sampling(parsed, limits)
     model, targets = _resolve_model(parsed.model, rules, incoming, catalog)
+    most_tokens = limits.max_tokens
+    if incoming.max_tokens is not None:
+        most_tokens = min(incoming.max_tokens, most_tokens or incoming.max_tokens)
     bodies, slots = _edited_bodies(
-        body, parsed, targets, route, rules, hides_cache=incoming.cache.hide
+        body, parsed, targets, route, rules, most_tokens, hides_cache=incoming.cache.hide
     )
     generation = prompt_list = None
     if route.generates:
         if route.api.merger is not None:
             prompt_list = _parse_prompt_list(incoming, parsed.prompt, priority, rules, catalog)
         scope = incoming.cache.scope_of(incoming.id)
-        generation = _generation(body, parsed, raw, slots, route, model, rules, scope)
+        generation = _generation(body, parsed, raw, slots, route, model, rules, most_tokens, scope)
     return _new_request(
         incoming,
         parsed.model,
@@ -204,12 +209,14 @@ def _edited_bodies(
     targets: tuple[ResolvedModel, ...],
     route: Route,
     rules: RequestRules,
+    most_tokens: int | None,
     *,
     hides_cache: bool,
 ) -> tuple[dict[str, Body], int]:
     """The body for each target model, and the slots that the request takes.
 
-    `hides_cache`: nodes must not be asked for figures of their prompt caches. Raises: GatewayError.
+    `most_tokens`: of one answer. `hides_cache`: nodes must not be asked for figures of their prompt
+    caches. Raises: GatewayError.
     """
     limits, volatile_lines = rules.limits, rules.volatile_lines
     bodies: dict[str, Body] = {}
@@ -220,12 +227,12 @@ def _edited_bodies(
         if ruled is not body:
             ruled_parsed = parse_body(ruled) if isinstance(ruled, bytes) else ruled.parse()
         edit = None
-        if target.rules or limits.max_tokens is not None or has_edited_options(ruled_parsed):
+        if target.rules or most_tokens is not None or has_edited_options(ruled_parsed):
             edit = edits.required_edit(
                 ruled_parsed,
                 target.rules,
                 max_tokens_field=route.max_tokens_field,
-                max_tokens=limits.max_tokens,
+                max_tokens=most_tokens,
                 n_probs=limits.n_probs,
             )
         if volatile_lines.strips_requests:
@@ -262,6 +269,7 @@ def _generation(
     route: Route,
     model: str,
     rules: RequestRules,
+    most_tokens: int | None,
     scope: str,
 ) -> _Generation:
     stream = bool(parsed.stream)
@@ -281,7 +289,7 @@ def _generation(
         not (parsed.n_probs is parsed.top_logprobs is None and parsed.logprobs is MISSING)
         and request_limits.wants_logprobs(parsed),
         not stream and can_assemble(route, body, parsed.messages, slots),
-        _max_tokens(parsed),
+        _max_tokens(parsed, most_tokens),
         key,
         size,
     )
@@ -361,7 +369,8 @@ def _slots_field(bodies: dict[str, Body]) -> str:
     return "n_cmpl" if b'"n_cmpl"' in without_large_fields(next(iter(bodies.values()))) else "n"
 
 
-def _max_tokens(parsed: ParsedBody) -> int | None:
+def _max_tokens(parsed: ParsedBody, most: int | None) -> int | None:
+    """The most tokens of one answer, as the body names it and no more than `most`."""
     for value in (
         parsed.max_completion_tokens,
         parsed.max_tokens,
@@ -370,8 +379,10 @@ def _max_tokens(parsed: ParsedBody) -> int | None:
     ):
         if value is not None and value >= 0:
             # Nearly all are small integers.
-            return value if type(value) is int and value < 1 << 32 else edits.clamped_int(value)
-    return None
+            small = type(value) is int and value < 1 << 32
+            named = int(value) if small else edits.clamped_int(value)
+            return named if most is None or named is None else min(named, most)
+    return most
 
 
 def _parse_prompt_list(

@@ -307,7 +307,7 @@ class Resumer:
         finally:
             if outcome:
                 context.accounting.attempt_failed(
-                    in_flight, attempt, outcome, fault, unreachable=unreachable
+                    in_flight, attempt, outcome, fault, unreachable=unreachable, resumes=True
                 )
 
     async def _check_kind(self, queries: NodeQueries) -> None:

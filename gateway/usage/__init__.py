@@ -1,0 +1,1 @@
+"""What callers use and may use: live limits, the ledger of requests, and what they cost."""

@@ -1,0 +1,430 @@
+"""The ledger: a row for each request that was admitted, written to the store in batches.
+
+Rows wait in memory for half a second at most. A request that has been running for longer than that
+is in `open_requests` until the transaction that writes its row: so a gateway that is killed loses
+no more than the requests of its last second, and leaves the others to be recovered
+(`usage/processes.py`). A batch whose commit may or may not have happened is written again, since
+rows that are there already are skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
+
+import structlog
+from sqlalchemy import Connection, Table
+
+from gateway.store.failures import StoreError
+from gateway.store.schema import open_requests, usage
+from gateway.usage.processes import (
+    HEARTBEAT_SECONDS,
+    LOST,
+    ProcessIdentity,
+    ProcessWatch,
+    register,
+    seen_processes,
+    take_open_requests,
+    unregister,
+)
+
+FLUSH_SECONDS = 0.5
+"""Longest time for which a row waits, and age from which on a request is in the journal."""
+
+FLUSH_ROWS = 500
+"""Rows that are written before that time is over."""
+
+MOST_ROWS_AT_ONCE = 5_000
+"""Rows of one transaction."""
+
+MOST_PENDING = 100_000
+"""Rows that wait while the store fails, about 50 MB; beyond them the oldest are dropped."""
+
+MOST_REFRESHED = 1_000
+"""Open requests whose tokens are brought up to date in one transaction, in turns."""
+
+RECOVERY_SECONDS = 15.0
+"""Seconds between two looks for dead processes."""
+
+LONGEST_PAUSE = 15.0
+"""Seconds between two attempts to write, while the store fails."""
+
+WARNING_SECONDS = 60.0
+"""Seconds between two warnings of the same kind."""
+
+UsageRow = tuple[Any, ...]
+"""The values of `ROW_COLUMNS`. Rows are plain tuples: there is one for each request."""
+
+ROW_COLUMNS: Final = (
+    "id", "process", "started_at", "ended_at", "key", "group_name", "user", "model", "class",
+    "tier", "node", "path", "stream", "prompt_tokens", "cached_tokens", "completion_tokens", "slot_seconds",
+    "cost", "gpu_cost", "attempts", "status", "outcome",
+)  # fmt: skip
+
+_OPEN_COLUMNS: Final = (
+    "id", "process", "started_at", "updated_at", "key", "group_name", "user", "model", "class",
+    "tier", "node", "path", "stream", "reserved_tokens", "reserved_cost", "prompt_tokens",
+    "completion_tokens",
+)  # fmt: skip
+
+_OPEN_UPDATES: Final = ("updated_at", "model", "tier", "node", "prompt_tokens", "completion_tokens")
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+
+class JobRunner(Protocol):
+    """The part of `gateway.store.store.Store` that the ledger uses."""
+
+    async def run(self, job: Callable[[Connection], T], /) -> T:
+        """Run a job in a transaction of its own. Raises: StoreError."""
+
+
+class OpenRequest(NamedTuple):
+    """A request that still runs, as the journal has it."""
+
+    id: str
+    started_at: float
+    key: str
+    group: str | None
+    user: str | None
+    model: str
+    class_: str
+    tier: str | None
+    node: str | None
+    path: str
+    stream: bool
+    reserved_tokens: int
+    reserved_cost: float
+    prompt_tokens: int
+    completion_tokens: int
+
+
+OpenRequests = Callable[[float], Iterable[OpenRequest]]
+"""The requests that still run and were admitted before a Unix time, the oldest first."""
+
+
+@dataclass(slots=True, eq=False)
+class Ledger:
+    """Writes the rows of one process. `run` must run in a task while there are any.
+
+    `now` is Unix time, `clock` monotonic seconds.
+    """
+
+    store: JobRunner
+    own: ProcessIdentity
+    now: Callable[[], float]
+    clock: Callable[[], float]
+    open_requests: OpenRequests
+    most_pending: int = MOST_PENDING
+    flush_rows: int = FLUSH_ROWS
+    written: int = 0
+    """Rows that were written; those of recovered requests included."""
+    recovered: int = 0
+    """Requests of dead processes that were written."""
+    dropped: int = 0
+    """Rows that were dropped, since too many waited."""
+    failures: int = 0
+    """Transactions that failed."""
+    problem: str | None = None
+    """Why the last transaction failed; None: it did not."""
+    _waiting: deque[UsageRow] = field(default_factory=deque)
+    _batch: list[UsageRow] = field(default_factory=list)
+    """The rows that are being written, until that is known to have happened."""
+    _sequence: int = 0
+    """Number of the last row that was written."""
+    _journal: dict[str, tuple[int, int] | None] = field(default_factory=dict)
+    """Tokens of each open request as the store has them; None: it may not have the request."""
+    _removed: list[str] = field(default_factory=list)
+    """Open requests that the store must forget, since their rows were dropped."""
+    _refresh_after: str = ""
+    """The open request that was refreshed last."""
+    _full: asyncio.Event = field(default_factory=asyncio.Event)
+    _watch: ProcessWatch = field(init=False)
+    _next_heartbeat: float = 0.0
+    _next_recovery: float = 0.0
+    _retry_at: float = 0.0
+    _pause: float = FLUSH_SECONDS
+    _next_warning: float = 0.0
+    _next_drop_warning: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._watch = ProcessWatch(self.own, self.clock)
+
+    @property
+    def pending(self) -> int:
+        """Rows that wait to be written."""
+        return len(self._waiting) + len(self._batch)
+
+    def add(self, row: UsageRow) -> None:
+        """A request has ended."""
+        waiting = self._waiting
+        waiting.append(row)
+        count = len(waiting)
+        if count == self.flush_rows:
+            self._full.set()
+        elif count + len(self._batch) > self.most_pending:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        row = self._waiting.popleft()
+        self.dropped += 1
+        if self._journal.pop(row[0], 0) != 0 and len(self._removed) < self.most_pending:
+            self._removed.append(row[0])
+        if self.clock() >= self._next_drop_warning:
+            self._next_drop_warning = self.clock() + WARNING_SECONDS
+            log.error(
+                "usage is lost",
+                dropped=self.dropped,
+                why=f"{self.most_pending} rows wait for a store that fails: {self.problem}",
+            )
+
+    # The loop.
+
+    async def start(self, limit: float) -> None:
+        """Register this process and recover what dead ones left, within `limit` seconds if so."""
+        try:
+            async with asyncio.timeout(limit):
+                await self._step()
+        except TimeoutError:
+            self._failed("the store has not answered yet")
+
+    async def run(self) -> None:
+        """Write rows until cancelled."""
+        while True:
+            if self.pending < self.flush_rows or self.clock() < self._retry_at:
+                await self._rest()
+            if self.clock() >= self._retry_at:
+                await self._step()
+
+    async def close(self, limit: float) -> None:
+        """Write what waits, within `limit` seconds; call it when `run` has ended."""
+        self._retry_at = 0.0
+        try:
+            async with asyncio.timeout(limit):
+                while self.pending and await self._flush():
+                    pass
+                if not self.pending and not self._journal:
+                    await self.store.run(lambda connection: unregister(connection, self.own))
+        except (TimeoutError, StoreError) as error:
+            self.problem = str(error) or "the store does not answer"
+        if self.pending:
+            log.error("usage is lost", rows=self.pending, why=self.problem)
+
+    async def _rest(self) -> None:
+        self._full.clear()
+        try:
+            async with asyncio.timeout(FLUSH_SECONDS):
+                await self._full.wait()
+        except TimeoutError:
+            pass
+
+    async def _step(self) -> None:
+        """Write what is due, and look for dead processes now and then."""
+        if await self._flush() and self.clock() >= self._next_recovery:
+            self._next_recovery = self.clock() + RECOVERY_SECONDS
+            await self._recover()
+
+    # Writing.
+
+    async def _flush(self) -> bool:
+        """Write a batch and the journal; returns whether the store took it."""
+        if not self._batch:
+            waiting = self._waiting
+            count = min(len(waiting), MOST_ROWS_AT_ONCE)
+            self._batch = [waiting.popleft() for _ in range(count)]
+        work = self._work()
+        if work.is_empty:
+            return True
+        try:
+            await self.store.run(work.do)
+        except StoreError as error:
+            self._not_written(work)
+            self._failed(str(error))
+            return False
+        except Exception:
+            # One of the rows can't be stored: it must not keep the others from it.
+            log.exception("a row of the ledger can't be written")
+            self._not_written(work)
+            return await self._write_one_by_one()
+        self._pause, self.problem = FLUSH_SECONDS, None
+        self._written(self._batch)
+        for id_ in work.closed:
+            self._journal.pop(id_, None)
+        self._removed = [id_ for id_ in self._removed if id_ not in work.closed]
+        if work.heartbeat is not None:
+            self._next_heartbeat = self.clock() + HEARTBEAT_SECONDS
+        return True
+
+    def _written(self, rows: Sequence[UsageRow]) -> None:
+        self._sequence += len(rows)
+        self.written += len(rows)
+        self._batch = self._batch[len(rows) :]
+
+    def _not_written(self, work: _Work) -> None:
+        for one in work.opened:
+            self._journal[one[0]] = None
+
+    async def _write_one_by_one(self) -> bool:
+        """Write each row of the batch by itself, and drop those that can't be stored."""
+        while self._batch:
+            row = self._batch[0]
+            work = _Work([row], self._sequence + 1, self.own, closed=[row[0]])
+            try:
+                await self.store.run(work.do)
+            except StoreError as error:
+                self._failed(str(error))
+                return False
+            except Exception:  # noqa: BLE001 - whatever is wrong with it, it is told above
+                self._batch = self._batch[1:]
+                self.dropped += 1
+            else:
+                self._written([row])
+            self._journal.pop(row[0], None)
+        return True
+
+    def _work(self) -> _Work:
+        """What is to be written now."""
+        now, journal = self.now(), self._journal
+        work = _Work(self._batch, self._sequence + 1, self.own)
+        if journal:
+            work.closed = [row[0] for row in self._batch if row[0] in journal]
+        if self._removed:
+            work.closed += self._removed
+        changed: list[OpenRequest] = []
+        for one in self.open_requests(now - FLUSH_SECONDS):
+            tokens = one.prompt_tokens, one.completion_tokens
+            known = journal.get(one.id)
+            if known is None:
+                journal[one.id] = tokens
+                work.opened.append(_open_row(one, self.own.id, now))
+            elif known != tokens:
+                changed.append(one)
+        if len(changed) > MOST_REFRESHED:
+            # In turns: those behind the last one of the time before.
+            at = next((i for i, one in enumerate(changed) if one.id == self._refresh_after), -1) + 1
+            changed = list(itertools.islice(itertools.cycle(changed), at, at + MOST_REFRESHED))
+        for one in changed:
+            journal[one.id] = one.prompt_tokens, one.completion_tokens
+            self._refresh_after = one.id
+            work.opened.append(_open_row(one, self.own.id, now))
+        if self.clock() >= self._next_heartbeat:
+            work.heartbeat = now
+        return work
+
+    def _failed(self, why: str) -> None:
+        """The store failed: try again after a while, and tell it now and then."""
+        self.failures += 1
+        self.problem = why
+        now = self.clock()
+        self._retry_at = now + self._pause
+        self._pause = min(LONGEST_PAUSE, 2 * self._pause)
+        if now >= self._next_warning:
+            self._next_warning = now + WARNING_SECONDS
+            log.warning("usage waits for the store", rows=self.pending, why=why)
+
+    # Recovery.
+
+    async def _recover(self) -> None:
+        """Write the open requests of dead processes into the ledger."""
+        try:
+            seen = await self.store.run(seen_processes)
+            for dead in self._watch.dead(seen):
+                first = self._sequence + 1
+
+                def recover(connection: Connection, dead: Any = dead, first: int = first) -> int:
+                    lost = take_open_requests(connection, dead)
+                    rows = [_lost_row(one, self.own.id) for one in lost]
+                    insert_rows(connection, rows, first)
+                    return len(rows)
+
+                count = await self.store.run(recover)
+                self._sequence += count
+                self.written += count
+                self.recovered += count
+                if count:
+                    log.warning("recovered requests", process=dead.id, requests=count)
+        except StoreError as error:
+            self._failed(str(error))
+
+
+@dataclass(slots=True)
+class _Work:
+    """What one transaction writes."""
+
+    rows: Sequence[UsageRow]
+    first_sequence: int
+    own: ProcessIdentity
+    opened: list[tuple[Any, ...]] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)
+    heartbeat: float | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.rows or self.opened or self.closed or self.heartbeat is not None)
+
+    def do(self, connection: Connection) -> None:
+        """Write it."""
+        if self.heartbeat is not None:
+            register(connection, self.own, self.heartbeat)
+        statements = _statements(connection)
+        insert_rows(connection, self.rows, self.first_sequence)
+        if self.opened:
+            connection.exec_driver_sql(statements.open, self.opened)
+        if self.closed:
+            connection.exec_driver_sql(statements.close, [(id_,) for id_ in self.closed])
+
+
+def insert_rows(connection: Connection, rows: Sequence[UsageRow], first_sequence: int) -> None:
+    """Insert rows of the ledger, unless they are there, numbered in their order."""
+    if rows:
+        numbered = [(*row, number) for number, row in enumerate(rows, first_sequence)]
+        connection.exec_driver_sql(_statements(connection).insert, numbered)
+
+
+def _open_row(one: OpenRequest, process: str, now: float) -> tuple[Any, ...]:
+    return (one.id, process, one.started_at, now, *one[2:])
+
+
+def _lost_row(one: dict[str, Any], process: str) -> UsageRow:
+    """The row of a request whose process was killed: what it had used when last heard of."""
+    return (
+        one["id"], process, one["started_at"], one["updated_at"], one["key"], one["group_name"],
+        one["user"], one["model"], one["class"], one["tier"], one["node"], one["path"],
+        one["stream"], one["prompt_tokens"], 0, one["completion_tokens"], 0.0, 0.0, 0.0, 1, 0, LOST,
+    )  # fmt: skip
+
+
+class _Statements(NamedTuple):
+    """The driver's own SQL: values are tuples, and nothing is compiled per row."""
+
+    insert: str
+    open: str
+    close: str
+
+
+def _statements(connection: Connection) -> _Statements:
+    return _STATEMENTS[connection.dialect.name]
+
+
+def _written_for(mark: str) -> _Statements:
+    updates = ", ".join(f'"{name}" = excluded."{name}"' for name in _OPEN_UPDATES)
+    return _Statements(
+        _insert(usage, (*ROW_COLUMNS, "sequence"), mark) + " ON CONFLICT (id) DO NOTHING",
+        _insert(open_requests, _OPEN_COLUMNS, mark) + f" ON CONFLICT (id) DO UPDATE SET {updates}",
+        f"DELETE FROM open_requests WHERE id = {mark}",  # noqa: S608 - names are the tables' own
+    )
+
+
+def _insert(table: Table, columns: Sequence[str], mark: str) -> str:
+    names = ", ".join(f'"{name}"' for name in columns)
+    marks = ", ".join([mark] * len(columns))
+    return f'INSERT INTO "{table.name}" ({names}) VALUES ({marks})'  # noqa: S608 - as above
+
+
+_STATEMENTS: Final = {"sqlite": _written_for("?"), "postgresql": _written_for("%s")}

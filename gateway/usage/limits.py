@@ -1,0 +1,386 @@
+"""Limits on use: who may send one more request, and what it reserves until it is settled.
+
+A request reserves an estimate of its tokens and cost when it is admitted, and is settled by what
+it really used. So a limit is exceeded by no more than what running requests use beyond their
+estimates.
+At every time a counter is the sum of the ledger's rows in its window and the reservations of open
+requests: requests count when they are admitted, tokens and money when the request has ended.
+
+All times that are passed in are Unix times, as in the ledger.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import NamedTuple
+
+from gateway import errors
+from gateway.config.settings import Settings
+from gateway.config.usage_limits import GroupSpec, LimitSpec
+from gateway.errors import GatewayError, truncate_echo
+from gateway.lease import LeaseRequest
+from gateway.request import Caller
+from gateway.usage.accounts import MINUTE, Account, Accounts, Kind, LimitName
+from gateway.usage.windows import Calendar
+
+BYTES_PER_TOKEN = 4
+"""Bytes of text in a token, as estimated before a node has read it."""
+
+DEFAULT_COMPLETION_TOKENS = 1024
+"""Tokens that are reserved for an answer to which neither client nor limit sets a bound."""
+
+MOST_USERS = 10_000
+"""End users of one key that are counted each by itself; any more share one account."""
+
+EVICTION_TRIES = 16
+"""Accounts that are looked at to find one that can make room for another."""
+
+MOST_RATES = 1024
+"""Models whose cost for each token is remembered."""
+
+RATE_WEIGHT = 0.1
+"""Of the newest request in a model's mean cost for each token."""
+
+
+class RateLimit(NamedTuple):
+    """The tightest limit of one kind, as `x-ratelimit-*` headers tell it."""
+
+    limit: int
+    remaining: int
+    reset: float
+    """Seconds until all of it is available again, if nothing more is sent."""
+    resets_at: float
+    """The Unix time of that."""
+
+
+class Reservation:
+    """What one admitted request holds until it is settled."""
+
+    __slots__ = (
+        "_book", "_released", "_settled", "admitted_at", "cost", "model", "tokens", "tracked",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        book: LimitBook,
+        tracked: tuple[Account, ...],
+        model: str,
+        tokens: int,
+        cost: float,
+        admitted_at: float,
+    ) -> None:
+        self._book = book
+        self._released = self._settled = False
+        self.tracked = tracked
+        self.model = model
+        self.tokens = tokens
+        self.cost = cost
+        self.admitted_at = admitted_at
+        """Unix time at which the request counts; the ledger's `started_at`."""
+
+    def release(self, now: float) -> None:
+        """The response has ended: another request may run. Only the first call counts."""
+        if not self._released:
+            self._released = True
+            for account in self.tracked:
+                account.release(now - self.admitted_at)
+
+    def settle(self, tokens: int, cost: float, ended_at: float) -> None:
+        """Count what the request has used; only the first call counts.
+
+        `ended_at`: as in the ledger's row.
+        """
+        self.release(ended_at)
+        if not self._settled:
+            self._settled = True
+            self._book.settled(self, tokens, cost, ended_at)
+
+
+class LimitBook:
+    """All accounts of one gateway. It outlives reloads: `configure` changes limits alone."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+        learn_pending: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._learn_pending = learn_pending
+        """Settles what has ended but is not settled yet."""
+        self._calendar = Calendar()
+        self._groups: Mapping[str, GroupSpec] = {}
+        self._total: LimitSpec | None = None
+        self._accounts: dict[str, Account] = {}
+        """By subject; without those of end users."""
+        self._users: dict[str, OrderedDict[str, Account]] = {}
+        """By the id of their key, then by their names, those looked up last at the end."""
+        self._rates: dict[str, float] = {}
+        """Mean cost of a token, by model."""
+        self._version = 0
+        self.configure(settings)
+
+    def configure(self, settings: Settings) -> None:
+        """Put the limits of these settings in force; what is counted stays counted."""
+        self._total, self._groups = settings.limits.total, settings.groups
+        self._version += 1
+
+    # Look up accounts.
+
+    def accounts(self, caller: Caller, user: str | None = None) -> Accounts:
+        """The accounts on which the requests of this caller and end user count."""
+        return Accounts(caller, user, self._look_up(caller, user), self._version)
+
+    def _look_up(self, caller: Caller, user: str | None) -> tuple[Account, ...]:
+        tracked: list[Account] = []
+        if self._total is not None:
+            tracked.append(self._account("total", "total", "all callers together", self._total))
+        group = None if caller.group is None else self._groups.get(caller.group)
+        if group is not None and group.limits is not None:
+            name = caller.group
+            tracked.append(self._account("group", f"group:{name}", f"group '{name}'", group.limits))
+        if caller.limits is not None:
+            who = f"key '{caller.name}'"
+            tracked.append(self._account("key", f"key:{caller.id}", who, caller.limits))
+        spec = caller.user_limits
+        if spec is None and group is not None:
+            spec = group.user_limits
+        if user is not None and spec is not None:
+            tracked.append(self._user_account(caller, user, spec))
+        return tuple(tracked)
+
+    def _account(self, kind: Kind, subject: str, who: str, spec: LimitSpec) -> Account:
+        account = self._accounts.get(subject)
+        if account is None:
+            account = Account(kind, subject, who, spec, self._wall_clock())
+            self._accounts[subject] = account
+        elif account.spec != spec:
+            account.configure(spec)
+        return account
+
+    def _user_account(self, caller: Caller, user: str, spec: LimitSpec) -> Account:
+        users = self._users.setdefault(caller.id, OrderedDict())
+        account = users.get(user)
+        if account is None:
+            if len(users) >= MOST_USERS and not self._evict_one(users):
+                # Together they have one user's share, and take nothing from other callers.
+                who = f"further end users of key '{caller.name}'"
+                return self._account("user", f"users:{caller.id}", who, spec)
+            who = f"end user '{truncate_echo(user)}' of key '{caller.name}'"
+            now = self._wall_clock()
+            account = users[user] = Account("user", f"user:{caller.id}/{user}", who, spec, now)
+            return account
+        users.move_to_end(user)
+        if account.spec != spec:
+            account.configure(spec)
+        return account
+
+    def _evict_one(self, users: OrderedDict[str, Account]) -> bool:
+        """Drop one of the accounts that were not looked up for longest; returns whether it could.
+
+        One that counts something is kept: whoever it belongs to must not escape its limits.
+        """
+        now, wall = self._clock(), self._wall_clock()
+        self._calendar.look_up(wall)
+        for user, account in islice(users.items(), EVICTION_TRIES):
+            if account.is_idle(now, self._calendar):
+                del users[user]
+                self._version += 1
+                return True
+        return False
+
+    def all_accounts(self) -> Iterator[Account]:
+        """Every account."""
+        yield from self._accounts.values()
+        for users in self._users.values():
+            yield from users.values()
+
+    # Admit and settle.
+
+    def reserve(
+        self, accounts: Accounts, request: LeaseRequest, now: float, *, prompts: int = 1
+    ) -> Reservation:
+        """Admit a request at `now`, and reserve what it may use; `prompts`: it has so many.
+
+        Raises: GatewayError 400 if it is larger than a limit, 429 if a limit is reached.
+        """
+        if accounts.version != self._version:
+            tracked = self._look_up(accounts.caller, accounts.user)
+            accounts.replace_accounts(tracked, self._version)
+        tracked = accounts.tracked
+        if not tracked:
+            return Reservation(self, tracked, request.model, 0, 0.0, now)
+        tokens = _estimate(accounts, request, prompts) if request.slots else 0
+        cost = min(tokens * self._rates.get(request.model, 0.0), accounts.most_cost)
+        clock, calendar = self._clock(), self._calendar
+        calendar.look_up(now)
+        for account in tracked:
+            if account.refuses(tokens, cost, clock, calendar) is not None:
+                # It may have ended already, and used less than it had reserved.
+                self._learn_pending()
+                self._check(tracked, tokens, cost, clock, now)
+                break
+        for account in tracked:
+            account.admit(tokens, cost, clock)
+        return Reservation(self, tracked, request.model, tokens, cost, now)
+
+    def _check(
+        self, tracked: tuple[Account, ...], tokens: int, cost: float, clock: float, now: float
+    ) -> None:
+        """Raises: GatewayError 429 if an account has no room for one more request."""
+        refusals = [
+            refusal(account, limit, tokens, clock, now, self._calendar)
+            for account in tracked
+            if (limit := account.refuses(tokens, cost, clock, self._calendar)) is not None
+        ]
+        if refusals:
+            # The wait must be long enough for all of them.
+            raise max(refusals, key=lambda error: error.retry_after or 0.0)
+
+    def settled(self, reservation: Reservation, tokens: int, cost: float, ended_at: float) -> None:
+        """A request has ended that used so much; its reservation calls this once."""
+        tracked = reservation.tracked
+        if tokens > 0:
+            self._learn_rate(reservation.model, cost / tokens)
+        if not tracked:
+            return
+        ended = self._monotonic(ended_at)
+        self._calendar.look_up(ended_at)
+        for account in tracked:
+            account.give_back(reservation.tokens, reservation.cost)
+            account.count(tokens, cost, ended, self._calendar)
+
+    def _learn_rate(self, model: str, rate: float) -> None:
+        rates = self._rates
+        mean = rates.get(model)
+        if mean is None:
+            if not rate:
+                return
+            if len(rates) >= MOST_RATES:
+                del rates[next(iter(rates))]
+            mean = rate
+        rates[model] = mean + (rate - mean) * RATE_WEIGHT
+
+    def _monotonic(self, when: float) -> float:
+        """The monotonic time of a Unix time within the last minute; others count as its ends."""
+        return self._clock() - min(MINUTE, max(0.0, self._wall_clock() - when))
+
+    # Tell callers.
+
+    def rate_limits(self, accounts: Accounts) -> tuple[RateLimit | None, RateLimit | None]:
+        """The tightest limit of requests, and that of tokens; None: there is none."""
+        requests: RateLimit | None = None
+        tokens: RateLimit | None = None
+        now, wall, calendar = self._clock(), self._wall_clock(), self._calendar
+        calendar.look_up(wall)
+        for account in accounts.tracked:
+            if account.rpm < math.inf:
+                left = int(account.rpm - account.requests.value(now))
+                if requests is None or left < requests.remaining:
+                    reset = account.requests.seconds_until_empty(now)
+                    requests = RateLimit(int(account.rpm), max(0, left), reset, wall + reset)
+            reserved = account.reserved_tokens + account.others.tokens
+            if account.tpm < math.inf:
+                left = int(account.tpm - account.tokens.value(now)) - reserved
+                if tokens is None or left < tokens.remaining:
+                    reset = MINUTE if reserved else account.tokens.seconds_until_empty(now)
+                    tokens = RateLimit(int(account.tpm), max(0, left), reset, wall + reset)
+            if account.tokens_per_day < math.inf:
+                used = account.tokens_by_day.get(calendar.day, 0)
+                left = int(account.tokens_per_day - used) - reserved
+                if tokens is None or left < tokens.remaining:
+                    reset = calendar.day_ends - wall if used or reserved else 0.0
+                    most = int(account.tokens_per_day)
+                    tokens = RateLimit(most, max(0, left), reset, wall + reset)
+        return requests, tokens
+
+
+# Estimates and refusals.
+
+
+def _estimate(accounts: Accounts, request: LeaseRequest, prompts: int) -> int:
+    """Tokens to reserve for a request. Raises: GatewayError 400 if it can never be admitted."""
+    known = request.prompt_tokens
+    prompt = int(request.text_bytes) // BYTES_PER_TOKEN + request.exact_tokens
+    prompt = max(prompt + request.media_tokens, known)
+    if accounts.prompt_tokens is not None and known > accounts.prompt_tokens * prompts:
+        raise _prompt_too_long(accounts, known)
+    completion = 0
+    named: int | None = None
+    if request.generates:
+        answers = request.slots * prompts
+        bound = request.max_tokens
+        if accounts.completion_tokens is not None:
+            bound = min(accounts.completion_tokens, math.inf if bound is None else bound)  # type: ignore[assignment]
+        named = None if bound is None else bound * answers
+        completion = (DEFAULT_COMPLETION_TOKENS * answers) if named is None else named
+    most = accounts.most_tokens
+    if known + (named or 0) > most:
+        raise _larger_than_limit(accounts, known, named)
+    return int(min(prompt + completion, most))
+
+
+def refusal(
+    account: Account, limit: LimitName, tokens: int, now: float, wall: float, calendar: Calendar
+) -> GatewayError:
+    """The error of a request that would exceed this limit of the account."""
+    who, spec = account.who, account.spec
+    if limit == "rpm":
+        assert spec.rpm is not None
+        over = account.requests.value(now) + 1 - spec.rpm
+        wait = account.requests.seconds_until_left(now, over)
+        return errors.rate_limit_exceeded(f"{who}: {spec.rpm} requests a minute (rpm)", wait)
+    if limit == "concurrency":
+        assert spec.concurrency is not None
+        running = account.running + account.others.running
+        wait = min(MINUTE, account.mean_seconds / max(1, running))
+        return errors.rate_limit_exceeded(
+            f"{who}: {spec.concurrency} requests at one time (concurrency)", wait
+        )
+    reserved = account.reserved_tokens + account.others.tokens
+    if limit == "tpm":
+        assert spec.tpm is not None
+        used = account.tokens.value(now)
+        over = used + reserved + tokens - spec.tpm
+        wait = account.tokens.seconds_until_left(now, over)
+        if wait == math.inf:
+            # Running requests must end; what they have not used comes free then.
+            wait = min(MINUTE, account.mean_seconds)
+        return errors.rate_limit_exceeded(
+            f"{who}: {spec.tpm} tokens a minute (tpm), of which {int(used)} are used, "
+            f"{reserved} reserved by running requests and {tokens} needed",
+            wait,
+        )
+    if limit == "tokens_per_day":
+        used = account.tokens_by_day.get(calendar.day, 0)
+        return errors.insufficient_quota(
+            f"{who}: {spec.tokens_per_day} tokens a day (tokens_per_day), of which {int(used)} "
+            f"are used, {reserved} reserved by running requests and {tokens} needed",
+            calendar.day_ends - wall,
+        )
+    assert account.budget is not None
+    ends = calendar.day_ends if account.budget.period == "day" else calendar.month_ends
+    return errors.insufficient_quota(
+        f"{who}: a budget of {account.budget.amount:g} a {account.budget.period} (budget)",
+        ends - wall,
+    )
+
+
+def _prompt_too_long(accounts: Accounts, tokens: int) -> GatewayError:
+    most = accounts.prompt_tokens
+    account = next(one for one in accounts.tracked if one.spec.prompt_tokens == most)
+    return errors.prompt_limit_exceeded(tokens, most or 0, account.who)
+
+
+def _larger_than_limit(accounts: Accounts, prompt: int, completion: int | None) -> GatewayError:
+    most = accounts.most_tokens
+    account = next(one for one in accounts.tracked if min(one.tpm, one.tokens_per_day) == most)
+    limit = "tokens a minute (tpm)" if account.tpm == most else "tokens a day (tokens_per_day)"
+    return errors.larger_than_limit(prompt, completion, f"{account.who}: {int(most)} {limit}")

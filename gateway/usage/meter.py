@@ -1,0 +1,161 @@
+"""Meters requests: each is admitted within its limits, settled by what it used, and recorded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+from gateway.events import EventBus, RequestFinished
+from gateway.lease import LeaseRequest
+from gateway.usage.accounts import Accounts
+from gateway.usage.ledger import OpenRequest, UsageRow
+from gateway.usage.limits import LimitBook, Reservation
+
+
+class TokensSoFar(NamedTuple):
+    """What a request that still runs has used."""
+
+    prompt: int
+    completion: int
+
+
+NO_TOKENS = TokensSoFar(0, 0)
+
+
+class MeteredRequest:
+    """One admitted request."""
+
+    __slots__ = ("accounts", "ended_at", "record", "request", "reservation")
+
+    def __init__(
+        self,
+        accounts: Accounts,
+        request: LeaseRequest,
+        record: RequestFinished,
+        reservation: Reservation,
+    ) -> None:
+        self.accounts = accounts
+        self.request = request
+        self.record = record
+        self.reservation = reservation
+        self.ended_at: float | None = None
+
+    def end(self, now: float) -> None:
+        """The response has ended."""
+        self.ended_at = now
+        self.reservation.release(now)
+
+
+class Meter:
+    """What the handler calls when a request is admitted, and when it has ended.
+
+    `process` and `add_row` are the ledger's; without them nothing is recorded. `tokens_so_far`: of
+    the request with this id. `wall_clock` gives Unix time.
+    """
+
+    def __init__(
+        self,
+        book: LimitBook,
+        bus: EventBus,
+        *,
+        process: str = "",
+        add_row: Callable[[UsageRow], None] | None = None,
+        tokens_so_far: Callable[[str], TokensSoFar | tuple[int, int]] = lambda _: NO_TOKENS,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.book = book
+        self._bus = bus
+        self._process = process
+        self._add_row = add_row
+        self._tokens_so_far = tokens_so_far
+        self._wall_clock = wall_clock
+        self._open: dict[str, MeteredRequest] = {}
+        """The requests that run, the oldest first."""
+
+    def admit(
+        self, accounts: Accounts, request: LeaseRequest, record: RequestFinished, prompts: int = 1
+    ) -> MeteredRequest:
+        """Admit a request, which has so many prompts, or refuse it. Raises: GatewayError.
+
+        Each admitted request must be reported to `ended`.
+        """
+        reservation = self.book.reserve(accounts, request, self._wall_clock(), prompts=prompts)
+        metered = MeteredRequest(accounts, request, record, reservation)
+        self._open[request.id] = metered
+        return metered
+
+    def ended(self, metered: MeteredRequest, record: RequestFinished) -> None:
+        """The response has ended; what it used is known when the deferred work is done."""
+        metered.end(self._wall_clock())
+        self._bus.defer(record.when_complete, partial(self._settle, metered))
+
+    def open_requests(self, before: float) -> Iterator[OpenRequest]:
+        """The requests that run and were admitted before this Unix time, for the ledger."""
+        for metered in self._open.values():
+            reservation = metered.reservation
+            if reservation.admitted_at > before:
+                # Unless the clock was set, those behind it are younger still.
+                break
+            caller, record, request = metered.accounts.caller, metered.record, metered.request
+            prompt, completion = self._tokens_so_far(request.id)
+            yield OpenRequest(
+                request.id,
+                reservation.admitted_at,
+                caller.id,
+                caller.group,
+                metered.accounts.user,
+                record.model,
+                record.priority.label,
+                record.tier,
+                record.node,
+                record.path,
+                record.stream,
+                reservation.tokens,
+                reservation.cost,
+                prompt,
+                completion,
+            )
+
+    def _settle(self, metered: MeteredRequest) -> None:
+        """Count what a request has used, and record it."""
+        record, reservation, request = metered.record, metered.reservation, metered.request
+        ended_at = metered.ended_at
+        assert ended_at is not None
+        del self._open[request.id]
+        prompt, completion, cost = record.prompt_tokens, record.completion_tokens, record.cost
+        if not request.slots:
+            # Token counts and the like: what they are told is no use of a node's slots.
+            prompt = completion = 0
+        reservation.settle(prompt + completion, cost, ended_at)
+        if self._add_row is None:
+            return
+        caller, status = metered.accounts.caller, record.status
+        # Positional, in the order of `ROW_COLUMNS`: there is one for each request.
+        self._add_row(
+            (
+                request.id,
+                self._process,
+                reservation.admitted_at,
+                ended_at,
+                caller.id,
+                caller.group,
+                metered.accounts.user,
+                record.model,
+                record.priority.label,
+                record.tier,
+                record.node,
+                record.path,
+                record.stream,
+                prompt,
+                record.cached_tokens if prompt else 0,
+                completion,
+                record.slot_seconds,
+                cost,
+                0.0,
+                record.attempts,
+                status,
+                record.reason or "ok",
+            )
+        )

@@ -1,0 +1,297 @@
+"""Rows reach the store once each, whatever the store does meanwhile, in SQLite and PostgreSQL."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from sqlalchemy import Connection, select
+
+from gateway.store.database import locate_store
+from gateway.store.failures import StoreUnavailable
+from gateway.store.schema import open_requests, processes, usage
+from gateway.store.store import Store
+from gateway.usage.ledger import ROW_COLUMNS, Ledger, OpenRequest, UsageRow
+from gateway.usage.processes import (
+    DEAD_SECONDS,
+    ProcessIdentity,
+    ProcessWatch,
+    SeenProcess,
+    is_gone,
+)
+from tests.fleet.build import Clock
+from tests.postgres import needs_postgres, running_postgres
+
+T = TypeVar("T")
+
+NOW = 1_780_000_000.0
+
+
+@pytest.fixture(scope="module")
+def postgres_url() -> Iterator[Callable[[], str]]:
+    with running_postgres() as server:
+        yield server.new_database
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=needs_postgres)])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/gateway.db"
+    made: str = request.getfixturevalue("postgres_url")()
+    return made
+
+
+class World:
+    """One store, and a clock that all ledgers on it share."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.clock = Clock(100.0)
+        self.open: list[OpenRequest] = []
+        self._numbers = 0
+
+    def ledger(self, store: Any = None, **keys: Any) -> Ledger:
+        """The ledger of one more process, which lives on a host of its own."""
+        self._numbers += 1
+        own = ProcessIdentity(f"p{self._numbers}.0", f"host{self._numbers}", 1, NOW)
+        return Ledger(
+            store or self.store,
+            own,
+            now=lambda: NOW + self.clock.now,
+            clock=self.clock,
+            open_requests=lambda before: [one for one in self.open if one.started_at <= before],
+            **keys,
+        )
+
+    async def all(self, table: Any) -> list[dict[str, Any]]:
+        """The rows of a table."""
+        key = next(iter(table.primary_key))
+
+        def read(connection: Connection) -> list[dict[str, Any]]:
+            found = connection.execute(select(table).order_by(key))
+            return [dict(row._mapping) for row in found]
+
+        return await self.store.run(read)
+
+
+@asynccontextmanager
+async def a_world(url: str) -> AsyncIterator[World]:
+    store = Store(locate_store(url, Path("/nonexistent")))
+    store.start()
+    try:
+        yield World(store)
+    finally:
+        await asyncio.to_thread(store.close, 10.0)
+
+
+def a_row(id_: str, process: str = "p1.0", **values: Any) -> UsageRow:
+    made = {
+        "id": id_, "process": process, "started_at": NOW, "ended_at": NOW + 1, "key": "alice",
+        "group_name": None, "user": None, "model": "demo", "class": "normal", "tier": "cpu",
+        "node": "a", "path": "/v1/chat/completions", "stream": True, "prompt_tokens": 10,
+        "cached_tokens": 0, "completion_tokens": 5, "slot_seconds": 0.5, "cost": 0.25,
+        "gpu_cost": 0.0, "attempts": 1, "status": 200, "outcome": "ok", **values,
+    }  # fmt: skip
+    return tuple(made[name] for name in ROW_COLUMNS)
+
+
+def an_open_request(id_: str, started_at: float, *, tokens: int = 0, **keys: Any) -> OpenRequest:
+    return OpenRequest(
+        id_, started_at, "alice", "team", None, "demo", "normal", "cpu", "a",
+        "/v1/chat/completions", True, 1000, 0.5, 100, tokens, **keys,
+    )  # fmt: skip
+
+
+@contextmanager
+def running(ledger: Ledger) -> Iterator[None]:
+    task = asyncio.get_running_loop().create_task(ledger.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_rows_are_written_with_every_value_and_numbered_in_their_order(url: str) -> None:
+    async with a_world(url) as world:
+        ledger = world.ledger()
+        for i in range(3):
+            ledger.add(a_row(f"r{i}", user="ünïcode", stream=bool(i)))
+        await ledger.close(10.0)
+        rows = await world.all(usage)
+        assert [(row["id"], row["sequence"]) for row in rows] == [("r0", 1), ("r1", 2), ("r2", 3)]
+        assert rows[2] == {
+            **dict(zip(ROW_COLUMNS, a_row("r2", user="ünïcode"), strict=True)), "sequence": 3,
+        }  # fmt: skip
+        assert (ledger.pending, ledger.written) == (0, 3)
+
+
+async def test_rows_are_written_without_being_asked(url: str) -> None:
+    async with a_world(url) as world:
+        ledger = world.ledger(flush_rows=3)
+        with running(ledger):
+            for i in range(7):
+                ledger.add(a_row(f"r{i}"))
+            await until(lambda: ledger.written == 7)
+        assert len(await world.all(usage)) == 7
+
+
+class UncertainStore:
+    """A store whose connection breaks: before the commit, or after it."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.failures: list[str] = []
+
+    async def run(self, job: Callable[[Connection], T]) -> T:
+        failure = self.failures.pop(0) if self.failures else ""
+        if failure == "before":
+            raise StoreUnavailable("gone", "wait")
+        result = await self.store.run(job)
+        if failure == "after":
+            raise StoreUnavailable("gone", "wait")
+        return result
+
+
+async def test_a_batch_is_written_once_though_nobody_knows_whether_it_was(url: str) -> None:
+    async with a_world(url) as world:
+        store = UncertainStore(world.store)
+        ledger = world.ledger(store)
+        store.failures = ["after", "before", "after"]
+        world.open = [an_open_request("o1", NOW)]
+        for i in range(3):
+            ledger.add(a_row(f"r{i}"))
+        with running(ledger):
+            for _ in range(3):
+                failures = ledger.failures
+                await until(lambda before=failures: ledger.failures > before)  # type: ignore[misc]
+                assert ledger.pending >= 3
+                assert ledger.problem == "gone; wait"
+                ledger.add(a_row(f"later{ledger.failures}"))
+                world.clock.passes(60.0)
+            await until(lambda: ledger.pending == 0)
+        rows = await world.all(usage)
+        assert sorted(row["id"] for row in rows) == [
+            "later1", "later2", "later3", "r0", "r1", "r2"
+        ]  # fmt: skip
+        assert sorted(row["sequence"] for row in rows) == [1, 2, 3, 4, 5, 6]
+        assert [row["id"] for row in await world.all(open_requests)] == ["o1"]
+        assert (ledger.problem, ledger.written) == (None, 6)
+
+
+async def test_a_row_that_no_store_takes_does_not_hold_up_the_others(url: str) -> None:
+    async with a_world(url) as world:
+        ledger = world.ledger()
+        for row in (a_row("r0"), a_row("bad", prompt_tokens=None), a_row("r2")):
+            ledger.add(row)
+        await ledger.close(10.0)
+        assert [row["id"] for row in await world.all(usage)] == ["r0", "r2"]
+        assert (ledger.dropped, ledger.pending) == (1, 0)
+
+
+async def test_beyond_the_bound_the_oldest_rows_are_dropped_and_counted(url: str) -> None:
+    async with a_world(url) as world:
+        ledger = world.ledger(most_pending=10)
+        for i in range(25):
+            ledger.add(a_row(f"r{i:02}"))
+        assert (ledger.pending, ledger.dropped) == (10, 15)
+        await ledger.close(10.0)
+        assert [row["id"] for row in await world.all(usage)] == [f"r{i}" for i in range(15, 25)]
+
+
+async def test_a_store_that_never_answers_delays_the_end_for_a_bounded_time() -> None:
+    class SilentStore:
+        async def run(self, job: Callable[[Connection], T]) -> T:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    clock = Clock()
+    own = ProcessIdentity("p.0", "host", 1, NOW)
+    ledger = Ledger(SilentStore(), own, lambda: NOW, clock, lambda _: ())
+    ledger.add(a_row("r"))
+    await ledger.start(0.01)
+    await ledger.close(0.01)
+    assert ledger.pending == 1
+    assert ledger.problem == "the store does not answer"
+
+
+async def test_a_long_request_is_in_the_journal_until_its_row_is_written(url: str) -> None:
+    async with a_world(url) as world:
+        ledger = world.ledger()
+        world.open = [an_open_request("o1", NOW + 100.0), an_open_request("o2", NOW + 100.4)]
+        world.clock.passes(0.6)
+        await ledger.start(10.0)
+        (one,) = await world.all(open_requests)
+        assert (one["id"], one["process"], one["key"], one["group_name"]) == (
+            "o1", ledger.own.id, "alice", "team"
+        )  # fmt: skip
+        assert (one["reserved_tokens"], one["reserved_cost"]) == (1000, 0.5)
+        assert (one["prompt_tokens"], one["completion_tokens"]) == (100, 0)
+        world.clock.passes(1.0)
+        world.open = [an_open_request("o1", NOW + 100.0, tokens=7)]
+        await ledger.start(10.0)
+        (one,) = await world.all(open_requests)
+        assert (one["completion_tokens"], one["updated_at"]) == (7, NOW + 101.6)
+        world.open = []
+        ledger.add(a_row("o1", process=ledger.own.id, completion_tokens=9))
+        await ledger.close(10.0)
+        assert await world.all(open_requests) == []
+        (row,) = await world.all(usage)
+        assert row["completion_tokens"] == 9
+        assert await world.all(processes) == []
+
+
+async def test_requests_of_a_dead_process_are_recovered_once(url: str) -> None:
+    async with a_world(url) as world:
+        killed, first, second = world.ledger(), world.ledger(), world.ledger()
+        world.open = [an_open_request(f"o{i}", NOW, tokens=i) for i in range(3)]
+        await killed.start(10.0)
+        # Its last batch came through, but the answer did not.
+        world.open = []
+        killed.add(a_row("o0", completion_tokens=50))
+        await killed.close(10.0)
+        ended = ("o1", "o2")
+        for seconds in (0.0, DEAD_SECONDS / 2, DEAD_SECONDS / 2):
+            world.clock.passes(seconds)
+            await asyncio.gather(first.start(10.0), second.start(10.0))
+        rows = {row["id"]: row for row in await world.all(usage)}
+        assert set(rows) == {"o0", *ended}
+        assert (rows["o0"]["completion_tokens"], rows["o0"]["outcome"]) == (50, "ok")
+        for id_ in ended:
+            assert rows[id_]["outcome"] == "lost"
+            assert (rows[id_]["prompt_tokens"], rows[id_]["completion_tokens"]) == (
+                100, int(id_[1])
+            )  # fmt: skip
+        assert first.recovered + second.recovered == 2
+        assert await world.all(open_requests) == []
+        assert {row["id"] for row in await world.all(processes)} == {first.own.id, second.own.id}
+
+
+async def test_a_process_that_shows_itself_again_is_not_dead() -> None:
+    clock = Clock()
+    watch = ProcessWatch(ProcessIdentity("me.0", "here", 1, NOW), clock)
+    assert watch.dead([SeenProcess("me.0", "here", 1, 0.0), SeenProcess("a.0", "x", 1, 5.0)]) == []
+    clock.passes(DEAD_SECONDS - 1)
+    assert watch.dead([SeenProcess("a.0", "x", 1, 6.0)]) == []
+    clock.passes(DEAD_SECONDS - 1)
+    assert watch.dead([SeenProcess("a.0", "x", 1, 6.0)]) == []
+    clock.passes(1)
+    assert watch.dead([gone := SeenProcess("a.0", "x", 1, 6.0)]) == [gone]
+
+
+def test_a_process_of_this_host_is_dead_at_once_if_its_pid_is_free_or_anothers() -> None:
+    own = ProcessIdentity.of_this_process(NOW)
+    seen = SeenProcess(own.id, own.host, own.pid, NOW)
+    assert not is_gone(seen, own.host)
+    assert is_gone(seen._replace(id="0123.1"), own.host)
+    assert is_gone(seen._replace(pid=2**22 + 1), own.host)
+    assert not is_gone(seen._replace(pid=2**22 + 1), "another host")

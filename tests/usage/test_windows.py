@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.usage.windows import WINDOW_PARTS, SlidingSum
+
+# The sliding sum.
+
+
+def test_an_addition_leaves_exactly_after_the_window() -> None:
+    total = SlidingSum(60.0, overestimate=True)
+    total.add(0.0, 1.0)
+    total.add(10.0, 2.0)
+    assert total.value(59.9) == 3.0
+    assert total.value(60.0) == 2.0
+    assert total.value(69.9) == 2.0
+    assert total.value(70.0) == 0.0
+
+
+def test_memory_is_bounded_however_much_is_added() -> None:
+    total = SlidingSum(60.0, overestimate=True)
+    for number in range(100_000):
+        total.add(number * 0.001, 1.0)
+    assert len(total.parts) <= WINDOW_PARTS + 1
+    assert total.value(100.0) == pytest.approx(60_000, abs=120)
+
+
+additions = st.lists(st.tuples(st.floats(0, 3), st.floats(0, 5)), max_size=200)
+
+
+@given(additions, st.booleans(), st.floats(0, 80))
+def test_the_sum_errs_to_one_side_by_at_most_one_part_of_the_window(
+    added: list[tuple[float, float]], late: bool, after: float
+) -> None:
+    total, now = SlidingSum(60.0, overestimate=late), 0.0
+    told = []
+    for gap, amount in added:
+        now += gap
+        total.add(now, amount)
+        told.append((now, amount))
+    now += after
+    part = 60.0 / WINDOW_PARTS
+
+    def within(span: float) -> float:
+        return math.fsum(amount for when, amount in told if when > now - span)
+
+    least, greatest = (
+        (within(60.0), within(60.0 + part + 1e-9))
+        if late
+        else (within(60.0 - part - 1e-9), within(60.0))
+    )
+    assert least - 1e-6 <= total.value(now) <= greatest + 1e-6
