@@ -81,7 +81,7 @@ class Sample:
 
 
 class HealthyClient:
-    """Sends requests at a steady rate: most on a kept connection, some on new ones, some streams."""
+    """Sends requests at a steady rate: most on a kept connection, every tenth on a new one."""
 
     def __init__(self, source: str, address: Address) -> None:
         self._source = source

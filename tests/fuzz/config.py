@@ -19,7 +19,7 @@ from gateway.config import ConfigError, Inventory, Settings, load_inventory, loa
 from gateway.config.settings import changed_restart_keys, masked_settings
 from tests.fuzz.inputs import Check, Target, divide, seed
 
-SECRET = "s3cr3t-of-a-node"  # noqa: S105
+SECRET = "s3cr3t-of-a-node"
 
 ENV = {"N": "42", "T": "text", "B": "true", "E": "", "J": "{a: [1", "NODE_KEY": SECRET}
 

@@ -142,7 +142,7 @@ class Connections:
         waiting = len(connection.backlog)
         assert transport.closed or not waiting or connection.tasks, "bytes wait for nothing"
         connection.connection_lost(None)
-        while self._state.tasks:
+        while self._state.tasks:  # noqa: ASYNC110 - a turn of the loop at a time
             await asyncio.sleep(0)
         assert self.kind.pipeline_queue.waiting_bytes == 0
         assert not self._state.connections

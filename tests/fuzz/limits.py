@@ -187,7 +187,9 @@ class Play:
         now = self._clocks.monotonic
         for account in tracked:
             own = [sent for sent in self._sent if account.subject in sent.subjects]
-            if any(not s.settled or not s.released or now - s.admitted < MINUTE + PART for s in own):
+            if any(
+                not s.settled or not s.released or now - s.admitted < MINUTE + PART for s in own
+            ):
                 return
             if any(sent.tokens or sent.cost for sent in own):
                 return
