@@ -19,9 +19,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,15 @@ MOST_FAILURES = 20
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A gateway that runs, and its keys."""
+    """A gateway that runs."""
 
     url: str
     admin_url: str
-    key: str
-    admin_key: str
-    process: psutil.Process
+    keys: Mapping[str, str]
+    """Keys of the public listener: `right`, `limited`, `wrong`."""
+    admin_keys: Mapping[str, str]
+    """Of the admin listener: `right`, `limited` (a viewer's), `wrong`."""
+    process: psutil.Process | None = None
 
 
 @dataclass(slots=True)
@@ -90,11 +92,12 @@ class Measured:
 @contextmanager
 def running_site(folder: Path) -> Iterator[Site]:
     """A gateway process over two emulated nodes, in processes of their own."""
-    key, admin_key = new_key("fuzz"), new_key("admin")
+    keys = {name: new_key(name) for name in ("right", "limited")}
     with ExitStack() as stack:
         nodes = [_node(stack, slots) for slots in (4, 8)]
-        url, admin_url, process = _gateway(stack, folder, nodes, key, admin_key)
-        yield Site(url, admin_url, key.text, admin_key.text, psutil.Process(process.pid))
+        url, admin_url, process = _gateway(stack, folder, nodes, keys)
+        texts = {"wrong": new_key("right").text, **{name: key.text for name, key in keys.items()}}
+        yield Site(url, admin_url, texts, texts, psutil.Process(process.pid))
         assert process.poll() is None, "the gateway's process has ended"
     log = (folder / "gateway.log").read_text(errors="replace")
     assert "Traceback" not in log, log[log.index("Traceback") - 2000 :][:6000]
@@ -111,18 +114,23 @@ def _node(stack: ExitStack, slots: int) -> str:
 
 
 def _gateway(
-    stack: ExitStack, folder: Path, nodes: list[str], key: ApiKey, admin_key: ApiKey
+    stack: ExitStack, folder: Path, nodes: list[str], keys: Mapping[str, ApiKey]
 ) -> tuple[str, str, subprocess.Popen[str]]:
     ports = _free_ports(2)
     specs = [{"name": f"node-{number}", "url": node} for number, node in enumerate(nodes)]
+    right, limited = ({"id": key.id, "sha256": key.sha256} for key in keys.values())
+    limits = {"tpm": 20_000, "concurrency": 1, "prompt_tokens": 100, "completion_tokens": 5}
     settings = {
-        "keys": [{"id": key.id, "sha256": key.sha256, "max_class": "urgent", "trust_user_headers": True}],
-        "admin": {"keys": [{"id": admin_key.id, "sha256": admin_key.sha256, "role": "admin"}]},
+        "keys": [
+            {**right, "max_class": "urgent", "trust_user_headers": True},
+            {**limited, "models": ["alias"], "max_class": "batch", "limits": limits},
+        ],
+        "admin": {"keys": [{**right, "role": "admin"}, {**limited, "role": "viewer"}]},
         "ollama": True,
         "queue": {"max_wait": 5},
         "shutdown": {"grace": 2},
         "models": {"alias": {"use": "demo"}},
-    }  # fmt: skip
+    }
     (folder / "nodes.yaml").write_text(yaml.safe_dump({"nodes": specs}))
     (folder / "gateway.yaml").write_text(yaml.safe_dump(settings))
     command = [
@@ -246,10 +254,9 @@ class Fuzzer:
 
     def _send(self, case: Any, operation: Any, credentials: str) -> None:
         site, is_admin = self._site, "admin" in (operation.tags or ())
-        base, key = (site.admin_url, site.admin_key) if is_admin else (site.url, site.key)
-        headers = {"Authorization": f"Bearer {key if credentials == 'right' else key[:-1]}"}
-        if credentials == "none":
-            headers = {}
+        base, keys = (site.admin_url, site.admin_keys) if is_admin else (site.url, site.keys)
+        key = keys.get(credentials)
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self.outcome.cases += 1
         response = case.call(
             base_url=base, session=self._session, headers=headers, timeout=HANG_SECONDS
@@ -262,6 +269,8 @@ class Fuzzer:
         )
         assert not wrong, f"500 {response.text[:300]}: {case.as_curl_command()}"
         case.validate_response(response, checks=self._checks)
+        if is_admin and operation.path.endswith("/drain") and response.status_code == 200:
+            resume_nodes(site)
 
 
 def _names(path: str) -> dict[str, str]:
@@ -281,13 +290,13 @@ def _has_nothing_wrong(error: Exception) -> bool:
 class Share:
     """What one process sends."""
 
-    where: tuple[str, str, str, str]
-    """The first fields of `Site`."""
+    site: Site
+    """Without its process."""
     document: dict[str, Any]
     number: int
     of: int
     credentials: tuple[str, ...]
-    """With which of them boundary cases are sent: `right`, `wrong`, `none`."""
+    """With which of them boundary cases are sent: `right`, `limited`, `wrong`, `none`."""
     cases: int
     """The most, boundary cases included; the rest are random ones."""
     seconds: float
@@ -296,7 +305,7 @@ class Share:
 
 def send_share(share: Share) -> Outcome:
     """Send a part of the cases; in a process of its own."""
-    fuzzer = Fuzzer(Site(*share.where, process=psutil.Process()), share.document, share.seed)
+    fuzzer = Fuzzer(share.site, share.document, share.seed)
     mine = fuzzer.operations[share.number :: share.of]
     until = time.monotonic() + share.seconds
 
@@ -323,26 +332,25 @@ def fuzz_api(
     began = time.monotonic()
     total = Outcome()
     with tempfile.TemporaryDirectory(prefix="fuzz-api-") as name, running_site(Path(name)) as site:
-        headers = {"Authorization": f"Bearer {site.admin_key}"}
+        assert site.process is not None
+        headers = {"Authorization": f"Bearer {site.admin_keys['right']}"}
         document = requests.get(
             f"{site.admin_url}/openapi.json", headers=headers, timeout=30
         ).json()
         measured = []
-        where = (site.url, site.admin_url, site.key, site.admin_key)
         context = multiprocessing.get_context("spawn")
         with context.Pool(jobs) as pool:
             for turn, part in enumerate((WARM_SHARE, 1 - WARM_SHARE)):
-                credentials = ("wrong", "none") if turn else ("right",)
+                credentials = ("limited", "wrong", "none", "right") if turn else ("right",)
                 shares = [
                     Share(
-                        where, document, number, jobs, credentials, int(cases * part / jobs),
+                        replace(site, process=None), document, number, jobs, credentials, int(cases * part / jobs),
                         seconds * part, seed + 10 * turn + number,
                     )
                     for number in range(jobs)
                 ]  # fmt: skip
                 for outcome in pool.imap_unordered(send_share, shares):
                     total.add(outcome)
-                _resume_nodes(site, headers)
                 measured.append(_settled(site.process))
     warm, after = measured
     problems = list(dict.fromkeys(total.failures))[:MOST_FAILURES]
@@ -364,8 +372,9 @@ def fuzz_api(
     return figures, problems
 
 
-def _resume_nodes(site: Site, headers: dict[str, str]) -> None:
-    """Undo what cases have done to the nodes."""
+def resume_nodes(site: Site) -> None:
+    """Undo what a case has done to the nodes."""
+    headers = {"Authorization": f"Bearer {site.admin_keys['right']}"}
     for number in range(2):
         url = f"{site.admin_url}/admin/nodes/node-{number}/resume"
         requests.post(url, headers=headers, timeout=30)
