@@ -8,9 +8,8 @@ import functools
 import random
 import subprocess
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -21,12 +20,10 @@ from gateway.access.admin_keys import AdminKeys
 from gateway.access.exposure import is_loopback
 from gateway.access.key_sync import KeySync
 from gateway.access.keys import KeyRing
-from gateway.config.errors import ConfigError, Problem
-from gateway.config.inventory import Inventory, load_inventory
+from gateway.config.inventory import Inventory
 from gateway.config.listeners import LimitSettings
-from gateway.config.settings import RejectedFiles, Settings, changed_restart_keys, load_settings
-from gateway.config.watch import watch_files
-from gateway.events import EventBus, InventoryChanged, SettingsChanged
+from gateway.config.settings import Settings, changed_restart_keys
+from gateway.events import EventBus, SettingsChanged
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.state_files import DrainedNodes, PropertiesStore
 from gateway.handover import (
@@ -48,6 +45,7 @@ from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.proxy.inbound.routes import Route, routes_of
 from gateway.proxy.timeouts import TimeoutMonitor
+from gateway.reload import FileReloader
 from gateway.scheduling.autoscaler import Autoscaler
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
@@ -60,15 +58,17 @@ from gateway.startup import (
     read_admin_key,
     store_location,
 )
-from gateway.store.store import Store
+from gateway.store.failures import StoreError
+from gateway.store.store import Store, log_store_change
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
-from gateway.transport.certificates import CertificateError, ListenerCertificates, changed_files
+from gateway.transport.certificates import CertificateError
 from gateway.transport.node_client import open_node_client
 from gateway.transport.resolver import Resolver
 from gateway.usage.limits import LimitBook
 from gateway.usage.meter import Meter
 from gateway.web.admin.app import admin_app
-from gateway.web.admin.configuration import ReloadResult, changed_keys
+from gateway.web.admin.certificates import CertificateRenewal
+from gateway.web.admin.configuration import ReloadResult
 from gateway.web.admin.nodes import DrainDeadlines
 from gateway.web.admin.status import MetricsSource
 from gateway.web.handler import PROGRESS_SECONDS, ProxyHandler
@@ -132,15 +132,12 @@ class Gateway:
         self.settings = settings
         self.clock = clock
         self.started_at = self.clock()
-        self.inventory_error: str | None = None
-        self.settings_error: str | None = None
         self.stopping = asyncio.Event()
         self._stop_requested = asyncio.Event()
         self._stop_at_once = asyncio.Event()
         self._successor: subprocess.Popen[bytes] | None = None
         """The process that has taken over the sockets."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._reloading = asyncio.Lock()
         self._handing_over = asyncio.Lock()
         self._notifier = SystemdNotifier()
         rng = rng or random.Random()
@@ -150,7 +147,7 @@ class Gateway:
         )
         self._resolver = resolver or Resolver()
         location = store_location(options, settings)
-        self.store = None if location is None else Store(location)
+        self.store = None if location is None else Store(location, on_change=log_store_change)
         self.fleet = Fleet(
             connect=functools.partial(open_node_client, resolver=self._resolver),
             health=settings.health,
@@ -203,15 +200,23 @@ class Gateway:
                 self.registry,
                 lambda: self.inventory_error,
                 self.proxy_context.retries_left,
-                lambda: self.certificate_expiry,
+                lambda: self.certificates.expiry,
                 self.store,
             ),
         )
         self.drain_deadlines = DrainDeadlines(self.registry)
-        self.audit = AuditTrail(time.time)
+        self.audit = AuditTrail(time.time, self.store)
         self.admin_keys = AdminKeys(had_keys=self._inherited.had_admin_keys)
-        self.certificates = ListenerCertificates({})
-        self._node_certificate_errors: dict[str, str] = {}
+        self.certificates = _load_certificates(settings, self.fleet, self.audit)
+        self._files = FileReloader(
+            options,
+            settings=lambda: self.settings,
+            apply_settings=self._apply_settings,
+            fleet=self.fleet,
+            bus=self.bus,
+            audit=self.audit,
+            certificates=self.certificates,
+        )
         self.event_log = log_events(self.bus, logs, access_log=settings.logging.access)
         self._logs = logs
         self._routes: dict[bytes, Route] = {}
@@ -233,23 +238,14 @@ class Gateway:
         return self.key_ring.lost
 
     @property
-    def certificate_error(self) -> str | None:
-        """Why renewed TLS files can't be used, while older ones are in force."""
-        errors = [
-            f"the TLS files of the node '{name}': {error}"
-            for name, error in self._node_certificate_errors.items()
-            if name in self.fleet.nodes
-        ]
-        return "; ".join([*filter(None, [self.certificates.error]), *errors]) or None
+    def inventory_error(self) -> str | None:
+        """The problems of the inventory on disk, while an older one is in force."""
+        return self._files.inventory_error
 
     @property
-    def certificate_expiry(self) -> Mapping[str, float]:
-        """When the certificate of each listener with TLS expires, in seconds since 1970."""
-        return self.certificates.expiry
-
-    @property
-    def _has_defaults(self) -> bool:
-        return self.settings == self.options.apply_to(Settings())
+    def settings_error(self) -> str | None:
+        """The problems of the settings on disk, while older ones are in force."""
+        return self._files.settings_error
 
     # Start, shutdown and handover.
 
@@ -263,8 +259,9 @@ class Gateway:
             self.public_listener, self.admin_listener = self._make_listeners(open_files)
             await self.fleet.start(inventory)
             self._start_task(self.autoscaler.run(), "start and stop standby nodes")
-            self._start_task(self._watch_files(inventory), "watch the files")
-            self._start_task(self._watch_certificates(), "watch the certificates")
+            self._start_task(self._files.watch(inventory), "watch the files")
+            self._start_task(self.certificates.watch(), "watch the certificates")
+            self._start_task(self.audit.run(), "write the audit log")
             self._start_task(self._notifier.feed_watchdog(), "feed the watchdog")
             if self._inherited.ready_fd is not None:
                 # The predecessor serves until this process knows its nodes.
@@ -322,7 +319,7 @@ class Gateway:
                     extra_environment=successor_environment(
                         self.key_ring.access,
                         self.options.settings_file,
-                        customised=not self._has_defaults,
+                        customised=not self._files.has_defaults,
                         had_admin_keys=self.admin_keys.needed,
                     ),
                     timeout=self.timings.successor_ready,
@@ -400,6 +397,8 @@ class Gateway:
         self._resolver.close()
         self.fleet.properties_store.save()
         self.bus.flush()
+        with contextlib.suppress(StoreError, TimeoutError):
+            await asyncio.wait_for(self.audit.flush(), self.timings.store)
         if self.store is not None and not await self.store.aclose(self.timings.store):
             log.warning("the store does not answer and was left as it is")
         log.info("ended")
@@ -426,12 +425,6 @@ class Gateway:
             log.warning(
                 "fewer connections than the settings say", most=most_public, open_files=open_files
             )
-        try:
-            self.certificates = ListenerCertificates(
-                {"listen.tls": listen.tls, "admin.tls": admin.tls}
-            )
-        except CertificateError as error:
-            raise StartError(str(error), 2) from None
         file_key = None if admin.key_file is None else read_admin_key(admin.key_file)
         self.admin_keys.configure(admin.keys, file_key)
         public_sock, admin_sock = bind_listeners(self.settings, self._inherited)
@@ -446,7 +439,7 @@ class Gateway:
                 linger_seconds=self.timings.linger,
             ),
             keep_alive=listen.keep_alive,
-            tls=self.certificates.context_of("listen.tls"),
+            tls=self.certificates.listeners.context_of("listen.tls"),
         )
         app = admin_app(
             fleet=self.fleet,
@@ -469,7 +462,7 @@ class Gateway:
             admin_sock,
             protocol=protocol,
             keep_alive=listen.keep_alive,
-            tls=self.certificates.context_of("admin.tls"),
+            tls=self.certificates.listeners.context_of("admin.tls"),
         )
 
     def _openapi_document(self, listener: str | None) -> bytes:
@@ -504,125 +497,15 @@ class Gateway:
 
     def schedule_reload(self) -> None:
         """Reload both files, and read the certificates again (SIGHUP)."""
-        self._start_task(self._reload_on_signal(), "reload")
-
-    async def _reload_on_signal(self) -> None:
-        self.audit.record("signal", None, "reload")
-        await self._reload_quietly("signal", inventory=True, settings=True)
-        async with self._reloading:
-            await self.certificates.renew()
+        self._start_task(self._files.reload_on_signal(), "reload")
 
     async def reload(self) -> ReloadResult:
-        """Reload both files, and read the certificates again.
+        """Reload both files, and read the certificates again. Raises: ConfigError."""
+        return await self._files.reload()
 
-        Raises: ConfigError; then an invalid file has changed nothing.
-        """
-        async with self._reloading:
-            problems: list[Problem] = []
-            inventory_change = settings_change = None
-            try:
-                settings_change = await self._reload_settings()
-            except ConfigError as error:
-                problems += error.problems
-            try:
-                inventory_change = await self._reload_inventory()
-            except ConfigError as error:
-                problems += error.problems
-            problems += [
-                Problem(self.certificates.file_of(key), 0, key, error)
-                for key, error in (await self.certificates.renew()).items()
-                if error is not None
-            ]
-            if inventory_change is None or settings_change is None or problems:
-                raise ConfigError(problems)
-            return ReloadResult(inventory_change, settings_change)
-
-    async def _watch_certificates(self) -> None:
-        files = changed_files(lambda: self.certificates.files | self.fleet.tls_files())
-        async for changed in files:
-            async with self._reloading:
-                await self._renew_certificates("file", changed)
-
-    async def _renew_certificates(self, actor: str, changed: Collection[Path]) -> None:
-        """Use the renewed TLS files of listeners and nodes."""
-        results = await self.certificates.renew(changed)
-        for name, error in self.fleet.renew_connections(changed).items():
-            self._node_certificate_errors.pop(name, None)
-            if error is not None:
-                self._node_certificate_errors[name] = error
-                log.error("certificate", node=name, error=error)
-            results[f"node {name}"] = error
-        for target, problem in results.items():
-            outcome = "done" if problem is None else "invalid_certificate"
-            self.audit.record(actor, None, "certificate", target, outcome)
-
-    async def _watch_files(self, inventory: Inventory) -> None:
-        paths = [
-            path
-            for path in (self.options.inventory_file, self.options.settings_file)
-            if path is not None
-        ]
-        edits = watch_files(paths)
-        # They may have been edited since the start, which may have taken minutes.
-        differs = await self._differs_from(inventory)
-        await self._reload_quietly("file", inventory=differs, settings=True)
-        async for changed in edits:
-            await self._reload_quietly(
-                "file",
-                inventory=self.options.inventory_file in changed,
-                settings=self.options.settings_file in changed,
-            )
-
-    async def _differs_from(self, inventory: Inventory) -> bool:
-        try:
-            return await asyncio.to_thread(load_inventory, self.options.inventory_file) != inventory
-        except (ConfigError, OSError):
-            return True
-
-    async def _reload_quietly(self, actor: str, *, inventory: bool, settings: bool) -> None:
-        async with self._reloading:
-            # Each file on its own: an invalid one must not keep the other from being read.
-            if settings:
-                before, outcome = self.settings, "invalid_configuration"
-                with contextlib.suppress(ConfigError, OSError):
-                    await self._reload_settings()
-                    outcome = "done"
-                changed = changed_keys(before, self.settings)
-                if changed or outcome != "done":
-                    details = {"changed": ", ".join(changed)} if changed else {}
-                    self.audit.record(actor, None, "settings", "", outcome, details=details)
-            if inventory:
-                change, outcome = None, "invalid_configuration"
-                with contextlib.suppress(ConfigError, OSError):
-                    change, outcome = await self._reload_inventory(), "done"
-                self.audit.record(actor, None, "inventory", "", outcome, details=_nodes_of(change))
-
-    async def _reload_inventory(self) -> InventoryChanged:
-        try:
-            inventory = await asyncio.to_thread(load_inventory, self.options.inventory_file)
-            change = self.fleet.apply(inventory)
-        except (ConfigError, OSError) as error:
-            self.inventory_error = str(error)
-            self.bus.publish(InventoryChanged(error=self.inventory_error))
-            raise
-        self.inventory_error = None
-        self.bus.publish(change)
-        return change
-
-    async def _reload_settings(self) -> SettingsChanged:
-        try:
-            # An empty file changes nothing: it may come of an unfinished edit or a full disk.
-            rejected: RejectedFiles = "nothing" if self._has_defaults else "empty"
-            path = self.options.settings_file
-            loaded = await asyncio.to_thread(load_settings, path, rejected=rejected)
-            settings = self.options.apply_to(loaded)
-            file_key = await asyncio.to_thread(_reread_file_key, settings)
-        except (ConfigError, OSError) as error:
-            self.settings_error = str(error)
-            self.bus.publish(SettingsChanged(error=self.settings_error))
-            raise
-        self.settings_error = None
-        self.admin_keys.configure(settings.admin.keys, file_key)
+    def _apply_settings(self, settings: Settings, admin_key: str | None) -> SettingsChanged:
+        """Put these settings in force, and the key of `admin.key_file`."""
+        self.admin_keys.configure(settings.admin.keys, admin_key)
         if self.admin_keys.lost:
             log.warning("locked", why=ADMIN_KEYS_LOST)
         old, self.settings = self.settings, settings
@@ -643,21 +526,11 @@ class Gateway:
         return change
 
 
-def _nodes_of(change: InventoryChanged | None) -> dict[str, str]:
-    """The names of the nodes that a new inventory has changed, for the audit log."""
-    if change is None:
-        return {}
-    groups = {"added": change.added, "changed": change.changed, "removed": change.removed}
-    return {group: ", ".join(names) for group, names in groups.items() if names}
-
-
-def _reread_file_key(settings: Settings) -> str | None:
-    """The key of `admin.key_file`. Raises: ConfigError."""
-    path = settings.admin.key_file
+def _load_certificates(settings: Settings, fleet: Fleet, audit: AuditTrail) -> CertificateRenewal:
     try:
-        return None if path is None else read_admin_key(path)
-    except StartError as error:
-        raise ConfigError([Problem(path or Path(), 0, "admin.key_file", str(error))]) from None
+        return CertificateRenewal(settings, fleet, audit)
+    except CertificateError as error:
+        raise StartError(str(error), 2) from None
 
 
 def _with_connections(limits: LimitSettings, connections: int) -> LimitSettings:

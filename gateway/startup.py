@@ -209,6 +209,14 @@ def read_admin_key(path: Path) -> str:
     return key
 
 
+def reread_admin_key(path: Path | None) -> str | None:
+    """The key of `admin.key_file`, if it is set, at a reload. Raises: ConfigError."""
+    try:
+        return None if path is None else read_admin_key(path)
+    except StartError as error:
+        raise ConfigError([Problem(path or Path(), 0, "admin.key_file", str(error))]) from None
+
+
 def drains_file(options: Options) -> Path:
     """The file that keeps the drained nodes of this inventory over a restart."""
     return _state_file(options, "drains")

@@ -22,6 +22,7 @@ from sqlalchemy.exc import IntegrityError
 from gateway.access.keys import HeldKey, held_key
 from gateway.config.fields import parse_duration, parse_timestamp
 from gateway.config.listeners import KeySpec
+from gateway.config.validation import error_words, model_at_path
 from gateway.errors import GatewayError, truncate_echo
 from gateway.store.schema import keys as keys_table
 from gateway.store.schema import revisions
@@ -140,10 +141,59 @@ def checked_specs(
     return specs
 
 
+def checked_change(
+    key: StoredKey,
+    patch: Mapping[str, Any],
+    settings_keys: Iterable[KeySpec],
+    groups: Iterable[str],
+    now: float,
+) -> KeySpec:
+    """The key's rights after a JSON merge patch (RFC 7396). Raises: KeysRefused."""
+    for fixed in ("id", "sha256"):
+        if fixed in patch:
+            raise KeysRefused([KeyProblem(0, fixed, "can't be changed", "rotate it, or make one")])
+    fields = key.spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+    if "expires" not in patch:
+        # It may be over: that is no fault of this change.
+        fields.pop("expires", None)
+    [changed] = checked_specs([_merged(fields, patch)], settings_keys, groups, now)
+    if "expires" not in patch:
+        changed = changed.model_copy(update={"expires": key.spec.expires})
+    return changed
+
+
+def _merged(fields: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(fields)
+    for name, value in patch.items():
+        if isinstance(value, Mapping):
+            before = merged.get(name)
+            merged[name] = _merged(before if isinstance(before, Mapping) else {}, value)
+        else:
+            merged[name] = value  # null: as if it were not there.
+    return merged
+
+
+def checked_grace(value: object) -> float:
+    """The seconds that `24h`, or a number, means. Raises: GatewayError (400)."""
+    try:
+        seconds = parse_duration(value)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= LONGEST_GRACE:
+        days = LONGEST_GRACE / 86400
+        raise GatewayError(
+            400,
+            "invalid_request",
+            f"The grace must be a duration of at most {days:.0f} days, such as 24h, or 0.",
+            param="grace",
+        )
+    return seconds
+
+
 def _spec(entry: object, now: float) -> KeySpec:
     """The key of this mapping. Raises: ValidationError, ValueError."""
     if not isinstance(entry, Mapping):
-        return KeySpec.model_validate(entry)
+        return KeySpec.model_validate(entry, by_alias=True, by_name=False)
     fields = dict(entry)
     if isinstance(fields.get("expires"), str):
         fields["expires"] = expiry(fields["expires"], now)
@@ -195,11 +245,10 @@ def _conflicts(
 
 def _invalid(index: int, error: ValidationError) -> list[KeyProblem]:
     problems = []
-    for one in error.errors(include_url=False, include_input=False):
-        context = one.get("ctx", {})
-        place = ".".join(str(part) for part in one["loc"])
-        message, remedy = one["msg"], str(context.get("remedy", ""))
-        problems.append(KeyProblem(index, place, message, remedy))
+    for one in error.errors(include_url=False):
+        loc = one["loc"]
+        message, remedy = error_words(one, model_at_path(KeySpec, loc[:-1]) or KeySpec, loc)
+        problems.append(KeyProblem(index, ".".join(map(str, loc)), message, remedy))
     return problems
 
 
@@ -454,4 +503,72 @@ def _row(key: StoredKey) -> dict[str, Any]:
             column: json.dumps(fields[name]) if name in fields else None
             for name, column in _JSON_COLUMNS.items()
         },
+    }
+
+
+# How keys are shown.
+
+
+def shown_key(key: StoredKey, now: float, *, is_hidden: bool) -> dict[str, Any]:
+    """A stored key as JSON values, without its hash; `is_hidden`: one of the settings counts."""
+    state = _state(key.spec, now)
+    if key.revoked_at is not None:
+        state = "revoked"
+    elif is_hidden:
+        state = "hidden"
+    in_grace = key.previous_until is not None and key.previous_until > now
+    return {
+        **_shown(key.spec, "store", state),
+        "created_at": iso_time(key.created_at),
+        "revoked_at": iso_time(key.revoked_at),
+        "previous_until": iso_time(key.previous_until) if in_grace else None,
+    }
+
+
+def shown_settings_key(spec: KeySpec, now: float) -> dict[str, Any]:
+    """A key of the settings as JSON values, without its hash."""
+    unknown = {"created_at": None, "revoked_at": None, "previous_until": None}
+    return {**_shown(spec, "settings", _state(spec, now)), **unknown}
+
+
+def key_warnings(settings_keys: Iterable[KeySpec], stored: Iterable[StoredKey]) -> list[str]:
+    """Keys of settings and store that have an id or a name in common."""
+    own = {word: spec for spec in settings_keys for word in (spec.id, spec.name) if word}
+    warnings = []
+    for key in stored:
+        if key.revoked_at is not None:
+            continue
+        for word in (key.spec.id, key.spec.name):
+            if (other := own.get(word)) is None:
+                continue
+            if other.id == key.spec.id:
+                effect = "that of the settings counts; remove one of them"
+            else:
+                effect = f"they are {other.id} and {key.spec.id}; rename one of them"
+            warnings.append(f"settings and store both have a key '{word}': {effect}")
+            break
+    return warnings
+
+
+def iso_time(at: float | None) -> str | None:
+    """Unix seconds as people and programs read them."""
+    if at is None:
+        return None
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _state(spec: KeySpec, now: float) -> str:
+    over = spec.expires is not None and spec.expires.timestamp() <= now
+    return "expired" if over else "active"
+
+
+def _shown(spec: KeySpec, source: str, state: str) -> dict[str, Any]:
+    fields = spec.model_dump(mode="json", by_alias=True, exclude={"sha256", "expires"})
+    return {
+        **fields,
+        "name": spec.name or spec.id,
+        "max_class": spec.max_class or spec.class_ or "normal",
+        "expires": iso_time(None if spec.expires is None else spec.expires.timestamp()),
+        "source": source,
+        "state": state,
     }

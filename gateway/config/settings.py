@@ -262,14 +262,18 @@ class Settings(ConfigModel):
 
     @field_validator("keys")
     @classmethod
-    def _ids_are_unique(cls, keys: tuple[KeySpec, ...]) -> tuple[KeySpec, ...]:
-        seen: set[str] = set()
-        for key in keys:
-            if key.id in seen:
-                raise validation_error(
-                    f"two keys have the id {key.id}", "a key's id must be unique"
-                )
-            seen.add(key.id)
+    def _names_are_unique(cls, keys: tuple[KeySpec, ...]) -> tuple[KeySpec, ...]:
+        """Ids, and names, too: limits and the ledger tell callers apart, and people by names."""
+        for attribute in ("id", "name"):
+            seen: set[str] = set()
+            for key in keys:
+                word = getattr(key, attribute)
+                if word and word in seen:
+                    raise validation_error(
+                        f"two keys have the {attribute} {word}",
+                        f"a key's {attribute} must be unique",
+                    )
+                seen.add(word)
         return keys
 
     @field_validator("groups")
@@ -346,13 +350,13 @@ def load_settings(
         remedy = "write keys with values, such as queue: {max: 100}"
         problems.append(Problem(path, root.line, "", "must be a mapping", remedy))
     settings, wrongs = validate(Settings, source, root, env)
-    problems += [*wrongs, *_same_ids(source, root)]
+    problems += [*wrongs, *_same_names(source, root)]
     if problems or settings is None:
         raise ConfigError(first_of_each_place(problems))
     return settings
 
 
-def _same_ids(source: YamlDocument, root: YamlEntry) -> list[Problem]:
+def _same_names(source: YamlDocument, root: YamlEntry) -> list[Problem]:
     if not isinstance(root.tree, YamlMapping):
         return []
     admin = root.tree.entries.get("admin")

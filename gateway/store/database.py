@@ -165,6 +165,49 @@ def _create_file(path: Path) -> None:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
 
 
+class SqliteFiles:
+    """The files of an open SQLite database, by their inodes.
+
+    SQLite goes on with a file that was moved, removed or replaced, and does not notice. Worse, it
+    would apply the write-ahead log of the former database to one that was put in its place.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._log = path.with_name(f"{path.name}-wal")
+        self._inode = _inode(path)
+        self._log_inode = _inode(self._log)
+
+    def are_in_place(self) -> bool:
+        """Whether the path still leads to the open file."""
+        if self._log_inode is None:
+            # SQLite makes it with the first write.
+            self._log_inode = _inode(self._log)
+        return _inode(self.path) == self._inode
+
+    def remove_stale_log(self) -> None:
+        """Remove the log, once the database is closed, if another has taken its place."""
+        replaced = not self.are_in_place()
+        if replaced and self._log_inode is not None and _inode(self._log) == self._log_inode:
+            self._log.unlink()
+            self._log.with_name(f"{self.path.name}-shm").unlink(missing_ok=True)
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def empty_log(connection: Connection) -> None:
+    """Bring what SQLite's write-ahead log holds into the database file, where that is possible."""
+    if connection.dialect.name == "sqlite":
+        with contextlib.suppress(Exception):
+            connection.connection.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
 def act_as_owner(path: Path) -> None:
     """Let this thread, if it is root's, touch files as the owner of the file's folder.
 

@@ -317,8 +317,8 @@ STATUS_FIELDS: Mapping[str, tuple[str, str]] = {
     "waiting": (
         "array",
         (
-            "the first 100 of them: `position`, `seconds` waited, `class`, `model`, `expected_start` "
-            "in seconds from now"
+            "the first 100 of them: `position`, `seconds` waited, `class`, `model`, "
+            "`expected_start` in seconds from now"
         ),
     ),
     "nodes": ("object", "nodes by state"),
@@ -347,6 +347,14 @@ STATUS_FIELDS: Mapping[str, tuple[str, str]] = {
             "`expires_at` and `days_left` of the certificates in force, by `listen.tls` and "
             "`admin.tls`"
         ),
+    ),
+    "audit_lost": (
+        "integer",
+        "changes that were logged and could not be kept",
+    ),
+    "store": (
+        "object",
+        "`state`, the reason and the remedy, [the store](../operations.md#the-store)",
     ),
     "keys_lost": (
         "string?",
@@ -384,8 +392,8 @@ AUDIT_FIELDS: Mapping[str, tuple[str, str]] = {
     "action": (
         "string",
         (
-            "`drain`, `resume`, `probe`, `cancel`, `reload`, `settings`, `inventory`, `certificate`, "
-            "`handover`, `start`, `stop`; `keys.…`"
+            "`drain`, `resume`, `probe`, `cancel`, `reload`, `settings`, `inventory`, "
+            "`certificate`, `handover`, `start`, `stop`; `keys.…`"
         ),
     ),
     "target": ("string", "the node, request, key or file"),

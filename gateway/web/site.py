@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -21,8 +20,7 @@ from gateway.config.listeners import CorsSpec
 from gateway.errors import truncate_echo
 from gateway.proxy.api.base import ModelSummary, Page
 from gateway.proxy.inbound.routes import ROUTES, pages_of, routes_of
-from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
-from gateway.web.asgi import HealthEndpoints, JsonResponse, asgi_app
+from gateway.web.asgi import HealthEndpoints, JsonResponse, asgi_app, read_fields
 from gateway.web.handler import ProxyHandler
 from gateway.web.models import VisibleModels, add_anthropic_fields, list_response, props_response
 from gateway.web.request_context import cache_policy_of, may_name_nodes
@@ -96,28 +94,16 @@ class Site:
 
         async def endpoint(request: Request) -> Response:
             models = self._visible_models(request) if page.needs_models else None
-            body = await self._read_fields(request) if page.method == "POST" else {}
+            limits = self.handler.config.settings.limits
+            body = (
+                await read_fields(request, PAGE_BODY_BYTES, limits.body_timeout)
+                if page.method == "POST"
+                else {}
+            )
             answer = page.respond(_Catalog(self, request, models), body)
             return PlainTextResponse(answer) if isinstance(answer, str) else JsonResponse(answer)
 
         return endpoint
-
-    async def _read_fields(self, request: Request) -> JsonObject:
-        """The fields of a small body. Raises: GatewayError (400, 408, 413)."""
-        limits = self.handler.config.settings.limits
-        body = b""
-        try:
-            async with asyncio.timeout(limits.body_timeout):
-                async for part in request.stream():
-                    body += part
-                    if len(body) > PAGE_BODY_BYTES:
-                        raise errors.body_too_large(PAGE_BODY_BYTES)
-        except TimeoutError:
-            raise errors.request_timeout("The body took too long to arrive.") from None
-        try:
-            return parse_object(body)
-        except InvalidJson:
-            raise errors.invalid_json("it must be an object") from None
 
     def _visible_models(self, request: Request) -> VisibleModels:
         """The models that the caller may see. Raises: GatewayError (401, 403, 503)."""

@@ -14,6 +14,7 @@ import httpx
 from starlette.types import ASGIApp
 
 from gateway.access.admin_keys import AdminKeys
+from gateway.access.key_sync import KeySync
 from gateway.access.keys import KeyRing
 from gateway.config.inventory import NodeSpec
 from gateway.config.settings import Settings
@@ -26,13 +27,16 @@ from gateway.observe.metrics import Metrics
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry
+from gateway.proxy.inbound.routes import routes_of
 from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
 from gateway.store.store import Store
+from gateway.transport.certificates import ListenerCertificates
 from gateway.usage.limits import LimitBook
 from gateway.usage.meter import Meter
 from gateway.web.admin.app import admin_app
+from gateway.web.admin.certificates import CertificateStatus
 from gateway.web.admin.configuration import ReloadResult
 from gateway.web.admin.nodes import DrainDeadlines
 from gateway.web.admin.status import MetricsSource
@@ -63,6 +67,7 @@ class BareGateway:
     registry: InFlightRegistry
     handler: ProxyHandler
     drain_deadlines: DrainDeadlines
+    key_sync: KeySync
     site: ASGIApp
     public: httpx.AsyncClient
     admin: httpx.AsyncClient
@@ -72,8 +77,7 @@ class BareGateway:
     inventory_error: str | None = None
     settings_error: str | None = None
     keys_lost: str | None = None
-    certificate_error: str | None = None
-    certificate_expiry: dict[str, float] = field(default_factory=dict)
+    certificates: CertificateStatus = field(default_factory=lambda: ListenerCertificates({}))
     store: Store | None = None
     ended: list[RequestFinished] = field(default_factory=list)
 
@@ -121,7 +125,8 @@ async def bare_gateway(
         )
         forwarder = Forwarder(context)
         key_ring = KeyRing()
-        key_ring.configure(chosen.keys, allow_anonymous=chosen.allow_anonymous)
+        key_sync = KeySync(None, key_ring, None)
+        key_sync.configure(chosen.keys, allow_anonymous=chosen.allow_anonymous)
         handler = ProxyHandler(
             HandlerConfig.of(chosen, loopback=loopback, keyed_hash=KeyedHash(), key_ring=key_ring),
             forwarder=forwarder,
@@ -143,6 +148,7 @@ async def bare_gateway(
             registry=registry,
             handler=handler,
             drain_deadlines=drain_deadlines,
+            key_sync=key_sync,
             site=site,
             public=client(site),
             admin=client(None, ADMIN),  # The admin application needs this object.
@@ -190,7 +196,13 @@ async def served(site: ASGIApp, handler: ProxyHandler) -> AsyncIterator[httpx.As
     listener = Listener(
         site,
         bind_socket("127.0.0.1", 0),
-        protocol=protocol_class(limits, handler.serve),
+        protocol=protocol_class(
+            limits,
+            handler.serve,
+            routes={
+                path.encode(): route for path, route in routes_of(handler.config.settings).items()
+            },
+        ),
         keep_alive=listen.keep_alive,
     )
     listener.open()

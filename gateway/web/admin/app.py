@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
@@ -19,8 +20,9 @@ from gateway.observe.audit import AuditTrail
 from gateway.observe.metrics import CONTENT_TYPE, Metrics
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.scheduling.scheduler import Scheduler
-from gateway.web.admin.audit import AuditEndpoints
+from gateway.web.admin.audit import AUDIT_TARGET_KEY, AuditEndpoints
 from gateway.web.admin.configuration import ConfigEndpoints, GatewayControl
+from gateway.web.admin.keys import KeyEndpoints
 from gateway.web.admin.nodes import DrainDeadlines, NodeEndpoints
 from gateway.web.admin.requests import RequestEndpoints
 from gateway.web.admin.status import StatusEndpoints
@@ -43,6 +45,7 @@ class AdminEndpoints:
     requests: RequestEndpoints
     configuration: ConfigEndpoints
     audit: AuditEndpoints
+    keys: KeyEndpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,48 @@ ADMIN_ROUTES = (
         "read the inventory, the settings and the certificates again",
         action="reload",
     ),
+    AdminRoute("GET", "/admin/keys", ADMIN, lambda e: e.keys.list, "API keys, without secrets"),
+    AdminRoute(
+        "POST",
+        "/admin/keys",
+        ADMIN,
+        lambda e: e.keys.create,
+        "make one, shown only in this response",
+        action="keys.create",
+    ),
+    AdminRoute(
+        "POST",
+        "/admin/keys/import",
+        ADMIN,
+        lambda e: e.keys.import_,
+        "store keys by their hashes: all or none",
+        action="keys.import",
+    ),
+    AdminRoute("GET", "/admin/keys/{name}", ADMIN, lambda e: e.keys.show, "one key"),
+    AdminRoute(
+        "PATCH",
+        "/admin/keys/{name}",
+        ADMIN,
+        lambda e: e.keys.change,
+        "change its rights",
+        action="keys.change",
+    ),
+    AdminRoute(
+        "DELETE",
+        "/admin/keys/{name}",
+        ADMIN,
+        lambda e: e.keys.revoke,
+        "revoke it",
+        action="keys.revoke",
+    ),
+    AdminRoute(
+        "POST",
+        "/admin/keys/{name}/rotate",
+        ADMIN,
+        lambda e: e.keys.rotate,
+        "a new secret; the old one works for the grace",
+        action="keys.rotate",
+    ),
     AdminRoute("GET", "/admin/audit", ADMIN, lambda e: e.audit.list, "who has changed what"),
     AdminRoute(
         "GET", "/openapi.json", VIEWER, lambda e: e.pages.openapi, "both listeners, for programs"
@@ -178,11 +223,12 @@ def admin_app(
     endpoints = AdminEndpoints(
         pages=PlainPages(metrics, document),
         health=health,
-        status=StatusEndpoints(fleet, scheduler, registry, gateway, metrics, health),
+        status=StatusEndpoints(fleet, scheduler, registry, gateway, metrics, health, audit),
         nodes=NodeEndpoints(fleet, drain_deadlines),
         requests=RequestEndpoints(registry, scheduler),
         configuration=ConfigEndpoints(gateway),
         audit=AuditEndpoints(audit),
+        keys=KeyEndpoints(gateway, fleet.model_index, time.time),
     )
     routes = [
         Route(route.path, _with_role(route, endpoints, audit), methods=[route.method])
@@ -196,8 +242,9 @@ def admin_app(
 IDENTITY_KEY = "gateway.admin_identity"
 """Key of the caller's `AdminIdentity` in the ASGI scope."""
 
-AUDIT_TARGET_KEY = "gateway.audit_target"
-"""Key of the change's target in the ASGI scope, where no parameter of the path is it."""
+
+AUDITED_PARAMETERS = ("deadline",)
+"""Parameters of queries that the audit log tells; others are unknown, and might be secrets."""
 
 
 def _with_role(route: AdminRoute, endpoints: AdminEndpoints, audit: AuditTrail) -> Endpoint:
@@ -223,7 +270,11 @@ def _with_role(route: AdminRoute, endpoints: AdminEndpoints, audit: AuditTrail) 
                     route.action,
                     _audit_target(request),
                     outcome,
-                    details=dict(request.query_params),
+                    details={
+                        name: request.query_params[name]
+                        for name in AUDITED_PARAMETERS
+                        if name in request.query_params
+                    },
                 )
         return response
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,12 +10,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.access.key_sync import KeySync
 from gateway.config.errors import ConfigError, Problem, single_line
 from gateway.config.settings import Settings, masked_settings
 from gateway.errors import GatewayError
 from gateway.events import InventoryChanged, SettingsChanged
 from gateway.proxy.api.base import openai_error
 from gateway.store.store import Store
+from gateway.web.admin.certificates import CertificateStatus
 from gateway.web.asgi import JsonResponse
 
 
@@ -59,12 +61,12 @@ class GatewayControl(Protocol):
         """The problems of the settings on disk, while older ones are in force."""
 
     @property
-    def certificate_error(self) -> str | None:
-        """Why renewed TLS files can't be used, while older ones are in force."""
+    def certificates(self) -> CertificateStatus:
+        """The certificates of the listeners."""
 
     @property
-    def certificate_expiry(self) -> Mapping[str, float]:
-        """When the certificate of each listener with TLS expires, in seconds since 1970."""
+    def key_sync(self) -> KeySync:
+        """Keeps the API keys in force equal to those of settings and store."""
 
     @property
     def keys_lost(self) -> str | None:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.fleet.fleet import Fleet
+from gateway.observe.audit import AuditTrail
 from gateway.observe.metrics import Metrics, MetricsSnapshot, NodeSample, StoreSample
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.request import Priority
@@ -37,6 +38,7 @@ class StatusEndpoints:
     gateway: GatewayControl
     metrics: Metrics
     health: HealthEndpoints
+    audit: AuditTrail
 
     async def status(self, _: Request) -> Response:
         """The gateway on one page."""
@@ -63,12 +65,13 @@ class StatusEndpoints:
                 "inventory_error": gateway.inventory_error,
                 "settings_error": gateway.settings_error,
                 "keys_lost": gateway.keys_lost,
-                "certificate_error": gateway.certificate_error,
+                "certificate_error": gateway.certificates.error,
                 "certificates": {
                     key: {"expires_at": _iso(expires), "days_left": round(days_until(expires), 2)}
-                    for key, expires in gateway.certificate_expiry.items()
+                    for key, expires in gateway.certificates.expiry.items()
                 },
                 "store": store_json(gateway.store),
+                "audit_lost": self.audit.lost,
             }
         )
 
