@@ -295,8 +295,10 @@ def _admin(route: AdminRoute) -> Operation:
     else:
         content = {"application/json": {"schema": _RESPONSES.get(path, {"type": "object"})}}
     statuses = _ADMIN_STATUSES | _STATUSES.get(path, set())
-    if path.startswith(tuple(_NOT_FOUND)):
+    if "{" in path or path.startswith(tuple(_NOT_FOUND)):
         statuses |= {404}
+    if path.startswith("/admin/keys"):
+        statuses |= {409, 503}
     return Operation(
         "admin",
         route.method,

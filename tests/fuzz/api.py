@@ -210,7 +210,7 @@ class Fuzzer:
         for case in itertools.islice(self.boundary_cases(operation), count):
             try:
                 self._send(case, operation, credentials)
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
+            except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001 - it is a finding
                 self._add_failure(operation, error)
 
     def turn(self, operation: Any, count: int) -> None:
@@ -240,11 +240,11 @@ class Fuzzer:
 
         try:
             send()
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
+        except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001 - it is a finding
             if not _has_nothing_wrong(error):
                 self._add_failure(operation, error)
 
-    def _add_failure(self, operation: Any, error: Exception) -> None:
+    def _add_failure(self, operation: Any, error: BaseException) -> None:
         problems = getattr(error, "exceptions", [error])
         text = " | ".join(f"{one}"[:1500] for one in problems)
         kind = f"{operation.label}: {text.partition(chr(10))[0]}"
@@ -278,7 +278,7 @@ def _names(path: str) -> dict[str, str]:
     return {"name": "node-0", "id": "demo"} if "{name" in path else {"id": "demo"}
 
 
-def _has_nothing_wrong(error: Exception) -> bool:
+def _has_nothing_wrong(error: BaseException) -> bool:
     """Whether there just are no cases: an operation without parameters has no wrong ones."""
     return (
         type(error).__name__ in {"Unsatisfiable", "SkipTest", "Skipped"}

@@ -33,7 +33,7 @@ START = 1_800_000_000.0
 MOST_DAYS = 4
 """Days whose sums an account keeps."""
 
-CHECK_EVERY = 8
+CHECK_EVERY = 32
 """Steps between two comparisons with the list of all that happened."""
 
 _DEFAULTS = Settings()
