@@ -20,7 +20,7 @@ ARGS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help install dev run test test-fast test-fresh test-net test-wheel chaos soak check format bench bench-scheduling pins wheel wheelhouse ansible check-deploy test-deploy test-numa docs docs-serve clean
+.PHONY: help install dev run test test-fast test-fresh test-net test-wheel chaos soak fuzz slow-clients check format bench bench-scheduling pins wheel wheelhouse ansible check-deploy test-deploy test-numa docs docs-serve clean
 
 help: ## show this list
 	@printf 'llama-gateway: make targets\n\n'
@@ -81,6 +81,12 @@ chaos: $(VENV)/.test ## inject seeded faults under load, run after run: ARGS="--
 
 soak: $(VENV)/.test ## run streams for an hour; memory must be flat: ARGS="--minutes 60 --streams 2000 --plot soak.png"
 	@$(BIN)/python -m tests.chaos.soak $(ARGS)
+
+fuzz: $(VENV)/.dev ## fuzz what reads strangers' bytes: ARGS="--runs 1000000 --only head", ARGS="--cases 50000 --only api"
+	@$(BIN)/python -m tests.fuzz $(ARGS)
+
+slow-clients: $(VENV)/.test ## run 10,000 slow clients beside healthy ones for five minutes: ARGS="--minutes 5 --clients 10000"
+	@$(BIN)/python -m tests.chaos.slow_clients $(ARGS)
 
 check: $(VENV)/.dev ## check format, lint, types and import direction
 	@$(BIN)/ruff format --check .

@@ -100,7 +100,14 @@ class LimitSpec(ConfigModel):
                 "the currency of the nodes' costs."
             )
         ),
-        WithJsonSchema({"type": "string", "pattern": r"^\s*[0-9.]+\s*/\s*(day|month)\s*$"}),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"type": "string", "pattern": r"^\s*[0-9.]+\s*/\s*(day|month)\s*$"},
+                    {"type": "null"},
+                ]
+            }
+        ),
         TypeLabel("amount/month or amount/day"),
     ] = None
     concurrency: Annotated[Count | None, Field(description="Requests at one time.")] = None

@@ -189,7 +189,8 @@ def _routed(path: str, route: Route) -> Operation:
         body = {"application/json": {"schema": {"$ref": "#/components/schemas/RoutedBody"}}}
     content: JsonSchema = {"application/json": {"schema": _ANY}}
     if route.generates:
-        content[api.stream_content_type.decode()] = {"schema": {"type": "string"}}
+        # Programs differ in whether a stream's schema is that of its text or of one event.
+        content[api.stream_content_type.decode()] = {"schema": {}}
     return Operation(
         "public",
         "POST",

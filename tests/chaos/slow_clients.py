@@ -81,7 +81,7 @@ class Sample:
 
 
 class HealthyClient:
-    """Sends requests at a steady rate: most on a kept connection, some on new ones, some streams."""
+    """Sends requests at a steady rate: most on a kept connection, every tenth on a new one."""
 
     def __init__(self, source: str, address: Address) -> None:
         self._source = source
@@ -103,7 +103,7 @@ class HealthyClient:
                 problem = type(error).__name__
             if problem:
                 counting.lost[problem] += 1
-                self._close()
+                self.close()
             else:
                 counting.delays.append(time.monotonic() - began)
                 counting.streams += is_stream
@@ -112,7 +112,7 @@ class HealthyClient:
     async def _request(self, *, stream: bool, new: bool) -> str:
         """Send one request; what is wrong with its response, or nothing."""
         if new:
-            self._close()
+            self.close()
         if self._kept is None:
             self._kept = await asyncio.open_connection(
                 *self._address, local_addr=(self._source, 0), limit=1 << 20
@@ -129,7 +129,8 @@ class HealthyClient:
         body = await reader.readexactly(int(length))
         return "" if body == node_replies.EMBEDDING else "wrong body"
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the kept connection."""
         if self._kept is not None:
             self._kept[1].transport.abort()
             self._kept = None
@@ -181,10 +182,8 @@ class SlowClients:
     async def _measure(self, address: Address, process: psutil.Process) -> None:
         options = self.options
         totals = [HealthyTotals()]
-        healthy = [
-            asyncio.create_task(HealthyClient(f"127.1.0.{n + 1}", address).run(totals, 0.2))
-            for n in range(options.healthy)
-        ]
+        clients = [HealthyClient(f"127.1.0.{n + 1}", address) for n in range(options.healthy)]
+        healthy = [asyncio.create_task(client.run(totals, 0.2)) for client in clients]
         try:
             await asyncio.sleep(5.0)
             totals.append(self.alone)
@@ -217,6 +216,9 @@ class SlowClients:
             for task in healthy:
                 task.cancel()
             await asyncio.gather(*healthy, return_exceptions=True)
+            for client in clients:
+                client.close()
+            await asyncio.sleep(0)
 
     def _sample(self, process: psutil.Process, seconds: float, slow: int) -> Sample:
         rss = process.memory_info().rss / 1e6

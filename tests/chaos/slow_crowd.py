@@ -175,7 +175,7 @@ class Crowd:
 async def _run(options: CrowdOptions, pipe: Connection) -> None:
     crowd = Crowd(options)
     clients = [asyncio.create_task(crowd.client(number)) for number in range(options.clients)]
-    while not pipe.poll():  # noqa: ASYNC110 - a pipe of another process
+    while not pipe.poll():
         pipe.send(asdict(crowd.totals))
         await asyncio.sleep(1.0)
     for client in clients:

@@ -76,7 +76,7 @@ def expected_chat_text(messages: list[dict[str, Any]], n: int) -> str:
 def read_generation_request(api: ApiName, body: dict[str, Any], slots: int) -> GenerationRequest:
     """Checks and reads a body of one API. Raises `RefusedError`."""
     prompts = _PROMPTS[api](body)
-    copies = body.get("n") or 1
+    copies = int(body.get("n") or 1)
     if api == "chat" and not 1 <= copies <= slots:
         raise bad_request(
             f"Field 'n': Value must be between 1 <= value <= {slots}, but got {copies}"

@@ -1,5 +1,7 @@
 """`make fuzz ARGS="--runs 1000000 --only head"`: fuzz what reads strangers' bytes.
 
+`api` is schemathesis on a running gateway (`api.py`), all other targets are atheris'.
+
 Each target runs in a process of its own, `--jobs` of them at a time. An input fails if it raises
 anything undeclared, breaks an oracle, takes more than a second of CPU time or ten on the clock, or
 makes the process larger than `--rss` MiB; a leak of a few hundred bytes for each input does that
@@ -23,8 +25,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tests.fuzz.inputs import Target, read_corpus, write_corpus
+from tests.fuzz.inputs import Target, fewest_inputs, read_corpus, write_corpus
 from tests.fuzz.modules import MODULES
+
+NAMES = (*MODULES, "api")
 
 _DONE = re.compile(r"^Done (\d+) runs in", re.MULTILINE)
 
@@ -99,6 +103,16 @@ def fuzz(target: Target, options: argparse.Namespace, folder: Path) -> Report:
     )
 
 
+def fuzz_api(options: argparse.Namespace) -> tuple[str, bool]:
+    """Fuzz the API of both listeners; returns a text for people, and whether anything failed."""
+    from tests.fuzz import api
+
+    cases = options.cases or (1 << 30 if options.seconds else api.CASES)
+    seconds = options.seconds or 1e9
+    figures, problems = api.fuzz_api(cases, seconds, jobs=options.api_jobs, seed=options.seed)
+    return api.report(figures, problems), bool(problems)
+
+
 def _failure(log: str, folder: Path) -> str:
     """The end of the log, and the input that failed."""
     lines = [line for line in log.splitlines() if not line.startswith(("#", "stat::", "MS: "))]
@@ -107,17 +121,10 @@ def _failure(log: str, folder: Path) -> str:
 
 
 def _keep(folder: Path, target: Target) -> None:
-    """Keep the fewest inputs that cover what all of them cover."""
-    small = folder / "small"
-    small.mkdir()
-    command = [
-        sys.executable, "-m", "tests.fuzz.run_target", target.name, "-merge=1", "-timeout=10",
-        f"-max_len={target.longest}", str(small), str(folder / "corpus"), str(folder / "fresh"),
-    ]  # fmt: skip
-    subprocess.run(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True, timeout=1800
-    )
-    write_corpus(target.name, [file.read_bytes() for file in small.iterdir()])
+    """Keep the fewest inputs that reach what all of them reach, short ones first."""
+    places = (folder / "corpus", folder / "fresh")
+    inputs = {file.read_bytes() for place in places for file in place.iterdir()}
+    write_corpus(target.name, fewest_inputs(target.make_check(), inputs - set(target.seeds)))
 
 
 def _escaped(token: bytes) -> str:
@@ -130,8 +137,10 @@ def _options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m tests.fuzz", description=__doc__)
     parser.add_argument("--runs", type=int, default=0, help="inputs of each target")
     parser.add_argument("--seconds", type=int, default=0, help="seconds of each target")
-    parser.add_argument("--only", default=",".join(MODULES), help="targets, with commas between")
+    parser.add_argument("--cases", type=int, default=0, help="requests of `api`")
+    parser.add_argument("--only", default=",".join(NAMES), help="targets, with commas between")
     parser.add_argument("--jobs", type=int, default=2, help="targets at a time")
+    parser.add_argument("--api-jobs", type=int, default=1, help="processes that send requests")
     parser.add_argument("--rss", type=int, default=512, help="MiB that a process may take")
     parser.add_argument("--seed", type=int, default=0, help="0: another one in each run")
     parser.add_argument("--keep", action="store_true", help="add what was found to the corpus")
@@ -143,32 +152,42 @@ def main() -> int:
     """Fuzz. Exit status 1 if an input failed, 2 for a wrong option."""
     options = _options().parse_args()
     names = options.only.split(",")
-    unknown = [name for name in names if name not in MODULES]
-    if unknown or not (options.runs or options.seconds):
-        problem = f"no target {unknown[0]}: {', '.join(MODULES)}" if unknown else "how long?"
-        print(f"{problem} (--runs N, --seconds N)", file=sys.stderr)
+    unknown = [name for name in names if name not in NAMES]
+    if unknown or not (options.runs or options.seconds or options.cases):
+        problem = f"no target {unknown[0]}: {', '.join(NAMES)}" if unknown else "how long?"
+        print(f"{problem} (--runs N, --seconds N, --cases N)", file=sys.stderr)
         return 2
-    if importlib.util.find_spec("atheris") is None:
-        version = ".".join(map(str, sys.version_info[:2]))
-        print(f"SKIPPED: atheris is not installed; on Python {version} it can't be from 3.14 on")
-        return 0
+    for tool, needing in (("atheris", set(MODULES)), ("schemathesis", {"api"})):
+        if needing & set(names) and importlib.util.find_spec(tool) is None:
+            version = ".".join(map(str, sys.version_info[:2]))
+            print(f"SKIPPED: {tool} is not installed on this Python {version}: make dev")
+            names = [name for name in names if name not in needing]
     folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
     lock, reports = threading.Lock(), []
+    failed = False
 
-    def run(target: Target) -> None:
-        report = fuzz(target, options, folder)
-        with lock:
+    def run(target: Target | None) -> None:
+        nonlocal failed
+        if target is None:
+            text, wrong = fuzz_api(options)
+        else:
+            report = fuzz(target, options, folder)
             reports.append(report)
-            print(report.line, report.failure, sep="\n" if report.failure else "", flush=True)
+            text, wrong = report.line + report.failure.join(("\n", "")), bool(report.failure)
+        with lock:
+            failed = failed or wrong
+            print(text.rstrip(), flush=True)
 
     try:
+        # The longest begins first. Targets are imported one by one, before there are threads.
+        targets = [None if name == "api" else target_of(name) for name in names]
         with ThreadPoolExecutor(options.jobs) as pool:
-            list(pool.map(run, [target_of(name) for name in names]))
+            list(pool.map(run, sorted(targets, key=lambda target: target is not None)))
     finally:
         shutil.rmtree(folder)
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(report) for report in reports], indent=2))
-    return int(any(report.failure for report in reports))
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ environment shows in a problem.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from gateway.config import ConfigError, Inventory, Settings, load_inventory, loa
 from gateway.config.settings import changed_restart_keys, masked_settings
 from tests.fuzz.inputs import Check, Target, divide, seed
 
-SECRET = "s3cr3t-of-a-node"  # noqa: S105
+SECRET = "s3cr3t-of-a-node"
 
 ENV = {"N": "42", "T": "text", "B": "true", "E": "", "J": "{a: [1", "NODE_KEY": SECRET}
 
@@ -30,14 +29,14 @@ class Files:
     """Loads files of any bytes."""
 
     def __init__(self) -> None:
-        memory = Path("/dev/shm")
-        folder = memory if os.access(memory, os.W_OK) else None
-        self._folder = tempfile.TemporaryDirectory(prefix="fuzz-", dir=folder)
-        self.file = Path(self._folder.name) / "file.yaml"
+        # A file in memory, whose name is that of its descriptor.
+        self._descriptor = os.memfd_create("fuzz")
+        self.file = Path(f"/proc/self/fd/{self._descriptor}")
 
     def load(self, load: Callable[..., Any], data: bytes) -> Any:
         """The model; None if there is an error, which is checked."""
-        self.file.write_bytes(data)
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, data, 0)
         try:
             return load(self.file, ENV)
         except ConfigError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -108,6 +109,7 @@ class Connections:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        weakref.finalize(self, self._loop.close)
         self._served: list[Served] = []
         self.kind = protocol_class(LimitSettings(header_bytes=LIMIT), self._serve)
         self._config = uvicorn.Config(
@@ -142,7 +144,7 @@ class Connections:
         waiting = len(connection.backlog)
         assert transport.closed or not waiting or connection.tasks, "bytes wait for nothing"
         connection.connection_lost(None)
-        while self._state.tasks:
+        while self._state.tasks:  # noqa: ASYNC110 - a turn of the loop at a time
             await asyncio.sleep(0)
         assert self.kind.pipeline_queue.waiting_bytes == 0
         assert not self._state.connections

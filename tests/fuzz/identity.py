@@ -18,12 +18,13 @@ from gateway.access.callers import (
     effective_priority,
 )
 from gateway.access.exposure import is_local, is_proxied
-from gateway.access.keys import hash_key
+from gateway.access.keys import KeyRing, hash_key
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.lease import KeyedHash
 from gateway.proxy.forwarded_headers import headers_for_client, headers_for_node
 from gateway.request import Headers, Priority
+from gateway.usage.limits import LimitBook
 from gateway.web.request_context import HandlerConfig, parse_context, x_request_id_of
 from tests.fuzz.inputs import Check, Target, divide, seed
 
@@ -78,7 +79,12 @@ class Listener:
     def __init__(self, *, keys: bool, proxies: bool, loopback: bool) -> None:
         self.settings = _settings(keys=keys, proxies=proxies)
         self.loopback = loopback
-        self.config = HandlerConfig.of(self.settings, loopback=loopback, keyed_hash=KeyedHash())
+        key_ring = KeyRing()
+        key_ring.configure(self.settings.keys, allow_anonymous=self.settings.allow_anonymous)
+        self.limit_book = LimitBook(self.settings)
+        self.config = HandlerConfig.of(
+            self.settings, loopback=loopback, keyed_hash=KeyedHash(), key_ring=key_ring
+        )
 
     def check(self, headers: Headers, peer: str | None) -> None:
         proxies = self.settings.listen.trusted_proxies
@@ -91,8 +97,8 @@ class Listener:
                 self.settings,
                 self.config.key_ring,
                 self.config.identity_headers,
+                self.limit_book,
                 loopback=self.loopback,
-                locked=False,
             )
         except GatewayError as error:
             assert error.status in {400, 401, 415}

@@ -7,4 +7,5 @@ MODULES = {
     "body": "tests.fuzz.body",
     "config": "tests.fuzz.config",
     "identity": "tests.fuzz.identity",
+    "limits": "tests.fuzz.limits",
 }

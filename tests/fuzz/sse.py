@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from gateway.proxy import sse
@@ -146,18 +147,14 @@ def _check_behind(events: bytes, api: Api) -> None:
     assembler = ResponseAssembler(api, b"", LIMIT)
     assembler.add(events)
     if api.streaming_fields is not None:
-        try:
+        with suppress(AssemblyError):
             assembler.assemble({})
-        except AssemblyError:
-            pass
     if api.transcript_reader is not None:
         _check_transcript(events, single, api)
     if api.logprobs_fields is not None:
         ids: list[int] = []
-        try:
+        with suppress(InvalidResponse):
             TokenIdExtractor(api.take_token_ids, ids.extend)(events)
-        except InvalidResponse:
-            pass
 
 
 def _check_transcript(events: bytes, single: list[bytes], api: Api) -> None:
@@ -189,12 +186,10 @@ def make_check() -> Check:
         silent, _ = filtered(pieces, api, comments=False)
         assert standard_events(silent) == standard_events(whole)
         framer = sse.EventFramer(SMALL_LIMIT, api.ordinary_events)
-        try:
+        with suppress(InvalidResponse):
             for piece in raw.pieces():
                 framer.feed(piece)
                 assert len(framer._tail) <= SMALL_LIMIT, "more than the limit is buffered"
-        except InvalidResponse:
-            pass
         try:
             # As an attempt checks them before anything else reads them.
             at = len(whole) - special

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import uvicorn

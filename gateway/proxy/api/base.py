@@ -294,7 +294,11 @@ class Api:
             return StreamEventKind.ERROR
         if "prompt_progress" in value:
             return StreamEventKind.NO_CONTENT
-        return StreamEventKind.CONTENT if self.has_content(value) else StreamEventKind.NO_CONTENT
+        try:
+            has_content = self.has_content(value)
+        except (AttributeError, LookupError, TypeError):
+            raise InvalidResponse("An event of the node's stream has another form") from None
+        return StreamEventKind.CONTENT if has_content else StreamEventKind.NO_CONTENT
 
     def has_content(self, value: JsonObject) -> bool:
         """Whether an event's data holds anything that the reader would miss."""

@@ -256,7 +256,10 @@ def find_links(body: bytes) -> tuple[list[str], bool]:
         if isinstance(item, list):
             pending.extend(item)
         elif isinstance(item, dict):
-            has_images = has_images or item.get("type") in IMAGE_TYPES or "multimodal_data" in item
+            media = item.get("multimodal_data")
+            has_images = (
+                has_images or item.get("type") in IMAGE_TYPES or isinstance(media, list | dict)
+            )
             for key, inner in item.items():
                 if key in MEDIA_KEYS or (
                     key == "source" and isinstance(inner, dict) and inner.get("type") != "base64"

@@ -95,6 +95,18 @@ def test_an_event_that_a_reader_would_miss_is_content(api: Api, data: bytes) -> 
     assert api.classify_event(data.replace(b"\n", b"\r\n")) is StreamEventKind.CONTENT
 
 
+@pytest.mark.parametrize(
+    ("api", "data"),
+    [
+        (RESPONSES, event({"type": {"a": 1}})),
+        (MESSAGES, event({"type": ["content_block_delta"]})),
+    ],
+)
+def test_an_event_of_another_form_is_invalid(api: Api, data: bytes) -> None:
+    with pytest.raises(InvalidResponse):
+        api.classify_event(data)
+
+
 @pytest.mark.parametrize("data", [b":\n", b"event: nothing\n\n", b"id: 7\n\n", b"data: null\n\n"])
 def test_an_event_without_data_is_no_content(data: bytes) -> None:
     for api in ALL:

@@ -242,3 +242,11 @@ def test_a_name_spelt_with_escapes_hides_no_link() -> None:
         b"x" * LARGE_BODY_BYTES, url.encode()
     )  # fmt: skip
     assert large(data)[1].find_links() == ["http://x"]
+
+
+@pytest.mark.parametrize(
+    ("value", "is_image"), [(["QUFB"], True), ([], True), ({}, True), ("a", False), (None, False)]
+)
+def test_media_are_seen_alike_in_small_and_large_bodies(value: object, is_image: bool) -> None:
+    data, found = large({"prompt": {"prompt_string": "b", "multimodal_data": value}})
+    assert find_links(data)[1] is found.has_images is is_image

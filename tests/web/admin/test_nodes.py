@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
-from gateway.web.admin.nodes import LONGEST_DRAIN_DEADLINE
+from gateway.proxy.in_flight import InFlightRegistry
+from gateway.web.admin.nodes import LONGEST_DRAIN_DEADLINE, DrainDeadlines
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec
 from tests.virtual import in_virtual_time
@@ -192,6 +194,17 @@ async def test_the_deadline_touches_no_other_node() -> None:
         await order(gateway, "b", "drain?deadline=0")
         await gateway.until(lambda: gateway.drain_deadlines.seconds_left("b") is None)
         assert (await running).status_code == 200
+
+
+def test_a_deadline_of_no_seconds_is_told_on_the_gateways_own_event_loop() -> None:
+    async def drain_now() -> tuple[float | None, float | None]:
+        deadlines = DrainDeadlines(InFlightRegistry())
+        deadlines.set("a", 0.0)
+        before = deadlines.seconds_left("a")
+        await asyncio.sleep(0.01)
+        return before, deadlines.seconds_left("a")
+
+    assert uvloop.run(drain_now()) == (0.0, None)
 
 
 @pytest.mark.parametrize("action", ["resume", "drain"])

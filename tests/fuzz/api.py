@@ -1,0 +1,406 @@
+"""`make fuzz ARGS="--only api --runs 50000"`: requests by the OpenAPI document, made by schemathesis.
+
+A gateway process serves over two emulated nodes, with keys on both listeners. Every operation of
+both gets requests that fit the document and requests that do not. A response must be as the
+document says: status, content type, header fields, body. No response is 500, none takes longer
+than a minute, and afterwards the process has the descriptors and about the memory that it had once
+it was warm.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+import yaml
+
+from gateway.access.keys import ApiKey, new_key
+
+CASES = 50_000
+
+HANG_SECONDS = 60.0
+
+CASES_PER_TURN = 20
+"""Cases of one operation before the next one has its turn."""
+
+START_SECONDS = 90.0
+
+WARM_SHARE = 0.2
+"""Part of a run after which memory is measured for the first time."""
+
+MOST_GROWTH_MB = 40.0
+"""Resident memory that may come on top from then on; caches fill, and the ledger has its cache."""
+
+MOST_FAILURES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A gateway that runs."""
+
+    url: str
+    admin_url: str
+    keys: Mapping[str, str]
+    """Keys of the public listener: `right`, `limited`, `wrong`."""
+    admin_keys: Mapping[str, str]
+    """Of the admin listener: `right`, `limited` (a viewer's), `wrong`."""
+    process: psutil.Process | None = None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of some cases."""
+
+    cases: int = 0
+    statuses: Counter[str] = field(default_factory=Counter)
+    """Responses by listener and status."""
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, other: Outcome) -> None:
+        self.cases += other.cases
+        self.statuses += other.statuses
+        self.failures += other.failures
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The gateway's process at one moment."""
+
+    rss_mb: float
+    descriptors: int
+
+    @classmethod
+    def of(cls, process: psutil.Process) -> Measured:
+        return cls(round(process.memory_info().rss / 1e6, 1), process.num_fds())
+
+
+@contextmanager
+def running_site(folder: Path) -> Iterator[Site]:
+    """A gateway process over two emulated nodes, in processes of their own."""
+    keys = {name: new_key(name) for name in ("right", "limited")}
+    with ExitStack() as stack:
+        nodes = [_node(stack, slots) for slots in (4, 8)]
+        url, admin_url, process = _gateway(stack, folder, nodes, keys)
+        texts = {"wrong": new_key("right").text, **{name: key.text for name, key in keys.items()}}
+        yield Site(url, admin_url, texts, texts, psutil.Process(process.pid))
+        assert process.poll() is None, "the gateway's process has ended"
+    log = (folder / "gateway.log").read_text(errors="replace")
+    wrong = [line for line in log.splitlines() if '"level":"error"' in line or "Traceback" in line]
+    assert not wrong, wrong[0][:3000]
+
+
+def _node(stack: ExitStack, slots: int) -> str:
+    command = [
+        *(sys.executable, "-m", "tests.emulator", "--slots", str(slots), "--answer-tokens", "6"),
+        *("--embeddings", "--rerank", "--infill"),
+    ]
+    process = _start(stack, command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    return str(process.stdout.readline().strip())
+
+
+def _gateway(
+    stack: ExitStack, folder: Path, nodes: list[str], keys: Mapping[str, ApiKey]
+) -> tuple[str, str, subprocess.Popen[str]]:
+    ports = _free_ports(2)
+    specs = [{"name": f"node-{number}", "url": node} for number, node in enumerate(nodes)]
+    right, limited = ({"id": key.id, "sha256": key.sha256} for key in keys.values())
+    limits = {"tpm": 20_000, "concurrency": 1, "prompt_tokens": 100, "completion_tokens": 5}
+    settings = {
+        "keys": [
+            {**right, "max_class": "urgent", "trust_user_headers": True},
+            {**limited, "models": ["alias"], "max_class": "batch", "limits": limits},
+        ],
+        "admin": {"keys": [{**right, "role": "admin"}, {**limited, "role": "viewer"}]},
+        "ollama": True,
+        "queue": {"max_wait": 5},
+        "shutdown": {"grace": 2},
+        "models": {"alias": {"use": "demo"}},
+    }
+    (folder / "nodes.yaml").write_text(yaml.safe_dump({"nodes": specs}))
+    (folder / "gateway.yaml").write_text(yaml.safe_dump(settings))
+    command = [
+        *(sys.executable, "-m", "gateway", "serve", "--nodes", "nodes.yaml"),
+        *("--config", "gateway.yaml", "--port", str(ports[0]), "--admin-port", str(ports[1])),
+    ]
+    log = stack.enter_context((folder / "gateway.log").open("ab"))
+    environment = {**os.environ, "STATE_DIRECTORY": str(folder / "state")}
+    environment["PYTHONPATH"] = str(Path.cwd())
+    process = _start(stack, command, cwd=folder, stdout=log, stderr=log, env=environment)
+    url, admin_url = (f"http://127.0.0.1:{port}" for port in ports)
+    until = time.monotonic() + START_SECONDS
+    while True:
+        assert process.poll() is None, (folder / "gateway.log").read_text()
+        try:
+            if requests.get(f"{url}/ready", timeout=5).status_code == 200:
+                return url, admin_url, process
+        except requests.ConnectionError:
+            pass
+        assert time.monotonic() < until, "the gateway is not ready"
+        time.sleep(0.1)
+
+
+def _start(stack: ExitStack, command: list[str], **options: Any) -> subprocess.Popen[str]:
+    process = subprocess.Popen(command, text=True, **options)
+    stack.callback(process.wait, 30)
+    stack.callback(process.terminate)
+    return process
+
+
+def _free_ports(count: int) -> list[int]:
+    import socket
+
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    try:
+        return [sock.getsockname()[1] for sock in sockets]
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+class Fuzzer:
+    """Sends cases of some operations of one document."""
+
+    def __init__(self, site: Site, document: dict[str, Any], seed: int) -> None:
+        import schemathesis
+        from schemathesis.specs.openapi import checks
+
+        self._site = site
+        self._rng = random.Random(seed)
+        self._session = requests.Session()
+        self._session.trust_env = False
+        self._checks = [
+            checks.status_code_conformance,
+            checks.content_type_conformance,
+            checks.response_headers_conformance,
+            checks.response_schema_conformance,
+        ]
+        schema: Any = schemathesis.openapi.from_dict(document)
+        self.operations = [found.ok() for found in schema.get_all_operations()]
+        self.outcome = Outcome()
+        self._kinds: Counter[str] = Counter()
+
+    def boundary_cases(self, operation: Any) -> Iterator[Any]:
+        """Cases at the boundaries of each parameter and field of one operation, right and wrong."""
+        from schemathesis import GenerationMode
+
+        schema = operation.schema
+        yield from schema.iter_coverage_cases(
+            operation,
+            generation_modes=list(GenerationMode),
+            generation_config=schema.config.generation_for(operation=operation),
+        )
+
+    def send_boundary_cases(self, operation: Any, credentials: str, count: int) -> None:
+        """Send up to `count` of them, with these credentials."""
+        for case in itertools.islice(self.boundary_cases(operation), count):
+            try:
+                self._send(case, operation, credentials)
+            except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001 - it is a finding
+                self._add_failure(operation, error)
+
+    def turn(self, operation: Any, count: int) -> None:
+        """Send up to `count` random cases of one operation."""
+        import hypothesis
+        from hypothesis import HealthCheck, Phase
+        from schemathesis import GenerationMode
+
+        modes = list(GenerationMode)
+        named = {"path_parameters": _names(operation.path)} if "{" in operation.path else {}
+        strategy = operation.as_strategy(
+            self._rng.choice(modes), **(named if self._rng.random() < 0.4 else {})
+        )
+
+        @hypothesis.seed(self._rng.getrandbits(32))
+        @hypothesis.settings(
+            max_examples=count,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+            verbosity=hypothesis.Verbosity.quiet,
+        )
+        @hypothesis.given(strategy)
+        def send(case: Any) -> None:
+            self._send(case, operation, "none" if self._rng.random() < 0.05 else "right")
+
+        try:
+            send()
+        except (Exception, BaseExceptionGroup) as error:  # noqa: BLE001 - it is a finding
+            if not _has_nothing_wrong(error):
+                self._add_failure(operation, error)
+
+    def _add_failure(self, operation: Any, error: BaseException) -> None:
+        problems = getattr(error, "exceptions", [error])
+        text = " | ".join(f"{one}"[:1500] for one in problems)
+        kind = f"{operation.label}: {text.partition(chr(10))[0]}"
+        self._kinds[kind] += 1
+        if self._kinds[kind] == 1:
+            self.outcome.failures.append(f"{operation.label}: {text}")
+
+    def _send(self, case: Any, operation: Any, credentials: str) -> None:
+        site, is_admin = self._site, "admin" in (operation.tags or ())
+        base, keys = (site.admin_url, site.admin_keys) if is_admin else (site.url, site.keys)
+        key = keys.get(credentials)
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self.outcome.cases += 1
+        if self._rng.random() < 0.8 and case.headers is not None:
+            # Boundaries of it are far below a second: most requests would end while they wait.
+            case.headers.pop("X-Request-Timeout", None)
+        response = case.call(
+            base_url=base, session=self._session, headers=headers, timeout=HANG_SECONDS
+        )
+        name = f"{'admin' if is_admin else 'public'} {response.status_code}"
+        self.outcome.statuses[name] += 1
+        # Two nodes may agree on a 500, which passes; the gateway's own has this text.
+        wrong = b"The gateway failed" in response.content or (
+            is_admin and response.status_code == 500
+        )
+        assert not wrong, f"500 {response.text[:300]}: {case.as_curl_command()}"
+        case.validate_response(response, checks=self._checks)
+        if is_admin and operation.path.endswith("/drain") and response.status_code == 200:
+            resume_nodes(site)
+
+
+def _names(path: str) -> dict[str, str]:
+    """Names that exist, for the parameters of a path."""
+    return {"name": "node-0", "id": "demo"} if "{name" in path else {"id": "demo"}
+
+
+def _has_nothing_wrong(error: BaseException) -> bool:
+    """Whether there just are no cases: an operation without parameters has no wrong ones."""
+    return (
+        type(error).__name__ in {"Unsatisfiable", "SkipTest", "Skipped"}
+        or "negative" in str(error).lower()[:200]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one process sends."""
+
+    site: Site
+    """Without its process."""
+    document: dict[str, Any]
+    number: int
+    of: int
+    credentials: tuple[str, ...]
+    """With which of them boundary cases are sent: `right`, `limited`, `wrong`, `none`."""
+    cases: int
+    """The most, boundary cases included; the rest are random ones."""
+    seconds: float
+    seed: int
+
+
+def send_share(share: Share) -> Outcome:
+    """Send a part of the cases; in a process of its own."""
+    fuzzer = Fuzzer(share.site, share.document, share.seed)
+    mine = fuzzer.operations[share.number :: share.of]
+    until = time.monotonic() + share.seconds
+
+    def left() -> int:
+        over = time.monotonic() > until or len(fuzzer.outcome.failures) > MOST_FAILURES
+        return 0 if over else share.cases - fuzzer.outcome.cases
+
+    for credentials in share.credentials:
+        for operation in mine:
+            if left() > 0:
+                fuzzer.send_boundary_cases(operation, credentials, left())
+    for operation in itertools.cycle(mine):
+        if left() <= 0:
+            return fuzzer.outcome
+        fuzzer.turn(operation, min(CASES_PER_TURN, left()))
+    return fuzzer.outcome
+
+
+def fuzz_api(
+    cases: int, seconds: float, jobs: int = 2, seed: int = 0
+) -> tuple[dict[str, Any], list[str]]:
+    """Send so many cases, or for so many seconds; returns the figures, and what was wrong."""
+    seed = seed or random.SystemRandom().getrandbits(31)
+    began = time.monotonic()
+    total = Outcome()
+    with tempfile.TemporaryDirectory(prefix="fuzz-api-") as name, running_site(Path(name)) as site:
+        assert site.process is not None
+        headers = {"Authorization": f"Bearer {site.admin_keys['right']}"}
+        document = requests.get(
+            f"{site.admin_url}/openapi.json", headers=headers, timeout=30
+        ).json()
+        measured = []
+        context = multiprocessing.get_context("spawn")
+        with context.Pool(jobs) as pool:
+            for turn, part in enumerate((WARM_SHARE, 1 - WARM_SHARE)):
+                credentials = ("limited", "wrong", "none", "right") if turn else ("right",)
+                shares = [
+                    Share(
+                        replace(site, process=None), document, number, jobs, credentials, int(cases * part / jobs),
+                        seconds * part, seed + 10 * turn + number,
+                    )
+                    for number in range(jobs)
+                ]  # fmt: skip
+                for outcome in pool.imap_unordered(send_share, shares):
+                    total.add(outcome)
+                measured.append(_settled(site.process))
+    warm, after = measured
+    problems = list(dict.fromkeys(total.failures))[:MOST_FAILURES]
+    if after.descriptors > warm.descriptors + 5:
+        problems.append(
+            f"descriptors: {warm.descriptors} when warm, {after.descriptors} afterwards"
+        )
+    if after.rss_mb > warm.rss_mb + MOST_GROWTH_MB:
+        problems.append(f"memory: {warm.rss_mb} MB when warm, {after.rss_mb} MB afterwards")
+    took = time.monotonic() - began
+    figures = {
+        "cases": total.cases,
+        "seconds": round(took),
+        "statuses": dict(sorted(total.statuses.items())),
+        "rss_mb": [warm.rss_mb, after.rss_mb],
+        "descriptors": [warm.descriptors, after.descriptors],
+        "seed": seed,
+    }
+    return figures, problems
+
+
+def resume_nodes(site: Site) -> None:
+    """Undo what a case has done to the nodes."""
+    headers = {"Authorization": f"Bearer {site.admin_keys['right']}"}
+    for number in range(2):
+        url = f"{site.admin_url}/admin/nodes/node-{number}/resume"
+        requests.post(url, headers=headers, timeout=30)
+
+
+def _settled(process: psutil.Process) -> Measured:
+    """The process once its idle connections have been closed."""
+    before = Measured.of(process)
+    for _ in range(60):
+        time.sleep(0.5)
+        now = Measured.of(process)
+        if now.descriptors >= before.descriptors and now.descriptors < 60:
+            return now
+        before = now
+    return before
+
+
+def report(figures: dict[str, Any], problems: list[str]) -> str:
+    """The figures and problems, for people."""
+    rate = figures["cases"] / max(1, figures["seconds"])
+    line = (
+        f"{'api':<10}{figures['cases']:>10} cases  {figures['seconds']:>7} s {rate:>7.0f}/s  "
+        f"{'FAILED' if problems else 'ok'}"
+    )
+    return "\n".join([line, json.dumps(figures), *(f"FAILED: {problem}" for problem in problems)])
