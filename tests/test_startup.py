@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from gateway.config.listeners import AdminSettings, ListenSettings
+from gateway.config.admin import AdminSettings
+from gateway.config.listeners import ListenSettings
 from gateway.config.settings import Settings
+from gateway.config.store import StoreSettings
 from gateway.startup import (
     Options,
     StartError,
@@ -14,6 +17,8 @@ from gateway.startup import (
     load_checked,
     properties_file,
     read_admin_key,
+    state_folder,
+    store_location,
 )
 
 INVENTORY = "nodes: [{name: a, url: 'http://127.0.0.1:9'}]\n"
@@ -80,6 +85,7 @@ def test_problems_of_both_files_are_reported_together(folder: Path) -> None:
         ("listen: {port: 9000}\nadmin: {port: 9000}", ["listen.port"]),
         ("admin: {key_file: empty.txt}", ["admin.key_file"]),
         ("listen: {tls: {cert: empty.txt, key: empty.txt}}", ["listen.tls"]),
+        ("admin: {tls: {cert: empty.txt, key: empty.txt}}", ["admin.tls"]),
         ("listen: {host: 0.0.0.0}\nadmin: {host: 0.0.0.0}", ["listen.host", "admin.host"]),
     ],
 )
@@ -89,6 +95,12 @@ def test_what_keeps_the_listeners_from_starting_is_named_by_its_key(
     check = check_startup(options(folder, settings))
     assert [problem.key for problem in check.start_problems] == keys
     assert check.settings is not None, "the file itself is valid"
+
+
+def test_admin_keys_let_the_admin_listener_leave_loopback(folder: Path) -> None:
+    key = f"{{id: a, sha256: {'0' * 64}, role: viewer}}"
+    text = f"admin: {{host: 0.0.0.0, keys: [{key}]}}"
+    assert check_startup(options(folder, text)).start_problems == ()
 
 
 def test_tls_files_of_a_node_that_cannot_be_used_are_named_by_the_nodes_place(folder: Path) -> None:
@@ -137,6 +149,20 @@ def test_state_files_are_in_the_folder_that_was_named_else_systemds_else_the_use
     assert drains_file(unnamed).parent == tmp_path / "systemd"
     named = Options(tmp_path / "nodes.yaml", state_dir=tmp_path / "named")
     assert drains_file(named).parent == properties_file(named).parent == tmp_path / "named"
+
+
+def test_the_store_is_where_the_settings_say_else_in_the_state_folder(tmp_path: Path) -> None:
+    given = Options(tmp_path / "nodes.yaml", state_dir=tmp_path / "state")
+
+    def path(options: Options, url: str | None) -> Path | None:
+        found = store_location(options, Settings(store=StoreSettings(url=url)))
+        return None if found is None else found.path
+
+    assert path(given, None) == tmp_path / "state" / "gateway.db"
+    assert path(replace(given, store_dir=tmp_path / "store"), None) == tmp_path / "store/gateway.db"
+    assert path(given, f"sqlite:///{tmp_path}/other.db") == tmp_path / "other.db"
+    assert path(given, "off") is None
+    assert path(Options(tmp_path / "nodes.yaml"), None) == state_folder() / "gateway.db"
 
 
 def test_each_inventory_has_state_files_of_its_own(tmp_path: Path) -> None:

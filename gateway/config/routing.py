@@ -28,7 +28,7 @@ _NOT_PARAMETERS = frozenset({"model", "messages", "prompt", "input", "stream"})
 def _parameters(value: object) -> object:
     if isinstance(value, (Mapping, list, tuple)):
         for name in value:
-            if name in _NOT_PARAMETERS:
+            if isinstance(name, str) and name in _NOT_PARAMETERS:
                 raise validation_error(
                     f"can't hold {name}", "a rule is for parameters such as temperature"
                 )

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
+from gateway.config.cache_privacy import CacheSpec
 from gateway.config.fields import (
     ConfigModel,
     Count,
@@ -155,4 +156,8 @@ class GroupSpec(ConfigModel):
                 "has `user_limits` of its own."
             )
         ),
+    ] = None
+    cache: Annotated[
+        CacheSpec | None,
+        Field(description="Prompt caches and privacy, where they differ from the top level's."),
     ] = None

@@ -99,6 +99,19 @@ class StoreSample:
 
 
 @dataclass(slots=True)
+class LedgerSample:
+    """The ledger of requests at the time of a scrape; counts are of this process."""
+
+    pending: int
+    """Rows that wait to be written."""
+    written: int
+    recovered: int
+    """Of them, rows of requests whose process was killed."""
+    dropped: int
+    """Rows that were lost, since too many waited or none could store them."""
+
+
+@dataclass(slots=True)
 class MetricsSnapshot:
     """The gateway's state at the time of a scrape."""
 
@@ -111,8 +124,11 @@ class MetricsSnapshot:
     """The inventory on disk is invalid; an older one is in force."""
     retry_budget: float | None = None
     """Retries that the budget allows now."""
+    certificate_days_left: Mapping[str, float] = field(default_factory=dict)
+    """Days until the certificate of each listener with TLS expires."""
     store: StoreSample | None = None
     """None: there is no store."""
+    ledger: LedgerSample | None = None
 
 
 @dataclass(slots=True)
@@ -256,6 +272,16 @@ class Metrics:
                 "Retries that could be made now.",
                 [("", snapshot.retry_budget)],
             )
+        if snapshot.certificate_days_left:
+            page.add_family(
+                "certificate_days_left",
+                "gauge",
+                "Days until the certificate of a listener expires.",
+                (
+                    (labels(certificate=key), round(days, 3))
+                    for key, days in snapshot.certificate_days_left.items()
+                ),
+            )
         if snapshot.store is not None:
             page.add_family(
                 "store_up",
@@ -269,6 +295,8 @@ class Metrics:
                 "Jobs that wait for the store.",
                 [("", snapshot.store.waiting)],
             )
+        if snapshot.ledger is not None:
+            _add_ledger(page, snapshot.ledger)
         build = labels(version=__version__, python=platform.python_version())
         page.add_family("build_info", "gauge", "The version that runs.", [(build, 1)])
         return page.render().encode() + generate_latest(self._process)
@@ -460,3 +488,18 @@ class Histogram:
         """Count one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
+
+
+def _add_ledger(page: MetricsPage, ledger: LedgerSample) -> None:
+    for name, kind, text, value in (
+        ("ledger_rows_waiting", "gauge", "Rows of the ledger that wait.", ledger.pending),
+        ("ledger_rows_written_total", "counter", "Rows that were written.", ledger.written),
+        (
+            "ledger_rows_recovered_total",
+            "counter",
+            "Rows written for requests of killed processes.",
+            ledger.recovered,
+        ),
+        ("ledger_rows_dropped_total", "counter", "Rows that were lost.", ledger.dropped),
+    ):
+        page.add_family(name, kind, text, [("", value)])

@@ -145,7 +145,9 @@ class Accounting:
         now = self._end(in_flight, attempt, outcome, fault_of(outcome, request_took_time=True))
         if outcome == ConnectionReset.outcome:
             self.node_lost(in_flight, attempt)
-        self.bus.defer(self._account, in_flight, attempt, outcome, now)
+        # What fails now may have come to its end before.
+        sample = attempt.last_events if attempt.stream_ended else b""
+        self.bus.defer(self._account, in_flight, attempt, outcome, now, sample)
 
     def attempt_failed(
         self,

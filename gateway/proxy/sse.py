@@ -82,8 +82,8 @@ class EventFramer:
         self._matcher = matcher
         self._comment = HEARTBEAT if keep_comments else b""
         self._tail = bytearray()
-        self._begin = b"\n"
-        """How the last ordinary event that came alone begins; at first, as no event does."""
+        self._begin: bytes | tuple[()] = ()
+        """How the last ordinary event that came alone begins; `()`, as nothing does: none has."""
         self.event_count = 0
         """Events that have passed."""
         self.special_bytes = 0

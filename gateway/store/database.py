@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ CONNECT_SECONDS = 5
 """Seconds for PostgreSQL to accept a connection."""
 
 STATEMENT_SECONDS = 10
-"""Seconds that PostgreSQL may work on one statement."""
+"""Seconds that PostgreSQL may work on one statement, unless its job may take longer."""
 
 _MIGRATION_LOCK = 0x6C67_7374_6F72
 """Number of PostgreSQL's advisory lock for migrations: `lgstor`."""
@@ -147,6 +148,9 @@ def _sqlite_engine(location: StoreLocation) -> Engine:
 
 def _set_up_sqlite(connection: Connection) -> None:
     execute = connection.connection.cursor().execute
+    # Before anything is written into a new file: later only a rewrite of the file changes it. Then
+    # retention can give freed pages back to the file system a few at a time.
+    execute("PRAGMA auto_vacuum = INCREMENTAL")
     mode = execute("PRAGMA journal_mode = WAL").fetchone()
     # In WAL mode NORMAL loses at most the last commits, and only when the machine loses its power:
     # a process that is killed loses nothing. It saves a wait for the disk at every commit. Where
@@ -161,8 +165,57 @@ def _set_up_sqlite(connection: Connection) -> None:
 def _create_file(path: Path) -> None:
     """Make SQLite's file, for its owner alone; SQLite gives its other files the same mode."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
+    try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except FileExistsError:
+        # A backup that was copied back, perhaps. A group may be let in on purpose; all others not.
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode) and mode & 0o007:
+            with contextlib.suppress(OSError):
+                path.chmod(stat.S_IMODE(mode) & ~0o007)
+
+
+class SqliteFiles:
+    """The files of an open SQLite database, by their inodes.
+
+    SQLite goes on with a file that was moved, removed or replaced, and does not notice. Worse, it
+    would apply the write-ahead log of the former database to one that was put in its place.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._log = path.with_name(f"{path.name}-wal")
+        self._inode = _inode(path)
+        self._log_inode = _inode(self._log)
+
+    def are_in_place(self) -> bool:
+        """Whether the path still leads to the open file."""
+        if self._log_inode is None:
+            # SQLite makes it with the first write.
+            self._log_inode = _inode(self._log)
+        return _inode(self.path) == self._inode
+
+    def remove_stale_log(self) -> None:
+        """Remove the log, once the database is closed, if another has taken its place."""
+        replaced = not self.are_in_place()
+        if replaced and self._log_inode is not None and _inode(self._log) == self._log_inode:
+            self._log.unlink()
+            self._log.with_name(f"{self.path.name}-shm").unlink(missing_ok=True)
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def empty_log(connection: Connection) -> None:
+    """Bring what SQLite's write-ahead log holds into the database file, where that is possible."""
+    if connection.dialect.name == "sqlite":
+        with contextlib.suppress(Exception):
+            connection.connection.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
 def act_as_owner(path: Path) -> None:
@@ -183,6 +236,12 @@ def act_as_owner(path: Path) -> None:
     libc = ctypes.CDLL(None)
     libc.setfsgid(owner.st_gid)
     libc.setfsuid(owner.st_uid)
+    try:
+        folder.stat()
+    except PermissionError:
+        # Its owner can't even reach it, as in a container whose root has it in a folder of its own.
+        libc.setfsuid(0)
+        libc.setfsgid(0)
 
 
 def _postgres_engine(location: StoreLocation) -> Engine:
@@ -211,8 +270,10 @@ def _set_up_postgres(connection: Connection) -> None:
 
 
 @contextlib.contextmanager
-def transaction(connection: Connection, *, write: bool = True) -> Iterator[None]:
-    """Run the block in a transaction of its own.
+def transaction(
+    connection: Connection, *, write: bool = True, seconds: float = STATEMENT_SECONDS
+) -> Iterator[None]:
+    """Run the block in a transaction of its own; `seconds` is for PostgreSQL's statements.
 
     SQLite takes its write lock at the beginning: a transaction that reads first and writes later
     fails at once, without waiting, if another process has written in between.
@@ -220,6 +281,8 @@ def transaction(connection: Connection, *, write: bool = True) -> Iterator[None]
     with connection.begin():
         if connection.dialect.name == "sqlite":
             connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+        elif seconds > STATEMENT_SECONDS:
+            connection.exec_driver_sql(f"SET LOCAL statement_timeout = {int(seconds * 1000)}")
         yield
 
 

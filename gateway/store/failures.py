@@ -80,8 +80,10 @@ _RESTORE = "stop every gateway that uses it, move it away and put a backup in it
 
 _WAITS = "the gateway serves on and tries again"
 
-_SQLITE = {
-    sqlite3.SQLITE_FULL: (StoreFull, "free space on its file system"),
+_NO_ROOM = "free space on its file system, raise the quota, or look for errors of the disk"
+
+_SQLITE: dict[int, tuple[type[StoreError], str]] = {
+    sqlite3.SQLITE_FULL: (StoreFull, _NO_ROOM),
     sqlite3.SQLITE_BUSY: (StoreLocked, "end the program that holds it locked (fuser shows it)"),
     sqlite3.SQLITE_LOCKED: (StoreLocked, "end the program that holds it locked (fuser shows it)"),
     sqlite3.SQLITE_READONLY: (
@@ -101,8 +103,13 @@ _SQLITE = {
     sqlite3.SQLITE_NOMEM: (StoreUnavailable, "give the gateway more memory"),
 }
 
-_SQLITE_MOVED = 1032
-"""SQLITE_READONLY_DBMOVED, which Python 3.11 does not name."""
+# Extended result codes of SQLite, which come before those of the first byte.
+_SQLITE_EXTENDED: dict[int, tuple[type[StoreError], str]] = {
+    sqlite3.SQLITE_READONLY_DBMOVED: (StoreGone, "put it back"),
+    # A quota or a limit on the size of files; ENOSPC has a code of its own.
+    sqlite3.SQLITE_IOERR_WRITE: (StoreFull, _NO_ROOM),
+    sqlite3.SQLITE_IOERR_SHMSIZE: (StoreFull, _NO_ROOM),
+}
 
 # Classes of SQLSTATE (PostgreSQL's documentation, appendix A), and some of their values.
 _POSTGRES: tuple[tuple[str, type[StoreError], str], ...] = (
@@ -118,7 +125,9 @@ _POSTGRES: tuple[tuple[str, type[StoreError], str], ...] = (
     ("57014", StoreUnavailable, _WAITS),
     ("57", StoreUnavailable, _WAITS),
     ("58", StoreUnavailable, "look into the log of the PostgreSQL server"),
-    ("XX", StoreCorrupt, "look into the log of the PostgreSQL server"),
+    ("XX001", StoreCorrupt, "look into the log of the PostgreSQL server"),
+    ("XX002", StoreCorrupt, "look into the log of the PostgreSQL server"),
+    ("XX", StoreUnavailable, "look into the log of the PostgreSQL server"),
     ("08", StoreUnavailable, "see that the PostgreSQL server runs and can be reached"),
 )
 
@@ -140,9 +149,7 @@ def _sqlite_error(error: sqlite3.Error) -> StoreError | None:
     code = getattr(error, "sqlite_errorcode", None)
     if code is None:
         return None
-    if code == _SQLITE_MOVED:
-        return StoreGone("the store's file was moved or removed", "put it back")
-    found = _SQLITE.get(code & 0xFF)
+    found = _SQLITE_EXTENDED.get(code) or _SQLITE.get(code & 0xFF)
     if found is None:
         return None
     kind, remedy = found
@@ -161,8 +168,11 @@ def _postgres_error(error: BaseException | None, *, lost: bool) -> StoreError | 
         if state.startswith(prefix):
             return kind(f"PostgreSQL says: {said}", remedy)
     if lost or (not state and type(error).__name__ in {"OperationalError", "ConnectionTimeout"}):
-        return StoreUnavailable(
-            f"PostgreSQL does not answer: {said}",
-            "see that the server runs and can be reached at the address of store.url",
+        # What a server says to a new connection comes without its SQLSTATE.
+        remedy = (
+            "correct the role, the password or the database in store.url"
+            if "FATAL" in said
+            else "see that the server runs and can be reached at the address of store.url"
         )
+        return StoreUnavailable(f"PostgreSQL does not answer: {said}", remedy)
     return None

@@ -29,11 +29,13 @@ from sqlalchemy import Connection
 from gateway.store.database import (
     THIS_PROGRAM,
     Program,
+    SqliteFiles,
     StoreLocation,
     act_as_owner,
     check_level,
     connect,
     disconnect,
+    empty_log,
     migrate,
     store_level,
     transaction,
@@ -107,13 +109,16 @@ class StoreStatus:
 class _Job(Generic[T]):
     work: Callable[[Connection], T]
     write: bool
+    seconds: float
+    """How long its caller waits."""
     done: concurrent.futures.Future[T] = field(default_factory=concurrent.futures.Future)
 
 
 class Store:
     """A store, opened by its own thread after `start`.
 
-    `clock` is monotonic, `now` gives Unix seconds.
+    `clock` is monotonic, `now` gives Unix seconds. `on_change` is called on that thread when the
+    store fails, or is open again.
     """
 
     def __init__(
@@ -125,26 +130,29 @@ class Store:
         now: Callable[[], float] = time.time,
         most_jobs: int = MOST_JOBS,
         check_seconds: float = CHECK_SECONDS,
+        on_change: Callable[[StoreStatus], None] | None = None,
     ) -> None:
         self.location = location
         self._program = program
         self._clock = clock
         self._now = now
         self._check_seconds = check_seconds
+        self._on_change = on_change
         self._jobs: queue.Queue[_Job[Any] | None] = queue.Queue(most_jobs)
         self._thread = threading.Thread(target=self._work, name="store", daemon=True)
         # A thread that hangs in the driver must not keep the process alive, hence `daemon`.
         self._tried: concurrent.futures.Future[None] = concurrent.futures.Future()
         """Done when the store was tried to be opened for the first time."""
         self._connection: Connection | None = None
-        self._file: tuple[int, int] | None = None
-        """Device and inode of SQLite's open file."""
+        self._files: SqliteFiles | None = None
+        """SQLite's files that are, or were last, open."""
         self._seen = False
         """Whether this process has had the store open: then a missing file is not made anew."""
         self._level: int | None = None
         self._problem: StoreError | None = None
         self._pause = FIRST_PAUSE
-        self._retry_at = 0.0
+        self._check_at = 0.0
+        """When the store is opened anew, or else looked at if there was no job."""
         self._closing = False
         self._state = "opening"
         self._since = now()
@@ -169,7 +177,7 @@ class Store:
         Raises: StoreError, or the job's own error. `write` False: the job only reads, and waits for
         no other process that writes.
         """
-        waiting = self._submit(job, write=write)
+        waiting = self._submit(job, write, seconds)
         try:
             return await asyncio.wait_for(asyncio.wrap_future(waiting), seconds)
         except TimeoutError:
@@ -179,7 +187,7 @@ class Store:
         self, job: Callable[[Connection], T], *, write: bool = True, seconds: float = JOB_SECONDS
     ) -> T:
         """Like `run`, for commands: block until the job is done."""
-        waiting = self._submit(job, write=write)
+        waiting = self._submit(job, write, seconds)
         try:
             return waiting.result(seconds)
         except concurrent.futures.TimeoutError:
@@ -189,7 +197,7 @@ class Store:
         """The store's state now."""
         problem = self._problem
         state, since = self._state, self._since
-        if (silent := self._link.silent_seconds()) > JOB_SECONDS:
+        if silent := self._link.overdue():
             problem, state, since = self._silence(silent), "unavailable", self._now() - silent
         return StoreStatus(
             url=self.location.shown,
@@ -219,14 +227,21 @@ class Store:
         return await asyncio.to_thread(self.close, seconds)
 
     def _submit(
-        self, work: Callable[[Connection], T], *, write: bool
+        self,
+        work: Callable[[Connection], T],
+        write: bool,  # noqa: FBT001 - as `run` has it
+        seconds: float,
     ) -> concurrent.futures.Future[T]:
         if self._closing:
             raise StoreUnavailable("the store is closed", "start the gateway again")
-        if (silent := self._link.silent_seconds()) > JOB_SECONDS:
+        if silent := self._link.overdue():
             self._link.cut()
             raise self._silence(silent)
-        job = _Job(work, write)
+        problem = self._problem
+        if problem is not None and self._connection is None:
+            # Not after the thread's next attempt to open it, which may take seconds.
+            raise problem.copy()
+        job = _Job(work, write, seconds)
         try:
             self._jobs.put_nowait(job)
         except queue.Full:
@@ -237,8 +252,8 @@ class Store:
         return job.done
 
     def _too_slow(self, waiting: concurrent.futures.Future[Any], seconds: float) -> StoreError:
-        # If it has not begun, it never will.
-        if not waiting.cancel() and self._link.silent_seconds() >= seconds:
+        # If it has not begun, it never will; if it runs, nobody needs it any more.
+        if not waiting.cancel() and waiting.running():
             self._link.cut()
         return self._silence(seconds)
 
@@ -257,59 +272,57 @@ class Store:
                 act_as_owner(path)
         self._open()
         self._tried.set_result(None)
-        while True:
-            try:
-                job = self._jobs.get(timeout=self._seconds_to_check())
-            except queue.Empty:
+        while not (self._closing and self._jobs.empty()):
+            with contextlib.suppress(queue.Empty):
+                job = self._jobs.get(timeout=max(0.001, self._check_at - self._clock()))
+                if job is not None and job.done.set_running_or_notify_cancel():
+                    self._do(job)
+            if self._clock() >= self._check_at and not self._closing:
                 self._check()
-                continue
-            if job is not None and job.done.set_running_or_notify_cancel():
-                self._do(job)
-            if self._closing and self._jobs.empty():
-                break
         if self._connection is not None:
             disconnect(self._connection)
+            self._link.release()
         self._set_state("closed", None)
-
-    def _seconds_to_check(self) -> float:
-        if self._connection is not None:
-            return self._check_seconds
-        return max(0.001, self._retry_at - self._clock())
 
     def _check(self) -> None:
         """Open the store if it is not, else look whether it is still what it was."""
         if self._connection is None:
             self._open()
+            return
+        # Whether it can be written again is tried, even if nobody has anything to write.
+        self._check_at = self._clock() + self._check_seconds
+        if self._problem is None:
+            self._attempt(_nothing, write=False)
         else:
-            # What can't be written is tried again, even if nobody has anything to write.
-            self._attempt(
-                _nothing if self._problem is None else try_write, write=self._problem is not None
-            )
+            self._attempt(try_write, write=True)
 
     def _do(self, job: _Job[Any]) -> None:
-        if self._connection is None and self._clock() >= self._retry_at:
-            self._open()
         if self._connection is None:
             assert self._problem is not None
             job.done.set_exception(self._problem.copy())
             return
         try:
-            result = self._attempt(job.work, write=job.write, raises=True)
+            result = self._attempt(job.work, write=job.write, seconds=job.seconds, raises=True)
         except Exception as error:  # noqa: BLE001 - the job's caller gets it
             job.done.set_exception(error)
         else:
             job.done.set_result(result)
 
     def _attempt(
-        self, work: Callable[[Connection], T], *, write: bool, raises: bool = False
+        self,
+        work: Callable[[Connection], T],
+        *,
+        write: bool,
+        seconds: float = JOB_SECONDS,
+        raises: bool = False,
     ) -> T | None:
         """Do work in a transaction, and draw the conclusions from an error."""
         connection = self._connection
         assert connection is not None
-        self._link.begin()
+        self._link.begin(seconds)
         try:
             self._check_file()
-            with transaction(connection, write=write):
+            with transaction(connection, write=write, seconds=seconds):
                 self._level = check_level(connection, self._program)
                 result = work(connection)
         except Exception as error:
@@ -325,22 +338,17 @@ class Store:
         finally:
             self._link.end()
         if write or self._problem is None:
+            self._check_at = self._clock() + self._check_seconds
             self._set_state("up", None)
         return result
 
     def _check_file(self) -> None:
         """Raises: StoreGone if the open file is no more what its path leads to."""
-        path = self.location.path
-        if path is None:
-            return
-        try:
-            found = path.stat()
-        except FileNotFoundError:
-            raise StoreGone(f"{path} is gone", "put it back, or restart the gateway") from None
-        except OSError as error:
-            raise StoreUnavailable(f"{path}: {error.strerror}", "make it readable") from None
-        if self._file != (found.st_dev, found.st_ino):
-            raise StoreGone(f"{path} was replaced", "the gateway opens the new file")
+        if self._files is not None and not self._files.are_in_place():
+            raise StoreGone(
+                f"{self._files.path} is gone, or another file",
+                "put it back, or restart the gateway; a store in its place is opened",
+            )
 
     def _open(self) -> None:
         try:
@@ -355,14 +363,16 @@ class Store:
             return
         self._seen = True
         self._pause = FIRST_PAUSE
-        self._set_state("up", None)
+        self._check_at = self._clock() + self._check_seconds
         self._attempt(try_write, write=True)
 
     def _opened(self) -> Connection:
         path = self.location.path
-        if self._seen and path is not None and not _has_content(path):
-            raise StoreGone(f"{path} is gone, or empty", "put it back, or restart the gateway")
-        self._link.begin()
+        if self._files is not None:
+            if not _has_content(self._files.path):
+                raise StoreGone(f"{path} is gone, or empty", "put it back, or restart the gateway")
+            self._files.remove_stale_log()
+        self._link.begin(JOB_SECONDS)
         connection = None
         try:
             connection = connect(self.location, self._link.hold)
@@ -377,11 +387,11 @@ class Store:
             with transaction(connection, write=False):
                 self._level = check_level(connection, self._program)
             if path is not None:
-                found = path.stat()
-                self._file = (found.st_dev, found.st_ino)
+                self._files = SqliteFiles(path)
         except BaseException:
             if connection is not None:
                 disconnect(connection)
+            self._link.release()
             raise
         finally:
             self._link.end()
@@ -390,10 +400,12 @@ class Store:
     def _failed(self, problem: StoreError) -> None:
         if problem.ends_connection or self._connection is None:
             if self._connection is not None:
+                if isinstance(problem, StoreGone):
+                    empty_log(self._connection)
                 disconnect(self._connection)
                 self._connection = None
                 self._link.release()
-            self._retry_at = self._clock() + self._pause
+            self._check_at = self._clock() + self._pause
             self._pause = min(LONGEST_PAUSE, 2 * self._pause)
         self._set_state(problem.state, problem)
 
@@ -403,15 +415,16 @@ class Store:
         if not changed:
             return
         self._state, self._since = state, self._now()
-        if problem is not None:
-            log.warning(
-                "the store fails",
-                store=self.location.shown,
-                why=problem.message,
-                remedy=problem.remedy,
-            )
-        elif state == "up":
-            log.info("the store is open", store=self.location.shown, level=self._level)
+        if self._on_change is not None:
+            self._on_change(self.status())
+
+
+def log_store_change(status: StoreStatus) -> None:
+    """Write a line into the log: the store has failed, is open again, or is closed."""
+    if status.error is not None:
+        log.warning("the store fails", store=status.url, why=status.error, remedy=status.remedy)
+    elif status.up:
+        log.info("the store is open", store=status.url, level=status.level)
 
 
 class _Link:
@@ -422,7 +435,9 @@ class _Link:
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._sqlite: sqlite3.Connection | None = None
-        self._began: float | None = None
+        self._began = 0.0
+        self._due: float | None = None
+        """When the database must have answered; None: nobody waits for it."""
 
     def hold(self, made: Any) -> None:
         """This is the driver's new connection."""
@@ -441,18 +456,19 @@ class _Link:
                 self._socket.close()
                 self._socket = None
 
-    def begin(self) -> None:
-        """The thread begins to wait for the database."""
+    def begin(self, seconds: float) -> None:
+        """The thread begins to wait for the database, for so long at most."""
         self._began = self._clock()
+        self._due = self._began + seconds
 
     def end(self) -> None:
         """The database has answered, or may take its time."""
-        self._began = None
+        self._due = None
 
-    def silent_seconds(self) -> float:
-        """Seconds for which the thread has been waiting; 0: it does not wait."""
-        began = self._began
-        return 0.0 if began is None else self._clock() - began
+    def overdue(self) -> float:
+        """Seconds for which the thread has been waiting, if those are too many; else 0."""
+        due, now = self._due, self._clock()
+        return 0.0 if due is None or now < due else now - self._began
 
     def cut(self) -> None:
         """Let the thread's wait end with an error."""

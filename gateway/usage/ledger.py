@@ -1,8 +1,8 @@
 """The ledger: a row for each request that was admitted, written to the store in batches.
 
-Rows wait in memory for half a second at most. A request that has been running for longer than that
-is in `open_requests` until the transaction that writes its row: so a gateway that is killed loses
-no more than the requests of its last second, and leaves the others to be recovered
+Rows wait in memory for a quarter of a second. A request that has been running for twice as long is
+in `open_requests` until the transaction that writes its row: so a gateway that is killed loses no
+more than the requests of its last second, and leaves the others to be recovered
 (`usage/processes.py`). A batch whose commit may or may not have happened is written again, since
 rows that are there already are skipped.
 """
@@ -32,7 +32,7 @@ from gateway.usage.processes import (
     unregister,
 )
 
-FLUSH_SECONDS = 0.5
+FLUSH_SECONDS = 0.25
 """Longest time for which a row waits."""
 
 JOURNAL_SECONDS = 0.25
@@ -65,7 +65,8 @@ UsageRow = tuple[Any, ...]
 
 ROW_COLUMNS: Final = (
     "id", "process", "started_at", "ended_at", "key", "group_name", "user", "model", "class",
-    "tier", "node", "path", "stream", "prompt_tokens", "cached_tokens", "completion_tokens", "slot_seconds",
+    "tier", "node", "path", "stream", "prompt_tokens", "cached_tokens", "completion_tokens",
+    "slot_seconds",
     "cost", "gpu_cost", "attempts", "status", "outcome",
 )  # fmt: skip
 

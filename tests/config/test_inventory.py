@@ -185,3 +185,12 @@ def test_the_default_environment_is_the_process_s(
     path = tmp_path / "nodes.yaml"
     path.write_text("nodes: [{name: a, url: 'http://${SOME_HOST_OF_MINE}'}]")
     assert load_inventory(path).nodes[0].url == "http://h"
+
+
+@pytest.mark.parametrize("second", ["*first", "<<: *first"])
+def test_a_node_that_is_another_ones_alias_has_its_name(
+    nodes_problems: Problems, second: str
+) -> None:
+    (problem,) = nodes_problems(f"nodes:\n- &first {{name: a, url: http://a}}\n- {second}\n")
+    assert (problem.line, problem.key) == (3, "nodes[1]")
+    assert "line 2" in problem.message

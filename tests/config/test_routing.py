@@ -97,3 +97,13 @@ def test_a_loop_is_found_exactly_where_there_is_one(graph: dict[str, list[str]])
     for name, used in pairwise(loop):
         assert used in rules[name].use
     assert not loop or (loop[0] == loop[-1] and len(loop) > 2)
+
+
+@pytest.mark.parametrize("value", ["[{a: 1}]", "[[a]]", "[model]", "{model: x}"])
+@pytest.mark.parametrize("key", ["set", "default", "strip"])
+def test_parameters_of_the_wrong_shape_are_problems(
+    gateway_problems: Problems, key: str, value: str
+) -> None:
+    problems = gateway_problems(f"models: {{m: {{{key}: {value}}}}}")
+    assert problems
+    assert all(problem.key.startswith(f"models.m.{key}") for problem in problems)

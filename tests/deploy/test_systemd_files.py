@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from gateway.access.exposure import is_loopback
 from gateway.config.settings import Settings
+from gateway.startup import Options, store_location
 
 FOLDER = Path(__file__).parents[2] / "deploy/systemd"
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -30,6 +33,20 @@ def test_the_memory_of_the_unit_is_above_the_worst_of_the_default_limits() -> No
     bodies = limits.buffered_bytes * 5 // 4
     worst = 2 * ((768 << 20) + limits.connections * 25600 + bodies)
     assert worst <= int(most[:-1]) * UNITS[most[-1]]
+
+
+def test_the_store_of_the_unit_is_where_it_may_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    (name,) = lines("llama-gateway.service", "StateDirectory")
+    # ProtectSystem=strict leaves the service nothing else to write into; systemd tells it where.
+    assert lines("llama-gateway.service", "ProtectSystem") == ["strict"]
+    assert lines("llama-gateway.service", "ReadWritePaths") == []
+    monkeypatch.setenv("STATE_DIRECTORY", f"/var/lib/{name}")
+    location = store_location(Options(Path("nodes.yaml")), Settings())
+    assert location is not None
+    assert location.path == Path("/var/lib/llama-gateway/gateway.db")
+    # A PostgreSQL server may be on this host, behind a socket, or on another.
+    (families,) = lines("llama-gateway.service", "RestrictAddressFamilies")
+    assert {"AF_UNIX", "AF_INET", "AF_INET6"} <= set(families.split())
 
 
 def test_a_server_reads_its_key_from_a_file() -> None:

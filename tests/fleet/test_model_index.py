@@ -88,3 +88,27 @@ def test_without_such_a_node_an_unknown_model_is_not_found() -> None:
     index = an_index(a_node(models={"m": "m"}))
     assert index.not_found_error("x").status == 404
     assert index.not_found_error(None).status == 400
+
+
+def test_a_pool_has_the_nodes_with_all_of_its_labels() -> None:
+    left = a_node(name="a", models={"m": "m", "n": "n"}, labels={"side": "left", "zone": "1"})
+    right = a_node(name="b", models={"m": "m"}, labels={"side": "right"})
+    index, pool = an_index(left, right, a_node(name="c", models={"m": "m"})), (("side", "right"),)
+    assert names(chat(index, "m", labels=pool)) == ["b"]
+    assert names(chat(index, "m", labels=(("side", "left"), ("zone", "2")))) == []
+    assert names(chat(index, "m")) == ["a", "b", "c"]
+    assert index.model_names(pool) == ("m",)
+    assert (index.serves("n"), index.serves("n", pool)) == (True, False)
+    assert len(index.servers_of(["m", "n"], pool)) == 1
+    error = index.not_found_error("n", pool)
+    assert (error.status, error.code) == (404, "model_not_found")
+    assert "side" not in error.message
+    assert "side=right" in error.reveal_nodes().message
+
+
+def test_while_a_node_of_the_pool_has_not_said_what_it_serves_it_is_503() -> None:
+    index = an_index(
+        a_node(name="a", models={"m": "m"}), a_node(name="b", labels={"side": "right"})
+    )
+    assert index.not_found_error("m", (("side", "right"),)).code == "no_node"
+    assert index.not_found_error("m", (("side", "left"),)).status == 404

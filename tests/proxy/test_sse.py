@@ -350,3 +350,12 @@ def test_events_without_data_are_removed() -> None:
     assert validated(nothing + EVENT + b":\n" + nothing + b"id: 7\nretry: 1\n\n:\n") == (
         EVENT + b":\n" + b":\n"
     )
+
+
+@pytest.mark.parametrize("chunk", [b'\nnonsense "a"}\n\n', b'\n{"a":1}\n\n', b"\n\n}\n\n"])
+def test_the_first_chunk_is_no_ordinary_event_because_it_begins_with_a_line_end(
+    chunk: bytes,
+) -> None:
+    framer = EventFramer(LIMIT)
+    passed = framer.feed(chunk)
+    assert framer.special_bytes == len(passed)

@@ -87,3 +87,27 @@ def test_only_a_node_of_the_same_kind_resumes_a_stream() -> None:
         find_candidates(request, same, updated, other, tried=refused_by("a"))
     assert refused.value.code == "node_failed"
     assert find_candidates(a_request(), same, updated, other).excluded == ()
+
+
+def test_a_pool_has_candidate_sets_of_its_own() -> None:
+    one, two = node("a", labels={"side": "left"}), node("b", labels={"side": "right"})
+    scheduler = a_scheduler(one, two)
+    finder = CandidateFinder(scheduler.fleet.model_index, scheduler.fleet_sync)
+    for labels, rows in (
+        ((("side", "left"),), ["a"]),
+        ((("side", "right"),), ["b"]),
+        ((), ["a", "b"]),
+    ):
+        for tried in (NOTHING_TRIED, failed_on("a")):
+            found = finder.find(a_request(node_labels=labels), tried)
+            (group,) = found.groups
+            assert [row.name for candidates in group for row in candidates.rows] == rows
+            assert not found.excluded
+
+
+def test_a_pool_without_the_model_is_as_if_no_node_had_it() -> None:
+    nodes = node("a", labels={"side": "left"}), node("b")
+    request = a_request(node_labels=(("side", "right"),))
+    with pytest.raises(GatewayError) as caught:
+        find_candidates(request, *nodes)
+    assert (caught.value.status, caught.value.code) == (404, "model_not_found")

@@ -24,11 +24,13 @@ from gateway.usage.processes import (
     is_gone,
 )
 from tests.fleet.build import Clock
+from tests.gateways import until
 from tests.postgres import needs_postgres, running_postgres
 
 T = TypeVar("T")
 
 NOW = 1_780_000_000.0
+LIMIT = 120.0  # seconds for each wait
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +87,7 @@ async def a_world(url: str) -> AsyncIterator[World]:
     try:
         yield World(store)
     finally:
-        await asyncio.to_thread(store.close, 10.0)
+        await asyncio.to_thread(store.close, LIMIT)
 
 
 def a_row(id_: str, process: str = "p1.0", **values: Any) -> UsageRow:
@@ -115,18 +117,12 @@ def running(ledger: Ledger) -> Iterator[None]:
         task.cancel()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def test_rows_are_written_with_every_value_and_numbered_in_their_order(url: str) -> None:
     async with a_world(url) as world:
         ledger = world.ledger()
         for i in range(3):
             ledger.add(a_row(f"r{i}", user="ünïcode", stream=bool(i)))
-        await ledger.close(10.0)
+        await ledger.close(LIMIT)
         rows = await world.all(usage)
         assert [(row["id"], row["sequence"]) for row in rows] == [("r0", 1), ("r1", 2), ("r2", 3)]
         assert rows[2] == {
@@ -141,7 +137,7 @@ async def test_rows_are_written_without_being_asked(url: str) -> None:
         with running(ledger):
             for i in range(7):
                 ledger.add(a_row(f"r{i}"))
-            await until(lambda: ledger.written == 7)
+            await until(lambda: ledger.written == 7, LIMIT)
         assert len(await world.all(usage)) == 7
 
 
@@ -173,12 +169,12 @@ async def test_a_batch_is_written_once_though_nobody_knows_whether_it_was(url: s
         with running(ledger):
             for _ in range(3):
                 failures = ledger.failures
-                await until(lambda before=failures: ledger.failures > before)  # type: ignore[misc]
+                await until(lambda before=failures: ledger.failures > before)
                 assert ledger.pending >= 3
                 assert ledger.problem == "gone; wait"
                 ledger.add(a_row(f"later{ledger.failures}"))
                 world.clock.passes(60.0)
-            await until(lambda: ledger.pending == 0)
+            await until(lambda: ledger.pending == 0, LIMIT)
         rows = await world.all(usage)
         assert sorted(row["id"] for row in rows) == [
             "later1", "later2", "later3", "r0", "r1", "r2"
@@ -193,7 +189,7 @@ async def test_a_row_that_no_store_takes_does_not_hold_up_the_others(url: str) -
         ledger = world.ledger()
         for row in (a_row("r0"), a_row("bad", prompt_tokens=None), a_row("r2")):
             ledger.add(row)
-        await ledger.close(10.0)
+        await ledger.close(LIMIT)
         assert [row["id"] for row in await world.all(usage)] == ["r0", "r2"]
         assert (ledger.dropped, ledger.pending) == (1, 0)
 
@@ -204,7 +200,7 @@ async def test_beyond_the_bound_the_oldest_rows_are_dropped_and_counted(url: str
         for i in range(25):
             ledger.add(a_row(f"r{i:02}"))
         assert (ledger.pending, ledger.dropped) == (10, 15)
-        await ledger.close(10.0)
+        await ledger.close(LIMIT)
         assert [row["id"] for row in await world.all(usage)] == [f"r{i}" for i in range(15, 25)]
 
 
@@ -229,7 +225,7 @@ async def test_a_long_request_is_in_the_journal_until_its_row_is_written(url: st
         ledger = world.ledger()
         world.open = [an_open_request("o1", NOW + 100.0), an_open_request("o2", NOW + 100.4)]
         world.clock.passes(0.6)
-        await ledger.start(10.0)
+        await ledger.start(LIMIT)
         (one,) = await world.all(open_requests)
         assert (one["id"], one["process"], one["key"], one["group_name"]) == (
             "o1", ledger.own.id, "alice", "team"
@@ -238,12 +234,12 @@ async def test_a_long_request_is_in_the_journal_until_its_row_is_written(url: st
         assert (one["prompt_tokens"], one["completion_tokens"]) == (100, 0)
         world.clock.passes(1.0)
         world.open = [an_open_request("o1", NOW + 100.0, tokens=7)]
-        await ledger.start(10.0)
+        await ledger.start(LIMIT)
         (one,) = await world.all(open_requests)
         assert (one["completion_tokens"], one["updated_at"]) == (7, NOW + 101.6)
         world.open = []
         ledger.add(a_row("o1", process=ledger.own.id, completion_tokens=9))
-        await ledger.close(10.0)
+        await ledger.close(LIMIT)
         assert await world.all(open_requests) == []
         (row,) = await world.all(usage)
         assert row["completion_tokens"] == 9
@@ -254,15 +250,15 @@ async def test_requests_of_a_dead_process_are_recovered_once(url: str) -> None:
     async with a_world(url) as world:
         killed, first, second = world.ledger(), world.ledger(), world.ledger()
         world.open = [an_open_request(f"o{i}", NOW, tokens=i) for i in range(3)]
-        await killed.start(10.0)
+        await killed.start(LIMIT)
         # Its last batch came through, but the answer did not.
         world.open = []
         killed.add(a_row("o0", completion_tokens=50))
-        await killed.close(10.0)
+        await killed.close(LIMIT)
         ended = ("o1", "o2")
         for seconds in (0.0, DEAD_SECONDS / 2, DEAD_SECONDS / 2):
             world.clock.passes(seconds)
-            await asyncio.gather(first.start(10.0), second.start(10.0))
+            await asyncio.gather(first.start(LIMIT), second.start(LIMIT))
         rows = {row["id"]: row for row in await world.all(usage)}
         assert set(rows) == {"o0", *ended}
         assert (rows["o0"]["completion_tokens"], rows["o0"]["outcome"]) == (50, "ok")

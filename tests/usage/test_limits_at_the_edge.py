@@ -50,7 +50,7 @@ async def settle(running: Running) -> list[dict[str, Any]]:
     assert gateway.ledger is not None
     assert gateway.store is not None
     ledger = gateway.ledger
-    await until(lambda: all(one.open == 0 for one in gateway.limit_book.all_accounts()))
+    await until(lambda: all(one.open == 0 for one in gateway.metering.limit_book.all_accounts()))
     gateway.bus.flush()
     await until(lambda: not ledger.pending)
     return await gateway.store.run(read_rows)
@@ -59,7 +59,7 @@ async def settle(running: Running) -> list[dict[str, Any]]:
 async def check_one_sum(running: Running) -> int:
     """Counters and headers are what the ledger says; returns the tokens of all requests."""
     rows = await settle(running)
-    book = running.gateway.limit_book
+    book = running.gateway.metering.limit_book
     (account,) = book.all_accounts()
     now, wall = running.gateway.clock(), max(row["ended_at"] for row in rows)
     sums = counted(rows, account.subject, wall)

@@ -21,6 +21,7 @@ from gateway.config.listeners import LimitSettings
 from gateway.web.protocol import BoundedProtocol, protocol_class
 from tests.virtual import VirtualLoop
 from tests.web.bare_gateway import BareGateway, bare_gateway
+from tests.web.recorded_transport import RecordedTransport
 
 KEYS = [new_key("anna"), new_key("ben")]
 CREDENTIALS = {
@@ -30,39 +31,6 @@ CREDENTIALS = {
     "a liar": f"Authorization: Bearer {KEYS[0].text[:-1]}\r\n",
 }
 PATH = "/v1/chat/completions"
-
-
-class Transport(asyncio.Transport):
-    """A transport that records what the protocol writes."""
-
-    def __init__(self) -> None:
-        super().__init__({"peername": ("127.0.0.1", 5), "sockname": ("127.0.0.1", 8000)})
-        self.sent = b""
-        self.closed = False
-        self.paused = False
-
-    def write(self, data: Any) -> None:
-        self.sent += bytes(data)
-
-    def close(self) -> None:
-        self.closed = True
-
-    abort = close
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def can_write_eof(self) -> bool:
-        return False
-
-    def pause_reading(self) -> None:
-        self.paused = True
-
-    def resume_reading(self) -> None:
-        self.paused = False
-
-    def reads(self) -> bool:
-        return not self.paused
 
 
 @dataclass
@@ -89,7 +57,7 @@ class Bench:
         self.gateway.ended.clear()
         config = uvicorn.Config(self.gateway.site, http=self.kind, ws="none", log_config=None)
         connection = self.kind(config, ServerState(), {}, self.loop)
-        transport = Transport()
+        transport = RecordedTransport()
         connection.connection_made(transport)
         for piece in pieces:
             while not transport.reads():  # noqa: ASYNC110 - a turn of the loop at a time
@@ -212,7 +180,7 @@ def test_of_a_pipeline_one_request_runs_and_the_rest_stays_bytes(bench: Bench) -
     async def ask() -> tuple[int, int]:
         config = uvicorn.Config(bench.gateway.site, http=bench.kind, ws="none", log_config=None)
         connection = bench.kind(config, ServerState(), {}, bench.loop)
-        transport = Transport()
+        transport = RecordedTransport()
         connection.connection_made(transport)
         data = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2500
         connection.data_received(data)
@@ -234,7 +202,7 @@ def test_a_client_that_reads_no_responses_gets_no_more(bench: Bench) -> None:
     async def ask() -> None:
         config = uvicorn.Config(bench.gateway.site, http=bench.kind, ws="none", log_config=None)
         connection = bench.kind(config, ServerState(), {}, bench.loop)
-        transport = Transport()
+        transport = RecordedTransport()
         connection.connection_made(transport)
         whole = asking("anna", "a", "plain")
         connection.data_received(whole)
@@ -268,7 +236,7 @@ def test_clients_that_read_no_responses_are_aborted_if_too_many_bytes_wait(
 
     async def ask() -> None:
         config = uvicorn.Config(bench.gateway.site, http=kind, ws="none", log_config=None)
-        connections, transports = [], [Transport() for _ in range(5)]
+        connections, transports = [], [RecordedTransport() for _ in range(5)]
         for transport in transports:
             connection = kind(config, ServerState(), {}, bench.loop)
             connection.connection_made(transport)

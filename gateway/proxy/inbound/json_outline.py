@@ -278,7 +278,7 @@ class OutlineScanner:
             if len(text) - at > self._sizes.chunk:
                 text, last = text[: at + self._sizes.chunk], False
         cut = self._scan_tokens(text, at, start, last=last)
-        if not last and cut <= 0:
+        if not last and (cut <= 0 or (state == _START and text.isspace())):
             raise self._long_gap()
         self._check_limits()
         return self._check_chunk(start, start + cut, state, brackets)
@@ -420,7 +420,7 @@ class OutlineScanner:
             self._add(0, 0, text.count(b",", done, comma))
             if len(brackets) == 2 and text[done:comma].strip(b", \t\n\r"):
                 self._mark_scalars()
-            self._state = _AFTER_VALUE
+            self._set_state(text, comma)  # Behind a value, or wrongly behind a bracket.
             return comma
         self._set_state(text, done)
         return done if brackets else len(text)

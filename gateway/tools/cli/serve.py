@@ -100,7 +100,7 @@ def check(
     Exit status 2 if serve would refuse to start, 1 for a node that does not answer.
     """
     from gateway.config.errors import ConfigError
-    from gateway.startup import Options, check_startup
+    from gateway.startup import Options, check_startup, empty_pools
 
     given = Options(
         inventory_file=nodes,
@@ -123,7 +123,9 @@ def check(
             for problem in found.start_problems:
                 print_error(problem.message)
         raise typer.Exit(2)
+    labels = (node.labels for node in found.inventory.nodes)
     warnings = [str(warning) for warning in found.inventory.warnings]
+    warnings += empty_pools(found.settings, labels)
     checks = _check_nodes(found.inventory, found.settings) if probe else None
     if as_json:
         result: dict[str, Any] = {"valid": True, "problems": [], "warnings": warnings}

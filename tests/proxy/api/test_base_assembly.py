@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from gateway.proxy.api.base import AssemblyError, ResponseAssembler, read_events
+from gateway.proxy.api.completions import COMPLETIONS
 from gateway.proxy.api.native import NATIVE
 
 
@@ -33,3 +36,11 @@ def test_a_response_is_assembled_from_chunks_up_to_its_limit() -> None:
     assert assembler.assemble({}) == b'{"content":"ab","stop":true,"tokens":[]}'
     assert assembler.add(b":")
     assert assembler.too_large
+
+
+@pytest.mark.parametrize("choice", [{"text": {"a": 1}}, {"text": [7]}, {"text": "\ud800"}])
+def test_a_text_of_another_type_can_not_be_assembled(choice: dict[str, object]) -> None:
+    events = [{"choices": [{"index": 0, **one}]} for one in (choice, {"finish_reason": "stop"})]
+    stream = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
+    with pytest.raises(AssemblyError):
+        ResponseAssembler(COMPLETIONS, stream, 1000).assemble({})

@@ -271,3 +271,20 @@ def test_links_are_found_wherever_the_body_is_cut() -> None:
         ]
         assert found.has_images
         assert [one.item_count for one in found.fields] == [0, 5, 1, 1]
+
+
+@pytest.mark.parametrize("sizes", [ScanSizes(24, 32, 4), ScanSizes(40, 64, 10)])
+@pytest.mark.parametrize("wrong", [b"[,1]", b'{,"id":0}'])
+def test_a_comma_behind_an_opening_bracket_is_no_json_wherever_the_body_is_cut(
+    wrong: bytes, sizes: ScanSizes
+) -> None:
+    for before in range(40):
+        body = b'{"a":[' + b"1," * before + b'1],"b":' + wrong + b',"c":70}'
+        assert refused(body, sizes=sizes)[0] == "invalid_json"
+
+
+def test_much_white_space_ahead_of_a_body_is_refused_for_what_it_is() -> None:
+    for spaces in (DEFAULT_SIZES.chunk, 3 * DEFAULT_SIZES.chunk):
+        code, message = refused(b"\n" * spaces + b'{"a":1}')
+        assert (code, "white space" in message) == ("invalid_request", True)
+    assert outlined(b"\n" * (DEFAULT_SIZES.chunk - 1) + b'{"a":1}').fields[0].name == "a"

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.config.listeners import LimitSettings
 from gateway.lease import HASH_KEY_BYTES, KeyedHash, PromptKey
+from gateway.proxy.inbound.large_body import read_large_body, run_at_once
 from gateway.proxy.inbound.prompt_key import (
     BLOCK_BYTES,
     BUILT_IN_PATTERNS,
@@ -18,6 +20,7 @@ from gateway.proxy.inbound.prompt_key import (
     MOST_BLOCKS,
     SHORTEST_BODY,
     VolatileLines,
+    build_large_prompt_key,
     build_prompt_key,
 )
 from gateway.proxy.inbound.routes import ROUTES
@@ -348,3 +351,39 @@ def test_a_huge_prompt_has_bounded_blocks() -> None:
     prompt = key_of(chat(LONG, *["a" * 500_000] * 12))
     assert len(prompt.blocks) == MOST_BLOCKS
     assert prompt.size >= 6_000_000
+
+
+def scoped(body: dict[str, Any], scope: str, path: str = CHAT) -> PromptKey:
+    key = build_prompt_key(json.dumps(body).encode(), ROUTES[path], "m", NONE, HASH, scope)
+    assert key is not None
+    return key
+
+
+def test_equal_prompts_of_two_scopes_have_no_block_in_common() -> None:
+    body = chat(LONG, "hello", "hi", "more")
+    keys = [scoped(body, scope) for scope in ("", "group a", "group b", "caller a")]
+    blocks = [block for key in keys for block in key.blocks]
+    assert len(set(blocks)) == len(blocks)
+    assert scoped(body, "group a").blocks == keys[1].blocks
+    assert {key.ends for key in keys} == {keys[0].ends}
+
+
+def test_no_prompt_of_another_scope_can_be_written_like_one_of_this() -> None:
+    """Roles are the client's own words, and stand first."""
+    victim = scoped({"messages": [{"role": "user", "content": LONG}]}, "group a")
+    mark = "\0scope 1 mgroup a"
+    for role in (f"{mark}user", mark, f"1 m{mark}user", "group auser"):
+        for more in ([], [{"role": "user", "content": LONG}]):
+            forged = {"messages": [{"role": role, "content": "" if more else LONG}, *more]}
+            for scope in ("", "group", "group b"):
+                assert not set(scoped(forged, scope).blocks) & set(victim.blocks)
+
+
+def test_a_scope_is_kept_by_large_bodies() -> None:
+    body = chat(LONG, "x" * 200_000)
+    data = json.dumps(body).encode()
+    large = run_at_once(read_large_body(data, LimitSettings()))
+    for scope in ("", "group a"):
+        key = run_at_once(build_large_prompt_key(large, ROUTES[CHAT], "m", NONE, HASH, scope))
+        assert key is not None
+        assert key.blocks == scoped(body, scope).blocks

@@ -50,8 +50,8 @@ def test_it_is_also_a_module_and_keeps_its_exit_status(tmp_path: Path) -> None:
 def test_help_and_completion_load_nothing_heavy() -> None:
     code = (
         "import sys, gateway.tools.cli\n"
-        "heavy = {'pydantic', 'httpx', 'uvicorn', 'starlette', 'yaml', 'structlog', 'asyncio',"
-        " 'prometheus_client', 'numpy', 'rich'}\n"
+        "heavy = {'sqlalchemy', 'pydantic', 'httpx', 'uvicorn', 'starlette', 'yaml', 'structlog',"
+        " 'asyncio', 'prometheus_client', 'numpy', 'rich'}\n"
         "sys.exit(', '.join(sorted(heavy & set(sys.modules))) or 0)\n"
     )
     ran = run_process([], code=code)

@@ -1,0 +1,151 @@
+"""Builds and runs what counts the gateway's use: store, API keys, limits, ledger and reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, NamedTuple
+
+import structlog
+
+from gateway.access.exposure import AnonymousAccess
+from gateway.access.key_sync import KeySync
+from gateway.access.keys import KeyRing
+from gateway.config.settings import Settings
+from gateway.events import EventBus, LimitReached
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.node_prices import GpuCosts, alive_nodes
+from gateway.proxy.in_flight import InFlightRegistry
+from gateway.scheduling.scheduler import Scheduler
+from gateway.startup import Options, keys_file, store_location
+from gateway.store.store import Store, log_store_change
+from gateway.usage.caller_usage import CallerUsage
+from gateway.usage.ledger import Ledger
+from gateway.usage.limit_sync import LimitSync
+from gateway.usage.limits import LimitBook
+from gateway.usage.meter import Meter
+from gateway.usage.node_hours import NodeHoursRecorder
+from gateway.usage.processes import ProcessIdentity
+from gateway.usage.reports import Reporter
+from gateway.usage.retention import Retention
+
+log = structlog.get_logger()
+
+
+class NamedLoop(NamedTuple):
+    """Work that goes on until the gateway ends; its owner cancels it."""
+
+    work: Coroutine[Any, Any, None]
+    name: str
+
+
+class Metering:
+    """What counts the use of one gateway; without a store it counts in memory alone."""
+
+    def __init__(
+        self,
+        options: Options,
+        settings: Settings,
+        *,
+        access: AnonymousAccess,
+        fleet: Fleet,
+        scheduler: Scheduler,
+        registry: InFlightRegistry,
+        bus: EventBus,
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._clock = clock
+        location = store_location(options, settings)
+        self.store = None if location is None else Store(location, on_change=log_store_change)
+        self.key_ring = KeyRing(access=access, is_complete=self.store is None)
+        self.key_sync = KeySync(self.store, self.key_ring, keys_file(options))
+        self.key_sync.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
+        self.limit_book = LimitBook(
+            settings,
+            clock=clock,
+            learn_pending=bus.flush,
+            dearest_token=scheduler.dearest_token,
+            on_refusal=lambda limit, scope: bus.publish(LimitReached(limit, scope)),
+        )
+        self.ledger: Ledger | None = None
+        self.reporter: Reporter | None = None
+        self._limit_sync: LimitSync | None = None
+        if self.store is None:
+            self.meter = Meter(self.limit_book, bus)
+            return
+        process = ProcessIdentity.of_this_process(time.time())
+        self.ledger = Ledger(
+            self.store,
+            process,
+            now=time.time,
+            clock=clock,
+            # The meter is made with the ledger.
+            open_requests=lambda before: self.meter.open_requests(before),  # noqa: PLW0108
+        )
+        self.meter = Meter(
+            self.limit_book,
+            bus,
+            process=process.id,
+            add_row=self.ledger.add,
+            tokens_so_far=registry.tokens_so_far,
+            gpu_cost=GpuCosts(fleet, clock).of,
+        )
+        self._limit_sync = LimitSync(self.limit_book, self.store, process.id, clock=clock)
+        self.reporter = Reporter(self.store)
+
+    def configure(self, settings: Settings) -> None:
+        """Put the keys, limits and retention of these settings in force."""
+        self._settings = settings
+        self.key_sync.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
+        self.limit_book.configure(settings)
+
+    def caller_usage(self) -> CallerUsage:
+        """What callers may read of their own use."""
+        return CallerUsage(self.limit_book, self.reporter, time.time, self._clock)
+
+    # Start and end.
+
+    def open_store(self) -> None:
+        """Begin to open the store; `load` waits for it."""
+        if self.store is not None:
+            self.store.start()
+
+    async def load(self, seconds: float) -> None:
+        """Read keys and counters, before the first request; each step takes so long at most.
+
+        A predecessor may have used up what is left of a limit. What the store can't tell in time
+        is read later.
+        """
+        if self.store is not None:
+            await self.store.wait_opened(seconds)
+        await self.key_sync.start(seconds)
+        if self.ledger is not None:
+            await self.ledger.start(seconds)
+        if self._limit_sync is not None:
+            self.limit_book.prepare(self.key_ring.callers())
+            await self._limit_sync.start(seconds)
+
+    def loops(self) -> Iterator[NamedLoop]:
+        """What must run from `load` on."""
+        yield NamedLoop(self.key_sync.run(), "follow the API keys")
+        if self.ledger is not None:
+            yield NamedLoop(self.ledger.run(), "write the ledger")
+        if self._limit_sync is not None:
+            yield NamedLoop(self._limit_sync.run(), "follow the use of other processes")
+        if self.store is not None and self.reporter is not None:
+            hours = NodeHoursRecorder(self.store, lambda: alive_nodes(self._fleet), time.time)
+            yield NamedLoop(hours.run(), "record the hours of nodes")
+            kept = Retention(self.reporter, lambda: self._settings.store.retention, time.time)
+            yield NamedLoop(kept.run(), "sum up old usage")
+
+    async def write_pending(self, seconds: float) -> None:
+        """Write what the ledger has not written, within so many seconds."""
+        if self.ledger is not None:
+            await self.ledger.close(seconds)
+
+    async def close_store(self, seconds: float) -> None:
+        """Close the store within so many seconds, or leave it as it is."""
+        if self.store is not None and not await self.store.aclose(seconds):
+            log.warning("the store does not answer and was left as it is")

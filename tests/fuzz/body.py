@@ -1,0 +1,244 @@
+"""The body's reading: `proxy/inbound/parsed_body.py`, `json_outline.py`, `large_body.py`, `prepare`.
+
+Oracles: the outline does not depend on where it cuts the body, and finds the fields that a decoder
+finds; a body read as a large one becomes the same request as one read whole; what a node gets is
+JSON with the client's own values but for the documented edits; only declared errors are raised.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import msgspec
+
+from gateway.config.listeners import LimitSettings
+from gateway.config.routing import ModelRule
+from gateway.errors import GatewayError
+from gateway.fleet.model_index import ModelIndex
+from gateway.proxy.api.ollama import OllamaChatApi, OllamaEmbedApi, OllamaGenerateApi
+from gateway.proxy.inbound.json_outline import (
+    DEFAULT_SIZES,
+    JsonOutline,
+    ScanSizes,
+    read_outline,
+)
+from gateway.proxy.inbound.large_body import LargeBody, read_large_body, run_at_once
+from gateway.proxy.inbound.model_names import ModelAliases
+from gateway.proxy.inbound.parsed_body import parse_body
+from gateway.proxy.inbound.prepare import IncomingRequest, RequestRules, prepare
+from gateway.proxy.inbound.request import Request
+from gateway.proxy.inbound.routes import ROUTES, Route
+from gateway.request import Caller, Priority
+from tests.fleet.build import a_node
+from tests.fuzz.inputs import Check, Divided, Target, divide, seed
+
+LIMITS = LimitSettings(json_depth=16)
+
+SIZES = tuple(ScanSizes(chunk, 128, 100, 1 << 20) for chunk in (112, 150, 240))
+"""Sizes by which a body of some hundred bytes is cut often. The third number is that of the longest
+name that matters, all of it escaped: longer strings may be cut in two."""
+
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+_ROUTES = tuple(route for route in dict.fromkeys(ROUTES.values()) if not route.multipart)
+
+_LIMIT = re.compile(r"nested deeper|in a row|name is over|more than \d+")
+
+_RULES = {
+    "ruled": ModelRule(
+        use="demo", set={"temperature": 0.5}, default={"max_tokens": 9}, strip=("stop",)
+    ),
+}
+
+_OLLAMA = (
+    OllamaChatApi(clock=lambda: 1.0, wall_clock=lambda: 1e9),
+    OllamaGenerateApi(clock=lambda: 1.0, wall_clock=lambda: 1e9),
+    OllamaEmbedApi("input", clock=lambda: 1.0, wall_clock=lambda: 1e9),
+)
+
+_EDITED = frozenset({
+    "model", "temperature", "max_tokens", "stop", "priority", "id_slot", "lora", "n_probs",
+    "logprobs", "top_logprobs", "n_predict", "max_completion_tokens", "max_output_tokens",
+})  # fmt: skip
+"""Fields that edits may change (docs/reference)."""
+
+_CALLER = Caller("c", "c", Priority.URGENT)
+
+
+def outline_of(body: bytes, sizes: ScanSizes = DEFAULT_SIZES) -> JsonOutline | GatewayError:
+    """The outline, or why there is none."""
+    try:
+        return run_at_once(read_outline(body, LIMITS, sizes))
+    except GatewayError as error:
+        return error
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _check_outline(body: bytes) -> None:
+    """Check the outline against a decoder of the whole body."""
+    fields: dict[str, msgspec.Raw] | None
+    try:
+        json.loads(body.decode(), parse_constant=_no_constant)
+        fields = _FIELDS.decode(body)
+    except (ValueError, RecursionError, msgspec.DecodeError):
+        fields = None
+    whole = outline_of(body)
+    for found in (whole, *(outline_of(body, sizes) for sizes in SIZES)):
+        if isinstance(found, GatewayError):
+            assert found.status == 400
+            if fields is not None:
+                # Some limits are those of a step, which are low here.
+                assert _LIMIT.search(found.message), found.message
+            continue
+        assert fields is not None, "the outline takes for JSON what is none"
+        values = {one.name: body[one.start : one.end] for one in found.fields}
+        assert values == {name: bytes(value) for name, value in fields.items()}
+        assert not isinstance(whole, GatewayError)
+        assert found._replace(fields=[]) == whole._replace(fields=[]), "cuts change the outline"
+        for one, other in zip(found.fields, whole.fields, strict=True):
+            assert one.item_count == other.item_count
+            assert one.has_scalars == other.has_scalars
+            assert one.last_role == other.last_role
+
+
+class Preparer:
+    """Prepares requests by one set of rules."""
+
+    def __init__(self) -> None:
+        self._rules = RequestRules(LIMITS, ModelAliases(_RULES), "demo")
+        self._catalog = ModelIndex()
+        self._catalog.set_nodes([a_node(model=["demo"])])
+
+    def small(self, body: bytes, route: Route) -> Request | GatewayError:
+        try:
+            return prepare(
+                self._incoming(body, route),
+                parse_body(body),
+                Priority.NORMAL,
+                self._rules,
+                self._catalog,
+            )
+        except GatewayError as error:
+            return error
+
+    def large(self, body: bytes, route: Route) -> Request | GatewayError:
+        try:
+            large = run_at_once(read_large_body(body, LIMITS))
+            return prepare(
+                self._incoming(large, route),
+                large.parse(),
+                Priority.NORMAL,
+                self._rules,
+                self._catalog,
+            )
+        except GatewayError as error:
+            return error
+
+    def _incoming(self, body: bytes | LargeBody, route: Route) -> IncomingRequest:
+        return IncomingRequest(
+            "req_1", "tag", route, b"accept: */*\r\n", None, body, _CALLER, 100.0
+        )
+
+
+def _sent(request: Request) -> dict[str, bytes]:
+    return {
+        name: body if isinstance(body, bytes) else body.to_bytes()
+        for name, body in request.bodies.items()
+    }
+
+
+def _loads(body: bytes) -> dict[str, Any]:
+    found = json.loads(body)
+    assert isinstance(found, dict)
+    return found
+
+
+def _same(one: object, other: object) -> bool:
+    """Whether two values are equal; NaN does not occur, and 1 is not true."""
+    return json.dumps(one) == json.dumps(other)
+
+
+def _check_request(body: bytes, route: Route, preparer: Preparer) -> None:
+    small, large = preparer.small(body, route), preparer.large(body, route)
+    for one in (small, large):
+        if isinstance(one, GatewayError):
+            assert one.status in {400, 403, 404}, one.status
+    if isinstance(small, GatewayError):
+        return
+    asked = _loads(body)
+    for sent in _sent(small).values():
+        got = _loads(sent)
+        for name in asked.keys() | got.keys():
+            if name not in _EDITED:
+                assert _same(asked.get(name), got.get(name)), f"{name} was changed"
+    lease = small.lease_request
+    assert lease.slots >= (1 if route.takes_slot else 0)
+    assert lease.prompt_tokens >= 0
+    assert min(lease.text_bytes, lease.exact_tokens, lease.media_tokens) >= 0
+    if isinstance(large, GatewayError):
+        return
+    other = large.lease_request
+    for name in ("model", "model_names", "slots", "stream", "max_tokens", "generates"):
+        assert getattr(lease, name) == getattr(other, name), name
+    # A small body is only searched for images where one could be.
+    assert other.needs_vision or not lease.needs_vision
+    for name, sent in _sent(large).items():
+        assert _same(_loads(sent), _loads(_sent(small)[name])), "a large body is edited otherwise"
+
+
+def make_check() -> Check:
+    """The check of one body."""
+    preparer = Preparer()
+
+    def check(data: bytes) -> None:
+        one: Divided = divide(data)
+        _check_outline(one.text)
+        _check_request(one.text, _ROUTES[one.choice % len(_ROUTES)], preparer)
+        for api in _OLLAMA:
+            try:
+                translated = run_at_once(api.translate(one.text, lambda name: name == "demo"))
+            except GatewayError as error:
+                assert error.status in {400, 404}
+            else:
+                if translated.reply is None:
+                    _check_request(translated.body, ROUTES[translated.path], preparer)
+
+    return check
+
+
+_TEXTS = (
+    b'{"model":"demo","messages":[{"role":"user","content":"Hi"}],"stream":true,"max_tokens":5}',
+    b'{"model":"ruled","messages":[{"role":"user","content":[{"type":"text","text":"a\\u00e9\\n"},{"type":"image_url","image_url":{"url":"data:image/png;base64,QUFB"}}]}],"stop":["x"],"priority":"high"}',
+    b'{"prompt":["a","b",[1,2]],"n":2,"logprobs":5,"suffix":"z","echo":true}',
+    b'{"prompt":[1,2,3],"n_predict":-1,"id_slot":0,"lora":[{"id":0}],"n_probs":70}',
+    b'{"input":"a","instructions":"b","tools":[{"type":"mcp","server_url":"http://a"}],"text":{"format":{"type":"json_object"}}}',
+    b'{"system":[{"type":"text","text":"s"}],"messages":[{"role":"user","content":[{"type":"image","source":{"type":"url","url":"http://a"}}]},{"role":"assistant","content":"b"}],"max_tokens":1e3,"stop_sequences":["a"]}',
+    b'{"query":"a","documents":["b",{"text":"c"}],"mOdel":"x"}',
+    b'{"input_prefix":"a","input_suffix":"b","input_extra":[{"text":"c"}],"response_fields":["a"],"samplers":["top_k"]}',
+    b' { "response_format" : { "type":"json_schema", "json_schema":{"schema":{"type":"object","properties":{"a":{"$ref":"#"}}}}}, "grammar":"root ::= [a]" } ',
+    b'{"multimodal_data":["QUFB"],"content":"a","prompt":{"prompt_string":"b"},"n_cmpl":2,"logit_bias":[[1,2.5]]}',
+    b'{"model":"demo","messages":[],"tools":[],"options":{"num_predict":5,"stop":["a"]},"keep_alive":"5m","format":"json","images":["QUFB"],"think":true}',
+    b'{"a":[[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]]}',
+    b'{"a":"\\ud83d\\ude00\\ud800","b":1.5e300,"a":null,"c":"' + b"x" * 300 + b'"}',
+)  # fmt: skip
+
+BODY = Target(
+    "body",
+    make_check,
+    tuple(seed(text, number) for number, text in enumerate(_TEXTS)),
+    (
+        b'"model":"demo"', b'"messages":[', b'{"role":"user","content":"', b'"stream":true', b'"n":3',
+        b'"prompt":', b'"input":', b'"tools":[', b'"image_url":{"url":"', b"data:image/png;base64,",
+        b'"source":{"type":"base64","data":"', b'"server_url":"http://', b"\\u0041", b"\\ud83d\\ude00",
+        b"\\ud800", b'\\"', b"\\\\", b"null", b"true", b"1e400", b"-0", b"[]", b"{}", b"[[", b"}}", b'""',
+        b"\xc3\xa9", b"\xff", b"\xef\xbb\xbf", b'"max_tokens":', b'"grammar":"', b'"response_format":{',
+        b'"json_schema":{', b'"logit_bias":', b'"stop":["', b'"\\u006dodel":', b'"Model":', b"9" * 30,
+        b"    ", b",", b":", b'"multimodal_data":["', b'"type":"image"', b'"role":"assistant"',
+    ),
+    longest=1536,
+)  # fmt: skip

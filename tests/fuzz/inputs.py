@@ -1,0 +1,92 @@
+"""The inputs of the fuzz targets: how one is divided, and the corpus of each target.
+
+The last six bytes of an input are no text: one chooses a variant of the target (an API, a route),
+five say where the text is cut. So the fuzzer learns which cuts matter, as it does for the text.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+CORPUS = Path(__file__).parent / "corpus"
+"""One file for each target: a line of base64 for each input, so that Git shows what was added."""
+
+TAIL_BYTES = 6
+
+MOST_CPU_SECONDS = 1.0
+"""CPU time of one input of some kilobytes; usual ones take a thousandth of that."""
+
+Check = Callable[[bytes], None]
+"""Tries one input. Raises whatever is wrong: AssertionError, or an exception nobody declared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Code to be fuzzed."""
+
+    name: str
+    make_check: Callable[[], Check]
+    seeds: tuple[bytes, ...]
+    tokens: tuple[bytes, ...]
+    """Words of the language, for the fuzzer's dictionary."""
+    longest: int = 2048
+    """Bytes of the longest input."""
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """An input, divided."""
+
+    text: bytes
+    choice: int
+    """0 to 255."""
+    cuts: tuple[int, ...]
+    """Offsets in the text, ascending."""
+
+    def pieces(self, more_cuts: Iterable[int] = ()) -> list[bytes]:
+        """The text in pieces; some may be empty."""
+        edges = sorted({0, *self.cuts, *more_cuts, len(self.text)})
+        return [self.text[begin:end] for begin, end in pairwise(edges)]
+
+
+def divide(data: bytes) -> Divided:
+    """Divide an input; a short one is filled up."""
+    data = data.ljust(TAIL_BYTES, b"\0")
+    text, tail = data[:-TAIL_BYTES], data[-TAIL_BYTES:]
+    return Divided(text, tail[0], tuple(sorted(byte * len(text) // 255 for byte in tail[1:])))
+
+
+def seed(text: bytes, choice: int = 0, cuts: tuple[int, ...] = (20, 90, 130, 180, 240)) -> bytes:
+    """An input of this text."""
+    return text + bytes((choice, *cuts))
+
+
+def timed(check: Check, most: float = MOST_CPU_SECONDS) -> Check:
+    """`check`, which must not take longer than `most` seconds of CPU time."""
+
+    def run(data: bytes) -> None:
+        began = time.thread_time()
+        check(data)
+        took = time.thread_time() - began
+        assert took < most, f"{len(data)} bytes took {took:.2f} s of CPU time"
+
+    return run
+
+
+def read_corpus(name: str) -> list[bytes]:
+    """The kept inputs of a target."""
+    file = CORPUS / f"{name}.txt"
+    return [base64.b64decode(line) for line in file.read_text().split()] if file.exists() else []
+
+
+def write_corpus(name: str, inputs: Iterable[bytes]) -> int:
+    """Keep these inputs, each once, and return how many bytes they have."""
+    lines = sorted({base64.b64encode(data).decode() for data in inputs}, key=lambda x: (len(x), x))
+    CORPUS.mkdir(exist_ok=True)
+    (CORPUS / f"{name}.txt").write_text("".join(f"{line}\n" for line in lines))
+    return sum(map(len, lines))

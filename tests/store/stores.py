@@ -1,0 +1,56 @@
+"""Stores for tests, and waits for what their thread does."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, func, insert, select
+
+from gateway.store.database import locate_store
+from gateway.store.schema import revisions
+from gateway.store.store import Store
+
+LIMIT = 30.0
+
+
+@contextlib.contextmanager
+def opened(url: str, **options: Any) -> Iterator[Store]:
+    """Run a store inside this context; it is tried to be opened before."""
+    store = Store(locate_store(url, Path("unused")), **options)
+    store.start()
+    try:
+        wait_until(lambda: store.status().state != "opening", store)
+        yield store
+    finally:
+        store.close(LIMIT)
+
+
+def wait_until(condition: Callable[[], bool], store: Store) -> None:
+    """Wait until the condition holds; AssertionError with the store's status after the limit."""
+    until = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < until, store.status()
+        time.sleep(0.01)
+
+
+def add(name: str) -> Callable[[Connection], None]:
+    """Return a job that writes a row of this name."""
+
+    def job(connection: Connection) -> None:
+        connection.execute(insert(revisions).values(name=name, number=1))
+
+    return job
+
+
+def names(connection: Connection) -> list[str]:
+    """Return the names of the rows: a job that reads."""
+    return list(connection.scalars(select(revisions.c.name).order_by(revisions.c.name)))
+
+
+def count(connection: Connection) -> int:
+    """Return the number of the rows: a job that reads."""
+    return connection.scalar(select(func.count()).select_from(revisions)) or 0

@@ -1,0 +1,435 @@
+"""Real failures: of a file, its file system and its locks; of a PostgreSQL server."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gateway.store.failures import (
+    StoreCorrupt,
+    StoreError,
+    StoreGone,
+    StoreLocked,
+    StoreReadOnly,
+    StoreUnavailable,
+)
+from gateway.store.store import Store
+from tests.postgres import PostgresServer, needs_postgres, running_postgres
+from tests.store.stores import LIMIT, add, count, names, opened, wait_until
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "gateway.db"
+
+
+def fails(store: Store, kind: type[StoreError], *, write: bool = True) -> StoreError:
+    """The next job must fail like this, and the status must tell it with a remedy."""
+    with pytest.raises(kind) as caught:
+        store.run_now(add("failed") if write else names, write=write)
+    status = store.status()
+    assert (status.state, status.up) == (kind.state, False)
+    assert status.error
+    assert status.remedy
+    assert caught.value.remedy in str(caught.value)
+    return caught.value
+
+
+def comes_back(store: Store) -> None:
+    wait_until(lambda: store.status().up, store)
+    status = store.status()
+    assert (status.error, status.remedy) == (None, None)
+    store.run_now(add("afterwards"))
+
+
+# SQLite's file.
+
+
+@contextlib.contextmanager
+def held_by_another(file: Path) -> Iterator[None]:
+    """Let another process hold SQLite's write lock."""
+    script = (
+        "import sqlite3, sys; c = sqlite3.connect(sys.argv[1], isolation_level=None);"
+        "c.execute('BEGIN IMMEDIATE'); print(flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, file], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def test_a_lock_of_another_process_is_waited_for_and_then_told(file: Path) -> None:
+    with opened(f"sqlite:///{file}", check_seconds=0.1) as store:
+        store.run_now(add("before"))
+        with held_by_another(file):
+            assert "locked" in str(fails(store, StoreLocked))
+            # Reading goes on, and a problem of writing stays a problem.
+            assert store.run_now(names, write=False) == ["before"]
+            assert store.status().state == "locked"
+        comes_back(store)
+        assert store.run_now(names) == ["afterwards", "before"]
+
+
+def test_a_store_that_is_locked_at_the_start_is_opened_later(file: Path) -> None:
+    with opened(f"sqlite:///{file}"):
+        pass
+    with held_by_another(file), opened(f"sqlite:///{file}", check_seconds=0.1) as store:
+        assert store.status().state == "locked"
+        assert store.run_now(names, write=False) == []
+
+
+ON_A_FULL_DISK = """
+import sys
+from pathlib import Path
+from gateway.store.failures import StoreFull
+from tests.store.stores import add, count, opened, wait_until
+folder = Path(sys.argv[1])
+with opened(f"sqlite:///{folder}/gateway.db", check_seconds=0.1) as store:
+    written = 0
+    (folder / "ballast").write_bytes(b"0" * (1 << 19))
+    try:
+        while True:
+            store.run_now(add(str(written) + "x" * 10000))
+            written += 1
+    except StoreFull as error:
+        assert "free space" in error.remedy
+    assert store.status().state == "full"
+    assert store.run_now(count, write=False) == written > 0
+    (folder / "ballast").unlink()
+    wait_until(lambda: store.status().up, store)
+    store.run_now(add("afterwards"))
+    assert store.run_now(count) == written + 1
+print("done", end="")
+"""
+
+
+def test_a_full_disk_is_told_and_nothing_that_was_written_is_lost(tmp_path: Path) -> None:
+    # A small file system of its own, in a namespace of its own.
+    mount = 'mount -t tmpfs -o size=1m none "$1" && exec "$2" -c "$3" "$1"'
+    unshare = shutil.which("unshare")
+    command: list[str | Path] = [
+        str(unshare),
+        "-rm",
+        "sh",
+        "-c",
+        mount,
+        "sh",
+        tmp_path,
+        sys.executable,
+    ]
+    if unshare is None or subprocess.run([*command, "pass"], check=False).returncode:
+        pytest.skip("this machine lets us mount no file system")
+    done = subprocess.run(
+        [*command, ON_A_FULL_DISK], capture_output=True, text=True, timeout=LIMIT * 4, check=False
+    )
+    assert done.stdout.endswith("done"), done.stdout + done.stderr
+
+
+AT_A_LIMIT = """
+import resource, signal, sys
+from pathlib import Path
+from gateway.store.failures import StoreFull
+from tests.store.stores import add, count, opened, wait_until
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+with opened(f"sqlite:///{sys.argv[1]}", check_seconds=0.1) as store:
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
+    written = 0
+    try:
+        while True:
+            store.run_now(add(str(written) + "x" * 10000))
+            written += 1
+    except StoreFull as error:
+        assert "quota" in error.remedy
+    assert store.run_now(count, write=False) == written > 0
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    wait_until(lambda: store.status().up, store)
+    assert store.run_now(count) == written
+print("done", end="")
+"""
+
+
+def test_a_file_that_may_not_grow_is_full(file: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AT_A_LIMIT, file],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT * 4,
+        check=False,
+    )
+    assert done.stdout.endswith("done"), done.stdout + done.stderr
+
+
+READ_ONLY = """
+import sys
+from pathlib import Path
+from gateway.store.failures import StoreReadOnly
+from tests.store.stores import add, names, opened
+with opened(f"sqlite:///{sys.argv[1]}") as store:
+    assert store.status().state == "read-only", store.status()
+    try:
+        store.run_now(add("x"))
+    except StoreReadOnly as error:
+        print(error, end="")
+"""
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "new file"])
+def test_what_may_not_be_written_is_told_with_the_remedy(file: Path, what: str) -> None:
+    if what != "new file":
+        with opened(f"sqlite:///{file}") as store:
+            store.run_now(add("before"))
+    (file if what == "file" else file.parent).chmod(0o400 if what == "file" else 0o500)
+    try:
+        command: list[str | Path] = [sys.executable, "-c", READ_ONLY, file]
+        if os.geteuid() == 0:
+            # Root may write everything, unless it gives that power up.
+            if shutil.which("setpriv") is None:
+                pytest.skip("root can't give up its power over files here (setpriv)")
+            command = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", *command]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=LIMIT * 2, check=False
+        )
+    finally:
+        file.parent.chmod(0o700)
+    assert "let the gateway's user write the file and its folder" in done.stdout, done.stderr
+
+
+def test_a_file_that_was_removed_is_not_made_anew(file: Path) -> None:
+    with opened(f"sqlite:///{file}", check_seconds=0.1) as store:
+        store.run_now(add("before"))
+        aside = file.with_name("aside.db")
+        file.rename(aside)
+        wait_until(lambda: store.status().state == "gone", store)
+        fails(store, StoreGone)
+        assert not file.exists()
+        # SQLite moved it into the database when the store was closed.
+        aside.rename(file)
+        comes_back(store)
+        assert store.run_now(names) == ["afterwards", "before"]
+
+
+def test_a_file_that_takes_the_place_of_the_store_is_opened(file: Path, tmp_path: Path) -> None:
+    backup = tmp_path / "backup.db"
+    with opened(f"sqlite:///{backup}") as store:
+        store.run_now(add("of the backup"))
+    with opened(f"sqlite:///{file}") as store:
+        store.run_now(add("kept aside"))
+        aside = file.rename(tmp_path / "aside.db")
+        backup.replace(file)
+        with pytest.raises(StoreGone):
+            store.run_now(add("neither here nor there"))
+        comes_back(store)
+        assert store.run_now(names) == ["afterwards", "of the backup"]
+    with opened(f"sqlite:///{aside}") as store:
+        assert store.run_now(names) == ["kept aside"]
+
+
+def test_an_empty_file_in_its_place_is_no_store(file: Path) -> None:
+    with opened(f"sqlite:///{file}", check_seconds=0.1) as store:
+        fresh = file.with_name("fresh")
+        fresh.touch()
+        fresh.replace(file)
+        wait_until(lambda: store.status().state == "gone", store)
+        fails(store, StoreGone)
+        assert file.stat().st_size == 0
+
+
+@pytest.mark.parametrize(
+    "content", [b"no database at all" * 100, b"SQLite format 3\0" + b"x" * 999]
+)
+def test_a_damaged_file_is_told_and_left_as_it_is(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+    with opened(f"sqlite:///{file}") as store:
+        assert "backup" in fails(store, StoreCorrupt).remedy
+    assert file.read_bytes() == content
+
+
+def test_damage_in_the_middle_is_told(file: Path) -> None:
+    with opened(f"sqlite:///{file}") as store:
+        for number in range(100):
+            store.run_now(add(f"{number:03}" + "x" * 1000))
+    content = bytearray(file.read_bytes())
+    # The tables of the beginning stay whole; the rows' pages do not.
+    content[len(content) // 2 :] = b"\xff" * (len(content) - len(content) // 2)
+    file.write_bytes(content)
+    with opened(f"sqlite:///{file}") as store:
+        with pytest.raises(StoreCorrupt):
+            store.run_now(names, write=False)
+        assert store.status().state == "corrupt"
+
+
+@pytest.mark.parametrize("place", ["folder", "below a file"])
+def test_a_path_that_leads_nowhere_is_told(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path if place == "folder" else tmp_path / "file" / "gateway.db"
+    with opened(f"sqlite:///{path}") as store:
+        assert "folder" in fails(store, StoreUnavailable).remedy
+
+
+def test_a_foreign_database_of_the_same_name_keeps_its_tables(file: Path) -> None:
+    with contextlib.closing(sqlite3.connect(file)) as connection:
+        connection.execute("CREATE TABLE usage (theirs)")
+    with opened(f"sqlite:///{file}") as store:
+        assert not store.status().up
+    with contextlib.closing(sqlite3.connect(file)) as connection:
+        tables = connection.execute("SELECT name FROM sqlite_master").fetchall()
+    assert tables == [("usage",)]
+
+
+# A PostgreSQL server.
+
+
+@pytest.fixture
+def own_postgres() -> Iterator[PostgresServer]:
+    with running_postgres() as server:
+        yield server
+
+
+@needs_postgres
+def test_a_server_that_is_not_there_is_told_and_found_when_it_comes(
+    own_postgres: PostgresServer,
+) -> None:
+    url = own_postgres.new_database()
+    own_postgres.stop()
+    with opened(url) as store:
+        assert "see that the server runs" in fails(store, StoreUnavailable).remedy
+        own_postgres.start()
+        comes_back(store)
+
+
+@needs_postgres
+@pytest.mark.parametrize("way", ["stop", "kill"])
+def test_a_server_that_ends_and_starts_again_keeps_what_it_has_confirmed(
+    own_postgres: PostgresServer, way: str
+) -> None:
+    with opened(own_postgres.new_database(), check_seconds=0.1) as store:
+        store.run_now(add("before"))
+        own_postgres.stop() if way == "stop" else own_postgres.kill()
+        fails(store, StoreUnavailable)
+        own_postgres.start()
+        comes_back(store)
+        assert store.run_now(names) == ["afterwards", "before"]
+
+
+@needs_postgres
+def test_a_server_that_is_halted_costs_its_callers_a_bounded_time(
+    own_postgres: PostgresServer,
+) -> None:
+    with opened(own_postgres.new_database()) as store:
+        store.run_now(add("before"))
+        own_postgres.halt()
+        try:
+            began = time.monotonic()
+            with pytest.raises(StoreUnavailable, match="has not answered for"):
+                store.run_now(add("unanswered"), seconds=1.0)
+            # That cut the connection: the next ones learn it at once, or wait for their own time.
+            for _ in range(5):
+                with pytest.raises(StoreUnavailable):
+                    store.run_now(add("refused"), seconds=1.0)
+            assert time.monotonic() - began < LIMIT
+            wait_until(lambda: not store.status().up, store)
+        finally:
+            own_postgres.go_on()
+        comes_back(store)
+        assert set(store.run_now(names)) <= {"afterwards", "before", "unanswered"}
+
+
+@needs_postgres
+def test_a_store_on_a_halted_server_is_left_within_its_time(own_postgres: PostgresServer) -> None:
+    with opened(own_postgres.new_database()) as store:
+        own_postgres.halt()
+        try:
+            with pytest.raises(StoreUnavailable):
+                store.run_now(add("unanswered"), seconds=0.5)
+            began = time.monotonic()
+            store.close(1.0)
+            assert time.monotonic() - began < LIMIT / 2
+        finally:
+            own_postgres.go_on()
+
+
+def execute(server: PostgresServer, url: str, statement: str) -> None:
+    server.execute(statement, url.rpartition("/")[2])
+
+
+def test_a_database_that_takes_no_writes_is_told(postgres: PostgresServer) -> None:
+    url = postgres.new_database()
+    with opened(url) as store:
+        store.run_now(add("before"))
+    database = url.rpartition("/")[2]
+    postgres.execute(f"ALTER DATABASE {database} SET default_transaction_read_only = on")
+    with opened(url, check_seconds=0.1) as store:
+        assert "standby" in fails(store, StoreReadOnly).remedy
+        assert store.run_now(names, write=False) == ["before"]
+
+
+def test_a_role_without_rights_is_told(postgres: PostgresServer) -> None:
+    url = postgres.new_database()
+    with opened(url):
+        pass
+    execute(postgres, url, "DROP ROLE IF EXISTS reader")
+    execute(postgres, url, "CREATE ROLE reader LOGIN")
+    try:
+        with opened(url.replace("gateway:", "reader:")) as store:
+            assert "grant" in fails(store, StoreReadOnly).remedy
+    finally:
+        execute(postgres, url, "DROP ROLE reader")
+
+
+def test_a_lock_of_another_session_is_told(postgres: PostgresServer) -> None:
+    import psycopg
+
+    url = postgres.new_database()
+    with opened(url, check_seconds=0.1) as store:
+        with psycopg.connect(url) as other:
+            other.execute("LOCK TABLE revisions")
+            fails(store, StoreLocked)
+            other.rollback()
+        comes_back(store)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "remedy"),
+    [("/nothing", "the database in store.url"), ("nobody@", "correct the role")],
+)
+def test_a_wrong_name_is_told_with_the_remedy(
+    postgres: PostgresServer, wrong: str, remedy: str
+) -> None:
+    url = postgres.url()
+    if wrong.startswith("/"):
+        url = url.rpartition("/")[0] + wrong
+    else:
+        url = url.replace("gateway:", "nobody:")
+    with opened(url) as store:
+        error = fails(store, StoreUnavailable)
+    assert remedy in error.remedy
+    assert "secret-of-tests" not in str(error)
+
+
+def test_a_session_that_the_server_ends_is_opened_anew(postgres: PostgresServer) -> None:
+    url = postgres.new_database()
+    with opened(url) as store:
+        store.run_now(add("before"))
+        postgres.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+            f" WHERE datname = '{url.rpartition('/')[2]}'"
+        )
+        with pytest.raises(StoreUnavailable):
+            store.run_now(add("lost"))
+        comes_back(store)
+        assert store.run_now(count) == 2

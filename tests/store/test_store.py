@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection, text
+from sqlalchemy.exc import IntegrityError
+
+from gateway.store.database import locate_store
+from gateway.store.failures import StoreUnavailable
+from gateway.store.store import Store
+from tests.store.stores import LIMIT, add, count, names, opened, wait_until
+
+
+def add_and_fail(connection: Connection) -> None:
+    add("half")(connection)
+    raise LookupError("the job's own")
+
+
+async def test_a_job_runs_off_the_event_loop_and_its_result_comes_back(store_url: str) -> None:
+    with opened(store_url) as store:
+        thread = await store.run(lambda _: threading.current_thread().name)
+        assert thread == "store"
+        assert await store.run(names, write=False) == []
+
+
+async def test_a_job_is_done_wholly_or_not_at_all(store_url: str) -> None:
+    with opened(store_url) as store:
+        with pytest.raises(LookupError, match="the job's own"):
+            await store.run(add_and_fail)
+        await store.run(add("whole"))
+        assert await store.run(names) == ["whole"]
+        assert store.status().up
+
+
+async def test_a_jobs_own_error_leaves_the_store_open(store_url: str) -> None:
+    with opened(store_url) as store:
+        await store.run(add("twice"))
+        with pytest.raises(IntegrityError):
+            await store.run(add("twice"))
+        status = store.status()
+    assert (status.state, status.error) == ("up", None)
+
+
+async def test_jobs_are_done_one_after_the_other(store_url: str) -> None:
+    with opened(store_url) as store:
+        await asyncio.gather(*(store.run(add(f"{number:03}")) for number in range(100)))
+        assert await store.run(names) == [f"{number:03}" for number in range(100)]
+
+
+def blocker() -> tuple[threading.Event, threading.Event]:
+    return threading.Event(), threading.Event()
+
+
+async def test_the_queue_is_bounded_and_says_so(store_url: str) -> None:
+    begun, go_on = blocker()
+
+    def block(_: Connection) -> None:
+        begun.set()
+        go_on.wait(LIMIT)
+
+    with opened(store_url, most_jobs=3) as store:
+        try:
+            blocked = asyncio.create_task(store.run(block))
+            await asyncio.to_thread(begun.wait, LIMIT)
+            waiting = [asyncio.create_task(store.run(add(str(number)))) for number in range(3)]
+            await asyncio.sleep(0)
+            assert store.status().waiting == 3
+            with pytest.raises(StoreUnavailable, match="3 jobs wait"):
+                await store.run(add("too much"))
+        finally:
+            go_on.set()
+        await asyncio.gather(blocked, *waiting)
+        assert await store.run(names) == ["0", "1", "2"]
+
+
+async def test_a_job_whose_caller_has_given_up_before_it_began_is_never_done(
+    store_url: str,
+) -> None:
+    begun, go_on = blocker()
+
+    def block(_: Connection) -> None:
+        begun.set()
+        go_on.wait(LIMIT)
+
+    with opened(store_url) as store:
+        try:
+            blocked = asyncio.create_task(store.run(block))
+            await asyncio.to_thread(begun.wait, LIMIT)
+            with pytest.raises(StoreUnavailable, match="has not answered for"):
+                await store.run(add("late"), seconds=0.05)
+            cancelled = asyncio.create_task(store.run(add("cancelled")))
+            await asyncio.sleep(0)
+            cancelled.cancel()
+            await asyncio.wait([cancelled])
+        finally:
+            go_on.set()
+        await blocked
+        assert await store.run(names) == []
+
+
+async def test_a_statement_that_takes_too_long_is_cut_and_the_store_is_opened_again(
+    store_url: str,
+) -> None:
+    endless = (
+        "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 1000000000)"
+        " SELECT count(*) FROM n"
+    )
+    with opened(store_url) as store:
+        with pytest.raises(StoreUnavailable, match="has not answered"):
+            await store.run(lambda c: c.execute(text(endless)).scalar(), seconds=0.3)
+        await asyncio.to_thread(wait_until, lambda: not store.status().up, store)
+        await asyncio.to_thread(wait_until, lambda: store.status().up, store)
+        await store.run(add("after"))
+        assert await store.run(names) == ["after"]
+
+
+async def test_a_job_may_take_longer_if_its_caller_says_so(store_url: str) -> None:
+    with opened(store_url) as store:
+        timeout = await store.run(statement_timeout, seconds=60.0)
+        assert timeout in {None, "1min"}
+        assert await store.run(statement_timeout) in {None, "10s"}
+
+
+def statement_timeout(connection: Connection) -> str | None:
+    if connection.dialect.name == "sqlite":
+        return None
+    return str(connection.execute(text("SHOW statement_timeout")).scalar())
+
+
+async def test_closing_does_what_waits(store_url: str) -> None:
+    with opened(store_url) as store:
+        jobs = [asyncio.create_task(store.run(add(str(number)))) for number in range(50)]
+        await asyncio.sleep(0)
+        assert await store.aclose(LIMIT)
+        await asyncio.gather(*jobs)
+        assert store.status().state == "closed"
+        with pytest.raises(StoreUnavailable, match="closed"):
+            await store.run(names)
+    with opened(store_url) as store:
+        assert store.run_now(count) == 50
+
+
+def test_closing_takes_no_longer_than_it_may(tmp_path: Path) -> None:
+    begun, go_on = blocker()
+
+    def block(_: Connection) -> None:
+        begun.set()
+        go_on.wait(LIMIT)
+
+    store = Store(locate_store(None, tmp_path))
+    store.start()
+    thread = threading.Thread(target=store.run_now, args=(block,))
+    thread.start()
+    try:
+        assert begun.wait(LIMIT)
+        began = time.monotonic()
+        assert not store.close(0.2)
+        assert time.monotonic() - began < LIMIT / 2
+    finally:
+        go_on.set()
+        thread.join(LIMIT)
+    assert store.close(LIMIT)
+
+
+def test_the_status_tells_since_when_and_nothing_secret(store_url: str) -> None:
+    began = time.time()
+    with opened(store_url) as store:
+        status = store.status()
+    assert began <= status.since <= time.time()
+    shown = status.as_json()
+    assert shown["since"].endswith("Z")
+    assert "secret-of-tests" not in str(shown)
+    assert shown["state"] == "up"
+    assert (shown["error"], shown["remedy"], shown["waiting"]) == (None, None, 0)

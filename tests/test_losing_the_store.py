@@ -1,0 +1,154 @@
+"""A store that fails ends no request, and neither delays the gateway's start nor its end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.emulator import EmulatedNode
+from tests.gateways import Running, running_gateway, until
+from tests.postgres import needs_postgres, running_postgres
+from tests.usage.outages import Outcome, file_away, file_locked, server_halted, server_killed
+from tests.web.bare_gateway import CHAT
+
+HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+LIMIT = 90.0  # what systemd's unit gives a gateway to start and to end
+AWAY = 4.0
+
+
+async def admin(running: Running, path: str) -> httpx.Response:
+    async with httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as client:
+        return await client.get(path)
+
+
+async def store_status(running: Running) -> dict[str, Any]:
+    found: dict[str, Any] = (await admin(running, "/admin/status")).json()["store"]
+    return found
+
+
+async def asked(running: Running) -> int:
+    return (await running.client.post(CHAT, json=HELLO)).status_code
+
+
+def assert_nothing_was_lost(found: Outcome, *states: str) -> None:
+    assert found.failed == []
+    assert found.states == ["up", *states, "up"]
+    assert all(phase.seconds for phase in found.phases)
+    assert found.left_open == 0
+    assert found.rows == found.requests
+
+
+@needs_postgres
+@pytest.mark.slow
+async def test_no_request_fails_while_postgresql_is_halted(tmp_path: Path) -> None:
+    with running_postgres() as server:
+        found = await server_halted(server, tmp_path, AWAY)
+    assert found.failed == []
+    assert (found.rows, found.left_open) == (found.requests, 0)
+
+
+@needs_postgres
+@pytest.mark.slow
+async def test_no_request_fails_while_postgresql_is_killed_and_started_again(
+    tmp_path: Path,
+) -> None:
+    with running_postgres() as server:
+        found = await server_killed(server, tmp_path, AWAY)
+    assert_nothing_was_lost(found, "unavailable")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "state"), [(file_locked, "locked"), (file_away, "gone")])
+async def test_no_request_fails_while_the_file_cannot_be_used(
+    tmp_path: Path, way: Callable[[Path, float], Awaitable[Outcome]], state: str
+) -> None:
+    assert_nothing_was_lost(await way(tmp_path, AWAY), state)
+
+
+@needs_postgres
+@pytest.mark.slow
+async def test_a_gateway_starts_and_ends_though_its_store_is_halted(tmp_path: Path) -> None:
+    with running_postgres() as server:
+        url = server.new_database()
+        server.halt()
+        try:
+            began = time.monotonic()
+            async with (
+                EmulatedNode() as node,
+                running_gateway(tmp_path, [node.url], {"store": {"url": url}}) as running,
+            ):
+                assert time.monotonic() - began < LIMIT
+                assert await asked(running) == 200
+                assert not running.gateway.store.status().up  # type: ignore[union-attr]
+                began = time.monotonic()
+            assert time.monotonic() - began < LIMIT
+        finally:
+            server.go_on()
+
+
+@needs_postgres
+@pytest.mark.slow
+async def test_a_store_that_is_not_there_at_the_start_is_used_when_it_comes(
+    tmp_path: Path,
+) -> None:
+    with running_postgres() as server:
+        url = server.new_database()
+        server.stop()
+        async with (
+            EmulatedNode() as node,
+            running_gateway(tmp_path, [node.url], {"store": {"url": url}}) as running,
+        ):
+            assert await asked(running) == 200
+            status = await store_status(running)
+            assert status["state"] == "unavailable"
+            assert "secret-of-tests" not in str(status)
+            await asyncio.to_thread(server.start)
+            store = running.gateway.store
+            assert store is not None
+            await until(lambda: store.status().up)
+            assert (await store_status(running))["error"] is None
+
+
+async def test_the_state_of_the_store_is_in_the_status_and_the_metrics(tmp_path: Path) -> None:
+    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url]) as running:
+        file = tmp_path / "state" / "gateway.db"
+        status = await store_status(running)
+        assert (status["url"], status["state"]) == (f"sqlite:///{file}", "up")
+        assert "llama_gateway_store_up 1\n" in (await admin(running, "/metrics")).text
+        aside = file.rename(tmp_path / "aside.db")
+        await until(lambda: not running.gateway.store.status().up)  # type: ignore[union-attr]
+        status = await store_status(running)
+        assert status["state"] == "gone"
+        assert "put it back" in status["remedy"]
+        assert await asked(running) == 200
+        assert "llama_gateway_store_up 0\n" in (await admin(running, "/metrics")).text
+        aside.rename(file)
+        await until(lambda: running.gateway.store.status().up)  # type: ignore[union-attr]
+    log = (tmp_path / "gateway.log").read_text()
+    assert log.count("the store fails") == 1
+    assert log.count("the store is open") == 2
+
+
+async def test_a_gateway_can_do_without_a_store(tmp_path: Path) -> None:
+    settings = {"store": {"url": "off"}}
+    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url], settings) as running:
+        assert await asked(running) == 200
+        assert await store_status(running) == {"state": "off"}
+        assert "llama_gateway_store" not in (await admin(running, "/metrics")).text
+        assert running.gateway.store is None
+
+
+async def test_the_stores_password_is_shown_nowhere(tmp_path: Path) -> None:
+    settings = {"store": {"url": "postgresql://gateway:hunter2@127.0.0.1:1/x?sslmode=disable"}}
+    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url], settings) as running:
+        for path in ("/admin/config", "/admin/status", "/metrics"):
+            assert "hunter2" not in (await admin(running, path)).text
+        shown = (await admin(running, "/admin/config")).json()
+        assert "postgresql://gateway:***@127.0.0.1:1/x" in str(shown)
+    assert "hunter2" not in (tmp_path / "gateway.log").read_text()

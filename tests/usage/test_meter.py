@@ -1,0 +1,134 @@
+"""Each admitted request becomes one row, with what its record says when all of it is known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gateway.config.settings import Settings
+from gateway.config.usage_limits import LimitSpec
+from gateway.errors import GatewayError
+from gateway.events import EventBus, RequestFinished
+from gateway.request import Caller, Priority
+from gateway.usage.ledger import ROW_COLUMNS, UsageRow
+from gateway.usage.limits import LimitBook
+from gateway.usage.meter import Meter
+from tests.fleet.build import Clock
+from tests.proxy.fake_lease_service import a_lease_request
+
+NOW = 1_780_000_000.0
+ALICE = Caller("k1", "alice", Priority.NORMAL, group="team", trust_user_headers=True)
+
+
+class World:
+    """A meter, whose clock stands still."""
+
+    def __init__(self) -> None:
+        self.clock = Clock(NOW)
+        self.rows: list[UsageRow] = []
+        self.tokens: dict[str, tuple[int, int]] = {}
+        self._timers: list[Any] = []
+        self.bus = EventBus(lambda _, work: self._timers.append(work))
+        self.book = LimitBook(Settings(), clock=self.clock, wall_clock=self.clock)
+        self.meter = Meter(
+            self.book,
+            self.bus,
+            process="p1",
+            add_row=self.rows.append,
+            tokens_so_far=lambda id_: self.tokens.get(id_, (0, 0)),
+            wall_clock=self.clock,
+        )
+
+    def row(self) -> dict[str, Any]:
+        """The only row."""
+        self.bus.flush()
+        (row,) = self.rows
+        return dict(zip(ROW_COLUMNS, row, strict=True))
+
+    @property
+    def open(self) -> list[str]:
+        """The ids of open requests that are older than a second."""
+        return [one.id for one in self.meter.open_requests(self.clock.now - 1.0)]
+
+
+def a_record(**keys: Any) -> RequestFinished:
+    return RequestFinished("x", "/v1/chat/completions", "demo", Priority.PREMIUM, "k1", **keys)
+
+
+def test_a_request_that_ends_is_a_row() -> None:
+    world = World()
+    accounts, record = world.book.accounts(ALICE, "bob"), a_record()
+    metered = world.meter.admit(accounts, a_lease_request("req_7"), record)
+    world.clock.passes(2.5)
+    record.describe(stream=True, model="demo")
+    record.attempt_began("a", "gpu", None)
+    world.meter.ended(metered, record)
+    # What it used is known a little later.
+    record.count_tokens(100, 40, 20)
+    record.charge(0.75, 2.4)
+    assert world.row() == {
+        "id": "req_7", "process": "p1", "started_at": NOW, "ended_at": NOW + 2.5, "key": "k1",
+        "group_name": "team", "user": "bob", "model": "demo", "class": "premium", "tier": "gpu",
+        "node": "a", "path": "/v1/chat/completions", "stream": True, "prompt_tokens": 100,
+        "cached_tokens": 40, "completion_tokens": 20, "slot_seconds": 2.4, "cost": 0.75,
+        "gpu_cost": 0.0, "attempts": 1, "status": 200, "outcome": "ok",
+    }  # fmt: skip
+
+
+def test_a_request_that_fails_is_a_row_and_one_that_a_limit_refuses_is_none() -> None:
+    world = World()
+    limited = Caller("k2", "bob", Priority.NORMAL, limits=LimitSpec(concurrency=1))
+    accounts, record = world.book.accounts(limited), a_record()
+    metered = world.meter.admit(accounts, a_lease_request("req_1"), record)
+    with pytest.raises(GatewayError, match="concurrency"):
+        world.meter.admit(accounts, a_lease_request("req_2"), a_record())
+    record.fail(503, "queue_timeout")
+    world.meter.ended(metered, record)
+    row = world.row()
+    assert (row["id"], row["status"], row["outcome"]) == ("req_1", 503, "queue_timeout")
+    assert (row["tier"], row["node"], row["attempts"], row["prompt_tokens"]) == (None, None, 0, 0)
+
+
+def test_a_request_without_slots_counts_no_tokens() -> None:
+    world = World()
+    record = a_record(prompt_tokens=30, cached_tokens=10)
+    request = a_lease_request("req_1", slots=0)
+    world.meter.ended(world.meter.admit(world.book.accounts(ALICE), request, record), record)
+    row = world.row()
+    assert (row["prompt_tokens"], row["cached_tokens"]) == (0, 0)
+
+
+def test_a_row_waits_for_the_tokens_of_all_sub_requests() -> None:
+    world = World()
+    record, part = a_record(), a_record(prompt_tokens=5, completion_tokens=7, slot_seconds=1.0)
+    metered = world.meter.admit(world.book.accounts(ALICE), a_lease_request("req_1"), record)
+    record.sub_request_began()
+    record.sub_request_began()
+    world.meter.ended(metered, record)
+    world.bus.flush()
+    record.sub_request_ended(part)
+    assert world.rows == []
+    assert world.open == []
+    record.sub_request_ended(part)
+    row = world.row()
+    assert (row["prompt_tokens"], row["completion_tokens"], row["slot_seconds"]) == (10, 14, 2.0)
+
+
+def test_requests_are_open_from_their_admission_to_their_row() -> None:
+    world = World()
+    accounts = world.book.accounts(ALICE, "bob")
+    old = world.meter.admit(accounts, a_lease_request("old"), a_record())
+    world.clock.passes(1.0)
+    world.meter.admit(accounts, a_lease_request("new"), a_record())
+    assert world.open == ["old"]
+    world.tokens["old"] = 12, 34
+    (one,) = world.meter.open_requests(NOW)
+    assert (one.started_at, one.key, one.group, one.user) == (NOW, "k1", "team", "bob")
+    assert (one.prompt_tokens, one.completion_tokens, one.class_) == (12, 34, "premium")
+    world.meter.ended(old, old.record)
+    world.clock.passes(1.0)
+    # Until its tokens are counted.
+    assert world.open == ["old", "new"]
+    world.bus.flush()
+    assert world.open == ["new"]
