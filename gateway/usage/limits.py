@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple
 
+import msgspec
+
 from gateway import errors
 from gateway.config.settings import Settings
 from gateway.config.usage_limits import GroupSpec, LimitSpec
@@ -49,7 +51,8 @@ RATE_WEIGHT = 0.1
 """Of the newest request in a model's mean cost for each token."""
 
 
-class RateLimit(NamedTuple):
+# A struct of msgspec: a NamedTuple takes three times as long to make.
+class RateLimit(msgspec.Struct, frozen=True):
     """The tightest limit of one kind, as `x-ratelimit-*` headers tell it."""
 
     limit: int
@@ -384,7 +387,13 @@ class LimitBook:
 
     def monotonic(self, when: float) -> float:
         """The monotonic time of a Unix time within the last minute; others count as its ends."""
-        return self._clock() - min(MINUTE, max(0.0, self._wall_clock() - when))
+        age = self._wall_clock() - when
+        # Comparisons: `min` and `max` cost twice as much.
+        if age < 0.0:
+            age = 0.0
+        elif age > MINUTE:
+            age = MINUTE
+        return self._clock() - age
 
     # Tell callers.
 

@@ -106,31 +106,45 @@ def rate_limit_lines(
 
     `anthropic`: in Anthropic's too.
     """
-    lines = b""
-    for kind, found in ((b"requests", requests), (b"tokens", tokens)):
-        if found is not None:
-            limit, remaining, reset, resets_at = found
-            lines += (
-                b"x-ratelimit-limit-%b: %d\r\nx-ratelimit-remaining-%b: %d\r\n"
-                b"x-ratelimit-reset-%b: %b\r\n"
-            ) % (kind, limit, kind, remaining, kind, _duration(reset))
-            if anthropic:
-                when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(resets_at)).encode()
-                lines += (
-                    b"anthropic-ratelimit-%b-limit: %d\r\n"
-                    b"anthropic-ratelimit-%b-remaining: %d\r\nanthropic-ratelimit-%b-reset: %b\r\n"
-                ) % (kind, limit, kind, remaining, kind, when)
-    return lines
+    lines = ""
+    if requests is not None:
+        lines = (
+            f"x-ratelimit-limit-requests: {requests.limit}\r\n"
+            f"x-ratelimit-remaining-requests: {requests.remaining}\r\n"
+            f"x-ratelimit-reset-requests: {_duration(math.ceil(requests.reset))}\r\n"
+        )
+    if tokens is not None:
+        lines += (
+            f"x-ratelimit-limit-tokens: {tokens.limit}\r\n"
+            f"x-ratelimit-remaining-tokens: {tokens.remaining}\r\n"
+            f"x-ratelimit-reset-tokens: {_duration(math.ceil(tokens.reset))}\r\n"
+        )
+    if anthropic:
+        lines += _anthropic_rate_limit(requests, "requests") + _anthropic_rate_limit(
+            tokens, "tokens"
+        )
+    return lines.encode()
 
 
-def _duration(seconds: float) -> bytes:
-    """A duration as OpenAI writes it: `1.5s`, `6m0s`, `7h30m0s`; `0s` for none."""
-    tenths = math.ceil(seconds * 10)
-    if tenths < 600:
-        return b"%d.%ds" % divmod(tenths, 10) if tenths % 10 else b"%ds" % (tenths // 10)
-    minutes, rest = divmod(math.ceil(seconds), 60)
+def _anthropic_rate_limit(found: RateLimit | None, kind: str) -> str:
+    if found is None:
+        return ""
+    resets_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(found.resets_at))
+    name = f"anthropic-ratelimit-{kind}"
+    return (
+        f"{name}-limit: {found.limit}\r\n{name}-remaining: {found.remaining}\r\n"
+        f"{name}-reset: {resets_at}\r\n"
+    )
+
+
+@lru_cache(maxsize=256)
+def _duration(seconds: int) -> str:
+    """A duration as OpenAI writes it: `15s`, `6m0s`, `7h30m0s`; `0s` for none."""
+    minutes, rest = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
-    return b"%dh%dm%ds" % (hours, minutes, rest) if hours else b"%dm%ds" % (minutes, rest)
+    if hours:
+        return f"{hours}h{minutes}m{rest}s"
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"
 
 
 def encode_headers(headers: Headers) -> bytes:
