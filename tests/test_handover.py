@@ -104,6 +104,19 @@ def test_a_successor_knows_its_predecessors_anonymous_access(
     assert "LLAMA_GATEWAY_CONFIG" not in successor_environment(door, None, customised=customised)
 
 
+@pytest.mark.parametrize("had_keys", [False, True])
+def test_a_successor_knows_whether_there_were_admin_keys(had_keys: bool) -> None:
+    passed = successor_environment(
+        AnonymousAccess(), None, customised=False, had_admin_keys=had_keys
+    )
+    reader, writer = os.pipe()
+    os.close(reader)
+    passed |= {"LLAMA_GATEWAY_SOCKETS": f"ready={writer}"}
+    inherited = inherit_from_environment(passed)
+    assert inherited.had_admin_keys == had_keys
+    os.close(writer)
+
+
 def test_port_0_accepts_any_inherited_socket(listening: socket.socket) -> None:
     inherited = InheritedState({"public": listening})
     assert inherited.take_socket("public", [("127.0.0.1", 0)]) is listening

@@ -85,6 +85,7 @@ def test_problems_of_both_files_are_reported_together(folder: Path) -> None:
         ("listen: {port: 9000}\nadmin: {port: 9000}", ["listen.port"]),
         ("admin: {key_file: empty.txt}", ["admin.key_file"]),
         ("listen: {tls: {cert: empty.txt, key: empty.txt}}", ["listen.tls"]),
+        ("admin: {tls: {cert: empty.txt, key: empty.txt}}", ["admin.tls"]),
         ("listen: {host: 0.0.0.0}\nadmin: {host: 0.0.0.0}", ["listen.host", "admin.host"]),
     ],
 )
@@ -94,6 +95,12 @@ def test_what_keeps_the_listeners_from_starting_is_named_by_its_key(
     check = check_startup(options(folder, settings))
     assert [problem.key for problem in check.start_problems] == keys
     assert check.settings is not None, "the file itself is valid"
+
+
+def test_admin_keys_let_the_admin_listener_leave_loopback(folder: Path) -> None:
+    key = f"{{id: a, sha256: {'0' * 64}, role: viewer}}"
+    text = f"admin: {{host: 0.0.0.0, keys: [{key}]}}"
+    assert check_startup(options(folder, text)).start_problems == ()
 
 
 def test_tls_files_of_a_node_that_cannot_be_used_are_named_by_the_nodes_place(folder: Path) -> None:

@@ -12,6 +12,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import structlog
@@ -79,12 +80,14 @@ class AuditTrail:
         store: Store | None = None,
         *,
         retry_seconds: float = RETRY_SECONDS,
+        most_rows: int = MOST_ROWS,
     ) -> None:
         self.lost = 0
         """Changes that were logged but could not be kept."""
         self._wall_clock = wall_clock
         self._store = store
         self._retry_seconds = retry_seconds
+        self._most_rows = most_rows
         self._pending: deque[AuditEntry] = deque()
         self._recorded = asyncio.Event()
         self._writing = asyncio.Lock()
@@ -151,7 +154,7 @@ class AuditTrail:
             if not entries:
                 return
             try:
-                await self._store.run(lambda connection: _write(connection, entries))
+                await self._store.run(partial(_write, entries=entries, most_rows=self._most_rows))
             except StoreError:
                 self._recorded.set()
                 raise
@@ -198,7 +201,7 @@ def _is_wanted(entry: AuditEntry, query: AuditQuery) -> bool:
     )
 
 
-def _write(connection: Connection, entries: Sequence[AuditEntry]) -> None:
+def _write(connection: Connection, *, entries: Sequence[AuditEntry], most_rows: int) -> None:
     """Insert the entries that are not there yet: a write that failed may have been done."""
     columns = audit_table.c
     first = entries[0].at
@@ -223,7 +226,7 @@ def _write(connection: Connection, entries: Sequence[AuditEntry]) -> None:
     if rows:
         connection.execute(insert(audit_table), rows)
         newest = connection.execute(select(func.max(columns.id))).scalar_one()
-        connection.execute(delete(audit_table).where(columns.id <= newest - MOST_ROWS))
+        connection.execute(delete(audit_table).where(columns.id <= newest - most_rows))
 
 
 def _read(connection: Connection, query: AuditQuery) -> list[AuditEntry]:

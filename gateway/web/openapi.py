@@ -19,6 +19,7 @@ from gateway.config.settings import Settings
 from gateway.observe.metrics import CONTENT_TYPE
 from gateway.proxy.inbound.routes import Route, api_of_path, pages_of, routes_of
 from gateway.web.admin.app import ADMIN_ROUTES, AdminRoute
+from gateway.web.openapi_bodies import BODIES, MODEL, QUERY, RESPONSES, STATUSES
 from gateway.web.openapi_parts import (
     ADMIN_ERRORS,
     AUDIT_FIELDS,
@@ -126,176 +127,6 @@ _SUMMARIES = {
 
 _ANY: JsonSchema = {"description": "The node's response."}
 
-_MODEL: JsonSchema = {
-    "type": "object",
-    "properties": {
-        "id": {"type": "string"},
-        "object": {"const": "model"},
-        "created": {"type": "integer"},
-        "owned_by": {"type": "string"},
-        "meta": {"type": "object"},
-    },
-    "required": ["id", "object", "created", "owned_by"],
-}
-
-_RESPONSES: dict[str, JsonSchema] = {
-    "/v1/models": {
-        "type": "object",
-        "properties": {
-            "object": {"const": "list"},
-            "data": {"type": "array", "items": {"$ref": "#/components/schemas/Model"}},
-        },
-        "required": ["object", "data"],
-    },
-    "/v1/models/{id}": {"$ref": "#/components/schemas/Model"},
-    "/props": {
-        "type": "object",
-        "properties": {
-            "default_generation_settings": {"type": "object"},
-            "total_slots": {"type": "integer"},
-            "modalities": {"type": "object"},
-        },
-        "required": ["default_generation_settings", "total_slots", "modalities"],
-    },
-    "/v1/usage": {"$ref": "#/components/schemas/CallerUsage"},
-    "/admin/usage": {"$ref": "#/components/schemas/Usage"},
-    "/health": {"type": "object", "properties": {"status": {"const": "ok"}}},
-    "/ready": {"type": "object", "properties": {"status": {"const": "ready"}}},
-    "/admin/status": {"$ref": "#/components/schemas/Status"},
-    "/admin/nodes": {
-        "type": "object",
-        "properties": {"nodes": {"type": "array", "items": {"$ref": "#/components/schemas/Node"}}},
-        "required": ["nodes"],
-    },
-    "/admin/nodes/{name}": {"$ref": "#/components/schemas/Node"},
-    "/admin/nodes/{name}/drain": {"$ref": "#/components/schemas/Node"},
-    "/admin/nodes/{name}/resume": {"$ref": "#/components/schemas/Node"},
-    "/admin/nodes/{name}/probe": {"$ref": "#/components/schemas/Node"},
-    "/admin/requests": {
-        "type": "object",
-        "properties": {
-            "requests": {"type": "array", "items": {"$ref": "#/components/schemas/Request"}}
-        },
-        "required": ["requests"],
-    },
-    "/admin/keys": {
-        "type": "object",
-        "properties": {
-            "keys": {"type": "array", "items": {"$ref": "#/components/schemas/ApiKey"}},
-            "warnings": {"type": "array", "items": {"type": "string"}},
-            "problem": {"type": ["string", "null"]},
-        },
-        "required": ["keys", "warnings", "problem"],
-    },
-    "POST /admin/keys": {"$ref": "#/components/schemas/ApiKey"},
-    "/admin/keys/import": {
-        "type": "object",
-        "properties": {
-            "imported": {"type": "integer"},
-            "keys": {"type": "array", "items": {"$ref": "#/components/schemas/ApiKey"}},
-            "warnings": {"type": "array", "items": {"type": "string"}},
-        },
-        "required": ["imported", "keys", "warnings"],
-    },
-    "/admin/keys/{name}": {"$ref": "#/components/schemas/ApiKey"},
-    "/admin/keys/{name}/rotate": {"$ref": "#/components/schemas/ApiKey"},
-    "/admin/config": {"$ref": "#/components/schemas/Settings"},
-    "/admin/audit": {
-        "type": "object",
-        "properties": {
-            "entries": {"type": "array", "items": {"$ref": "#/components/schemas/AuditEntry"}},
-            "next": {"type": ["integer", "null"]},
-        },
-        "required": ["entries", "next"],
-    },
-}
-"""Schemas of responses that the gateway makes itself, by path; others are objects."""
-
-_DURATION = {"type": ["string", "number"], "description": "Seconds, or a text such as `24h`."}
-
-_BODIES: dict[str, JsonSchema] = {
-    "POST /admin/keys": {
-        "allOf": [{"$ref": "#/components/schemas/NewKey"}],
-        "description": "Without `sha256`, the gateway makes the key and shows it in the response.",
-    },
-    "POST /admin/keys/import": {
-        "type": "object",
-        "properties": {
-            "keys": {
-                "type": "array",
-                "items": {"$ref": "#/components/schemas/NewKey"},
-                "minItems": 1,
-                "maxItems": 10_000,
-            }
-        },
-        "required": ["keys"],
-    },
-    "PATCH /admin/keys/{name}": {
-        "type": "object",
-        "description": "A JSON merge patch (RFC 7396) of the key's name, rights and limits.",
-    },
-    "POST /admin/keys/{name}/rotate": {
-        "type": "object",
-        "properties": {"grace": _DURATION, "sha256": {"type": "string"}},
-    },
-}
-"""Schemas of the bodies that paths of the admin listener take, by method and path."""
-
-_QUERY: dict[str, dict[str, tuple[JsonSchema, str]]] = {
-    "/props": {"model": ({"type": "string"}, "The model; unset: `default_model`, else all.")},
-    "/v1/usage": {
-        "user": ({"type": "string"}, "One of the end users of a key with `trust_user_headers`.")
-    },
-    "/admin/usage": {
-        "by": (
-            {"type": "string"},
-            "`key`, `group`, `user`, `model`, `class`, `day` or `tier`; two of them with a comma.",
-        ),
-        "since": (
-            {"type": "string"},
-            "A date, a time of RFC 3339, or how long ago; `30d` by default.",
-        ),
-        "until": ({"type": "string"}, "Likewise; a date includes its day."),
-        "limit": ({"type": "integer", "minimum": 1, "maximum": 10000}, "Most rows."),
-        "format": ({"type": "string", "enum": ["json", "csv"]}, "`json` (default) or `csv`."),
-    },
-    "/admin/nodes/{name}/drain": {
-        "deadline": (
-            {"type": "number", "minimum": 0, "maximum": 604800},
-            "Seconds after which running requests move to other nodes, or end.",
-        )
-    },
-    "/admin/keys": {
-        "name": ({"type": "string"}, "Only the keys of this name or id."),
-        "revoked": ({"type": "string", "enum": ["0", "1"]}, "Whether revoked keys are shown."),
-    },
-    "/admin/audit": {
-        "since": ({"type": "number"}, "Only changes from then on, in seconds since 1970."),
-        "until": ({"type": "number"}, "Only changes before then, in seconds since 1970."),
-        "before": ({"type": "integer", "minimum": 1}, "The `next` of the page before."),
-        "limit": ({"type": "integer", "minimum": 1, "maximum": 1000}, "Entries of a page."),
-    },
-    "/openapi.json": {
-        "listener": (
-            {"type": "string", "enum": ["public", "admin"]},
-            "The document of this listener alone.",
-        )
-    },
-}
-
-_NOT_FOUND = frozenset({"/admin/nodes/{name}", "/admin/requests/{id}", "/admin/keys/{name}"})
-
-_STATUSES = {
-    "/ready": {503},
-    "/admin/reload": {422},
-    "/admin/audit": {503},
-    "/admin/usage": {503},
-    "/admin/keys": {409, 501, 503},
-    "/admin/keys/import": {409, 501, 503},
-    "/admin/keys/{name}": {409, 501, 503},
-    "/admin/keys/{name}/rotate": {409, 501, 503},
-}
-
 
 def operations(settings: Settings) -> Iterator[Operation]:
     """Every method of every path of both listeners."""
@@ -305,7 +136,9 @@ def operations(settings: Settings) -> Iterator[Operation]:
         path = _shown(one.path)
         known = path if path in _SUMMARIES else f"/v1{path}"
         known = known if known in _SUMMARIES else path.removeprefix("/v1")
-        statuses = _SITE_STATUSES if one.needs_key else _HTTP_STATUSES | _STATUSES.get(known, set())
+        statuses = (
+            _SITE_STATUSES if one.needs_key else _HTTP_STATUSES | STATUSES.get(known, frozenset())
+        )
         yield Operation(
             "public",
             "GET",
@@ -313,7 +146,7 @@ def operations(settings: Settings) -> Iterator[Operation]:
             _SUMMARIES[known],
             needs_key=one.needs_key,
             parameters=_parameters(path, known),
-            content={"application/json": {"schema": _RESPONSES[known]}},
+            content={"application/json": {"schema": RESPONSES[known]}},
             statuses=frozenset(statuses),
             route=known,
         )
@@ -376,17 +209,14 @@ def _routed(path: str, route: Route) -> Operation:
 
 def _admin(route: AdminRoute) -> Operation:
     path = _shown(route.path)
-    keyed = f"{route.method} {path}"
-    known = keyed if keyed in _RESPONSES else path
     if path == "/metrics":
         content: JsonSchema = {CONTENT_TYPE.partition(";")[0]: {"schema": {"type": "string"}}}
     elif path == "/":
         content = {"text/plain": {"schema": {"type": "string"}}}
     else:
-        content = {"application/json": {"schema": _RESPONSES.get(known, {"type": "object"})}}
-    statuses = _ADMIN_STATUSES | _STATUSES.get(path, set())
-    if path.startswith(tuple(_NOT_FOUND)):
-        statuses |= {404}
+        content = {"application/json": {"schema": RESPONSES.get(path, {"type": "object"})}}
+    statuses = _ADMIN_STATUSES | STATUSES.get(path, frozenset())
+    body = BODIES.get((route.method, path))
     return Operation(
         "admin",
         route.method,
@@ -394,8 +224,8 @@ def _admin(route: AdminRoute) -> Operation:
         route.summary,
         needs_key=route.role is not None,
         role=None if route.role is None else route.role.label,
-        parameters=_parameters(path, path if route.method == "GET" or "{" in path else keyed),
-        body={"application/json": {"schema": _BODIES[keyed]}} if keyed in _BODIES else None,
+        parameters=_parameters(path, path),
+        body=None if body is None else {"application/json": {"schema": body}},
         content=content,
         statuses=frozenset(statuses),
     )
@@ -412,7 +242,7 @@ def _parameters(path: str, known: str) -> list[JsonSchema]:
         {**_parameter("path", name, {"type": "string", "minLength": 1}), "required": True}
         for name in names
     ]
-    for name, (schema, meaning) in _QUERY.get(known, {}).items():
+    for name, (schema, meaning) in QUERY.get(known, {}).items():
         found.append(_parameter("query", name, schema, meaning))
     return found
 
@@ -470,15 +300,14 @@ def openapi_document(
             "schemas": {
                 **error_schemas(),
                 "RoutedBody": routed_body(),
-                "Model": _MODEL,
+                "Model": MODEL,
                 "Node": fields_schema(NODE_FIELDS),
                 "Status": fields_schema(STATUS_FIELDS),
                 "Request": fields_schema(REQUEST_FIELDS),
                 "AuditEntry": fields_schema(AUDIT_FIELDS),
+                "ApiKey": fields_schema(KEY_FIELDS, {"key", "warnings"}),
                 "CallerUsage": fields_schema(CALLER_USAGE_FIELDS),
                 "Usage": fields_schema(USAGE_FIELDS),
-                "ApiKey": fields_schema(KEY_FIELDS, {"key", "warnings"}),
-                "NewKey": {"type": "object", "description": "As an entry of the settings' `keys`."},
                 **settings_schemas(),
             },
         },

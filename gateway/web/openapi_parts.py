@@ -82,6 +82,19 @@ ERRORS = (
         f"{_LATER}, if at most 60 s",
     ),
     ErrorRow(
+        429,
+        "rate_limit_exceeded",
+        "requests or tokens of the minute, or running requests, of the key, its group, its end user "
+        "or all callers; the message names the limit",
+        f"{_LATER}, if at most 60 s",
+    ),
+    ErrorRow(
+        429,
+        "insufficient_quota",
+        "the tokens of the day, or the money of the day or month, of one of these are used up; with "
+        "`x-should-retry: false`",
+    ),
+    ErrorRow(
         431,
         "headers_too_large",
         "headers above `limits.header_bytes` or 256 fields; extensions and trailers of a chunked "
@@ -137,10 +150,16 @@ ADMIN_ERRORS = (
     ErrorRow(405, "method_not_allowed", "with `Allow`"),
     ErrorRow(408, "request_timeout", "the client sent its request too slowly"),
     ErrorRow(413, "request_too_large", "a body larger than the path takes"),
+    ErrorRow(404, "key_not_found", "no API key of this name or id"),
+    ErrorRow(409, "key_exists", "an API key of this name or id is there already"),
+    ErrorRow(409, "key_of_settings", "a key of the settings, which is changed there"),
+    ErrorRow(409, "key_expired", "an expired key gets no new secret"),
+    ErrorRow(409, "key_revoked", "a revoked key stays revoked"),
     ErrorRow(422, "invalid_configuration", "a file is invalid and has changed nothing"),
     ErrorRow(429, "queue_full", "too many connections"),
     ErrorRow(431, "headers_too_large", "headers above `limits.header_bytes` or 256 fields"),
     ErrorRow(500, "internal_error", "the gateway itself failed; its log says why"),
+    ErrorRow(501, "not_supported", "there is no store (`store: {url: off}`) to keep it"),
     ErrorRow(503, "no_node", "`GET /ready`: no node can take or queue work"),
     ErrorRow(503, "queue_full", "`GET /ready`: every slot and every place in the queue is taken"),
     ErrorRow(503, "starting", "`GET /ready`: the nodes are being asked for the first time"),
@@ -190,6 +209,15 @@ RESPONSE_HEADERS: Mapping[str, tuple[JsonSchema, str]] = {
         "The node; by default only on a loopback listener, and not through a proxy.",
     ),
     "X-Gateway-Tier": ({"type": "string", "enum": ["cpu", "gpu"]}, "The node's tier."),
+    **{
+        f"x-ratelimit-{kind}-{what}": ({"type": "string"}, meaning)
+        for what in ("requests", "tokens")
+        for kind, meaning in (
+            ("limit", f"The limit of {what} that is nearest to its end."),
+            ("remaining", "What is left of it."),
+            ("reset", "When all of it is there again, such as `6m0s`."),
+        )
+    },
     "X-Gateway-Fallback": (
         {"type": "string"},
         "Why it ran on the other tier than its class belongs to.",

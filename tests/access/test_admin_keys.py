@@ -53,6 +53,18 @@ def test_the_key_of_the_file_is_any_text_and_gives_the_highest_role() -> None:
         "k" * (MOST_ADMIN_KEY_CHARACTERS + 1),
         "\udcff",
     ],
+    ids=[
+        "empty",
+        "prefix",
+        "no secret",
+        "another id",
+        "longer",
+        "shorter",
+        "hash",
+        "unknown",
+        "too long",
+        "no text",
+    ],
 )
 def test_any_other_text_is_nobodys(presented: str) -> None:
     assert AdminKeys(SPECS, "the key").find(presented) is None

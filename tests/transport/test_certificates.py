@@ -57,15 +57,12 @@ async def served(certificate: ServerCertificate) -> AsyncIterator[int]:
 
 
 async def connected(
-    authority: trustme.CA, port: int, name: str | None = "127.0.0.1"
+    authority: trustme.CA, port: int
 ) -> tuple[str, asyncio.StreamReader, asyncio.StreamWriter]:
     """A connection, and the common name of the certificate that it was shown."""
     context = ssl.create_default_context()
     authority.configure_trust(context)
-    context.check_hostname = name is not None
-    reader, writer = await asyncio.open_connection(
-        "127.0.0.1", port, ssl=context, server_hostname=name or ""
-    )
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
     subject = dict(pair for (pair,) in writer.get_extra_info("peercert")["subject"])
     return subject["commonName"], reader, writer
 
@@ -111,8 +108,7 @@ async def test_a_renewal_that_can_not_be_used_changes_nothing_and_is_told(
         files.key.write_text(ENCRYPTED_KEY)
     with pytest.raises(CertificateError, match="can't be used"):
         await certificate.renew()
-    assert certificate.error is not None
-    assert str(files.cert) in certificate.error
+    assert str(files.cert) in str(certificate.error)
     async with served(certificate) as port:
         assert await shown(authority, port) == "first"
         issue(authority, tmp_path, "second")
@@ -138,12 +134,11 @@ async def test_the_certificates_of_both_listeners_are_renewed_on_their_own(
     assert set(both.expiry) == {"listen.tls", "admin.tls"}
     admin.key.write_text("x")
     assert await both.renew({public.cert}) == {"listen.tls": None}
-    assert both.error is None
+    assert not both.error
     results = await both.renew()
     assert results["listen.tls"] is None
     assert results["admin.tls"] is not None
-    assert both.error is not None
-    assert both.error.startswith("admin.tls: ")
+    assert str(both.error).startswith("admin.tls: ")
 
 
 # Files that change.

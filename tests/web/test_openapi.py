@@ -19,7 +19,7 @@ from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import bare_gateway, error_of
 
 WHOLE = Settings(ollama=True)
-METHODS = {"get", "post", "patch", "delete"}
+METHODS = {"get", "post", "put", "patch", "delete"}
 
 
 def document(listener: ListenerName | None = None, settings: Settings = WHOLE) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,7 +83,7 @@ def error(code: str, message: str) -> dict[str, Any]:
 
 
 @contextmanager
-def admin_api() -> Iterator[AdminApi]:
+def admin_api(tls: ssl.SSLContext | None = None) -> Iterator[AdminApi]:
     api = AdminApi()
 
     class Handler(BaseHTTPRequestHandler):
@@ -100,9 +101,12 @@ def admin_api() -> Iterator[AdminApi]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
-    api.url = f"http://127.0.0.1:{server.server_address[1]}"
+    scheme = "http" if tls is None else "https"
+    api.url = f"{scheme}://127.0.0.1:{server.server_address[1]}"
     try:
         yield api
     finally:

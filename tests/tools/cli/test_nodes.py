@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
 from gateway.tools.cli.nodes import MOST_FAILED_POLLS
 from tests.tools.cli.admin_api import AdminApi, admin_api
@@ -250,3 +252,84 @@ def test_a_proxy_in_the_environment_is_not_used(
 ) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     assert run_nodes(api).status == 0
+
+
+# https.
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Path:
+    """A folder with a certificate for another name than the address, and its authority."""
+    authority = trustme.CA()
+    own = authority.issue_cert("gateway.example.org")
+    for name, issued in (("other", own), ("address", authority.issue_cert("127.0.0.1"))):
+        issued.private_key_pem.write_to_path(tmp_path / f"{name}.key")
+        issued.cert_chain_pems[0].write_to_path(tmp_path / f"{name}.pem")
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    return tmp_path
+
+
+def served_with(folder: Path, name: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / f"{name}.pem", folder / f"{name}.key")
+    return context
+
+
+def write_settings(folder: Path, url: str) -> None:
+    (folder / "config").mkdir()
+    tls = "{cert: ../other.pem, key: ../other.key}"
+    port = url.rpartition(":")[2]
+    text = f"admin: {{host: 0.0.0.0, port: {port}, tls: {tls}}}\n"
+    (folder / "config/gateway.yaml").write_text(text)
+
+
+def test_the_certificate_of_the_settings_is_trusted_whatever_its_names(
+    certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(certificates)
+    with admin_api(served_with(certificates, "other")) as api:
+        api.add("a")
+        write_settings(certificates, api.url)
+        ran = run("nodes", "--json")
+    assert (ran.status, ran.err) == (0, "")
+    assert json.loads(ran.out)["nodes"]
+
+
+def test_another_certificate_is_not_trusted_by_the_settings(
+    certificates: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even of the same authority, and for the right address."""
+    monkeypatch.chdir(certificates)
+    with admin_api(served_with(certificates, "address")) as api:
+        write_settings(certificates, api.url)
+        ran = run("nodes")
+    assert ran.status == 1
+    assert "--admin-ca" in ran.err
+    assert api.requests == []
+
+
+@pytest.mark.parametrize("file", ["ca.pem", "address.pem"])
+def test_an_authority_or_the_certificate_itself_can_be_named(
+    certificates: Path, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(certificates)
+    with admin_api(served_with(certificates, "address")) as api:
+        api.add("a")
+        named = run("nodes", "--admin-url", api.url, "--admin-ca", file)
+        monkeypatch.setenv("LLAMA_GATEWAY_ADMIN_CA", file)
+        by_environment = run("nodes", "--admin-url", api.url)
+        monkeypatch.delenv("LLAMA_GATEWAY_ADMIN_CA")
+        unnamed = run("nodes", "--admin-url", api.url)
+    assert (named.status, by_environment.status, unnamed.status) == (0, 0, 1)
+    assert "--admin-ca" in unnamed.err
+
+
+@pytest.mark.parametrize("text", [None, "", "no certificate"])
+def test_an_authority_s_file_without_a_certificate_is_reported(
+    tmp_path: Path, text: str | None
+) -> None:
+    if text is not None:
+        (tmp_path / "ca.pem").write_text(text)
+    ran = run("nodes", "--admin-url", "https://127.0.0.1:1", "--admin-ca", str(tmp_path / "ca.pem"))
+    assert ran.status == 2
+    assert "ca.pem" in ran.err

@@ -1,0 +1,176 @@
+"""Parameters, bodies, responses and errors of the OpenAPI document that are a path's own."""
+
+from __future__ import annotations
+
+from gateway.web.openapi_parts import JsonSchema
+
+MODEL: JsonSchema = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"const": "model"},
+        "created": {"type": "integer"},
+        "owned_by": {"type": "string"},
+        "meta": {"type": "object"},
+    },
+    "required": ["id", "object", "created", "owned_by"],
+}
+
+RESPONSES: dict[str, JsonSchema] = {
+    "/v1/models": {
+        "type": "object",
+        "properties": {
+            "object": {"const": "list"},
+            "data": {"type": "array", "items": {"$ref": "#/components/schemas/Model"}},
+        },
+        "required": ["object", "data"],
+    },
+    "/v1/models/{id}": {"$ref": "#/components/schemas/Model"},
+    "/props": {
+        "type": "object",
+        "properties": {
+            "default_generation_settings": {"type": "object"},
+            "total_slots": {"type": "integer"},
+            "modalities": {"type": "object"},
+        },
+        "required": ["default_generation_settings", "total_slots", "modalities"],
+    },
+    "/v1/usage": {"$ref": "#/components/schemas/CallerUsage"},
+    "/admin/usage": {"$ref": "#/components/schemas/Usage"},
+    "/health": {"type": "object", "properties": {"status": {"const": "ok"}}},
+    "/ready": {"type": "object", "properties": {"status": {"const": "ready"}}},
+    "/admin/status": {"$ref": "#/components/schemas/Status"},
+    "/admin/nodes": {
+        "type": "object",
+        "properties": {"nodes": {"type": "array", "items": {"$ref": "#/components/schemas/Node"}}},
+        "required": ["nodes"],
+    },
+    "/admin/nodes/{name}": {"$ref": "#/components/schemas/Node"},
+    "/admin/nodes/{name}/drain": {"$ref": "#/components/schemas/Node"},
+    "/admin/nodes/{name}/resume": {"$ref": "#/components/schemas/Node"},
+    "/admin/nodes/{name}/probe": {"$ref": "#/components/schemas/Node"},
+    "/admin/requests": {
+        "type": "object",
+        "properties": {
+            "requests": {"type": "array", "items": {"$ref": "#/components/schemas/Request"}}
+        },
+        "required": ["requests"],
+    },
+    "/admin/keys/{name}": {"$ref": "#/components/schemas/ApiKey"},
+    "/admin/keys/{name}/rotate": {"$ref": "#/components/schemas/ApiKey"},
+    "/admin/config": {"$ref": "#/components/schemas/Settings"},
+    "/admin/audit": {
+        "type": "object",
+        "properties": {
+            "entries": {"type": "array", "items": {"$ref": "#/components/schemas/AuditEntry"}},
+            "next": {"type": ["integer", "null"]},
+        },
+        "required": ["entries", "next"],
+    },
+}
+"""Schemas of responses that the gateway makes itself, by path; others are objects."""
+
+QUERY: dict[str, dict[str, tuple[JsonSchema, str]]] = {
+    "/props": {"model": ({"type": "string"}, "The model; unset: `default_model`, else all.")},
+    "/v1/usage": {
+        "user": ({"type": "string"}, "One of the end users of a key with `trust_user_headers`.")
+    },
+    "/admin/usage": {
+        "by": (
+            {"type": "string"},
+            "`key`, `group`, `user`, `model`, `class`, `day` or `tier`; two of them with a comma.",
+        ),
+        "since": (
+            {"type": "string"},
+            "A date, a time of RFC 3339, or how long ago; `30d` by default.",
+        ),
+        "until": ({"type": "string"}, "Likewise; a date includes its day."),
+        "limit": ({"type": "integer", "minimum": 1, "maximum": 10000}, "Most rows."),
+        "format": ({"type": "string", "enum": ["json", "csv"]}, "`json` (default) or `csv`."),
+    },
+    "/admin/keys": {
+        "revoked": ({"type": "string", "enum": ["0", "1"]}, "`1`: revoked keys as well."),
+        "name": ({"type": "string"}, "Only keys of this name or id."),
+    },
+    "/admin/nodes/{name}/drain": {
+        "deadline": (
+            {"type": "number", "minimum": 0, "maximum": 604800},
+            "Seconds after which running requests move to other nodes, or end.",
+        )
+    },
+    "/admin/audit": {
+        "since": ({"type": "number"}, "Only changes from then on, in seconds since 1970."),
+        "until": ({"type": "number"}, "Only changes before then, in seconds since 1970."),
+        "before": ({"type": "integer", "minimum": 1}, "The `next` of the page before."),
+        "limit": ({"type": "integer", "minimum": 1, "maximum": 1000}, "Entries of a page."),
+    },
+    "/openapi.json": {
+        "listener": (
+            {"type": "string", "enum": ["public", "admin"]},
+            "The document of this listener alone.",
+        )
+    },
+}
+
+_KEY_RIGHTS = (
+    "`name`, `class`, `max_class`, `models`, `group`, `limits`, `user_limits`, `expires`, "
+    "`trust_user_headers`: as in an entry of the settings' `keys`"
+)
+
+BODIES: dict[tuple[str, str], JsonSchema] = {
+    ("POST", "/admin/keys"): {
+        "type": "object",
+        "description": (
+            f"{_KEY_RIGHTS}; with `id` and `sha256` a key that exists, else a new one is made."
+        ),
+        "examples": [{"name": "alice", "class": "premium", "limits": {"rpm": 60}}],
+    },
+    ("POST", "/admin/keys/import"): {
+        "type": "object",
+        "properties": {
+            "keys": {
+                "type": "array",
+                "items": {"type": "object"},
+                "minItems": 1,
+                "maxItems": 10_000,
+                "description": f"{_KEY_RIGHTS}; each with `id` and `sha256`.",
+            }
+        },
+        "required": ["keys"],
+    },
+    ("PATCH", "/admin/keys/{name}"): {
+        "type": "object",
+        "description": f"A JSON merge patch (RFC 7396): {_KEY_RIGHTS}; null takes one away.",
+        "examples": [{"max_class": "premium", "expires": None}],
+    },
+    ("POST", "/admin/keys/{name}/rotate"): {
+        "type": "object",
+        "properties": {
+            "grace": {
+                "description": "How long the old secret works, such as `24h`; 24 hours if unset."
+            },
+            "sha256": {"description": "Of the new secret; unset: one is made."},
+        },
+        "examples": [{"grace": "1h"}],
+    },
+}
+"""Bodies of the admin API, by method and path."""
+
+_KEY_STATUSES = frozenset({404, 409, 501, 503})
+
+STATUSES: dict[str, frozenset[int]] = {
+    "/ready": frozenset({503}),
+    "/admin/nodes/{name}": frozenset({404}),
+    "/admin/nodes/{name}/drain": frozenset({404}),
+    "/admin/nodes/{name}/resume": frozenset({404}),
+    "/admin/nodes/{name}/probe": frozenset({404}),
+    "/admin/requests/{id}": frozenset({404}),
+    "/admin/reload": frozenset({422}),
+    "/admin/audit": frozenset({503}),
+    "/admin/usage": frozenset({503}),
+    "/admin/keys": _KEY_STATUSES - {404},
+    "/admin/keys/import": _KEY_STATUSES - {404},
+    "/admin/keys/{name}": _KEY_STATUSES,
+    "/admin/keys/{name}/rotate": _KEY_STATUSES,
+}
+"""Errors of a path besides those of every path."""
