@@ -53,8 +53,9 @@ def admin_listener_problem(host: str, *, has_key: bool) -> str | None:
     if has_key or is_loopback(host):
         return None
     return (
-        f"the admin listener would listen on {host} without a key: name a file that holds one with "
-        "--admin-key-file (admin.key_file), or let it listen on 127.0.0.1"
+        f"the admin listener would listen on {host} without a key: add one to admin.keys "
+        "('llama-gateway keys hash' makes it), name a file that holds one with --admin-key-file "
+        "(admin.key_file), or let it listen on 127.0.0.1"
     )
 
 
