@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.access.keys import new_key
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.postgres import needs_postgres, running_postgres
@@ -20,6 +21,7 @@ from tests.web.bare_gateway import CHAT
 HELLO = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
 LIMIT = 90.0  # what systemd's unit gives a gateway to start and to end
 AWAY = 4.0
+KEY = new_key("known")
 
 
 async def admin(running: Running, path: str) -> httpx.Response:
@@ -32,8 +34,14 @@ async def store_status(running: Running) -> dict[str, Any]:
     return found
 
 
-async def asked(running: Running) -> int:
-    return (await running.client.post(CHAT, json=HELLO)).status_code
+async def asked(running: Running, key: str = "") -> int:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return (await running.client.post(CHAT, json=HELLO, headers=headers)).status_code
+
+
+def keyed(url: str) -> dict[str, Any]:
+    """Settings with a key of their own: while a store is unknown, strangers may not come in."""
+    return {"store": {"url": url}, "keys": [{"id": KEY.id, "sha256": KEY.sha256}]}
 
 
 def assert_nothing_was_lost(found: Outcome, *states: str) -> None:
@@ -81,10 +89,10 @@ async def test_a_gateway_starts_and_ends_though_its_store_is_halted(tmp_path: Pa
             began = time.monotonic()
             async with (
                 EmulatedNode() as node,
-                running_gateway(tmp_path, [node.url], {"store": {"url": url}}) as running,
+                running_gateway(tmp_path, [node.url], keyed(url)) as running,
             ):
                 assert time.monotonic() - began < LIMIT
-                assert await asked(running) == 200
+                assert await asked(running, KEY.text) == 200
                 assert not running.gateway.store.status().up  # type: ignore[union-attr]
                 began = time.monotonic()
             assert time.monotonic() - began < LIMIT
@@ -102,9 +110,9 @@ async def test_a_store_that_is_not_there_at_the_start_is_used_when_it_comes(
         server.stop()
         async with (
             EmulatedNode() as node,
-            running_gateway(tmp_path, [node.url], {"store": {"url": url}}) as running,
+            running_gateway(tmp_path, [node.url], keyed(url)) as running,
         ):
-            assert await asked(running) == 200
+            assert await asked(running, KEY.text) == 200
             status = await store_status(running)
             assert status["state"] == "unavailable"
             assert "secret-of-tests" not in str(status)

@@ -148,9 +148,10 @@ def _sqlite_engine(location: StoreLocation) -> Engine:
 
 def _set_up_sqlite(connection: Connection) -> None:
     execute = connection.connection.cursor().execute
-    if execute("PRAGMA page_count").fetchone()[0] == 0:
-        # In a new file alone: later only a rewrite of the file changes it. Then retention can give
-        # freed pages back to the file system a few at a time.
+    # Before anything is written into a new file: later only a rewrite of the file changes it. Then
+    # retention can give freed pages back to the file system a few at a time. In a file that has
+    # pages it would wait for the lock of another process, and change nothing.
+    if execute("PRAGMA page_count").fetchone() == (0,):
         execute("PRAGMA auto_vacuum = INCREMENTAL")
     mode = execute("PRAGMA journal_mode = WAL").fetchone()
     # In WAL mode NORMAL loses at most the last commits, and only when the machine loses its power:

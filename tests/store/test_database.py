@@ -52,13 +52,20 @@ def test_sqlite_is_set_up_for_several_processes(tmp_path: Path) -> None:
     with opened(f"sqlite:///{tmp_path}/gateway.db") as store:
         pragmas = {
             name: store.run_now(lambda c, name=name: c.execute(text(f"PRAGMA {name}")).scalar())  # type: ignore[misc]
-            for name in ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
+            for name in (
+                "journal_mode",
+                "synchronous",
+                "foreign_keys",
+                "busy_timeout",
+                "auto_vacuum",
+            )
         }
     assert pragmas == {
         "journal_mode": "wal",
         "synchronous": 1,  # NORMAL
         "foreign_keys": 1,
         "busy_timeout": 2000,
+        "auto_vacuum": 2,  # INCREMENTAL
     }
 
 
