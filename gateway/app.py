@@ -16,15 +16,16 @@ import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import __version__, errors
+from gateway.access.admin_keys import AdminKeys
 from gateway.access.exposure import is_loopback
+from gateway.access.key_sync import KeySync
 from gateway.access.keys import KeyRing
-from gateway.config.errors import ConfigError, Problem
-from gateway.config.inventory import Inventory, load_inventory
+from gateway.config.inventory import Inventory
 from gateway.config.listeners import LimitSettings
-from gateway.config.settings import RejectedFiles, Settings, changed_restart_keys, load_settings
-from gateway.config.watch import watch_files
-from gateway.events import EventBus, InventoryChanged, SettingsChanged
+from gateway.config.settings import Settings, changed_restart_keys
+from gateway.events import EventBus, SettingsChanged
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.node_prices import GpuCosts, alive_nodes
 from gateway.fleet.state_files import DrainedNodes, PropertiesStore
 from gateway.handover import (
     READY_TIMEOUT,
@@ -36,6 +37,7 @@ from gateway.handover import (
     successor_environment,
 )
 from gateway.lease import KeyedHash
+from gateway.observe.audit import AuditTrail
 from gateway.observe.event_log import log_events
 from gateway.observe.logs import Logs
 from gateway.observe.metrics import Metrics
@@ -44,31 +46,42 @@ from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.proxy.inbound.routes import Route, routes_of
 from gateway.proxy.timeouts import TimeoutMonitor
+from gateway.reload import FileReloader
 from gateway.scheduling.autoscaler import Autoscaler
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
 from gateway.startup import (
     Options,
+    StartError,
     drains_file,
+    keys_file,
     properties_file,
     read_admin_key,
     store_location,
 )
+from gateway.store.failures import StoreError
 from gateway.store.store import Store, log_store_change
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
+from gateway.transport.certificates import CertificateError
 from gateway.transport.node_client import open_node_client
 from gateway.transport.resolver import Resolver
+from gateway.usage.caller_usage import CallerUsage
 from gateway.usage.ledger import Ledger
 from gateway.usage.limit_sync import LimitSync
 from gateway.usage.limits import LimitBook
 from gateway.usage.meter import Meter
+from gateway.usage.node_hours import NodeHoursRecorder
 from gateway.usage.processes import ProcessIdentity
+from gateway.usage.reports import Reporter
+from gateway.usage.retention import Retention
 from gateway.web.admin.app import admin_app
+from gateway.web.admin.certificates import CertificateRenewal
 from gateway.web.admin.configuration import ReloadResult
 from gateway.web.admin.nodes import DrainDeadlines
 from gateway.web.admin.status import MetricsSource
 from gateway.web.handler import PROGRESS_SECONDS, ProxyHandler
 from gateway.web.listener import Listener
+from gateway.web.openapi import openapi_json
 from gateway.web.protocol import LINGER_SECONDS, protocol_class
 from gateway.web.request_context import HandlerConfig
 from gateway.web.site import public_app, with_cors
@@ -82,9 +95,9 @@ STORE_SECONDS = 5.0
 FINAL_RESPONSE_SECONDS = 5.0
 """Seconds for clients to read the error of their request, once the grace is over."""
 
-KEYS_LOST = (
-    "the settings have lost their last API key: every request is answered with 401; add a key, or "
-    "restart to serve without any"
+ADMIN_KEYS_LOST = (
+    "the settings have lost their last admin key: the admin listener answers every request with "
+    "401; add a key to admin.keys, or restart to serve it without any"
 )
 
 log = structlog.get_logger()
@@ -127,15 +140,12 @@ class Gateway:
         self.settings = settings
         self.clock = clock
         self.started_at = self.clock()
-        self.inventory_error: str | None = None
-        self.settings_error: str | None = None
         self.stopping = asyncio.Event()
         self._stop_requested = asyncio.Event()
         self._stop_at_once = asyncio.Event()
         self._successor: subprocess.Popen[bytes] | None = None
         """The process that has taken over the sockets."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._reloading = asyncio.Lock()
         self._handing_over = asyncio.Lock()
         self._notifier = SystemdNotifier()
         rng = rng or random.Random()
@@ -172,8 +182,11 @@ class Gateway:
         self.forwarder = Forwarder(self.proxy_context)
         self.registry = InFlightRegistry()
         self._loopback = is_loopback(settings.listen.host)
-        self.key_ring = KeyRing(access=self._inherited.anonymous_access)
-        self.key_ring.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
+        self.key_ring = KeyRing(
+            access=self._inherited.anonymous_access, is_complete=self.store is None
+        )
+        self.key_sync = KeySync(self.store, self.key_ring, keys_file(options))
+        self.key_sync.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
         self.limit_book = LimitBook(settings, clock=self.clock, learn_pending=self.bus.flush)
         self.ledger = self._make_ledger()
         self.meter = self._make_meter()
@@ -198,11 +211,24 @@ class Gateway:
                 self.registry,
                 lambda: self.inventory_error,
                 self.proxy_context.retries_left,
+                lambda: self.certificates.expiry,
                 self.store,
                 self.ledger,
             ),
         )
         self.drain_deadlines = DrainDeadlines(self.registry)
+        self.audit = AuditTrail(time.time, self.store)
+        self.admin_keys = AdminKeys(had_keys=self._inherited.had_admin_keys)
+        self.certificates = _load_certificates(settings, self.fleet, self.audit)
+        self._files = FileReloader(
+            options,
+            settings=lambda: self.settings,
+            apply_settings=self._apply_settings,
+            fleet=self.fleet,
+            bus=self.bus,
+            audit=self.audit,
+            certificates=self.certificates,
+        )
         self.event_log = log_events(self.bus, logs, access_log=settings.logging.access)
         self._logs = logs
         self._routes: dict[bytes, Route] = {}
@@ -218,14 +244,25 @@ class Gateway:
         """Whether the gateway is shutting down."""
         return self.handler.closing
 
+    @functools.cached_property
+    def reporter(self) -> Reporter | None:
+        """Reads reports from the ledger; None: there is no store."""
+        return None if self.store is None else Reporter(self.store)
+
     @property
     def keys_lost(self) -> str | None:
         """Why every request is refused, with the remedy; None: they are not."""
-        return KEYS_LOST if self.key_ring.access.locked and self.key_ring.is_complete else None
+        return self.key_ring.lost
 
     @property
-    def _has_defaults(self) -> bool:
-        return self.settings == self.options.apply_to(Settings())
+    def inventory_error(self) -> str | None:
+        """The problems of the inventory on disk, while an older one is in force."""
+        return self._files.inventory_error
+
+    @property
+    def settings_error(self) -> str | None:
+        """The problems of the settings on disk, while older ones are in force."""
+        return self._files.settings_error
 
     def _make_ledger(self) -> Ledger | None:
         if self.store is None:
@@ -249,6 +286,7 @@ class Gateway:
             process=ledger.own.id,
             add_row=ledger.add,
             tokens_so_far=self.registry.tokens_so_far,
+            gpu_cost=GpuCosts(self.fleet, self.clock).of,
         )
 
     def _make_limit_sync(self) -> LimitSync | None:
@@ -268,7 +306,9 @@ class Gateway:
             self.public_listener, self.admin_listener = self._make_listeners(open_files)
             await self.fleet.start(inventory)
             self._start_task(self.autoscaler.run(), "start and stop standby nodes")
-            self._start_task(self._watch_files(inventory), "watch the files")
+            self._start_task(self._files.watch(inventory), "watch the files")
+            self._start_task(self.certificates.watch(), "watch the certificates")
+            self._start_task(self.audit.run(), "write the audit log")
             self._start_task(self._notifier.feed_watchdog(), "feed the watchdog")
             if self._inherited.ready_fd is not None:
                 # The predecessor serves until this process knows its nodes.
@@ -276,8 +316,8 @@ class Gateway:
                     await asyncio.wait_for(
                         self.fleet.first_probes_done.wait(), self.timings.first_probes
                     )
-            if self.store is not None:
-                await self.store.wait_opened(self.timings.store)
+            await self.key_sync.start(self.timings.store)
+            self._start_task(self.key_sync.run(), "follow the API keys")
             if self.ledger is not None:
                 await self.ledger.start(self.timings.store)
                 self._start_task(self.ledger.run(), "write the ledger")
@@ -286,6 +326,11 @@ class Gateway:
                 self.limit_book.prepare(self.key_ring.callers())
                 await self.limit_sync.start(self.timings.store)
                 self._start_task(self.limit_sync.run(), "follow the use of other processes")
+            if self.store is not None and self.reporter is not None:
+                hours = NodeHoursRecorder(self.store, lambda: alive_nodes(self.fleet), time.time)
+                self._start_task(hours.run(), "record the hours of nodes")
+                kept = Retention(self.reporter, lambda: self.settings.store.retention, time.time)
+                self._start_task(kept.run(), "sum up old usage")
             open_listeners(self.public_listener, self.admin_listener)
             log.info(
                 "listening",
@@ -295,10 +340,9 @@ class Gateway:
                 nodes=len(self.fleet.nodes),
                 open_files=open_files,
             )
-            if self.keys_lost is not None:
-                log.warning("locked", why=self.keys_lost)
             self._notifier.notify("READY=1", f"STATUS=serving on {self.public_listener.url}")
             self._inherited.notify_ready()
+            self.audit.record("gateway", None, "start", __version__)
             # Not earlier: the predecessor writes the file until now.
             self._start_task(self.fleet.properties_store.save_loop(), "save what nodes said")
             yield
@@ -335,16 +379,19 @@ class Gateway:
                     extra_environment=successor_environment(
                         self.key_ring.access,
                         self.options.settings_file,
-                        customised=not self._has_defaults,
+                        customised=not self._files.has_defaults,
+                        had_admin_keys=self.admin_keys.needed,
                     ),
                     timeout=self.timings.successor_ready,
                 )
             except HandoverFailed as error:
                 log.error("no successor", why=str(error))  # noqa: TRY400 - no traceback needed
+                self.audit.record("signal", None, "handover", "", "failed")
                 return
             self.autoscaler.hand_over()
             self.fleet.properties_store.stop_saving()
             self._notifier.notify(f"MAINPID={self._successor.pid}")
+            self.audit.record("signal", None, "handover", f"pid {self._successor.pid}")
             self.stopping.set()
 
     async def shut_down(self) -> int:
@@ -364,6 +411,7 @@ class Gateway:
             stopped.cancel()
         else:
             self._notifier.notify("STOPPING=1")
+            self.audit.record("signal", None, "stop")
             log.info("shutting down", in_flight=len(self.registry), grace=shutdown.grace)
             self.handler.begin_shutdown()
             await self._unless_stopped(asyncio.sleep(shutdown.delay))
@@ -411,6 +459,8 @@ class Gateway:
         self.bus.flush()
         if self.ledger is not None:
             await self.ledger.close(self.timings.store)
+        with contextlib.suppress(StoreError, TimeoutError):
+            await asyncio.wait_for(self.audit.flush(), self.timings.store)
         if self.store is not None and not await self.store.aclose(self.timings.store):
             log.warning("the store does not answer and was left as it is")
         log.info("ended")
@@ -437,9 +487,8 @@ class Gateway:
             log.warning(
                 "fewer connections than the settings say", most=most_public, open_files=open_files
             )
-        key = None
-        if admin.key_file is not None:
-            key = read_admin_key(admin.key_file)
+        file_key = None if admin.key_file is None else read_admin_key(admin.key_file)
+        self.admin_keys.configure(admin.keys, file_key)
         public_sock, admin_sock = bind_listeners(self.settings, self._inherited)
         public = Listener(
             self._serve_public,
@@ -452,8 +501,7 @@ class Gateway:
                 linger_seconds=self.timings.linger,
             ),
             keep_alive=listen.keep_alive,
-            certificate=listen.tls.cert if listen.tls else None,
-            key=listen.tls.key if listen.tls else None,
+            tls=self.certificates.listeners.context_of("listen.tls"),
         )
         app = admin_app(
             fleet=self.fleet,
@@ -462,14 +510,32 @@ class Gateway:
             metrics=self.metrics,
             drain_deadlines=self.drain_deadlines,
             gateway=self,
+            audit=self.audit,
+            reporter=self.reporter,
+            document=self._openapi_document,
             host=admin.host,
-            key=key,
+            keys=self.admin_keys,
             extra_hosts=admin.hosts,
         )
         protocol = protocol_class(
             _with_connections(limits, most_admin), linger_seconds=self.timings.linger
         )
-        return public, Listener(app, admin_sock, protocol=protocol, keep_alive=listen.keep_alive)
+        return public, Listener(
+            app,
+            admin_sock,
+            protocol=protocol,
+            keep_alive=listen.keep_alive,
+            tls=self.certificates.listeners.context_of("admin.tls"),
+        )
+
+    def _openapi_document(self, listener: str | None) -> bytes:
+        ring, anonymous = self.handler.config.key_ring, self.settings.allow_anonymous
+        return openapi_json(
+            self.settings,
+            listener,
+            needs_key=len(ring) > 0 and not anonymous,
+            needs_admin_key=self.admin_keys.needed,
+        )
 
     async def _serve_public(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._public_app(scope, receive, send)
@@ -479,7 +545,8 @@ class Gateway:
         routes = routes_of(self.settings)
         self._routes.clear()
         self._routes.update((path.encode(), route) for path, route in routes.items())
-        site = public_app(self.handler, self.fleet, created=self._created)
+        usage = CallerUsage(self.limit_book, self.reporter, time.time, self.clock)
+        site = public_app(self.handler, self.fleet, usage, created=self._created)
         return site if self.settings.cors is None else with_cors(site, self.settings.cors)
 
     def _handler_config(self, settings: Settings) -> HandlerConfig:
@@ -493,81 +560,18 @@ class Gateway:
     # Reload.
 
     def schedule_reload(self) -> None:
-        """Reload both files (SIGHUP)."""
-        self._start_task(self._reload_quietly(inventory=True, settings=True), "reload")
+        """Reload both files, and read the certificates again (SIGHUP)."""
+        self._start_task(self._files.reload_on_signal(), "reload")
 
     async def reload(self) -> ReloadResult:
-        """Reload both files. Raises: ConfigError; then an invalid file has changed nothing."""
-        async with self._reloading:
-            problems: list[Problem] = []
-            inventory_change = settings_change = None
-            try:
-                settings_change = await self._reload_settings()
-            except ConfigError as error:
-                problems += error.problems
-            try:
-                inventory_change = await self._reload_inventory()
-            except ConfigError as error:
-                problems += error.problems
-            if inventory_change is None or settings_change is None:
-                raise ConfigError(problems)
-            return ReloadResult(inventory_change, settings_change)
+        """Reload both files, and read the certificates again. Raises: ConfigError."""
+        return await self._files.reload()
 
-    async def _watch_files(self, inventory: Inventory) -> None:
-        paths = [
-            path
-            for path in (self.options.inventory_file, self.options.settings_file)
-            if path is not None
-        ]
-        edits = watch_files(paths)
-        # They may have been edited since the start, which may have taken minutes.
-        await self._reload_quietly(inventory=await self._differs_from(inventory), settings=True)
-        async for changed in edits:
-            await self._reload_quietly(
-                inventory=self.options.inventory_file in changed,
-                settings=self.options.settings_file in changed,
-            )
-
-    async def _differs_from(self, inventory: Inventory) -> bool:
-        try:
-            return await asyncio.to_thread(load_inventory, self.options.inventory_file) != inventory
-        except (ConfigError, OSError):
-            return True
-
-    async def _reload_quietly(self, *, inventory: bool, settings: bool) -> None:
-        async with self._reloading:
-            # Each file on its own: an invalid one must not keep the other from being read.
-            with contextlib.suppress(ConfigError, OSError):
-                if settings:
-                    await self._reload_settings()
-            with contextlib.suppress(ConfigError, OSError):
-                if inventory:
-                    await self._reload_inventory()
-
-    async def _reload_inventory(self) -> InventoryChanged:
-        try:
-            inventory = await asyncio.to_thread(load_inventory, self.options.inventory_file)
-            change = self.fleet.apply(inventory)
-        except (ConfigError, OSError) as error:
-            self.inventory_error = str(error)
-            self.bus.publish(InventoryChanged(error=self.inventory_error))
-            raise
-        self.inventory_error = None
-        self.bus.publish(change)
-        return change
-
-    async def _reload_settings(self) -> SettingsChanged:
-        try:
-            # An empty file changes nothing: it may come of an unfinished edit or a full disk.
-            rejected: RejectedFiles = "nothing" if self._has_defaults else "empty"
-            path = self.options.settings_file
-            loaded = await asyncio.to_thread(load_settings, path, rejected=rejected)
-        except (ConfigError, OSError) as error:
-            self.settings_error = str(error)
-            self.bus.publish(SettingsChanged(error=self.settings_error))
-            raise
-        self.settings_error = None
-        settings = self.options.apply_to(loaded)
+    def _apply_settings(self, settings: Settings, admin_key: str | None) -> SettingsChanged:
+        """Put these settings in force, and the key of `admin.key_file`."""
+        self.admin_keys.configure(settings.admin.keys, admin_key)
+        if self.admin_keys.lost:
+            log.warning("locked", why=ADMIN_KEYS_LOST)
         old, self.settings = self.settings, settings
         change = SettingsChanged(needs_restart=changed_restart_keys(old, settings))
         if settings == old:
@@ -576,17 +580,21 @@ class Gateway:
         self.scheduler.configure(settings)
         self.autoscaler.configure(settings)
         self.fleet.configure(settings.health, settings.timeouts)
-        was_locked = self.keys_lost is not None
-        self.key_ring.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
+        self.key_sync.configure(settings.keys, allow_anonymous=settings.allow_anonymous)
         self.limit_book.configure(settings)
         self.handler.configure(self._handler_config(settings))
-        if self.keys_lost is not None and not was_locked:
-            log.warning("locked", why=self.keys_lost)
         self.event_log.configure(access_log=settings.logging.access)
         self._logs.configure(settings.logging.level)
         self._public_app = self._make_public_app()
         self.bus.publish(change)
         return change
+
+
+def _load_certificates(settings: Settings, fleet: Fleet, audit: AuditTrail) -> CertificateRenewal:
+    try:
+        return CertificateRenewal(settings, fleet, audit)
+    except CertificateError as error:
+        raise StartError(str(error), 2) from None
 
 
 def _with_connections(limits: LimitSettings, connections: int) -> LimitSettings:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from gateway.config.cache_privacy import NodeLabels
 from gateway.errors import GatewayError
 from gateway.lease import QueuePosition
 
@@ -39,21 +40,24 @@ class ServerFigures:
 
 
 class ServedModels(Protocol):
-    """The models that nodes serve, by public name. Asked by each request, so it must be cheap."""
+    """The models that nodes serve, by public name. Asked by each request, so it must be cheap.
 
-    def model_names(self) -> tuple[str, ...]:
+    `labels`: those of the nodes that the caller may use; empty: all nodes.
+    """
+
+    def model_names(self, labels: NodeLabels = ()) -> tuple[str, ...]:
         """The public model names that nodes serve, declared or reported, down or not."""
 
-    def serves(self, model: str) -> bool:
+    def serves(self, model: str, labels: NodeLabels = ()) -> bool:
         """Whether some node serves this public model name, down or not."""
 
     def may_serve(self, model: str) -> bool:
         """Whether some node serves this public model name, or may yet report that it does."""
 
-    def not_found_error(self, model: str | None) -> GatewayError:
+    def not_found_error(self, model: str | None, labels: NodeLabels = ()) -> GatewayError:
         """Why no node can serve this model name; None: the request names no model."""
 
-    def servers_of(self, models: Iterable[str]) -> list[ServerFigures]:
+    def servers_of(self, models: Iterable[str], labels: NodeLabels = ()) -> list[ServerFigures]:
         """The servers of any of these models, down or not, each once."""
 
 

@@ -36,7 +36,7 @@ its own, so that an older version can succeed, too; and by a pipe, which nobody 
 PREDECESSOR_VARIABLE = "LLAMA_GATEWAY_PREDECESSOR"
 """Set for a successor, which must not admit callers that the old process refuses. Words:
 `keyed`: there have been API keys; `anonymous`: callers without one are admitted nevertheless;
-`customised`: the settings are not the defaults."""
+`customised`: the settings are not the defaults; `admin-keyed`: there have been admin keys."""
 
 LISTEN_FDS_START = 3
 """The first descriptor that systemd passes (SD_LISTEN_FDS_START)."""
@@ -67,6 +67,8 @@ class InheritedState:
     """The predecessor's key for digests of prompts; None: it has passed none."""
     customised: bool = False
     """The predecessor's settings were not the defaults, so an empty file must be a mistake."""
+    had_admin_keys: bool = False
+    """The predecessor has had admin keys."""
 
     def apply_to(self, options: Options) -> Options:
         """The options, overridden by the addresses of systemd's sockets."""
@@ -125,6 +127,7 @@ def inherit_from_environment(
             ),
             hash_key=hash_key,
             customised="customised" in words,
+            had_admin_keys="admin-keyed" in words,
         )
     if environment.get("LISTEN_PID") != str(os.getpid()):
         return InheritedState()
@@ -192,7 +195,11 @@ def restart_command() -> tuple[str, ...]:
 
 
 def successor_environment(
-    anonymous_access: AnonymousAccess, settings_file: Path | None, *, customised: bool
+    anonymous_access: AnonymousAccess,
+    settings_file: Path | None,
+    *,
+    customised: bool,
+    had_admin_keys: bool = False,
 ) -> dict[str, str]:
     """Variables that keep a successor from admitting more callers than this process.
 
@@ -203,6 +210,7 @@ def successor_environment(
         "keyed": anonymous_access.had_keys,
         "anonymous": anonymous_access.allowed,
         "customised": customised,
+        "admin-keyed": had_admin_keys,
     }
     variables = {PREDECESSOR_VARIABLE: " ".join(word for word, holds in words.items() if holds)}
     if settings_file is not None:

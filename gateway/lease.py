@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from gateway.config.cache_privacy import NodeLabels
 from gateway.errors import GatewayError
 from gateway.request import Endpoint, Priority
 
@@ -145,6 +146,10 @@ class LeaseRequest(msgspec.Struct, frozen=True, eq=False):
     """The body's field that holds the prompt, for errors."""
     slots_field: str = "n"
     """The body's field that asks for so many slots, for errors."""
+    node_labels: NodeLabels = ()
+    """Labels that its node must have: its pool. Empty: any node."""
+    prompt_cache: bool = True
+    """Whether a node may serve its prompt from its cache."""
     admitted: bool = False
     """Whether it is part of an admitted request, so that a full queue does not refuse it."""
     resume_key: tuple[object, ...] | None = None
@@ -378,8 +383,8 @@ class LeaseService(Protocol):
     def has_larger_context(self, request: LeaseRequest, tried: Tried) -> bool:
         """Whether a node has the context that it is known to need. Raises: GatewayError."""
 
-    def has_cpu_node(self, tried: Tried) -> bool:
-        """Whether a CPU node is alive that has not failed the request."""
+    def has_cpu_node(self, request: LeaseRequest, tried: Tried) -> bool:
+        """Whether a CPU node of its pool is alive that has not failed the request."""
 
     def unsupported_error(self, request: LeaseRequest, tried: Tried) -> GatewayError | None:
         """The error of a request that no node supports (501); None: some node may."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from gateway.config.cache_privacy import CacheSpec
 from gateway.config.usage_limits import LimitSpec
 
 Headers = list[tuple[bytes, bytes]]
@@ -74,6 +75,8 @@ class Caller:
     """Limits of its key, beside those of its group and of all callers."""
     user_limits: LimitSpec | None = None
     """Limits of each end user that it names; None: its group's."""
+    cache: CacheSpec | None = None
+    """What its key says of prompt caches; None: its group and the settings say all."""
 
     def may_use(self, model: str) -> bool:
         """Whether this caller may use the model of this public name."""

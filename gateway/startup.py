@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import os
-import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gateway.access.exposure import (
     admin_listener_problem,
+    is_loopback,
     port_conflict,
     proxied_listener_problem,
     public_listener_problem,
 )
+from gateway.access.key_sync import count_stored_keys
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import is_host
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.settings import RejectedFiles, Settings, load_settings
 from gateway.config.store import STORE_OFF
-from gateway.store.database import StoreLocation, locate_store
+from gateway.transport.certificates import CertificateError, load_certificate
 from gateway.transport.node_client import node_address
+
+if TYPE_CHECKING:
+    from gateway.store.database import StoreLocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,7 @@ def check_startup(options: Options, *, allow_empty: bool = True) -> StartupCheck
     try:
         rejected: RejectedFiles = "blank" if allow_empty else "empty"
         settings = options.apply_to(load_settings(options.settings_file, rejected=rejected))
-        start_problems += _listener_problems(settings)
+        start_problems += _listener_problems(settings, _count_keys(options, settings))
     except ConfigError as error:
         problems += error.problems
     try:
@@ -118,8 +122,25 @@ def load_checked(options: Options, *, allow_empty: bool = True) -> tuple[Setting
     return check.settings, check.inventory
 
 
-def _listener_problems(settings: Settings) -> Iterator[StartProblem]:
-    """What keeps the listeners from starting with these settings."""
+def _count_keys(options: Options, settings: Settings) -> int:
+    """The API keys of settings and store, as far as it matters: 0 only where there surely are none.
+
+    The store is asked only if the start depends on it. If it can't be read, there may be keys: the
+    gateway starts, and refuses everybody until it knows.
+    """
+    listen = settings.listen
+    is_open = not is_loopback(listen.host) or bool(listen.trusted_proxies)
+    if settings.keys or settings.allow_anonymous or not is_open:
+        return len(settings.keys)
+    location = store_location(options, settings)
+    if location is None:
+        return 0
+    stored = count_stored_keys(location, keys_file(options))
+    return 1 if stored is None else stored
+
+
+def _listener_problems(settings: Settings, keys: int) -> Iterator[StartProblem]:
+    """What keeps the listeners from starting with these settings, and so many API keys."""
     listen, admin = settings.listen, settings.admin
     for key, host in (("listen.host", listen.host), ("admin.host", admin.host)):
         if not is_host(host.strip("[]")):
@@ -128,18 +149,23 @@ def _listener_problems(settings: Settings) -> Iterator[StartProblem]:
         (
             "listen.host",
             public_listener_problem(
-                listen.host, keys=len(settings.keys), allow_anonymous=settings.allow_anonymous
+                listen.host, keys=keys, allow_anonymous=settings.allow_anonymous
             ),
         ),
         (
             "listen.trusted_proxies",
             proxied_listener_problem(
                 proxies=len(listen.trusted_proxies),
-                keys=len(settings.keys),
+                keys=keys,
                 allow_anonymous=settings.allow_anonymous,
             ),
         ),
-        ("admin.host", admin_listener_problem(admin.host, has_key=admin.key_file is not None)),
+        (
+            "admin.host",
+            admin_listener_problem(
+                admin.host, has_key=admin.key_file is not None or bool(admin.keys)
+            ),
+        ),
         ("listen.port", port_conflict(listen.host, admin.host, listen.port, admin.port)),
     ):
         if problem is not None:
@@ -149,16 +175,12 @@ def _listener_problems(settings: Settings) -> Iterator[StartProblem]:
             read_admin_key(admin.key_file)
         except StartError as error:
             yield StartProblem("admin.key_file", str(error))
-    if listen.tls is not None:
-        try:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(listen.tls.cert, listen.tls.key)
-        except OSError as error:
-            yield StartProblem(
-                "listen.tls",
-                f"listen.tls: {listen.tls.cert} and {listen.tls.key} can't be used ({error}): name "
-                "PEM files of a certificate chain and of the key that belongs to it",
-            )
+    for key, files in (("listen.tls", listen.tls), ("admin.tls", admin.tls)):
+        if files is not None:
+            try:
+                load_certificate(files)
+            except CertificateError as error:
+                yield StartProblem(key, f"{key}: {error}")
 
 
 def _node_tls_problems(inventory: Inventory) -> Iterator[StartProblem]:
@@ -189,6 +211,14 @@ def read_admin_key(path: Path) -> str:
     return key
 
 
+def reread_admin_key(path: Path | None) -> str | None:
+    """The key of `admin.key_file`, if it is set, at a reload. Raises: ConfigError."""
+    try:
+        return None if path is None else read_admin_key(path)
+    except StartError as error:
+        raise ConfigError([Problem(path or Path(), 0, "admin.key_file", str(error))]) from None
+
+
 def drains_file(options: Options) -> Path:
     """The file that keeps the drained nodes of this inventory over a restart."""
     return _state_file(options, "drains")
@@ -199,8 +229,16 @@ def properties_file(options: Options) -> Path:
     return _state_file(options, "seen")
 
 
+def keys_file(options: Options) -> Path:
+    """The file that keeps the hashes of the store's keys for a start without the store."""
+    return _state_file(options, "keys")
+
+
 def store_location(options: Options, settings: Settings) -> StoreLocation | None:
     """Where the store is; None: the settings have switched it off."""
+    # Late: SQLAlchemy would slow the commands that need no store, such as `check`.
+    from gateway.store.database import locate_store
+
     url = settings.store.url
     if url == STORE_OFF:
         return None

@@ -1,13 +1,22 @@
-"""What the operating system gives the process: open files, and systemd's notification socket."""
+"""What the operating system gives the process: open files, state files, systemd's socket."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import resource
 import socket
 from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def raise_open_file_limit() -> int:
@@ -60,3 +69,54 @@ class SystemdNotifier:
         while True:
             self.notify("WATCHDOG=1")
             await asyncio.sleep(self.watchdog_seconds / 2)
+
+
+def read_state(path: Path, kind: type[T], most_bytes: int, consequence: str) -> T | None:
+    """The file's value; None if there is no file, or no usable one.
+
+    An unusable file is logged with the `consequence`, and a damaged one is set aside. At most
+    `most_bytes` are read.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(most_bytes + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        log.warning("%s can't be read (%s): %s", path, error.strerror or error, consequence)
+        return None
+    if len(raw) > most_bytes:
+        damage = f"more than {most_bytes} bytes"
+    else:
+        try:
+            return msgspec.json.decode(raw, type=kind)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            damage = str(error)
+    bad = path.with_name(path.name + ".bad")
+    log.warning("%s is damaged (%s): kept as %s, %s", path, damage, bad.name, consequence)
+    try:
+        path.replace(bad)
+    except OSError:
+        log.warning("%s could not be set aside", path)
+    return None
+
+
+def write_state(path: Path, value: object, *, mode: int = 0o666) -> None:
+    """Replace the file; a reader finds the old one or the new one. Raises: OSError.
+
+    `mode`: who may read it, less what the process's umask takes away.
+    """
+    # During a hand-over two processes may write at the same time.
+    fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        fresh.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        with os.fdopen(os.open(fresh, flags, mode), "wb") as file:
+            file.write(msgspec.json.encode(value))
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise

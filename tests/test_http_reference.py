@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from gateway.config.settings import Settings
+from gateway import errors
 from gateway.events import AttemptEnded, EventBus, HookEnded, RequestFinished
 from gateway.observe.metrics import (
     LedgerSample,
@@ -14,8 +14,8 @@ from gateway.observe.metrics import (
     NodeSample,
     StoreSample,
 )
-from gateway.proxy.inbound.routes import pages_of, routes_of
-from gateway.web.admin import app as admin
+from gateway.web.http_reference import renewed, tables
+from gateway.web.openapi_parts import ERROR_HEADERS, ERRORS, REQUEST_HEADERS, RESPONSE_HEADERS
 from tests.fleet.build import a_spec
 from tests.web.bare_gateway import bare_gateway
 
@@ -66,9 +66,13 @@ def metrics_made() -> dict[str, tuple[str, set[str]]]:
     """Each family of a page on which every family has a sample."""
     bus = EventBus()
     node = NodeSample("a", "ready", 2, 1, decode_tps=10.0, prefill_tps=100.0)
-    store = StoreSample(up=True, waiting=0)
-    ledger = LedgerSample(0, 0, 0, 0)
-    snapshot = MetricsSnapshot([node], retry_budget=1.0, store=store, ledger=ledger)
+    snapshot = MetricsSnapshot(
+        [node],
+        retry_budget=1.0,
+        certificate_days_left={"listen.tls": 9.0},
+        store=StoreSample(up=True, waiting=0),
+        ledger=LedgerSample(0, 0, 0, 0),
+    )
     metrics = Metrics(bus, lambda: snapshot)
     bus.publish(RequestFinished("r1", "/v1/completions", tier="cpu"))
     bus.publish(AttemptEnded("r1", "a", "ok", 1.0))
@@ -92,32 +96,21 @@ def test_the_promised_metrics_are_there() -> None:
     assert {name: made.get(name) for name in PROMISED} == PROMISED
 
 
-def paths_told(heading: str) -> set[tuple[str, str]]:
-    """Method and path; a cell that lists several names the method of the first for all."""
-    result = set()
-    for path, *_ in rows(heading):
-        method = ""
-        for word in words(path):
-            *methods, where = word.split(" ")
-            method = methods[0] if methods else method
-            result.add((method, where))
-    return result
+def test_the_tables_on_the_page_are_up_to_date() -> None:
+    assert renewed(PAGE) == PAGE, "python -m gateway.web.http_reference renews them"
+    assert all(f"http_reference: {name} -->" in PAGE for name in tables())
 
 
-def test_every_path_of_the_admin_listener_is_documented() -> None:
-    source = Path(admin.__file__).read_text()
-    served = re.findall(r'\("(GET|POST|DELETE)", "([^"]+)"', source)
-    assert len(served) > 10
-    assert paths_told("Admin listener") == {
-        (method, path.replace(":path}", "}")) for method, path in served
-    }
+def test_every_header_of_the_document_is_on_the_page() -> None:
+    for name in {**REQUEST_HEADERS, **RESPONSE_HEADERS, **ERROR_HEADERS}:
+        assert f"`{name}" in PAGE, name
 
 
-def test_every_routed_path_is_documented() -> None:
-    result = {path for method, path in paths_told("Paths") if method == "POST"}
-    routes = routes_of(Settings(ollama=True))
-    pages = {page.path for page in pages_of(Settings(ollama=True)) if page.method == "POST"}
-    assert result == {path for path in routes if f"/v1{path}" not in routes} | pages
+def test_every_error_that_the_code_names_is_on_the_page() -> None:
+    source = (Path(errors.__file__)).read_text()
+    made = set(re.findall(r"GatewayError\(\s*(\d+),\s*\"(\w+)\"", source))
+    told = {(str(row.status), row.code) for row in ERRORS}
+    assert made - told == set()
 
 
 async def test_every_field_of_the_status_is_documented() -> None:

@@ -145,7 +145,7 @@ async def test_without_the_last_key_nobody_is_admitted_until_there_is_one(
         result = await status(running)
         assert result["settings_error"] is None
         assert "restart" in result["keys_lost"]
-        await logged(tmp_path, "the settings have lost their last API key")
+        await logged(tmp_path, "the last API key is gone")
         assert (await running.client.get("/health")).status_code == 200
 
         running.write_settings({"allow_anonymous": True, "queue": {"max": 7}})

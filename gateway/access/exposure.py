@@ -32,7 +32,7 @@ def public_listener_problem(host: str, *, keys: int, allow_anonymous: bool) -> s
         return None
     return (
         f"the public listener would listen on {host} without any API key, open to everybody who "
-        "can reach it: add a key ('llama-gateway keys hash' makes one), or say that this is "
+        "can reach it: add a key ('llama-gateway keys create' makes one), or say that this is "
         "intended with --allow-anonymous (allow_anonymous: true)"
     )
 
@@ -43,8 +43,8 @@ def proxied_listener_problem(*, proxies: int, keys: int, allow_anonymous: bool) 
         return None
     return (
         "the gateway would serve behind a proxy (listen.trusted_proxies) without any API key, open "
-        "to everybody who can reach that: add a key ('llama-gateway keys hash' makes one), or say "
-        "that this is intended with --allow-anonymous (allow_anonymous: true)"
+        "to everybody who can reach that: add a key ('llama-gateway keys create' makes one), or "
+        "say that this is intended with --allow-anonymous (allow_anonymous: true)"
     )
 
 
@@ -53,8 +53,9 @@ def admin_listener_problem(host: str, *, has_key: bool) -> str | None:
     if has_key or is_loopback(host):
         return None
     return (
-        f"the admin listener would listen on {host} without a key: name a file that holds one with "
-        "--admin-key-file (admin.key_file), or let it listen on 127.0.0.1"
+        f"the admin listener would listen on {host} without a key: add one to admin.keys "
+        "('llama-gateway keys hash' makes it), name a file that holds one with --admin-key-file "
+        "(admin.key_file), or let it listen on 127.0.0.1"
     )
 
 

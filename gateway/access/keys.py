@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 
 from gateway import errors
 from gateway.access.exposure import INITIAL_ACCESS, AnonymousAccess
+from gateway.config.cache_privacy import CacheSpec
 from gateway.config.usage_limits import LimitSpec
 from gateway.request import Caller, Headers, Priority
 
@@ -85,6 +86,10 @@ class KeyDefinition(Protocol):
     def expires(self) -> datetime | None:
         """When it ends; None: never."""
 
+    @property
+    def cache(self) -> CacheSpec | None:
+        """What it says of prompt caches; None: nothing."""
+
 
 class ApiKey(NamedTuple):
     """A new key; `text` is shown once and stored nowhere."""
@@ -93,6 +98,11 @@ class ApiKey(NamedTuple):
     id: str
     sha256: str
 
+
+KEYS_LOST = (
+    "the last API key is gone, from settings and store: every request is answered with 401; add a "
+    "key ('llama-gateway keys create' makes one), or restart to serve without any"
+)
 
 _NO_DIGEST = secrets.token_bytes(32)
 """Compared where there is no digest, so that every comparison takes the same time."""
@@ -175,6 +185,11 @@ class KeyRing:
     def __len__(self) -> int:
         """Keys that are not revoked. Expired ones count: without them nobody is admitted either."""
         return self._count
+
+    @property
+    def lost(self) -> str | None:
+        """Why everybody is refused, with the remedy: the keys are gone; None: they are not."""
+        return KEYS_LOST if self.is_complete and self.access.locked else None
 
     def configure(self, specs: Iterable[KeyDefinition], *, allow_anonymous: bool = False) -> None:
         """Take the keys of these settings in place of those before."""
@@ -350,6 +365,7 @@ def _caller(spec: KeyDefinition) -> Caller:
         group=spec.group,
         limits=spec.limits,
         user_limits=spec.user_limits,
+        cache=spec.cache,
     )
 
 

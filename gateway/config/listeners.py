@@ -1,4 +1,4 @@
-"""Settings of the two listeners: addresses, API keys, CORS and limits."""
+"""Settings of the public listener: its address, API keys, CORS and limits."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, get_args
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
+from gateway.config.cache_privacy import CacheSpec
 from gateway.config.fields import (
     ByteCount,
     ConfigModel,
@@ -94,48 +95,25 @@ class ListenSettings(ConfigModel):
     ] = 75.0
 
 
-class AdminSettings(ConfigModel):
-    """The admin listener: metrics, nodes, drain, reload. A change needs a restart."""
+KEY_ID = re.compile(r"[A-Za-z0-9.-]{1,64}")
 
-    host: Annotated[
-        Host,
-        Field(description="Address to bind. Any but a loopback address needs `key_file`."),
-    ] = "127.0.0.1"
-    port: Annotated[Port, Field(description="Port to bind; 0 takes a free one.")] = 8001
-    key_file: Annotated[
-        ExistingFile | None,
-        Field(description="File that holds the admin key (`Authorization: Bearer`)."),
-    ] = None
-    hosts: Annotated[
-        tuple[Host, ...],
-        BeforeValidator(as_list),
-        Field(
-            description=(
-                "Further `Host` names that are accepted. Requests with another `Host` are refused, "
-                "so that no web page reaches the listener through a browser."
-            )
-        ),
-        TypeLabel("list of host names"),
-    ] = ()
+SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 
 
-_ID = re.compile(r"[A-Za-z0-9.-]{1,64}")
-
-_SHA256 = re.compile(r"[0-9a-fA-F]{64}")
-
-
-def _key_id(value: object) -> object:
-    if isinstance(value, str) and not _ID.fullmatch(value):
+def check_key_id(value: object) -> object:
+    """The public id of a key. Raises: PydanticCustomError."""
+    if isinstance(value, str) and not KEY_ID.fullmatch(value):
         raise validation_error(
             "must be 1 to 64 letters, digits, '.' or '-'", "the part between lg_ and _ of the key"
         )
     return value
 
 
-def _sha256(value: object) -> object:
+def check_sha256(value: object) -> object:
+    """The SHA-256 of a secret, in lower case. Raises: PydanticCustomError."""
     # Never shown: the key itself may have been pasted here.
     if isinstance(value, str):
-        if not _SHA256.fullmatch(value):
+        if not SHA256.fullmatch(value):
             raise validation_error(
                 "must be 64 hexadecimal digits", "`llama-gateway keys hash` makes them"
             )
@@ -148,19 +126,19 @@ class KeySpec(ConfigModel):
 
     id: Annotated[
         str,
-        BeforeValidator(_key_id),
+        BeforeValidator(check_key_id),
         Field(
             description="Public part of the key `lg_<id>_<secret>`; unique.",
-            json_schema_extra={"pattern": f"^{_ID.pattern}$"},
+            json_schema_extra={"pattern": f"^{KEY_ID.pattern}$"},
         ),
         TypeLabel("text"),
     ]
     sha256: Annotated[
         str,
-        BeforeValidator(_sha256),
+        BeforeValidator(check_sha256),
         Field(
             description="SHA-256 of the secret, as `llama-gateway keys hash` prints it.",
-            json_schema_extra={"pattern": f"^{_SHA256.pattern}$"},
+            json_schema_extra={"pattern": f"^{SHA256.pattern}$"},
             repr=False,
         ),
         TypeLabel("64 hex digits"),
@@ -232,6 +210,11 @@ class KeySpec(ConfigModel):
     expires: Annotated[
         Timestamp | None,
         Field(description="Until when it works. Unset: until it is removed."),
+    ] = None
+
+    cache: Annotated[
+        CacheSpec | None,
+        Field(description="Prompt caches and privacy, where they differ from its group's."),
     ] = None
 
     @field_validator("max_class")

@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
+from gateway.config.admin import AdminSettings
 from gateway.config.autoscaling import ElasticSettings
+from gateway.config.cache_privacy import CacheSpec
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import (
     ConfigModel,
@@ -23,7 +25,6 @@ from gateway.config.fields import (
 )
 from gateway.config.headers import HeaderSettings, IdentitySettings
 from gateway.config.listeners import (
-    AdminSettings,
     CorsSpec,
     KeySpec,
     LimitSettings,
@@ -180,6 +181,14 @@ class Settings(ConfigModel):
     identity: Annotated[
         IdentitySettings, Field(description="Headers that name end users and conversations.")
     ] = IdentitySettings()
+    cache: Annotated[
+        CacheSpec,
+        Field(
+            description=(
+                "Prompt caches and privacy: for all whose key and group don't say otherwise."
+            )
+        ),
+    ] = CacheSpec()
     prompts: Annotated[
         PromptSettings, Field(description="Lines of prompts that change with each request.")
     ] = PromptSettings()
@@ -253,14 +262,18 @@ class Settings(ConfigModel):
 
     @field_validator("keys")
     @classmethod
-    def _ids_are_unique(cls, keys: tuple[KeySpec, ...]) -> tuple[KeySpec, ...]:
-        seen: set[str] = set()
-        for key in keys:
-            if key.id in seen:
-                raise validation_error(
-                    f"two keys have the id {key.id}", "a key's id must be unique"
-                )
-            seen.add(key.id)
+    def _names_are_unique(cls, keys: tuple[KeySpec, ...]) -> tuple[KeySpec, ...]:
+        """Ids, and names, too: limits and the ledger tell callers apart, and people by names."""
+        for attribute in ("id", "name"):
+            seen: set[str] = set()
+            for key in keys:
+                word = getattr(key, attribute)
+                if word and word in seen:
+                    raise validation_error(
+                        f"two keys have the {attribute} {word}",
+                        f"a key's {attribute} must be unique",
+                    )
+                seen.add(word)
         return keys
 
     @field_validator("groups")
@@ -337,23 +350,32 @@ def load_settings(
         remedy = "write keys with values, such as queue: {max: 100}"
         problems.append(Problem(path, root.line, "", "must be a mapping", remedy))
     settings, wrongs = validate(Settings, source, root, env)
-    problems += [*wrongs, *_same_ids(source, root)]
+    problems += [*wrongs, *_same_names(source, root)]
     if problems or settings is None:
         raise ConfigError(first_of_each_place(problems))
     return settings
 
 
-def _same_ids(source: YamlDocument, root: YamlEntry) -> list[Problem]:
-    keys = root.tree.entries.get("keys") if isinstance(root.tree, YamlMapping) else None
-    if keys is None or not isinstance(keys.tree, YamlList):
+def _same_names(source: YamlDocument, root: YamlEntry) -> list[Problem]:
+    if not isinstance(root.tree, YamlMapping):
         return []
-    return find_duplicates(source, keys.tree.entries, "id", "the key")
+    admin = root.tree.entries.get("admin")
+    found = []
+    for entry in (root, admin):
+        tree = None if entry is None else entry.tree
+        keys = tree.entries.get("keys") if isinstance(tree, YamlMapping) else None
+        if keys is not None and isinstance(keys.tree, YamlList):
+            found += find_duplicates(source, keys.tree.entries, "id", "the key")
+    return found
 
 
 # Fixed when a listener opens. A reload changes everything else.
 RESTART_KEYS = (
     "listen",
-    "admin",
+    "admin.host",
+    "admin.port",
+    "admin.tls",
+    "admin.hosts",
     "limits.connections",
     "limits.header_bytes",
     "limits.header_timeout",
@@ -392,7 +414,7 @@ def masked_settings(settings: Settings) -> dict[str, Any]:
     Paths of key files stay: they are no secrets.
     """
     shown = settings.model_dump(mode="json", by_alias=True)
-    for key in shown["keys"]:
+    for key in (*shown["keys"], *shown["admin"]["keys"]):
         key["sha256"] = MASK
     if shown["store"]["url"] is not None:
         shown["store"]["url"] = masked_store_url(shown["store"]["url"])

@@ -8,7 +8,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from pydantic import BeforeValidator, Field, ValidationInfo
 
-from gateway.config.fields import ConfigModel, TypeLabel, validation_error
+from gateway.config.fields import ConfigModel, CountOrZero, TypeLabel, validation_error
 
 STORE_OFF = "off"
 """The value of `store.url` without which there is a store."""
@@ -83,6 +83,25 @@ def masked_store_url(url: str) -> str:
     return parts._replace(netloc=f"{user}:{MASKED_PASSWORD}@{host}").geturl()
 
 
+class RetentionSettings(ConfigModel):
+    """For how long requests are kept one by one; then as sums by day, which reports count alike."""
+
+    days: Annotated[
+        CountOrZero,
+        Field(description="Whole days for which each request has a row; 0: no limit."),
+        TypeLabel("number", "days"),
+    ] = 90
+    rows: Annotated[
+        CountOrZero,
+        Field(
+            description=(
+                "Most rows, some 400 bytes each with their indexes; the oldest go first, but none "
+                "of the last two hours; 0: no limit."
+            )
+        ),
+    ] = 2_000_000
+
+
 class StoreSettings(ConfigModel):
     """The store keeps API keys, usage and the audit log. A change needs a restart."""
 
@@ -100,3 +119,6 @@ class StoreSettings(ConfigModel):
         ),
         TypeLabel("URL, or off"),
     ] = None
+    retention: Annotated[
+        RetentionSettings, Field(description="For how long requests are kept one by one.")
+    ] = RetentionSettings()

@@ -111,7 +111,11 @@ def find_duplicates(
     first: dict[str, YamlEntry] = {}
     for item in items:
         entry = item.tree.entries.get(key) if isinstance(item.tree, YamlMapping) else None
-        if entry is None or not isinstance(entry.tree, YamlScalar) or entry.tree.value is None:
+        if (
+            entry is None
+            or not isinstance(entry.tree, YamlScalar)
+            or entry.tree.value in {None, ""}
+        ):
             continue
         other = first.setdefault(entry.tree.raw_text or str(entry.tree.value), entry)
         if other is not entry:
@@ -152,9 +156,7 @@ def _problem(
     error: ErrorDetails, model: type[ConfigModel], file: Path, entry: YamlEntry
 ) -> Problem:
     loc = error["loc"]
-    context = error.get("ctx", {})
-    kind = error["type"]
-    if blamed := context.get("key"):
+    if blamed := error.get("ctx", {}).get("key"):
         loc = (*loc[:-1], blamed)
     found = _find(entry, loc)
     parent = model_at_path(model, loc[:-1]) or model
@@ -162,6 +164,15 @@ def _problem(
     if found is _find(entry, loc[:-1]) and loc and loc[-1] in keys_of(parent):
         # The file lacks this key: it is required, or its default does not fit the other keys.
         key = f"{key}.{loc[-1]}" if key else str(loc[-1])
+    message, remedy = error_words(error, parent, loc)
+    return Problem(file, found.line, key, message, remedy)
+
+
+def error_words(
+    error: ErrorDetails, parent: type[ConfigModel], loc: Sequence[str | int]
+) -> tuple[str, str]:
+    """What is wrong and the remedy; `parent` is the model that has the last key of `loc`."""
+    context, kind = error.get("ctx", {}), error["type"]
     message, remedy = _MESSAGES.get(kind, ""), ""
     if kind == "config":
         message, remedy = context["message"], context["remedy"]
@@ -182,7 +193,7 @@ def _problem(
         message = message[0].lower() + message[1:]
         if kind in _BOUNDS and isinstance(error["input"], (int, float)):
             remedy = f"it is {error['input']}"
-    return Problem(file, found.line, key, message, remedy)
+    return message, remedy
 
 
 def _add_remedy(key: str, model: type[ConfigModel]) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 
 from gateway.config.inventory import Inventory, NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
@@ -21,7 +22,7 @@ from gateway.fleet.server_properties import server_identity
 from gateway.fleet.speed import SpeedSample, compare_speeds
 from gateway.fleet.state_files import DrainedNodes, PropertiesStore
 from gateway.request import Endpoint
-from gateway.transport.node_client import NodeClient, OpenNodeClient, connection_key
+from gateway.transport.node_client import NodeClient, OpenNodeClient, connection_key, tls_files
 
 log = logging.getLogger(__name__)
 
@@ -154,6 +155,30 @@ class Fleet:
             node.configure(self._settings)
         for monitor in self._monitors.values():
             monitor.reschedule()
+
+    def tls_files(self) -> set[Path]:
+        """The files of certificates and keys with which nodes are reached."""
+        return {path for node in self.nodes.values() for path in tls_files(node.spec)}
+
+    def renew_connections(self, changed: Collection[Path]) -> dict[str, str | None]:
+        """Reach the nodes that have one of these TLS files by new connections.
+
+        Running requests end on the old ones. Returns the names of the nodes, each with the reason
+        why the files can't be used, if so: then it keeps its connections.
+        """
+        results: dict[str, str | None] = {}
+        for name, node in self.nodes.items():
+            if tls_files(node.spec).isdisjoint(changed):
+                continue
+            try:
+                upstream = self._connect(node.spec)
+            except OSError as error:
+                results[name] = str(error)
+                continue
+            self._closing.add_upstream(node, node.replace_upstream(upstream, self._clock()))
+            self._monitors[node].wake()
+            results[name] = None
+        return results
 
     def _plan(self, inventory: Inventory) -> list[tuple[NodeSpec, Node | None, NodeClient | None]]:
         """For each entry: the node if its server is known, and a new client where one is needed."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from gateway import errors
 from gateway.catalog import ServerFigures
+from gateway.config.cache_privacy import NodeLabels, has_labels
 from gateway.fleet.health import ALIVE_STATES
 from gateway.fleet.node import Node, NodeState
 from gateway.request import Endpoint
@@ -50,7 +51,7 @@ class ModelIndex:
         """The keys of `_serving`; as old as it is."""
         self._nameless: tuple[Node, ...] = ()
         """Nodes of which no model is known; as old as `_serving`."""
-        self.cached_lookups: dict[tuple[str, str, bool, bool], CapableNodes] = {}
+        self.cached_lookups: dict[tuple[str, str, bool, bool, NodeLabels], CapableNodes] = {}
         """Results of `capable_nodes` by its arguments."""
 
     def set_nodes(self, nodes: Iterable[Node]) -> None:
@@ -69,20 +70,27 @@ class ModelIndex:
         self.cached_lookups.clear()
 
     def capable_nodes(
-        self, model: str, endpoint: Endpoint, *, vision: bool, native: bool
+        self,
+        model: str,
+        endpoint: Endpoint,
+        *,
+        vision: bool,
+        native: bool,
+        labels: NodeLabels = (),
     ) -> CapableNodes:
         """The nodes, down or not, that serve this public model name and this endpoint.
 
-        `native`: a llama.cpp path of its own, which other servers do not have.
+        `native`: a llama.cpp path of its own, which other servers do not have. `labels`: those of
+        the pool; empty: all nodes. So it is everywhere here.
         """
-        key = (model, endpoint, vision, native)
+        key = (model, endpoint, vision, native, labels)
         found = self.cached_lookups.get(key)
         if found is None:
             found = CapableNodes.of(
                 model,
                 (
                     node
-                    for node in self.nodes_for(model)
+                    for node in self.nodes_for(model, labels)
                     if node.supports(endpoint, vision=vision)
                     and not (native and node.spec.kind == "openai")
                 ),
@@ -92,14 +100,18 @@ class ModelIndex:
                 self.cached_lookups[key] = found
         return found
 
-    def model_names(self) -> tuple[str, ...]:
+    def model_names(self, labels: NodeLabels = ()) -> tuple[str, ...]:
         """The public model names that nodes serve, declared or reported, down or not."""
         if self._serving is None:
             self._index()
+        if labels:
+            return tuple(name for name in self._names if self.serves(name, labels))
         return self._names
 
-    def serves(self, model: str) -> bool:
+    def serves(self, model: str, labels: NodeLabels = ()) -> bool:
         """Whether some node serves this public model name, down or not."""
+        if labels:
+            return bool(self.nodes_for(model, labels))
         return model in (self._serving or self._index())
 
     def may_serve(self, model: str) -> bool:
@@ -111,13 +123,14 @@ class ModelIndex:
             node.models_unknown and node.state is not NodeState.DOWN for node in self._nameless
         )
 
-    def nodes_for(self, model: str) -> tuple[Node, ...]:
+    def nodes_for(self, model: str, labels: NodeLabels = ()) -> tuple[Node, ...]:
         """The nodes that serve this public model name, down or not."""
-        return self._index().get(model, ())
+        nodes = self._index().get(model, ())
+        return _with_labels(nodes, labels) if labels else nodes
 
-    def servers_of(self, models: Iterable[str]) -> list[ServerFigures]:
+    def servers_of(self, models: Iterable[str], labels: NodeLabels = ()) -> list[ServerFigures]:
         """The servers of any of these models, down or not, each once."""
-        nodes = dict.fromkeys(node for model in models for node in self.nodes_for(model))
+        nodes = dict.fromkeys(node for model in models for node in self.nodes_for(model, labels))
         return [
             ServerFigures(
                 slots=node.slots_total,
@@ -136,17 +149,18 @@ class ModelIndex:
             for node in nodes
         ]
 
-    def not_found_error(self, model: str | None) -> errors.GatewayError:
+    def not_found_error(self, model: str | None, labels: NodeLabels = ()) -> errors.GatewayError:
         """Why no node can serve this model name; None: the request names no model.
 
         While a node has not reported its models, it may serve this one.
         """
-        if silent := [node for node in self._nodes if node.models_unknown]:
+        nodes = _with_labels(self._nodes, labels) if labels else self._nodes
+        if silent := [node for node in nodes if node.models_unknown]:
             states = [(node.name, node.state.value, node.reason) for node in silent]
-            return errors.no_node_reported(model, states, len(self._nodes))
+            return errors.no_node_reported(model, states, len(nodes))
         if model is None:
             return errors.invalid_request("'model' is missing, and there is none to use.", "model")
-        return errors.model_not_found(model, list(self.model_names()))
+        return errors.model_not_found(model, list(self.model_names(labels)), labels, len(nodes))
 
     def _index(self) -> dict[str, tuple[Node, ...]]:
         if self._serving is None:
@@ -164,6 +178,11 @@ class ModelIndex:
             named = set().union(*self._serving.values())
             self._nameless = tuple(node for node in self._nodes if node not in named)
         return self._serving
+
+
+def _with_labels(nodes: Iterable[Node], labels: NodeLabels) -> tuple[Node, ...]:
+    """Those of the nodes that have all of these labels."""
+    return tuple(node for node in nodes if has_labels(node.spec.labels, labels))
 
 
 def _known_endpoints(node: Node) -> frozenset[str]:

@@ -9,19 +9,16 @@ import asyncio
 import dataclasses
 import hashlib
 import logging
-import os
 import threading
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
 from gateway.config.inventory import NodeSpec
 from gateway.fleet.server_properties import ServerProperties, is_plausible, server_identity
+from gateway.system import read_state, write_state
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 LARGEST_DRAIN_FILE = 1 << 20
 """Bytes; ten thousand long names."""
@@ -214,49 +211,3 @@ def _read_properties(path: Path, most_servers: int) -> dict[str, ServerPropertie
         if is_plausible(one.facts):
             known[one.key] = one.facts
     return known
-
-
-def read_state(path: Path, kind: type[T], most_bytes: int, consequence: str) -> T | None:
-    """The file's value; None if there is no file, or no usable one.
-
-    An unusable file is logged with the `consequence`, and a damaged one is set aside. At most
-    `most_bytes` are read.
-    """
-    try:
-        with path.open("rb") as file:
-            raw = file.read(most_bytes + 1)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        log.warning("%s can't be read (%s): %s", path, error.strerror or error, consequence)
-        return None
-    if len(raw) > most_bytes:
-        damage = f"more than {most_bytes} bytes"
-    else:
-        try:
-            return msgspec.json.decode(raw, type=kind)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            damage = str(error)
-    bad = path.with_name(path.name + ".bad")
-    log.warning("%s is damaged (%s): kept as %s, %s", path, damage, bad.name, consequence)
-    try:
-        path.replace(bad)
-    except OSError:
-        log.warning("%s could not be set aside", path)
-    return None
-
-
-def write_state(path: Path, value: object) -> None:
-    """Replace the file; a reader finds the old one or the new one. Raises: OSError."""
-    # During a hand-over two processes may write at the same time.
-    fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with fresh.open("wb") as file:
-            file.write(msgspec.json.encode(value))
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
-    except OSError:
-        fresh.unlink(missing_ok=True)
-        raise

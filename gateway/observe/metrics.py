@@ -123,6 +123,8 @@ class MetricsSnapshot:
     """The inventory on disk is invalid; an older one is in force."""
     retry_budget: float | None = None
     """Retries that the budget allows now."""
+    certificate_days_left: Mapping[str, float] = field(default_factory=dict)
+    """Days until the certificate of each listener with TLS expires."""
     store: StoreSample | None = None
     """None: there is no store."""
     ledger: LedgerSample | None = None
@@ -261,6 +263,16 @@ class Metrics:
                 "gauge",
                 "Retries that could be made now.",
                 [("", snapshot.retry_budget)],
+            )
+        if snapshot.certificate_days_left:
+            page.add_family(
+                "certificate_days_left",
+                "gauge",
+                "Days until the certificate of a listener expires.",
+                (
+                    (labels(certificate=key), round(days, 3))
+                    for key, days in snapshot.certificate_days_left.items()
+                ),
             )
         if snapshot.store is not None:
             page.add_family(

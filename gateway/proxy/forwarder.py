@@ -75,7 +75,9 @@ class Forwarder:
             if may_cross and failed.retryable and failed.node.tier == "gpu":
                 # Once, a request moves from GPU to CPU nodes at once and at no cost: this can't
                 # multiply an outage of the GPU nodes.
-                may_cross, crosses = False, self.context.leases.has_cpu_node(failed.tried)
+                lease_request = in_flight.request.lease_request
+                crosses = self.context.leases.has_cpu_node(lease_request, failed.tried)
+                may_cross = False
             if not crosses and not await retries.granted(failed):
                 break
             result = await self._attempt(in_flight, failed.tried)
@@ -200,6 +202,10 @@ class Forwarder:
                 body = edits.apply_edit(body, added)
         if lease.stream and not request.stream:
             body = edits.apply_edit(body, api.streaming_fields or {})
+        lease_request = request.lease_request
+        reads_anew = lease_request.generates and not lease_request.prompt_cache
+        if reads_anew and lease.node.kind == "llama.cpp":
+            body = edits.apply_edit(body, edits.NO_PROMPT_CACHE)
         filters_prefill_only = False
         if lease.stream and (
             in_flight.prefill_progress is not None

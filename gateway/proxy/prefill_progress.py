@@ -53,9 +53,11 @@ class ReadingAttempt(Protocol):
 class PrefillProgress:
     """The prefill of one request, on one node after the other."""
 
-    __slots__ = ("_attempt", "_cached", "_client_asked", "_keep_next", "_tokens")
+    __slots__ = ("_attempt", "_cached", "_client_asked", "_hidden", "_keep_next", "_tokens")
 
-    def __init__(self) -> None:
+    def __init__(self, *, hidden: bool = False) -> None:
+        """`hidden`: the client may not know how much of its prompt was cached."""
+        self._hidden = hidden
         self._attempt: ReadingAttempt | None = None
         self._tokens: tuple[int, int] | None = None
         self._cached = 0
@@ -72,6 +74,8 @@ class PrefillProgress:
 
         Also return the filter that removes the progress events; None: there are none.
         """
+        if self._hidden:
+            return body, None
         self._attempt, self._tokens, self._cached = attempt, None, 0
         fields = api.progress_fields
         if (
@@ -125,7 +129,7 @@ class PrefillProgress:
         return (done if attempt.last_content_at is None else total), self._cached
 
     def status(self, now: float) -> PrefillStatus | None:
-        """How far the prompt is read; None: that is unknown, or no prompt is being read."""
+        """How far the prompt is read; None: unknown, hidden, or no prompt is being read."""
         attempt = self._attempt
         if attempt is None or not attempt.is_reading:
             return None

@@ -202,6 +202,7 @@ class Autoscaler:
                 request.endpoint,
                 request.needs_vision,
                 request.llama_cpp_only,
+                request.node_labels,
                 request.slots,
                 request.priority,
                 request.resume_key,

@@ -44,7 +44,14 @@ class CandidateFinder:
             and request.resume_key is None
         ):
             # Nearly always: one name, and every node that serves it can take the request.
-            key = names[0], request.endpoint, request.needs_vision, request.llama_cpp_only
+            # As `_key`, without a call.
+            key = (
+                names[0],
+                request.endpoint,
+                request.needs_vision,
+                request.llama_cpp_only,
+                request.node_labels,
+            )
             service = self.fleet_sync.services.get(key)
             if service is None or service.version != self.model_index.version:
                 service = self.fleet_sync.service(key)
@@ -74,10 +81,16 @@ class CandidateFinder:
         resume_key, context = request.resume_key, max(request.prompt_tokens, tried.min_context)
         for name in request.model_names:
             capable = self.model_index.capable_nodes(
-                name, request.endpoint, vision=request.needs_vision, native=request.llama_cpp_only
+                name,
+                request.endpoint,
+                vision=request.needs_vision,
+                native=request.llama_cpp_only,
+                labels=request.node_labels,
             )
             nodes: Sequence[Node] = capable.nodes
-            is_served = is_served or bool(nodes) or self.model_index.serves(name)
+            is_served = (
+                is_served or bool(nodes) or self.model_index.serves(name, request.node_labels)
+            )
             if tried.excluded_nodes:
                 nodes = [node for node in nodes if node.name not in tried.excluded_nodes]
             if resume_key is not None:
@@ -97,8 +110,8 @@ class CandidateFinder:
 
     def unsupported_error(self, request: LeaseRequest, tried: Tried) -> errors.GatewayError | None:
         """The 501 of a request whose endpoint no node of its models supports; else None."""
-        names = request.model_names
-        nodes = [node for name in names for node in self.model_index.nodes_for(name)]
+        names, labels = request.model_names, request.node_labels
+        nodes = [node for name in names for node in self.model_index.nodes_for(name, labels)]
         hints = [tried.unsupported_hint]
         for node in nodes:
             if node.name not in tried.unsupported_nodes and (
@@ -157,11 +170,17 @@ class CandidateFinder:
             return errors.node_failed(
                 f"No node serves '{request.endpoint}' requests for '{request.model}'."
             )
-        return self.model_index.not_found_error(request.model)
+        return self.model_index.not_found_error(request.model, request.node_labels)
 
 
 def _key(name: str, request: LeaseRequest) -> ServiceKey:
-    return name, request.endpoint, request.needs_vision, request.llama_cpp_only
+    return (
+        name,
+        request.endpoint,
+        request.needs_vision,
+        request.llama_cpp_only,
+        request.node_labels,
+    )
 
 
 def with_context(nodes: Sequence[Node], tokens: int) -> Sequence[Node]:

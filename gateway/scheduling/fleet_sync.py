@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gateway.config.cache_privacy import NodeLabels
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.health import ALIVE_STATES
 from gateway.fleet.model_index import CapableNodes
@@ -40,8 +41,9 @@ ModelGroups = tuple[TierSets, ...]
 NodesByModel = Sequence[tuple[str, Sequence[Node]]]
 """For each model name of a request that some node serves: the nodes."""
 
-ServiceKey = tuple[str, Endpoint, bool, bool]
-"""Public model name, endpoint, whether it must read images, whether it must be llama.cpp's."""
+ServiceKey = tuple[str, Endpoint, bool, bool, NodeLabels]
+"""Public model name, endpoint, whether it must read images, whether it must be llama.cpp's, and
+the labels of the pool."""
 
 
 def is_alive(node: Node) -> bool:
@@ -263,8 +265,10 @@ class FleetSync:
         service = self.services.get(key)
         if service is not None and service.version == model_index.version:
             return service
-        model, endpoint, vision, native = key
-        capable = model_index.capable_nodes(model, endpoint, vision=vision, native=native)
+        model, endpoint, vision, native, labels = key
+        capable = model_index.capable_nodes(
+            model, endpoint, vision=vision, native=native, labels=labels
+        )
         if service is None:
             if len(self.services) >= MOST_SERVICES:
                 self.services.clear()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from gateway.config.cache_privacy import has_labels
 from gateway.errors import GatewayError
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.health import ALIVE_STATES, another_prefills
@@ -106,12 +107,13 @@ class LocalLeaseService:
         """Whether a node has the context that it is known to need. Raises: GatewayError."""
         return self.scheduler.has_larger_context(request, tried)
 
-    def has_cpu_node(self, tried: Tried) -> bool:
-        """Whether a CPU node is alive that has not failed the request."""
+    def has_cpu_node(self, request: LeaseRequest, tried: Tried) -> bool:
+        """Whether a CPU node of its pool is alive that has not failed the request."""
         return any(
             node.spec.tier == "cpu"
             and node.name not in tried.failed_nodes
             and node.state in ALIVE_STATES
+            and has_labels(node.spec.labels, request.node_labels)
             for node in self.fleet.nodes.values()
         )
 

@@ -148,6 +148,9 @@ def _sqlite_engine(location: StoreLocation) -> Engine:
 
 def _set_up_sqlite(connection: Connection) -> None:
     execute = connection.connection.cursor().execute
+    # Before anything is written into a new file: later only a rewrite of the file changes it. Then
+    # retention can give freed pages back to the file system a few at a time.
+    execute("PRAGMA auto_vacuum = INCREMENTAL")
     mode = execute("PRAGMA journal_mode = WAL").fetchone()
     # In WAL mode NORMAL loses at most the last commits, and only when the machine loses its power:
     # a process that is killed loses nothing. It saves a wait for the disk at every commit. Where

@@ -117,7 +117,7 @@ usage = Table(
     Column("completion_tokens", BigInteger, nullable=False, server_default=text("0")),
     Column("slot_seconds", Float, nullable=False, server_default=text("0")),
     Column("cost", Float, nullable=False, server_default=text("0")),
-    Column("gpu_cost", Float, nullable=False, server_default=text("0")),
+    Column("gpu_cost", Float),
     Column("attempts", Integer, nullable=False, server_default=text("0")),
     Column("status", Integer, nullable=False, server_default=text("0")),
     Column("outcome", Text),
@@ -179,12 +179,15 @@ usage_days = Table(
     Column("node", Text, primary_key=True, server_default=_UNKNOWN),
     Column("outcome", Text, primary_key=True, server_default=_UNKNOWN),
     Column("requests", BigInteger, nullable=False),
+    Column("failures", BigInteger, nullable=False),
+    Column("clients_left", BigInteger, nullable=False),
     Column("prompt_tokens", BigInteger, nullable=False),
     Column("cached_tokens", BigInteger, nullable=False),
     Column("completion_tokens", BigInteger, nullable=False),
     Column("slot_seconds", Float, nullable=False),
     Column("cost", Float, nullable=False),
     Column("gpu_cost", Float, nullable=False),
+    Column("gpu_priced", BigInteger, nullable=False),
     Column("attempts", BigInteger, nullable=False),
 )
 """Sums of usage rows that retention has deleted, by day (UTC, `2026-11-23`) and every dimension."""
@@ -197,8 +200,10 @@ node_hours = Table(
     Column("day", Text, primary_key=True),
     Column("seconds", Float, nullable=False),
     Column("cost", Float, nullable=False),
+    Column("counted_until", Float, nullable=False),
 )
-"""How long each node was up on a day (UTC), and what that cost by its `cost_per_hour`."""
+"""How long each node was up on a day (UTC), and what that cost by its `cost_per_hour`. The time up
+to `counted_until` is counted: of several processes each adds what lies after it."""
 
 audit = Table(
     "audit",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
@@ -58,6 +59,12 @@ def connection_key(spec: NodeSpec) -> tuple[object, ...]:
     return (spec.url, spec.kind, spec.tls, spec.api_key)
 
 
+def tls_files(spec: NodeSpec) -> set[Path]:
+    """The files of certificates and keys with which the node is reached."""
+    tls = spec.tls
+    return set() if tls is None else {path for path in (tls.ca, tls.cert, tls.key) if path}
+
+
 def node_address(spec: NodeSpec) -> NodeAddress:
     """Where the node of `spec` is, with the header lines that all requests to it carry."""
     url = urlsplit(spec.url)
@@ -85,5 +92,6 @@ def _tls_context(spec: NodeTls | None) -> ssl.SSLContext:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     if spec is not None and spec.cert:
-        context.load_cert_chain(str(spec.cert), str(spec.key) if spec.key else None)
+        # With a password, even an empty one, OpenSSL does not ask for it on the terminal.
+        context.load_cert_chain(spec.cert, spec.key, password="")
     return context

@@ -60,6 +60,22 @@ class RateLimit(NamedTuple):
     """The Unix time of that."""
 
 
+class LimitStanding(NamedTuple):
+    """How much of one limit is used."""
+
+    kind: Kind
+    """Whose it is: `total`, `group`, `key` or `user`."""
+    limit: LimitName
+    period: str | None
+    """`minute`, `day` or `month`; None: it holds at any time."""
+    most: float
+    used: float
+    reserved: float
+    """By requests that run."""
+    resets_at: float | None
+    """Unix time at which all of it is available again, if nothing more is sent."""
+
+
 class Reservation:
     """What one admitted request holds until it is settled."""
 
@@ -385,6 +401,33 @@ class LimitBook:
                     most = int(account.tokens_per_day)
                     tokens = RateLimit(most, max(0, left), reset, wall + reset)
         return requests, tokens
+
+    def standings(self, accounts: Accounts) -> Iterator[LimitStanding]:
+        """Each limit of these accounts, with what is used of it now."""
+        now, wall, calendar = self._clock(), self._wall_clock(), self._calendar
+        calendar.look_up(wall)
+        for one in accounts.tracked:
+            kind, spec, reserved = one.kind, one.spec, one.open_tokens()
+            if spec.rpm is not None:
+                reset = wall + one.requests.seconds_until_empty(now)
+                used = one.requests.value(now)
+                yield LimitStanding(kind, "rpm", "minute", spec.rpm, used, 0, reset)
+            if spec.tpm is not None:
+                reset = wall + one.tokens.seconds_until_empty(now)
+                used = one.tokens.value(now)
+                yield LimitStanding(kind, "tpm", "minute", spec.tpm, used, reserved, reset)
+            if spec.tokens_per_day is not None:
+                used, most = one.tokens_by_day.get(calendar.day, 0), spec.tokens_per_day
+                reset = calendar.day_ends
+                yield LimitStanding(kind, "tokens_per_day", "day", most, used, reserved, reset)
+            if one.budget is not None:
+                period = one.budget.period
+                reset = calendar.day_ends if period == "day" else calendar.month_ends
+                used, held = one.cost_used(calendar), one.reserved_cost + one.others.cost
+                yield LimitStanding(kind, "budget", period, one.budget.amount, used, held, reset)
+            if spec.concurrency is not None:
+                running = one.running + one.others.running
+                yield LimitStanding(kind, "concurrency", None, spec.concurrency, running, 0, None)
 
 
 # Estimates and refusals.

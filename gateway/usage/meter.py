@@ -52,7 +52,8 @@ class Meter:
     """What the handler calls when a request is admitted, and when it has ended.
 
     `process` and `add_row` are the ledger's; without them nothing is recorded. `tokens_so_far`: of
-    the request with this id. `wall_clock` gives Unix time.
+    the request with this id. `gpu_cost`: what a model's prompt, cached and completion tokens would
+    have cost on the GPU tier. `wall_clock` gives Unix time.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Meter:
         process: str = "",
         add_row: Callable[[UsageRow], None] | None = None,
         tokens_so_far: Callable[[str], TokensSoFar | tuple[int, int]] = lambda _: NO_TOKENS,
+        gpu_cost: Callable[[str, int, int, int], float | None] = lambda *_: None,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.book = book
@@ -70,6 +72,7 @@ class Meter:
         self._process = process
         self._add_row = add_row
         self._tokens_so_far = tokens_so_far
+        self._gpu_cost = gpu_cost
         self._wall_clock = wall_clock
         self._open: dict[str, MeteredRequest] = {}
         """The requests that run, the oldest first."""
@@ -153,7 +156,9 @@ class Meter:
                 completion,
                 record.slot_seconds,
                 cost,
-                0.0,
+                self._gpu_cost(request.model, prompt, record.cached_tokens, completion)
+                if prompt or completion
+                else 0.0,
                 record.attempts,
                 status,
                 record.reason or "ok",

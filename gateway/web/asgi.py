@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from gateway import errors
 from gateway.catalog import FleetCatalog, RequestQueue
 from gateway.errors import GatewayError
 from gateway.proxy.inbound.routes import api_of_path
+from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
 from gateway.web.request_context import x_request_id_of
 from gateway.web.response_heads import error_headers
 
@@ -73,6 +75,30 @@ def asgi_app(
     )
     app.router.redirect_slashes = False
     return _RequestIdMiddleware(app, next_id)
+
+
+async def read_fields(
+    request: Request, most_bytes: int, seconds: float, *, may_be_empty: bool = False
+) -> JsonObject:
+    """The fields of a body of JSON that comes within the time.
+
+    Raises: GatewayError (400, 408, 413).
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                body += part
+                if len(body) > most_bytes:
+                    raise errors.body_too_large(most_bytes)
+    except TimeoutError:
+        raise errors.request_timeout("The body took too long to arrive.") from None
+    if may_be_empty and not body:
+        return {}
+    try:
+        return parse_object(bytes(body))
+    except InvalidJson:
+        raise errors.invalid_json("it must be an object") from None
 
 
 def error_response(error: GatewayError, scope: Scope) -> Response:

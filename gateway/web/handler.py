@@ -16,6 +16,7 @@ from gateway.errors import ClientClosed, GatewayError
 from gateway.events import EventBus, RequestFinished
 from gateway.lease import LeaseRequest
 from gateway.proxy.api.base import ResponseRewriter
+from gateway.proxy.cache_figures import CacheFigureHider
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest, SupersedingMap
 from gateway.proxy.inbound import multipart
@@ -176,7 +177,9 @@ class _HandledRequest:
                 )
                 allocation.set_evict(self._evict)
             api = self._route.api
-            if api.translates and api.needs_translation(self._route.path, body, settings):
+            if api.translates and api.needs_translation(
+                self._route.path, body, settings, prompt_cache=context.cache.prompt_cache
+            ):
                 body = await self._translate(context, body)
                 if body is None:
                     return
@@ -192,7 +195,7 @@ class _HandledRequest:
                 1 if prompt_list is None else len(prompt_list.prompts),
             )
             shows_progress = context.wants_progress and request.stream and api.has_comments
-            progress = PrefillProgress() if shows_progress else None
+            progress = PrefillProgress(hidden=context.cache.hide) if shows_progress else None
             in_flight = InFlightRequest(request, record, prefill_progress=progress)
             self._in_flight = in_flight
             handler.registry.add(in_flight)
@@ -203,6 +206,8 @@ class _HandledRequest:
             node = self._response.node
             if api.rewrites_responses and self._rewriter is None and node is not None:
                 self._rewriter = api.response_rewriter(request, node, settings)
+            if context.cache.hide and self._node_route.takes_slot:
+                self._rewriter = CacheFigureHider(self._rewriter)
             if self._response.body_stream is None:
                 self._send_whole(self._response)
             else:
@@ -257,7 +262,9 @@ class _HandledRequest:
         if route.path not in routes_of(self._config.settings):
             raise errors.not_found(route.path, None)  # It was, when the connection began.
         index, memory = handler.catalog, handler.body_memory
-        work = route.api.translate(body, lambda name: rules.model_aliases.knows(name, index))
+        api = route.api
+        translate = api.translate if context.cache.prompt_cache else api.translate_uncached
+        work = translate(body, lambda name: rules.model_aliases.knows(name, index))
         # The new body may have ten times the bytes, which must count.
         if len(body) >= SMALL_BODY_BYTES or is_slow_to_parse(body):
             await ensure_task()
@@ -276,8 +283,9 @@ class _HandledRequest:
         if translation.reply is None:
             return translation.body
         request = self._prepare(context, translation.body)
-        if not any(map(index.serves, request.lease_request.model_names)):
-            raise index.not_found_error(request.lease_request.model)
+        wanted, labels = request.lease_request, context.cache.node_labels
+        if not any(index.serves(name, labels) for name in wanted.model_names):
+            raise index.not_found_error(wanted.model, labels)
         self._exchange.respond(200, JSON_HEADER_LINE + self._header_lines(), translation.reply)
         return None
 
@@ -301,6 +309,7 @@ class _HandledRequest:
                     self._node_route,
                     rules,
                     partial(self._prepare, context),
+                    context.cache.scope_of(self.request_id),
                 )
             )
         finally:
@@ -349,6 +358,7 @@ class _HandledRequest:
             context.fairness_key,
             context.session,
             has_timer,
+            context.cache,
             context.accounts.completion_tokens,
         )
         catalog = self._handler.catalog

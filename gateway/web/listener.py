@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import fcntl
 import socket
+import ssl
 import struct
 import termios
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -62,11 +62,10 @@ class Listener:
         *,
         protocol: type[BoundedProtocol],
         keep_alive: float,
-        certificate: Path | None = None,
-        key: Path | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.host, self.port = sock.getsockname()[:2]
-        self.scheme = "http" if certificate is None else "https"
+        self.scheme = "http" if tls is None else "https"
         self.sock = sock
         self.protocol = protocol
         self._stalls: StallMonitor | None = None
@@ -83,9 +82,10 @@ class Listener:
             proxy_headers=False,
             timeout_keep_alive=max(1, round(keep_alive)),
             backlog=LISTEN_BACKLOG,
-            ssl_certfile=certificate,
-            ssl_keyfile=key,
         )
+        config.load()
+        # uvicorn itself would read the certificate once, and never again.
+        config.ssl = tls
         self._server = UvicornServer(config)
         self._task: asyncio.Task[None] | None = None
 

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from gateway.catalog import ServedModels, ServerFigures
+from gateway.config.cache_privacy import NodeLabels
 from gateway.config.routing import CATCH_ALL
 from gateway.proxy.api.base import ModelSummary
 from gateway.proxy.inbound.model_names import ModelAliases
@@ -27,6 +28,8 @@ class VisibleModels:
     catalog: ServedModels
     model_names: ModelAliases
     caller: Caller
+    labels: NodeLabels = ()
+    """Labels of the nodes that the caller may use; empty: all nodes."""
 
     def visible_names(self) -> list[str]:
         """All visible names: the nodes' models in the inventory's order, then the settings' names.
@@ -34,7 +37,9 @@ class VisibleModels:
         With a catch-all, then the names of the caller's key.
         """
         key_names = sorted(self.caller.models or ()) if self.model_names.has_catch_all else ()
-        names = dict.fromkeys((*self.catalog.model_names(), *self.model_names.rules, *key_names))
+        names = dict.fromkeys(
+            (*self.catalog.model_names(self.labels), *self.model_names.rules, *key_names)
+        )
         return [name for name in names if name != CATCH_ALL and name in self]
 
     def __contains__(self, name: str) -> bool:
@@ -42,7 +47,8 @@ class VisibleModels:
         rule = self._rule_name(name)
         allowed = self.caller.may_use(name) or (rule != name and self.caller.may_use(rule))
         return allowed and any(
-            self.catalog.serves(target.name) for target in self.model_names.resolve(rule)
+            self.catalog.serves(target.name, self.labels)
+            for target in self.model_names.resolve(rule)
         )
 
     def _rule_name(self, name: str) -> str:
@@ -51,11 +57,12 @@ class VisibleModels:
 
     def servers_of(self, names: Iterable[str]) -> list[ServerFigures]:
         """The servers of any of these names, down or not, each once."""
-        return self.catalog.servers_of(
+        targets = (
             target.name
             for name in names
             for target in self.model_names.resolve(self._rule_name(name))
         )
+        return self.catalog.servers_of(targets, self.labels)
 
     def model_object(self, name: str, created: int) -> dict[str, Any]:
         """A model in OpenAI's form. `created` is in seconds since 1970."""

@@ -15,6 +15,7 @@ from gateway.access.callers import (
 )
 from gateway.access.exposure import is_local
 from gateway.access.keys import KeyRing
+from gateway.config.cache_privacy import SHARED_CACHE, CachePolicy, cache_policy
 from gateway.config.listeners import ListenSettings
 from gateway.config.settings import Settings
 from gateway.lease import KeyedHash
@@ -98,6 +99,8 @@ class RequestContext:
     """Whether the response may name nodes."""
     usual_priority: Priority | None
     """The class of a request whose body names none; None: `X-Priority` names one."""
+    cache: CachePolicy = SHARED_CACHE
+    """Which nodes may serve it, and what it may learn of their prompt caches."""
 
 
 class ContextCache:
@@ -194,7 +197,13 @@ def parse_context(
         wants_progress,
         _may_name_nodes(listen, local=local),
         effective_priority(None, None, None, caller) if header_priority is None else None,
+        cache_policy_of(caller, settings),
     )
+
+
+def cache_policy_of(caller: Caller, settings: Settings) -> CachePolicy:
+    """The caller's cache policy: by its key, its group, or for all."""
+    return cache_policy((caller.cache, settings.cache), caller.id, caller.group)
 
 
 def may_name_nodes(headers: Headers, settings: Settings, *, loopback: bool) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -15,41 +14,32 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gateway import errors
-from gateway.access.callers import identify_caller
+from gateway.access.callers import MOST_IDENTITY_BYTES, identify_caller
 from gateway.catalog import FleetCatalog
 from gateway.config.listeners import CorsSpec
 from gateway.errors import truncate_echo
 from gateway.proxy.api.base import ModelSummary, Page
 from gateway.proxy.inbound.routes import ROUTES, pages_of, routes_of
-from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
-from gateway.web.asgi import HealthEndpoints, JsonResponse, asgi_app
+from gateway.request import Caller
+from gateway.usage.caller_usage import CallerUsage
+from gateway.web.asgi import HealthEndpoints, JsonResponse, asgi_app, read_fields
 from gateway.web.handler import ProxyHandler
 from gateway.web.models import VisibleModels, add_anthropic_fields, list_response, props_response
-from gateway.web.request_context import may_name_nodes
+from gateway.web.request_context import cache_policy_of, may_name_nodes
 from gateway.web.response_heads import EXPOSED_HEADERS
 
 
-def public_app(handler: ProxyHandler, fleet: FleetCatalog, *, created: int) -> ASGIApp:
+def public_app(
+    handler: ProxyHandler, fleet: FleetCatalog, usage: CallerUsage, *, created: int
+) -> ASGIApp:
     """The public listener's application, for all but POSTs to routed paths.
 
     Those go from the protocol straight to `handler.serve`; their routes here only make other
     methods 405. `created`: that of every model, in seconds since 1970.
     """
-    site = _Site(handler, fleet, created)
     health = HealthEndpoints(fleet, handler.queue, lambda: handler.closing)
-    own = [
-        Route(path, endpoint, methods=["GET"])
-        for path, endpoint in (
-            ("/v1/models", site.models),
-            ("/models", site.models),
-            ("/v1/models/{id:path}", site.model),
-            ("/models/{id:path}", site.model),
-            ("/props", site.props),
-            ("/health", health.health),
-            ("/v1/health", health.health),
-            ("/ready", health.ready),
-        )
-    ]
+    site = Site(handler, fleet, created, health, usage)
+    own = [Route(route.path, route.endpoint(site), methods=["GET"]) for route in SITE_ROUTES]
     settings = handler.config.settings
     own += [Route(page.path, site.page(page), methods=[page.method]) for page in pages_of(settings)]
     routed = [Route(path, _served_by_protocol, methods=["POST"]) for path in routes_of(settings)]
@@ -75,13 +65,15 @@ async def _served_by_protocol(_: Request) -> Response:
 
 
 @dataclass(frozen=True, slots=True)
-class _Site:
+class Site:
     """`/v1/models`, `/props`, and the pages of APIs."""
 
     handler: ProxyHandler
     fleet: FleetCatalog
     created: int
     """The `created` of every model: seconds since 1970."""
+    health: HealthEndpoints
+    caller_usage: CallerUsage
 
     async def models(self, request: Request) -> Response:
         models = self._visible_models(request)
@@ -107,31 +99,34 @@ class _Site:
 
         async def endpoint(request: Request) -> Response:
             models = self._visible_models(request) if page.needs_models else None
-            body = await self._read_fields(request) if page.method == "POST" else {}
+            limits = self.handler.config.settings.limits
+            body = (
+                await read_fields(request, PAGE_BODY_BYTES, limits.body_timeout)
+                if page.method == "POST"
+                else {}
+            )
             answer = page.respond(_Catalog(self, request, models), body)
             return PlainTextResponse(answer) if isinstance(answer, str) else JsonResponse(answer)
 
         return endpoint
 
-    async def _read_fields(self, request: Request) -> JsonObject:
-        """The fields of a small body. Raises: GatewayError (400, 408, 413)."""
-        limits = self.handler.config.settings.limits
-        body = b""
-        try:
-            async with asyncio.timeout(limits.body_timeout):
-                async for part in request.stream():
-                    body += part
-                    if len(body) > PAGE_BODY_BYTES:
-                        raise errors.body_too_large(PAGE_BODY_BYTES)
-        except TimeoutError:
-            raise errors.request_timeout("The body took too long to arrive.") from None
-        try:
-            return parse_object(body)
-        except InvalidJson:
-            raise errors.invalid_json("it must be an object") from None
+    async def usage(self, request: Request) -> Response:
+        """The caller's own figures and limits, or those of an end user that it may name."""
+        caller, config = self._caller(request), self.handler.config
+        user = config.identity_headers.end_user(request.scope["headers"], caller)
+        named = request.query_params.get("user")
+        if named is not None:
+            if not caller.trust_user_headers:
+                raise errors.invalid_request(
+                    "Only a key with trust_user_headers may ask for one of its users.", "user"
+                )
+            user = named[:MOST_IDENTITY_BYTES] or None
+        accounts = self.handler.meter.book.accounts(caller, user)
+        hides_cache = cache_policy_of(caller, config.settings).hide
+        return JsonResponse(await self.caller_usage.describe(accounts, hides_cache=hides_cache))
 
-    def _visible_models(self, request: Request) -> VisibleModels:
-        """The models that the caller may see. Raises: GatewayError (401, 403, 503)."""
+    def _caller(self, request: Request) -> Caller:
+        """Who sends this request. Raises: GatewayError (401, 403)."""
         config, client = self.handler.config, request.client
         caller = identify_caller(
             request.scope["headers"],
@@ -145,18 +140,24 @@ class _Site:
             server = request.scope.get("server")
             local_address = server[0] if server else None
             config.origin_policy.check(request.scope["headers"], local_address, is_post=False)
+        return caller
+
+    def _visible_models(self, request: Request) -> VisibleModels:
+        """The models that the caller may see. Raises: GatewayError (401, 403, 503)."""
+        caller, config = self._caller(request), self.handler.config
         if not self.fleet.is_probed:
             raise errors.starting("The nodes are being asked what they serve.")
+        labels = cache_policy_of(caller, config.settings).node_labels
         user = config.identity_headers.end_user(request.scope["headers"], caller)
         caller = self.handler.meter.book.accounts(caller, user).caller
-        return VisibleModels(self.fleet.model_index, config.rules.model_aliases, caller)
+        return VisibleModels(self.fleet.model_index, config.rules.model_aliases, caller, labels)
 
     def check_name(self, request: Request, models: VisibleModels, name: str) -> str:
         """The name, if `models` has it. Raises: GatewayError (404, 503)."""
         if name in models:
             return name
         if models.caller.may_use(name):
-            error = self.fleet.model_index.not_found_error(name)
+            error = self.fleet.model_index.not_found_error(name, models.labels)
             if error.code == "no_node":
                 config = self.handler.config
                 if may_name_nodes(
@@ -173,10 +174,34 @@ class _Site:
 
 
 @dataclass(frozen=True, slots=True)
+class SiteRoute:
+    """A path of the public listener that the gateway answers by itself; its method is GET."""
+
+    path: str
+    endpoint: Callable[[Site], Callable[[Request], Awaitable[Response]]]
+    needs_key: bool = True
+    """Where callers need a key at all."""
+
+
+SITE_ROUTES = (
+    SiteRoute("/v1/models", lambda site: site.models),
+    SiteRoute("/models", lambda site: site.models),
+    SiteRoute("/v1/models/{id:path}", lambda site: site.model),
+    SiteRoute("/models/{id:path}", lambda site: site.model),
+    SiteRoute("/props", lambda site: site.props),
+    SiteRoute("/v1/usage", lambda site: site.usage),
+    SiteRoute("/health", lambda site: site.health.health, needs_key=False),
+    SiteRoute("/v1/health", lambda site: site.health.health, needs_key=False),
+    SiteRoute("/ready", lambda site: site.health.ready, needs_key=False),
+)
+"""The public listener's paths besides `routes_of` and `pages_of`."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Catalog:
     """The models that a request may see, for the page of an API."""
 
-    site: _Site
+    site: Site
     request: Request
     visible: VisibleModels | None
     """None: the page needs none."""
@@ -209,7 +234,7 @@ def _is_anthropic(request: Request) -> bool:
 LONGEST_PATH = 1024
 """Most characters of a path that a suggestion considers."""
 
-_OWN_PATHS = ("/v1/models", "/props", "/health", "/ready")
+_OWN_PATHS = ("/v1/models", "/v1/usage", "/props", "/health", "/ready")
 
 _SERVED_PATHS = sorted(
     {route.path for route in ROUTES.values()} | set(_OWN_PATHS), key=len, reverse=True

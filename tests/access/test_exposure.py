@@ -38,7 +38,7 @@ def test_a_public_address_needs_a_key_or_allow_anonymous() -> None:
     refusal = public_listener_problem("0.0.0.0", keys=0, allow_anonymous=False)
     assert refusal is not None
     assert "0.0.0.0" in refusal
-    assert "keys hash" in refusal
+    assert "keys create" in refusal
     assert "--allow-anonymous" in refusal
     assert public_listener_problem("0.0.0.0", keys=1, allow_anonymous=False) is None
     assert public_listener_problem("0.0.0.0", keys=0, allow_anonymous=True) is None
@@ -49,7 +49,7 @@ def test_behind_a_proxy_a_key_or_allow_anonymous_is_needed() -> None:
     refusal = proxied_listener_problem(proxies=1, keys=0, allow_anonymous=False)
     assert refusal is not None
     assert "listen.trusted_proxies" in refusal
-    assert "keys hash" in refusal
+    assert "keys create" in refusal
     assert "--allow-anonymous" in refusal
     assert proxied_listener_problem(proxies=1, keys=1, allow_anonymous=False) is None
     assert proxied_listener_problem(proxies=1, keys=0, allow_anonymous=True) is None

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.access import keys
 from gateway.access.keys import KeyRing, caller_from_keys, hash_key, new_key, presented_keys
+from gateway.config.cache_privacy import CacheSpec
 from gateway.config.usage_limits import LimitSpec
 from gateway.errors import GatewayError
 from gateway.request import Caller, Priority
@@ -29,6 +30,7 @@ class Spec:
     limits: LimitSpec | None = None
     user_limits: LimitSpec | None = None
     expires: datetime | None = None
+    cache: CacheSpec | None = None
 
 
 def test_a_key_finds_its_holder() -> None:

@@ -80,6 +80,7 @@ def test_the_examples_in_the_sample_settings_work(tmp_path: Path) -> None:
             "classes": {},
             "cors": None,
             "listen": settings.listen.model_copy(update={"tls": None}),
+            "admin": settings.admin.model_copy(update={"tls": None}),
             "hybrid": settings.hybrid.model_copy(update={"spill": None}),
             "store": StoreSettings(),
             "elastic": settings.elastic.model_copy(update={"max": None}),

@@ -121,7 +121,7 @@ class FakeLeaseService:
     def has_larger_context(self, request: LeaseRequest, tried: Tried) -> bool:
         return False
 
-    def has_cpu_node(self, tried: Tried) -> bool:
+    def has_cpu_node(self, request: LeaseRequest, tried: Tried) -> bool:
         return True
 
     def unsupported_error(self, request: LeaseRequest, tried: Tried) -> GatewayError | None:

@@ -326,8 +326,8 @@ def test_where_else_a_request_could_go() -> None:
     gpu, cpu = node("a", tier="gpu", host="one", slots=3), node("b", host="two", slots=4)
     third = node("c", host="two", slots=1, state=NodeState.DOWN)
     leases = World(gpu, cpu, third).leases
-    assert leases.has_cpu_node(NOTHING_TRIED)
-    assert not leases.has_cpu_node(failed_on("b"))
+    assert leases.has_cpu_node(a_request(), NOTHING_TRIED)
+    assert not leases.has_cpu_node(a_request(), failed_on("b"))
     assert leases.has_other_node(a_request(), failed_on("a"))
     assert not leases.has_other_node(a_request(), failed_on("a", "b"))
     assert leases.most_slots_of_a_host() == 5

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -12,6 +14,8 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp
 
+from gateway.access.admin_keys import AdminKeys
+from gateway.access.key_sync import KeySync
 from gateway.access.keys import KeyRing
 from gateway.config.inventory import NodeSpec
 from gateway.config.settings import Settings
@@ -19,23 +23,30 @@ from gateway.events import EventBus, RequestFinished
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Node
 from gateway.lease import KeyedHash
+from gateway.observe.audit import AuditTrail
 from gateway.observe.metrics import Metrics
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry
+from gateway.proxy.inbound.routes import routes_of
 from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
 from gateway.store.store import Store
+from gateway.transport.certificates import ListenerCertificates
+from gateway.usage.caller_usage import CallerUsage
 from gateway.usage.ledger import Ledger
 from gateway.usage.limits import LimitBook
 from gateway.usage.meter import Meter
+from gateway.usage.reports import Reporter
 from gateway.web.admin.app import admin_app
+from gateway.web.admin.certificates import CertificateStatus
 from gateway.web.admin.configuration import ReloadResult
 from gateway.web.admin.nodes import DrainDeadlines
 from gateway.web.admin.status import MetricsSource
 from gateway.web.handler import ProxyHandler
 from gateway.web.listener import Listener, bind_socket
+from gateway.web.openapi import openapi_json
 from gateway.web.protocol import protocol_class
 from gateway.web.request_context import HandlerConfig
 from gateway.web.site import public_app
@@ -60,6 +71,7 @@ class BareGateway:
     registry: InFlightRegistry
     handler: ProxyHandler
     drain_deadlines: DrainDeadlines
+    key_sync: KeySync
     site: ASGIApp
     public: httpx.AsyncClient
     admin: httpx.AsyncClient
@@ -69,6 +81,7 @@ class BareGateway:
     inventory_error: str | None = None
     settings_error: str | None = None
     keys_lost: str | None = None
+    certificates: CertificateStatus = field(default_factory=lambda: ListenerCertificates({}))
     store: Store | None = None
     ledger: Ledger | None = None
     ended: list[RequestFinished] = field(default_factory=list)
@@ -105,6 +118,7 @@ async def bare_gateway(
     admin_host: str = "127.0.0.1",
     admin_key: str | None = None,
     admin_hosts: tuple[str, ...] = (),
+    reporter: Reporter | None = None,
     **fleet: Any,
 ) -> AsyncIterator[BareGateway]:
     """`fleet` is for `tests.fleet.build.a_fleet`; only if it is `serving` does it forward."""
@@ -117,7 +131,8 @@ async def bare_gateway(
         )
         forwarder = Forwarder(context)
         key_ring = KeyRing()
-        key_ring.configure(chosen.keys, allow_anonymous=chosen.allow_anonymous)
+        key_sync = KeySync(None, key_ring, None)
+        key_sync.configure(chosen.keys, allow_anonymous=chosen.allow_anonymous)
         handler = ProxyHandler(
             HandlerConfig.of(chosen, loopback=loopback, keyed_hash=KeyedHash(), key_ring=key_ring),
             forwarder=forwarder,
@@ -130,7 +145,8 @@ async def bare_gateway(
             meter=Meter(LimitBook(chosen, clock=clock, learn_pending=bus.flush), bus),
         )
         drain_deadlines = DrainDeadlines(registry)
-        site = public_app(handler, running.fleet, created=0)
+        usage = CallerUsage(handler.meter.book, reporter, time.time, clock)
+        site = public_app(handler, running.fleet, usage, created=0)
         gateway = BareGateway(
             settings=chosen,
             running=running,
@@ -139,6 +155,7 @@ async def bare_gateway(
             registry=registry,
             handler=handler,
             drain_deadlines=drain_deadlines,
+            key_sync=key_sync,
             site=site,
             public=client(site),
             admin=client(None, ADMIN),  # The admin application needs this object.
@@ -162,7 +179,10 @@ async def bare_gateway(
             drain_deadlines=drain_deadlines,
             gateway=gateway,
             host=admin_host,
-            key=admin_key,
+            audit=AuditTrail(now),
+            reporter=reporter,
+            document=functools.partial(openapi_json, chosen),
+            keys=AdminKeys(chosen.admin.keys, admin_key),
             extra_hosts=admin_hosts,
         )
         gateway.admin = client(app, ADMIN)
@@ -184,7 +204,13 @@ async def served(site: ASGIApp, handler: ProxyHandler) -> AsyncIterator[httpx.As
     listener = Listener(
         site,
         bind_socket("127.0.0.1", 0),
-        protocol=protocol_class(limits, handler.serve),
+        protocol=protocol_class(
+            limits,
+            handler.serve,
+            routes={
+                path.encode(): route for path, route in routes_of(handler.config.settings).items()
+            },
+        ),
         keep_alive=listen.keep_alive,
     )
     listener.open()

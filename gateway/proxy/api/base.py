@@ -183,8 +183,13 @@ class Api:
     rewrites_responses: ClassVar[bool] = False
     """Whether `response_rewriter` may rewrite a response on its way to the client."""
 
-    def needs_translation(self, path: str, body: bytes, settings: Settings) -> bool:
-        """Whether this body for this path is to be translated, where the API `translates`."""
+    def needs_translation(
+        self, path: str, body: bytes, settings: Settings, *, prompt_cache: bool = True
+    ) -> bool:
+        """Whether this body for this path is to be translated, where the API `translates`.
+
+        `prompt_cache`: whether nodes may serve its prompt from their caches.
+        """
         return True
 
     def translate(
@@ -196,6 +201,12 @@ class Api:
         there is a model of a name. Raises: GatewayError 400, with this API's names of fields.
         """
         raise NotImplementedError
+
+    def translate_uncached(
+        self, body: bytes, is_model: Callable[[str], bool]
+    ) -> Generator[None, None, Translation]:
+        """The same where nodes must not serve its prompt from their caches."""
+        return self.translate(body, is_model)
 
     def added_fields(
         self, fields: Mapping[str, msgspec.Raw], node_kind: str, settings: Settings

@@ -234,9 +234,18 @@ class MessagesApi(Api):
     translates = True
     rewrites_responses = True
 
-    def needs_translation(self, path: str, body: bytes, settings: Settings) -> bool:
-        """Whether the body asks for a format, which llama.cpp obeys in chats alone."""
-        if path != "/v1/messages" or not settings.repairs.output_config:
+    def needs_translation(
+        self, path: str, body: bytes, settings: Settings, *, prompt_cache: bool = True
+    ) -> bool:
+        """Whether the body asks for a format, which llama.cpp obeys in chats alone.
+
+        So it does with `cache_prompt`.
+        """
+        if path != "/v1/messages":
+            return False
+        if not prompt_cache:
+            return True
+        if not settings.repairs.output_config:
             return False
         if not any(mark in body for mark in _FORMAT_MARKS):
             return False
@@ -260,6 +269,15 @@ class MessagesApi(Api):
         if response_format is None:
             return Translation("/v1/messages", body, ResponseRewriter())
         chat = yield from chat_request(fields, response_format, texts)
+        return Translation("/v1/chat/completions", chat, ChatToMessage())
+
+    def translate_uncached(
+        self, body: bytes, is_model: Callable[[str], bool]
+    ) -> Generator[None, None, Translation]:
+        """The body as a chat, since llama.cpp ignores `cache_prompt` in messages."""
+        texts = yield from cut_long_strings(body)
+        fields = body_fields(texts.rest)
+        chat = yield from chat_request(fields, _response_format(fields) or {}, texts)
         return Translation("/v1/chat/completions", chat, ChatToMessage())
 
     def response_rewriter(

@@ -114,6 +114,22 @@ def with_model(body: B, model: str) -> B:
     return _with_fields(body, fields)
 
 
+NO_PROMPT_CACHE: Edit = {"cache_prompt": False}
+"""Makes llama.cpp's server read a prompt anew."""
+
+_FIGURE_FIELDS = ("return_progress", "timings_per_token")
+"""Fields by which a client asks llama.cpp's server for figures of its prompt cache."""
+
+
+def without_cache_figures(body: Body) -> Edit:
+    """The edit by which a body asks for no figures of a node's prompt cache; usually empty."""
+    if isinstance(body, bytes):
+        found = [name for name in _FIGURE_FIELDS if name.encode() in body]
+    else:
+        found = [name for name in _FIGURE_FIELDS if body.has_any((name,))]
+    return dict.fromkeys(found, msgspec.UNSET)
+
+
 def raw_fields(body: Body) -> dict[str, msgspec.Raw]:
     """The fields of a body that was parsed, each value as the client's own bytes."""
     return FIELDS_DECODER.decode(body) if isinstance(body, bytes) else body.raw_fields()

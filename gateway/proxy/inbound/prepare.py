@@ -10,6 +10,7 @@ from msgspec.structs import replace as replace_fields
 
 from gateway import errors
 from gateway.catalog import ServedModels
+from gateway.config.cache_privacy import SHARED_CACHE, CachePolicy
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import CATCH_ALL
 from gateway.lease import KeyedHash, LeaseRequest, PromptKey
@@ -73,6 +74,8 @@ class IncomingRequest:
     session: str | None = None
     client_has_timer: bool = False
     """Whether the client announced `client_timeout` as a timer of its own."""
+    cache: CachePolicy = SHARED_CACHE
+    """Which nodes may serve it, and what it may learn of their prompt caches."""
     max_tokens: int | None = None
     """Most tokens of one answer that the caller's limits allow; None: any number."""
 
@@ -109,16 +112,19 @@ def prepare(
             request_limits.check_grammars(parsed, depth, limits)
         if route.generates:
             request_limits.check_sampling(parsed, limits)
-    model, targets = _resolve_model(parsed.model, rules, incoming.caller, catalog)
+    model, targets = _resolve_model(parsed.model, rules, incoming, catalog)
     most_tokens = limits.max_tokens
     if incoming.max_tokens is not None:
         most_tokens = min(incoming.max_tokens, most_tokens or incoming.max_tokens)
-    bodies, slots = _edited_bodies(body, parsed, targets, route, rules, most_tokens)
+    bodies, slots = _edited_bodies(
+        body, parsed, targets, route, rules, most_tokens, hides_cache=incoming.cache.hide
+    )
     generation = prompt_list = None
     if route.generates:
         if route.api.merger is not None:
             prompt_list = _parse_prompt_list(incoming, parsed.prompt, priority, rules, catalog)
-        generation = _generation(body, parsed, raw, slots, route, model, rules, most_tokens)
+        scope = incoming.cache.scope_of(incoming.id)
+        generation = _generation(body, parsed, raw, slots, route, model, rules, most_tokens, scope)
     return _new_request(
         incoming,
         parsed.model,
@@ -144,38 +150,43 @@ def prepare_multipart(
 
     Raises: GatewayError.
     """
-    model, targets = _resolve_model(parsed.model, rules, incoming.caller, catalog)
+    model, targets = _resolve_model(parsed.model, rules, incoming, catalog)
     bodies = {target.name: incoming.body for target in targets}
     return _new_request(incoming, parsed.model, priority, model, bodies)
 
 
 def prepare_large(
-    body: bytes, route: Route, rules: RequestRules, prepare_body: Callable[[LargeBody], Request]
+    body: bytes,
+    route: Route,
+    rules: RequestRules,
+    prepare_body: Callable[[LargeBody], Request],
+    scope: str = "",
 ) -> Generator[None, None, Request]:
     """The request that `prepare_body` makes of a large body, in short steps.
 
-    The body is outlined before and its prompt key built after. Raises: GatewayError.
+    The body is outlined before and its prompt key built after, in its `scope`. Raises:
+    GatewayError.
     """
     large = yield from read_large_body(body, rules.limits)
     request = prepare_body(large)
     lease_request = request.lease_request
     key = yield from build_large_prompt_key(
-        large, route, lease_request.model, rules.volatile_lines, rules.keyed_hash
+        large, route, lease_request.model, rules.volatile_lines, rules.keyed_hash, scope
     )
     return replace_fields(request, lease_request=replace_fields(lease_request, prompt_key=key))
 
 
 def _resolve_model(
-    requested: str | None, rules: RequestRules, caller: Caller, catalog: ServedModels
+    requested: str | None, rules: RequestRules, incoming: IncomingRequest, catalog: ServedModels
 ) -> tuple[str, tuple[ResolvedModel, ...]]:
     """The public model name of a request, and the models it stands for. Raises: GatewayError."""
-    model = requested or rules.default_model
+    model, caller = requested or rules.default_model, incoming.caller
     if model is None:
-        known = catalog.model_names()
+        known = catalog.model_names(incoming.cache.node_labels)
         if caller.models is not None:
             known = tuple(name for name in known if caller.may_use(name))
         if not known:
-            raise catalog.not_found_error(None)
+            raise catalog.not_found_error(None, incoming.cache.node_labels)
         if len(known) > 1:
             some = ", ".join(f"'{name}'" for name in known[:8])
             raise errors.invalid_request(f"'model' is missing. There are: {some}.", "model")
@@ -199,10 +210,13 @@ def _edited_bodies(
     route: Route,
     rules: RequestRules,
     most_tokens: int | None,
+    *,
+    hides_cache: bool,
 ) -> tuple[dict[str, Body], int]:
     """The body for each target model, and the slots that the request takes.
 
-    `most_tokens`: of one answer. Raises: GatewayError.
+    `most_tokens`: of one answer. `hides_cache`: nodes must not be asked for figures of their prompt
+    caches. Raises: GatewayError.
     """
     limits, volatile_lines = rules.limits, rules.volatile_lines
     bodies: dict[str, Body] = {}
@@ -223,6 +237,8 @@ def _edited_bodies(
             )
         if volatile_lines.strips_requests:
             edit = (edit or {}) | volatile_lines.strip_edit(ruled)
+        if hides_cache and route.generates:
+            edit = (edit or {}) | edits.without_cache_figures(ruled)
         bodies[target.name] = edits.apply_edit(ruled, edit) if edit else ruled
         if route.generates and not ruled_parsed.n is ruled_parsed.n_cmpl is None:
             slots = max(slots, _completion_count(ruled_parsed, limits.n))
@@ -254,6 +270,7 @@ def _generation(
     model: str,
     rules: RequestRules,
     most_tokens: int | None,
+    scope: str,
 ) -> _Generation:
     stream = bool(parsed.stream)
     key = None
@@ -262,7 +279,9 @@ def _generation(
             raw_prompt, parsed.tools, parsed.system, parsed.instructions
         )
         if len(body) >= SHORTEST_BODY:
-            key = build_prompt_key(body, route, model, rules.volatile_lines, rules.keyed_hash)
+            key = build_prompt_key(
+                body, route, model, rules.volatile_lines, rules.keyed_hash, scope
+            )
     else:
         size = body.measure_prompt(route.prompt_field)
     return (
@@ -324,6 +343,8 @@ def _new_request(
         route.path,
         route.prompt_field,
         "n" if slots < 2 else _slots_field(bodies),
+        incoming.cache.node_labels,
+        incoming.cache.prompt_cache,
     )
     return Request(
         incoming.id,
@@ -385,6 +406,7 @@ def _parse_prompt_list(
         )
         if len(body) < LARGE_BODY_BYTES:
             return prepare(one, parse_body(body), priority, rules, catalog)
-        return (yield from prepare_large(body, one.route, rules, prepare_body))
+        scope = one.cache.scope_of(one.id)
+        return (yield from prepare_large(body, one.route, rules, prepare_body, scope))
 
     return parse_prompt_list(incoming.body, raw_prompt, rules.limits, sub_request)

@@ -108,9 +108,16 @@ _CHAT_FIELDS = frozenset({"messages", "input"})
 
 
 def build_prompt_key(
-    body: bytes, route: Route, model: str, volatile_lines: VolatileLines, keyed_hash: KeyedHash
+    body: bytes,
+    route: Route,
+    model: str,
+    volatile_lines: VolatileLines,
+    keyed_hash: KeyedHash,
+    scope: str = "",
 ) -> PromptKey | None:
     """The key of a body's prompt.
+
+    `scope`: equal prompts have equal keys within it alone.
 
     None: the prompt is too short, the path has no prompt cache, or the body holds several prompts
     or a prompt in an unknown form.
@@ -130,7 +137,7 @@ def build_prompt_key(
             return None
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
-    return key.build(keyed_hash, model)
+    return key.build(keyed_hash, _first_mark(keyed_hash, model, scope))
 
 
 def build_large_prompt_key(
@@ -139,6 +146,7 @@ def build_large_prompt_key(
     model: str,
     volatile_lines: VolatileLines,
     keyed_hash: KeyedHash,
+    scope: str = "",
 ) -> Generator[None, None, PromptKey | None]:
     """The key of a large body's prompt, in short steps.
 
@@ -172,7 +180,7 @@ def build_large_prompt_key(
             return None
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
-    return (yield from key.build_in_steps(keyed_hash, model))
+    return (yield from key.build_in_steps(keyed_hash, _first_mark(keyed_hash, model, scope)))
 
 
 def _add_large_chat(key: _KeyBuilder, body: LargeBody) -> Generator[None, None, None]:
@@ -251,19 +259,22 @@ class _KeyBuilder:
         """Whether no further block is hashed."""
         return len(self.blocks) >= MOST_BLOCKS
 
-    def build(self, keyed_hash: KeyedHash, model: str) -> PromptKey | None:
-        """The key; None without blocks, or if they hold no text at all."""
+    def build(self, keyed_hash: KeyedHash, mark: bytes) -> PromptKey | None:
+        """The key; None without blocks, or if they hold no text at all.
+
+        `mark`: what stands before the first block.
+        """
         if not (self.blocks and self.size):
             return None
-        return self._key(keyed_hash.chain(_model_mark(model), self.blocks))
+        return self._key(keyed_hash.chain(mark, self.blocks))
 
     def build_in_steps(
-        self, keyed_hash: KeyedHash, model: str
+        self, keyed_hash: KeyedHash, mark: bytes
     ) -> Generator[None, None, PromptKey | None]:
         """The same in short steps."""
         if not (self.blocks and self.size):
             return None
-        digests = [_model_mark(model)]
+        digests = [mark]
         for start in range(0, len(self.blocks), BLOCKS_PER_STEP):
             yield
             digests += keyed_hash.chain(digests[-1], self.blocks[start : start + BLOCKS_PER_STEP])
@@ -289,10 +300,15 @@ class _KeyBuilder:
         self.ends.append(self.size)
 
 
-def _model_mark(model: str) -> bytes:
-    """What stands before the first block."""
+def _first_mark(keyed_hash: KeyedHash, model: str, scope: str) -> bytes:
+    """What stands before the first block.
+
+    That of a scope is a digest that nobody can guess, of bytes that no block begins with: else a
+    prompt of another scope could be written so that its key is equal.
+    """
     name = model.encode()
-    return b"%d %b" % (len(name), name)
+    mark = b"%d %b" % (len(name), name)
+    return keyed_hash.digest((b"\0scope ", mark, scope.encode())) if scope else mark
 
 
 def _add_chat(key: _KeyBuilder, chat: _ChatBody) -> None:

@@ -17,6 +17,7 @@ from gateway.proxy.api.resuming import StreamRewriter
 from gateway.proxy.attempt import Attempt, UpstreamRequest
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.in_flight import InFlightRequest
+from gateway.proxy.inbound.edits import NO_PROMPT_CACHE
 from gateway.proxy.inbound.large_body import FULL_PARSE_BYTES, Body, bytes_to_parse
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
@@ -167,6 +168,8 @@ class Resumer:
         body = parse_object(bytes_to_parse(original))
         if not self._request.stream:
             body |= route.api.streaming_fields or {}
+        if not self._request.lease_request.prompt_cache:
+            body |= NO_PROMPT_CACHE
         if len(original) > FULL_PARSE_BYTES:
             raise NotResumable(TOO_LARGE_TO_RESUME)
         if (reason := route.api.unresumable_reason(body, transcript)) is not None:

@@ -1,17 +1,38 @@
-"""`llama-gateway keys`: makes API keys. Only their SHA-256 goes into the settings."""
+"""`llama-gateway keys`: makes, lists, rotates and revokes API keys; only hashes are kept."""
 
 from __future__ import annotations
 
 import enum
-import json
 import re
 import sys
-from typing import TYPE_CHECKING, Annotated
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from gateway.tools.cli import options
+from gateway.tools.cli.key_access import KeysNotStored, open_keys
+from gateway.tools.cli.key_texts import (
+    KEY_COLUMNS,
+    called,
+    key_row,
+    limits_text,
+    show_entry,
+    show_new,
+    tell_warnings,
+)
 from gateway.tools.cli.options import Json, examples_epilog
-from gateway.tools.cli.terminal import CommandFailed, HelpCommand, HelpGroup, print_json
+from gateway.tools.cli.terminal import (
+    CommandFailed,
+    HelpCommand,
+    HelpGroup,
+    format_cell,
+    print_json,
+    print_note,
+    print_table,
+)
 
 if TYPE_CHECKING:
     from gateway.access.keys import ApiKey
@@ -21,7 +42,19 @@ app = typer.Typer(
     cls=HelpGroup,
     rich_markup_mode=None,
     no_args_is_help=True,
-    help="API keys of the public listener; the settings hold their SHA-256 alone.",
+    help=(
+        "API keys of the public listener. Store and settings hold their SHA-256 alone.\n\n"
+        "While the gateway runs, they are changed through its admin API, and a change holds for "
+        "the next request; else in the store itself. Each command names the store on stderr."
+    ),
+    epilog=examples_epilog(
+        ("llama-gateway keys create --name alice", "a key, which works from now on"),
+        ("llama-gateway keys create --name bob --rpm 60 --budget 20/month", "with limits"),
+        ("llama-gateway keys list", "whose keys there are, and what they may do"),
+        ("llama-gateway keys rotate alice", "another secret; the old one works for a day"),
+        ("llama-gateway keys revoke alice", "refused within a second"),
+        ("llama-gateway keys create --print", "no store: the lines for config/gateway.yaml"),
+    ),
 )
 
 _ID = re.compile(r"[A-Za-z0-9-]{1,64}")
@@ -59,6 +92,9 @@ KeyId = Annotated[
 ]
 
 
+KeyName = Annotated[str, typer.Argument(metavar="NAME", help="The key's name or id.")]
+
+
 @app.command(
     "hash",
     cls=HelpCommand,
@@ -84,33 +120,92 @@ def hash_(
     if read and key_id is not None:
         raise typer.BadParameter("a key that is read has an id already", param_hint="--id")
     key = _read_key() if read else _new_key(key_id)
-    _show(key, {}, shown=not read, as_json=as_json)
+    show_entry(key, {}, shown=not read, as_json=as_json)
 
 
-@app.command(
-    "create",
-    cls=HelpCommand,
-    epilog=examples_epilog(
-        (
-            "llama-gateway keys create --id team-a --name 'Team A' --max-class premium",
-            "a key that may request the class premium",
-        ),
-        (
-            "llama-gateway keys create --id vip --class premium",
-            "a key whose requests are premium by default",
-        ),
-        ("llama-gateway keys create --model mistral-7b", "a key for one model"),
-        (
-            "llama-gateway keys create --id chat --trust-user-headers",
-            "a key of a chat's web interface, fair between its users",
-        ),
+_CREATE_EXAMPLES = examples_epilog(
+    ("llama-gateway keys create --name alice --expires 90d", "a key that works for 90 days"),
+    (
+        "llama-gateway keys create --name bob --models mistral-7b,phi-4-mini --rpm 60",
+        "two models, 60 requests a minute",
+    ),
+    (
+        "llama-gateway keys create --name vip --class premium --budget 20/month",
+        "premium by default, for 20 of the nodes' currency a month",
+    ),
+    (
+        "llama-gateway keys create --name chat --trust-user-headers --user-rpm 10",
+        "a chat's web interface: fair between its users, each with a limit",
+    ),
+    (
+        "llama-gateway keys create --id team-a --print",
+        "the old way: an entry for the settings, nothing is stored",
     ),
 )
+
+_LIMITS = "Limits"
+
+_USERS = "End users that it names (with --trust-user-headers)"
+
+
+def _limit(flag: str, text: str, panel: str = _LIMITS) -> Any:
+    return typer.Option(flag, min=1, metavar="N", help=text, rich_help_panel=panel)
+
+
+def _checked_budget(value: str | None) -> str | None:
+    if value is not None:
+        from gateway.config.usage_limits import parse_budget
+
+        try:
+            parse_budget(value)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    return value
+
+
+def _budget_option(flag: str, text: str, panel: str = _LIMITS) -> Any:
+    return typer.Option(
+        flag,
+        metavar="AMOUNT/month|day",
+        callback=_checked_budget,
+        help=text,
+        rich_help_panel=panel,
+    )
+
+
+def _checked_expiry(value: str | None) -> str | None:
+    """Return the time in the form of the settings."""
+    if value is None:
+        return None
+    from gateway.access.stored_keys import expiry, iso_time
+
+    try:
+        at = expiry(value, time.time()).timestamp()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if at <= time.time():
+        raise typer.BadParameter("is over; give a later time")
+    return iso_time(at)
+
+
+def _checked_name(value: str | None) -> str | None:
+    if value is not None and (not value.strip() or value != value.strip() or len(value) > 256):
+        raise typer.BadParameter("1 to 256 characters, without white space around them")
+    return value
+
+
+@app.command("create", cls=HelpCommand, epilog=_CREATE_EXAMPLES)
 def create(
     key_id: KeyId = None,
     name: Annotated[
         str | None,
-        typer.Option("--name", metavar="NAME", help="Who uses it; logs and metrics show it."),
+        typer.Option(
+            "--name",
+            metavar="NAME",
+            callback=_checked_name,
+            show_default="its id",
+            help="Who uses it; unique. Logs, metrics and the ledger show it.",
+        ),
     ] = None,
     default_class: Annotated[
         PriorityChoice | None,
@@ -138,18 +233,76 @@ def create(
             help=("A model that it may use; repeat it for more. Default: all."),
         ),
     ] = None,
+    models: Annotated[
+        str | None,
+        typer.Option("--models", metavar="A,B", help="Models that it may use, in one list."),
+    ] = None,
+    group: Annotated[
+        str | None,
+        typer.Option("--group", metavar="GROUP", help="The group whose limits it shares."),
+    ] = None,
+    expires: Annotated[
+        str | None,
+        typer.Option(
+            "--expires",
+            metavar="TIME",
+            callback=_checked_expiry,
+            show_default="never",
+            help="When it ends: in 90d or 12h, or on 2027-01-31.",
+        ),
+    ] = None,
+    rpm: Annotated[int | None, _limit("--rpm", "Requests within any 60 seconds.")] = None,
+    tpm: Annotated[int | None, _limit("--tpm", "Tokens within any 60 seconds.")] = None,
+    tokens_per_day: Annotated[
+        int | None, _limit("--tokens-per-day", "Tokens in a day (UTC).")
+    ] = None,
+    budget: Annotated[
+        str | None,
+        _budget_option("--budget", "Money a month or day, in the currency of the nodes' costs."),
+    ] = None,
+    concurrency: Annotated[int | None, _limit("--concurrency", "Requests at one time.")] = None,
+    prompt_tokens: Annotated[
+        int | None, _limit("--prompt-tokens", "Largest prompt, in tokens.")
+    ] = None,
+    completion_tokens: Annotated[
+        int | None, _limit("--completion-tokens", "Most tokens of one answer.")
+    ] = None,
     trust_user_headers: Annotated[
         bool,
         typer.Option(
             "--trust-user-headers",
             help="Its holder may name its end users by header (see identity.user_headers).",
+            rich_help_panel=_USERS,
         ),
     ] = False,
+    user_rpm: Annotated[
+        int | None, _limit("--user-rpm", "Requests of each within any 60 seconds.", _USERS)
+    ] = None,
+    user_tpm: Annotated[
+        int | None, _limit("--user-tpm", "Tokens of each within any 60 seconds.", _USERS)
+    ] = None,
+    user_tokens_per_day: Annotated[
+        int | None, _limit("--user-tokens-per-day", "Tokens of each in a day.", _USERS)
+    ] = None,
+    user_budget: Annotated[
+        str | None, _budget_option("--user-budget", "Money of each a month or day.", _USERS)
+    ] = None,
+    user_concurrency: Annotated[
+        int | None, _limit("--user-concurrency", "Requests of each at one time.", _USERS)
+    ] = None,
+    print_only: Annotated[
+        bool,
+        typer.Option("--print", help="Store nothing: show the entry for the settings' keys."),
+    ] = False,
     as_json: Json = False,
+    admin_url: options.AdminUrl = None,
+    admin_key_file: options.AdminKeyFile = None,
+    config: options.ConfigFile = None,
+    nodes: options.NodesFile = options.DEFAULT_NODES,
 ) -> None:
-    """Make a key with its name and rights, and show its entry for the settings.
+    """Make a key with its name, rights and limits, and store its SHA-256.
 
-    The key is shown only now and is stored nowhere.
+    The key is shown only now, and kept nowhere. It works from the next request on.
     """
     highest = max_class or default_class or PriorityChoice.NORMAL
     classes = list(PriorityChoice)
@@ -157,16 +310,210 @@ def create(
         raise typer.BadParameter(
             f"is below --class {default_class.value}", param_hint="--max-class"
         )
-    rights: dict[str, str | bool | list[str]] = {"max_class": highest.value}
-    if default_class is not None:
-        rights = {"class": default_class.value, **rights}
-    if name:
-        rights = {"name": name, **rights}
-    if model:
-        rights["models"] = model
-    if trust_user_headers:
-        rights["trust_user_headers"] = True
-    _show(_new_key(key_id), rights, shown=True, as_json=as_json)
+    of_users = {
+        "rpm": user_rpm,
+        "tpm": user_tpm,
+        "tokens_per_day": user_tokens_per_day,
+        "budget": user_budget,
+        "concurrency": user_concurrency,
+    }
+    if any(value is not None for value in of_users.values()) and not trust_user_headers:
+        raise typer.BadParameter("needs --trust-user-headers", param_hint="--user-…")
+    rights: dict[str, Any] = {
+        "name": name,
+        "class": default_class and default_class.value,
+        "max_class": highest.value,
+        "models": _split(model, models),
+        "trust_user_headers": trust_user_headers or None,
+        "group": group,
+        "expires": expires,
+        "limits": _given(
+            {
+                "rpm": rpm,
+                "tpm": tpm,
+                "tokens_per_day": tokens_per_day,
+                "budget": budget,
+                "concurrency": concurrency,
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": completion_tokens,
+            }
+        ),
+        "user_limits": _given(of_users),
+    }
+    rights = _given(rights) or {}
+    key = _new_key(key_id)
+    if print_only:
+        _check_entry({"id": key.id, "sha256": key.sha256, **rights})
+        show_entry(key, rights, shown=True, as_json=as_json)
+        return
+    with open_keys(admin_url, admin_key_file, config, nodes) as keys:
+        made = keys.create({"id": key.id, "sha256": key.sha256, **rights})
+    tell_warnings(made.pop("warnings", ()))
+    show_new(key, made, as_json=as_json)
+
+
+@app.command("list", cls=HelpCommand)
+def list_(
+    revoked: Annotated[bool, typer.Option("--revoked", help="Show revoked keys as well.")] = False,
+    as_json: Json = False,
+    admin_url: options.AdminUrl = None,
+    admin_key_file: options.AdminKeyFile = None,
+    config: options.ConfigFile = None,
+    nodes: options.NodesFile = options.DEFAULT_NODES,
+) -> None:
+    """Show all keys of the settings and the store, without their secrets, which nobody has."""
+    with open_keys(admin_url, admin_key_file, config, nodes) as keys:
+        found = keys.list(revoked=revoked)
+    tell_warnings(found.get("warnings", ()))
+    if found.get("problem"):
+        print_note(f"warning: the store does not answer: {found['problem']}")
+    if as_json:
+        print_json(found)
+    elif found["keys"]:
+        print_table(KEY_COLUMNS, map(key_row, found["keys"]), state_column=3)
+    else:
+        print_note("there are no keys; 'llama-gateway keys create --name NAME' makes one")
+
+
+@app.command("show", cls=HelpCommand)
+def show(
+    name: KeyName,
+    as_json: Json = False,
+    admin_url: options.AdminUrl = None,
+    admin_key_file: options.AdminKeyFile = None,
+    config: options.ConfigFile = None,
+    nodes: options.NodesFile = options.DEFAULT_NODES,
+) -> None:
+    """Show one key: its rights, its limits, and when it was made and ends."""
+    with open_keys(admin_url, admin_key_file, config, nodes) as keys:
+        key = keys.show(name)
+    if as_json:
+        print_json(key)
+        return
+    for field, value in key.items():
+        text = limits_text(value) if isinstance(value, dict) else format_cell(value)
+        print(f"{field:20} {text}")
+
+
+@app.command("revoke", cls=HelpCommand)
+def revoke(
+    name: KeyName,
+    as_json: Json = False,
+    admin_url: options.AdminUrl = None,
+    admin_key_file: options.AdminKeyFile = None,
+    config: options.ConfigFile = None,
+    nodes: options.NodesFile = options.DEFAULT_NODES,
+) -> None:
+    """End a key for good: within a second its requests get 401, on open connections too.
+
+    Requests that run already are served to their end. Its name is free again, its id is not.
+    """
+    with open_keys(admin_url, admin_key_file, config, nodes) as keys:
+        key = keys.revoke(name)
+    if as_json:
+        print_json(key)
+    else:
+        print(f"{called(key)}: revoked")
+
+
+@app.command(
+    "rotate",
+    cls=HelpCommand,
+    epilog=examples_epilog(
+        ("llama-gateway keys rotate alice", "the old secret works for a day"),
+        ("llama-gateway keys rotate alice --grace 0", "the old secret ends now: it has leaked"),
+    ),
+)
+def rotate(
+    name: KeyName,
+    grace: Annotated[
+        str,
+        typer.Option("--grace", metavar="TIME", help="How long the old secret works; 0: it ends."),
+    ] = "24h",
+    as_json: Json = False,
+    admin_url: options.AdminUrl = None,
+    admin_key_file: options.AdminKeyFile = None,
+    config: options.ConfigFile = None,
+    nodes: options.NodesFile = options.DEFAULT_NODES,
+) -> None:
+    """Give a key another secret, which is shown only now; its id, rights and limits stay."""
+    from gateway.access.stored_keys import checked_grace
+    from gateway.errors import GatewayError
+
+    try:
+        seconds = checked_grace(grace)
+    except GatewayError as error:
+        raise typer.BadParameter(error.message, param_hint="--grace") from None
+    with open_keys(admin_url, admin_key_file, config, nodes) as keys:
+        key = _new_key(str(keys.show(name)["id"]))
+        rotated = keys.rotate(name, key.sha256, seconds)
+    tell_warnings(rotated.pop("warnings", ()))
+    show_new(key, rotated, as_json=as_json)
+
+
+@app.command(
+    "import",
+    cls=HelpCommand,
+    epilog=examples_epilog(
+        (
+            "llama-gateway keys import keys.yaml",
+            "a list of keys as in the settings, or under keys:",
+        ),
+        ("llama-gateway keys import keys.csv", "a table: id,sha256,name,models,rpm,budget,…"),
+    ),
+)
+def import_(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="YAML, JSON or CSV; - reads YAML from stdin.")
+    ],
+    as_json: Json = False,
+    admin_url: options.AdminUrl = None,
+    admin_key_file: options.AdminKeyFile = None,
+    config: options.ConfigFile = None,
+    nodes: options.NodesFile = options.DEFAULT_NODES,
+) -> None:
+    """Store keys by their hashes, all or none; every bad line is named.
+
+    The keys' holders keep the secrets that they have: lg_ID_SECRET, of whose SECRET the file has
+    the SHA-256.
+    """
+    from gateway.tools.cli.key_files import listed_problems, read_key_file
+
+    listed = read_key_file(file)
+    with open_keys(admin_url, admin_key_file, config, nodes) as keys:
+        try:
+            warnings = keys.import_keys([entry.fields for entry in listed])
+        except KeysNotStored as error:
+            raise listed_problems(file, listed, error.problems) from None
+    tell_warnings(warnings)
+    if as_json:
+        print_json({"imported": len(listed), "warnings": list(warnings)})
+    else:
+        print(f"{len(listed)} {'key' if len(listed) == 1 else 'keys'} imported")
+
+
+def _check_entry(entry: Mapping[str, Any]) -> None:
+    """Check an entry of the settings. Raises CommandFailed."""
+    from gateway.access.stored_keys import KeysRefused, checked_specs
+
+    try:
+        checked_specs([entry], (), (), time.time())
+    except KeysRefused as error:
+        raise CommandFailed(error.message, status=2) from None
+
+
+def _split(repeated: list[str] | None, listed: str | None) -> list[str] | None:
+    """Return the models of both flags."""
+    names = [*(repeated or ()), *(listed.split(",") if listed is not None else ())]
+    found = list(dict.fromkeys(name.strip() for name in names))
+    if listed is not None and not all(found):
+        raise typer.BadParameter("write names with commas between them", param_hint="--models")
+    return found or None
+
+
+def _given(values: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what is set; None if nothing is."""
+    return {name: value for name, value in values.items() if value is not None} or None
 
 
 def _new_key(key_id: str | None) -> ApiKey:
@@ -190,18 +537,3 @@ def _read_key() -> ApiKey:
     if not _ID.fullmatch(key.id):
         raise CommandFailed("the key's id may hold letters, digits and '-' only", status=2)
     return key
-
-
-def _show(
-    key: ApiKey, rights: dict[str, str | bool | list[str]], *, shown: bool, as_json: bool
-) -> None:
-    entry = {"id": key.id, "sha256": key.sha256, **rights}
-    if as_json:
-        print_json({"key": key.text, **entry} if shown else entry)
-        return
-    if shown:
-        print(f"The key, shown only now:\n\n  {key.text}\n")
-    print("For config/gateway.yaml:\n\nkeys:")
-    # Any JSON string is a YAML string.
-    lines = [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in entry.items()]
-    print("  - " + "\n    ".join(lines))

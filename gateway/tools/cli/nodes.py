@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
+import ssl
 import sys
 import time
 from collections.abc import Mapping
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     import httpx
 
-    from gateway.config.listeners import AdminSettings
+    from gateway.config.admin import AdminSettings
 
 
 EXAMPLES = examples_epilog(
@@ -86,6 +87,7 @@ def nodes(
     ] = None,
     admin_url: options.AdminUrl = None,
     admin_key_file: options.AdminKeyFile = None,
+    admin_ca: options.AdminCa = None,
     config: options.ConfigFile = None,
     wait: Annotated[
         bool, typer.Option("--wait", help="Drain: end only when the node is idle.")
@@ -117,7 +119,7 @@ def nodes(
         raise typer.BadParameter(f"{action.value} {need}", param_hint="NAME")
     if action is not NodeAction.DRAIN and (wait or deadline is not None):
         raise typer.BadParameter("only a drain has it", param_hint="--wait, --deadline")
-    with connect_admin(admin_url, admin_key_file, config) as admin:
+    with connect_admin(admin_url, admin_key_file, config, ca=admin_ca) as admin:
         if name is None:
             _list(admin.nodes(), as_json=as_json)
             return
@@ -218,10 +220,25 @@ REQUEST_TIMEOUT = 30.0
 _EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
+class NoGateway(CommandFailed):
+    """Nothing listens at the address of the admin API."""
+
+
+class AdminRefused(CommandFailed):
+    """The admin API answers with an error."""
+
+    def __init__(self, message: str, code: int, body: dict[str, Any]) -> None:
+        # What the command's user has written wrongly is wrong usage.
+        super().__init__(message, 2 if code == 400 else 1)
+        self.code = code
+        """The HTTP status."""
+        self.body = body
+
+
 class AdminClient:
     """A client of the admin API. Its methods raise CommandFailed, with words for people."""
 
-    def __init__(self, url: str, key: str | None) -> None:
+    def __init__(self, url: str, key: str | None, tls: ssl.SSLContext | None = None) -> None:
         import httpx
 
         self.url = url
@@ -231,32 +248,70 @@ class AdminClient:
             base_url=url,
             headers={"authorization": f"Bearer {key}"} if key else {},
             timeout=REQUEST_TIMEOUT,
-            transport=httpx.HTTPTransport(),
+            transport=httpx.HTTPTransport() if tls is None else httpx.HTTPTransport(verify=tls),
         )
 
     def nodes(self) -> list[dict[str, Any]]:
         """Return all nodes."""
-        nodes = self._request("GET", "/admin/nodes").get("nodes")
+        nodes = self.request("GET", "/admin/nodes").get("nodes")
         return [node for node in nodes if isinstance(node, dict)] if isinstance(nodes, list) else []
 
     def node(self, name: str) -> dict[str, Any]:
         """Return one node."""
-        return self._request("GET", f"/admin/nodes/{quote(name, safe='')}")
+        return self.request("GET", f"/admin/nodes/{quote(name, safe='')}")
 
     def node_action(self, name: str, action: str, **parameters: float) -> None:
         """Drain, resume or probe a node."""
         path = f"/admin/nodes/{quote(name, safe='')}/{action}"
-        self._request("POST", path, {key: f"{value:g}" for key, value in parameters.items()})
+        self.request("POST", path, {key: f"{value:g}" for key, value in parameters.items()})
 
-    def _request(
-        self, method: str, path: str, parameters: dict[str, str] | None = None
+    def status(self) -> dict[str, Any]:
+        """Return the gateway's status."""
+        return self.request("GET", "/admin/status")
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        parameters: dict[str, str] | None = None,
+        *,
+        body: Mapping[str, Any] | None = None,
+        timeout: float = REQUEST_TIMEOUT,
     ) -> dict[str, Any]:
+        """Return what the admin API answers. Raises AdminRefused or NoGateway, too."""
+        return _object(self._send(method, path, parameters, body, timeout))
+
+    def text(
+        self,
+        path: str,
+        parameters: dict[str, str] | None = None,
+        *,
+        timeout: float = REQUEST_TIMEOUT,
+    ) -> str:
+        """Return the text at this path."""
+        return self._send("GET", path, parameters, None, timeout).text
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        parameters: dict[str, str] | None,
+        body: Mapping[str, Any] | None,
+        timeout: float,
+    ) -> httpx.Response:
         import httpx
 
         try:
-            response = self._client.request(method, path, params=parameters)
+            response = self._client.request(
+                method, path, params=parameters, json=body, timeout=timeout
+            )
         except httpx.ConnectError as error:
-            raise CommandFailed(
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                raise CommandFailed(
+                    f"the certificate of the gateway at {self.url} is not trusted "
+                    f"({_reason(error)}): name it, or the authority behind it, with --admin-ca"
+                ) from None
+            raise NoGateway(
                 f"no gateway answers at {self.url} ({_reason(error)}): is it running? "
                 "--admin-url names its admin listener"
             ) from None
@@ -265,8 +320,10 @@ class AdminClient:
                 f"the gateway at {self.url} did not answer ({_reason(error)})"
             ) from None
         if response.is_success:
-            return _object(response)
-        raise CommandFailed(self._error(response))
+            return response
+        raise AdminRefused(
+            self._error(response), response.status_code, _object(response, strict=False)
+        )
 
     def _error(self, response: httpx.Response) -> str:
         if response.status_code == 401:
@@ -314,22 +371,61 @@ def connect_admin(
     key_file: Path | None,
     config: Path | None,
     environment: Mapping[str, str] = os.environ,
+    *,
+    ca: Path | None = None,
 ) -> AdminClient:
     """Open the admin API by flag, environment and settings, in this order.
 
-    Raises CommandFailed.
+    `ca`: PEM file of its certificate, or of the authority behind it. Raises CommandFailed.
     """
     if url is not None and urlsplit(url).scheme not in {"http", "https"}:
         raise CommandFailed(f"--admin-url {url}: must be like http://127.0.0.1:8001", status=2)
     admin = _settings(config) if url is None or key_file is None else None
+    own = None
     if url is None:
+        own = admin.tls.cert if admin is not None and admin.tls is not None else None
         host = environment.get("LLAMA_GATEWAY_ADMIN_HOST") or (admin.host if admin else "127.0.0.1")
         port = environment.get("LLAMA_GATEWAY_ADMIN_PORT") or (admin.port if admin else 8001)
         host = _EVERY_ADDRESS.get(host, host)
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if own is None else "https"
+        url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     if key_file is None and admin is not None:
         key_file = admin.key_file
-    return AdminClient(url.rstrip("/"), _key(key_file) if key_file else None)
+    if ca is None and (named := environment.get("LLAMA_GATEWAY_ADMIN_CA")):
+        ca = Path(named)
+    tls = _tls(ca, own) if urlsplit(url).scheme == "https" else None
+    return AdminClient(url.rstrip("/"), _key(key_file) if key_file else None, tls)
+
+
+def _tls(ca: Path | None, own: Path | None) -> ssl.SSLContext:
+    """How to check the listener's certificate: by `ca`, else by `own` of the settings."""
+    path = ca or own
+    context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH)
+    if path is None:
+        return context
+    try:
+        if ca is None:
+            # Exactly this certificate, whatever its names: the command may use another one, such as
+            # 127.0.0.1. Authorities in the same file vouch for others, too, and are left out.
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname = False
+            begin, end, _ = path.read_text(encoding="ascii").partition(_PEM_END)
+            context.load_verify_locations(cadata=begin + end)
+        else:
+            context.load_verify_locations(cafile=ca)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it holds no certificate in PEM form"
+        raise CommandFailed(
+            f"{path}: the admin listener's certificate can't be read: {why}; name it, or the "
+            "authority behind it, with --admin-ca",
+            status=2,
+        ) from None
+    # A certificate that is no authority's may be trusted, too.
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
+
+
+_PEM_END = "-----END CERTIFICATE-----"
 
 
 def _settings(config: Path | None) -> AdminSettings | None:

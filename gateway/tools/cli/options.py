@@ -126,6 +126,18 @@ AdminUrl = Annotated[
     ),
 ]
 
+AdminCa = Annotated[
+    Path | None,
+    typer.Option(
+        "--admin-ca",
+        envvar="LLAMA_GATEWAY_ADMIN_CA",
+        metavar="FILE",
+        show_default="the settings' admin.tls.cert, else the system's authorities",
+        help="Where it speaks https: PEM file of its certificate, or of the authority behind it.",
+        rich_help_panel=_ADMIN,
+    ),
+]
+
 Json = Annotated[bool, typer.Option("--json", help="Write JSON, for scripts.")]
 
 

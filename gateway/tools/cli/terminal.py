@@ -77,7 +77,7 @@ def print_json(value: Any) -> None:
 
 
 def print_table(
-    columns: Sequence[str], rows: Iterable[Sequence[object]], *, state_column: int
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, state_column: int | None = None
 ) -> None:
     """Print a table; the states in column number `state_column` get their colours."""
     from rich.table import Table
@@ -88,7 +88,8 @@ def print_table(
         table.add_column(column, overflow="fold")
     for row in rows:
         cells = [Text(format_cell(value)) for value in row]
-        cells[state_column].stylize(STATE_COLOURS.get(cells[state_column].plain, ""))
+        if state_column is not None:
+            cells[state_column].stylize(STATE_COLOURS.get(cells[state_column].plain, ""))
         table.add_row(*cells)
     console().print(table)
 

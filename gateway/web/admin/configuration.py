@@ -10,6 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.access.key_sync import KeySync
 from gateway.config.errors import ConfigError, Problem, single_line
 from gateway.config.settings import Settings, masked_settings
 from gateway.errors import GatewayError
@@ -17,6 +18,7 @@ from gateway.events import InventoryChanged, SettingsChanged
 from gateway.proxy.api.base import openai_error
 from gateway.store.store import Store
 from gateway.usage.ledger import Ledger
+from gateway.web.admin.certificates import CertificateStatus
 from gateway.web.asgi import JsonResponse
 
 
@@ -62,6 +64,14 @@ class GatewayControl(Protocol):
     @property
     def settings_error(self) -> str | None:
         """The problems of the settings on disk, while older ones are in force."""
+
+    @property
+    def certificates(self) -> CertificateStatus:
+        """The certificates of the listeners."""
+
+    @property
+    def key_sync(self) -> KeySync:
+        """Keeps the API keys in force equal to those of settings and store."""
 
     @property
     def keys_lost(self) -> str | None:

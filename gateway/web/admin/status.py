@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.fleet.fleet import Fleet
+from gateway.observe.audit import AuditTrail
 from gateway.observe.metrics import (
     LedgerSample,
     Metrics,
@@ -44,6 +45,7 @@ class StatusEndpoints:
     gateway: GatewayControl
     metrics: Metrics
     health: HealthEndpoints
+    audit: AuditTrail
 
     async def status(self, _: Request) -> Response:
         """The gateway on one page."""
@@ -55,7 +57,7 @@ class StatusEndpoints:
         return JsonResponse(
             {
                 "version": gateway.version,
-                "started_at": started.isoformat(timespec="seconds").replace("+00:00", "Z"),
+                "started_at": _iso(started.timestamp()),
                 "uptime": round(uptime, 3),
                 "ready": error is None,
                 "reason": None if error is None else error.code,
@@ -70,7 +72,13 @@ class StatusEndpoints:
                 "inventory_error": gateway.inventory_error,
                 "settings_error": gateway.settings_error,
                 "keys_lost": gateway.keys_lost,
+                "certificate_error": gateway.certificates.error,
+                "certificates": {
+                    key: {"expires_at": _iso(expires), "days_left": round(days_until(expires), 2)}
+                    for key, expires in gateway.certificates.expiry.items()
+                },
                 "store": store_json(gateway.store),
+                "audit_lost": self.audit.lost,
                 "ledger": ledger_json(gateway.ledger),
             }
         )
@@ -89,6 +97,16 @@ class StatusEndpoints:
                 self.scheduler.predicted_waits(MOST_LISTED_WAITING), 1
             )
         ]
+
+
+def _iso(seconds: float) -> str:
+    """A time, in seconds since 1970, as people and programs read it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def days_until(seconds: float) -> float:
+    """Days until this time, in seconds since 1970; negative if it has passed."""
+    return (seconds - datetime.now(UTC).timestamp()) / 86400
 
 
 def store_json(store: Store | None) -> dict[str, Any]:
@@ -141,6 +159,8 @@ class MetricsSource:
     registry: InFlightRegistry
     inventory_error: Callable[[], str | None]
     retries_left: Callable[[], int]
+    certificate_expiry: Callable[[], Mapping[str, float]] = dict
+    """When the certificate of each listener with TLS expires, in seconds since 1970."""
     store: Store | None = None
     ledger: Ledger | None = None
 
@@ -162,6 +182,9 @@ class MetricsSource:
             in_flight=len(self.registry),
             inventory_error=self.inventory_error() is not None,
             retry_budget=self.retries_left(),
+            certificate_days_left={
+                key: days_until(expires) for key, expires in self.certificate_expiry().items()
+            },
             store=self._store_sample(),
             ledger=self._ledger_sample(),
         )

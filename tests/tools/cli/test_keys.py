@@ -20,9 +20,11 @@ def parts(ran: Ran) -> tuple[str, str]:
     return key, snippet
 
 
-@pytest.mark.parametrize("command", ["hash", "create"])
-def test_a_new_key_is_accepted_with_the_printed_settings(command: str, tmp_path: Path) -> None:
-    key, snippet = parts(run("keys", command))
+@pytest.mark.parametrize("command", [("hash",), ("create", "--print")])
+def test_a_new_key_is_accepted_with_the_printed_settings(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    key, snippet = parts(run("keys", *command))
     file = tmp_path / "gateway.yaml"
     file.write_text(snippet)
     settings = load_settings(file)
@@ -34,7 +36,7 @@ def test_a_new_key_is_accepted_with_the_printed_settings(command: str, tmp_path:
 def test_a_key_has_the_rights_of_its_flags(tmp_path: Path) -> None:
     name = 'Team "A": #1 é'
     ran = run(
-        *("keys", "create", "--id", "team-a", "--name", name, "--max-class", "premium"),
+        *("keys", "create", "--print", "--id", "team-a", "--name", name, "--max-class", "premium"),
         *("--model", "mistral-7b", "--model", "helper", "--trust-user-headers"),
     )
     key, snippet = parts(ran)
@@ -51,7 +53,7 @@ def test_a_key_has_the_rights_of_its_flags(tmp_path: Path) -> None:
 
 def test_a_key_s_class_is_also_its_highest_by_default(tmp_path: Path) -> None:
     for flags, best in (([], "premium"), (["--max-class", "urgent"], "urgent")):
-        _, snippet = parts(run("keys", "create", "--class", "premium", *flags))
+        _, snippet = parts(run("keys", "create", "--print", "--class", "premium", *flags))
         (tmp_path / "gateway.yaml").write_text(snippet)
         (spec,) = load_settings(tmp_path / "gateway.yaml").keys
         assert (spec.class_, spec.max_class) == ("premium", best)

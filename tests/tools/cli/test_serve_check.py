@@ -61,7 +61,7 @@ def test_a_listener_behind_a_proxy_without_keys_is_refused(
     assert ran.status == 2
     output = ran.out + ran.err
     assert "listen.trusted_proxies" in output
-    assert "keys hash" in output
+    assert "keys create" in output
     assert "--allow-anonymous" in output
 
 

@@ -7,6 +7,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Scope
 
+from gateway.access.admin_keys import AdminKeys
 from gateway.web.admin.app import KEYLESS_PATHS, AdminGuard
 from gateway.web.asgi import X_REQUEST_ID_KEY
 
@@ -36,7 +37,7 @@ async def ask(
     headers: Sequence[tuple[str, str]] = (),
 ) -> httpx.Response:
     """A request through the guard; `Host` is a loopback one unless the headers have one."""
-    guard = AdminGuard(PlainTextResponse("inside"), key=key, names=names)
+    guard = AdminGuard(PlainTextResponse("inside"), keys=AdminKeys((), key), names=names)
 
     async def app(scope: Scope, receive: object, send: object) -> None:
         await guard({**scope, X_REQUEST_ID_KEY: "an-id", "server": server}, receive, send)  # type: ignore[arg-type]
@@ -162,7 +163,7 @@ async def test_the_right_key_is_accepted(scheme: str) -> None:
 )
 async def test_without_the_key_nothing_is_revealed(value: str | None) -> None:
     headers = [] if value is None else [("authorization", value)]
-    for path in ("/metrics", "/admin/status", "/", "/nothing", "/ready/"):
+    for path in ("/metrics", "/admin/status", "/openapi.json", "/nothing", "/ready/"):
         response = await ask(path, key=KEY, headers=headers)
         assert refused(response, 401, "invalid_api_key"), path
         assert response.headers["www-authenticate"].startswith("Bearer ")
@@ -170,7 +171,7 @@ async def test_without_the_key_nothing_is_revealed(value: str | None) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(KEYLESS_PATHS))
-async def test_health_and_readiness_need_no_key(path: str) -> None:
+async def test_health_readiness_and_the_index_need_no_key(path: str) -> None:
     assert passed(await ask(path, key=KEY))
 
 

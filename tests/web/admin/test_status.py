@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.web.admin.app import INDEX_PAGE
+from gateway.web.admin.app import ADMIN_ROUTES, INDEX_PAGE
 from gateway.web.admin.status import MOST_LISTED_WAITING
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec
@@ -150,7 +150,7 @@ async def test_health_and_readiness_are_those_of_the_public_listener() -> None:
 @in_virtual_time
 async def test_the_configured_key_is_needed_and_accepted() -> None:
     async with bare_gateway(admin_key="a-key") as gateway:
-        for path in ("/", "/metrics", "/admin/status", "/admin/nodes", "/admin/config"):
+        for path in ("/openapi.json", "/metrics", "/admin/status", "/admin/nodes", "/admin/config"):
             closed = await gateway.admin.get(path)
             opened = await gateway.admin.get(path, headers={"authorization": "Bearer a-key"})
             assert (closed.status_code, opened.status_code) == (401, 200)
@@ -170,15 +170,15 @@ async def test_hosts_of_the_settings_are_allowed_and_others_are_not() -> None:
 
 @in_virtual_time
 async def test_the_index_lists_exactly_the_served_paths() -> None:
-    paths = re.findall(r"^(GET|POST|DELETE) +(\S+)", INDEX_PAGE, re.MULTILINE)
+    paths = re.findall(r"^(GET|POST|PATCH|DELETE) +(\S+)", INDEX_PAGE, re.MULTILINE)
     async with bare_gateway(a_spec("a", DEAD)) as gateway:
         assert (await gateway.admin.get("/")).text == INDEX_PAGE
         for method, path in paths:
             asked = path.replace("{name}", "a").replace("{id}", "unknown")
-            wrong = await gateway.admin.request("PATCH", asked)
+            wrong = await gateway.admin.request("PUT", asked)
             assert wrong.status_code == 405, asked
             assert method in wrong.headers["allow"]
-    assert len(paths) == 13
+    assert len(paths) == len(ADMIN_ROUTES)
 
 
 @pytest.mark.parametrize("path", ["/admin", "/admin/", "/slots", "/v1/models", "/admin/nodes/"])

@@ -66,6 +66,7 @@ def upgrade() -> None:
         sa.Column("day", sa.Text(), nullable=False),
         sa.Column("seconds", sa.Float(), nullable=False),
         sa.Column("cost", sa.Float(), nullable=False),
+        sa.Column("counted_until", sa.Float(), nullable=False),
         sa.PrimaryKeyConstraint("node", "tier", "day", name=op.f("pk_node_hours")),
     )
     op.create_table(
@@ -140,7 +141,7 @@ def upgrade() -> None:
         ),
         sa.Column("slot_seconds", sa.Float(), server_default=sa.text("0"), nullable=False),
         sa.Column("cost", sa.Float(), server_default=sa.text("0"), nullable=False),
-        sa.Column("gpu_cost", sa.Float(), server_default=sa.text("0"), nullable=False),
+        sa.Column("gpu_cost", sa.Float(), nullable=True),
         sa.Column("attempts", sa.Integer(), server_default=sa.text("0"), nullable=False),
         sa.Column("status", sa.Integer(), server_default=sa.text("0"), nullable=False),
         sa.Column("outcome", sa.Text(), nullable=True),
@@ -164,12 +165,15 @@ def upgrade() -> None:
         sa.Column("node", sa.Text(), server_default=sa.text("('')"), nullable=False),
         sa.Column("outcome", sa.Text(), server_default=sa.text("('')"), nullable=False),
         sa.Column("requests", sa.BigInteger(), nullable=False),
+        sa.Column("failures", sa.BigInteger(), nullable=False),
+        sa.Column("clients_left", sa.BigInteger(), nullable=False),
         sa.Column("prompt_tokens", sa.BigInteger(), nullable=False),
         sa.Column("cached_tokens", sa.BigInteger(), nullable=False),
         sa.Column("completion_tokens", sa.BigInteger(), nullable=False),
         sa.Column("slot_seconds", sa.Float(), nullable=False),
         sa.Column("cost", sa.Float(), nullable=False),
         sa.Column("gpu_cost", sa.Float(), nullable=False),
+        sa.Column("gpu_priced", sa.BigInteger(), nullable=False),
         sa.Column("attempts", sa.BigInteger(), nullable=False),
         sa.PrimaryKeyConstraint(
             "day",

@@ -1,0 +1,269 @@
+"""Keeps the key ring equal to the store: changes, expiries and revocations within a second.
+
+The hashes of the keys are also kept in a file of the state folder. A gateway that starts while its
+store can't be reached knows its callers by that file until the store answers. Without it nobody can
+be told from a stranger: then keys of the settings work, and everybody else gets 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import structlog
+from sqlalchemy import Connection
+
+from gateway.access.keys import HeldKey, KeyDefinition, KeyRing, held_key
+from gateway.access.stored_keys import (
+    StoredKey,
+    key_rows,
+    keys_revision,
+    read_keys,
+    stored_key,
+)
+from gateway.config.listeners import KeySpec
+from gateway.store.database import StoreLocation
+from gateway.store.failures import StoreError
+from gateway.store.store import Store
+from gateway.system import read_state, write_state
+
+POLL_SECONDS = 0.5
+"""Seconds between two looks at the revision of the stored keys, and at expired ones."""
+
+START_SECONDS = 5.0
+"""Most seconds for the first look; then the gateway starts with the keys of the file."""
+
+FILE_VERSION = 1
+"""Version of the file's format; a file of another version is not read."""
+
+LARGEST_FILE = 128 << 20
+"""Bytes; 100,000 keys of 1 KiB each fit."""
+
+_PRIVATE = 0o600
+
+log = structlog.get_logger()
+
+
+class _FileKey(msgspec.Struct):
+    spec: dict[str, Any]
+    previous_sha256: str | None = None
+    previous_until: float | None = None
+
+
+class _KeysFile(msgspec.Struct):
+    version: int
+    store: str
+    """Which store they are of: a hash of its URL."""
+    saved_at: float
+    keys: list[_FileKey]
+
+
+class KeySync:
+    """Keeps the stored keys of `key_ring` equal to those of `store`; None: there is no store.
+
+    `path` is the file of the last known keys. `now` gives Unix seconds.
+    """
+
+    def __init__(
+        self,
+        store: Store | None,
+        key_ring: KeyRing,
+        path: Path | None,
+        *,
+        now: Callable[[], float] = time.time,
+        poll_seconds: float = POLL_SECONDS,
+    ) -> None:
+        self._store = store
+        self.key_ring = key_ring
+        self._path = path
+        self._now = now
+        self._poll_seconds = poll_seconds
+        self._revision: int | None = None
+        """The revision of the keys in the ring; None: they are not the store's, or there are none.
+        """
+        self._refreshing = asyncio.Lock()
+        self._told_lost = False
+        self._known: dict[tuple[Any, ...], tuple[StoredKey, HeldKey] | None] = {}
+        """What was made of the last rows: most of them are the same at the next change."""
+        self.problem: str | None = None
+        """Why the ring may have other keys than the store; None: it has the same."""
+
+    def configure(self, specs: Iterable[KeyDefinition], *, allow_anonymous: bool) -> None:
+        """Take the keys of these settings."""
+        self.key_ring.configure(specs, allow_anonymous=allow_anonymous)
+        self._tell()
+
+    async def start(self, seconds: float = START_SECONDS) -> None:
+        """Read the store's keys; those of the file, if the store does not open in `seconds`."""
+        store = self._store
+        if store is None:
+            return
+        await store.wait_opened(seconds)
+        try:
+            await self.refresh(seconds)
+        except StoreError as error:
+            saved = await asyncio.to_thread(_last_known_keys, store.location, self._path)
+            if saved is None:
+                log.warning("stored keys are unknown", why=error.message, remedy=error.remedy)
+                return
+            if saved.at is not None:
+                log.warning("stored keys as last known", of=_local_time(saved.at), why=str(error))
+            self.key_ring.replace_stored(saved.keys)
+            self._tell()
+
+    async def run(self) -> None:
+        """Take over changes of other processes, and end keys in time, until cancelled."""
+        async with asyncio.TaskGroup() as loops:
+            loops.create_task(self._poll())
+            loops.create_task(self._expire())
+
+    async def _poll(self) -> None:
+        while True:
+            await asyncio.sleep(self._poll_seconds)
+            # The store tells its own failures; `problem` has this one.
+            with contextlib.suppress(StoreError):
+                await self.refresh()
+
+    async def _expire(self) -> None:
+        """Keys end whatever the store does."""
+        while True:
+            await asyncio.sleep(self._poll_seconds)
+            self.key_ring.expire()
+
+    async def refresh(self, seconds: float | None = None) -> None:
+        """Take over the store's keys if they have changed. Raises: StoreError.
+
+        Call it after a change by this process: its callers should not wait for the next poll.
+        """
+        store = self._store
+        if store is None:
+            return
+        async with self._refreshing:
+            limit = {} if seconds is None else {"seconds": seconds}
+            try:
+                read = await store.run(self._read_changes, write=False, **limit)
+            except StoreError as error:
+                self.problem = error.message
+                raise
+            self.problem = None
+            if read is None:
+                return
+            self._revision, keys, held = read
+            self.key_ring.replace_stored(held)
+            self._tell()
+            if self._path is not None:
+                await asyncio.to_thread(self._write_file, store.location, self._path, keys)
+
+    def _tell(self) -> None:
+        """Log it once that the last key is lost."""
+        lost = self.key_ring.lost
+        if lost is not None and not self._told_lost:
+            log.warning("locked", why=lost)
+        self._told_lost = lost is not None
+
+    def _read_changes(
+        self, connection: Connection
+    ) -> tuple[int, list[StoredKey], list[HeldKey]] | None:
+        """The revision and the keys; None: they are what they were. On the store's thread."""
+        revision = keys_revision(connection)
+        if revision == self._revision:
+            return None
+        known: dict[tuple[Any, ...], tuple[StoredKey, HeldKey] | None] = {}
+        for row in key_rows(connection):
+            values = tuple(row)
+            if values in self._known:
+                known[values] = self._known[values]
+            else:
+                key = stored_key(row)
+                known[values] = None if key is None else (key, key.held())
+        self._known = known
+        both = [pair for pair in known.values() if pair is not None]
+        return revision, [key for key, _ in both], [held for _, held in both]
+
+    def _write_file(self, location: StoreLocation, path: Path, keys: Sequence[StoredKey]) -> None:
+        saved = [
+            _FileKey(
+                key.spec.model_dump(mode="json", by_alias=True, exclude_none=True),
+                key.previous_sha256,
+                key.previous_until,
+            )
+            for key in keys
+        ]
+        whole = _KeysFile(FILE_VERSION, _store_id(location), self._now(), saved)
+        try:
+            write_state(path, whole, mode=_PRIVATE)
+        except OSError as error:
+            log.warning(
+                "stored keys could not be saved for a start without the store", why=str(error)
+            )
+
+
+def count_stored_keys(location: StoreLocation, path: Path) -> int | None:
+    """How many keys the store has that are not revoked, before a gateway runs.
+
+    If the store can't be read, those of the file; None: nobody knows. Blocks: not for event loops.
+    """
+    if _is_missing(location):
+        saved = _last_known_keys(location, path)
+        return len(saved.keys) if saved is not None else 0
+    store = Store(location)
+    store.start()
+    try:
+        return store.run_now(lambda connection: len(read_keys(connection)), write=False)
+    except StoreError:
+        saved = _last_known_keys(location, path)
+        return None if saved is None else len(saved.keys)
+    finally:
+        store.close(START_SECONDS)
+
+
+# The file of the last known keys.
+
+
+class _LastKnown(NamedTuple):
+    keys: list[HeldKey]
+    at: float | None
+    """When they were saved, in Unix seconds; None: there never were any."""
+
+
+def _last_known_keys(location: StoreLocation, path: Path | None) -> _LastKnown | None:
+    """The keys that this store had when it was read last; None: nobody knows."""
+    if path is not None:
+        consequence = "stored keys stay unknown until the store answers"
+        found = read_state(path, _KeysFile, LARGEST_FILE, consequence)
+        ours = (FILE_VERSION, _store_id(location))
+        if found is not None and (found.version, found.store) == ours:
+            return _LastKnown(list(_held_keys(found.keys)), found.saved_at)
+    # A file that nobody has made yet holds no keys: its folder may be read-only.
+    return _LastKnown([], None) if _is_missing(location) else None
+
+
+def _held_keys(saved: Iterable[_FileKey]) -> Iterator[HeldKey]:
+    for key in saved:
+        # What another version wrote, only the store can tell.
+        with contextlib.suppress(ValueError):
+            spec = KeySpec.model_validate(key.spec, by_alias=True, by_name=False)
+            yield held_key(spec, key.previous_sha256, key.previous_until)
+
+
+def _is_missing(location: StoreLocation) -> bool:
+    try:
+        return location.path is not None and not location.path.exists()
+    except OSError:
+        return False
+
+
+def _store_id(location: StoreLocation) -> str:
+    """A hash, since the URL names hosts and users."""
+    return hashlib.sha256(location.shown.encode()).hexdigest()[:32]
+
+
+def _local_time(at: float) -> str:
+    return datetime.fromtimestamp(at).astimezone().isoformat(timespec="seconds")

@@ -1,0 +1,574 @@
+"""Keys in the store: made, changed, rotated and revoked, each in one transaction of the store.
+
+The functions that take a connection are jobs of the store's thread, or parts of such jobs. They can
+be done twice: who does not know whether a change was made asks for it again. Each of them raises
+the revision of the keys, so that every gateway of the store sees the change at its next poll.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import structlog
+from pydantic import ValidationError
+from sqlalchemy import Connection, Row, case, func, insert, or_, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import IntegrityError
+
+from gateway.access.keys import HeldKey, held_key
+from gateway.config.fields import parse_duration, parse_timestamp
+from gateway.config.listeners import KeySpec
+from gateway.config.validation import error_words, model_at_path
+from gateway.errors import GatewayError, truncate_echo
+from gateway.store.schema import keys as keys_table
+from gateway.store.schema import revisions
+
+MOST_STORED_KEYS = 100_000
+"""Keys that a store may hold, revoked ones included: a gateway has all of them in memory."""
+
+MOST_PROBLEMS = 50
+"""Problems of an import that are told; it counts the others."""
+
+KEYS_REVISION = "keys"
+"""The name under which the store counts changes of keys."""
+
+DEFAULT_GRACE = 24 * 3600.0
+"""Seconds for which the old secret works after a rotation."""
+
+LONGEST_GRACE = 366 * 86400.0
+
+_JSON_COLUMNS = {
+    "models": "models",
+    "limits": "limits",
+    "user_limits": "user_limits",
+    "cache": "privacy",
+}
+"""The column of each field that is stored as JSON."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKey:
+    """A key of the store. Times are Unix seconds."""
+
+    spec: KeySpec
+    created_at: float
+    revoked_at: float | None = None
+    previous_sha256: str | None = field(default=None, repr=False)
+    previous_until: float | None = None
+    """The secret before the last rotation works until then."""
+
+    def held(self) -> HeldKey:
+        """The key as the ring looks it up."""
+        return held_key(self.spec, self.previous_sha256, self.previous_until)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyProblem:
+    """What is wrong with one of the keys that somebody wants to store."""
+
+    index: int
+    """Its place in the list, from 0."""
+    key: str
+    """The field to blame."""
+    message: str
+    remedy: str
+
+    def __str__(self) -> str:
+        name = f"{self.key}: " if self.key else ""
+        return f"{name}{self.message}" + (f" ({self.remedy})" if self.remedy else "")
+
+
+class KeysRefused(GatewayError):  # noqa: N818 - says what happened to the keys
+    """None of these keys was stored; `problems` says what is wrong with which."""
+
+    def __init__(self, problems: Sequence[KeyProblem], status: int = 400) -> None:
+        first = str(problems[0])
+        more = f"; and {len(problems) - 1} more problems" if len(problems) > 1 else ""
+        code = "key_exists" if status == 409 else "invalid_request"
+        super().__init__(status, code, first + more, param=problems[0].key or None)
+        self.problems = tuple(problems)
+
+
+def key_not_found(name: str) -> GatewayError:
+    """404: no key has this name or id."""
+    return GatewayError(
+        404,
+        "key_not_found",
+        f"There is no key of the name or id '{truncate_echo(name)}'; "
+        "'llama-gateway keys list' shows all.",
+    )
+
+
+# What somebody wants, checked before the store is asked.
+
+
+def checked_specs(
+    entries: Sequence[object], settings_keys: Iterable[KeySpec], groups: Iterable[str], now: float
+) -> list[KeySpec]:
+    """The keys that these mappings describe, in the form of the settings' `keys`.
+
+    `expires` may be a duration from `now` on (Unix seconds), such as `90d`. `settings_keys` and
+    `groups` are those of the settings: names and ids of keys are unique over both.
+
+    Raises: KeysRefused, with every problem.
+    """
+    problems: list[KeyProblem] = []
+    specs: list[KeySpec] = []
+    taken = {one for spec in settings_keys for one in (spec.id, spec.name) if one}
+    known_groups, seen = set(groups), dict[str, int]()
+    for index, entry in enumerate(entries):
+        try:
+            spec = _spec(entry, now)
+        except ValidationError as error:
+            problems += _invalid(index, error)
+            continue
+        except ValueError as error:
+            problems.append(KeyProblem(index, "expires", str(error), ""))
+            continue
+        specs.append(spec)
+        problems += _conflicts(index, spec, taken, known_groups, seen)
+        seen |= {spec.id: index, spec.name: index}
+        if len(problems) > MOST_PROBLEMS:
+            break
+    if problems:
+        raise KeysRefused(problems[:MOST_PROBLEMS])
+    return specs
+
+
+def checked_change(
+    key: StoredKey,
+    patch: Mapping[str, Any],
+    settings_keys: Iterable[KeySpec],
+    groups: Iterable[str],
+    now: float,
+) -> KeySpec:
+    """The key's rights after a JSON merge patch (RFC 7396). Raises: KeysRefused."""
+    for fixed in ("id", "sha256"):
+        if fixed in patch:
+            raise KeysRefused([KeyProblem(0, fixed, "can't be changed", "rotate it, or make one")])
+    fields = key.spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+    if "expires" not in patch:
+        # It may be over: that is no fault of this change.
+        fields.pop("expires", None)
+    [changed] = checked_specs([_merged(fields, patch)], settings_keys, groups, now)
+    if "expires" not in patch:
+        changed = changed.model_copy(update={"expires": key.spec.expires})
+    return changed
+
+
+def _merged(fields: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(fields)
+    for name, value in patch.items():
+        if isinstance(value, Mapping):
+            before = merged.get(name)
+            merged[name] = _merged(before if isinstance(before, Mapping) else {}, value)
+        else:
+            merged[name] = value  # null: as if it were not there.
+    return merged
+
+
+def checked_grace(value: object) -> float:
+    """The seconds that `24h`, or a number, means. Raises: GatewayError (400)."""
+    try:
+        seconds = parse_duration(value)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= LONGEST_GRACE:
+        days = LONGEST_GRACE / 86400
+        raise GatewayError(
+            400,
+            "invalid_request",
+            f"The grace must be a duration of at most {days:.0f} days, such as 24h, or 0.",
+            param="grace",
+        )
+    return seconds
+
+
+def _spec(entry: object, now: float) -> KeySpec:
+    """The key of this mapping. Raises: ValidationError, ValueError."""
+    if not isinstance(entry, Mapping):
+        return KeySpec.model_validate(entry, by_alias=True, by_name=False)
+    fields = dict(entry)
+    if isinstance(fields.get("expires"), str):
+        fields["expires"] = expiry(fields["expires"], now)
+    spec = KeySpec.model_validate(fields, by_alias=True, by_name=False)
+    if spec.expires is not None and spec.expires.timestamp() <= now:
+        raise ValueError(f"{spec.expires:%Y-%m-%d %H:%M} is over; give a later time")
+    # A key without a name is called by its id.
+    return spec if spec.name else spec.model_copy(update={"name": spec.id})
+
+
+def expiry(text: str, now: float) -> datetime:
+    """The time that `90d`, or `2027-01-31`, means. Raises: ValueError."""
+    with_unit = any(char.isalpha() for char in text) and "T" not in text
+    try:
+        if not with_unit:
+            return parse_timestamp(text)
+        return datetime.fromtimestamp(now + parse_duration(text), UTC)
+    except (ValueError, OverflowError, OSError):
+        raise ValueError(
+            "must be a duration such as 90d or 12h, or a time such as 2027-01-31"
+        ) from None
+
+
+def _conflicts(
+    index: int, spec: KeySpec, taken: set[str], groups: set[str], seen: Mapping[str, int]
+) -> list[KeyProblem]:
+    found = []
+    if spec.name != spec.name.strip() or not spec.name.isprintable():
+        found.append(
+            KeyProblem(index, "name", "must be printable, without white space around it", "")
+        )
+    for name, value in (("id", spec.id), ("name", spec.name)):
+        if value in taken:
+            remedy = "choose another, or remove that key from the settings first"
+            message = f"a key of the settings is called '{value}' already"
+            found.append(KeyProblem(index, name, message, remedy))
+            break
+        if value in seen:
+            message = f"key {seen[value] + 1} of the list is called '{value}' already"
+            found.append(KeyProblem(index, name, message, "names and ids must be unique"))
+            break
+    # The settings take any group while they declare none.
+    if groups and spec.group is not None and spec.group not in groups:
+        known = ", ".join(sorted(groups))
+        message = f"the settings have no group '{spec.group}'"
+        found.append(KeyProblem(index, "group", message, f"they have {known}"))
+    return found
+
+
+def _invalid(index: int, error: ValidationError) -> list[KeyProblem]:
+    problems = []
+    for one in error.errors(include_url=False):
+        loc = one["loc"]
+        message, remedy = error_words(one, model_at_path(KeySpec, loc[:-1]) or KeySpec, loc)
+        problems.append(KeyProblem(index, ".".join(map(str, loc)), message, remedy))
+    return problems
+
+
+# Jobs of the store's thread.
+
+
+def keys_revision(connection: Connection) -> int:
+    """The number of the last change of keys; 0: there was none."""
+    found = connection.execute(
+        select(revisions.c.number).where(revisions.c.name == KEYS_REVISION)
+    ).scalar()
+    return 0 if found is None else int(found)
+
+
+def read_keys(connection: Connection, *, revoked: bool = False) -> list[StoredKey]:
+    """All keys in the order of their names; with `revoked`, those as well."""
+    rows = key_rows(connection, revoked=revoked)
+    return [key for row in rows if (key := stored_key(row)) is not None]
+
+
+def key_rows(connection: Connection, *, revoked: bool = False) -> Sequence[Row[Any]]:
+    """The rows of `read_keys`."""
+    wanted = select(keys_table).order_by(keys_table.c.name, keys_table.c.created_at)
+    if not revoked:
+        wanted = wanted.where(keys_table.c.revoked_at.is_(None))
+    return connection.execute(wanted.limit(MOST_STORED_KEYS)).all()
+
+
+def stored_key(row: Row[Any]) -> StoredKey | None:
+    """The key of a row; None if a later version has written what this one can't read."""
+    values = row._mapping  # noqa: SLF001 - SQLAlchemy's public name for it
+    fields: dict[str, Any] = {
+        "id": values["id"],
+        "sha256": values["sha256"],
+        "name": values["name"],
+        "class": values["class_"],
+        "max_class": values["max_class"],
+        "group": values["group_name"],
+        "trust_user_headers": bool(values["trust_user_headers"]),
+    }
+    try:
+        for name, column in _JSON_COLUMNS.items():
+            fields[name] = None if values[column] is None else json.loads(values[column])
+        if values["expires_at"] is not None:
+            fields["expires"] = datetime.fromtimestamp(values["expires_at"], UTC)
+        spec = KeySpec.model_validate(fields, by_alias=True, by_name=False)
+    except (ValueError, OverflowError, OSError) as error:
+        # Its rights are unknown, so it has none.
+        why = str(error).splitlines()[0]
+        log.warning("a stored key can't be used", key=values["id"], why=why)
+        return None
+    return StoredKey(
+        spec,
+        values["created_at"],
+        values["revoked_at"],
+        values["previous_sha256"],
+        values["previous_until"],
+    )
+
+
+def find_key(connection: Connection, name: str) -> StoredKey:
+    """The key of this name or id; a revoked one only if no other has it.
+
+    Raises: GatewayError (404).
+    """
+    wanted = (
+        select(keys_table)
+        .where(or_(keys_table.c.id == name, keys_table.c.name == name))
+        .order_by(keys_table.c.revoked_at.is_(None).desc(), keys_table.c.revoked_at.desc())
+        .limit(1)
+    )
+    row = connection.execute(wanted).first()
+    key = None if row is None else stored_key(row)
+    if key is None:
+        raise key_not_found(name)
+    return key
+
+
+def add_keys(connection: Connection, specs: Sequence[KeySpec], now: float) -> list[StoredKey]:
+    """Store these keys: all of them or none. Raises: KeysRefused (409)."""
+    problems: list[KeyProblem] = []
+    present = _present(connection, specs)
+    if len(specs) > MOST_STORED_KEYS - _count(connection):
+        message = f"a store holds at most {MOST_STORED_KEYS} keys, revoked ones included"
+        problems.append(KeyProblem(0, "", message, ""))
+    fresh = []
+    for index, spec in enumerate(specs):
+        problem, is_there = _taken(index, spec, present)
+        if problem is not None:
+            problems.append(problem)
+        elif not is_there:
+            fresh.append(StoredKey(spec, now))
+    if problems:
+        raise KeysRefused(problems[:MOST_PROBLEMS], 409)
+    if fresh:
+        try:
+            connection.execute(insert(keys_table), [_row(key) for key in fresh])
+        except IntegrityError:
+            # Another process has stored it since the look.
+            problem = KeyProblem(0, "name", "another key of this name or id is being stored", "")
+            raise KeysRefused([problem], 409) from None
+        raise_revision(connection, now)
+    return [present.get(spec.id) or StoredKey(spec, now) for spec in specs]
+
+
+def change_key(connection: Connection, name: str, spec: KeySpec, now: float) -> StoredKey:
+    """Give the key of this name or id the rights and the name of `spec`.
+
+    Its id and its secrets stay. Raises: GatewayError (404, 409).
+    """
+    key = _usable(connection, name)
+    for other in _named(connection, [spec.name]):
+        if other.spec.id != key.spec.id and other.revoked_at is None:
+            message = f"the key {other.spec.id} is called '{spec.name}' already"
+            raise KeysRefused([KeyProblem(0, "name", message, "choose another")], 409)
+    changed = replace(
+        key, spec=spec.model_copy(update={"id": key.spec.id, "sha256": key.spec.sha256})
+    )
+    if changed != key:
+        _write(connection, changed, now)
+    return changed
+
+
+def rotate_key(
+    connection: Connection, name: str, sha256: str, grace: float, now: float
+) -> StoredKey:
+    """Give the key a new secret; the old one works for `grace` seconds more.
+
+    Raises: GatewayError (404, 409).
+    """
+    key = _usable(connection, name)
+    if key.spec.sha256 == sha256:
+        return key  # It was done before.
+    if key.spec.expires is not None and key.spec.expires.timestamp() <= now:
+        raise GatewayError(
+            409, "key_expired", f"The key '{key.spec.name}' has expired: make a new one."
+        )
+    rotated = replace(
+        key,
+        spec=key.spec.model_copy(update={"sha256": sha256}),
+        previous_sha256=key.spec.sha256 if grace > 0 else None,
+        previous_until=now + grace if grace > 0 else None,
+    )
+    _write(connection, rotated, now)
+    return rotated
+
+
+def revoke_key(connection: Connection, name: str, now: float) -> StoredKey:
+    """End the key of this name or id for good. Raises: GatewayError (404)."""
+    key = find_key(connection, name)
+    if key.revoked_at is not None:
+        return key
+    revoked = replace(key, revoked_at=now, previous_sha256=None, previous_until=None)
+    _write(connection, revoked, now)
+    return revoked
+
+
+def raise_revision(connection: Connection, now: float) -> None:
+    """Count a change of keys.
+
+    Not by one but to the time in milliseconds, so that a store that was put back from a backup
+    never has the number of the one before.
+    """
+    least = int(now * 1000)
+    kind = postgresql if connection.dialect.name == "postgresql" else sqlite
+    first = kind.insert(revisions).values(name=KEYS_REVISION, number=least)
+    raised = revisions.c.number + 1
+    connection.execute(
+        first.on_conflict_do_update(
+            index_elements=[revisions.c.name],
+            set_={"number": case((raised > least, raised), else_=least)},
+        )
+    )
+
+
+def _usable(connection: Connection, name: str) -> StoredKey:
+    key = find_key(connection, name)
+    if key.revoked_at is not None:
+        raise GatewayError(
+            409, "key_revoked", f"The key '{key.spec.name}' is revoked for good: make a new one."
+        )
+    return key
+
+
+def _taken(
+    index: int, spec: KeySpec, present: Mapping[str, StoredKey]
+) -> tuple[KeyProblem | None, bool]:
+    """Why the key can't be stored; and whether it is stored already, just like this."""
+    same = present.get(spec.id)
+    if same is not None and same.revoked_at is None and same.spec == spec:
+        return None, True
+    if same is not None:
+        state = "a revoked key has" if same.revoked_at is not None else "another key has"
+        message = f"{state} the id '{spec.id}' already"
+        return KeyProblem(index, "id", message, "choose another"), False
+    for other in present.values():
+        if other.revoked_at is None and {spec.name, spec.id} & {other.spec.name, other.spec.id}:
+            message = f"the key {other.spec.id} is called '{other.spec.name}' already"
+            return KeyProblem(index, "name", message, "choose another, or revoke that one"), False
+    return None, False
+
+
+_MOST_PARAMETERS = 10_000
+"""Values that one statement names; SQLite takes 32,766."""
+
+
+def _present(connection: Connection, specs: Sequence[KeySpec]) -> dict[str, StoredKey]:
+    """The stored keys that have an id or a name of one of these, by id."""
+    words = list({word for spec in specs for word in (spec.id, spec.name)})
+    found: dict[str, StoredKey] = {}
+    for start in range(0, len(words), _MOST_PARAMETERS):
+        for key in _named(connection, words[start : start + _MOST_PARAMETERS]):
+            found[key.spec.id] = key
+    return found
+
+
+def _named(connection: Connection, words: Sequence[str]) -> list[StoredKey]:
+    wanted = select(keys_table).where(or_(keys_table.c.id.in_(words), keys_table.c.name.in_(words)))
+    return [key for row in connection.execute(wanted) if (key := stored_key(row)) is not None]
+
+
+def _count(connection: Connection) -> int:
+    return connection.execute(select(func.count()).select_from(keys_table)).scalar_one()
+
+
+def _write(connection: Connection, key: StoredKey, now: float) -> None:
+    values = _row(key)
+    connection.execute(
+        update(keys_table).where(keys_table.c.id == values.pop("id")).values(**values)
+    )
+    raise_revision(connection, now)
+
+
+def _row(key: StoredKey) -> dict[str, Any]:
+    """The values of a key's row."""
+    spec = key.spec
+    fields = spec.model_dump(mode="json", exclude_none=True)
+    return {
+        "id": spec.id,
+        "name": spec.name,
+        "sha256": spec.sha256,
+        "previous_sha256": key.previous_sha256,
+        "previous_until": key.previous_until,
+        "created_at": key.created_at,
+        "expires_at": None if spec.expires is None else spec.expires.timestamp(),
+        "revoked_at": key.revoked_at,
+        "class_": spec.class_,
+        "max_class": spec.max_class,
+        "group_name": spec.group,
+        "trust_user_headers": spec.trust_user_headers,
+        **{
+            column: json.dumps(fields[name]) if name in fields else None
+            for name, column in _JSON_COLUMNS.items()
+        },
+    }
+
+
+# How keys are shown.
+
+
+def shown_key(key: StoredKey, now: float, *, is_hidden: bool) -> dict[str, Any]:
+    """A stored key as JSON values, without its hash; `is_hidden`: one of the settings counts."""
+    state = _state(key.spec, now)
+    if key.revoked_at is not None:
+        state = "revoked"
+    elif is_hidden:
+        state = "hidden"
+    in_grace = key.previous_until is not None and key.previous_until > now
+    return {
+        **_shown(key.spec, "store", state),
+        "created_at": iso_time(key.created_at),
+        "revoked_at": iso_time(key.revoked_at),
+        "previous_until": iso_time(key.previous_until) if in_grace else None,
+    }
+
+
+def shown_settings_key(spec: KeySpec, now: float) -> dict[str, Any]:
+    """A key of the settings as JSON values, without its hash."""
+    unknown = {"created_at": None, "revoked_at": None, "previous_until": None}
+    return {**_shown(spec, "settings", _state(spec, now)), **unknown}
+
+
+def key_warnings(settings_keys: Iterable[KeySpec], stored: Iterable[StoredKey]) -> list[str]:
+    """Keys of settings and store that have an id or a name in common."""
+    own = {word: spec for spec in settings_keys for word in (spec.id, spec.name) if word}
+    warnings = []
+    for key in stored:
+        if key.revoked_at is not None:
+            continue
+        for word in (key.spec.id, key.spec.name):
+            if (other := own.get(word)) is None:
+                continue
+            if other.id == key.spec.id:
+                effect = "that of the settings counts; remove one of them"
+            else:
+                effect = f"they are {other.id} and {key.spec.id}; rename one of them"
+            warnings.append(f"settings and store both have a key '{word}': {effect}")
+            break
+    return warnings
+
+
+def iso_time(at: float | None) -> str | None:
+    """Unix seconds as people and programs read them."""
+    if at is None:
+        return None
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _state(spec: KeySpec, now: float) -> str:
+    over = spec.expires is not None and spec.expires.timestamp() <= now
+    return "expired" if over else "active"
+
+
+def _shown(spec: KeySpec, source: str, state: str) -> dict[str, Any]:
+    fields = spec.model_dump(mode="json", by_alias=True, exclude={"sha256", "expires"})
+    return {
+        **fields,
+        "name": spec.name or spec.id,
+        "max_class": spec.max_class or spec.class_ or "normal",
+        "expires": iso_time(None if spec.expires is None else spec.expires.timestamp()),
+        "source": source,
+        "state": state,
+    }

@@ -1,0 +1,252 @@
+"""The audit log: who has changed what, when, and with which outcome.
+
+Each change is logged at once, and kept in the store for `/admin/audit`. While the store can't be
+written, a bounded number of changes waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from sqlalchemy import Connection, delete, func, insert, select
+
+from gateway.events import InventoryChanged
+from gateway.store.failures import StoreError
+from gateway.store.schema import audit as audit_table
+from gateway.store.store import Store
+
+log = structlog.get_logger()
+
+LONGEST_TEXT = 200
+"""Characters of a name or value that are kept."""
+
+MOST_PENDING = 1000
+"""Changes that wait for the store, or without one are all that is kept; further ones replace the
+oldest."""
+
+MOST_ROWS = 100_000
+"""Changes that the store keeps."""
+
+RETRY_SECONDS = 5.0
+"""Seconds until a store that failed is tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEntry:
+    """One change, or an attempt at one. It holds no secret."""
+
+    at: float
+    """Seconds since 1970."""
+    actor: str
+    """The id of an admin key; `local`, `file`, `signal` or `gateway` without one."""
+    role: str | None
+    action: str
+    target: str
+    outcome: str
+    """`done`, or the code of the error."""
+    details: Mapping[str, str]
+    id: int = 0
+    """Grows with time; 0: not yet stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class AuditQuery:
+    """Which changes to show, the latest first. Times are in seconds since 1970."""
+
+    since: float | None = None
+    until: float | None = None
+    before: int | None = None
+    """Only those with a smaller id."""
+    limit: int = 100
+
+
+class AuditTrail:
+    """Logs changes and keeps them; `record` never waits.
+
+    Without `store` the last ones are kept in memory.
+    """
+
+    def __init__(
+        self,
+        wall_clock: Callable[[], float],
+        store: Store | None = None,
+        *,
+        retry_seconds: float = RETRY_SECONDS,
+    ) -> None:
+        self.lost = 0
+        """Changes that were logged but could not be kept."""
+        self._wall_clock = wall_clock
+        self._store = store
+        self._retry_seconds = retry_seconds
+        self._pending: deque[AuditEntry] = deque()
+        self._recorded = asyncio.Event()
+        self._writing = asyncio.Lock()
+        self._last_at = 0.0
+        self._last_id = 0
+
+    def record(
+        self,
+        actor: str,
+        role: str | None,
+        action: str,
+        target: str = "",
+        outcome: str = "done",
+        *,
+        details: Mapping[str, str] | None = None,
+    ) -> None:
+        """Tell of a change. Texts are shortened; nothing secret may be in them."""
+        # No two entries have the same time, by which a repeated write is recognised.
+        self._last_at = max(self._wall_clock(), self._last_at + 1e-6)
+        self._last_id += 1
+        entry = AuditEntry(
+            self._last_at,
+            _shortened(actor),
+            role,
+            action,
+            _shortened(target),
+            outcome,
+            {_shortened(key): _shortened(value) for key, value in (details or {}).items()},
+            self._last_id if self._store is None else 0,
+        )
+        log.info(
+            "audit",
+            actor=entry.actor,
+            role=entry.role,
+            action=entry.action,
+            target=entry.target,
+            outcome=entry.outcome,
+            **({"details": dict(entry.details)} if entry.details else {}),
+        )
+        self._pending.append(entry)
+        if len(self._pending) > MOST_PENDING:
+            self._pending.popleft()
+            if self._store is not None:
+                self.lost += 1
+                log.warning("audit entries lost", lost=self.lost, why="the store can't be written")
+        self._recorded.set()
+
+    async def run(self) -> None:
+        """Write what is recorded to the store; never ends."""
+        while self._store is not None:
+            await self._recorded.wait()
+            try:
+                await self.flush()
+            except StoreError:  # the store itself tells of its state
+                await asyncio.sleep(self._retry_seconds)
+
+    async def flush(self) -> None:
+        """Write what is recorded to the store now. Raises: StoreError; then it is kept."""
+        if self._store is None:
+            return
+        async with self._writing:
+            self._recorded.clear()
+            entries = list(self._pending)
+            if not entries:
+                return
+            try:
+                await self._store.run(lambda connection: _write(connection, entries))
+            except StoreError:
+                self._recorded.set()
+                raise
+            written = set(map(id, entries))
+            while self._pending and id(self._pending[0]) in written:
+                self._pending.popleft()
+
+    async def entries(self, query: AuditQuery) -> list[AuditEntry]:
+        """The changes, the latest first. Raises: StoreError."""
+        if self._store is not None:
+            with contextlib.suppress(StoreError):
+                await self.flush()
+            return await self._store.run(lambda connection: _read(connection, query), write=False)
+        found = [entry for entry in reversed(self._pending) if _is_wanted(entry, query)]
+        return found[: query.limit]
+
+    def record_settings(self, actor: str, changed: Sequence[str], *, invalid: bool) -> None:
+        """Tell of settings that were read again: the top-level keys that have changed."""
+        if changed or invalid:
+            outcome = "invalid_configuration" if invalid else "done"
+            details = {"changed": ", ".join(changed)} if changed else {}
+            self.record(actor, None, "settings", "", outcome, details=details)
+
+    def record_inventory(self, actor: str, change: InventoryChanged | None) -> None:
+        """Tell of an inventory that was read again; None: it was invalid."""
+        if change is None:
+            self.record(actor, None, "inventory", "", "invalid_configuration")
+            return
+        groups = {"added": change.added, "changed": change.changed, "removed": change.removed}
+        details = {group: ", ".join(names) for group, names in groups.items() if names}
+        if details:
+            self.record(actor, None, "inventory", details=details)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}…"
+
+
+def _is_wanted(entry: AuditEntry, query: AuditQuery) -> bool:
+    return (
+        (query.since is None or entry.at >= query.since)
+        and (query.until is None or entry.at < query.until)
+        and (query.before is None or entry.id < query.before)
+    )
+
+
+def _write(connection: Connection, entries: Sequence[AuditEntry]) -> None:
+    """Insert the entries that are not there yet: a write that failed may have been done."""
+    columns = audit_table.c
+    first = entries[0].at
+    known = {
+        (at, actor, action)
+        for at, actor, action in connection.execute(
+            select(columns.at, columns.actor, columns.action).where(columns.at >= first)
+        )
+    }
+    rows = [
+        {
+            "at": entry.at,
+            "actor": entry.actor,
+            "role": entry.role or "",
+            "action": entry.action,
+            "target": entry.target,
+            "details": json.dumps({"outcome": entry.outcome, **entry.details}),
+        }
+        for entry in entries
+        if (entry.at, entry.actor, entry.action) not in known
+    ]
+    if rows:
+        connection.execute(insert(audit_table), rows)
+        newest = connection.execute(select(func.max(columns.id))).scalar_one()
+        connection.execute(delete(audit_table).where(columns.id <= newest - MOST_ROWS))
+
+
+def _read(connection: Connection, query: AuditQuery) -> list[AuditEntry]:
+    columns = audit_table.c
+    wanted = select(audit_table).order_by(columns.id.desc()).limit(query.limit)
+    if query.since is not None:
+        wanted = wanted.where(columns.at >= query.since)
+    if query.until is not None:
+        wanted = wanted.where(columns.at < query.until)
+    if query.before is not None:
+        wanted = wanted.where(columns.id < query.before)
+    return [_entry(row._asdict()) for row in connection.execute(wanted)]
+
+
+def _entry(row: Mapping[str, Any]) -> AuditEntry:
+    details = json.loads(row["details"] or "{}")
+    return AuditEntry(
+        at=row["at"],
+        actor=row["actor"],
+        role=row["role"] or None,
+        action=row["action"],
+        target=row["target"] or "",
+        outcome=details.pop("outcome", "done"),
+        details=details,
+        id=row["id"],
+    )

@@ -1,0 +1,235 @@
+"""Certificates of the listeners: TLS contexts, expiry dates, and renewal while they serve.
+
+A renewed certificate takes effect with the next handshake: connections that are open stay as they
+are. Files are polled, since certbot and Kubernetes replace links, and network file systems send no
+events. A renewal that can't be used changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+POLL_SECONDS = 1.0
+"""Seconds between two looks at the files. A change is reported when two looks agree on it."""
+
+
+log = structlog.get_logger()
+
+
+class CertificateFiles(Protocol):
+    """PEM files of a certificate chain, and of its key."""
+
+    @property
+    def cert(self) -> Path:
+        """The chain, the own certificate first."""
+
+    @property
+    def key(self) -> Path:
+        """The key of the first certificate."""
+
+
+class CertificateError(OSError):
+    """A certificate can't be used; the message says why, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedCertificate:
+    """A certificate that is in order."""
+
+    context: ssl.SSLContext
+    expires_at: float
+    """Seconds since 1970."""
+
+
+def load_certificate(files: CertificateFiles) -> LoadedCertificate:
+    """Read and check both files. Raises: CertificateError."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(files.cert, files.key, password=_no_password)
+        expires_at = _expiry(files.cert.read_text(encoding="ascii", errors="replace"))
+    except (OSError, ValueError, IndexError) as error:
+        reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
+        raise CertificateError(
+            f"{files.cert} and {files.key} can't be used ({reason}): name PEM files of a "
+            "certificate chain and of the key that belongs to it, without a password"
+        ) from None
+    return LoadedCertificate(context, expires_at)
+
+
+class ServerCertificate:
+    """The certificate of one listener. `context` is for its socket; it always shows the newest."""
+
+    def __init__(self, files: CertificateFiles) -> None:
+        """Raises: CertificateError."""
+        self.files = files
+        self.error: str | None = None
+        """Why the files on the disk can't be used, while an older certificate is in force."""
+        self._loaded = load_certificate(files)
+        self.context = load_certificate(files).context
+        # Asked in each handshake, whether the client names a server or not.
+        self.context.sni_callback = self._use_newest
+
+    @property
+    def expires_at(self) -> float:
+        """When the certificate in force expires, in seconds since 1970."""
+        return self._loaded.expires_at
+
+    async def renew(self) -> None:
+        """Read the files again; handshakes from now on use them. Raises: CertificateError."""
+        try:
+            self._loaded = await asyncio.to_thread(load_certificate, self.files)
+        except CertificateError as error:
+            self.error = str(error)
+            raise
+        self.error = None
+
+    def _use_newest(self, connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
+        connection.context = self._loaded.context
+
+
+class ListenerCertificates:
+    """The certificates of the listeners, by the key of the settings that names their files."""
+
+    def __init__(self, files: Mapping[str, CertificateFiles | None]) -> None:
+        """Raises: CertificateError."""
+        self._by_key = {
+            key: ServerCertificate(one) for key, one in files.items() if one is not None
+        }
+
+    def context_of(self, key: str) -> ssl.SSLContext | None:
+        """For the listener's socket; None: it has no certificate."""
+        certificate = self._by_key.get(key)
+        return None if certificate is None else certificate.context
+
+    def file_of(self, key: str) -> Path:
+        """The certificate's file. Raises: KeyError, if this listener has none."""
+        return self._by_key[key].files.cert
+
+    @property
+    def files(self) -> set[Path]:
+        """All files of theirs."""
+        return {path for one in self._by_key.values() for path in (one.files.cert, one.files.key)}
+
+    @property
+    def error(self) -> str | None:
+        """Why files on the disk can't be used, while older certificates are in force."""
+        errors = [f"{key}: {one.error}" for key, one in self._by_key.items() if one.error]
+        return "; ".join(errors) or None
+
+    @property
+    def expiry(self) -> dict[str, float]:
+        """When each certificate in force expires, in seconds since 1970."""
+        return {key: one.expires_at for key, one in self._by_key.items()}
+
+    async def renew(self, changed: Collection[Path] | None = None) -> dict[str, str | None]:
+        """Read again the certificates of these files, or all; returns the error of each key."""
+        results: dict[str, str | None] = {}
+        for key, one in self._by_key.items():
+            if changed is not None and not {one.files.cert, one.files.key}.intersection(changed):
+                continue
+            before = one.expires_at
+            try:
+                await one.renew()
+            except CertificateError as error:
+                log.error("certificate", key=key, error=str(error))  # noqa: TRY400
+                results[key] = str(error)
+            else:
+                results[key] = None
+                if changed is not None or one.expires_at != before:
+                    log.info("certificate renewed", key=key, expires=_date(one.expires_at))
+        return results
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+
+async def changed_files(
+    paths: Callable[[], Collection[Path]], poll_seconds: float = POLL_SECONDS
+) -> AsyncIterator[set[Path]]:
+    """Yield files that have been changed or replaced, once a change has settled.
+
+    `paths` may name other files at each look; one that was not named before is not a change. The
+    first look is at the first step of the iteration.
+    """
+    reported = before = await asyncio.to_thread(_stamps, paths())
+    while True:
+        await asyncio.sleep(poll_seconds)
+        seen = await asyncio.to_thread(_stamps, paths())
+        settled = {path for path, stamp in seen.items() if before.get(path, stamp) == stamp}
+        changed = {path for path in settled if reported.get(path, seen[path]) != seen[path]}
+        reported = {
+            path: stamp if path in settled else reported.get(path, stamp)
+            for path, stamp in seen.items()
+        }
+        before = seen
+        if changed:
+            yield changed
+
+
+_Stamp = tuple[int, ...] | None
+
+
+def _stamps(paths: Collection[Path]) -> dict[Path, _Stamp]:
+    return {path: _stamp(path) for path in paths}
+
+
+def _stamp(path: Path) -> _Stamp:
+    """Device, inode, size and times of the file that a link leads to; None where there is none."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def _no_password() -> str:
+    # Without this, OpenSSL would ask for it on the terminal.
+    raise ValueError("the key is encrypted")
+
+
+_PEM_BEGIN = "-----BEGIN CERTIFICATE-----"
+
+_PEM_END = "-----END CERTIFICATE-----"
+
+_SEQUENCE, _VERSION, _UTC_TIME = 0x30, 0xA0, 0x17
+"""Tags of DER (X.690) and of the optional version in a certificate (RFC 5280)."""
+
+
+def _expiry(pem: str) -> float:
+    """When the first certificate of the file expires, in seconds since 1970. Raises: ValueError.
+
+    Python's `ssl` tells it of a peer's certificate only.
+    """
+    begin = pem.index(_PEM_BEGIN)
+    end = pem.index(_PEM_END, begin) + len(_PEM_END)
+    certificate = _children(ssl.PEM_cert_to_DER_cert(pem[begin:end]))[0][1]
+    fields = _children(_children(certificate)[0][1])
+    # version (optional), serial number, signature's algorithm, issuer, validity
+    validity = fields[4 if fields[0][0] == _VERSION else 3][1]
+    tag, text = _children(validity)[1]
+    form = "%y%m%d%H%M%SZ" if tag == _UTC_TIME else "%Y%m%d%H%M%SZ"
+    return datetime.strptime(text.decode("ascii"), form).replace(tzinfo=UTC).timestamp()
+
+
+def _children(data: bytes) -> list[tuple[int, bytes]]:
+    """Tag and contents of each element that stands here, one behind the other."""
+    found, position = [], 0
+    while position < len(data):
+        tag, length = data[position], data[position + 1]
+        position += 2
+        if length & 0x80:
+            size = length & 0x7F
+            length = int.from_bytes(data[position : position + size], "big")
+            position += size
+        found.append((tag, data[position : position + length]))
+        position += length
+    return found

@@ -1,0 +1,524 @@
+"""Reports on the ledger: sums of requests, tokens and money by key, model, day and the like.
+
+A report counts the ledger's rows (`usage`) and the sums of those that retention has deleted
+(`usage_days`). It is read in steps of `ROWS_PER_STEP` rows, each a job of its own for the store, so
+that the rows of requests that end meanwhile are written in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal
+
+from sqlalchemy import ColumnElement, Connection, FromClause, Select, case, func, select
+
+from gateway.config.fields import parse_duration
+from gateway.store.schema import node_hours, revisions, usage, usage_days
+from gateway.store.store import Store
+from gateway.usage import money
+
+Dimension = Literal["key", "group", "user", "model", "class", "day", "tier"]
+
+DIMENSIONS: tuple[Dimension, ...] = ("key", "group", "user", "model", "class", "day", "tier")
+
+MOST_DIMENSIONS = 2
+
+DAY = 86400.0
+
+DEFAULT_SINCE = "30d"
+
+ROWS_PER_STEP = 10_000
+"""Some 35 ms of work: longer than that no other job of the store waits for a report."""
+
+MOST_GROUPS = 100_000
+"""Groups that a report keeps in memory, some 50 MB."""
+
+MOST_ROWS = 10_000
+"""Rows of one report; `total` has the others too."""
+
+MOST_RESTARTS = 5
+"""Times that a report begins anew because the retention of another process has moved rows."""
+
+MOST_SECONDS = 60.0
+"""Seconds that a report may take, the wait for another one included."""
+
+ROLLED_UP = "usage_days"
+"""Name of the number in `revisions` that rises whenever rows of `usage` become sums."""
+
+
+class InvalidQuery(ValueError):  # noqa: N818 - what is wrong with a question, for its asker
+    """A report can't be made of these parameters; `parameter` is the one to blame."""
+
+    def __init__(self, parameter: str, message: str) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class ReportInterrupted(Exception):  # noqa: N818 - not this time
+    """The report could not be read now."""
+
+
+@dataclass(slots=True)
+class Sums:
+    """What some requests came to; also the names of the columns that hold it in `usage_days`."""
+
+    requests: int = 0
+    failures: int = 0
+    """That ended with an error; a client that left is none."""
+    clients_left: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Part of `prompt_tokens`."""
+    completion_tokens: int = 0
+    slot_seconds: float = 0.0
+    attempts: int = 0
+    cost: float = 0.0
+    gpu_cost: float = 0.0
+    """What those whose price is known would have cost on the GPU tier."""
+    gpu_priced: int = 0
+    """How many these are."""
+
+    @property
+    def tokens(self) -> int:
+        """Of prompts and completions."""
+        return self.prompt_tokens + self.completion_tokens
+
+    def add(self, values: Sequence[Any]) -> None:
+        """Add the values of another, in the order of the fields."""
+        for name, value in zip(SUM_NAMES, values, strict=True):
+            kind = float if name in FLOAT_SUMS else int
+            # PostgreSQL sums big integers as decimals.
+            setattr(self, name, getattr(self, name) + kind(value or 0))
+
+    def values(self) -> tuple[Any, ...]:
+        """The values, in the order of the fields."""
+        return tuple(getattr(self, name) for name in SUM_NAMES)
+
+    def to_json(self) -> dict[str, Any]:
+        """For a report, with what the requests cost each."""
+        return {
+            **dict(zip(SUM_NAMES, self.values(), strict=True)),
+            "cost_per_request": money.per_request(self.cost, self.requests).value,
+            "cost_per_million_tokens": money.per_million_tokens(self.cost, self.tokens).value,
+        }
+
+
+SUM_NAMES = tuple(one.name for one in fields(Sums))
+
+FLOAT_SUMS = frozenset({"slot_seconds", "cost", "gpu_cost"})
+
+CLIENT_LEFT = 499
+
+
+def _row_sums() -> tuple[ColumnElement[Any], ...]:
+    """The sums of rows of `usage`, in the order of the fields of `Sums`."""
+    status = usage.c.status
+    failed = (status >= 400) & (status != CLIENT_LEFT)
+    special: dict[str, ColumnElement[Any]] = {
+        "requests": func.count(),
+        "failures": func.sum(case((failed, 1), else_=0)),
+        "clients_left": func.sum(case((status == CLIENT_LEFT, 1), else_=0)),
+        "gpu_priced": func.count(usage.c.gpu_cost),
+    }
+    return tuple(
+        special[name] if name in special else func.sum(usage.c[name]) for name in SUM_NAMES
+    )
+
+
+_ROW_SUMS = _row_sums()
+
+_DAY_SUMS = tuple(func.sum(usage_days.c[name]) for name in SUM_NAMES)
+
+_COLUMNS = {"group": "group_name", "class": "class_"}
+
+
+def _dimension(table: FromClause, name: Dimension) -> ColumnElement[Any]:
+    if name == "day":
+        # Days since 1970 in `usage`, a date in `usage_days`; `_label` makes them the same.
+        return func.floor(usage.c.ended_at / DAY) if table is usage else usage_days.c.day
+    return table.c[_COLUMNS.get(name, name)]
+
+
+def _label(name: str, value: Any) -> str:
+    if name == "day" and not isinstance(value, str):
+        return date_of(float(value) * DAY)
+    return "" if value is None else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class ReportQuery:
+    """What a report counts: the requests that ended from `since` on and before `until`."""
+
+    by: tuple[Dimension, ...]
+    since: float
+    until: float
+    limit: int = MOST_ROWS
+    key: str | None = None
+    """Only requests of this key; with `user`, of this end user of it."""
+    user: str | None = None
+
+    @property
+    def whole_days(self) -> bool:
+        """Whether it begins and ends with a day: what is recorded by day belongs to it in full."""
+        return self.since % DAY == 0 and (self.until % DAY == 0)
+
+
+def parse_query(
+    now: float,
+    by: str | None = None,
+    since: str | None = None,
+    until: str | None = None,
+    limit: str | None = None,
+) -> ReportQuery:
+    """The query of a command or a URL, whose parameters are texts. Raises: InvalidQuery."""
+    names = [name.strip().lower() for name in (by or "model").split(",")]
+    for name in names:
+        if name not in DIMENSIONS:
+            raise InvalidQuery(
+                "by", f"{name[:32]!r} is none of {', '.join(DIMENSIONS)}, or two of them: key,model"
+            )
+    if len(set(names)) < len(names) or len(names) > MOST_DIMENSIONS:
+        raise InvalidQuery("by", f"at most {MOST_DIMENSIONS} different ones, such as key,model")
+    start = parse_time("since", since or DEFAULT_SINCE, now)
+    end = parse_time("until", until, now, end=True) if until else _now_or_end_of_day(now)
+    if start > now:
+        raise InvalidQuery(
+            "since", f"{time_text(start)} is in the future: it is {time_text(now)} now"
+        )
+    if end <= start:
+        raise InvalidQuery(
+            "until", f"{time_text(end)} is not after the beginning, {time_text(start)}"
+        )
+    most = MOST_ROWS
+    if limit is not None:
+        if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MOST_ROWS):
+            raise InvalidQuery("limit", f"must be a number from 1 to {MOST_ROWS}")
+        most = int(limit)
+    return ReportQuery(tuple(name for name in DIMENSIONS if name in names), start, end, most)
+
+
+def _now_or_end_of_day(now: float) -> float:
+    """The end of this day: nothing can have ended later, and days are counted in full."""
+    return (math.floor(now / DAY) + 1) * DAY
+
+
+_DATE = re.compile(r"\d{4}-\d\d-\d\d")
+
+_DAYS_AGO = re.compile(r"(\d{1,5})d")
+
+
+def parse_time(parameter: str, text: str, now: float, *, end: bool = False) -> float:
+    """A date, a time of RFC 3339, or how long ago: `7d`, `12h`. All in UTC.
+
+    A date is its first moment, with `end` the first moment after it. `7d` is the midnight seven
+    days ago, so that days are counted in full; other durations count from now to the second.
+
+    Raises: InvalidQuery.
+    """
+    text = text.strip()[:64]
+    try:
+        if found := _DAYS_AGO.fullmatch(text):
+            return max(0.0, math.floor(now / DAY) * DAY - int(found[1]) * DAY)
+        if _DATE.fullmatch(text):
+            day = datetime.fromisoformat(text).replace(tzinfo=UTC)
+            return (day + timedelta(days=1) if end else day).timestamp()
+        if text[:1].isdigit() and "T" in text.upper():
+            moment = datetime.fromisoformat(text.upper())
+            return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+        if text[-1:].isalpha():
+            return max(0.0, now - parse_duration(text))
+    except (ValueError, OverflowError):
+        pass
+    raise InvalidQuery(
+        parameter,
+        f"{text!r} is no time: write a date (2026-11-23), a time (2026-11-23T08:00:00Z), or how "
+        "long ago (7d, 12h)",
+    )
+
+
+def time_text(moment: float) -> str:
+    """A time in the form of RFC 3339, in UTC."""
+    try:
+        text = datetime.fromtimestamp(moment, UTC).isoformat(timespec="seconds")
+    except (ValueError, OverflowError, OSError):
+        return str(moment)
+    return text.replace("+00:00", "Z")
+
+
+def date_of(moment: float) -> str:
+    """The day of a time, in UTC: `2026-11-23`."""
+    return time_text(moment)[:10]
+
+
+Group = tuple[str, ...]
+
+
+@dataclass(slots=True)
+class ReportReader:
+    """Reads one report: call `step` until it returns True, in jobs of the store, then `report`."""
+
+    query: ReportQuery
+    rows_per_step: int = ROWS_PER_STEP
+    _groups: dict[Group, Sums] = field(default_factory=dict)
+    _nodes: dict[Group, Sums] = field(default_factory=dict)
+    """By tier and node."""
+    _hours: list[money.NodeHours] = field(default_factory=list)
+    _at: float | None = None
+    """Rows that ended before it are counted; None: the report has not begun."""
+    _revision: int = 0
+    _restarts: int = 0
+    _notes: list[str] = field(default_factory=list)
+
+    def step(self, connection: Connection) -> bool:
+        """Read some more; whether all is read. Raises: InvalidQuery, if there are too many groups.
+
+        Rows that retention turns into sums between two steps would be counted twice or not at all,
+        so the report then begins anew. Raises: ReportInterrupted, if that happens again and again.
+        """
+        if self._at is None:
+            self._groups, self._nodes, self._at = {}, {}, self.query.since
+            self._revision = _revision(connection)
+        end = self._end_of_step(connection, self._at)
+        self._read_rows(connection, self._at, self.query.until if end is None else end)
+        self._at = end
+        if end is not None:
+            return False
+        self._read_days(connection)
+        self._hours = self._read_hours(connection)
+        if _revision(connection) != self._revision:
+            self._restarts += 1
+            self._at = None
+            if self._restarts > MOST_RESTARTS:
+                raise ReportInterrupted("old rows are being summed up just now: ask again later")
+            return False
+        return True
+
+    def _end_of_step(self, connection: Connection, start: float) -> float | None:
+        """When the first request ended that is too many for this step; None: none is."""
+        ended = usage.c.ended_at
+        later = self._where(select(ended), start, self.query.until).order_by(ended)
+        end = connection.scalar(later.offset(self.rows_per_step).limit(1))
+        if end == start:
+            # More requests than a step takes ended at the same time.
+            end = connection.scalar(later.where(ended > start).limit(1))
+        return None if end is None else float(end)
+
+    def _where(self, statement: Select[Any], start: float, end: float) -> Select[Any]:
+        statement = statement.where(usage.c.ended_at >= start, usage.c.ended_at < end)
+        return self._of_caller(statement, usage)
+
+    def _of_caller(self, statement: Select[Any], table: FromClause) -> Select[Any]:
+        if self.query.key is not None:
+            statement = statement.where(table.c.key == self.query.key)
+        if self.query.user is not None:
+            statement = statement.where(table.c.user == self.query.user)
+        return statement
+
+    def _read_rows(self, connection: Connection, start: float, end: float) -> None:
+        places = self._places(usage)
+        statement = select(*places, *_ROW_SUMS).group_by(*places)
+        self._add(connection, self._where(statement, start, end))
+
+    def _read_days(self, connection: Connection) -> None:
+        """Count the sums of deleted rows: those of each day that the report touches."""
+        first, last = date_of(self.query.since), date_of(self.query.until - 0.001)
+        places, day = self._places(usage_days), usage_days.c.day
+        statement = select(*places, *_DAY_SUMS).where(day >= first, day <= last)
+        self._add(connection, self._of_caller(statement, usage_days).group_by(*places))
+        self._notes = []
+        for cut, edge in ((first, self.query.since), (last, self.query.until)):
+            if edge % DAY and cut not in "".join(self._notes):
+                summed = select(usage_days.c.day).where(day == cut).limit(1)
+                if connection.scalar(self._of_caller(summed, usage_days)) is not None:
+                    self._notes.append(
+                        f"requests of {cut} are kept as sums of the whole day, and are counted "
+                        "in full"
+                    )
+
+    def _places(self, table: FromClause) -> list[ColumnElement[Any]]:
+        """The columns of a group: its dimensions, then tier and node."""
+        return [*(_dimension(table, name) for name in self.query.by), table.c.tier, table.c.node]
+
+    def _add(self, connection: Connection, statement: Select[Any]) -> None:
+        width = len(self.query.by)
+        for row in connection.execute(statement):
+            group = tuple(map(_label, self.query.by, row[:width]))
+            values = row[width + 2 :]
+            if group not in self._groups and len(self._groups) >= MOST_GROUPS:
+                raise InvalidQuery(
+                    "by",
+                    f"more than {MOST_GROUPS} groups: shorten the time with since and until, or "
+                    "choose another dimension",
+                )
+            self._groups.setdefault(group, Sums()).add(values)
+            node = (_label("tier", row[width]), _label("node", row[width + 1]))
+            self._nodes.setdefault(node, Sums()).add(values)
+
+    def _read_hours(self, connection: Connection) -> list[money.NodeHours]:
+        if self.query.key is not None:
+            return []  # What machines cost is no caller's affair.
+        columns, day = node_hours.c, node_hours.c.day
+        first, last = date_of(self.query.since), date_of(self.query.until - 0.001)
+        statement = (
+            select(columns.node, columns.tier, func.sum(columns.seconds), func.sum(columns.cost))
+            .where(day >= first, day <= last)
+            .group_by(columns.node, columns.tier)
+            .order_by(columns.tier, columns.node)
+        )
+        return [money.NodeHours(*row) for row in connection.execute(statement)]
+
+    def report(self) -> UsageReport:
+        """The report; `step` has returned True."""
+        total = Sums()
+        for sums in self._groups.values():
+            total.add(sums.values())
+        ordered = sorted(self._groups.items(), key=_by_size)
+        if "day" in self.query.by:
+            place = self.query.by.index("day")
+            ordered.sort(key=lambda item: item[0][place])
+        return UsageReport(
+            self.query,
+            ordered[: self.query.limit],
+            total,
+            len(ordered),
+            dict(self._nodes),
+            self._hours,
+            tuple(self._notes),
+        )
+
+
+def _by_size(item: tuple[Group, Sums]) -> tuple[float, int, int, Group]:
+    """The dearest first, then those with the most tokens and requests."""
+    group, sums = item
+    return (-sums.cost, -sums.tokens, -sums.requests, group)
+
+
+def _revision(connection: Connection) -> int:
+    statement = select(revisions.c.number).where(revisions.c.name == ROLLED_UP)
+    return connection.scalar(statement) or 0
+
+
+class Reporter:
+    """Reads reports from the store beside the event loop, one at a time."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.reading = asyncio.Lock()
+        """Held while a report is read; retention moves no rows meanwhile."""
+
+    async def read(self, query: ReportQuery) -> UsageReport:
+        """The report. Raises: InvalidQuery, ReportInterrupted, StoreError."""
+        reader = ReportReader(query)
+        try:
+            async with asyncio.timeout(MOST_SECONDS), self.reading:
+                while not await self.store.run(reader.step, write=False):
+                    pass
+        except TimeoutError:
+            raise ReportInterrupted(
+                f"it takes longer than {MOST_SECONDS:.0f} s: ask for a shorter time with since"
+            ) from None
+        return reader.report()
+
+
+@dataclass(frozen=True, slots=True)
+class UsageReport:
+    """A report, for people, programs and spreadsheets."""
+
+    query: ReportQuery
+    groups: list[tuple[Group, Sums]]
+    total: Sums
+    """Of all groups, those beyond `query.limit` too."""
+    found: int
+    """Groups that there are."""
+    nodes: dict[Group, Sums]
+    """By tier and node."""
+    hours: list[money.NodeHours]
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return {
+            "since": time_text(self.query.since),
+            "until": time_text(self.query.until),
+            "by": list(self.query.by),
+            "rows": [
+                {**{n: label or None for n, label in self._named(group)}, **sums.to_json()}
+                for group, sums in self.groups
+            ],
+            "rows_found": self.found,
+            "total": self.total.to_json(),
+            "money": money_json(self),
+            "notes": list(self.notes),
+        }
+
+    def _named(self, group: Group) -> list[tuple[str, str]]:
+        return list(zip(self.query.by, group, strict=True))
+
+    def to_csv(self) -> str:
+        """The rows, with a line of names above them; numbers in full."""
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        names = list(Sums().to_json())
+        writer.writerow([*self.query.by, *names])
+        for group, sums in self.groups:
+            figures = sums.to_json()
+            writer.writerow([*map(_csv_cell, group), *(figures[name] for name in names)])
+        return text.getvalue()
+
+
+def _csv_cell(value: str) -> str:
+    """A text that no spreadsheet takes for a formula: clients choose names of users."""
+    return f"'{value}" if value[:1] in {"=", "+", "-", "@", "\t", "\r"} else value
+
+
+def money_json(report: UsageReport) -> dict[str, Any]:
+    """What the report's requests and the machines cost, by tier and in all."""
+    hours: dict[str, list[money.NodeHours]] = {}
+    for one in report.hours:
+        hours.setdefault(one.tier, []).append(one)
+    paid_by_hour = {(one.tier, one.node) for one in report.hours if one.cost > 0}
+    tiers: dict[str, Sums] = {}
+    charged: dict[str, float] = {}
+    for (tier, node), sums in report.nodes.items():
+        tiers.setdefault(tier, Sums()).add(sums.values())
+        if (tier, node) in paid_by_hour:
+            charged[tier] = charged.get(tier, 0.0) + sums.cost
+    total = report.total
+    requests = {tier: sums.requests for tier, sums in tiers.items() if tier}
+    return {
+        "cost": total.cost,
+        "per_request": money.per_request(total.cost, total.requests).to_json(),
+        "per_million_tokens": money.per_million_tokens(total.cost, total.tokens).to_json(),
+        "node_hours_cost": math.fsum(one.cost for one in report.hours),
+        "idle": _idle(report, report.hours, sum(charged.values())).to_json(),
+        "all_gpu": money.all_gpu_cost(total.gpu_cost, total.gpu_priced, total.requests).to_json(),
+        "effective_per_hour": money.effective_hourly_cost(requests, hours).to_json(),
+        "running_per_hour": money.running_hourly_cost(report.hours).to_json(),
+        "tiers": {
+            tier: {
+                "requests": tiers.get(tier, Sums()).requests,
+                "cost": (sums := tiers.get(tier, Sums())).cost,
+                "per_request": money.per_request(sums.cost, sums.requests).to_json(),
+                "per_million_tokens": money.per_million_tokens(sums.cost, sums.tokens).to_json(),
+                "node_hours": math.fsum(one.seconds for one in hours.get(tier, [])) / 3600,
+                "node_hours_cost": math.fsum(one.cost for one in hours.get(tier, [])),
+                "idle": _idle(report, hours.get(tier, []), charged.get(tier, 0.0)).to_json(),
+            }
+            for tier in sorted({*requests, *hours})
+        },
+    }
+
+
+def _idle(report: UsageReport, hours: list[money.NodeHours], charged: float) -> money.Amount:
+    if not report.query.whole_days:
+        return money.Amount(
+            None, "the hours of nodes are recorded by day: ask for whole days, such as since=7d"
+        )
+    return money.idle_cost(hours, charged)

@@ -1,0 +1,622 @@
+"""The OpenAPI document of both listeners, made from their route tables.
+
+`gateway/web/http_reference.py` writes the tables of the HTTP reference from the same operations.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from gateway import __version__, errors
+from gateway.config.admin import AdminSettings
+from gateway.config.listeners import ListenSettings
+from gateway.config.settings import Settings
+from gateway.observe.metrics import CONTENT_TYPE
+from gateway.proxy.inbound.routes import Route, api_of_path, pages_of, routes_of
+from gateway.web.admin.app import ADMIN_ROUTES, AdminRoute
+from gateway.web.openapi_parts import (
+    ADMIN_ERRORS,
+    AUDIT_FIELDS,
+    CALLER_USAGE_FIELDS,
+    ERROR_HEADERS,
+    ERRORS,
+    KEY_FIELDS,
+    NODE_FIELDS,
+    REQUEST_FIELDS,
+    REQUEST_HEADERS,
+    RESPONSE_HEADERS,
+    STATUS_FIELDS,
+    STATUS_HEADERS,
+    USAGE_FIELDS,
+    ErrorRow,
+    JsonSchema,
+    error_schemas,
+    fields_schema,
+    routed_body,
+    settings_schemas,
+)
+from gateway.web.site import SITE_ROUTES
+
+ListenerName = Literal["public", "admin"]
+
+LISTENERS: tuple[ListenerName, ...] = ("public", "admin")
+
+
+@dataclass(slots=True)
+class Operation:
+    """One method of one path of one listener."""
+
+    listener: ListenerName
+    method: str
+    path: str
+    summary: str
+    needs_key: bool = True
+    role: str | None = None
+    parameters: list[JsonSchema] = field(default_factory=list)
+    body: JsonSchema | None = None
+    content: JsonSchema = field(default_factory=dict)
+    """Of status 200, by media type."""
+    headers: Mapping[str, tuple[JsonSchema, str]] = field(default_factory=dict)
+    """Of status 200."""
+    statuses: frozenset[int] = frozenset()
+    """Of the errors."""
+    route: object = None
+    """The entry of the route table, which several paths may share."""
+
+
+_HTTP_STATUSES = frozenset({400, 408, 413, 429, 431, 500})
+"""Errors that every path may answer with."""
+
+_SITE_STATUSES = _HTTP_STATUSES | {401, 403, 404, 503}
+
+_ROUTED_STATUSES = _SITE_STATUSES | {409, 415, 422, 501, 502, 504}
+
+_ADMIN_STATUSES = _HTTP_STATUSES | {401, 403}
+
+_SUMMARIES = {
+    "/v1/chat/completions": "OpenAI chat",
+    "/v1/chat/completions/input_tokens": "tokens of a chat, not run",
+    "/v1/completions": "OpenAI completions",
+    "/v1/embeddings": "embeddings",
+    "/v1/responses": "OpenAI responses",
+    "/v1/responses/input_tokens": "tokens of an OpenAI response, not run",
+    "/v1/audio/transcriptions": (
+        "a form with a file; forwarded unchanged except for the model's name, to a node whose "
+        "model takes audio"
+    ),
+    "/v1/messages": "Anthropic messages",
+    "/v1/messages/count_tokens": "tokens of Anthropic messages, not run",
+    "/v1/rerank": "rerank",
+    "/v1/reranking": "rerank",
+    "/completion": "llama.cpp's own completion",
+    "/infill": "llama.cpp's own: the text between a beginning and an end",
+    "/embedding": "llama.cpp's own embeddings",
+    "/tokenize": "llama.cpp's own: the tokens of a text",
+    "/detokenize": "llama.cpp's own: the text of tokens",
+    "/apply-template": "llama.cpp's own: the prompt of a chat",
+    "/api/chat": "Ollama's chat",
+    "/api/generate": "Ollama's completion",
+    "/api/embed": "Ollama's embeddings",
+    "/api/embeddings": "Ollama's embeddings, of one text",
+    "/api/tags": "Ollama's list of models",
+    "/api/show": "Ollama's description of a model",
+    "/api/ps": "Ollama's list of models that are up",
+    "/api/version": "the version of Ollama whose API this is",
+    "/": "Ollama is running",
+    "/v1/models": (
+        "the models that this key may use, aliases too, their nodes up or down; with an "
+        "`anthropic-version` header in Anthropic's form; 503 until the first probes are done"
+    ),
+    "/v1/models/{id}": "one of them",
+    "/props": (
+        "context size and slots, for clients that ask a llama.cpp server; no path, no template"
+    ),
+    "/v1/usage": (
+        "the caller's own figures of today and this month, its limits, and what is left of them"
+    ),
+    "/health": "200 while the process lives",
+    "/ready": "200 while some node can take or queue work, else 503",
+}
+"""What each path of the public listener is."""
+
+_ANY: JsonSchema = {"description": "The node's response."}
+
+_MODEL: JsonSchema = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"const": "model"},
+        "created": {"type": "integer"},
+        "owned_by": {"type": "string"},
+        "meta": {"type": "object"},
+    },
+    "required": ["id", "object", "created", "owned_by"],
+}
+
+_RESPONSES: dict[str, JsonSchema] = {
+    "/v1/models": {
+        "type": "object",
+        "properties": {
+            "object": {"const": "list"},
+            "data": {"type": "array", "items": {"$ref": "#/components/schemas/Model"}},
+        },
+        "required": ["object", "data"],
+    },
+    "/v1/models/{id}": {"$ref": "#/components/schemas/Model"},
+    "/props": {
+        "type": "object",
+        "properties": {
+            "default_generation_settings": {"type": "object"},
+            "total_slots": {"type": "integer"},
+            "modalities": {"type": "object"},
+        },
+        "required": ["default_generation_settings", "total_slots", "modalities"],
+    },
+    "/v1/usage": {"$ref": "#/components/schemas/CallerUsage"},
+    "/admin/usage": {"$ref": "#/components/schemas/Usage"},
+    "/health": {"type": "object", "properties": {"status": {"const": "ok"}}},
+    "/ready": {"type": "object", "properties": {"status": {"const": "ready"}}},
+    "/admin/status": {"$ref": "#/components/schemas/Status"},
+    "/admin/nodes": {
+        "type": "object",
+        "properties": {"nodes": {"type": "array", "items": {"$ref": "#/components/schemas/Node"}}},
+        "required": ["nodes"],
+    },
+    "/admin/nodes/{name}": {"$ref": "#/components/schemas/Node"},
+    "/admin/nodes/{name}/drain": {"$ref": "#/components/schemas/Node"},
+    "/admin/nodes/{name}/resume": {"$ref": "#/components/schemas/Node"},
+    "/admin/nodes/{name}/probe": {"$ref": "#/components/schemas/Node"},
+    "/admin/requests": {
+        "type": "object",
+        "properties": {
+            "requests": {"type": "array", "items": {"$ref": "#/components/schemas/Request"}}
+        },
+        "required": ["requests"],
+    },
+    "/admin/keys": {
+        "type": "object",
+        "properties": {
+            "keys": {"type": "array", "items": {"$ref": "#/components/schemas/ApiKey"}},
+            "warnings": {"type": "array", "items": {"type": "string"}},
+            "problem": {"type": ["string", "null"]},
+        },
+        "required": ["keys", "warnings", "problem"],
+    },
+    "POST /admin/keys": {"$ref": "#/components/schemas/ApiKey"},
+    "/admin/keys/import": {
+        "type": "object",
+        "properties": {
+            "imported": {"type": "integer"},
+            "keys": {"type": "array", "items": {"$ref": "#/components/schemas/ApiKey"}},
+            "warnings": {"type": "array", "items": {"type": "string"}},
+        },
+        "required": ["imported", "keys", "warnings"],
+    },
+    "/admin/keys/{name}": {"$ref": "#/components/schemas/ApiKey"},
+    "/admin/keys/{name}/rotate": {"$ref": "#/components/schemas/ApiKey"},
+    "/admin/config": {"$ref": "#/components/schemas/Settings"},
+    "/admin/audit": {
+        "type": "object",
+        "properties": {
+            "entries": {"type": "array", "items": {"$ref": "#/components/schemas/AuditEntry"}},
+            "next": {"type": ["integer", "null"]},
+        },
+        "required": ["entries", "next"],
+    },
+}
+"""Schemas of responses that the gateway makes itself, by path; others are objects."""
+
+_DURATION = {"type": ["string", "number"], "description": "Seconds, or a text such as `24h`."}
+
+_BODIES: dict[str, JsonSchema] = {
+    "POST /admin/keys": {
+        "allOf": [{"$ref": "#/components/schemas/NewKey"}],
+        "description": "Without `sha256`, the gateway makes the key and shows it in the response.",
+    },
+    "POST /admin/keys/import": {
+        "type": "object",
+        "properties": {
+            "keys": {
+                "type": "array",
+                "items": {"$ref": "#/components/schemas/NewKey"},
+                "minItems": 1,
+                "maxItems": 10_000,
+            }
+        },
+        "required": ["keys"],
+    },
+    "PATCH /admin/keys/{name}": {
+        "type": "object",
+        "description": "A JSON merge patch (RFC 7396) of the key's name, rights and limits.",
+    },
+    "POST /admin/keys/{name}/rotate": {
+        "type": "object",
+        "properties": {"grace": _DURATION, "sha256": {"type": "string"}},
+    },
+}
+"""Schemas of the bodies that paths of the admin listener take, by method and path."""
+
+_QUERY: dict[str, dict[str, tuple[JsonSchema, str]]] = {
+    "/props": {"model": ({"type": "string"}, "The model; unset: `default_model`, else all.")},
+    "/v1/usage": {
+        "user": ({"type": "string"}, "One of the end users of a key with `trust_user_headers`.")
+    },
+    "/admin/usage": {
+        "by": (
+            {"type": "string"},
+            "`key`, `group`, `user`, `model`, `class`, `day` or `tier`; two of them with a comma.",
+        ),
+        "since": (
+            {"type": "string"},
+            "A date, a time of RFC 3339, or how long ago; `30d` by default.",
+        ),
+        "until": ({"type": "string"}, "Likewise; a date includes its day."),
+        "limit": ({"type": "integer", "minimum": 1, "maximum": 10000}, "Most rows."),
+        "format": ({"type": "string", "enum": ["json", "csv"]}, "`json` (default) or `csv`."),
+    },
+    "/admin/nodes/{name}/drain": {
+        "deadline": (
+            {"type": "number", "minimum": 0, "maximum": 604800},
+            "Seconds after which running requests move to other nodes, or end.",
+        )
+    },
+    "/admin/keys": {
+        "name": ({"type": "string"}, "Only the keys of this name or id."),
+        "revoked": ({"type": "string", "enum": ["0", "1"]}, "Whether revoked keys are shown."),
+    },
+    "/admin/audit": {
+        "since": ({"type": "number"}, "Only changes from then on, in seconds since 1970."),
+        "until": ({"type": "number"}, "Only changes before then, in seconds since 1970."),
+        "before": ({"type": "integer", "minimum": 1}, "The `next` of the page before."),
+        "limit": ({"type": "integer", "minimum": 1, "maximum": 1000}, "Entries of a page."),
+    },
+    "/openapi.json": {
+        "listener": (
+            {"type": "string", "enum": ["public", "admin"]},
+            "The document of this listener alone.",
+        )
+    },
+}
+
+_NOT_FOUND = frozenset({"/admin/nodes/{name}", "/admin/requests/{id}", "/admin/keys/{name}"})
+
+_STATUSES = {
+    "/ready": {503},
+    "/admin/reload": {422},
+    "/admin/audit": {503},
+    "/admin/usage": {503},
+    "/admin/keys": {409, 501, 503},
+    "/admin/keys/import": {409, 501, 503},
+    "/admin/keys/{name}": {409, 501, 503},
+    "/admin/keys/{name}/rotate": {409, 501, 503},
+}
+
+
+def operations(settings: Settings) -> Iterator[Operation]:
+    """Every method of every path of both listeners."""
+    for path, route in routes_of(settings).items():
+        yield _routed(path, route)
+    for one in SITE_ROUTES:
+        path = _shown(one.path)
+        known = path if path in _SUMMARIES else f"/v1{path}"
+        known = known if known in _SUMMARIES else path.removeprefix("/v1")
+        statuses = _SITE_STATUSES if one.needs_key else _HTTP_STATUSES | _STATUSES.get(known, set())
+        yield Operation(
+            "public",
+            "GET",
+            path,
+            _SUMMARIES[known],
+            needs_key=one.needs_key,
+            parameters=_parameters(path, known),
+            content={"application/json": {"schema": _RESPONSES[known]}},
+            statuses=frozenset(statuses),
+            route=known,
+        )
+    for page in pages_of(settings):
+        text = page.path == "/"
+        yield Operation(
+            "public",
+            page.method,
+            page.path,
+            _SUMMARIES[page.path],
+            needs_key=page.needs_models,
+            body={"application/json": {"schema": {"type": "object"}}}
+            if page.method == "POST"
+            else None,
+            content={"text/plain": {"schema": {"type": "string"}}}
+            if text
+            else {"application/json": {"schema": {"type": "object"}}},
+            statuses=_SITE_STATUSES if page.needs_models else _HTTP_STATUSES,
+        )
+    for admin in ADMIN_ROUTES:
+        yield _admin(admin)
+
+
+def _routed(path: str, route: Route) -> Operation:
+    api = route.api
+    shown = route.path
+    if route.multipart:
+        form = {
+            "type": "object",
+            "properties": {
+                "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+                "model": {"type": "string"},
+            },
+            "required": ["file"],
+        }
+        body = {"multipart/form-data": {"schema": form}}
+    elif api.translates and path.startswith("/api/"):
+        body = {"application/json": {"schema": {"type": "object"}}}
+    else:
+        body = {"application/json": {"schema": {"$ref": "#/components/schemas/RoutedBody"}}}
+    content: JsonSchema = {"application/json": {"schema": _ANY}}
+    if route.generates:
+        content[api.stream_content_type.decode()] = {"schema": {"type": "string"}}
+    return Operation(
+        "public",
+        "POST",
+        path,
+        _SUMMARIES[shown],
+        parameters=[
+            _parameter("header", name, schema, meaning)
+            for name, (schema, meaning) in REQUEST_HEADERS.items()
+        ],
+        body=body,
+        content=content,
+        headers=RESPONSE_HEADERS,
+        statuses=_ROUTED_STATUSES,
+        route=route,
+    )
+
+
+def _admin(route: AdminRoute) -> Operation:
+    path = _shown(route.path)
+    keyed = f"{route.method} {path}"
+    known = keyed if keyed in _RESPONSES else path
+    if path == "/metrics":
+        content: JsonSchema = {CONTENT_TYPE.partition(";")[0]: {"schema": {"type": "string"}}}
+    elif path == "/":
+        content = {"text/plain": {"schema": {"type": "string"}}}
+    else:
+        content = {"application/json": {"schema": _RESPONSES.get(known, {"type": "object"})}}
+    statuses = _ADMIN_STATUSES | _STATUSES.get(path, set())
+    if path.startswith(tuple(_NOT_FOUND)):
+        statuses |= {404}
+    return Operation(
+        "admin",
+        route.method,
+        path,
+        route.summary,
+        needs_key=route.role is not None,
+        role=None if route.role is None else route.role.label,
+        parameters=_parameters(path, path if route.method == "GET" or "{" in path else keyed),
+        body={"application/json": {"schema": _BODIES[keyed]}} if keyed in _BODIES else None,
+        content=content,
+        statuses=frozenset(statuses),
+    )
+
+
+def _shown(path: str) -> str:
+    """A path of Starlette's in OpenAPI's form."""
+    return path.replace(":path}", "}")
+
+
+def _parameters(path: str, known: str) -> list[JsonSchema]:
+    names = re.findall(r"\{(\w+)\}", path)
+    found = [
+        {**_parameter("path", name, {"type": "string", "minLength": 1}), "required": True}
+        for name in names
+    ]
+    for name, (schema, meaning) in _QUERY.get(known, {}).items():
+        found.append(_parameter("query", name, schema, meaning))
+    return found
+
+
+def _parameter(
+    place: str, name: str, schema: JsonSchema, description: str | None = None
+) -> JsonSchema:
+    described = {} if description is None else {"description": description}
+    return {"name": name, "in": place, **described, "schema": schema}
+
+
+def openapi_document(
+    settings: Settings,
+    listener: ListenerName | None = None,
+    *,
+    needs_key: bool = True,
+    needs_admin_key: bool = True,
+) -> JsonSchema:
+    """The document of both listeners, or of one.
+
+    `needs_key`, `needs_admin_key`: whether callers of the public and the admin listener need one.
+    """
+    listeners = LISTENERS if listener is None else (listener,)
+    optional = {"public": not needs_key, "admin": not needs_admin_key}
+    servers = _servers(settings)
+    paths: dict[str, JsonSchema] = {}
+    served = [one for one in operations(settings) if one.listener in listeners]
+    for operation in served:
+        name = operation.listener
+        item = paths.setdefault(operation.path, {"servers": []})
+        if servers[name] not in item["servers"]:
+            item["servers"].append(servers[name])
+        shown = _operation(operation, optional=optional[name])
+        method = operation.method.lower()
+        item[method] = _merged(item[method], shown) if method in item else shown
+    if listener is not None:
+        for item in paths.values():
+            del item["servers"]
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "llama-gateway",
+            "version": __version__,
+            "description": (
+                "An OpenAI-compatible gateway in front of many llama.cpp servers. Each path says "
+                "by its servers and tags on which listener it is."
+            ),
+        },
+        "servers": [servers[name] for name in listeners],
+        "tags": [{"name": name, "description": f"The {name} listener."} for name in listeners],
+        "paths": paths,
+        "components": {
+            "securitySchemes": _SECURITY_SCHEMES,
+            "responses": _error_responses(served),
+            "schemas": {
+                **error_schemas(),
+                "RoutedBody": routed_body(),
+                "Model": _MODEL,
+                "Node": fields_schema(NODE_FIELDS),
+                "Status": fields_schema(STATUS_FIELDS),
+                "Request": fields_schema(REQUEST_FIELDS),
+                "AuditEntry": fields_schema(AUDIT_FIELDS),
+                "CallerUsage": fields_schema(CALLER_USAGE_FIELDS),
+                "Usage": fields_schema(USAGE_FIELDS),
+                "ApiKey": fields_schema(KEY_FIELDS, {"key", "warnings"}),
+                "NewKey": {"type": "object", "description": "As an entry of the settings' `keys`."},
+                **settings_schemas(),
+            },
+        },
+    }
+
+
+def openapi_json(
+    settings: Settings,
+    listener: str | None = None,
+    *,
+    needs_key: bool = True,
+    needs_admin_key: bool = True,
+) -> bytes:
+    """The document as JSON. Raises: GatewayError 400, if there is no such listener."""
+    if listener not in {None, *LISTENERS}:
+        raise errors.invalid_request("'listener' must be 'public' or 'admin'.", "listener")
+    document = openapi_document(
+        settings,
+        listener,
+        needs_key=needs_key,
+        needs_admin_key=needs_admin_key,
+    )
+    return msgspec.json.encode(document)
+
+
+_SECURITY_SCHEMES: JsonSchema = {
+    "bearerKey": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "An API key, `lg_<id>_<secret>`.",
+    },
+    "xApiKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    "apiKey": {"type": "apiKey", "in": "header", "name": "api-key"},
+    "adminKey": {
+        "type": "http",
+        "scheme": "bearer",
+        "description": "An admin key; each operation names the lowest role that may use it.",
+    },
+}
+
+_SECURITY: dict[ListenerName, list[JsonSchema]] = {
+    "public": [{"bearerKey": []}, {"xApiKey": []}, {"apiKey": []}],
+    "admin": [{"adminKey": []}],
+}
+
+
+def _servers(settings: Settings) -> dict[ListenerName, JsonSchema]:
+    servers: dict[ListenerName, JsonSchema] = {}
+    configured: tuple[tuple[ListenerName, ListenSettings | AdminSettings], ...] = (
+        ("public", settings.listen),
+        ("admin", settings.admin),
+    )
+    for name, one in configured:
+        everywhere = one.host in {"", "0.0.0.0", "::"}
+        host = "localhost" if everywhere else f"[{one.host}]" if ":" in one.host else one.host
+        url = f"{'https' if one.tls else 'http'}://{host}:{one.port}"
+        servers[name] = {"url": url, "description": f"The {name} listener."}
+    return servers
+
+
+def _operation(operation: Operation, *, optional: bool) -> JsonSchema:
+    security = _SECURITY[operation.listener] if operation.needs_key else []
+    if optional and security:
+        security = [*security, {}]
+    words = re.findall(r"\w+", operation.path) or ["root"]
+    summary = operation.summary
+    shown: JsonSchema = {
+        "operationId": "_".join([operation.method.lower(), *words]),
+        "summary": summary[:1].upper() + summary[1:],
+        "tags": [operation.listener],
+        "security": security,
+    }
+    if operation.role is not None:
+        shown["x-role"] = operation.role
+        shown["description"] = f"Needs the role `{operation.role}`, or a higher one."
+    if operation.parameters:
+        shown["parameters"] = operation.parameters
+    if operation.body is not None:
+        shown["requestBody"] = {"required": True, "content": operation.body}
+    success: JsonSchema = {"description": "Done.", "content": operation.content}
+    if operation.headers:
+        success["headers"] = _headers(operation.headers)
+    shown["responses"] = {"200": success, **_errors(operation)}
+    return shown
+
+
+def _dialect(operation: Operation) -> str:
+    name = api_of_path(operation.path).name
+    return {"messages": "AnthropicError", "ollama": "OllamaError"}.get(name, "Error")
+
+
+def _errors(operation: Operation) -> dict[str, JsonSchema]:
+    prefix = f"{operation.listener}{_dialect(operation)}"
+    return {
+        str(status): {"$ref": f"#/components/responses/{prefix}{status}"}
+        for status in sorted(operation.statuses)
+    }
+
+
+def _error_responses(all_operations: Iterable[Operation]) -> dict[str, JsonSchema]:
+    """The responses that `_errors` refers to."""
+    found: dict[str, JsonSchema] = {}
+    for operation in all_operations:
+        table = ERRORS if operation.listener == "public" else ADMIN_ERRORS
+        dialect = _dialect(operation)
+        for status in operation.statuses:
+            name = f"{operation.listener}{dialect}{status}"
+            if name in found:
+                continue
+            headers = dict(ERROR_HEADERS)
+            if status in STATUS_HEADERS:
+                header, schema, meaning = STATUS_HEADERS[status]
+                headers[header] = (schema, meaning)
+            content = {"schema": {"$ref": f"#/components/schemas/{dialect}"}}
+            found[name] = {
+                "description": _causes(row for row in table if row.status == status),
+                "content": {"application/json": content},
+                "headers": _headers(headers),
+            }
+    return dict(sorted(found.items()))
+
+
+def _causes(rows: Iterable[ErrorRow]) -> str:
+    return "; ".join(f"`{row.code}`: {row.when}" for row in rows) or "What the node has answered."
+
+
+def _headers(headers: Mapping[str, tuple[JsonSchema, str]]) -> JsonSchema:
+    return {
+        name: {"description": meaning, "schema": schema}
+        for name, (schema, meaning) in headers.items()
+    }
+
+
+def _merged(one: JsonSchema, other: JsonSchema) -> JsonSchema:
+    """One operation for a path that both listeners have."""
+    return {
+        **one,
+        "tags": [*one["tags"], *other["tags"]],
+        "responses": {**other["responses"], **one["responses"]},
+        "parameters": [*one.get("parameters", []), *other.get("parameters", [])],
+    }

@@ -1,0 +1,523 @@
+"""Parts of the OpenAPI document: errors, headers, parameters, and the bodies of the admin API.
+
+The pages of `docs/reference/http.md` show the same tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from gateway.config.settings import Settings
+from gateway.proxy.inbound.parsed_body import ParsedBody
+
+JsonSchema = dict[str, Any]
+
+
+class ErrorRow(NamedTuple):
+    """One error of the public listener."""
+
+    status: int
+    code: str
+    when: str
+    retried: str = "no"
+    """Whether official clients send the request again by themselves."""
+
+
+_LATER = "after `Retry-After`"
+
+ERRORS = (
+    ErrorRow(400, "invalid_json", "the body is not JSON"),
+    ErrorRow(
+        400,
+        "invalid_request",
+        "no valid HTTP/1.0 or 1.1 (no `Host`, or two; a body of unclear length), wrong types, "
+        "unknown class, no model, more slots than any node has, a grammar or schema larger or "
+        "deeper than it may be",
+    ),
+    ErrorRow(
+        400,
+        "context_length_exceeded",
+        "the prompt fits no node; with `n_prompt_tokens` and `n_ctx` where known, and the words "
+        "that clients look for: `prompt is too long: N tokens > M maximum`, `exceeds the available "
+        "context size`",
+    ),
+    ErrorRow(
+        401,
+        "invalid_api_key",
+        "no key, an unknown one, or those of different callers; all requests, where a reload has "
+        "taken the last key away",
+    ),
+    ErrorRow(403, "model_not_allowed", "the key may not use this model"),
+    ErrorRow(
+        403,
+        "host_not_allowed",
+        "without a key, on a loopback listener: asked by a `Host` that is neither loopback's, nor "
+        "this machine's, nor one of `listen.hosts`",
+    ),
+    ErrorRow(
+        403,
+        "origin_not_allowed",
+        "without a key, on a loopback listener: posted by a web page of another origin that is not "
+        "in `cors.origins`",
+    ),
+    ErrorRow(
+        404,
+        "model_not_found",
+        "no node serves this name, now or when last seen, over restarts of the gateway too",
+    ),
+    ErrorRow(404, "not_found", "no such path; says what to use"),
+    ErrorRow(405, "method_not_allowed", "with `Allow`"),
+    ErrorRow(408, "request_timeout", "the client sent its request too slowly", "yes"),
+    ErrorRow(409, "superseded", "an editor's completion: its session has sent a newer one"),
+    ErrorRow(413, "request_too_large", "body above `limits.body_bytes`"),
+    ErrorRow(415, "unsupported_media_type", "a compressed body (`Content-Encoding`)"),
+    ErrorRow(
+        429,
+        "queue_full",
+        "no more requests of this class or caller may wait now, or another caller with fewer needs "
+        "the place; too many connections; the memory for bodies is used up",
+        f"{_LATER}, if at most 60 s",
+    ),
+    ErrorRow(
+        431,
+        "headers_too_large",
+        "headers above `limits.header_bytes` or 256 fields; extensions and trailers of a chunked "
+        "body above `limits.header_bytes`",
+    ),
+    ErrorRow(500, "internal_error", "the gateway itself failed; its log says why", "yes"),
+    ErrorRow(
+        501,
+        "not_supported",
+        "no node that serves the model has this feature, with a node's own hint; nodes are asked "
+        "again after five minutes",
+    ),
+    ErrorRow(502, "node_failed", "every permitted attempt failed"),
+    ErrorRow(
+        503,
+        "no_node",
+        "every fitting node has been out for `retries.wait_for_node` (30 s); or no node is known "
+        "to serve this name, and one that is enabled has never reported what it serves (at once, "
+        "with its state)",
+        _LATER,
+    ),
+    ErrorRow(503, "queue_timeout", "waited as long as it may, or could not meet its deadline"),
+    ErrorRow(
+        503,
+        "starting",
+        "the nodes are being asked for the first time (`GET /v1/models`, `/props`, `/ready`), or "
+        "the standby node for it is still being started",
+        _LATER,
+    ),
+    ErrorRow(503, "shutting_down", "the gateway is shutting down", _LATER),
+    ErrorRow(503, "cancelled", "an operator cancelled it"),
+    ErrorRow(
+        503,
+        "node_drained",
+        "its node was drained with a deadline, which has passed",
+        _LATER,
+    ),
+    ErrorRow(504, "node_timeout", "a node took longer than it may"),
+)
+"""Every error of the public listener, by status."""
+
+ADMIN_ERRORS = (
+    ErrorRow(400, "invalid_request", "no valid HTTP, or a parameter of a wrong form"),
+    ErrorRow(401, "invalid_api_key", "admin keys exist, and none that is valid was sent"),
+    ErrorRow(403, "role_required", "the key's role is too low; the message says which is needed"),
+    ErrorRow(
+        403, "host_not_allowed", "asked by a `Host` that is not the listener's: see `admin.hosts`"
+    ),
+    ErrorRow(403, "origin_not_allowed", "sent by a web page of another origin"),
+    ErrorRow(404, "node_not_found", "no node of this name; says which are similar"),
+    ErrorRow(404, "request_not_found", "no such request waits or runs"),
+    ErrorRow(404, "not_found", "no such path"),
+    ErrorRow(405, "method_not_allowed", "with `Allow`"),
+    ErrorRow(408, "request_timeout", "the client sent its request too slowly"),
+    ErrorRow(413, "request_too_large", "a body larger than the path takes"),
+    ErrorRow(422, "invalid_configuration", "a file is invalid and has changed nothing"),
+    ErrorRow(429, "queue_full", "too many connections"),
+    ErrorRow(431, "headers_too_large", "headers above `limits.header_bytes` or 256 fields"),
+    ErrorRow(500, "internal_error", "the gateway itself failed; its log says why"),
+    ErrorRow(503, "no_node", "`GET /ready`: no node can take or queue work"),
+    ErrorRow(503, "queue_full", "`GET /ready`: every slot and every place in the queue is taken"),
+    ErrorRow(503, "starting", "`GET /ready`: the nodes are being asked for the first time"),
+    ErrorRow(503, "shutting_down", "`GET /ready`: the gateway is shutting down"),
+    ErrorRow(503, "store_unavailable", "what is asked for is in the store, which can't be read"),
+)
+"""Every error of the admin listener, by status."""
+
+REQUEST_HEADERS: Mapping[str, tuple[JsonSchema, str]] = {
+    "X-Priority": (
+        {"type": "string", "enum": ["urgent", "premium", "normal", "batch"]},
+        "The class, lowered to the caller's highest one; an unknown word is 400.",
+    ),
+    "X-Request-Timeout": (
+        {"type": "number", "exclusiveMinimum": 0},
+        "Seconds that the client will wait for the whole response.",
+    ),
+    "X-Gateway-Progress": (
+        {"type": "string", "examples": ["1"]},
+        "`1`: comments of the stream tell the place in the queue and the progress of the prompt.",
+    ),
+    "X-Request-ID": (
+        {"type": "string", "examples": ["my-request-1"]},
+        "Used for the response and the log, if it is a sane one.",
+    ),
+    "X-User-Id": (
+        {"type": "string"},
+        (
+            "The end user behind a key with `trust_user_headers`; other names: "
+            "`identity.user_headers`."
+        ),
+    ),
+    "X-Session-Id": (
+        {"type": "string"},
+        "The conversation, which keeps its node; other names: `identity.session_headers`.",
+    ),
+}
+"""Headers of requests to nodes that the gateway itself reads, besides keys."""
+
+RESPONSE_HEADERS: Mapping[str, tuple[JsonSchema, str]] = {
+    "X-Request-ID": ({"type": "string"}, "The id in the log."),
+    "X-Gateway-Class": ({"type": "string"}, "The class in force."),
+    "X-Gateway-Attempts": ({"type": "integer"}, "Nodes tried."),
+    "X-Gateway-Queue-Ms": ({"type": "integer"}, "Milliseconds spent waiting for a slot."),
+    "X-Gateway-Node": (
+        {"type": "string"},
+        "The node; by default only on a loopback listener, and not through a proxy.",
+    ),
+    "X-Gateway-Tier": ({"type": "string", "enum": ["cpu", "gpu"]}, "The node's tier."),
+    "X-Gateway-Fallback": (
+        {"type": "string"},
+        "Why it ran on the other tier than its class belongs to.",
+    ),
+}
+"""Headers of responses to routed requests."""
+
+ERROR_HEADERS: Mapping[str, tuple[JsonSchema, str]] = {
+    "X-Request-ID": ({"type": "string"}, "The id in the log."),
+    "X-Gateway-Reason": ({"type": "string"}, "The error's code."),
+}
+
+STATUS_HEADERS: Mapping[int, tuple[str, JsonSchema, str]] = {
+    401: ("WWW-Authenticate", {"type": "string"}, "`Bearer`."),
+    405: ("Allow", {"type": "string"}, "The methods of this path."),
+    429: ("Retry-After", {"type": "integer", "minimum": 1}, "Seconds."),
+    503: ("Retry-After", {"type": "integer", "minimum": 1}, "Seconds."),
+}
+"""A header that errors of a status have besides."""
+
+_BODY_FIELDS = {
+    "model": "The model's public name; unset: `default_model`, else the only one there is.",
+    "stream": "Answer by events, as the text is written.",
+    "n": "Completions; above `limits.n` 400.",
+    "max_tokens": "Most tokens of the answer; lowered to `limits.max_tokens`.",
+    "max_completion_tokens": "As `max_tokens`.",
+    "max_output_tokens": "As `max_tokens`, on `/v1/responses`.",
+    "n_predict": "As `max_tokens`, of llama.cpp.",
+    "n_probs": "Lowered to `limits.n_probs`.",
+    "top_logprobs": "Lowered to `limits.n_probs`.",
+    "logprobs": "True, false, or a number, which is lowered to `limits.n_probs`.",
+    "n_cmpl": "As `n`, of llama.cpp.",
+    "priority": "One of the classes' names: the class, where no header names one.",
+    "service_tier": "`priority` is premium, `flex` is batch.",
+    "id_slot": "Removed.",
+    "lora": "Removed.",
+    "suffix": "The text behind the gap that is to be filled.",
+    "prompt": "A text, token ids, or a list of them.",
+    "messages": "The conversation.",
+    "input": "Text, texts, or items.",
+    "tools": "At most `limits.tools_bytes`.",
+    "system": "The system prompt, on `/v1/messages`.",
+    "instructions": "The system prompt, on `/v1/responses`.",
+    "grammar": "GBNF, at most `limits.grammar_bytes` and `limits.grammar_depth`.",
+    "json_schema": "A schema of the answer, of llama.cpp.",
+    "response_format": "A form of the answer.",
+    "text": "A form of the answer, on `/v1/responses`.",
+    "output_config": "A form of the answer, on `/v1/messages`.",
+    "output_format": "A form of the answer, on `/v1/messages`.",
+    "stop": "At most `limits.stop_bytes`.",
+    "stop_sequences": "At most `limits.stop_bytes`.",
+    "logit_bias": "At most `limits.logit_bias_bytes`.",
+    "samplers": "At most 1 KiB.",
+    "dry_sequence_breakers": "At most 1 KiB.",
+    "response_fields": "At most `limits.logit_bias_bytes`.",
+    "grammar_triggers": "Refused.",
+}
+
+
+def routed_body() -> JsonSchema:
+    """The schema of a JSON body, as far as the gateway reads it: by `ParsedBody`."""
+    properties = {}
+    for one in msgspec.structs.fields(ParsedBody):
+        schema = {} if one.type is msgspec.Raw else msgspec.json.schema(one.type)
+        properties[one.name] = {**schema, "description": _BODY_FIELDS[one.name]}
+    return {
+        "type": "object",
+        "description": (
+            "The fields that the gateway reads. All others are passed on as they are, and so are "
+            "those without a type here: the node checks them."
+        ),
+        "properties": properties,
+    }
+
+
+NODE_FIELDS: Mapping[str, tuple[str, str]] = {
+    "name": ("string", "by which the inventory knows it"),
+    "url": ("string", "where it is"),
+    "kind": ("string", "`llama.cpp` or `openai`"),
+    "tier": ("string", "`cpu` or `gpu`"),
+    "host": ("string", "its fate domain"),
+    "labels": ("object", "of the inventory"),
+    "enabled": ("boolean", "of the inventory"),
+    "standby": ("boolean", "of the inventory"),
+    "elastic": ("object?", "of a standby node with hooks, [below](#standby-nodes)"),
+    "draining": ("boolean", "whether an operator has drained it"),
+    "state": (
+        "string",
+        (
+            "`ready`, `degraded`, `mute`, `ejected`, `starting`, `loading`, `down`, `draining` or "
+            "`standby`"
+        ),
+    ),
+    "reason": ("string", "why it is in that state"),
+    "slots_total": ("integer", "slots that it has"),
+    "slots_busy": ("integer", "the larger of our leases and what the node reports"),
+    "leased": ("integer", "slots leased to requests of this gateway"),
+    "foreign": ("integer", "slots that others use"),
+    "in_flight": ("integer", "requests that run on it"),
+    "models": ("array", "public names"),
+    "context": ("integer?", "tokens of one slot"),
+    "prefill_tps": ("number?", "measured tokens/s of prefill"),
+    "decode_tps": ("number?", "measured tokens/s of decode"),
+    "requests": ("integer", "sent to it since the start"),
+    "failures": ("integer", "of those that it failed"),
+    "cost_per_hour": ("number", "of the inventory"),
+    "cost_per_million_tokens": ("object?", "of the inventory"),
+    "build": ("string?", "of its server"),
+    "drift": ("array", "what differs from the inventory"),
+    "endpoints": ("array?", "of the inventory"),
+    "endpoints_refused": ("array", "what it has refused with 501"),
+    "circuit": ("object", "`phase`, `failures` in a row, `open_for` seconds"),
+    "deadline_in": ("number?", "seconds until a drain's deadline"),
+}
+"""Type and meaning of a node's fields; `?`: or null."""
+
+STATUS_FIELDS: Mapping[str, tuple[str, str]] = {
+    "version": ("string", "of this process"),
+    "started_at": ("string", "of this process"),
+    "uptime": ("number", "seconds"),
+    "ready": ("boolean", "whether `/ready` is 200"),
+    "reason": ("string?", "else the code that it answers with"),
+    "in_flight": ("integer", "requests that wait or run"),
+    "queue": ("object", "how many wait, by class"),
+    "waiting": (
+        "array",
+        (
+            "the first 100 of them: `position`, `seconds` waited, `class`, `model`, "
+            "`expected_start` in seconds from now"
+        ),
+    ),
+    "nodes": ("object", "nodes by state"),
+    "slots_total": ("integer", "slots of all nodes"),
+    "slots_busy": ("integer", "of these busy"),
+    "totals": ("object", "since the start: requests, failures by code, clients that left, tokens"),
+    "hybrid": (
+        "object?",
+        (
+            "with GPU nodes: which classes go there first, and the [budget](../hybrid.md) for the "
+            "others; else null"
+        ),
+    ),
+    "inventory_error": (
+        "string?",
+        "what is wrong with the inventory on the disk, while an older one is in force",
+    ),
+    "settings_error": ("string?", "likewise with the settings"),
+    "certificate_error": (
+        "string?",
+        "likewise with a renewed certificate, of a listener or for a node",
+    ),
+    "certificates": (
+        "object",
+        (
+            "`expires_at` and `days_left` of the certificates in force, by `listen.tls` and "
+            "`admin.tls`"
+        ),
+    ),
+    "audit_lost": (
+        "integer",
+        "changes that were logged and could not be kept",
+    ),
+    "store": (
+        "object",
+        "`state`, the reason and the remedy, [the store](../operations.md#the-store)",
+    ),
+    "keys_lost": (
+        "string?",
+        "why the public listener answers 401 to everybody: a reload took the last API key away",
+    ),
+}
+
+KEY_FIELDS: Mapping[str, tuple[str, str]] = {
+    "key": ("string?", "the key itself, only in the response of the request that made it"),
+    "id": ("string", "public part of the key"),
+    "name": ("string", "who uses it"),
+    "source": ("string", "`settings` or `store`"),
+    "state": (
+        "string",
+        "`active`, `expired`, `revoked`, or `hidden` by a key of the settings with its id",
+    ),
+    "class": ("string?", "of its requests that name none"),
+    "max_class": ("string", "highest class of its requests"),
+    "models": ("array?", "that it may use; null: all"),
+    "group": ("string?", "whose limits it shares"),
+    "limits": ("object?", "its own"),
+    "user_limits": ("object?", "of each end user that it names"),
+    "trust_user_headers": ("boolean", "whether it may name end users"),
+    "cache": ("object?", "what it says of prompt caches"),
+    "created_at": ("string?", "when it was stored"),
+    "expires": ("string?", "until when it works"),
+    "revoked_at": ("string?", "when it was revoked"),
+    "previous_until": ("string?", "until when the secret before the last rotation works"),
+    "warnings": ("array?", "models of it that no node has named yet"),
+}
+"""Fields of an API key, as the admin API shows it."""
+
+REQUEST_FIELDS: Mapping[str, tuple[str, str]] = {
+    "id": ("string", "inside the gateway"),
+    "request_id": ("string", "`X-Request-ID`"),
+    "path": ("string", "asked for"),
+    "class": ("string", "in force"),
+    "model": ("string?", "its public name"),
+    "caller": ("string", "the key's id, or the address of one without a key"),
+    "state": ("string", "`waiting` or `running`"),
+    "position": ("integer?", "in the queue"),
+    "expected_start": ("number?", "seconds from now"),
+    "node": ("string?", "where it runs or ran last"),
+    "attempts": ("integer", "nodes tried"),
+    "slots": ("integer", "that it takes"),
+    "stream": ("boolean", "asked for"),
+    "seconds": ("number", "since it came"),
+    "queue_seconds": ("number", "of these in the queue"),
+    "prompt_tokens_estimate": ("integer", "tokens of its prompt"),
+}
+
+AUDIT_FIELDS: Mapping[str, tuple[str, str]] = {
+    "id": ("integer", "grows with time"),
+    "at": ("string", "time, UTC"),
+    "actor": (
+        "string",
+        "an admin key's id, `key_file`, `local` (no key is needed), `file`, `signal` or `gateway`",
+    ),
+    "role": ("string?", "of the key"),
+    "action": (
+        "string",
+        (
+            "`drain`, `resume`, `probe`, `cancel`, `reload`, `settings`, `inventory`, "
+            "`certificate`, `handover`, `start`, `stop`; `keys.…`"
+        ),
+    ),
+    "target": ("string", "the node, request, key or file"),
+    "outcome": ("string", "`done`, or the code of the error"),
+    "details": ("object", "what else is known, such as a drain's deadline"),
+}
+
+
+CALLER_USAGE_FIELDS: Mapping[str, tuple[str, str]] = {
+    "object": ("string", "`usage`"),
+    "key": ("string", "the key's id, or `anonymous:` and the address of a caller without one"),
+    "name": ("string", "of the key"),
+    "group": ("string?", "of the key"),
+    "user": ("string?", "the end user whose figures these are; null: all of the key's"),
+    "as_of": ("string?", "when the figures were read; null: they are not known, see `reason`"),
+    "today": ("object?", "requests, failures, tokens and cost of this day (UTC)"),
+    "month": ("object?", "likewise of this month, also by model (`models`)"),
+    "reason": ("string?", "why there are no figures"),
+    "limits": ("array", "each limit, what is used of it, reserved by running requests, and left"),
+    "max_class": ("string", "highest class of the requests"),
+    "models_allowed": ("array?", "the models that may be used; null: all"),
+    "largest_prompt_tokens": ("integer?", "of one request"),
+    "largest_completion_tokens": ("integer?", "of one answer"),
+}
+
+USAGE_FIELDS: Mapping[str, tuple[str, str]] = {
+    "since": ("string", "requests that ended from then on"),
+    "until": ("string", "and before then"),
+    "by": ("array", "the dimensions"),
+    "rows": ("array", "each with its dimensions and sums, the dearest first, days in order"),
+    "rows_found": ("integer", "rows that there are; `limit` may leave some out"),
+    "total": ("object", "the sums of all"),
+    "money": ("object", "what requests and machines cost, by tier and in all"),
+    "notes": ("array", "what is counted otherwise than asked"),
+}
+
+
+def fields_schema(
+    fields: Mapping[str, tuple[str, str]], optional: Collection[str] = ()
+) -> JsonSchema:
+    """The schema of an object with these fields, of which only the `optional` may be missing."""
+    properties = {}
+    for name, (kind, meaning) in fields.items():
+        base = kind.removesuffix("?")
+        properties[name] = {
+            "type": [base, "null"] if kind.endswith("?") else base,
+            "description": meaning[:1].upper() + meaning[1:] + ".",
+        }
+    required = [name for name in fields if name not in optional]
+    return {"type": "object", "properties": properties, "required": required}
+
+
+def settings_schemas() -> dict[str, JsonSchema]:
+    """The schemas of the settings as `/admin/config` shows them, by name."""
+    schema = Settings.model_json_schema(
+        mode="serialization", by_alias=True, ref_template="#/components/schemas/{model}"
+    )
+    definitions: dict[str, JsonSchema] = schema.pop("$defs")
+    for name in ("KeySpec", "AdminKeySpec"):
+        definitions[name]["properties"]["sha256"].pop("pattern", None)  # It is masked.
+    return {**definitions, "Settings": schema}
+
+
+def error_schemas() -> dict[str, JsonSchema]:
+    """The schemas of errors, by name."""
+    openai = {
+        "type": "object",
+        "properties": {
+            "message": {"type": "string"},
+            "type": {"type": "string"},
+            "param": {"type": ["string", "null"]},
+            "code": {"type": ["string", "integer", "null"]},
+        },
+        "required": ["message"],
+    }
+    anthropic = {
+        "type": "object",
+        "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        "required": ["type", "message"],
+    }
+    return {
+        "Error": {
+            "type": "object",
+            "description": "OpenAI's form; `code` is also sent as `X-Gateway-Reason`.",
+            "properties": {"error": openai},
+            "required": ["error"],
+        },
+        "AnthropicError": {
+            "type": "object",
+            "properties": {
+                "type": {"const": "error"},
+                "error": anthropic,
+                "request_id": {"type": "string"},
+            },
+            "required": ["type", "error"],
+        },
+        "OllamaError": {
+            "type": "object",
+            "properties": {"error": {"type": "string"}},
+            "required": ["error"],
+        },
+    }

@@ -1,0 +1,340 @@
+"""The key ring follows its store; and what holds while the store can't be reached."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import stat
+import time
+from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from gateway.access.key_sync import POLL_SECONDS, KeySync, count_stored_keys
+from gateway.access.keys import ApiKey, KeyRing, new_key
+from gateway.access.stored_keys import add_keys, revoke_key, rotate_key
+from gateway.config.listeners import KeySpec
+from gateway.startup import Options, check_startup, keys_file
+from gateway.store.database import locate_store
+from gateway.store.store import Store
+from tests.emulator import EmulatedNode
+from tests.gateways import Running, running_gateway, until
+from tests.postgres import needs_postgres, running_postgres
+
+ALICE, BOB, OWN = new_key("alice"), new_key("bob"), new_key("own")
+
+CHAT = json.dumps({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1})
+
+OWN_SETTINGS: dict[str, Any] = {"keys": [{"id": OWN.id, "sha256": OWN.sha256, "name": "owner"}]}
+
+
+def spec(key: ApiKey, **fields: Any) -> KeySpec:
+    return KeySpec(id=key.id, sha256=key.sha256, name=key.id, **fields)
+
+
+@contextlib.contextmanager
+def another_process(url: str) -> Iterator[Store]:
+    """A store that another process than the gateway has open."""
+    store = Store(locate_store(url, Path("/nowhere")))
+    store.start()
+    try:
+        yield store
+    finally:
+        assert store.close(10)
+
+
+def store_keys(url: str, *specs: KeySpec) -> None:
+    with another_process(url) as store:
+        store.run_now(lambda connection: add_keys(connection, specs, time.time()))
+
+
+class KeptConnection:
+    """One connection of a client, used again and again; a refusal ends it, and it is made anew."""
+
+    def __init__(self, url: str) -> None:
+        self._client = http.client.HTTPConnection(urlsplit(url).netloc, timeout=30)
+
+    async def status(self, key: ApiKey | None) -> int:
+        return await asyncio.to_thread(self._status, key)
+
+    def _status(self, key: ApiKey | None) -> int:
+        headers = {"content-type": "application/json"}
+        if key is not None:
+            headers["authorization"] = f"Bearer {key.text}"
+        self._client.request("POST", "/v1/chat/completions", CHAT, headers)
+        response = self._client.getresponse()
+        response.read()
+        if response.status == 200:
+            assert self._client.sock is not None, "the connection was not kept"
+        return response.status
+
+    def close(self) -> None:
+        self._client.close()
+
+
+@contextlib.asynccontextmanager
+async def gateway_of(
+    folder: Path, url: str, settings: dict[str, Any] | None = None
+) -> AsyncIterator[tuple[Running, KeptConnection]]:
+    whole = {**(settings or {}), "store": {"url": url}}
+    async with EmulatedNode() as node, running_gateway(folder, [node.url], whole) as running:
+        connection = KeptConnection(running.url)
+        try:
+            yield running, connection
+        finally:
+            connection.close()
+
+
+async def becomes(connection: KeptConnection, key: ApiKey, status: int) -> float:
+    """The seconds until a request with the key gets this status."""
+    began = time.monotonic()
+    async with asyncio.timeout(30):
+        while await connection.status(key) != status:  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.02)
+    return time.monotonic() - began
+
+
+async def test_a_kept_connection_follows_the_changes_of_another_process(
+    store_url: str, tmp_path: Path
+) -> None:
+    rotated = new_key("alice")
+    async with gateway_of(tmp_path, store_url, OWN_SETTINGS) as (_, connection):
+        assert await connection.status(ALICE) == 401
+        with another_process(store_url) as store:
+            await store.run(lambda c: add_keys(c, [spec(ALICE)], time.time()))
+            await becomes(connection, ALICE, 200)
+            assert await connection.status(ALICE) == 200
+            await store.run(lambda c: rotate_key(c, "alice", rotated.sha256, 60.0, time.time()))
+            await becomes(connection, rotated, 200)
+            assert await connection.status(ALICE) == 200
+            await store.run(lambda c: revoke_key(c, "alice", time.time()))
+            await becomes(connection, rotated, 401)
+            assert await connection.status(ALICE) == 401
+            assert await connection.status(OWN) == 200
+
+
+async def test_the_ring_looks_for_revocations_twice_a_second(tmp_path: Path) -> None:
+    assert POLL_SECONDS <= 0.5
+    url = f"sqlite:///{tmp_path / 'gateway.db'}"
+    store_keys(url, spec(ALICE))
+    async with gateway_of(tmp_path, url, OWN_SETTINGS) as (running, connection):
+        assert await connection.status(ALICE) == 200
+        with another_process(url) as store:
+            await store.run(lambda c: revoke_key(c, "alice", time.time()))
+        await until(lambda: running.gateway.key_ring.find(ALICE.text) is None)
+        assert await connection.status(ALICE) == 401
+
+
+async def test_a_key_expires_on_a_kept_connection(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'gateway.db'}"
+    ends = datetime.now(UTC) + timedelta(seconds=3)
+    store_keys(url, spec(ALICE, expires=ends))
+    own = {"keys": [{**OWN_SETTINGS["keys"][0], "expires": ends.isoformat()}]}
+    async with gateway_of(tmp_path, url, own) as (_, connection):
+        for key in (ALICE, OWN):
+            await becomes(connection, key, 401)
+        assert datetime.now(UTC) >= ends
+        # Nobody has a key that works, but there are keys.
+        assert await connection.status(None) == 401
+
+
+async def test_the_first_stored_key_ends_anonymous_access_and_the_last_locks(
+    tmp_path: Path,
+) -> None:
+    url = f"sqlite:///{tmp_path / 'gateway.db'}"
+    async with gateway_of(tmp_path, url) as (running, connection):
+        assert await connection.status(None) == 200
+        with another_process(url) as store:
+            await store.run(lambda c: add_keys(c, [spec(ALICE)], time.time()))
+            await becomes(connection, ALICE, 200)
+            await until(lambda: bool(running.gateway.key_ring))
+            assert await connection.status(None) == 401
+            await store.run(lambda c: revoke_key(c, "alice", time.time()))
+            await becomes(connection, ALICE, 401)
+        assert await connection.status(None) == 401
+        assert running.gateway.keys_lost is not None
+        assert running.gateway.key_ring.access.had_keys  # what a successor is told
+
+
+# The store can't be reached.
+
+
+def damage(path: Path) -> None:
+    for file in path.parent.glob(f"{path.name}*"):
+        file.unlink()
+    path.write_bytes(b"this is no database\n" * 500)
+
+
+async def test_a_start_without_the_store_knows_the_callers_of_before(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.db"
+    url = f"sqlite:///{path}"
+    ends = datetime.now(UTC) + timedelta(seconds=4)
+    expiring = new_key("expiring")
+    store_keys(url, spec(ALICE), spec(expiring, expires=ends))
+    async with gateway_of(tmp_path, url) as (running, connection):
+        assert await connection.status(ALICE) == 200
+        file = keys_file(running.gateway.options)
+        await until(file.exists)
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert ALICE.text.split("_")[2] not in file.read_text()
+    kept = path.read_bytes()
+    damage(path)
+    async with gateway_of(tmp_path, url) as (running, connection):
+        assert running.gateway.key_sync.problem is not None
+        assert await connection.status(ALICE) == 200
+        assert await connection.status(BOB) == 401
+        assert await connection.status(None) == 401
+        await becomes(connection, expiring, 401)
+        # The store comes back, with another key.
+        path.unlink()
+        path.write_bytes(kept)
+        await until(lambda: running.gateway.key_sync.problem is None)
+        store_keys(url, spec(BOB))
+        await becomes(connection, BOB, 200)
+
+
+async def test_without_store_and_memory_nobody_is_admitted_nor_called_a_stranger(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "gateway.db"
+    damage(path)
+    async with gateway_of(tmp_path, f"sqlite:///{path}") as (running, connection):
+        assert {await connection.status(key) for key in (ALICE, None)} == {503}
+        path.unlink()
+        store_keys(f"sqlite:///{path}", spec(ALICE))
+        await until(lambda: running.gateway.key_sync.problem is None)
+        assert await connection.status(ALICE) == 200
+        assert await connection.status(None) == 401
+        assert await connection.status(BOB) == 401
+
+
+async def test_without_store_and_memory_keys_of_the_settings_work(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.db"
+    damage(path)
+    async with gateway_of(tmp_path, f"sqlite:///{path}", OWN_SETTINGS) as (_, connection):
+        assert await connection.status(OWN) == 200
+        assert await connection.status(ALICE) == 503
+        assert await connection.status(None) == 401
+
+
+async def test_a_gateway_that_never_had_keys_serves_on_without_its_store(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.db"
+    async with gateway_of(tmp_path, f"sqlite:///{path}") as (running, connection):
+        await until(keys_file(running.gateway.options).exists)
+    damage(path)
+    async with gateway_of(tmp_path, f"sqlite:///{path}") as (_, connection):
+        assert await connection.status(None) == 200
+
+
+async def test_the_memory_of_another_store_is_not_used(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.db", tmp_path / "second.db"
+    store_keys(f"sqlite:///{first}", spec(ALICE))
+    async with gateway_of(tmp_path, f"sqlite:///{first}") as (running, _):
+        await until(keys_file(running.gateway.options).exists)
+    damage(second)
+    async with gateway_of(tmp_path, f"sqlite:///{second}") as (_, connection):
+        assert await connection.status(ALICE) == 503
+
+
+@pytest.mark.slow
+@needs_postgres
+async def test_a_server_that_hangs_or_dies_takes_no_caller_away(tmp_path: Path) -> None:
+    with running_postgres() as server:
+        url = server.new_database()
+        ends = datetime.now(UTC) + timedelta(seconds=8)
+        brief = new_key("brief")
+        store_keys(url, spec(ALICE), spec(brief, expires=ends))
+        async with gateway_of(tmp_path, url) as (running, connection):
+            assert await connection.status(ALICE) == 200
+            server.halt()
+            # Keys end in time, whatever the server does.
+            await becomes(connection, brief, 401)
+            assert await connection.status(ALICE) == 200
+            server.go_on()
+            server.kill()
+            await until(lambda: running.gateway.key_sync.problem is not None)
+            assert await connection.status(ALICE) == 200
+        async with gateway_of(tmp_path, url) as (running, connection):
+            assert await connection.status(ALICE) == 200
+            assert await connection.status(None) == 401
+            server.start()
+            with another_process(url) as store:
+                await until(lambda: store.status().up)
+                await store.run(lambda c: revoke_key(c, "alice", time.time()))
+            await becomes(connection, ALICE, 401)
+
+
+# Before a gateway starts.
+
+
+@pytest.fixture
+def public(tmp_path: Path) -> Options:
+    """Return the options of a gateway on a public address, without keys in its settings."""
+    (tmp_path / "nodes.yaml").write_text("nodes: [{name: a, url: 'http://127.0.0.1:9'}]\n")
+    (tmp_path / "gateway.yaml").write_text("store: {url: sqlite:///gateway.db}\n")
+    return Options(
+        inventory_file=tmp_path / "nodes.yaml",
+        settings_file=tmp_path / "gateway.yaml",
+        host="0.0.0.0",
+        state_dir=tmp_path / "state",
+    )
+
+
+def problems(options: Options) -> list[str]:
+    return [problem.key for problem in check_startup(options).start_problems]
+
+
+def test_a_public_address_needs_a_key_in_settings_or_store(public: Options, tmp_path: Path) -> None:
+    assert problems(public) == ["listen.host"]
+    assert not (tmp_path / "gateway.db").exists()  # a check makes no store
+    url = f"sqlite:///{tmp_path / 'gateway.db'}"
+    store_keys(url, spec(ALICE))
+    assert problems(public) == []
+    with another_process(url) as store:
+        store.run_now(lambda connection: revoke_key(connection, "alice", time.time()))
+    assert problems(public) == ["listen.host"]
+
+
+def test_an_unreadable_store_may_have_keys_so_the_gateway_starts(
+    public: Options, tmp_path: Path
+) -> None:
+    damage(tmp_path / "gateway.db")
+    assert problems(public) == []
+
+
+async def test_the_count_before_a_start_is_the_last_known_one_without_the_store(
+    public: Options, tmp_path: Path
+) -> None:
+    path = tmp_path / "gateway.db"
+    location = locate_store(f"sqlite:///{path}", tmp_path)
+    store_keys(f"sqlite:///{path}", spec(ALICE), spec(BOB))
+    assert count_stored_keys(location, keys_file(public)) == 2
+    with another_process(f"sqlite:///{path}") as store:
+        sync = KeySync(store, KeyRing(is_complete=False), keys_file(public))
+        await sync.start()
+        assert len(sync.key_ring) == 2
+    damage(path)
+    assert await asyncio.to_thread(count_stored_keys, location, keys_file(public)) == 2
+    path.unlink()
+    assert await asyncio.to_thread(count_stored_keys, location, keys_file(public)) == 2
+    keys_file(public).unlink()
+    assert await asyncio.to_thread(count_stored_keys, location, keys_file(public)) == 0
+    damage(path)
+    assert await asyncio.to_thread(count_stored_keys, location, keys_file(public)) is None
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[1]", '{"version": 9}', "x" * 100])
+async def test_a_damaged_memory_is_set_aside(content: str, public: Options, tmp_path: Path) -> None:
+    path = tmp_path / "gateway.db"
+    damage(path)
+    file = keys_file(public)
+    file.parent.mkdir()
+    file.write_text(content)
+    location = locate_store(f"sqlite:///{path}", tmp_path)
+    assert await asyncio.to_thread(count_stored_keys, location, file) is None

@@ -1,0 +1,77 @@
+"""Rows for the ledger, as tests and measurements need them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from sqlalchemy import Connection, insert
+
+from gateway.store.schema import usage
+
+NOON = 1_800_014_400.0
+"""A Friday in January 2027, 12:00 UTC."""
+
+DAY = 86400.0
+
+
+def a_row(number: int, **values: Any) -> dict[str, Any]:
+    """A request of team-a that ended at `NOON`; `values` are other columns."""
+    ended = float(values.get("ended_at", NOON))
+    row: dict[str, Any] = {
+        "id": f"r{number}",
+        "process": "p1",
+        "sequence": number,
+        "started_at": ended - 1.0,
+        "ended_at": ended,
+        "key": "team-a",
+        "group_name": None,
+        "user": None,
+        "model": "mistral",
+        "class_": "normal",
+        "tier": "cpu",
+        "node": "cpu-a",
+        "path": "/v1/chat/completions",
+        "stream": False,
+        "prompt_tokens": 100,
+        "cached_tokens": 0,
+        "completion_tokens": 10,
+        "slot_seconds": 1.0,
+        "cost": 0.5,
+        "gpu_cost": None,
+        "attempts": 1,
+        "status": 200,
+        "outcome": "ok",
+    }
+    unknown = set(values) - set(row)
+    assert not unknown, f"the ledger has no column {unknown}"
+    return row | values
+
+
+def add_rows(connection: Connection, rows: list[dict[str, Any]]) -> None:
+    """Insert rows of `a_row`."""
+    if rows:
+        connection.execute(insert(usage), rows)
+
+
+def made_up_rows(count: int, days: int, rng: random.Random) -> Iterator[dict[str, Any]]:
+    """Rows of so many days before `NOON`, of 40 keys, 500 users, 4 models and 10 nodes."""
+    for number in range(count):
+        gpu = rng.random() < 0.1
+        key = rng.randrange(40)
+        yield a_row(
+            number,
+            ended_at=NOON - rng.random() * days * DAY,
+            key=f"key-{key}",
+            group_name=f"group-{key % 5}",
+            user=f"user-{rng.randrange(500)}" if key < 4 else None,
+            model=f"model-{rng.randrange(4)}",
+            tier="gpu" if gpu else "cpu",
+            node=f"{'gpu' if gpu else 'cpu'}-{rng.randrange(5)}",
+            prompt_tokens=rng.randrange(4000),
+            completion_tokens=rng.randrange(500),
+            cost=rng.random() / 1000,
+            gpu_cost=rng.random() / 1000,
+            status=rng.choices((200, 499, 502), (95, 4, 1))[0],
+        )

@@ -1,0 +1,347 @@
+"""What a report counts, and the times and dimensions that it is asked by."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, create_engine, insert, update
+
+from gateway.store.schema import metadata, node_hours, revisions, usage_days
+from gateway.usage.reports import (
+    MOST_RESTARTS,
+    ROLLED_UP,
+    InvalidQuery,
+    ReportInterrupted,
+    ReportQuery,
+    ReportReader,
+    Sums,
+    UsageReport,
+    parse_query,
+    parse_time,
+    time_text,
+)
+from gateway.usage.retention import RollUp
+from tests.usage.ledger_rows import DAY, NOON, a_row, add_rows
+
+MIDNIGHT = NOON - DAY / 2
+
+
+@pytest.fixture
+def connection() -> Iterator[Connection]:
+    engine = create_engine("sqlite://")
+    with engine.connect() as connection:
+        metadata.create_all(connection)
+        yield connection
+    engine.dispose()
+
+
+def read(connection: Connection, query: ReportQuery, rows_per_step: int = 3) -> UsageReport:
+    reader = ReportReader(query, rows_per_step)
+    steps = 0
+    while not reader.step(connection):
+        steps += 1
+        assert steps < 1000
+    return reader.report()
+
+
+def asked(**parameters: str) -> ReportQuery:
+    return parse_query(NOON, **parameters)
+
+
+def rows_of(report: UsageReport) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = report.to_json()["rows"]
+    return rows
+
+
+def test_requests_tokens_and_money_are_summed_by_key(connection: Connection) -> None:
+    add_rows(
+        connection,
+        [
+            a_row(1, key="a", cost=0.25, cached_tokens=50),
+            a_row(2, key="a", cost=0.5, status=502, outcome="node_failed", attempts=3),
+            a_row(3, key="a", status=499, outcome="client_closed"),
+            a_row(4, key="b", cost=0.125),
+        ],
+    )
+    report = read(connection, asked(by="key"))
+    first, second = rows_of(report)
+    assert first == {
+        "key": "a",
+        "requests": 3,
+        "failures": 1,
+        "clients_left": 1,
+        "prompt_tokens": 300,
+        "cached_tokens": 50,
+        "completion_tokens": 30,
+        "slot_seconds": 3.0,
+        "attempts": 5,
+        "cost": 1.25,
+        "gpu_cost": 0.0,
+        "gpu_priced": 0,
+        "cost_per_request": pytest.approx(1.25 / 3),
+        "cost_per_million_tokens": pytest.approx(1.25 / 330 * 1e6),
+    }
+    assert (second["key"], second["requests"]) == ("b", 1)
+    assert report.total.requests == 4
+    assert report.total.cost == 1.375
+
+
+@pytest.mark.parametrize(
+    ("by", "column"),
+    [
+        ("key", "key"),
+        ("group", "group_name"),
+        ("user", "user"),
+        ("model", "model"),
+        ("class", "class_"),
+        ("tier", "tier"),
+    ],
+)
+def test_every_dimension_can_be_asked_for(connection: Connection, by: str, column: str) -> None:
+    add_rows(connection, [a_row(1, **{column: "x"}), a_row(2, **{column: None}, cost=0.0)])
+    found = rows_of(read(connection, asked(by=by)))
+    assert [(row[by], row["requests"]) for row in found] == [("x", 1), (None, 1)]
+
+
+def test_days_are_those_of_utc_and_stand_in_order(connection: Connection) -> None:
+    moments = [MIDNIGHT - 0.001, MIDNIGHT, MIDNIGHT + 1, MIDNIGHT - 2 * DAY]
+    add_rows(connection, [a_row(n, ended_at=when) for n, when in enumerate(moments)])
+    found = rows_of(read(connection, asked(by="day")))
+    assert [(row["day"], row["requests"]) for row in found] == [
+        ("2027-01-13", 1),
+        ("2027-01-14", 1),
+        ("2027-01-15", 2),
+    ]
+
+
+def test_two_dimensions_make_a_table_of_both(connection: Connection) -> None:
+    add_rows(connection, [a_row(1, key="a"), a_row(2, key="b"), a_row(3, key="a", model="other")])
+    report = read(connection, asked(by="model,key"))
+    assert report.query.by == ("key", "model")
+    found = [(row["key"], row["model"], row["requests"]) for row in rows_of(report)]
+    assert sorted(found) == [("a", "mistral", 1), ("a", "other", 1), ("b", "mistral", 1)]
+
+
+def test_only_requests_that_ended_within_the_time_count(connection: Connection) -> None:
+    ends = [NOON - 10, NOON - 5, NOON - 1]
+    add_rows(connection, [a_row(n, ended_at=when) for n, when in enumerate(ends)])
+    query = ReportQuery(("key",), NOON - 5, NOON - 1)
+    assert read(connection, query).total.requests == 1
+
+
+def test_steps_of_any_size_give_the_same_report(connection: Connection) -> None:
+    ends = [NOON - 10, NOON - 5, NOON - 5, NOON - 5, NOON - 5, NOON - 1]
+    add_rows(connection, [a_row(n, ended_at=when, key=f"{n}") for n, when in enumerate(ends)])
+    query = asked(by="key")
+    wanted = read(connection, query, 100).to_json()
+    assert wanted["total"]["requests"] == 6
+    assert all(read(connection, query, size).to_json() == wanted for size in (1, 2, 3, 4, 5))
+
+
+def test_rows_that_retention_summed_still_count(connection: Connection) -> None:
+    add_rows(connection, [a_row(n, ended_at=NOON - n * DAY) for n in range(5)])
+    before = read(connection, asked(by="day"))
+    assert RollUp(NOON - 2 * DAY + 1, 2)(connection) == 2
+    assert read(connection, asked(by="day")) == before
+
+
+def test_a_report_begins_anew_when_rows_became_sums_meanwhile(connection: Connection) -> None:
+    add_rows(connection, [a_row(n, ended_at=NOON - n * DAY) for n in range(5)])
+    reader = ReportReader(asked(by="day"), 1)
+    assert not reader.step(connection)
+    RollUp(NOON - DAY, 10)(connection)
+    while not reader.step(connection):
+        pass
+    assert reader.report().total.requests == 5
+
+
+def test_a_report_that_is_disturbed_again_and_again_gives_up(connection: Connection) -> None:
+    connection.execute(insert(revisions).values(name=ROLLED_UP, number=0))
+    add_rows(connection, [a_row(n, ended_at=NOON - n) for n in range(2)])
+    reader = ReportReader(asked(), 1)
+    for _ in range(2 * MOST_RESTARTS + 1):
+        reader.step(connection)
+        connection.execute(update(revisions).values(number=revisions.c.number + 1))
+    with pytest.raises(ReportInterrupted, match="later"):
+        reader.step(connection)
+
+
+def test_a_cut_day_that_is_kept_as_a_sum_counts_in_full_and_is_told(
+    connection: Connection,
+) -> None:
+    add_rows(connection, [a_row(1, ended_at=MIDNIGHT + 60)])
+    RollUp(NOON)(connection)
+    report = read(connection, ReportQuery(("key",), MIDNIGHT + 3600, NOON + DAY / 2))
+    assert report.total.requests == 1
+    assert report.notes == (
+        "requests of 2027-01-15 are kept as sums of the whole day, and are counted in full",
+    )
+
+
+def test_the_dearest_come_first_and_the_total_has_all(connection: Connection) -> None:
+    add_rows(connection, [a_row(n, key=f"k{n}", cost=float(n)) for n in range(5)])
+    report = read(connection, asked(by="key", limit="2"))
+    assert [row["key"] for row in rows_of(report)] == ["k4", "k3"]
+    assert (report.found, report.total.requests) == (5, 5)
+
+
+def test_too_many_groups_are_refused_with_a_remedy(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.usage.reports.MOST_GROUPS", 3)
+    add_rows(connection, [a_row(n, key=f"k{n}") for n in range(4)])
+    with pytest.raises(InvalidQuery, match="shorten the time"):
+        read(connection, asked(by="key"))
+
+
+def test_a_caller_is_shown_its_own_rows_alone(connection: Connection) -> None:
+    add_rows(
+        connection,
+        [a_row(1, key="a", user="u"), a_row(2, key="a", user="v"), a_row(3, key="b", user="u")],
+    )
+    add_hours(connection)
+    query = ReportQuery(("model",), MIDNIGHT, NOON + 1, key="a", user="u")
+    report = read(connection, query)
+    assert report.total.requests == 1
+    assert report.hours == []
+    RollUp(NOON + 1)(connection)
+    assert read(connection, query).total.requests == 1
+
+
+def add_hours(connection: Connection) -> None:
+    """Ten hours of a CPU node at 0.20 and of a GPU node at 2.00."""
+    rows = [("cpu-a", "cpu", 2.0), ("gpu-a", "gpu", 20.0)]
+    connection.execute(
+        insert(node_hours),
+        [
+            {
+                "node": node,
+                "tier": tier,
+                "day": "2027-01-15",
+                "seconds": 36000.0,
+                "cost": cost,
+                "counted_until": NOON,
+            }
+            for node, tier, cost in rows
+        ],
+    )
+
+
+def test_the_hybrid_is_weighted_by_requests_and_the_machines_are_not(
+    connection: Connection,
+) -> None:
+    add_hours(connection)
+    add_rows(connection, [a_row(n, cost=0.125, gpu_cost=1.0) for n in range(9)])
+    add_rows(connection, [a_row(9, tier="gpu", node="gpu-a", cost=0.5, gpu_cost=0.5)])
+    add_rows(connection, [a_row(10, tier=None, node=None, cost=0.0, gpu_cost=0.0, status=503)])
+    told = read(connection, asked(by="tier")).to_json()["money"]
+    assert told["effective_per_hour"]["value"] == pytest.approx(0.38)
+    assert told["running_per_hour"]["value"] == pytest.approx(2.20)
+    assert told["cost"] == 1.625
+    assert told["node_hours_cost"] == 22.0
+    assert told["idle"] == {"value": 22.0 - 1.625}
+    assert told["all_gpu"] == {"value": 9.5}
+    assert told["tiers"]["cpu"]["idle"] == {"value": 2.0 - 9 * 0.125}
+    assert told["tiers"]["gpu"]["node_hours"] == 10.0
+    assert sorted(told["tiers"]) == ["cpu", "gpu"]
+
+
+def test_tokens_that_were_bought_do_not_pay_for_idle_machines(connection: Connection) -> None:
+    add_hours(connection)
+    add_rows(connection, [a_row(1, tier="gpu", node="hosted", cost=5.0)])
+    told = read(connection, asked()).to_json()["money"]
+    assert told["idle"] == {"value": 22.0}
+    assert told["all_gpu"]["value"] is None
+    assert "1 of 1" in told["all_gpu"]["reason"]
+
+
+def test_idle_time_within_a_part_of_a_day_is_not_known(connection: Connection) -> None:
+    add_hours(connection)
+    add_rows(connection, [a_row(1)])
+    told = read(connection, asked(since="11h")).to_json()["money"]
+    assert told["idle"]["value"] is None
+    assert "whole days" in told["idle"]["reason"]
+
+
+def test_a_report_of_nothing_has_no_figures_and_says_why(connection: Connection) -> None:
+    told = read(connection, asked()).to_json()
+    assert told["rows"] == []
+    assert told["total"]["requests"] == 0
+    assert told["total"]["cost_per_request"] is None
+    for name in ("per_request", "per_million_tokens", "idle", "all_gpu", "effective_per_hour"):
+        assert told["money"][name]["value"] is None
+        assert told["money"][name]["reason"]
+
+
+def test_a_spreadsheet_gets_numbers_in_full_and_no_formula(connection: Connection) -> None:
+    add_rows(connection, [a_row(1, user='=HYPERLINK("x")', cost=0.1)])
+    add_rows(connection, [a_row(2, user='a,"b"', cost=0.05)])
+    text = read(connection, asked(by="user")).to_csv()
+    first, second = csv.DictReader(io.StringIO(text))
+    assert first["user"] == '\'=HYPERLINK("x")'
+    assert first["cost"] == "0.1"
+    assert second["user"] == 'a,"b"'
+    assert second["gpu_priced"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("text", "moment"),
+    [
+        ("2027-01-14", "2027-01-14T00:00:00Z"),
+        ("2027-01-14T08:30:00Z", "2027-01-14T08:30:00Z"),
+        ("2027-01-14t08:30:00.5+02:00", "2027-01-14T06:30:00Z"),
+        ("2027-01-14T08:30", "2027-01-14T08:30:00Z"),
+        ("7d", "2027-01-08T00:00:00Z"),
+        ("0d", "2027-01-15T00:00:00Z"),
+        ("90m", "2027-01-15T10:30:00Z"),
+        ("99999d", "1970-01-01T00:00:00Z"),
+    ],
+)
+def test_times_are_read_in_utc(text: str, moment: str) -> None:
+    assert time_text(float(int(parse_time("since", text, NOON)))) == moment
+
+
+def test_a_date_as_the_end_includes_the_day() -> None:
+    query = asked(since="2027-01-13", until="2027-01-14")
+    assert (time_text(query.since), time_text(query.until)) == (
+        "2027-01-13T00:00:00Z",
+        "2027-01-15T00:00:00Z",
+    )
+    assert query.whole_days
+
+
+@pytest.mark.parametrize(
+    ("parameters", "parameter", "message"),
+    [
+        ({"since": "2027-01-16"}, "since", "in the future"),
+        ({"since": "2027-01-15T12:00:01Z"}, "since", "2027-01-15T12:00:00Z now"),
+        ({"since": "7d", "until": "8d"}, "until", "not after"),
+        ({"since": "yesterday-ish"}, "since", "is no time"),
+        ({"since": "2027-13-01"}, "since", "is no time"),
+        ({"since": "1e999s"}, "since", "is no time"),
+        ({"until": "x" * 10_000}, "until", "is no time"),
+        ({"by": "node"}, "by", "none of key, group"),
+        ({"by": "key,key"}, "by", "at most 2 different"),
+        ({"by": "key,user,day"}, "by", "at most 2 different"),
+        ({"limit": "0"}, "limit", "from 1 to"),
+        ({"limit": "²"}, "limit", "from 1 to"),
+        ({"limit": "99999999999"}, "limit", "from 1 to"),
+    ],
+)
+def test_a_question_that_makes_no_sense_is_refused(
+    parameters: dict[str, str], parameter: str, message: str
+) -> None:
+    with pytest.raises(InvalidQuery, match=message) as error:
+        asked(**parameters)
+    assert error.value.parameter == parameter
+
+
+def test_every_sum_of_a_day_is_a_column(connection: Connection) -> None:
+    assert set(Sums().to_json()) - set(usage_days.c.keys()) == {
+        "cost_per_request",
+        "cost_per_million_tokens",
+    }

@@ -1,0 +1,233 @@
+"""No path of either listener says more than the contract allows without its key or its role."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway import __version__
+from gateway.access.admin_keys import AdminRole
+from gateway.access.keys import new_key
+from gateway.proxy.inbound.routes import pages_of, routes_of
+from gateway.web.admin.app import ADMIN_ROUTES, INDEX_PAGE
+from gateway.web.site import SITE_ROUTES
+from tests.emulator import EmulatedNode
+from tests.fleet.build import a_spec
+from tests.virtual import in_virtual_time
+from tests.web.bare_gateway import BareGateway, bare_gateway
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+NODE, MODEL, OTHER_MODEL = "node-nobody-knows", "model-nobody-knows", "another-hidden-model"
+GATEWAY_VERSION = "1.2.3"
+"""Of a bare gateway; the OpenAPI document tells the program's own."""
+
+CALLER, LIMITED = new_key("caller"), new_key("limited")
+ADMIN_KEYS = {role: new_key(f"the-{role.label}") for role in AdminRole}
+WRONG = new_key("caller").text
+"""A key of a known id with another secret."""
+
+
+@asynccontextmanager
+async def gateway_with_keys(**more: Any) -> AsyncIterator[tuple[BareGateway, tuple[str, ...]]]:
+    """A gateway of which everything needs keys, and the words that only those may read."""
+    async with EmulatedNode(slots=3, model=MODEL, build="b7777") as node:
+        settings = {
+            "ollama": True,
+            "keys": [
+                {"id": "caller", "sha256": CALLER.sha256, "name": "holder-nobody-knows"},
+                {"id": "limited", "sha256": LIMITED.sha256, "models": [OTHER_MODEL]},
+            ],
+            "admin": {
+                "keys": [
+                    {"id": key.id, "sha256": key.sha256, "role": role.label}
+                    for role, key in ADMIN_KEYS.items()
+                ]
+            },
+            "models": {OTHER_MODEL: {"use": MODEL}},
+            **more,
+        }
+        spec = a_spec(NODE, node.url, labels={"rack": "rack-nobody-knows"}, cost_per_hour=0.77)
+        async with bare_gateway(spec, settings=settings, serving=True) as gateway:
+            secrets = (
+                NODE,
+                MODEL,
+                OTHER_MODEL,
+                "holder-nobody-knows",
+                "rack-nobody-knows",
+                "b7777",
+                node.url.rpartition(":")[2],
+                GATEWAY_VERSION,
+                __version__,
+                "0.77",
+                *(key.sha256 for key in (CALLER, LIMITED, *ADMIN_KEYS.values())),
+            )
+            yield gateway, secrets
+
+
+def filled(path: str) -> str:
+    return path.replace("{name}", NODE).replace("{id:path}", MODEL).replace("{id}", MODEL)
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"authorization": f"Bearer {key}"}
+
+
+def told(response: httpx.Response) -> str:
+    """Everything that a response says, besides the path that was asked for."""
+    headers = "\n".join(f"{name}: {value}" for name, value in response.headers.items())
+    return f"{headers}\n{response.text}"
+
+
+def assert_tells_nothing(response: httpx.Response, secrets: tuple[str, ...], why: str) -> None:
+    text = told(response)
+    assert [secret for secret in secrets if secret in text] == [], f"{why}: {text}"
+    allowed = {
+        "content-type", "content-length", "x-request-id", "request-id", "x-gateway-reason",
+        "www-authenticate", "allow", "retry-after", "connection", "x-should-retry", "date",
+    }  # fmt: skip
+    # Always the same for a request that was refused.
+    constant = {"x-gateway-class": "normal", "x-gateway-attempts": "0", "x-gateway-queue-ms": "0"}
+    own = {name: value for name, value in response.headers.items() if name not in allowed}
+    assert own in ({}, constant), why
+
+
+def public_paths(gateway: BareGateway) -> Mapping[str, set[str]]:
+    """Methods of each path of the public listener, by its route tables."""
+    settings = gateway.settings
+    paths: dict[str, set[str]] = {path: {"POST"} for path in routes_of(settings)}
+    for page in pages_of(settings):
+        paths.setdefault(page.path, set()).add(page.method)
+    for route in SITE_ROUTES:
+        paths.setdefault(route.path, set()).update({"GET", "HEAD"})
+    return paths
+
+
+KEYLESS_PUBLIC = {
+    "/health": {"status": "ok"},
+    "/v1/health": {"status": "ok"},
+    "/ready": {"status": "ready"},
+}
+"""What the contract lets everybody read, word for word."""
+
+
+@pytest.mark.parametrize(
+    "key", [None, WRONG, "lg_x_y", "words"], ids=["none", "wrong", "unknown", "no key"]
+)
+@in_virtual_time
+async def test_the_public_listener_without_a_key(key: str | None) -> None:
+    async with gateway_with_keys() as (gateway, secrets):
+        served = public_paths(gateway)
+        needing = {route.path for route in SITE_ROUTES if route.needs_key}
+        needing |= {page.path for page in pages_of(gateway.settings) if page.needs_models}
+        assert served.keys() - needing - routes_of(gateway.settings).keys() == {
+            *KEYLESS_PUBLIC,
+            "/",
+            "/api/version",
+        }
+        for path, methods in served.items():
+            for method in METHODS:
+                why = f"{method} {path}"
+                response = await gateway.public.request(
+                    method, filled(path).replace(MODEL, "x"), headers=bearer(key), json={}
+                )
+                assert_tells_nothing(response, secrets, why)
+                if path in KEYLESS_PUBLIC and method == "GET":
+                    assert response.json() == KEYLESS_PUBLIC[path], why
+                elif path in {"/", "/api/version"} and method in {"GET", "HEAD"}:
+                    # What Ollama answers: no word of this gateway.
+                    words = {"/": "Ollama is running", "/api/version": '{"version":"0.33.0"}'}
+                    assert response.text in {"", words[path]}, why
+                elif method == "HEAD" and path in KEYLESS_PUBLIC:
+                    assert (response.status_code, response.text) == (200, ""), why
+                elif method in methods or (method == "HEAD" and "GET" in methods):
+                    assert response.status_code == 401, why
+                else:
+                    assert response.status_code == 405, why
+                    assert response.headers["x-gateway-reason"] == "method_not_allowed", why
+
+
+@in_virtual_time
+async def test_a_key_for_one_model_sees_no_other() -> None:
+    async with gateway_with_keys() as (gateway, _):
+        hidden = (MODEL, NODE, "holder-nobody-knows", "rack-nobody-knows", __version__)
+        for path, methods in public_paths(gateway).items():
+            for method in methods:
+                response = await gateway.public.request(
+                    method,
+                    filled(path).replace(MODEL, "x"),
+                    headers=bearer(LIMITED.text),
+                    json={"model": "x", "messages": [], "prompt": "", "input": "", "content": ""},
+                )
+                text = response.text
+                assert [word for word in hidden if word in text] == [], f"{method} {path}: {text}"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [None, WRONG, CALLER.text, ADMIN_KEYS[AdminRole.ADMIN].text + "x"],
+    ids=["none", "wrong", "a caller's", "nearly"],
+)
+@in_virtual_time
+async def test_the_admin_listener_without_an_admin_key(key: str | None) -> None:
+    keyless = {
+        "/": INDEX_PAGE,
+        "/health": '{"status":"ok"}',
+        "/ready": '{"status":"ready"}',
+    }
+    assert {route.path for route in ADMIN_ROUTES if route.role is None} == set(keyless)
+    async with gateway_with_keys() as (gateway, secrets):
+        bodies = set()
+        for path in {route.path for route in ADMIN_ROUTES} | {"/nothing", "/admin", "/docs"}:
+            for method in METHODS:
+                why = f"{method} {path}"
+                response = await gateway.admin.request(method, filled(path), headers=bearer(key))
+                assert_tells_nothing(response, secrets, why)
+                if path in keyless:
+                    if method in {"GET", "HEAD"}:
+                        assert response.status_code == 200, why
+                        assert response.text in {keyless[path], ""}, why
+                    else:
+                        assert response.status_code == 405, why
+                else:
+                    assert response.status_code == 401, why
+                    bodies.add(response.text)
+        # Nothing tells a path that exists from one that does not.
+        assert len(bodies - {""}) == 1
+
+
+@pytest.mark.parametrize("role", AdminRole)
+@in_virtual_time
+async def test_a_role_may_use_its_paths_and_those_of_lower_roles_alone(role: AdminRole) -> None:
+    async with gateway_with_keys() as (gateway, secrets):
+        for route in ADMIN_ROUTES:
+            if route.path == "/admin/reload" and role >= AdminRole.OPERATOR:
+                continue  # a bare gateway has no files
+            why = f"{route.method} {route.path}"
+            path = route.path.replace("{id:path}", "unknown")
+            response = await gateway.admin.request(
+                route.method, filled(path), headers=bearer(ADMIN_KEYS[role].text)
+            )
+            if route.role is None or role >= route.role:
+                # No body is sent, and a bare gateway has no store for keys.
+                assert response.status_code in {200, 400, 404, 501}, why
+                continue
+            assert response.status_code == 403, why
+            error = response.json()["error"]
+            assert error["code"] == response.headers["x-gateway-reason"] == "role_required"
+            assert f"'{route.role.label}'" in error["message"]
+            assert f"'{role.label}'" in error["message"]
+            assert_tells_nothing(response, secrets, why)
+
+
+@in_virtual_time
+async def test_without_admin_keys_a_loopback_listener_needs_none() -> None:
+    async with gateway_with_keys(admin={}) as (gateway, _):
+        for route in ADMIN_ROUTES:
+            if route.method == "GET":
+                path = filled(route.path)
+                wanted = 404 if route.path == "/admin/keys/{name}" else 200
+                assert (await gateway.admin.get(path)).status_code == wanted, route.path
