@@ -356,6 +356,12 @@ STATUS_FIELDS: Mapping[str, tuple[str, str]] = {
         "object",
         "`state`, the reason and the remedy, [the store](../operations.md#the-store)",
     ),
+    "ledger": (
+        "object?",
+        "rows of the [ledger](../usage.md) in this process: `pending`, `written`, `recovered` for "
+        "killed processes, `dropped`, and why the last writing failed (`error`); null without a "
+        "store",
+    ),
     "keys_lost": (
         "string?",
         "why the public listener answers 401 to everybody: a reload took the last API key away",
