@@ -308,8 +308,10 @@ class Ledger:
             if known is None:
                 journal[one.id] = tokens
                 work.opened.append(_open_row(one, self.own.id, now))
-            elif known != tokens:
-                changed.append(one)
+            # While an attempt that has ended is not accounted for, its tokens are nowhere.
+            elif tokens[0] > known[0] or tokens[1] > known[1]:
+                prompt, completion = max(tokens[0], known[0]), max(tokens[1], known[1])
+                changed.append(one._replace(prompt_tokens=prompt, completion_tokens=completion))
         if len(changed) > MOST_REFRESHED:
             # In turns: those behind the last one of the time before.
             at = next((i for i, one in enumerate(changed) if one.id == self._refresh_after), -1) + 1
@@ -401,7 +403,8 @@ def _lost_row(one: dict[str, Any], process: str) -> UsageRow:
     return (
         one["id"], process, one["started_at"], one["updated_at"], one["key"], one["group_name"],
         one["user"], one["model"], one["class"], one["tier"], one["node"], one["path"],
-        one["stream"], one["prompt_tokens"], 0, one["completion_tokens"], 0.0, 0.0, 0.0, 1, 0, LOST,
+        one["stream"], one["prompt_tokens"], 0, one["completion_tokens"], 0.0, 0.0, None, 1, 0,
+        LOST,
     )  # fmt: skip
 
 

@@ -386,11 +386,9 @@ STATUS_FIELDS: Mapping[str, tuple[str, str]] = {
     ),
     "ledger": (
         "object?",
-        (
-            "the [ledger](../usage.md): rows that are `pending`, were `written`, `recovered` for "
-            "killed processes and `dropped` in this process, and why the last writing failed "
-            "(`error`); null without a store"
-        ),
+        "rows of the [ledger](../usage.md) in this process: `pending`, `written`, `recovered` for "
+        "killed processes, `dropped`, and why the last writing failed (`error`); null without a "
+        "store",
     ),
     "keys_lost": (
         "string?",

@@ -237,6 +237,11 @@ async def test_a_long_request_is_in_the_journal_until_its_row_is_written(url: st
         await ledger.start(LIMIT)
         (one,) = await world.all(open_requests)
         assert (one["completion_tokens"], one["updated_at"]) == (7, NOW + 101.6)
+        # Its attempt has ended and is not accounted for.
+        world.open = [an_open_request("o1", NOW + 100.0)]
+        await ledger.start(LIMIT)
+        (one,) = await world.all(open_requests)
+        assert one["completion_tokens"] == 7
         world.open = []
         ledger.add(a_row("o1", process=ledger.own.id, completion_tokens=9))
         await ledger.close(LIMIT)
