@@ -111,7 +111,7 @@ class Gateway:
 
     version = __version__
 
-    def __init__(  # noqa: PLR0915 - it makes every object
+    def __init__(
         self,
         options: Options,
         settings: Settings,

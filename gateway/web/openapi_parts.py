@@ -84,15 +84,15 @@ ERRORS = (
     ErrorRow(
         429,
         "rate_limit_exceeded",
-        "requests or tokens of the minute, or running requests, of the key, its group, its end user "
-        "or all callers; the message names the limit",
+        "requests or tokens of the minute, or running requests, of the key, its group, its end "
+        "user or all callers; the message names the limit",
         f"{_LATER}, if at most 60 s",
     ),
     ErrorRow(
         429,
         "insufficient_quota",
-        "the tokens of the day, or the money of the day or month, of one of these are used up; with "
-        "`x-should-retry: false`",
+        "the tokens of the day, or the money of the day or month, of one of these are used up; "
+        "with `x-should-retry: false`",
     ),
     ErrorRow(
         431,
@@ -386,9 +386,11 @@ STATUS_FIELDS: Mapping[str, tuple[str, str]] = {
     ),
     "ledger": (
         "object?",
-        "rows of the [ledger](../usage.md) in this process: `pending`, `written`, `recovered` for "
-        "killed processes, `dropped`, and why the last writing failed (`error`); null without a "
-        "store",
+        (
+            "rows of the [ledger](../usage.md) in this process: `pending`, `written`, `recovered` "
+            "for killed processes, `dropped`, and why the last writing failed (`error`); null "
+            "without a store"
+        ),
     ),
     "keys_lost": (
         "string?",

@@ -1,4 +1,4 @@
-"""The sums of docs/usage-reports.md, with its figures, and what happens where something is unknown."""
+"""The sums of docs/usage-reports.md, with its figures, and what is said of unknown ones."""
 
 from __future__ import annotations
 
