@@ -179,7 +179,9 @@ class Store:
         """
         waiting = self._submit(job, write, seconds)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(waiting), seconds)
+            # Not `wait_for`: before Python 3.12 it swallows a cancellation that comes with the result.
+            async with asyncio.timeout(seconds):
+                return await asyncio.wrap_future(waiting)
         except TimeoutError:
             raise self._too_slow(waiting, seconds) from None
 
