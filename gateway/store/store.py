@@ -426,7 +426,7 @@ def log_store_change(status: StoreStatus) -> None:
     if status.error is not None:
         log.warning("the store fails", store=status.url, why=status.error, remedy=status.remedy)
     elif status.up:
-        log.info("the store is open", store=status.url, level=status.level)
+        log.info("the store is open", store=status.url, schema_level=status.level)
 
 
 class _Link:
