@@ -179,7 +179,7 @@ class Store:
         """
         waiting = self._submit(job, write, seconds)
         try:
-            # Not `wait_for`: before Python 3.12 it swallows a cancellation that comes with the result.
+            # `wait_for` of Python 3.11 swallows a cancellation that comes with the result.
             async with asyncio.timeout(seconds):
                 return await asyncio.wrap_future(waiting)
         except TimeoutError:

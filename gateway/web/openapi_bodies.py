@@ -187,7 +187,7 @@ STATUSES: dict[str, frozenset[int]] = {
     "/admin/requests/{id}": frozenset({404}),
     "/admin/reload": frozenset({422}),
     "/admin/audit": frozenset({503}),
-    "/admin/usage": frozenset({503}),
+    "/admin/usage": frozenset({501, 503}),
     "/admin/keys": _KEY_STATUSES - {404},
     "/admin/keys/import": _KEY_STATUSES - {404},
     "/admin/keys/{name}": _KEY_STATUSES,

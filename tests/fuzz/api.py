@@ -111,6 +111,7 @@ def _node(stack: ExitStack, slots: int) -> str:
     ]
     process = _start(stack, command, stdout=subprocess.PIPE)
     assert process.stdout is not None
+    stack.enter_context(process.stdout)
     return str(process.stdout.readline().strip())
 
 

@@ -42,7 +42,11 @@ class UsageEndpoints:
         try:
             query = parse_query(self.now(), **given)
             if self.reporter is None:
-                raise store_unavailable("The settings switch the store off: there is no record.")
+                raise GatewayError(
+                    501,
+                    "not_supported",
+                    "The gateway has no store (store.url: off), so there is no record of requests.",
+                )
             report = await self.reporter.read(query)
         except InvalidQuery as error:
             raise errors.invalid_request(

@@ -80,6 +80,6 @@ async def test_questions_that_make_no_sense_are_refused(query: str, parameter: s
 async def test_without_a_store_there_is_no_report() -> None:
     async with bare_gateway() as gateway:
         response = await gateway.admin.get("/admin/usage")
-        assert response.status_code == 503
-        assert error_of(response)["code"] == "store_unavailable"
-        assert "retry-after" in response.headers
+        assert response.status_code == 501
+        assert error_of(response)["code"] == "not_supported"
+        assert "retry-after" not in response.headers
