@@ -29,7 +29,7 @@ from gateway.access.stored_keys import (
     stored_key,
 )
 from gateway.config.listeners import KeySpec
-from gateway.store.database import StoreLocation
+from gateway.store.database import StoreLocation, is_blank
 from gateway.store.failures import StoreError
 from gateway.store.store import Store
 from gateway.system import read_state, write_state
@@ -115,6 +115,8 @@ class KeySync:
                 return
             if saved.at is not None:
                 log.warning("stored keys as last known", of=_local_time(saved.at), why=str(error))
+            else:
+                log.warning("no key was ever stored", why=error.message, remedy=error.remedy)
             self.key_ring.replace_stored(saved.keys)
             self._tell()
 
@@ -210,18 +212,17 @@ def count_stored_keys(location: StoreLocation, path: Path) -> int | None:
 
     If the store can't be read, those of the file; None: nobody knows. Blocks: not for event loops.
     """
-    if _is_missing(location):
-        saved = _last_known_keys(location, path)
-        return len(saved.keys) if saved is not None else 0
-    store = Store(location)
-    store.start()
-    try:
-        return store.run_now(lambda connection: len(read_keys(connection)), write=False)
-    except StoreError:
-        saved = _last_known_keys(location, path)
-        return None if saved is None else len(saved.keys)
-    finally:
-        store.close(START_SECONDS)
+    if not is_blank(location):
+        store = Store(location)
+        store.start()
+        try:
+            return store.run_now(lambda connection: len(read_keys(connection)), write=False)
+        except StoreError:
+            pass
+        finally:
+            store.close(START_SECONDS)
+    saved = _last_known_keys(location, path)
+    return None if saved is None else len(saved.keys)
 
 
 # The file of the last known keys.
@@ -241,8 +242,10 @@ def _last_known_keys(location: StoreLocation, path: Path | None) -> _LastKnown |
         ours = (FILE_VERSION, _store_id(location))
         if found is not None and (found.version, found.store) == ours:
             return _LastKnown(list(_held_keys(found.keys)), found.saved_at)
-    # A file that nobody has made yet holds no keys: its folder may be read-only.
-    return _LastKnown([], None) if _is_missing(location) else None
+        if found is None and _was_there(path):
+            return None
+    # A store that nobody could make yet holds no keys: its folder is read-only, or its disk full.
+    return _LastKnown([], None) if is_blank(location) else None
 
 
 def _held_keys(saved: Iterable[_FileKey]) -> Iterator[HeldKey]:
@@ -253,11 +256,12 @@ def _held_keys(saved: Iterable[_FileKey]) -> Iterator[HeldKey]:
             yield held_key(spec, key.previous_sha256, key.previous_until)
 
 
-def _is_missing(location: StoreLocation) -> bool:
+def _was_there(path: Path) -> bool:
+    """Whether there is a file of keys that can't be used, perhaps set aside by `read_state`."""
     try:
-        return location.path is not None and not location.path.exists()
+        return path.exists() or path.with_name(f"{path.name}.bad").exists()
     except OSError:
-        return False
+        return True
 
 
 def _store_id(location: StoreLocation) -> str:

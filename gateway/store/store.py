@@ -179,7 +179,10 @@ class Store:
         """
         waiting = self._submit(job, write, seconds)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(waiting), seconds)
+            # Not `wait_for`: in Python 3.11 it drops a cancellation that comes with the result, and
+            # the task that was to end goes on for ever.
+            async with asyncio.timeout(seconds):
+                return await asyncio.wrap_future(waiting)
         except TimeoutError:
             raise self._too_slow(waiting, seconds) from None
 
