@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import structlog
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Row
 
 from gateway.access.keys import HeldKey, KeyDefinition, KeyRing, held_key
 from gateway.access.stored_keys import (
@@ -30,7 +30,7 @@ from gateway.access.stored_keys import (
 )
 from gateway.config.listeners import KeySpec
 from gateway.store.database import StoreLocation, is_blank
-from gateway.store.failures import StoreError
+from gateway.store.failures import StoreError, StoreUnavailable
 from gateway.store.store import Store
 from gateway.system import read_state, write_state
 
@@ -154,6 +154,13 @@ class KeySync:
             except StoreError as error:
                 self.problem = error.message
                 raise
+            except Exception as error:  # noqa: BLE001 - the poll must go on, and keys must expire
+                # Its text may hold values of rows.
+                why = f"the stored keys can't be read: {type(error).__name__}"
+                if why != self.problem:
+                    log.error("stored keys", why=why)  # noqa: TRY400 - as above
+                self.problem = why
+                raise StoreUnavailable(why, "report this as a fault of the program") from None
             self.problem = None
             if read is None:
                 return
@@ -183,8 +190,7 @@ class KeySync:
             if values in self._known:
                 known[values] = self._known[values]
             else:
-                key = stored_key(row)
-                known[values] = None if key is None else (key, key.held())
+                known[values] = _usable(row)
         self._known = known
         both = [pair for pair in known.values() if pair is not None]
         return revision, [key for key, _ in both], [held for _, held in both]
@@ -205,6 +211,15 @@ class KeySync:
             log.warning(
                 "stored keys could not be saved for a start without the store", why=str(error)
             )
+
+
+def _usable(row: Row[Any]) -> tuple[StoredKey, HeldKey] | None:
+    key = stored_key(row)
+    try:
+        return None if key is None else (key, key.held())
+    except ValueError:
+        log.warning("a stored key can't be used", key=row.id, why="its hashes are none")
+        return None
 
 
 def count_stored_keys(location: StoreLocation, path: Path) -> int | None:

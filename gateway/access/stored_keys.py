@@ -19,7 +19,7 @@ from sqlalchemy import Connection, Row, case, func, insert, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
-from gateway.access.keys import HeldKey, held_key
+from gateway.access.keys import HeldKey, held_key, without_secret
 from gateway.config.fields import parse_duration, parse_timestamp
 from gateway.config.listeners import KeySpec
 from gateway.config.validation import error_words, model_at_path
@@ -100,7 +100,7 @@ def key_not_found(name: str) -> GatewayError:
     return GatewayError(
         404,
         "key_not_found",
-        f"There is no key of the name or id '{truncate_echo(name)}'; "
+        f"There is no key of the name or id '{truncate_echo(without_secret(name))}'; "
         "'llama-gateway keys list' shows all.",
     )
 

@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from sqlalchemy import text
 
 from gateway.access.key_sync import POLL_SECONDS, KeySync, count_stored_keys
 from gateway.access.keys import ApiKey, KeyRing, new_key
@@ -26,6 +27,7 @@ from gateway.access.stored_keys import add_keys, revoke_key, rotate_key
 from gateway.config.listeners import KeySpec
 from gateway.startup import Options, check_startup, keys_file
 from gateway.store.database import is_blank, locate_store
+from gateway.store.schema import keys as keys_table
 from gateway.store.store import Store
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
@@ -164,6 +166,39 @@ async def test_the_first_stored_key_ends_anonymous_access_and_the_last_locks(
         assert await connection.status(None) == 401
         assert running.gateway.keys_lost is not None
         assert running.gateway.key_ring.access.had_keys  # what a successor is told
+
+
+async def test_a_row_that_is_no_key_costs_the_others_nothing(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'gateway.db'}"
+    store_keys(url, spec(ALICE), spec(BOB))
+    with another_process(url) as store:
+        broken = keys_table.update().where(keys_table.c.id == BOB.id)
+        values = {"previous_sha256": "no hash", "previous_until": time.time() + 60}
+        store.run_now(lambda connection: connection.execute(broken.values(**values)))
+        sync = KeySync(store, KeyRing(is_complete=False), None)
+        await sync.start()
+        assert sync.problem is None
+        assert sync.key_ring.find(ALICE.text) is not None
+        assert sync.key_ring.find(BOB.text) is None
+
+
+async def test_keys_expire_while_the_rows_cant_be_understood(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'gateway.db'}"
+    brief = new_key("brief")
+    store_keys(url, spec(ALICE), spec(brief, expires=datetime.now(UTC) + timedelta(seconds=2)))
+    with another_process(url) as store:
+        sync = KeySync(store, KeyRing(is_complete=False), None, poll_seconds=0.05)
+        await sync.start()
+        work = asyncio.create_task(sync.run())
+        store.run_now(lambda c: c.execute(text("ALTER TABLE revisions RENAME TO other")))
+        await until(lambda: sync.problem is not None)
+        await until(lambda: sync.key_ring.find(brief.text) is None)
+        assert sync.key_ring.find(ALICE.text) is not None
+        store.run_now(lambda c: c.execute(text("ALTER TABLE other RENAME TO revisions")))
+        await until(lambda: sync.problem is None)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
 
 
 # The store can't be reached.
