@@ -29,7 +29,7 @@ from gateway.access.stored_keys import (
     stored_key,
 )
 from gateway.config.listeners import KeySpec
-from gateway.store.database import StoreLocation, is_blank
+from gateway.store.database import StoreLocation, never_had_keys
 from gateway.store.failures import StoreError, StoreUnavailable
 from gateway.store.store import Store
 from gateway.system import read_state, write_state
@@ -227,7 +227,7 @@ def count_stored_keys(location: StoreLocation, path: Path) -> int | None:
 
     If the store can't be read, those of the file; None: nobody knows. Blocks: not for event loops.
     """
-    if not is_blank(location):
+    if not never_had_keys(location):
         store = Store(location)
         store.start()
         try:
@@ -259,8 +259,8 @@ def _last_known_keys(location: StoreLocation, path: Path | None) -> _LastKnown |
             return _LastKnown(list(_held_keys(found.keys)), found.saved_at)
         if found is None and _was_there(path):
             return None
-    # A store that nobody could make yet holds no keys: its folder is read-only, or its disk full.
-    return _LastKnown([], None) if is_blank(location) else None
+    # A person without keys is served from a read-only folder and from a full disk, too.
+    return _LastKnown([], None) if never_had_keys(location) else None
 
 
 def _held_keys(saved: Iterable[_FileKey]) -> Iterator[HeldKey]:

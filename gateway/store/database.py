@@ -178,10 +178,11 @@ def _create_file(path: Path) -> None:
                 path.chmod(stat.S_IMODE(mode) & ~0o007)
 
 
-def is_blank(location: StoreLocation) -> bool:
-    """Whether nothing was ever stored there: SQLite's file is missing, or holds no table.
+def never_had_keys(location: StoreLocation) -> bool:
+    """Whether no key was ever stored there: SQLite's file is missing, or holds none.
 
-    A start on a full disk leaves such a file. False if that can't be told. Nothing is written.
+    A start on a full disk leaves a file without tables. False if that can't be told. Nothing is
+    written, so a read-only file system can be asked, too.
     """
     path = location.path
     if path is None:
@@ -198,7 +199,10 @@ def is_blank(location: StoreLocation) -> bool:
         # Immutable: without locks and without other files, which a full disk has no room for.
         uri = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
         with contextlib.closing(sqlite3.connect(uri, uri=True)) as found:
-            return bool(found.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,))
+            tables = {name for (name,) in found.execute("SELECT name FROM sqlite_master")}
+            if "keys" not in tables:
+                return not tables
+            return found.execute("SELECT id FROM keys LIMIT 1").fetchone() is None
     except (OSError, sqlite3.Error):
         return False
 

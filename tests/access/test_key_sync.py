@@ -26,7 +26,7 @@ from gateway.access.keys import ApiKey, KeyRing, new_key
 from gateway.access.stored_keys import add_keys, revoke_key, rotate_key
 from gateway.config.listeners import KeySpec
 from gateway.startup import Options, check_startup, keys_file
-from gateway.store.database import is_blank, locate_store
+from gateway.store.database import locate_store, never_had_keys
 from gateway.store.schema import keys as keys_table
 from gateway.store.store import Store
 from tests.emulator import EmulatedNode
@@ -291,6 +291,14 @@ async def test_a_store_that_could_not_be_made_keeps_nobody_out(tmp_path: Path) -
             assert await connection.status(ALICE) == 200
 
 
+MAKE_A_STORE = """
+import sys
+from pathlib import Path
+from tests.store.stores import names, opened
+with opened(f"sqlite:///{sys.argv[1]}") as store:
+    store.run_now(names)
+"""
+
 ON_A_DISK_WITHOUT_ROOM = """
 import asyncio, sys
 from pathlib import Path
@@ -311,7 +319,7 @@ asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))
 """
 
 
-@pytest.mark.parametrize("kind", ["full", "nearly full", "read-only"])
+@pytest.mark.parametrize("kind", ["full", "nearly full", "read-only", "read-only later"])
 async def test_a_state_folder_without_room_keeps_nobody_out(kind: str, tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.mkdir()
@@ -319,8 +327,12 @@ async def test_a_state_folder_without_room_keeps_nobody_out(kind: str, tmp_path:
         "full": 'mount -t tmpfs -o size=64k none "$2" && head -c 65536 /dev/zero >"$2/ballast"',
         "nearly full": 'mount -t tmpfs -o size=64k none "$2"',
         "read-only": 'mount -t tmpfs -o size=1m,ro none "$2"',
+        "read-only later": (
+            'mount -t tmpfs -o size=1m none "$2" && "$python" -c "$made" "$2/gateway.db" '
+            '&& mount -o remount,ro "$2"'
+        ),
     }[kind]
-    script = f'python=$3; code=$4; {mount}; exec "$python" -c "$code" "$1" "$2"'
+    script = f'python=$3; made=$4; code=$5; {mount}; exec "$python" -c "$code" "$1" "$2"'
     unshare = shutil.which("unshare")
     command: list[str | Path] = [
         str(unshare),
@@ -332,6 +344,7 @@ async def test_a_state_folder_without_room_keeps_nobody_out(kind: str, tmp_path:
         tmp_path,
         state,
         sys.executable,
+        MAKE_A_STORE,
     ]
 
     def run(code: str) -> subprocess.CompletedProcess[str]:
@@ -343,6 +356,18 @@ async def test_a_state_folder_without_room_keeps_nobody_out(kind: str, tmp_path:
         pytest.skip("this machine lets us mount no file system")
     done = await asyncio.to_thread(run, ON_A_DISK_WITHOUT_ROOM)
     assert done.stdout == "200", done.stdout + done.stderr
+
+
+def test_a_store_with_a_key_even_a_revoked_one_had_keys(tmp_path: Path) -> None:
+    location = locate_store(None, tmp_path)
+    assert never_had_keys(location)
+    with another_process(str(location.shown)) as store:
+        store.run_now(lambda _: None)
+    assert never_had_keys(location)
+    with another_process(str(location.shown)) as store:
+        store.run_now(lambda connection: add_keys(connection, [spec(ALICE)], time.time()))
+        store.run_now(lambda connection: revoke_key(connection, ALICE.id, time.time()))
+    assert not never_had_keys(location)
 
 
 @pytest.mark.parametrize("sign", ["table", "log", "link", "folder", "memory"])
@@ -363,7 +388,7 @@ async def test_a_sign_of_keys_keeps_strangers_out(sign: str, public: Options) ->
     else:
         keys_file(public).parent.mkdir()
         keys_file(public).write_text("half a fi")
-    assert is_blank(location) is (sign == "memory")
+    assert never_had_keys(location) is (sign == "memory")
     # Nobody knows whether there are keys, but for a database of somebody else's, which is opened.
     known = 0 if sign in {"table", "log"} else None
     assert await asyncio.to_thread(count_stored_keys, location, keys_file(public)) == known
