@@ -83,6 +83,9 @@ STORE_SECONDS = 5.0
 FINAL_RESPONSE_SECONDS = 5.0
 """Seconds for clients to read the error of their request, once the grace is over."""
 
+TASKS_SECONDS = 10.0
+"""Most seconds for the gateway's tasks to end, once they are cancelled."""
+
 ADMIN_KEYS_LOST = (
     "the settings have lost their last admin key: the admin listener answers every request with "
     "401; add a key to admin.keys, or restart to serve it without any"
@@ -404,9 +407,7 @@ class Gateway:
         return not self._stop_at_once.is_set()
 
     async def _close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._end_tasks()
         for listener in (self.public_listener, self.admin_listener):
             if listener is not None:
                 with contextlib.suppress(TimeoutError):
@@ -423,6 +424,15 @@ class Gateway:
             await asyncio.wait_for(self.audit.flush(), self.timings.store)
         await self.metering.close_store(self.timings.store)
         log.info("ended")
+
+    async def _end_tasks(self) -> None:
+        tasks = set(self._tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=TASKS_SECONDS)
+            for task in late:
+                log.error("a task does not end", task=task.get_name())
 
     def _start_task(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import structlog
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Row
 
 from gateway.access.keys import HeldKey, KeyDefinition, KeyRing, held_key
 from gateway.access.stored_keys import (
@@ -29,8 +29,8 @@ from gateway.access.stored_keys import (
     stored_key,
 )
 from gateway.config.listeners import KeySpec
-from gateway.store.database import StoreLocation
-from gateway.store.failures import StoreError
+from gateway.store.database import StoreLocation, never_had_keys
+from gateway.store.failures import StoreError, StoreUnavailable
 from gateway.store.store import Store
 from gateway.system import read_state, write_state
 
@@ -115,6 +115,8 @@ class KeySync:
                 return
             if saved.at is not None:
                 log.warning("stored keys as last known", of=_local_time(saved.at), why=str(error))
+            else:
+                log.warning("no key was ever stored", why=error.message, remedy=error.remedy)
             self.key_ring.replace_stored(saved.keys)
             self._tell()
 
@@ -152,6 +154,13 @@ class KeySync:
             except StoreError as error:
                 self.problem = error.message
                 raise
+            except Exception as error:  # noqa: BLE001 - the poll must go on, and keys must expire
+                # Its text may hold values of rows.
+                why = f"the stored keys can't be read: {type(error).__name__}"
+                if why != self.problem:
+                    log.error("stored keys", why=why)  # noqa: TRY400 - as above
+                self.problem = why
+                raise StoreUnavailable(why, "report this as a fault of the program") from None
             self.problem = None
             if read is None:
                 return
@@ -181,8 +190,7 @@ class KeySync:
             if values in self._known:
                 known[values] = self._known[values]
             else:
-                key = stored_key(row)
-                known[values] = None if key is None else (key, key.held())
+                known[values] = _usable(row)
         self._known = known
         both = [pair for pair in known.values() if pair is not None]
         return revision, [key for key, _ in both], [held for _, held in both]
@@ -205,23 +213,31 @@ class KeySync:
             )
 
 
+def _usable(row: Row[Any]) -> tuple[StoredKey, HeldKey] | None:
+    key = stored_key(row)
+    try:
+        return None if key is None else (key, key.held())
+    except ValueError:
+        log.warning("a stored key can't be used", key=row.id, why="its hashes are none")
+        return None
+
+
 def count_stored_keys(location: StoreLocation, path: Path) -> int | None:
     """How many keys the store has that are not revoked, before a gateway runs.
 
     If the store can't be read, those of the file; None: nobody knows. Blocks: not for event loops.
     """
-    if _is_missing(location):
-        saved = _last_known_keys(location, path)
-        return len(saved.keys) if saved is not None else 0
-    store = Store(location)
-    store.start()
-    try:
-        return store.run_now(lambda connection: len(read_keys(connection)), write=False)
-    except StoreError:
-        saved = _last_known_keys(location, path)
-        return None if saved is None else len(saved.keys)
-    finally:
-        store.close(START_SECONDS)
+    if not never_had_keys(location):
+        store = Store(location)
+        store.start()
+        try:
+            return store.run_now(lambda connection: len(read_keys(connection)), write=False)
+        except StoreError:
+            pass
+        finally:
+            store.close(START_SECONDS)
+    saved = _last_known_keys(location, path)
+    return None if saved is None else len(saved.keys)
 
 
 # The file of the last known keys.
@@ -241,8 +257,10 @@ def _last_known_keys(location: StoreLocation, path: Path | None) -> _LastKnown |
         ours = (FILE_VERSION, _store_id(location))
         if found is not None and (found.version, found.store) == ours:
             return _LastKnown(list(_held_keys(found.keys)), found.saved_at)
-    # A file that nobody has made yet holds no keys: its folder may be read-only.
-    return _LastKnown([], None) if _is_missing(location) else None
+        if found is None and _was_there(path):
+            return None
+    # A person without keys is served from a read-only folder and from a full disk, too.
+    return _LastKnown([], None) if never_had_keys(location) else None
 
 
 def _held_keys(saved: Iterable[_FileKey]) -> Iterator[HeldKey]:
@@ -253,11 +271,12 @@ def _held_keys(saved: Iterable[_FileKey]) -> Iterator[HeldKey]:
             yield held_key(spec, key.previous_sha256, key.previous_until)
 
 
-def _is_missing(location: StoreLocation) -> bool:
+def _was_there(path: Path) -> bool:
+    """Whether there is a file of keys that can't be used, perhaps set aside by `read_state`."""
     try:
-        return location.path is not None and not location.path.exists()
+        return path.exists() or path.with_name(f"{path.name}.bad").exists()
     except OSError:
-        return False
+        return True
 
 
 def _store_id(location: StoreLocation) -> str:

@@ -237,7 +237,8 @@ class KeyRing:
         self.access = self._last_known_access.with_settings(
             keys=len(self), allow_anonymous=self._allow_anonymous
         )
-        if self.is_complete:
+        # With any key it is known, whatever the store has besides.
+        if self.is_complete or len(self):
             self._last_known_access = self.access
 
     def _take_in(self) -> None:
@@ -290,6 +291,12 @@ def hash_key(text: str) -> ApiKey:
     if not key_id or not secret:
         raise ValueError(f"a key reads {KEY_PREFIX}_<id>_<secret>")
     return ApiKey(text, key_id, _digest(secret).hex())
+
+
+def without_secret(text: str) -> str:
+    """The text as it may be shown and logged: some give a whole key where its name is asked for."""
+    key_id, secret = _split(text)
+    return f"{KEY_PREFIX}_{key_id}_…" if secret else text
 
 
 def presented_keys(headers: Headers) -> list[str]:

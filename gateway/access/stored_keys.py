@@ -19,7 +19,7 @@ from sqlalchemy import Connection, Row, case, func, insert, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
-from gateway.access.keys import HeldKey, held_key
+from gateway.access.keys import HeldKey, held_key, without_secret
 from gateway.config.fields import parse_duration, parse_timestamp
 from gateway.config.listeners import KeySpec
 from gateway.config.validation import error_words, model_at_path
@@ -100,7 +100,7 @@ def key_not_found(name: str) -> GatewayError:
     return GatewayError(
         404,
         "key_not_found",
-        f"There is no key of the name or id '{truncate_echo(name)}'; "
+        f"There is no key of the name or id '{truncate_echo(without_secret(name))}'; "
         "'llama-gateway keys list' shows all.",
     )
 
@@ -331,12 +331,14 @@ def add_keys(connection: Connection, specs: Sequence[KeySpec], now: float) -> li
     """Store these keys: all of them or none. Raises: KeysRefused (409)."""
     problems: list[KeyProblem] = []
     present = _present(connection, specs)
+    active = [key for key in present.values() if key.revoked_at is None]
+    called = {word: key for key in active for word in (key.spec.id, key.spec.name)}
     if len(specs) > MOST_STORED_KEYS - _count(connection):
         message = f"a store holds at most {MOST_STORED_KEYS} keys, revoked ones included"
         problems.append(KeyProblem(0, "", message, ""))
     fresh = []
     for index, spec in enumerate(specs):
-        problem, is_there = _taken(index, spec, present)
+        problem, is_there = _taken(index, spec, present, called)
         if problem is not None:
             problems.append(problem)
         elif not is_there:
@@ -434,9 +436,15 @@ def _usable(connection: Connection, name: str) -> StoredKey:
 
 
 def _taken(
-    index: int, spec: KeySpec, present: Mapping[str, StoredKey]
+    index: int,
+    spec: KeySpec,
+    present: Mapping[str, StoredKey],
+    called: Mapping[str, StoredKey],
 ) -> tuple[KeyProblem | None, bool]:
-    """Why the key can't be stored; and whether it is stored already, just like this."""
+    """Why the key can't be stored; and whether it is stored already, just like this.
+
+    `present` are keys by id, `called` those that are not revoked by id and name.
+    """
     same = present.get(spec.id)
     if same is not None and same.revoked_at is None and same.spec == spec:
         return None, True
@@ -444,11 +452,11 @@ def _taken(
         state = "a revoked key has" if same.revoked_at is not None else "another key has"
         message = f"{state} the id '{spec.id}' already"
         return KeyProblem(index, "id", message, "choose another"), False
-    for other in present.values():
-        if other.revoked_at is None and {spec.name, spec.id} & {other.spec.name, other.spec.id}:
-            message = f"the key {other.spec.id} is called '{other.spec.name}' already"
-            return KeyProblem(index, "name", message, "choose another, or revoke that one"), False
-    return None, False
+    other = called.get(spec.name) or called.get(spec.id)
+    if other is None:
+        return None, False
+    message = f"the key {other.spec.id} is called '{other.spec.name}' already"
+    return KeyProblem(index, "name", message, "choose another, or revoke that one"), False
 
 
 _MOST_PARAMETERS = 10_000

@@ -66,10 +66,15 @@ def _check_postgres_url(text: str) -> None:
         ) from None
     if parts.scheme not in _POSTGRES or not text.startswith(f"{parts.scheme}://"):
         raise validation_error("is no URL of a store", _FORMS)
-    if parts.fragment or _SECRETS & set(parse_qs(parts.query, keep_blank_values=True)):
+    # In `u:12/x@host` the password begins like a port: it would be taken for one, and shown.
+    if (
+        parts.fragment
+        or "@" in parts.path + parts.query
+        or _SECRETS & set(parse_qs(parts.query, keep_blank_values=True))
+    ):
         raise validation_error(
             "must have its password in front of the @",
-            f"{_FORMS}; in a password write # as %23 and ? as %3F",
+            f"{_FORMS}; in a password write # as %23, / as %2F and ? as %3F",
         )
 
 

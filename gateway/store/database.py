@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import sqlite3
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -175,6 +176,35 @@ def _create_file(path: Path) -> None:
         if stat.S_ISREG(mode) and mode & 0o007:
             with contextlib.suppress(OSError):
                 path.chmod(stat.S_IMODE(mode) & ~0o007)
+
+
+def never_had_keys(location: StoreLocation) -> bool:
+    """Whether no key was ever stored there: SQLite's file is missing, or holds none.
+
+    A start on a full disk leaves a file without tables. False if that can't be told. Nothing is
+    written, so a read-only file system can be asked, too.
+    """
+    path = location.path
+    if path is None:
+        return False
+    try:
+        logs = [path.with_name(f"{path.name}{end}") for end in ("-wal", "-journal")]
+        if any(log.exists() and log.stat().st_size for log in logs):
+            return False
+        # A link that leads nowhere is the sign of a store: its file system is not mounted, perhaps.
+        if not os.path.lexists(path):
+            return True
+        if not stat.S_ISREG(path.stat().st_mode):
+            return False
+        # Immutable: without locks and without other files, which a full disk has no room for.
+        uri = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
+        with contextlib.closing(sqlite3.connect(uri, uri=True)) as found:
+            tables = {name for (name,) in found.execute("SELECT name FROM sqlite_master")}
+            if "keys" not in tables:
+                return not tables
+            return found.execute("SELECT id FROM keys LIMIT 1").fetchone() is None
+    except (OSError, sqlite3.Error):
+        return False
 
 
 class SqliteFiles:

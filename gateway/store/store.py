@@ -179,7 +179,8 @@ class Store:
         """
         waiting = self._submit(job, write, seconds)
         try:
-            # `wait_for` of Python 3.11 swallows a cancellation that comes with the result.
+            # Not `wait_for`: in Python 3.11 it drops a cancellation that comes with the result, and
+            # the task that was to end goes on for ever.
             async with asyncio.timeout(seconds):
                 return await asyncio.wrap_future(waiting)
         except TimeoutError:

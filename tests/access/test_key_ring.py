@@ -247,3 +247,13 @@ def test_exactly_the_keys_of_both_that_have_not_expired_are_found(
 
 def test_a_held_key_shows_no_digest() -> None:
     assert "digest" not in repr(stored(ALICE))
+
+
+def test_keys_that_the_settings_lose_before_the_store_answers_are_lost() -> None:
+    ring = KeyRing(is_complete=False)
+    ring.configure([spec(ALICE)])
+    ring.configure([])
+    assert admitted(ring, None, loopback=True) == 503
+    ring.replace_stored([])
+    assert admitted(ring, None, loopback=True) == 401
+    assert ring.lost is not None

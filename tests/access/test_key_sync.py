@@ -6,7 +6,11 @@ import asyncio
 import contextlib
 import http.client
 import json
+import shutil
+import sqlite3
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
@@ -15,13 +19,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from sqlalchemy import text
 
 from gateway.access.key_sync import POLL_SECONDS, KeySync, count_stored_keys
 from gateway.access.keys import ApiKey, KeyRing, new_key
 from gateway.access.stored_keys import add_keys, revoke_key, rotate_key
 from gateway.config.listeners import KeySpec
 from gateway.startup import Options, check_startup, keys_file
-from gateway.store.database import locate_store
+from gateway.store.database import locate_store, never_had_keys
+from gateway.store.schema import keys as keys_table
 from gateway.store.store import Store
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
@@ -91,7 +97,7 @@ async def gateway_of(
             connection.close()
 
 
-async def becomes(connection: KeptConnection, key: ApiKey, status: int) -> float:
+async def becomes(connection: KeptConnection, key: ApiKey | None, status: int) -> float:
     """The seconds until a request with the key gets this status."""
     began = time.monotonic()
     async with asyncio.timeout(30):
@@ -162,6 +168,39 @@ async def test_the_first_stored_key_ends_anonymous_access_and_the_last_locks(
         assert running.gateway.key_ring.access.had_keys  # what a successor is told
 
 
+async def test_a_row_that_is_no_key_costs_the_others_nothing(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'gateway.db'}"
+    store_keys(url, spec(ALICE), spec(BOB))
+    with another_process(url) as store:
+        broken = keys_table.update().where(keys_table.c.id == BOB.id)
+        values = {"previous_sha256": "no hash", "previous_until": time.time() + 60}
+        store.run_now(lambda connection: connection.execute(broken.values(**values)))
+        sync = KeySync(store, KeyRing(is_complete=False), None)
+        await sync.start()
+        assert sync.problem is None
+        assert sync.key_ring.find(ALICE.text) is not None
+        assert sync.key_ring.find(BOB.text) is None
+
+
+async def test_keys_expire_while_the_rows_cant_be_understood(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'gateway.db'}"
+    brief = new_key("brief")
+    store_keys(url, spec(ALICE), spec(brief, expires=datetime.now(UTC) + timedelta(seconds=2)))
+    with another_process(url) as store:
+        sync = KeySync(store, KeyRing(is_complete=False), None, poll_seconds=0.05)
+        await sync.start()
+        work = asyncio.create_task(sync.run())
+        store.run_now(lambda c: c.execute(text("ALTER TABLE revisions RENAME TO other")))
+        await until(lambda: sync.problem is not None)
+        await until(lambda: sync.key_ring.find(brief.text) is None)
+        assert sync.key_ring.find(ALICE.text) is not None
+        store.run_now(lambda c: c.execute(text("ALTER TABLE other RENAME TO revisions")))
+        await until(lambda: sync.problem is None)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+
+
 # The store can't be reached.
 
 
@@ -230,6 +269,129 @@ async def test_a_gateway_that_never_had_keys_serves_on_without_its_store(tmp_pat
     damage(path)
     async with gateway_of(tmp_path, f"sqlite:///{path}") as (_, connection):
         assert await connection.status(None) == 200
+
+
+async def test_a_store_that_could_not_be_made_keeps_nobody_out(tmp_path: Path) -> None:
+    path = tmp_path / "gateway.db"
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
+        # What a full disk leaves of a store that was being made: a file without a table.
+        other.execute("CREATE TABLE one (a)")
+        other.execute("DROP TABLE one")
+        other.execute("BEGIN EXCLUSIVE")
+        async with gateway_of(tmp_path, f"sqlite:///{path}") as (running, connection):
+            assert running.gateway.key_sync.problem is not None
+            assert await connection.status(None) == 200
+            log = tmp_path / "gateway.log"
+            await until(lambda: "no key was ever stored" in log.read_text())
+            other.close()
+            # It can be made after all, and gets a key.
+            await until(lambda: running.gateway.key_sync.problem is None)
+            store_keys(f"sqlite:///{path}", spec(ALICE))
+            await becomes(connection, None, 401)
+            assert await connection.status(ALICE) == 200
+
+
+MAKE_A_STORE = """
+import sys
+from pathlib import Path
+from tests.store.stores import names, opened
+with opened(f"sqlite:///{sys.argv[1]}") as store:
+    store.run_now(names)
+"""
+
+ON_A_DISK_WITHOUT_ROOM = """
+import asyncio, sys
+from pathlib import Path
+from tests.access.test_key_sync import KeptConnection
+from tests.emulator import EmulatedNode
+from tests.gateways import running_gateway
+
+async def main(folder, state):
+    async with EmulatedNode() as node, running_gateway(
+        folder, [node.url], state_dir=state
+    ) as running:
+        assert running.gateway.key_sync.problem is not None
+        connection = KeptConnection(running.url)
+        print(await connection.status(None), end="")
+        connection.close()
+
+asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize("kind", ["full", "nearly full", "read-only", "read-only later"])
+async def test_a_state_folder_without_room_keeps_nobody_out(kind: str, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir()
+    mount = {
+        "full": 'mount -t tmpfs -o size=64k none "$2" && head -c 65536 /dev/zero >"$2/ballast"',
+        "nearly full": 'mount -t tmpfs -o size=64k none "$2"',
+        "read-only": 'mount -t tmpfs -o size=1m,ro none "$2"',
+        "read-only later": (
+            'mount -t tmpfs -o size=1m none "$2" && "$python" -c "$made" "$2/gateway.db" '
+            '&& mount -o remount,ro "$2"'
+        ),
+    }[kind]
+    script = f'python=$3; made=$4; code=$5; {mount}; exec "$python" -c "$code" "$1" "$2"'
+    unshare = shutil.which("unshare")
+    command: list[str | Path] = [
+        str(unshare),
+        "-rm",
+        "sh",
+        "-c",
+        script,
+        "sh",
+        tmp_path,
+        state,
+        sys.executable,
+        MAKE_A_STORE,
+    ]
+
+    def run(code: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, code], capture_output=True, text=True, timeout=120, check=False
+        )
+
+    if unshare is None or (await asyncio.to_thread(run, "pass")).returncode:
+        pytest.skip("this machine lets us mount no file system")
+    done = await asyncio.to_thread(run, ON_A_DISK_WITHOUT_ROOM)
+    assert done.stdout == "200", done.stdout + done.stderr
+
+
+def test_a_store_with_a_key_even_a_revoked_one_had_keys(tmp_path: Path) -> None:
+    location = locate_store(None, tmp_path)
+    assert never_had_keys(location)
+    with another_process(str(location.shown)) as store:
+        store.run_now(lambda _: None)
+    assert never_had_keys(location)
+    with another_process(str(location.shown)) as store:
+        store.run_now(lambda connection: add_keys(connection, [spec(ALICE)], time.time()))
+        store.run_now(lambda connection: revoke_key(connection, ALICE.id, time.time()))
+    assert not never_had_keys(location)
+
+
+@pytest.mark.parametrize("sign", ["table", "log", "link", "folder", "memory"])
+async def test_a_sign_of_keys_keeps_strangers_out(sign: str, public: Options) -> None:
+    path = public.inventory_file.with_name("gateway.db")
+    location = locate_store(f"sqlite:///{path}", path.parent)
+    assert await asyncio.to_thread(count_stored_keys, location, keys_file(public)) == 0
+    if sign == "table":
+        with contextlib.closing(sqlite3.connect(path)) as made:
+            made.execute("CREATE TABLE one (a)")
+    elif sign == "log":
+        path.touch()
+        path.with_name("gateway.db-wal").write_bytes(b"pages")
+    elif sign == "link":
+        path.symlink_to("not-mounted")
+    elif sign == "folder":
+        path.mkdir()
+    else:
+        keys_file(public).parent.mkdir()
+        keys_file(public).write_text("half a fi")
+    assert never_had_keys(location) is (sign == "memory")
+    # Nobody knows whether there are keys, but for a database of somebody else's, which is opened.
+    known = 0 if sign in {"table", "log"} else None
+    assert await asyncio.to_thread(count_stored_keys, location, keys_file(public)) == known
 
 
 async def test_the_memory_of_another_store_is_not_used(tmp_path: Path) -> None:

@@ -50,6 +50,8 @@ def test_a_password_may_come_from_a_variable(
         "postgresql://a:ge/heim@db:x/y",
         "postgresql://a@db/x?password=geheim",
         "postgresql://a:ge#heim@db/x",
+        "postgresql://a:12/heim@db/x",
+        "postgresql://a:12?heim@db/x",
         "geheim",
         "[geheim]",
         "3",

@@ -51,16 +51,23 @@ async def test_jobs_are_done_one_after_the_other(store_url: str) -> None:
         assert await store.run(names) == [f"{number:03}" for number in range(100)]
 
 
-async def test_a_cancellation_that_comes_with_the_result_is_not_lost(tmp_path: Path) -> None:
-    # A loop that runs jobs would never end, and nor would the gateway.
-    with opened(f"sqlite:///{tmp_path}/gateway.db") as store:
-        job = asyncio.create_task(store.run(count))
+async def test_a_cancellation_that_comes_with_the_result_is_obeyed(store_url: str) -> None:
+    begun, go_on = blocker()
+
+    def job(_: Connection) -> None:
+        begun.set()
+        go_on.wait(LIMIT)
+
+    with opened(store_url) as store:
+        waiting = asyncio.create_task(store.run(job, write=False))
+        await asyncio.to_thread(begun.wait, LIMIT)
+        go_on.set()
+        # The loop stands still until the job is done, and then takes its result in one step.
+        store.run_now(names, write=False)
         await asyncio.sleep(0)
-        # The loop stands still meanwhile: it finds the first job's result with the cancellation.
-        store.run_now(count)
-        asyncio.get_running_loop().call_soon(job.cancel)
-        await asyncio.wait([job], timeout=LIMIT)
-        assert job.cancelled()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
 
 
 def blocker() -> tuple[threading.Event, threading.Event]:

@@ -14,6 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.access.admin_keys import LOCAL_ADMIN, AdminIdentity, AdminKeys, AdminRole
+from gateway.access.keys import without_secret
 from gateway.errors import GatewayError, truncate_echo
 from gateway.fleet.fleet import Fleet
 from gateway.observe.audit import AuditTrail
@@ -305,7 +306,7 @@ def _with_role(route: AdminRoute, endpoints: AdminEndpoints, audit: AuditTrail) 
 def _audit_target(request: Request) -> str:
     parameters = request.path_params
     named = parameters.get("name") or parameters.get("id") or ""
-    return str(request.scope.get(AUDIT_TARGET_KEY, named))
+    return without_secret(str(request.scope.get(AUDIT_TARGET_KEY, named)))
 
 
 def role_required(needed: AdminRole, own: AdminRole) -> GatewayError:

@@ -256,3 +256,17 @@ async def test_a_settings_key_hides_a_stored_one_of_its_id_and_that_is_told(
         found = (await admin.get("/admin/keys")).json()
         assert [key["state"] for key in found["keys"] if key["source"] == "store"] == ["hidden"]
         assert "that of the settings counts" in found["warnings"][0]
+
+
+async def test_a_whole_key_in_place_of_a_name_is_told_and_logged_without_its_secret(
+    tmp_path: Path,
+) -> None:
+    async with keyed_gateway(tmp_path) as (_, admin):
+        made = (await admin.post("/admin/keys", json={"name": "alice"})).json()
+        id_, secret = made["key"].split("_")[1:]
+        refused = await admin.delete(f"/admin/keys/{made['key']}")
+        assert error(refused)[:2] == (404, "key_not_found")
+        trail = await admin.get("/admin/audit")
+        assert trail.json()["entries"][0]["target"] == f"lg_{id_}_…"
+        assert secret not in refused.text + trail.text
+    assert not files_with(tmp_path, secret)
