@@ -37,6 +37,8 @@ class World:
             process="p1",
             add_row=self.rows.append,
             tokens_so_far=lambda id_: self.tokens.get(id_, (0, 0)),
+            slot_seconds_so_far=lambda id_: 2.0 if id_ == "old" else 0.0,
+            cost_of_use=lambda node, _, completion, seconds: completion + seconds if node else 0.0,
             wall_clock=self.clock,
         )
 
@@ -126,6 +128,10 @@ def test_requests_are_open_from_their_admission_to_their_row() -> None:
     (one,) = world.meter.open_requests(NOW)
     assert (one.started_at, one.key, one.group, one.user) == (NOW, "k1", "team", "bob")
     assert (one.prompt_tokens, one.completion_tokens, one.class_) == (12, 34, "premium")
+    assert (one.slot_seconds, one.cost) == (2.0, 0.0)
+    old.record.attempt_began("a", "gpu", None)
+    (one,) = world.meter.open_requests(NOW)
+    assert one.cost == 36.0
     world.meter.ended(old, old.record)
     world.clock.passes(1.0)
     # Until its tokens are counted.
