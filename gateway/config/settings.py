@@ -380,7 +380,7 @@ RESTART_KEYS = (
     "limits.header_bytes",
     "limits.header_timeout",
     "limits.send_timeout",
-    "store",
+    "store.url",
 )
 
 

@@ -179,7 +179,9 @@ class Store:
         """
         waiting = self._submit(job, write, seconds)
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(waiting), seconds)
+            # Not `wait_for`: before Python 3.12 it swallows a cancellation that comes with the result.
+            async with asyncio.timeout(seconds):
+                return await asyncio.wrap_future(waiting)
         except TimeoutError:
             raise self._too_slow(waiting, seconds) from None
 
@@ -424,7 +426,7 @@ def log_store_change(status: StoreStatus) -> None:
     if status.error is not None:
         log.warning("the store fails", store=status.url, why=status.error, remedy=status.remedy)
     elif status.up:
-        log.info("the store is open", store=status.url, level=status.level)
+        log.info("the store is open", store=status.url, schema_level=status.level)
 
 
 class _Link:

@@ -367,6 +367,9 @@ class Ledger:
                     log.warning("recovered requests", process=dead.id, requests=count)
         except StoreError as error:
             self._failed(str(error))
+        except Exception:
+            # Rows that no version should have written must not keep the gateway from serving.
+            log.exception("open requests of a dead process can't be recovered")
 
 
 @dataclass(slots=True)

@@ -51,6 +51,18 @@ async def test_jobs_are_done_one_after_the_other(store_url: str) -> None:
         assert await store.run(names) == [f"{number:03}" for number in range(100)]
 
 
+async def test_a_cancellation_that_comes_with_the_result_is_not_lost(tmp_path: Path) -> None:
+    # A loop that runs jobs would never end, and nor would the gateway.
+    with opened(f"sqlite:///{tmp_path}/gateway.db") as store:
+        job = asyncio.create_task(store.run(count))
+        await asyncio.sleep(0)
+        # The loop stands still meanwhile: it finds the first job's result with the cancellation.
+        store.run_now(count)
+        asyncio.get_running_loop().call_soon(job.cancel)
+        await asyncio.wait([job], timeout=LIMIT)
+        assert job.cancelled()
+
+
 def blocker() -> tuple[threading.Event, threading.Event]:
     return threading.Event(), threading.Event()
 

@@ -94,7 +94,8 @@ class Up:
 def environment(tmp_path: Path) -> dict[str, str]:
     # No llama-server of this machine is used, but the embedded one.
     given = {"LLAMA_GATEWAY_CACHE": str(tmp_path / "cache"), "PATH": "/nowhere"}
-    return server_environment({**given, "TMPDIR": str(tmp_path)})
+    state = str(tmp_path / "state")
+    return server_environment({**given, "TMPDIR": str(tmp_path), "XDG_STATE_HOME": state})
 
 
 @pytest.fixture
