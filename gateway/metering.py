@@ -16,6 +16,7 @@ from gateway.events import EventBus, LimitReached
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.node_prices import GpuCosts, alive_nodes
 from gateway.proxy.in_flight import InFlightRegistry
+from gateway.scheduling.budget import cost_of
 from gateway.scheduling.scheduler import Scheduler
 from gateway.startup import Options, keys_file, store_location
 from gateway.store.store import Store, log_store_change
@@ -91,6 +92,8 @@ class Metering:
             add_row=self.ledger.add,
             tokens_so_far=registry.tokens_so_far,
             gpu_cost=GpuCosts(fleet, clock).of,
+            slot_seconds_so_far=registry.slot_seconds_so_far,
+            cost_of_use=self._cost_of_use,
         )
         self._limit_sync = LimitSync(self.limit_book, self.store, process.id, clock=clock)
         self.reporter = Reporter(self.store)
@@ -104,6 +107,22 @@ class Metering:
     def caller_usage(self) -> CallerUsage:
         """What callers may read of their own use."""
         return CallerUsage(self.limit_book, self.reporter, time.time, self._clock)
+
+    def _cost_of_use(
+        self, node: str | None, prompt: int, completion: int, slot_seconds: float
+    ) -> float:
+        """The price of so many tokens, or of so many seconds of a slot, on a node."""
+        found = None if node is None else self._fleet.nodes.get(node)
+        if found is None:
+            return 0.0
+        return cost_of(
+            found.spec,
+            found.slots_total,
+            prompt=prompt,
+            completion=completion,
+            slots=1,
+            seconds=slot_seconds,
+        )
 
     # Start and end.
 

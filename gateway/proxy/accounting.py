@@ -18,6 +18,7 @@ from gateway.lease import (
     AttemptReport,
     Fault,
     KeyedHash,
+    LeaseRequest,
     LeaseService,
     NodeError,
     Usage,
@@ -38,6 +39,9 @@ CALLERS_OUTCOMES = frozenset({"client_closed", "cancelled", "total_timeout"})
 """Outcomes of attempts without a response that the request's own end has brought about: the client
 left, its time was up, or somebody cancelled the request. The caller pays for them, and the operator
 for all others."""
+
+BYTES_PER_TOKEN = 4
+"""Bytes of a plain response that count as a token, where its node reports none."""
 
 MOST_LOST_NODES = 2
 """Nodes that may be lost over one request."""
@@ -134,11 +138,12 @@ class Accounting:
         now = self._end(in_flight, attempt, "ok")
         if self.quarantine.entries:
             self.quarantine.clear(in_flight.request)
+        size = len(sample)
         if not attempt.is_sse:
             attempt.drop_content()
-            if len(sample) > 2 * USAGE_EDGE_BYTES:
+            if size > 2 * USAGE_EDGE_BYTES:
                 sample = sample[:USAGE_EDGE_BYTES] + sample[-USAGE_EDGE_BYTES:]
-        self.bus.defer(self._account, in_flight, attempt, "ok", now, sample)
+        self.bus.defer(self._account, in_flight, attempt, "ok", now, sample, size)
 
     def response_aborted(self, in_flight: InFlightRequest, attempt: Attempt, outcome: str) -> None:
         """A response that had begun failed, or its client left: the tokens so far count."""
@@ -147,7 +152,8 @@ class Accounting:
             self.node_lost(in_flight, attempt)
         # What fails now may have come to its end before.
         sample = attempt.last_events if attempt.stream_ended else b""
-        self.bus.defer(self._account, in_flight, attempt, outcome, now, sample)
+        size = len(attempt.content)
+        self.bus.defer(self._account, in_flight, attempt, outcome, now, sample, size)
 
     def attempt_failed(
         self,
@@ -227,11 +233,13 @@ class Accounting:
         attempt: Attempt,
         outcome: str,
         now: float,
-        sample: bytes = b"",
+        sample: bytes,
+        size: int,
     ) -> None:
         """Count the tokens that the node reports; else those of the events that were sent.
 
-        One event holds about one token; the prompt's tokens are then the estimate.
+        One event holds about one token; the prompt's tokens are then the estimate. `size`: the
+        bytes of a plain response, which are its tokens' estimate.
         """
         request = in_flight.request.lease_request
         opening = attempt.content if attempt.is_sse else b""
@@ -241,7 +249,11 @@ class Accounting:
         if usage is None:
             prompt_read = in_flight.prompt_read(attempt)
             prompt, cached = prompt_read or (request.prompt_tokens, 0)
+            if request.generates and not attempt.is_sse:
+                events = _tokens_of_bytes(size, request)
             usage = Usage(prompt, cached, events)
+        elif request.slots > 1 and attempt.lease.node.kind == "llama.cpp":
+            usage = _of_all_answers(usage, request.slots, events if attempt.is_sse else None)
         whole = usage if splice_point is None else _of_whole_response(usage, splice_point)
         reported = whole if is_reported else None
         complete, record = outcome == "ok", in_flight.record
@@ -285,6 +297,25 @@ def _charge_unanswered(
     if not resumes:
         record.count_tokens(charge.prompt_tokens, charge.cached_tokens, charge.completion_tokens)
     record.charge(charge.cost, charge.slot_seconds)
+
+
+def _tokens_of_bytes(size: int, request: LeaseRequest) -> int:
+    """About how many tokens a plain response of so many bytes holds."""
+    tokens = size // BYTES_PER_TOKEN
+    if request.max_tokens is None:
+        return tokens
+    return min(tokens, request.max_tokens * max(1, request.slots))
+
+
+def _of_all_answers(usage: Usage, answers: int, events: int | None) -> Usage:
+    """The tokens of all answers to one prompt (`n`), of which llama.cpp reports those of one.
+
+    `events` of a stream: about one for each token of any answer, and two more for each answer.
+    None: a plain response, whose first answer is taken for an ordinary one.
+    """
+    one = usage.completion_tokens
+    completion = one * answers if events is None else max(one, events - 2 * answers)
+    return Usage(usage.prompt_tokens, usage.cached_tokens, completion, usage.timings)
 
 
 def _of_whole_response(usage: Usage, splice_point: SplicePoint) -> Usage:

@@ -208,6 +208,11 @@ class Attempt:
         return 0 if self.last_content_at is None else self.event_count - self._opening_events
 
     @property
+    def slot_seconds(self) -> float:
+        """Seconds for which it has held its slots by now, times their number."""
+        return self.lease.slots * (self._clock() - self.started_at)
+
+    @property
     def ends_mid_event(self) -> bool:
         """Whether the stream ended within an event."""
         return self._framer is not None and self._framer.has_partial

@@ -106,6 +106,14 @@ class InFlightRequest:
             prompt, completion = prompt + part[0], completion + part[1]
         return prompt, completion
 
+    def slot_seconds_so_far(self) -> float:
+        """Seconds for which it has held slots by now, times their number."""
+        seconds = self.record.slot_seconds
+        if self.attempt is not None:
+            seconds += self.attempt.slot_seconds
+        parts = (self.sub_requests or {}).values()
+        return seconds + sum(one.slot_seconds_so_far() for one in parts)
+
     def begin_attempt(self, attempt: Attempt) -> None:
         """An attempt begins; it fails at once if the request was cancelled meanwhile."""
         self.attempt = attempt
@@ -159,6 +167,11 @@ class InFlightRegistry:
         """`InFlightRequest.tokens_so_far` of the request with the gateway's own id."""
         found = self._requests.get(request_id)
         return (0, 0) if found is None else found.tokens_so_far()
+
+    def slot_seconds_so_far(self, request_id: str) -> float:
+        """`InFlightRequest.slot_seconds_so_far` of the request with the gateway's own id."""
+        found = self._requests.get(request_id)
+        return 0.0 if found is None else found.slot_seconds_so_far()
 
     def find(self, name: str) -> InFlightRequest | None:
         """The request of this id, or with this `X-Request-ID` if only one has it."""

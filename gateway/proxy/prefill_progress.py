@@ -56,7 +56,7 @@ class PrefillProgress:
     __slots__ = ("_attempt", "_cached", "_client_asked", "_hidden", "_keep_next", "_tokens")
 
     def __init__(self, *, hidden: bool = False) -> None:
-        """`hidden`: the client may not know how much of its prompt was cached."""
+        """`hidden`: the client may not know how much of its prompt was cached; the ledger does."""
         self._hidden = hidden
         self._attempt: ReadingAttempt | None = None
         self._tokens: tuple[int, int] | None = None
@@ -74,8 +74,6 @@ class PrefillProgress:
 
         Also return the filter that removes the progress events; None: there are none.
         """
-        if self._hidden:
-            return body, None
         self._attempt, self._tokens, self._cached = attempt, None, 0
         fields = api.progress_fields
         if (
@@ -131,7 +129,7 @@ class PrefillProgress:
     def status(self, now: float) -> PrefillStatus | None:
         """How far the prompt is read; None: unknown, hidden, or no prompt is being read."""
         attempt = self._attempt
-        if attempt is None or not attempt.is_reading:
+        if self._hidden or attempt is None or not attempt.is_reading:
             return None
         if self._tokens is not None:
             done, total = self._tokens

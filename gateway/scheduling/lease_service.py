@@ -374,7 +374,8 @@ def _charge_of_failed(record: LeaseRecord, report: AttemptReport, now: float) ->
 
 def _cost(lease: Lease, usage: Usage, now: float) -> float:
     spec = lease.node.spec
-    if not spec.cost_per_hour and spec.cost_per_million_tokens is None:
+    # Without a slot no token is read or written: tokens are counted, say.
+    if not lease.slots or (not spec.cost_per_hour and spec.cost_per_million_tokens is None):
         return 0.0
     return cost_of(
         spec,

@@ -149,6 +149,8 @@ open_requests = Table(
     Column("reserved_cost", Float, nullable=False, server_default=text("0")),
     Column("prompt_tokens", BigInteger, nullable=False, server_default=text("0")),
     Column("completion_tokens", BigInteger, nullable=False, server_default=text("0")),
+    Column("slot_seconds", Float, nullable=False, server_default=text("0")),
+    Column("cost", Float, nullable=False, server_default=text("0")),
 )
 """Requests that still run, with what they have reserved; `id` is that of their later usage row."""
 

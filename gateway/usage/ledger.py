@@ -51,6 +51,9 @@ MOST_PENDING = 100_000
 MOST_REFRESHED = 1_000
 """Open requests whose tokens are brought up to date in one transaction, in turns."""
 
+REFRESH_SLOT_SECONDS = 1.0
+"""Slot seconds after which a request is brought up to date that has no new tokens."""
+
 RECOVERY_SECONDS = 15.0
 """Seconds between two looks for dead processes."""
 
@@ -73,10 +76,13 @@ ROW_COLUMNS: Final = (
 _OPEN_COLUMNS: Final = (
     "id", "process", "started_at", "updated_at", "key", "group_name", "user", "model", "class",
     "tier", "node", "path", "stream", "reserved_tokens", "reserved_cost", "prompt_tokens",
-    "completion_tokens",
+    "completion_tokens", "slot_seconds", "cost",
 )  # fmt: skip
 
-_OPEN_UPDATES: Final = ("updated_at", "model", "tier", "node", "prompt_tokens", "completion_tokens")
+_OPEN_UPDATES: Final = (
+    "updated_at", "model", "tier", "node", "prompt_tokens", "completion_tokens", "slot_seconds",
+    "cost",
+)  # fmt: skip
 
 log = structlog.get_logger()
 
@@ -108,6 +114,8 @@ class OpenRequest(NamedTuple):
     reserved_cost: float
     prompt_tokens: int
     completion_tokens: int
+    slot_seconds: float = 0.0
+    cost: float = 0.0
 
 
 OpenRequests = Callable[[float], Iterable[OpenRequest]]
@@ -143,8 +151,8 @@ class Ledger:
     """The rows that are being written, until that is known to have happened."""
     _sequence: int = 0
     """Number of the last row that was written."""
-    _journal: dict[str, tuple[int, int] | None] = field(default_factory=dict)
-    """Tokens of each open request as the store has them; None: it may not have the request."""
+    _journal: dict[str, OpenRequest | None] = field(default_factory=dict)
+    """Each open request as the store has it; None: it may not have the request."""
     _removed: list[str] = field(default_factory=list)
     """Open requests that the store must forget, since their rows were dropped."""
     _refresh_after: str = ""
@@ -303,21 +311,22 @@ class Ledger:
             work.closed += self._removed
         changed: list[OpenRequest] = []
         for one in self.open_requests(now - JOURNAL_SECONDS):
-            tokens = one.prompt_tokens, one.completion_tokens
             known = journal.get(one.id)
             if known is None:
-                journal[one.id] = tokens
+                journal[one.id] = one
                 work.opened.append(_open_row(one, self.own.id, now))
-            # While an attempt that has ended is not accounted for, its tokens are nowhere.
-            elif tokens[0] > known[0] or tokens[1] > known[1]:
-                prompt, completion = max(tokens[0], known[0]), max(tokens[1], known[1])
-                changed.append(one._replace(prompt_tokens=prompt, completion_tokens=completion))
+            elif (
+                one.prompt_tokens > known.prompt_tokens
+                or one.completion_tokens > known.completion_tokens
+                or one.slot_seconds >= known.slot_seconds + REFRESH_SLOT_SECONDS
+            ):
+                changed.append(_not_less(one, known))
         if len(changed) > MOST_REFRESHED:
             # In turns: those behind the last one of the time before.
             at = next((i for i, one in enumerate(changed) if one.id == self._refresh_after), -1) + 1
             changed = list(itertools.islice(itertools.cycle(changed), at, at + MOST_REFRESHED))
         for one in changed:
-            journal[one.id] = one.prompt_tokens, one.completion_tokens
+            journal[one.id] = one
             self._refresh_after = one.id
             work.opened.append(_open_row(one, self.own.id, now))
         if self.clock() >= self._next_heartbeat:
@@ -401,13 +410,26 @@ def _open_row(one: OpenRequest, process: str, now: float) -> tuple[Any, ...]:
     return (one.id, process, one.started_at, now, *one[2:])
 
 
+def _not_less(one: OpenRequest, known: OpenRequest) -> OpenRequest:
+    """The request, with no less than was known of it.
+
+    What an attempt took is nowhere for a moment, when it has ended and is not accounted for.
+    """
+    return one._replace(
+        prompt_tokens=max(one.prompt_tokens, known.prompt_tokens),
+        completion_tokens=max(one.completion_tokens, known.completion_tokens),
+        slot_seconds=max(one.slot_seconds, known.slot_seconds),
+        cost=max(one.cost, known.cost),
+    )
+
+
 def _lost_row(one: dict[str, Any], process: str) -> UsageRow:
     """The row of a request whose process was killed: what it had used when last heard of."""
     return (
         one["id"], process, one["started_at"], one["updated_at"], one["key"], one["group_name"],
         one["user"], one["model"], one["class"], one["tier"], one["node"], one["path"],
-        one["stream"], one["prompt_tokens"], 0, one["completion_tokens"], 0.0, 0.0, None, 1, 0,
-        LOST,
+        one["stream"], one["prompt_tokens"], 0, one["completion_tokens"], one["slot_seconds"],
+        one["cost"], None, 1, 0, LOST,
     )  # fmt: skip
 
 

@@ -53,7 +53,9 @@ class Meter:
 
     `process` and `add_row` are the ledger's; without them nothing is recorded. `tokens_so_far`: of
     the request with this id. `gpu_cost`: what a model's prompt, cached and completion tokens would
-    have cost on the GPU tier. `wall_clock` gives Unix time.
+    have cost on the GPU tier. `slot_seconds_so_far`: of the request with this id; `cost_of_use`: of
+    prompt and completion tokens and slot seconds on the node of this name. `wall_clock` gives Unix
+    time.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class Meter:
         add_row: Callable[[UsageRow], None] | None = None,
         tokens_so_far: Callable[[str], TokensSoFar | tuple[int, int]] = lambda _: NO_TOKENS,
         gpu_cost: Callable[[str, int, int, int], float | None] = lambda *_: None,
+        slot_seconds_so_far: Callable[[str], float] = lambda _: 0.0,
+        cost_of_use: Callable[[str | None, int, int, float], float] = lambda *_: 0.0,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.book = book
@@ -73,6 +77,8 @@ class Meter:
         self._add_row = add_row
         self._tokens_so_far = tokens_so_far
         self._gpu_cost = gpu_cost
+        self._slot_seconds_so_far = slot_seconds_so_far
+        self._cost_of_use = cost_of_use
         self._wall_clock = wall_clock
         self._open: dict[str, MeteredRequest] = {}
         """The requests that run, the oldest first."""
@@ -103,6 +109,7 @@ class Meter:
                 break
             caller, record, request = metered.accounts.caller, metered.record, metered.request
             prompt, completion = self._tokens_so_far(request.id)
+            slot_seconds = self._slot_seconds_so_far(request.id)
             yield OpenRequest(
                 request.id,
                 reservation.admitted_at,
@@ -119,6 +126,8 @@ class Meter:
                 reservation.cost,
                 prompt,
                 completion,
+                slot_seconds,
+                self._cost_of_use(record.node, prompt, completion, slot_seconds),
             )
 
     def _settle(self, metered: MeteredRequest) -> None:

@@ -493,24 +493,27 @@ class _HandledRequest:
     def _close(self) -> None:
         """Publish the outcome and release everything."""
         handler = self._handler
-        if self._heartbeat is not None:
-            self._heartbeat.stop()
-            self._heartbeat = None  # It refers to this object.
-        if self._allocation is None:
-            handler.body_memory.release_small(self._body_size)
-        else:
-            handler.body_memory.release(self._allocation)
-            self._allocation.set_evict(None)  # It refers to this object.
-        if self._response is not None and self._response.body_stream is not None:
-            self._response.body_stream.close()
-        if self._in_flight is not None:
-            handler.registry.remove(self._in_flight)
-            if self._edit_session is not None:
-                handler.latest_edits.discard(self._edit_session, self._in_flight)
-        record = self.record.finish(handler.clock() - self.received_at)
-        if self._metered is not None:
-            handler.meter.ended(self._metered, record)
-        handler.bus.publish_deferred(record)
+        try:
+            if self._heartbeat is not None:
+                self._heartbeat.stop()
+                self._heartbeat = None  # It refers to this object.
+            if self._allocation is None:
+                handler.body_memory.release_small(self._body_size)
+            else:
+                handler.body_memory.release(self._allocation)
+                self._allocation.set_evict(None)  # It refers to this object.
+            if self._response is not None and self._response.body_stream is not None:
+                self._response.body_stream.close()
+            if self._in_flight is not None:
+                handler.registry.remove(self._in_flight)
+                if self._edit_session is not None:
+                    handler.latest_edits.discard(self._edit_session, self._in_flight)
+        finally:
+            # Whatever fails: else its slot of the limits would be lost.
+            record = self.record.finish(handler.clock() - self.received_at)
+            if self._metered is not None:
+                handler.meter.ended(self._metered, record)
+            handler.bus.publish_deferred(record)
 
     def _header_lines(self, *, early: bool = False) -> bytes:
         """The gateway's own header lines; `early`: before the outcome is known."""

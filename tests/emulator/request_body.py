@@ -41,6 +41,7 @@ class GenerationRequest:
     logprobs: bool
     ignore_eos: bool
     stop: tuple[str, ...]
+    response_fields: tuple[str, ...]  # of `/completion`; empty: all
 
 
 def read_json(body: bytes) -> dict[str, Any]:
@@ -94,6 +95,7 @@ def read_generation_request(api: ApiName, body: dict[str, Any], slots: int) -> G
         ignore_eos=body.get("ignore_eos") is True,
         # A real server ignores anything else.
         stop=(stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else (),
+        response_fields=tuple(body.get("response_fields") or ()),
     )
 
 

@@ -91,6 +91,42 @@ async def test_a_client_that_leaves_in_prefill_counts_the_prompt_that_was_read(
 
 
 @in_virtual_time
+async def test_progress_that_is_hidden_from_the_caller_is_counted(tmp_path: Path) -> None:
+    one = EmulatedNode(prefill_tps=200, context=100_000, batch=BATCH, answer_tokens=3)
+    headers = TAG | {"X-Gateway-Progress": "1"}
+    async with proxy_over(tmp_path, one, cache={"hide": True}, **SETTINGS) as proxy:
+        whole = await proxy.stream(CHAT, headers, **prompt_field(CHAT, LONG_TEXT))
+        assert b"prefill" not in whole.body
+        assert b"prompt_progress" not in whole.body
+        await proxy.settled()
+        proxy.finished.clear()
+        text = prompt_field(CHAT, f"another {LONG_TEXT}")
+        task = asyncio.create_task(proxy.stream(CHAT, headers, **text))
+        await asyncio.sleep(7.3)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        record, _ = await the_record(proxy)
+        assert one.seen[-1].body.count(b"return_progress") == 1
+        assert record.prompt_tokens == 5 * BATCH
+
+
+@in_virtual_time
+async def test_a_request_that_runs_tells_what_it_has_taken_by_now(tmp_path: Path) -> None:
+    one = EmulatedNode(slots=2, decode_tps=10, answer_tokens=500)
+    async with proxy_over(tmp_path, one, **SETTINGS) as proxy:
+        task = asyncio.create_task(proxy.ask(CHAT, TAG, stream=True, n=2))
+        await asyncio.sleep(5.05)
+        (running,) = proxy.app.registry
+        assert running.tokens_so_far()[1] == pytest.approx(100, abs=10)
+        seconds = proxy.app.registry.slot_seconds_so_far(running.request.id)
+        assert seconds == pytest.approx(2 * 5.0, abs=0.3)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        record, _ = await the_record(proxy)
+        assert record.slot_seconds == pytest.approx(seconds, abs=0.3)
+
+
+@in_virtual_time
 async def test_a_short_prompt_left_in_prefill_counts_by_the_time(tmp_path: Path) -> None:
     one = EmulatedNode(prefill_tps=20, decode_tps=100, answer_tokens=2)
     async with proxy_over(tmp_path, one, **SETTINGS) as proxy:

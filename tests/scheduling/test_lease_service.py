@@ -251,6 +251,10 @@ def test_usage_is_settled_at_the_nodes_price() -> None:
         world.clock.passes(60.0)
         charges.append(world.leases.settle(UsageReport(lease.id, USAGE, USAGE, 50), request))
     assert [charge.cost for charge in charges] == [2.0, 200.0]
+    counting = a_request("bought", slots=0)
+    lease = world.grant(counting)
+    world.end(lease, began=True)
+    assert world.leases.settle(UsageReport(lease.id, USAGE, USAGE, 0), counting).cost == 0.0
     assert [charge.slot_seconds for charge in charges] == [4.0, 4.0]
 
 

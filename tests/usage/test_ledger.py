@@ -242,6 +242,11 @@ async def test_a_long_request_is_in_the_journal_until_its_row_is_written(url: st
         await ledger.start(LIMIT)
         (one,) = await world.all(open_requests)
         assert one["completion_tokens"] == 7
+        # It has no new tokens, but holds its slot.
+        world.open = [an_open_request("o1", NOW + 100.0, slot_seconds=1.0, cost=0.5)]
+        await ledger.start(LIMIT)
+        (one,) = await world.all(open_requests)
+        assert (one["completion_tokens"], one["slot_seconds"], one["cost"]) == (7, 1.0, 0.5)
         world.open = []
         ledger.add(a_row("o1", process=ledger.own.id, completion_tokens=9))
         await ledger.close(LIMIT)
@@ -254,7 +259,8 @@ async def test_a_long_request_is_in_the_journal_until_its_row_is_written(url: st
 async def test_requests_of_a_dead_process_are_recovered_once(url: str) -> None:
     async with a_world(url) as world:
         killed, first, second = world.ledger(), world.ledger(), world.ledger()
-        world.open = [an_open_request(f"o{i}", NOW, tokens=i) for i in range(3)]
+        spent = {"slot_seconds": 2.5, "cost": 0.75}
+        world.open = [an_open_request(f"o{i}", NOW, tokens=i, **spent) for i in range(3)]
         await killed.start(LIMIT)
         # Its last batch came through, but the answer did not.
         world.open = []
@@ -272,6 +278,7 @@ async def test_requests_of_a_dead_process_are_recovered_once(url: str) -> None:
             assert (rows[id_]["prompt_tokens"], rows[id_]["completion_tokens"]) == (
                 100, int(id_[1])
             )  # fmt: skip
+            assert (rows[id_]["slot_seconds"], rows[id_]["cost"]) == (2.5, 0.75)
         assert first.recovered + second.recovered == 2
         assert await world.all(open_requests) == []
         assert {row["id"] for row in await world.all(processes)} == {first.own.id, second.own.id}

@@ -17,7 +17,9 @@ from gateway.request import Caller
 from gateway.store.database import locate_store
 from gateway.store.store import Store
 from gateway.usage.accounts import Account
+from gateway.usage.retention import RollUp
 from tests.usage.build import (
+    NOW,
     Clocks,
     Counted,
     LimitedProcess,
@@ -26,6 +28,7 @@ from tests.usage.build import (
     counted,
     read_rows,
 )
+from tests.usage.ledger_rows import DAY, a_row, add_rows
 
 PART = 0.125
 """Seconds: no two additions at different times fall into one part of a window."""
@@ -49,6 +52,35 @@ WHO = [(ALICE, None), (BOB, None), (CHAT, "ann"), (CHAT, "ben"), (CHAT, None)]
 def total(rpm: int) -> Settings:
     limits = {"total": {"rpm": rpm, "concurrency": 9, "budget": "12/month"}}
     return Settings.model_validate({"groups": GROUPS, "limits": limits})
+
+
+async def test_a_restart_counts_what_retention_has_summed_up(tmp_path: Path) -> None:
+    clocks = Clocks(NOW)
+    store = Store(locate_store(f"sqlite:///{tmp_path}/gateway.db", tmp_path))
+    store.start()
+    try:
+        assert await store.wait_opened(30.0)
+        ages = (0.001, 0.1, 5, 10, 40)  # days; the last one is of the month before
+        rows = [
+            a_row(number, ended_at=NOW - days * DAY, key="alice", group_name=group, cost=0.25)
+            for number, (days, group) in enumerate((days, g) for days in ages for g in ("team", ""))
+        ]
+        await store.run(lambda connection: add_rows(connection, rows))
+        found = []
+        for name in ("before", "after"):
+            process = LimitedProcess(name, store, clocks, total(15))
+            await process.start([ALICE])
+            key, team = process.account("key:alice"), process.account("group:team")
+            found += [
+                [(sum(one.cost_by_month.values()), sum(one.cost_by_day.values()),
+                  sum(one.tokens_by_day.values())) for one in (key, team)]
+            ]  # fmt: skip
+            assert await store.run(RollUp(NOW - DAY / 20)) == (8 if name == "before" else 0)
+        before, after = found
+        assert before == [(2.0, 1.0, 440), (1.0, 0.5, 220)]
+        assert after == before
+    finally:
+        assert await store.aclose(30.0)
 
 
 class SharedLimits(RuleBasedStateMachine):

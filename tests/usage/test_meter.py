@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ from gateway.request import Caller, Priority
 from gateway.usage.ledger import ROW_COLUMNS, UsageRow
 from gateway.usage.limits import LimitBook
 from gateway.usage.meter import Meter
+from tests.emulator import EmulatedNode
 from tests.fleet.build import Clock
+from tests.gateways import running_gateway, until
 from tests.proxy.fake_lease_service import a_lease_request
 
 NOW = 1_780_000_000.0
@@ -37,6 +41,8 @@ class World:
             process="p1",
             add_row=self.rows.append,
             tokens_so_far=lambda id_: self.tokens.get(id_, (0, 0)),
+            slot_seconds_so_far=lambda id_: 2.0 if id_ == "old" else 0.0,
+            cost_of_use=lambda node, _, completion, seconds: completion + seconds if node else 0.0,
             wall_clock=self.clock,
         )
 
@@ -126,9 +132,33 @@ def test_requests_are_open_from_their_admission_to_their_row() -> None:
     (one,) = world.meter.open_requests(NOW)
     assert (one.started_at, one.key, one.group, one.user) == (NOW, "k1", "team", "bob")
     assert (one.prompt_tokens, one.completion_tokens, one.class_) == (12, 34, "premium")
+    assert (one.slot_seconds, one.cost) == (2.0, 0.0)
+    old.record.attempt_began("a", "gpu", None)
+    (one,) = world.meter.open_requests(NOW)
+    assert one.cost == 36.0
     world.meter.ended(old, old.record)
     world.clock.passes(1.0)
     # Until its tokens are counted.
     assert world.open == ["old", "new"]
     world.bus.flush()
     assert world.open == ["new"]
+
+
+async def test_a_request_that_runs_costs_what_its_node_costs(tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
+    async with EmulatedNode(slots=2, decode_tps=50, answer_tokens=100_000) as node:
+        spec = {"name": "a", "url": node.url, "cost_per_hour": 7200.0}
+        async with running_gateway(tmp_path, [spec]) as running:
+            meter = running.gateway.metering.meter
+
+            def written() -> int:
+                return sum(one.completion_tokens for one in meter.open_requests(math.inf))
+
+            path = "/v1/chat/completions"
+            async with running.client.stream("POST", path, json=body) as reply:
+                assert reply.status_code == 200
+                await until(lambda: written() > 10)
+                (one,) = meter.open_requests(math.inf)
+                assert one.slot_seconds > 0.1
+                # One of two slots of a node that costs 2 a second.
+                assert one.cost == pytest.approx(one.slot_seconds)

@@ -55,6 +55,8 @@ def required_edit(
         edit["id_slot"] = msgspec.UNSET
     if parsed.lora is not MISSING:
         edit["lora"] = msgspec.UNSET
+    if parsed.response_fields is not MISSING:
+        edit |= _with_metered_fields(parsed.response_fields)
     if not (parsed.n_probs is parsed.top_logprobs is None and parsed.logprobs is MISSING):
         edit |= _limit_logprobs(parsed, n_probs)
     if cap is not None and max_tokens_field is not None:
@@ -65,6 +67,23 @@ def required_edit(
         if all(value is None for value in present.values()):
             edit[max_tokens_field] = cap
     return edit or None
+
+
+_METERED_FIELDS = ("stop", "timings")
+"""Fields of llama.cpp's own completions that show the end of a stream, and count the tokens."""
+
+
+def _with_metered_fields(selected: msgspec.Raw) -> Edit:
+    """Add what the gateway itself reads to the fields that a client selects of a completion."""
+    try:
+        names = _STRINGS.decode(selected)
+    except msgspec.ValidationError:
+        return {}  # The server ignores it.
+    missing = [name for name in _METERED_FIELDS if name not in names]
+    return {"response_fields": [*names, *missing]} if names and missing else {}
+
+
+_STRINGS = msgspec.json.Decoder(list[str])
 
 
 def _limit_logprobs(parsed: ParsedBody, most: int) -> Edit:

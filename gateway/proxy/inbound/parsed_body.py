@@ -162,10 +162,11 @@ def has_edited_options(parsed: ParsedBody) -> bool:
         parsed.logprobs,
         parsed.id_slot,
         parsed.lora,
+        parsed.response_fields,
     ) != _NO_EDITED_OPTIONS
 
 
-_NO_EDITED_OPTIONS = (None, None, None, MISSING, MISSING, MISSING)
+_NO_EDITED_OPTIONS = (None, None, None, MISSING, MISSING, MISSING, MISSING)
 
 TOKEN_IDS_START = re.compile(rb"\s*\[\s*\d")
 

@@ -55,7 +55,7 @@ class Native:
     def _done(self, answer: Answer, content: str) -> dict[str, Any]:
         request = self.state.request
         limit = -1 if request.max_tokens is None else request.max_tokens
-        return {
+        whole = {
             "index": answer.index,
             "content": content,
             "tokens": [],
@@ -74,3 +74,19 @@ class Native:
             "tokens_cached": count_tokens(answer.prompt) + answer.tokens - 1,
             "timings": answer.timings(),
         }
+        return _selected(whole, request.response_fields) if request.response_fields else whole
+
+
+def _selected(whole: dict[str, Any], paths: tuple[str, ...]) -> dict[str, Any]:
+    """The values at these paths, of those that there are."""
+    found: dict[str, Any] = {}
+    for path in paths:
+        value: Any = whole
+        for name in path.split("/"):
+            value = value.get(name, _ABSENT) if isinstance(value, dict) else _ABSENT
+        if value is not _ABSENT:
+            found[path] = value
+    return found
+
+
+_ABSENT = object()

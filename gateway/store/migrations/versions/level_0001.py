@@ -90,6 +90,8 @@ def upgrade() -> None:
         sa.Column(
             "completion_tokens", sa.BigInteger(), server_default=sa.text("0"), nullable=False
         ),
+        sa.Column("slot_seconds", sa.Float(), server_default=sa.text("0"), nullable=False),
+        sa.Column("cost", sa.Float(), server_default=sa.text("0"), nullable=False),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_open_requests")),
     )
     op.create_index(op.f("ix_open_requests_process"), "open_requests", ["process"], unique=False)
