@@ -113,8 +113,7 @@ class Reservation:
             self._released = True
             if self.tracked:
                 seconds = now - self.admitted_at
-                if seconds < 0.0:
-                    seconds = 0.0
+                seconds = max(seconds, 0.0)
                 for account in self.tracked:
                     account.release(seconds)
 
@@ -326,8 +325,7 @@ class LimitBook:
             if rate is None:
                 rate = self._dearest_token(request)
             cost = tokens * rate
-            if cost > accounts.most_cost:
-                cost = accounts.most_cost
+            cost = min(cost, accounts.most_cost)
         clock, calendar = self._clock(), self._calendar
         calendar.look_up(now)
         for account in tracked:
@@ -476,8 +474,7 @@ def _estimate(accounts: Accounts, request: LeaseRequest, prompts: int) -> int:
     known = request.prompt_tokens
     prompt = int(request.text_bytes) // BYTES_PER_TOKEN + request.exact_tokens
     prompt += request.media_tokens
-    if prompt < known:
-        prompt = known
+    prompt = max(prompt, known)
     if accounts.prompt_tokens is not None and known > accounts.prompt_tokens * prompts:
         raise _prompt_too_long(accounts, known)
     completion = 0
@@ -493,7 +490,7 @@ def _estimate(accounts: Accounts, request: LeaseRequest, prompts: int) -> int:
     if known + (named or 0) > most:
         raise _larger_than_limit(accounts, known, named)
     tokens = prompt + completion
-    return int(tokens if tokens <= most else most)
+    return int(min(tokens, most))
 
 
 def refusal(

@@ -97,7 +97,7 @@ class SlidingSum:
         if not self.parts:
             return 0.0
         left = self.parts[-1][0] + self.span - now
-        return left if left > 0.0 else 0.0
+        return max(0.0, left)
 
     def resize(self, span: float) -> None:
         """Another span from now on; what has left a shorter window does not come back."""

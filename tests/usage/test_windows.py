@@ -44,7 +44,7 @@ def test_a_sum_of_counts_is_exact(added: list[tuple[float, int]], after: float) 
     assert total.value(now + after) == sum(
         int(count) for when, count in total.parts if when > now + after - 60.0
     )
-    assert total.value(now + after + 60.0) == 0
+    assert total.value(now + after + 61.0) == 0
 
 
 def test_amounts_of_every_kind_leave_without_a_rest() -> None:
