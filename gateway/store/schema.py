@@ -122,7 +122,6 @@ usage = Table(
     Column("status", Integer, nullable=False, server_default=text("0")),
     Column("outcome", Text),
     Index(None, "ended_at"),
-    Index(None, "started_at"),
     Index(None, "process", "sequence"),
     Index(None, "key", "ended_at"),
 )

@@ -111,8 +111,11 @@ class Reservation:
         """The response has ended: another request may run. Only the first call counts."""
         if not self._released:
             self._released = True
-            for account in self.tracked:
-                account.release(max(0.0, now - self.admitted_at))
+            if self.tracked:
+                seconds = now - self.admitted_at
+                seconds = max(seconds, 0.0)
+                for account in self.tracked:
+                    account.release(seconds)
 
     def settle(self, tokens: int, cost: float, ended_at: float) -> None:
         """Count what the request has used; only the first call counts.
@@ -321,7 +324,8 @@ class LimitBook:
             rate = self._rates.get(request.model)
             if rate is None:
                 rate = self._dearest_token(request)
-            cost = min(tokens * rate, accounts.most_cost)
+            cost = tokens * rate
+            cost = min(cost, accounts.most_cost)
         clock, calendar = self._clock(), self._calendar
         calendar.look_up(now)
         for account in tracked:
@@ -459,7 +463,7 @@ class LimitBook:
 
 
 def _rate_limit(limit: float, left: float, reset: float, wall: float) -> RateLimit:
-    return RateLimit(int(limit), max(0, int(left)), reset, wall + reset)
+    return RateLimit(int(limit), int(left) if left > 0 else 0, reset, wall + reset)
 
 
 # Estimates and refusals.
@@ -469,7 +473,8 @@ def _estimate(accounts: Accounts, request: LeaseRequest, prompts: int) -> int:
     """Tokens to reserve for a request. Raises: GatewayError 400 if it can never be admitted."""
     known = request.prompt_tokens
     prompt = int(request.text_bytes) // BYTES_PER_TOKEN + request.exact_tokens
-    prompt = max(prompt + request.media_tokens, known)
+    prompt += request.media_tokens
+    prompt = max(prompt, known)
     if accounts.prompt_tokens is not None and known > accounts.prompt_tokens * prompts:
         raise _prompt_too_long(accounts, known)
     completion = 0
@@ -484,7 +489,8 @@ def _estimate(accounts: Accounts, request: LeaseRequest, prompts: int) -> int:
     most = accounts.most_tokens
     if known + (named or 0) > most:
         raise _larger_than_limit(accounts, known, named)
-    return int(min(prompt + completion, most))
+    tokens = prompt + completion
+    return int(min(tokens, most))
 
 
 def refusal(

@@ -29,7 +29,8 @@ class SlidingSum:
         leaves, and its sum."""
         self._newest = self._latest = -math.inf
         """When the newest part began, and when the last addition was."""
-        self._sum = 0.0
+        self._sum: float = 0
+        """An integer as long as all amounts were."""
 
     def add(self, now: float, amount: float) -> None:
         """Add `amount` at `now`; a time before the last addition's counts as that one."""
@@ -70,10 +71,15 @@ class SlidingSum:
         parts = self.parts
         if parts and parts[0][0] <= now - self.span:
             begins = now - self.span
+            left: float = 0
             while parts and parts[0][0] <= begins:
-                parts.popleft()
-            # Summed anew, so that no rounding error stays.
-            self._sum = math.fsum(amount for _, amount in parts)
+                left += parts.popleft()[1]
+            if type(self._sum) is int:
+                # Exact, and soon done: where little happens, each request finds one part to drop.
+                self._sum -= int(left)
+            else:
+                # Summed anew, so that no rounding error stays.
+                self._sum = math.fsum(amount for _, amount in parts)
         return self._sum
 
     def seconds_until_left(self, now: float, amount: float) -> float:
@@ -88,7 +94,10 @@ class SlidingSum:
 
     def seconds_until_empty(self, now: float) -> float:
         """Seconds until all has left the window."""
-        return max(0.0, self.parts[-1][0] + self.span - now) if self.parts else 0.0
+        if not self.parts:
+            return 0.0
+        left = self.parts[-1][0] + self.span - now
+        return max(0.0, left)
 
     def resize(self, span: float) -> None:
         """Another span from now on; what has left a shorter window does not come back."""

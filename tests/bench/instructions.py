@@ -8,6 +8,7 @@ minimum of each counts, since timers of the event loop only ever add instruction
     python -m tests.bench.instructions ../before .         two, and the second's ratio to the first
     python -m tests.bench.instructions .+key .+limits      one, with a key, and with one of which
                                                            every use is limited
+    python -m tests.bench.instructions .+off .             one, without a store, and with its ledger
 
 Exit status: 0 counted; 1 some answer was wrong or a gateway did not start; 2 usage error.
 """
@@ -39,7 +40,7 @@ from tests.bench.upstream import Script, Upstream
 
 WARM_UP = 150
 """Requests before the counted ones: they fill caches, and CPython specialises its code."""
-START_LIMIT = 300.0
+START_LIMIT = 900.0
 LIMIT = 600.0
 """Seconds; valgrind slows the gateway down some fifty times."""
 TOKENS = 20
@@ -64,6 +65,11 @@ TIMERS = {
 }
 """Constants by which work is done so many times a second, however few requests there are. They are
 slowed down as well, so that the work's share of a request is what it is without valgrind."""
+TIMER_DEFAULTS = {
+    "gateway.access.key_sync": ("KeySync", "poll_seconds"),
+    "gateway.store.store": ("Store", "check_seconds"),
+}
+"""The same, of constants that are the defaults of a class."""
 LAUNCHER = f"""
 import importlib, sys
 for module, names in {TIMERS!r}.items():
@@ -74,6 +80,13 @@ for module, names in {TIMERS!r}.items():
     for name in names:
         if hasattr(found, name):
             setattr(found, name, {SLOWDOWN} * getattr(found, name))
+for module, (owner, name) in {TIMER_DEFAULTS!r}.items():
+    try:
+        defaults = getattr(importlib.import_module(module), owner).__init__.__kwdefaults__
+    except ImportError:
+        continue
+    if name in defaults:
+        defaults[name] *= {SLOWDOWN}
 from gateway.tools.cli import main
 sys.argv[0] = "llama-gateway"
 main()
@@ -95,22 +108,30 @@ EVERY_LIMIT = {
 }
 
 
+CALLERS = ("", "+off", "+key", "+key-limits", "+limits")
+
+
 @dataclass(frozen=True, slots=True)
 class Subject:
     """A checkout, and who sends the requests."""
 
     checkout: Path
     caller: str = ""
-    """Empty: nobody known; `key`: the holder of a key; `limits`: an end user, with every limit on
-    its own use, its key's, its group's and that of all callers."""
+    """Empty: nobody known; `off`: the same without a store; `key`: the holder of a key;
+    `key-limits`: one of a key with every limit; `limits`: an end user, with every limit on its own
+    use, its key's, its group's and that of all callers."""
 
     def settings(self) -> dict[str, Any]:
         """The settings that the caller needs."""
+        if self.caller == "off":
+            return {"store": {"url": "off"}}
         if not self.caller:
             return {}
         key: dict[str, Any] = {"id": KEY.id, "sha256": KEY.sha256}
         if self.caller == "key":
             return {"keys": [key]}
+        if self.caller == "key-limits":
+            return {"keys": [key | {"limits": EVERY_LIMIT}]}
         every = {"limits": EVERY_LIMIT, "user_limits": EVERY_LIMIT}
         return {
             "keys": [key | every | {"group": "team", "trust_user_headers": True}],
@@ -120,7 +141,7 @@ class Subject:
 
     def send(self, load: Load) -> Load:
         """The load, sent by the caller."""
-        if self.caller:
+        if self.caller in {"key", "key-limits", "limits"}:
             lines = f"Authorization: Bearer {KEY.text}\r\nX-OpenWebUI-User-Id: ann\r\n".encode()
             head, _, body = load.request.partition(b"\r\n\r\n")
             load.request = head + b"\r\n" + lines + b"\r\n" + body
@@ -193,9 +214,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _subject(text: str) -> Subject:
-    checkout, _, caller = text.partition("+")
-    if caller not in {"", "key", "limits"}:
-        raise argparse.ArgumentTypeError("write +key or +limits behind the checkout, or nothing")
+    checkout, plus, caller = text.partition("+")
+    if plus + caller not in CALLERS:
+        raise argparse.ArgumentTypeError(
+            f"behind the checkout: {', '.join(CALLERS[1:])} or nothing"
+        )
     return Subject(Path(checkout), caller)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -115,6 +116,25 @@ def running(ledger: Ledger) -> Iterator[None]:
         yield
     finally:
         task.cancel()
+
+
+async def test_many_rows_of_every_kind_are_written_as_they_are(url: str) -> None:
+    kinds = list(itertools.product((None, "team"), (None, "ann"), (None, 0.5), (False, True)))
+    added = [
+        a_row(f"r{i:03}", group_name=group, user=user, gpu_cost=price, stream=stream)
+        # More than one statement holds of the first kind.
+        for i, (group, user, price, stream) in enumerate([*kinds * 3, *kinds[:1] * 60, *kinds])
+    ]
+    async with a_world(url) as world:
+        ledger = world.ledger()
+        for row in added:
+            ledger.add(row)
+        await ledger.close(LIMIT)
+        rows = await world.all(usage)
+    assert rows == [
+        {**dict(zip(ROW_COLUMNS, row, strict=True)), "sequence": number}
+        for number, row in enumerate(added, 1)
+    ]
 
 
 async def test_rows_are_written_with_every_value_and_numbered_in_their_order(url: str) -> None:

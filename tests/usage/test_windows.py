@@ -32,6 +32,30 @@ def test_memory_is_bounded_however_much_is_added() -> None:
 additions = st.lists(st.tuples(st.floats(0, 3), st.floats(0, 5)), max_size=200)
 
 
+counts = st.lists(st.tuples(st.floats(0, 30), st.integers(0, 2**60)), max_size=100)
+
+
+@given(counts, st.floats(0, 80))
+def test_a_sum_of_counts_is_exact(added: list[tuple[float, int]], after: float) -> None:
+    total, now = SlidingSum(60.0, overestimate=True), 0.0
+    for gap, count in added:
+        now += gap
+        total.add(now, count)
+    assert total.value(now + after) == sum(
+        int(count) for when, count in total.parts if when > now + after - 60.0
+    )
+    assert total.value(now + after + 61.0) == 0
+
+
+def test_amounts_of_every_kind_leave_without_a_rest() -> None:
+    total = SlidingSum(60.0, overestimate=True)
+    for when, amount in ((0.0, 3), (10.0, 0.1), (20.0, 0.2), (30.0, 2**53)):
+        total.add(when, amount)
+    assert total.value(60.0) == math.fsum((0.1, 0.2, 2**53))
+    assert total.value(85.0) == 2**53
+    assert total.value(90.0) == 0
+
+
 @given(additions, st.booleans(), st.floats(0, 80))
 def test_the_sum_errs_to_one_side_by_at_most_one_part_of_the_window(
     added: list[tuple[float, float]], late: bool, after: float

@@ -154,7 +154,6 @@ def upgrade() -> None:
     op.create_index(
         op.f("ix_usage_process_sequence"), "usage", ["process", "sequence"], unique=False
     )
-    op.create_index(op.f("ix_usage_started_at"), "usage", ["started_at"], unique=False)
     op.create_table(
         "usage_days",
         sa.Column("day", sa.Text(), nullable=False),
