@@ -40,11 +40,12 @@ async def test_operators_see_what_every_key_used_and_cost(tmp_path: Path) -> Non
             assert told["total"]["requests"] == told["rows_found"] + 2 == 5
 
             users = (await admin.get("/admin/usage?by=user,class&since=0d")).json()
-            assert [(row["user"], row["class"], row["requests"]) for row in users["rows"]] == [
+            # The dearest first; on a node by the hour that is a matter of time.
+            assert {(row["user"], row["class"], row["requests"]) for row in users["rows"]} == {
                 (None, "premium", 1),
                 (None, "normal", 3),
                 ("bob", "normal", 1),
-            ]
+            }
             table = await admin.get("/admin/usage?by=key&format=csv")
             assert table.headers["content-type"].startswith("text/csv")
             lines = table.text.splitlines()
