@@ -70,6 +70,7 @@ class Logs:
         self._level = logging.INFO
         self._handler = _StructlogHandler()
         self._replaced = logging.getLogger().handlers[:]
+        self._levels = {name: logging.getLogger(name).level for name in ("", "gateway")}
 
     def configure(self, level: str) -> None:
         """Log from `level` on; called again when the settings change."""
@@ -110,6 +111,8 @@ class Logs:
         root = logging.getLogger()
         if self._handler in root.handlers:
             root.handlers[:] = self._replaced
+        for name, before in self._levels.items():
+            logging.getLogger(name).setLevel(before)
         logging.captureWarnings(capture=False)
         self.writer.close()
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +11,8 @@ from tests.observe.written import Written
 
 @pytest.fixture
 def written(tmp_path: Path) -> Iterator[Written]:
-    root = logging.getLogger()
-    before = root.level
     log = Written(tmp_path / "log")
     yield log
     if log.logs is not None:
         log.logs.close()
     os.close(log.fd)
-    root.setLevel(before)
-    logging.getLogger("gateway").setLevel(logging.NOTSET)

@@ -30,6 +30,14 @@ def test_the_level_can_change_while_it_runs(written: Written) -> None:
     assert [line["event"] for line in written.lines()] == ["heard", "heard too"]
 
 
+def test_the_end_restores_the_levels_of_before(tmp_path: Path) -> None:
+    loggers = [logging.getLogger(), logging.getLogger("gateway")]
+    before = [logger.level for logger in loggers]
+    with (tmp_path / "log").open("wb") as file, set_up_logging("error", fd=file.fileno()):
+        assert [logger.level for logger in loggers] == [logging.ERROR, logging.ERROR]
+    assert [logger.level for logger in loggers] == before
+
+
 def test_other_libraries_are_logged_from_warning_on(written: Written) -> None:
     written.set_up("debug")
     logging.getLogger("httpx").info("HTTP Request: POST %s", SECRET)
