@@ -264,6 +264,7 @@ def act_as_owner(path: Path) -> None:
     owner = folder.stat()
     if owner.st_uid == 0:
         return
+    _import_late_modules()
     # Of this thread alone (setfsuid(2)); it also takes root's power over files from it.
     libc = ctypes.CDLL(None)
     libc.setfsgid(owner.st_gid)
@@ -274,6 +275,15 @@ def act_as_owner(path: Path) -> None:
         # Its owner can't even reach it, as in a container whose root has it in a folder of its own.
         libc.setfsuid(0)
         libc.setfsgid(0)
+
+
+def _import_late_modules() -> None:
+    """Migrate a database in memory, for what that imports.
+
+    A folder's owner may not read the libraries of a Python that is root's alone.
+    """
+    with create_engine("sqlite://", poolclass=NullPool).begin() as connection:
+        _upgrade(connection, THIS_PROGRAM.migrations)
 
 
 def _postgres_engine(location: StoreLocation) -> Engine:
@@ -354,14 +364,6 @@ def migrate(connection: Connection, program: Program, now: float) -> None:
 
     All or nothing, under a lock: of several processes that start at once, one does it.
     """
-    # Late: most starts need no migration.
-    from alembic import command
-    from alembic.config import Config
-    from alembic.script import ScriptDirectory
-
-    config = Config()
-    config.set_main_option("script_location", str(program.migrations).replace("%", "%%"))
-    config.attributes["connection"] = connection
     with transaction(connection):
         if connection.dialect.name == "postgresql":
             connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
@@ -369,16 +371,31 @@ def migrate(connection: Connection, program: Program, now: float) -> None:
         level = store_level(connection)
         if level is not None and level >= program.level:
             return
-        command.upgrade(config, "head")
-        head = ScriptDirectory.from_config(config).get_revision("head")
-        assert head is not None
+        needed_level = _upgrade(connection, program.migrations)
         connection.execute(delete(levels))
         connection.execute(
             insert(levels).values(
                 id=1,
                 level=program.level,
-                needed_level=head.module.NEEDED_LEVEL,
+                needed_level=needed_level,
                 program=__version__,
                 changed_at=now,
             )
         )
+
+
+def _upgrade(connection: Connection, migrations: Path) -> int:
+    """Apply the migrations, and return the level that programs need from then on."""
+    # Late: most starts need no migration.
+    from alembic import command
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
+
+    config = Config()
+    config.set_main_option("script_location", str(migrations).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+    head = ScriptDirectory.from_config(config).get_revision("head")
+    assert head is not None
+    level: int = head.module.NEEDED_LEVEL
+    return level
