@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -267,7 +268,7 @@ def test_the_file_holds_no_secret(tmp_path: Path) -> None:
     assert store.close(10)
     secret = ALICE.text.split("_")[2]
     assert secret.encode() not in path.read_bytes()
-    with sqlite3.connect(path) as reader:
+    with closing(sqlite3.connect(path)) as reader:
         assert reader.execute("SELECT sha256 FROM keys").fetchall() == [(ALICE.sha256,)]
 
 

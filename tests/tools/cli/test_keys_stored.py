@@ -9,6 +9,7 @@ import socket
 import sqlite3
 import stat
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def key_of(ran: Ran) -> str:
 
 
 def stored(file: Path) -> list[tuple[Any, ...]]:
-    with sqlite3.connect(file) as reader:
+    with closing(sqlite3.connect(file)) as reader:
         return reader.execute("SELECT name, revoked_at IS NULL FROM keys ORDER BY name").fetchall()
 
 
