@@ -16,7 +16,7 @@ from gateway.config.fields import (
     as_list,
     validation_error,
 )
-from gateway.config.listeners import KEY_ID, SHA256, TlsFiles, check_key_id, check_sha256
+from gateway.config.listeners import KEY_ID, KeyHash, TlsFiles, check_key_id
 
 RoleName = Literal["viewer", "operator", "admin"]
 
@@ -45,16 +45,7 @@ class AdminKeySpec(ConfigModel):
         ),
         TypeLabel("text"),
     ]
-    sha256: Annotated[
-        str,
-        BeforeValidator(check_sha256),
-        Field(
-            description="SHA-256 of the secret, as `llama-gateway keys hash` prints it.",
-            json_schema_extra={"pattern": f"^{SHA256.pattern}$"},
-            repr=False,
-        ),
-        TypeLabel("64 hex digits"),
-    ]
+    sha256: KeyHash
     role: Annotated[
         RoleName,
         Lowercased,

@@ -121,6 +121,18 @@ def check_sha256(value: object) -> object:
     return value
 
 
+KeyHash = Annotated[
+    str,
+    BeforeValidator(check_sha256),
+    Field(
+        description="SHA-256 of the secret, as `llama-gateway keys hash` prints it.",
+        json_schema_extra={"pattern": f"^{SHA256.pattern}$"},
+        repr=False,
+    ),
+    TypeLabel("64 hex digits"),
+]
+
+
 class KeySpec(ConfigModel):
     """One API key: a public id and the SHA-256 of its secret."""
 
@@ -133,16 +145,7 @@ class KeySpec(ConfigModel):
         ),
         TypeLabel("text"),
     ]
-    sha256: Annotated[
-        str,
-        BeforeValidator(check_sha256),
-        Field(
-            description="SHA-256 of the secret, as `llama-gateway keys hash` prints it.",
-            json_schema_extra={"pattern": f"^{SHA256.pattern}$"},
-            repr=False,
-        ),
-        TypeLabel("64 hex digits"),
-    ]
+    sha256: KeyHash
     name: Annotated[
         str,
         Field(description="Who uses it; shown in logs and metrics.", max_length=256),

@@ -16,7 +16,7 @@ SETTLE_TIME = 0.1
 MOST_SETTLE_TIMES = 20
 
 # Device, inode, size and times of a file; None where there is no file.
-_Stamp = tuple[int, ...] | None
+FileStamp = tuple[int, ...] | None
 
 
 def watch_files(
@@ -32,11 +32,11 @@ def watch_files(
     folder that was replaced, sends no events. It ends when the task that iterates is cancelled.
     """
     files = tuple(paths)
-    return _changes(files, _stamps(files), poll_interval)
+    return _changes(files, file_stamps(files), poll_interval)
 
 
 async def _changes(
-    files: Iterable[Path], known: Mapping[Path, _Stamp], poll_interval: float
+    files: Iterable[Path], known: Mapping[Path, FileStamp], poll_interval: float
 ) -> AsyncGenerator[set[Path], None]:
     while True:
         folders = await asyncio.to_thread(_folders, files)
@@ -75,24 +75,26 @@ async def _folder_events(
         yield
 
 
-async def _settled(files: Iterable[Path], known: Mapping[Path, _Stamp]) -> dict[Path, _Stamp]:
+async def _settled(files: Iterable[Path], known: Mapping[Path, FileStamp]) -> dict[Path, FileStamp]:
     """Look at the files until they stop changing; once where nothing has changed."""
-    seen = await asyncio.to_thread(_stamps, files)
+    seen = await asyncio.to_thread(file_stamps, files)
     for _ in range(MOST_SETTLE_TIMES):
         if seen == known:
             break
         await asyncio.sleep(SETTLE_TIME)
-        before, seen = seen, await asyncio.to_thread(_stamps, files)
+        before, seen = seen, await asyncio.to_thread(file_stamps, files)
         if seen == before:
             break
     return seen
 
 
-def _stamps(files: Iterable[Path]) -> dict[Path, _Stamp]:
+def file_stamps(files: Iterable[Path]) -> dict[Path, FileStamp]:
+    """What tells one state of each file from another; None for a file that is not there."""
     return {path: _stamp(path) for path in files}
 
 
-def _stamp(path: Path) -> _Stamp:
+def _stamp(path: Path) -> FileStamp:
+    """Device, inode, size and times of the file that a link leads to."""
     try:
         stat = path.stat()
     except OSError:

@@ -17,6 +17,8 @@ from typing import Protocol
 
 import structlog
 
+from gateway.config.watch import file_stamps
+
 POLL_SECONDS = 1.0
 """Seconds between two looks at the files. A change is reported when two looks agree on it."""
 
@@ -160,10 +162,10 @@ async def changed_files(
     `paths` may name other files at each look; one that was not named before is not a change. The
     first look is at the first step of the iteration.
     """
-    reported = before = await asyncio.to_thread(_stamps, paths())
+    reported = before = await asyncio.to_thread(file_stamps, paths())
     while True:
         await asyncio.sleep(poll_seconds)
-        seen = await asyncio.to_thread(_stamps, paths())
+        seen = await asyncio.to_thread(file_stamps, paths())
         settled = {path for path, stamp in seen.items() if before.get(path, stamp) == stamp}
         changed = {path for path in settled if reported.get(path, seen[path]) != seen[path]}
         reported = {
@@ -173,22 +175,6 @@ async def changed_files(
         before = seen
         if changed:
             yield changed
-
-
-_Stamp = tuple[int, ...] | None
-
-
-def _stamps(paths: Collection[Path]) -> dict[Path, _Stamp]:
-    return {path: _stamp(path) for path in paths}
-
-
-def _stamp(path: Path) -> _Stamp:
-    """Device, inode, size and times of the file that a link leads to; None where there is none."""
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def _no_password() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 import pytest
@@ -29,15 +29,6 @@ from tests.virtual import in_virtual_time, now
 T = TypeVar("T")
 NODE = AliveNode("cpu-a", "cpu", 0.36)
 MIDNIGHT = NOON + DAY / 2
-
-
-@pytest.fixture
-def connection() -> Iterator[Connection]:
-    engine = create_engine("sqlite://")
-    with engine.connect() as connection:
-        metadata.create_all(connection)
-        yield connection
-    engine.dispose()
 
 
 def recorded(connection: Connection) -> dict[str, tuple[float, float]]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, create_engine, insert, update
+from sqlalchemy import Connection, insert, update
 
-from gateway.store.schema import metadata, node_hours, revisions, usage_days
+from gateway.store.schema import node_hours, revisions, usage_days
 from gateway.usage.reports import (
     MOST_RESTARTS,
     ROLLED_UP,
@@ -28,15 +27,6 @@ from gateway.usage.retention import RollUp
 from tests.usage.ledger_rows import DAY, NOON, a_row, add_rows
 
 MIDNIGHT = NOON - DAY / 2
-
-
-@pytest.fixture
-def connection() -> Iterator[Connection]:
-    engine = create_engine("sqlite://")
-    with engine.connect() as connection:
-        metadata.create_all(connection)
-        yield connection
-    engine.dispose()
 
 
 def read(connection: Connection, query: ReportQuery, rows_per_step: int = 3) -> UsageReport:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import Connection, create_engine, func, select
@@ -18,15 +16,6 @@ from tests.usage.test_reports import MIDNIGHT, read
 
 LONG_AGO = MIDNIGHT - 40 * DAY
 END = MIDNIGHT + DAY
-
-
-@pytest.fixture
-def connection() -> Iterator[Connection]:
-    engine = create_engine("sqlite://")
-    with engine.connect() as connection:
-        metadata.create_all(connection)
-        yield connection
-    engine.dispose()
 
 
 # Multiples of 1/1024, which floats sum without an error in any order.

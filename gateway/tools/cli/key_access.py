@@ -74,14 +74,7 @@ def open_keys(
     Tells on stderr which store it is. Raises CommandFailed.
     """
     with connect_admin(admin_url, admin_key_file, config) as admin:
-        try:
-            status = admin.status()
-        except NoGateway:
-            if admin_url is not None:
-                raise
-            status = None
-        if status is not None:
-            check_same_store(admin, status, config)
+        if is_gateway_running(admin, admin_url, config):
             yield RunningGateway(admin)
             return
         where = admin.url
@@ -290,6 +283,21 @@ def read_settings(config: Path | None) -> Settings:
     from gateway.config.settings import load_settings
 
     return load_settings(options.settings_file(config))
+
+
+def is_gateway_running(admin: AdminClient, admin_url: str | None, config: Path | None) -> bool:
+    """Whether a gateway answers; then tell its store.
+
+    Raises CommandFailed as `check_same_store`, and if none answers at an `admin_url` of the user's.
+    """
+    try:
+        status = admin.status()
+    except NoGateway:
+        if admin_url is not None:
+            raise
+        return False
+    check_same_store(admin, status, config)
+    return True
 
 
 def check_same_store(admin: AdminClient, status: dict[str, Any], config: Path | None) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gateway.tools.cli.key_access import (
-    check_same_store,
+    is_gateway_running,
     named_store,
     open_alone,
     read_settings,
 )
-from gateway.tools.cli.nodes import AdminClient, NoGateway, connect_admin
+from gateway.tools.cli.nodes import AdminClient, connect_admin
 from gateway.tools.cli.terminal import CommandFailed, print_note
 
 if TYPE_CHECKING:
@@ -33,13 +33,7 @@ def gateway_or_store(
     from gateway.store.failures import StoreError
 
     with connect_admin(admin_url, admin_key_file, config) as admin:
-        try:
-            status = admin.status()
-        except NoGateway:
-            if admin_url is not None:
-                raise
-        else:
-            check_same_store(admin, status, config)
+        if is_gateway_running(admin, admin_url, config):
             yield admin
             return
     settings = read_settings(config)
