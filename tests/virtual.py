@@ -26,7 +26,7 @@ BEGIN = 1000.0
 LOOKS = 4
 """Times that the sockets are asked before it is believed that nothing is under way there."""
 LEAP = 0.1
-"""Seconds of virtual time; before it moves so far at once ..."""
+"""Seconds of virtual time; before it moves so far without anything from the sockets ..."""
 GRACE = 0.002
 """... the kernel gets so many seconds of real time: under load it may bring what was sent later."""
 PATIENCE = 0.01
@@ -39,18 +39,25 @@ class _Selector(selectors.DefaultSelector):
     def __init__(self) -> None:
         super().__init__()
         self.now = BEGIN
+        self.quiet = 0.0
+        """Seconds of virtual time since the sockets had something, or the kernel got its grace."""
         self.threads = 0
         """Pieces of work that run in real time; meanwhile the clock stands still."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         for _ in range(LOOKS):
             ready = super().select(0)
+            if ready:
+                self.quiet = 0.0
             if ready or timeout == 0:
                 return ready
         if timeout is None or self.threads:
             return super().select(PATIENCE)
-        if timeout >= LEAP and (ready := super().select(GRACE)):
-            return ready
+        self.quiet += max(0.0, timeout)
+        if self.quiet >= LEAP:
+            self.quiet = 0.0
+            if ready := super().select(GRACE):
+                return ready
         self.now += max(0.0, timeout)
         return []
 

@@ -397,7 +397,8 @@ def test_a_lock_of_another_session_is_told(postgres: PostgresServer) -> None:
     url = postgres.new_database()
     with opened(url, check_seconds=0.1) as store:
         with psycopg.connect(url) as other:
-            other.execute("LOCK TABLE revisions")
+            # With the level: the thread writes it to see whether the store can be written again.
+            other.execute("LOCK TABLE revisions, store_levels IN EXCLUSIVE MODE")
             fails(store, StoreLocked)
             other.rollback()
         comes_back(store)
