@@ -76,7 +76,7 @@ class ClientKey:
 def create_key(name: str) -> ClientKey:
     """Create a key as an operator does."""
     program = Path(sys.executable).with_name("llama-gateway")
-    command = [str(program), "keys", "create", "--id", name, "--name", name, "--json"]
+    command = [str(program), "keys", "create", "--id", name, "--name", name, "--print", "--json"]
     output = subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
     entry: dict[str, str] = json.loads(output)
     return ClientKey(entry.pop("key"), entry)
