@@ -436,26 +436,10 @@ class _Work:
             register(connection, self.own, self.heartbeat)
         statements = _statements(connection)
         insert_rows(connection, self.rows, self.first_sequence)
-        _execute(connection, statements.open, statements.open_many, self.opened)
-        closed = [(id_,) for id_ in self.closed]
-        _execute(connection, statements.close, statements.close_many, closed)
-
-
-def _execute(
-    connection: Connection, one: str, many: str | None, rows: Sequence[tuple[Any, ...]]
-) -> None:
-    """Execute a statement for each of the rows, or `many` for `ROWS_PER_STATEMENT` of them.
-
-    SQLite's driver lets go of the interpreter with each statement, and gets it back from a busy
-    event loop 5 ms later: a thousand statements took seconds.
-    """
-    at = 0
-    if many is not None:
-        for at in range(ROWS_PER_STATEMENT, len(rows) + 1, ROWS_PER_STATEMENT):
-            some = rows[at - ROWS_PER_STATEMENT : at]
-            connection.exec_driver_sql(many, tuple(itertools.chain.from_iterable(some)))
-    if at < len(rows):
-        connection.exec_driver_sql(one, list(rows[at:]))
+        if self.opened:
+            connection.exec_driver_sql(statements.open, self.opened)
+        if self.closed:
+            connection.exec_driver_sql(statements.close, [(id_,) for id_ in self.closed])
 
 
 def insert_rows(connection: Connection, rows: Sequence[UsageRow], first_sequence: int) -> None:
@@ -556,9 +540,6 @@ class _Statements(NamedTuple):
     insert: str
     open: str
     close: str
-    open_many: str | None = None
-    """For `ROWS_PER_STATEMENT` rows; None: the driver sends many statements at once."""
-    close_many: str | None = None
 
 
 def _statements(connection: Connection) -> _Statements:
@@ -567,24 +548,16 @@ def _statements(connection: Connection) -> _Statements:
 
 def _written_for(mark: str) -> _Statements:
     updates = ", ".join(f'"{name}" = excluded."{name}"' for name in _OPEN_UPDATES)
-    update = f" ON CONFLICT (id) DO UPDATE SET {updates}"
-    delete = "DELETE FROM open_requests WHERE id IN "
-    made = _Statements(
+    return _Statements(
         _insert(usage, (*ROW_COLUMNS, "sequence"), mark) + " ON CONFLICT (id) DO NOTHING",
-        _insert(open_requests, _OPEN_COLUMNS, mark) + update,
-        delete + _marks(mark, 1),
-    )
-    if mark != "?":
-        return made
-    return made._replace(
-        open_many=_insert(open_requests, _OPEN_COLUMNS, mark, ROWS_PER_STATEMENT) + update,
-        close_many=delete + _marks(mark, ROWS_PER_STATEMENT),
+        _insert(open_requests, _OPEN_COLUMNS, mark) + f" ON CONFLICT (id) DO UPDATE SET {updates}",
+        f"DELETE FROM open_requests WHERE id = {mark}",  # noqa: S608 - names are the tables' own
     )
 
 
-def _insert(table: Table, columns: Sequence[str], mark: str, rows: int = 1) -> str:
+def _insert(table: Table, columns: Sequence[str], mark: str) -> str:
     names = ", ".join(f'"{name}"' for name in columns)
-    marks = ", ".join([_marks(mark, len(columns))] * rows)
+    marks = _marks(mark, len(columns))
     return f'INSERT INTO "{table.name}" ({names}) VALUES {marks}'  # noqa: S608 - as above
 
 

@@ -24,8 +24,8 @@ BATCH_ROWS = 500
 """Rows that one job of the store turns into sums: some 40 ms of work."""
 
 COUNTED_ROWS = 20_000
-"""Rows that one job of the store counts: some milliseconds of work. To count all at once takes
-SQLite a second for ten million, in which the ledger would write nothing."""
+"""Rows that one job of the store counts: some 2 ms of work. Meanwhile the ledger writes nothing,
+so a million at once would be too many on a slow machine."""
 
 BATCH_PAUSE = 0.02
 """Seconds between two batches, in which the store does its other work."""
