@@ -59,7 +59,6 @@ TIMERS = {
         "FLUSH_SECONDS",
         "JOURNAL_SECONDS",
         "JOURNALED_WITHIN",
-        "SHORTEST_REST",
         "RECOVERY_SECONDS",
         "HEARTBEAT_SECONDS",
     ),
