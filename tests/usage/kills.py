@@ -247,6 +247,11 @@ class Site:
         self.killed_at = time.time()
         await self._process.wait()
 
+    def halt(self, *, halted: bool) -> None:
+        """Let the gateway stand still, or go on."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP if halted else signal.SIGCONT)
+
     async def stop(self) -> None:
         """End the gateway as an operator does."""
         if self._process is not None and self._process.returncode is None:
