@@ -210,7 +210,12 @@ class Attempt:
     @property
     def slot_seconds(self) -> float:
         """Seconds for which it has held its slots by now, times their number."""
-        return self.lease.slots * (self._clock() - self.started_at)
+        return self.lease.slots * self.elapsed
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since it began."""
+        return self._clock() - self.started_at
 
     @property
     def ends_mid_event(self) -> bool:

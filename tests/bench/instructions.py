@@ -58,6 +58,7 @@ TIMERS = {
     "gateway.usage.ledger": (
         "FLUSH_SECONDS",
         "JOURNAL_SECONDS",
+        "JOURNALED_WITHIN",
         "RECOVERY_SECONDS",
         "HEARTBEAT_SECONDS",
     ),

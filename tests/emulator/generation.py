@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack, aclosing
@@ -44,6 +45,7 @@ class TokenTally:
     read_tokens: int = 0  # that were read by now
     cached_tokens: int = 0
     tokens: int = 0  # that were generated
+    begun_at: float = math.inf  # Unix time when the first of them came
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,6 +96,7 @@ class Engine:
             self.check_context(count)
         tally = tally or TokenTally()
         tally.attempts += 1
+        tally.begun_at = min(tally.begun_at, time.time())
         tally.prompt_tokens += sum(counts)
         self.requests += 1
         state = ResponseState(
@@ -295,6 +298,9 @@ class Engine:
             await asyncio.sleep(0)
 
     async def _sleep_with_pings(self, due: float, response: Response | None) -> None:
+        if self.clock() > due and self.prefill_tps < math.inf:
+            # A node that is late learns as well, between two batches, that its client has left.
+            await asyncio.sleep(0)
         while (left := due - self.clock()) > 0:
             seconds = left if response is None else min(left, self.ping_interval)
             await asyncio.sleep(seconds)

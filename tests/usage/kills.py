@@ -4,10 +4,17 @@ In each run a real gateway serves requests of five kinds over emulated nodes, wh
 do for each request. At a random moment it is killed (SIGKILL), then started again on its store, and
 serves the rest. At the end the ledger must have
 
-- one row for each request, and none twice: of those that were open or had ended when the gateway
-  was killed, only ones of its last second may be missing;
+- one row for each request, and none twice. Only requests that were admitted within the last second
+  before the gateway was killed may be missing, however they ended. A request was admitted, for
+  certain, when it has come to a node, or when the gateway has answered what was sent after it;
 - the nodes' own figures: equal for complete responses, up to the last chunks for those that were
-  cut, up to the last second for those that ran when the gateway was killed (outcome `lost`).
+  cut, up to the last second for those that ran when the gateway was killed (outcome `lost`). A
+  prompt whose client left counts up to then; its node goes on to the end of its batch.
+
+Clients and nodes run in this process. While the machine has no time for it, the nodes' figures run
+on by the clock, and neither side sees the other leave: by so much they may differ (`LoopLag`). A
+gateway that gets no time reads its requests late (`GatewayPulse`); these do not count from when
+they were sent, which is shown beside it.
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -32,7 +40,7 @@ import msgspec
 import yaml
 from sqlalchemy import Connection, select
 
-from gateway.proxy.prefill_progress import PROGRESS_TOKENS
+from gateway.proxy.prefill_progress import DEFAULT_BATCH, PROGRESS_TOKENS
 from gateway.store.database import locate_store
 from gateway.store.schema import open_requests, usage
 from gateway.store.store import Store
@@ -54,7 +62,12 @@ PREFILL_TPS = 1000.0
 BATCH = 256  # prompt tokens between two reports of progress
 LAST_SECOND = 1.0
 CUT_SECONDS = 1.0
-"""A node goes on for so long after its client has left, beside other work of the machine."""
+"""A node generates for so long after its client has left, beside other work of the machine."""
+NOTICE_SECONDS = 0.25
+"""A node reads for so long before it is in the batch at whose end it sees that its client left."""
+LAG_STEP = 0.02  # seconds between two looks at the lag
+LAG_AROUND = 2.0
+"""Seconds around a request's end in which a lag may make its figures differ."""
 KINDS = {"stream": 25, "plain": 20, "cut": 20, "left": 15, "prefill": 10, "resumed": 10}
 """Shares of the requests, in percent. `cut`: the client leaves a stream; `left`: it leaves while a
 plain response is made; `prefill`: it leaves while its prompt is read; `resumed`: a node cuts it."""
@@ -84,9 +97,12 @@ class Findings:
     outcomes: Counter[str] = field(default_factory=Counter)
     doubles: int = 0
     missing: int = 0
-    oldest_missing: float = 0.0  # seconds before the kill at which it was admitted or had ended
+    oldest_missing: float = 0.0  # seconds before the kill by which it had certainly been admitted
+    oldest_sent: float = 0.0  # seconds before the kill at which a missing one had been sent
     wrong: list[str] = field(default_factory=list)
     late: list[str] = field(default_factory=list)  # missing, but not of the last second
+    lag: float = 0.0  # the longest of the run's own event loop, in seconds
+    pulse: float = 0.0  # the longest that the gateway took for the simplest request, in seconds
     compared: Counter[str] = field(default_factory=Counter)
     largest: dict[str, int] = field(default_factory=dict)  # differences in tokens
 
@@ -102,6 +118,68 @@ class Findings:
         return bool(self.doubles or self.wrong or self.oldest_missing > LAST_SECOND)
 
 
+class LoopLag:
+    """How late this process's event loop was, and when: `run` must run in a task."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[float, float]] = []
+        """When it was more than a step late, in Unix seconds, and by how much."""
+
+    async def run(self) -> None:
+        """Measure until cancelled."""
+        while True:
+            due = time.monotonic() + LAG_STEP
+            await asyncio.sleep(LAG_STEP)
+            late = time.monotonic() - due
+            if late > LAG_STEP:
+                self._seen.append((time.time(), late))
+
+    def longest(self, since: float = 0.0, until: float = math.inf) -> float:
+        """The longest lag that touches this time."""
+        return max(
+            (late for at, late in self._seen if at >= since and at - late <= until), default=0.0
+        )
+
+
+class GatewayPulse:
+    """How soon the gateway answers: `run` must run in a task, and asks again and again."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._seen: list[tuple[float, float]] = []
+        """When a request was sent and answered, in Unix seconds."""
+
+    @property
+    def longest(self) -> float:
+        """The longest time that it took."""
+        return max((answered - sent for sent, answered in self._seen), default=0.0)
+
+    def certainly_read(self, sent: float) -> float:
+        """When the gateway had read, for certain, what was sent at this time.
+
+        It accepts a connection in one turn of its event loop, and reads the request in a later one.
+        So it has done both when it has answered two requests, one after the other, that came later.
+        """
+        later = [answered for at, answered in self._seen if at >= sent]
+        return later[1] if len(later) > 1 else math.inf
+
+    async def run(self) -> None:
+        """Ask until cancelled; a gateway that is down is asked again when it is up."""
+        while True:
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                reader, writer = await asyncio.open_connection(HOST, self._port)
+                with contextlib.closing(writer):
+                    while True:
+                        sent = time.time()
+                        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                        head = await reader.readuntil(b"\r\n\r\n")
+                        length = int(head.lower().partition(b"content-length:")[2].split()[0])
+                        await reader.readexactly(length)
+                        self._seen.append((sent, time.time()))
+                        await asyncio.sleep(LAG_STEP)
+            await asyncio.sleep(LAG_STEP)
+
+
 class Site:
     """Nodes, and the gateway before them as a process that can be killed."""
 
@@ -114,6 +192,8 @@ class Site:
         self.store_url = store_url
         self.port = port
         self.up = asyncio.Event()
+        self.lag = LoopLag()
+        self.pulse = GatewayPulse(port)
         self.killed_at = 0.0
         self._process: asyncio.subprocess.Process | None = None
         settings = {
@@ -167,6 +247,11 @@ class Site:
         self.killed_at = time.time()
         await self._process.wait()
 
+    def halt(self, *, halted: bool) -> None:
+        """Let the gateway stand still, or go on."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP if halted else signal.SIGCONT)
+
     async def stop(self) -> None:
         """End the gateway as an operator does."""
         if self._process is not None and self._process.returncode is None:
@@ -208,7 +293,6 @@ async def send(site: Site, rng: random.Random, sent: Sent, body: dict[str, Any])
         "left": rng.uniform(0.2, 1.5),
         "prefill": rng.uniform(0.2, 1.4),
     }.get(sent.kind, LIMIT)
-    sent.started_at = time.time()
     try:
         async with asyncio.timeout(leave_after):
             await _exchange(site, sent, body)
@@ -227,6 +311,8 @@ async def _exchange(site: Site, sent: Sent, body: dict[str, Any]) -> None:
         f"Content-Type: application/json\r\nX-Tag: {sent.tag}\r\n"
         f"Content-Length: {len(data)}\r\n\r\n"
     )
+    # Not before: a client that is late to connect has sent nothing that could be admitted.
+    sent.started_at = time.time()
     try:
         writer.write(head.encode() + data)
         answer = await reader.read()
@@ -264,6 +350,7 @@ async def play(site: Site, rng: random.Random, requests: int) -> list[Sent]:
         group.create_task(killer())
         for _ in range(CLIENTS):
             group.create_task(client())
+    assert site.killed_at
     return [sent for sent, _ in everything]
 
 
@@ -289,7 +376,8 @@ def tally_of(nodes: list[EmulatedNode], tag: str) -> TokenTally:
     """What all nodes did for a request."""
     tallies = [one.engine.tally(tag) for one in nodes]
     names = ("attempts", "prompt_tokens", "read_tokens", "cached_tokens", "tokens")
-    return TokenTally(*(sum(getattr(one, name) for one in tallies) for name in names))
+    sums = {name: sum(getattr(one, name) for one in tallies) for name in names}
+    return TokenTally(**sums, begun_at=min(one.begun_at for one in tallies))
 
 
 def compare(site: Site, sent: list[Sent]) -> Findings:
@@ -307,29 +395,40 @@ def compare(site: Site, sent: list[Sent]) -> Findings:
         found.doubles += max(0, len(its_rows) - 1)
         tally = tally_of(site.nodes, one.tag)
         if its_rows:
-            compare_row(found, one, its_rows[0], tally)
+            # What a killed gateway ran, its nodes end when they see the connection closed.
+            ends = min(one.ended_at, site.killed_at if one.broken else math.inf)
+            lag = site.lag.longest(ends - LAG_AROUND, one.ended_at + LAG_AROUND)
+            compare_row(found, one, its_rows[0], tally, lag)
             continue
         if not tally.attempts and (one.broken or not one.complete):
             continue  # it never reached a node, and perhaps not the gateway
         found.missing += 1
-        # Of its last second: admitted then, or ended then.
-        seconds = site.killed_at - max(
-            one.started_at, one.ended_at if one.ended_at < site.killed_at else 0.0
-        )
-        age = seconds if one.started_at <= site.killed_at else float("inf")
+        since_sent = site.killed_at - one.started_at
+        admitted_by = min(site.pulse.certainly_read(one.started_at), tally.begun_at)
+        age = site.killed_at - max(one.started_at, admitted_by)
+        if since_sent < 0:
+            age = since_sent = math.inf  # it was sent to the gateway that was started again
         found.oldest_missing = max(found.oldest_missing, age)
-        if age > LAST_SECOND:
-            found.late.append(f"{age:.2f} s {one} {tally}")
+        found.oldest_sent = max(found.oldest_sent, since_sent)
+        if since_sent > LAST_SECOND:
+            found.late.append(f"{age:.2f} s, sent {since_sent:.2f} s before {one} {tally}")
     found.doubles += sum(len(others) for others in by_tag.values())
+    found.lag, found.pulse = site.lag.longest(), site.pulse.longest
     return found
 
 
-def compare_row(found: Findings, one: Sent, row: dict[str, Any], tally: TokenTally) -> None:
-    """Compare one row with its nodes' figures."""
+def compare_row(
+    found: Findings, one: Sent, row: dict[str, Any], tally: TokenTally, lag: float
+) -> None:
+    """Compare one row with its nodes' figures; `lag`: around its end, in seconds."""
     prompt, completion, why = row["prompt_tokens"], row["completion_tokens"], f"{one} {row}"
     if row["outcome"] == LOST:
-        most = round((LAST_SECOND + 1.0) * DECODE_TPS)
+        most = round((LAST_SECOND + lag) * DECODE_TPS)
         found.compare("lost: completion", tally.tokens - completion, most, why)
+        if one.kind == "prefill" and tally.attempts == 1:
+            most = 2 * BATCH + round((LAST_SECOND + lag) * PREFILL_TPS)
+            read = tally.read_tokens
+            found.compare("lost: prompt", read - prompt, most, why, least=-DEFAULT_BATCH)
     elif one.complete:
         # A resumed stream counts its tokens once, however many nodes worked on it.
         made = tally.tokens if tally.attempts == 1 else one.tokens
@@ -341,16 +440,19 @@ def compare_row(found: Findings, one: Sent, row: dict[str, Any], tally: TokenTal
         found.compare(f"{what}: completion", made - completion, 0, why)
         found.compare(f"{what}: prompt", one.prompt_tokens - prompt, 0, why)
     elif tally.attempts == 1 and completion:
-        most = round(CUT_SECONDS * DECODE_TPS)
+        most = round((CUT_SECONDS + lag) * DECODE_TPS)
         # The event that ends the answer holds no token.
         found.compare("cut: completion", tally.tokens - completion, most, why, least=-1)
         known = one.prompt_tokens >= PROGRESS_TOKENS
         estimate = abs(one.prompt_tokens - prompt)
         found.compare("cut: prompt", estimate, 0 if known else one.prompt_tokens // 2 + 8, why)
-    elif tally.attempts == 1 and prompt and not prompt % BATCH:
-        # The node notices at the next batch that nobody listens.
-        most = 2 * BATCH + round(CUT_SECONDS * PREFILL_TPS)
-        found.compare("left in prefill, by progress", tally.read_tokens - prompt, most, why)
+    elif tally.attempts == 1 and one.kind == "prefill":
+        # The node ends the batch, and one more if it sees too late that nobody listens. Of what
+        # it has read of a batch the gateway has an estimate; of the first one only by the speed
+        # that it has learnt, and up to the batch of a server with default settings.
+        most, read = 2 * BATCH + round((NOTICE_SECONDS + lag) * PREFILL_TPS), tally.read_tokens
+        least = -BATCH if read > 2 * BATCH else -DEFAULT_BATCH
+        found.compare("left in prefill, by progress", read - prompt, most, why, least=least)
     elif tally.attempts == 1:
         most = one.prompt_tokens
         found.compare("left in prefill, by time", abs(tally.read_tokens - prompt), most, why)
@@ -381,12 +483,15 @@ async def run_once(store_url: str, requests: int, seed: int, nice: int = 0) -> F
         async with emulated_nodes() as nodes:
             site = Site(Path(folder), nodes, store_url, claimed_port(claim), nice)
             await site.start()
+            measuring = [asyncio.create_task(one.run()) for one in (site.lag, site.pulse)]
             try:
                 sent = await play(site, rng, requests)
             finally:
                 await site.stop()
             for one in nodes:
                 await one.until(lambda node=one: node.busy == 0, LIMIT)  # type: ignore[misc]
+            for task in measuring:
+                task.cancel()
             return await asyncio.to_thread(compare, site, sent)
 
 
@@ -425,6 +530,9 @@ def main() -> int:
             total.doubles += found.doubles
             total.outcomes += found.outcomes
             total.compared += found.compared
+            total.lag = max(total.lag, found.lag)
+            total.pulse = max(total.pulse, found.pulse)
+            total.oldest_sent = max(total.oldest_sent, found.oldest_sent)
             total.oldest_missing = max(total.oldest_missing, found.oldest_missing)
             for what, most in found.largest.items():
                 total.largest[what] = max(total.largest.get(what, 0), most)
@@ -432,13 +540,17 @@ def main() -> int:
                 "run": run + 1, "seconds": round(time.monotonic() - begun, 1),
                 "rows": found.rows, "doubles": found.doubles, "missing": found.missing,
                 "oldest_missing": round(found.oldest_missing, 2), "outcomes": found.outcomes,
+                "oldest_sent": round(found.oldest_sent, 2),
+                "lag": round(found.lag, 2), "pulse": round(found.pulse, 2),
+                "load": round(os.getloadavg()[0], 1),
                 "wrong": found.wrong[:3], "late": found.late[:3],
             }), flush=True)  # fmt: skip
     print(json.dumps({
         "store": options.store, "runs": options.runs, "failed": failed,
         "requests": total.requests, "rows": total.rows, "doubles": total.doubles,
         "missing": total.missing, "oldest_missing": round(total.oldest_missing, 2),
-        "outcomes": total.outcomes, "compared": total.compared,
+        "oldest_sent": round(total.oldest_sent, 2), "lag": round(total.lag, 2),
+        "pulse": round(total.pulse, 2), "outcomes": total.outcomes, "compared": total.compared,
         "largest_difference": total.largest,
     }, indent=1))  # fmt: skip
     return 1 if failed else 0
