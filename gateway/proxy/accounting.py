@@ -171,6 +171,10 @@ class Accounting:
         `error`: what that shows about the node. `unreachable`: why there was no connection.
         `resumes`: it was to resume a response, whose tokens are counted already.
         """
+        prompt_read = None
+        if in_flight.prefill_progress is not None:
+            attempt.note_unread_progress()
+            prompt_read = in_flight.prompt_read(attempt, attempt.elapsed)
         attempt.close()
         in_flight.end_attempt()
         charge = self.leases.ended(
@@ -184,7 +188,7 @@ class Accounting:
                 fault,
                 error,
                 unreachable,
-                in_flight.prompt_read(attempt),
+                prompt_read,
             )
         )
         if outcome in CALLERS_OUTCOMES and charge is not NOTHING_CHARGED:
@@ -247,7 +251,7 @@ class Accounting:
         events, splice_point = attempt.content_events, attempt.splice_point
         is_reported, prompt_read = usage is not None, None
         if usage is None:
-            prompt_read = in_flight.prompt_read(attempt)
+            prompt_read = in_flight.prompt_read(attempt, now - attempt.started_at)
             prompt, cached = prompt_read or (request.prompt_tokens, 0)
             if request.generates and not attempt.is_sse:
                 events = _tokens_of_bytes(size, request)

@@ -77,13 +77,14 @@ class InFlightRequest:
             self.prefill_progress = PrefillProgress()
         return self.prefill_progress
 
-    def prompt_read(self, attempt: Attempt) -> tuple[int, int] | None:
-        """Tokens of the prompt that the attempt's node said it had read or cached, and cached.
+    def prompt_read(self, attempt: Attempt, elapsed: float) -> tuple[int, int] | None:
+        """Tokens of the prompt that the attempt's node had read or cached, and cached.
 
-        None: it did not say.
+        That is by what the node said, when the attempt was so many seconds old. None: it said
+        nothing.
         """
         progress = self.prefill_progress
-        return None if progress is None else progress.read_by(attempt)
+        return None if progress is None else progress.read_by(attempt, elapsed)
 
     def tokens_so_far(self) -> tuple[int, int]:
         """Tokens of its prompt that were read, and of its response, as far as is known."""
@@ -96,7 +97,7 @@ class InFlightRequest:
                 completion = splice_point.prefix_tokens + attempt.content_events
             else:
                 completion += attempt.content_events
-                known = self.prompt_read(attempt)
+                known = self.prompt_read(attempt, attempt.elapsed)
                 if known is not None:
                     prompt += known[0]
                 elif attempt.last_content_at is not None:

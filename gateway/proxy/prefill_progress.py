@@ -30,6 +30,16 @@ _REQUEST_FIELD = b'"return_progress"'
 _EVENT_FIELD = b'"prompt_progress"'
 
 
+class _Report(NamedTuple):
+    """What a node said of its prefill."""
+
+    elapsed: float
+    """Seconds of the attempt by then."""
+    done: int
+    """Tokens that were read or cached."""
+    total: int
+
+
 class PrefillStatus(NamedTuple):
     """How far a prompt is read."""
 
@@ -46,6 +56,10 @@ class ReadingAttempt(Protocol):
     last_content_at: float | None
 
     @property
+    def elapsed(self) -> float:
+        """Seconds since it began."""
+
+    @property
     def is_reading(self) -> bool:
         """Whether the node reads the prompt of a stream, as far as is known."""
 
@@ -53,13 +67,26 @@ class ReadingAttempt(Protocol):
 class PrefillProgress:
     """The prefill of one request, on one node after the other."""
 
-    __slots__ = ("_attempt", "_cached", "_client_asked", "_hidden", "_keep_next", "_tokens")
+    __slots__ = (
+        "_attempt",
+        "_batch",
+        "_cached",
+        "_client_asked",
+        "_first",
+        "_hidden",
+        "_keep_next",
+        "_last",
+    )
 
     def __init__(self, *, hidden: bool = False) -> None:
         """`hidden`: the client may not know how much of its prompt was cached; the ledger does."""
         self._hidden = hidden
         self._attempt: ReadingAttempt | None = None
-        self._tokens: tuple[int, int] | None = None
+        self._first: _Report | None = None
+        self._last: _Report | None = None
+        """What this attempt's node said first, and last; None: nothing."""
+        self._batch = 0
+        """Tokens between its last two reports; 0: there were none."""
         self._cached = 0
         """Tokens that the node had cached."""
         self._client_asked = False
@@ -74,7 +101,8 @@ class PrefillProgress:
 
         Also return the filter that removes the progress events; None: there are none.
         """
-        self._attempt, self._tokens, self._cached = attempt, None, 0
+        self._attempt, self._cached, self._batch = attempt, 0, 0
+        self._first = self._last = None
         fields = api.progress_fields
         if (
             attempt.lease.node.kind != "llama.cpp"
@@ -105,7 +133,7 @@ class PrefillProgress:
         if isinstance(progress, dict):
             done, total = progress.get("processed"), progress.get("total")
             if isinstance(done, int) and isinstance(total, int) and 0 <= done <= total:
-                self._tokens = done, total
+                self._note(done, total)
                 cached = progress.get("cache")
                 self._cached = min(cached, done) if isinstance(cached, int) and cached > 0 else 0
         if self._client_asked:
@@ -116,24 +144,51 @@ class PrefillProgress:
             return b"event: %b\ndata: %b\n\n" % (name, msgspec.json.encode(value))
         return b""
 
-    def read_by(self, attempt: ReadingAttempt) -> tuple[int, int] | None:
-        """Tokens that this attempt's node had read or cached when it last said so, and cached.
+    def _note(self, done: int, total: int) -> None:
+        elapsed = 0.0 if self._attempt is None else self._attempt.elapsed
+        report = _Report(elapsed, done, total)
+        if self._last is None:
+            self._first = report
+        else:
+            self._batch = max(0, done - self._last.done)
+        self._last = report
 
-        None: it never said. Once content has come, all of the prompt has been read.
+    def read_by(self, attempt: ReadingAttempt, elapsed: float) -> tuple[int, int] | None:
+        """Tokens that this attempt's node had read or cached after so many seconds, and cached.
+
+        None: it never said. Once content has come, all of the prompt has been read. Before, the
+        node's last report is up to a batch old, which takes a CPU a minute: what it has read since
+        is estimated by its speed.
         """
-        if self._tokens is None or self._attempt is not attempt:
+        last = self._last
+        if last is None or self._attempt is not attempt:
             return None
-        done, total = self._tokens
-        return (done if attempt.last_content_at is None else total), self._cached
+        if attempt.last_content_at is not None:
+            return last.total, self._cached
+        since = self._tokens_per_second(attempt.lease) * max(0.0, elapsed - last.elapsed)
+        # It reports each batch: had it read more, it would have said so.
+        most = min(self._batch, last.total - last.done) if self._batch else last.total - last.done
+        return last.done + min(most, int(since)), self._cached
+
+    def _tokens_per_second(self, lease: GrantedLease) -> float:
+        """The node's speed at this prompt, else the one that is known of it; 0: unknown."""
+        first, last = self._first, self._last
+        assert first is not None
+        assert last is not None
+        if last.done > first.done and last.elapsed > first.elapsed:
+            return (last.done - first.done) / (last.elapsed - first.elapsed)
+        if lease.expected_prefill is None or lease.expected_prefill <= 0:
+            return 0.0
+        return (last.total - self._cached) / lease.expected_prefill
 
     def status(self, now: float) -> PrefillStatus | None:
         """How far the prompt is read; None: unknown, hidden, or no prompt is being read."""
         attempt = self._attempt
         if self._hidden or attempt is None or not attempt.is_reading:
             return None
-        if self._tokens is not None:
-            done, total = self._tokens
-            return PrefillStatus(100 * done // max(1, total), self._tokens)
+        if self._last is not None:
+            _, done, total = self._last
+            return PrefillStatus(100 * done // max(1, total), (done, total))
         elapsed, expected = now - attempt.started_at, attempt.lease.expected_prefill
         # A prefill that takes longer than expected may take any time.
         if expected is None or not 0.0 <= elapsed < expected:

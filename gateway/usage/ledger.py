@@ -3,8 +3,9 @@
 Rows wait in memory for a quarter of a second. A request that has been running for twice as long is
 in `open_requests` until the transaction that writes its row: so a gateway that is killed loses no
 more than the requests of its last second, and leaves the others to be recovered
-(`usage/processes.py`). A batch whose commit may or may not have happened is written again, since
-rows that are there already are skipped.
+(`usage/processes.py`). Writes begin by the clock, however long the ones before took, and where they
+are slow, requests are journaled younger. A batch whose commit may or may not have happened is
+written again, since rows that are there already are skipped.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from gateway.store.schema import open_requests, usage
 from gateway.usage.processes import (
     HEARTBEAT_SECONDS,
     LOST,
+    MOST_TAKEN,
     ProcessIdentity,
     ProcessWatch,
     register,
@@ -35,11 +37,16 @@ from gateway.usage.processes import (
 )
 
 FLUSH_SECONDS = 0.25
-"""Longest time for which a row waits."""
+"""Seconds from the beginning of a flush to that of the next one."""
 
-JOURNAL_SECONDS = 0.25
-"""Age from which on a request is journaled: with the time between two flushes, less than a second.
-"""
+SHORTEST_REST = 0.05
+"""Seconds between two flushes, where one takes longer than that: the store has other work too."""
+
+JOURNALED_WITHIN = 0.5
+"""Age by which a request that still runs is to be in the store."""
+
+DELAY_DECAY = 0.9
+"""What is left of the longest delay of a flush with each further one: half of it after 1.6 s."""
 
 FLUSH_ROWS = 500
 """Rows that are written before that time is over."""
@@ -170,8 +177,12 @@ class Ledger:
     _watch: ProcessWatch = field(init=False)
     _next_heartbeat: float = 0.0
     _next_recovery: float = 0.0
+    _more_to_recover: bool = False
     _retry_at: float = 0.0
     _pause: float = FLUSH_SECONDS
+    _flush_delay: float = 0.0
+    """Seconds by which the journal is behind: how late a flush began, and how long it took. The
+    longest of late, less with each flush since."""
     _next_warning: float = 0.0
     _next_drop_warning: float = 0.0
 
@@ -213,16 +224,25 @@ class Ledger:
         try:
             async with asyncio.timeout(limit):
                 await self._step()
+                while self._more_to_recover:
+                    await self._step()
         except TimeoutError:
             self._failed("the store has not answered yet")
 
     async def run(self) -> None:
         """Write rows until cancelled."""
+        due = self.clock()
         while True:
             if self.pending < self.flush_rows or self.clock() < self._retry_at:
-                await self._rest()
-            if self.clock() >= self._retry_at:
+                await self._rest(max(SHORTEST_REST, due - self.clock()))
+            began = self.clock()
+            if began >= self._retry_at:
                 await self._step()
+                took = self.clock() - began
+                self._flush_delay = max(
+                    DELAY_DECAY * self._flush_delay, max(0.0, began - due) + took
+                )
+            due = began + FLUSH_SECONDS
 
     async def close(self, limit: float) -> None:
         """Write what waits, within `limit` seconds; call it when `run` has ended."""
@@ -238,18 +258,21 @@ class Ledger:
         if self.pending:
             log.error("usage is lost", rows=self.pending, why=self.problem)
 
-    async def _rest(self) -> None:
+    async def _rest(self, seconds: float) -> None:
         self._full.clear()
         try:
-            async with asyncio.timeout(FLUSH_SECONDS):
+            async with asyncio.timeout(seconds):
                 await self._full.wait()
         except TimeoutError:
             pass
 
     async def _step(self) -> None:
         """Write what is due, and look for dead processes now and then."""
-        if await self._flush() and self.clock() >= self._next_recovery:
+        if not await self._flush():
+            self._more_to_recover = False
+        elif self._more_to_recover or self.clock() >= self._next_recovery:
             self._next_recovery = self.clock() + RECOVERY_SECONDS
+            self._more_to_recover = False
             await self._recover()
 
     # Writing.
@@ -319,7 +342,7 @@ class Ledger:
         if self._removed:
             work.closed += self._removed
         changed: list[OpenRequest] = []
-        for one in self.open_requests(now - JOURNAL_SECONDS):
+        for one in self.open_requests(now - self._journal_age()):
             known = journal.get(one.id)
             if known is None:
                 journal[one.id] = one
@@ -342,6 +365,14 @@ class Ledger:
             work.heartbeat = now
         return work
 
+    def _journal_age(self) -> float:
+        """Age from which on requests are journaled: the next flush would be too late for them.
+
+        A flush that takes longer than usual delays the next one and the end of that.
+        """
+        behind = self._flush_delay
+        return max(0.0, JOURNALED_WITHIN - max(FLUSH_SECONDS, behind) - behind)
+
     def _failed(self, why: str) -> None:
         """The store failed: try again after a while, and tell it now and then."""
         self.failures += 1
@@ -356,7 +387,7 @@ class Ledger:
     # Recovery.
 
     async def _recover(self) -> None:
-        """Write the open requests of dead processes into the ledger."""
+        """Write open requests of dead processes into the ledger: some, and the rest later."""
         try:
             seen = await self.store.run(seen_processes, write=False)
             for dead in self._watch.dead(seen):
@@ -374,6 +405,9 @@ class Ledger:
                 self.recovered += count
                 if count:
                     log.warning("recovered requests", process=dead.id, requests=count)
+                if count == MOST_TAKEN:
+                    self._more_to_recover = True
+                    break
         except StoreError as error:
             self._failed(str(error))
         except Exception:

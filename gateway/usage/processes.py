@@ -28,6 +28,9 @@ DEAD_SECONDS = 30.0
 """Seconds without a sign of life after which a process counts as dead, by the observer's clock: a
 store that was down, or a host whose clock is wrong, makes nobody look dead."""
 
+MOST_TAKEN = 500
+"""Open requests of a dead process that one transaction recovers: some 20 ms of work."""
+
 LOST = "lost"
 """The outcome of a request whose process was killed."""
 
@@ -147,20 +150,28 @@ def seen_processes(connection: Connection) -> list[SeenProcess]:
     return seen + [SeenProcess(one, None, 0, 0.0) for one in of_open if one not in known]
 
 
-def take_open_requests(connection: Connection, dead: SeenProcess) -> list[dict[str, Any]]:
-    """Remove a dead process with its open requests, and return these; none if it lives after all.
+def take_open_requests(
+    connection: Connection, dead: SeenProcess, most: int = MOST_TAKEN
+) -> list[dict[str, Any]]:
+    """Remove open requests of a dead process, and return them; none if it lives after all.
 
-    The same transaction must write them into the ledger.
+    The process itself goes with the last of them, when fewer than `most` were left. The same
+    transaction must write them into the ledger.
     """
+    own_row = processes.c.id == dead.id, processes.c.seen_at == dead.seen_at
     if dead.host is not None:
-        removed = connection.execute(
-            delete(processes).where(processes.c.id == dead.id, processes.c.seen_at == dead.seen_at)
-        )
-        if not removed.rowcount:
+        # Of two processes that recover it one waits for the other.
+        locked = select(processes.c.id).where(*own_row).with_for_update()
+        if connection.scalar(locked) is None:
             return []
-    found = connection.execute(select(open_requests).where(open_requests.c.process == dead.id))
+    columns = open_requests.c
+    oldest = select(open_requests).where(columns.process == dead.id).order_by(columns.id)
+    found = connection.execute(oldest.limit(most))
     rows = [dict(row._mapping) for row in found]  # noqa: SLF001 - a public name of SQLAlchemy
-    connection.execute(delete(open_requests).where(open_requests.c.process == dead.id))
+    if rows:
+        connection.execute(delete(open_requests).where(columns.id.in_([r["id"] for r in rows])))
+    if len(rows) < most:
+        connection.execute(delete(processes).where(*own_row))
     return rows
 
 

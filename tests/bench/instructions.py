@@ -72,6 +72,8 @@ TIMERS = {
     "gateway.usage.ledger": (
         "FLUSH_SECONDS",
         "JOURNAL_SECONDS",
+        "JOURNALED_WITHIN",
+        "SHORTEST_REST",
         "RECOVERY_SECONDS",
         "HEARTBEAT_SECONDS",
     ),

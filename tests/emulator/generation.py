@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import ExitStack, aclosing
@@ -295,6 +296,9 @@ class Engine:
             await asyncio.sleep(0)
 
     async def _sleep_with_pings(self, due: float, response: Response | None) -> None:
+        if self.clock() > due and self.prefill_tps < math.inf:
+            # A node that is late learns as well, between two batches, that its client has left.
+            await asyncio.sleep(0)
         while (left := due - self.clock()) > 0:
             seconds = left if response is None else min(left, self.ping_interval)
             await asyncio.sleep(seconds)

@@ -4,10 +4,14 @@ In each run a real gateway serves requests of five kinds over emulated nodes, wh
 do for each request. At a random moment it is killed (SIGKILL), then started again on its store, and
 serves the rest. At the end the ledger must have
 
-- one row for each request, and none twice: of those that were open or had ended when the gateway
-  was killed, only ones of its last second may be missing;
+- one row for each request, and none twice: only requests that were sent within the last second
+  before the gateway was killed may be missing, however they ended;
 - the nodes' own figures: equal for complete responses, up to the last chunks for those that were
-  cut, up to the last second for those that ran when the gateway was killed (outcome `lost`).
+  cut, up to the last second for those that ran when the gateway was killed (outcome `lost`). A
+  prompt whose client left counts up to then; its node goes on to the end of its batch.
+
+Clients and nodes run in this process. While the machine has no time for it, the nodes' figures run
+on by the clock, and neither side sees the other leave: by so much they may differ (`LoopLag`).
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -54,7 +59,12 @@ PREFILL_TPS = 1000.0
 BATCH = 256  # prompt tokens between two reports of progress
 LAST_SECOND = 1.0
 CUT_SECONDS = 1.0
-"""A node goes on for so long after its client has left, beside other work of the machine."""
+"""A node generates for so long after its client has left, beside other work of the machine."""
+NOTICE_SECONDS = 0.25
+"""A node reads for so long before it is in the batch at whose end it sees that its client left."""
+LAG_STEP = 0.02  # seconds between two looks at the lag
+LAG_AROUND = 2.0
+"""Seconds around a request's end in which a lag may make its figures differ."""
 KINDS = {"stream": 25, "plain": 20, "cut": 20, "left": 15, "prefill": 10, "resumed": 10}
 """Shares of the requests, in percent. `cut`: the client leaves a stream; `left`: it leaves while a
 plain response is made; `prefill`: it leaves while its prompt is read; `resumed`: a node cuts it."""
@@ -87,6 +97,7 @@ class Findings:
     oldest_missing: float = 0.0  # seconds before the kill at which it was admitted or had ended
     wrong: list[str] = field(default_factory=list)
     late: list[str] = field(default_factory=list)  # missing, but not of the last second
+    lag: float = 0.0  # the longest of the run's own event loop, in seconds
     compared: Counter[str] = field(default_factory=Counter)
     largest: dict[str, int] = field(default_factory=dict)  # differences in tokens
 
@@ -102,6 +113,29 @@ class Findings:
         return bool(self.doubles or self.wrong or self.oldest_missing > LAST_SECOND)
 
 
+class LoopLag:
+    """How late this process's event loop was, and when: `run` must run in a task."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[float, float]] = []
+        """When it was more than a step late, in Unix seconds, and by how much."""
+
+    async def run(self) -> None:
+        """Measure until cancelled."""
+        while True:
+            due = time.monotonic() + LAG_STEP
+            await asyncio.sleep(LAG_STEP)
+            late = time.monotonic() - due
+            if late > LAG_STEP:
+                self._seen.append((time.time(), late))
+
+    def longest(self, since: float = 0.0, until: float = math.inf) -> float:
+        """The longest lag that touches this time."""
+        return max(
+            (late for at, late in self._seen if at >= since and at - late <= until), default=0.0
+        )
+
+
 class Site:
     """Nodes, and the gateway before them as a process that can be killed."""
 
@@ -114,6 +148,7 @@ class Site:
         self.store_url = store_url
         self.port = port
         self.up = asyncio.Event()
+        self.lag = LoopLag()
         self.killed_at = 0.0
         self._process: asyncio.subprocess.Process | None = None
         settings = {
@@ -208,7 +243,6 @@ async def send(site: Site, rng: random.Random, sent: Sent, body: dict[str, Any])
         "left": rng.uniform(0.2, 1.5),
         "prefill": rng.uniform(0.2, 1.4),
     }.get(sent.kind, LIMIT)
-    sent.started_at = time.time()
     try:
         async with asyncio.timeout(leave_after):
             await _exchange(site, sent, body)
@@ -227,6 +261,8 @@ async def _exchange(site: Site, sent: Sent, body: dict[str, Any]) -> None:
         f"Content-Type: application/json\r\nX-Tag: {sent.tag}\r\n"
         f"Content-Length: {len(data)}\r\n\r\n"
     )
+    # Not before: a client that is late to connect has sent nothing that could be admitted.
+    sent.started_at = time.time()
     try:
         writer.write(head.encode() + data)
         answer = await reader.read()
@@ -264,6 +300,7 @@ async def play(site: Site, rng: random.Random, requests: int) -> list[Sent]:
         group.create_task(killer())
         for _ in range(CLIENTS):
             group.create_task(client())
+    assert site.killed_at
     return [sent for sent, _ in everything]
 
 
@@ -307,29 +344,36 @@ def compare(site: Site, sent: list[Sent]) -> Findings:
         found.doubles += max(0, len(its_rows) - 1)
         tally = tally_of(site.nodes, one.tag)
         if its_rows:
-            compare_row(found, one, its_rows[0], tally)
+            # What a killed gateway ran, its nodes end when they see the connection closed.
+            ends = min(one.ended_at, site.killed_at if one.broken else math.inf)
+            lag = site.lag.longest(ends - LAG_AROUND, one.ended_at + LAG_AROUND)
+            compare_row(found, one, its_rows[0], tally, lag)
             continue
         if not tally.attempts and (one.broken or not one.complete):
             continue  # it never reached a node, and perhaps not the gateway
         found.missing += 1
-        # Of its last second: admitted then, or ended then.
-        seconds = site.killed_at - max(
-            one.started_at, one.ended_at if one.ended_at < site.killed_at else 0.0
-        )
-        age = seconds if one.started_at <= site.killed_at else float("inf")
+        age = site.killed_at - one.started_at
+        if age < 0:
+            age = math.inf  # it was sent to the gateway that was started again
         found.oldest_missing = max(found.oldest_missing, age)
         if age > LAST_SECOND:
             found.late.append(f"{age:.2f} s {one} {tally}")
     found.doubles += sum(len(others) for others in by_tag.values())
+    found.lag = site.lag.longest()
     return found
 
 
-def compare_row(found: Findings, one: Sent, row: dict[str, Any], tally: TokenTally) -> None:
-    """Compare one row with its nodes' figures."""
+def compare_row(
+    found: Findings, one: Sent, row: dict[str, Any], tally: TokenTally, lag: float
+) -> None:
+    """Compare one row with its nodes' figures; `lag`: around its end, in seconds."""
     prompt, completion, why = row["prompt_tokens"], row["completion_tokens"], f"{one} {row}"
     if row["outcome"] == LOST:
-        most = round((LAST_SECOND + 1.0) * DECODE_TPS)
+        most = round((LAST_SECOND + lag) * DECODE_TPS)
         found.compare("lost: completion", tally.tokens - completion, most, why)
+        if one.kind == "prefill" and tally.attempts == 1:
+            most = 2 * BATCH + round((LAST_SECOND + lag) * PREFILL_TPS)
+            found.compare("lost: prompt", tally.read_tokens - prompt, most, why, least=-BATCH)
     elif one.complete:
         # A resumed stream counts its tokens once, however many nodes worked on it.
         made = tally.tokens if tally.attempts == 1 else one.tokens
@@ -341,16 +385,18 @@ def compare_row(found: Findings, one: Sent, row: dict[str, Any], tally: TokenTal
         found.compare(f"{what}: completion", made - completion, 0, why)
         found.compare(f"{what}: prompt", one.prompt_tokens - prompt, 0, why)
     elif tally.attempts == 1 and completion:
-        most = round(CUT_SECONDS * DECODE_TPS)
+        most = round((CUT_SECONDS + lag) * DECODE_TPS)
         # The event that ends the answer holds no token.
         found.compare("cut: completion", tally.tokens - completion, most, why, least=-1)
         known = one.prompt_tokens >= PROGRESS_TOKENS
         estimate = abs(one.prompt_tokens - prompt)
         found.compare("cut: prompt", estimate, 0 if known else one.prompt_tokens // 2 + 8, why)
-    elif tally.attempts == 1 and prompt and not prompt % BATCH:
-        # The node notices at the next batch that nobody listens.
-        most = 2 * BATCH + round(CUT_SECONDS * PREFILL_TPS)
-        found.compare("left in prefill, by progress", tally.read_tokens - prompt, most, why)
+    elif tally.attempts == 1 and one.kind == "prefill":
+        # The node ends the batch, and one more if it sees too late that nobody listens. Of what
+        # it has read of a batch the gateway has an estimate.
+        most = 2 * BATCH + round((NOTICE_SECONDS + lag) * PREFILL_TPS)
+        read = tally.read_tokens
+        found.compare("left in prefill, by progress", read - prompt, most, why, least=-BATCH)
     elif tally.attempts == 1:
         most = one.prompt_tokens
         found.compare("left in prefill, by time", abs(tally.read_tokens - prompt), most, why)
@@ -381,12 +427,14 @@ async def run_once(store_url: str, requests: int, seed: int, nice: int = 0) -> F
         async with emulated_nodes() as nodes:
             site = Site(Path(folder), nodes, store_url, claimed_port(claim), nice)
             await site.start()
+            measuring = asyncio.create_task(site.lag.run())
             try:
                 sent = await play(site, rng, requests)
             finally:
                 await site.stop()
             for one in nodes:
                 await one.until(lambda node=one: node.busy == 0, LIMIT)  # type: ignore[misc]
+            measuring.cancel()
             return await asyncio.to_thread(compare, site, sent)
 
 
@@ -425,6 +473,7 @@ def main() -> int:
             total.doubles += found.doubles
             total.outcomes += found.outcomes
             total.compared += found.compared
+            total.lag = max(total.lag, found.lag)
             total.oldest_missing = max(total.oldest_missing, found.oldest_missing)
             for what, most in found.largest.items():
                 total.largest[what] = max(total.largest.get(what, 0), most)
@@ -432,13 +481,14 @@ def main() -> int:
                 "run": run + 1, "seconds": round(time.monotonic() - begun, 1),
                 "rows": found.rows, "doubles": found.doubles, "missing": found.missing,
                 "oldest_missing": round(found.oldest_missing, 2), "outcomes": found.outcomes,
+                "lag": round(found.lag, 2), "load": round(os.getloadavg()[0], 1),
                 "wrong": found.wrong[:3], "late": found.late[:3],
             }), flush=True)  # fmt: skip
     print(json.dumps({
         "store": options.store, "runs": options.runs, "failed": failed,
         "requests": total.requests, "rows": total.rows, "doubles": total.doubles,
         "missing": total.missing, "oldest_missing": round(total.oldest_missing, 2),
-        "outcomes": total.outcomes, "compared": total.compared,
+        "lag": round(total.lag, 2), "outcomes": total.outcomes, "compared": total.compared,
         "largest_difference": total.largest,
     }, indent=1))  # fmt: skip
     return 1 if failed else 0

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from sqlalchemy import Connection, insert
+from sqlalchemy import Connection, func, insert, select
 
 from gateway.store.schema import usage
 
@@ -53,6 +53,11 @@ def add_rows(connection: Connection, rows: list[dict[str, Any]]) -> None:
     """Insert rows of `a_row`."""
     if rows:
         connection.execute(insert(usage), rows)
+
+
+def count_rows(connection: Connection) -> int:
+    """The rows of the ledger."""
+    return connection.scalar(select(func.count()).select_from(usage)) or 0
 
 
 def made_up_rows(count: int, days: int, rng: random.Random) -> Iterator[dict[str, Any]]:

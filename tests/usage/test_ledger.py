@@ -16,9 +16,16 @@ from gateway.store.database import locate_store
 from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import open_requests, processes, usage
 from gateway.store.store import Store
-from gateway.usage.ledger import ROW_COLUMNS, Ledger, OpenRequest, UsageRow
+from gateway.usage.ledger import (
+    JOURNALED_WITHIN,
+    ROW_COLUMNS,
+    Ledger,
+    OpenRequest,
+    UsageRow,
+)
 from gateway.usage.processes import (
     DEAD_SECONDS,
+    MOST_TAKEN,
     ProcessIdentity,
     ProcessWatch,
     SeenProcess,
@@ -27,6 +34,7 @@ from gateway.usage.processes import (
 from tests.fleet.build import Clock
 from tests.gateways import until
 from tests.postgres import needs_postgres, running_postgres
+from tests.virtual import in_virtual_time
 
 T = TypeVar("T")
 
@@ -302,6 +310,68 @@ async def test_requests_of_a_dead_process_are_recovered_once(url: str) -> None:
         assert first.recovered + second.recovered == 2
         assert await world.all(open_requests) == []
         assert {row["id"] for row in await world.all(processes)} == {first.own.id, second.own.id}
+
+
+async def test_many_requests_of_a_dead_process_are_recovered_in_parts(url: str) -> None:
+    count = 2 * MOST_TAKEN + 7
+    async with a_world(url) as world:
+        killed, first, second = world.ledger(), world.ledger(), world.ledger()
+        world.open = [an_open_request(f"o{i:04}", NOW) for i in range(count)]
+        await killed.start(LIMIT)
+        world.open = []
+        await asyncio.gather(first.start(LIMIT), second.start(LIMIT))
+        world.clock.passes(DEAD_SECONDS)
+        await asyncio.gather(first.start(LIMIT), second.start(LIMIT))
+        rows = await world.all(usage)
+        assert [row["id"] for row in rows] == [f"o{i:04}" for i in range(count)]
+        assert {row["outcome"] for row in rows} == {"lost"}
+        assert first.recovered + second.recovered == count
+        assert await world.all(open_requests) == []
+        assert {row["id"] for row in await world.all(processes)} == {first.own.id, second.own.id}
+
+
+class SlowStore:
+    """A store in memory that takes a while for each job."""
+
+    def __init__(self, connection: Connection, seconds: float) -> None:
+        self.connection = connection
+        self.seconds = seconds
+
+    async def run(self, job: Callable[[Connection], T], /, *, write: bool = True) -> T:
+        await asyncio.sleep(self.seconds)
+        return job(self.connection)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "most"), [(0.003, JOURNALED_WITHIN), (0.2, 0.55), (0.4, 0.9), (0.45, 1.0)]
+)
+@in_virtual_time
+async def test_a_slow_store_has_each_request_before_it_is_a_second_old(
+    connection: Connection, seconds: float, most: float
+) -> None:
+    """However long each flush takes: the next one begins by the clock, with younger requests."""
+    loop = asyncio.get_running_loop()
+    admitted: dict[str, float] = {}
+
+    def running_since(before: float) -> list[OpenRequest]:
+        return [an_open_request(id_, at) for id_, at in admitted.items() if at <= before]
+
+    own = ProcessIdentity("p.0", "host", 1, NOW)
+    store = SlowStore(connection, seconds)
+    ledger = Ledger(store, own, loop.time, loop.time, running_since)
+    ages: list[float] = []
+    with running(ledger):
+        known: set[str] = set()
+        for number in range(1000):
+            admitted[f"r{number}"] = loop.time()
+            await asyncio.sleep(0.01)
+            if number < 200:
+                known = set(admitted)  # it has learnt by now how slow its store is
+            new = set(connection.scalars(select(open_requests.c.id))) - known
+            known |= new
+            ages += [loop.time() - admitted[id_] for id_ in new]
+    assert len(ages) > 500
+    assert max(ages) <= most + 0.05
 
 
 async def test_a_process_that_shows_itself_again_is_not_dead() -> None:

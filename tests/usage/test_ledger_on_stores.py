@@ -16,8 +16,8 @@ from gateway.store.failures import StoreError
 from gateway.store.store import Store
 from gateway.usage.node_hours import AliveNode, NodeHoursRecorder
 from gateway.usage.reports import DIMENSIONS, Reporter, ReportQuery, parse_query
-from gateway.usage.retention import Retention, RollUp, count_rows
-from tests.usage.ledger_rows import DAY, NOON, a_row, add_rows, made_up_rows
+from gateway.usage.retention import Retention, RollUp
+from tests.usage.ledger_rows import DAY, NOON, a_row, add_rows, count_rows, made_up_rows
 
 MIDNIGHT = NOON - DAY / 2
 

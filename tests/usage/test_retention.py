@@ -10,8 +10,8 @@ from sqlalchemy import Connection, create_engine, func, select
 
 from gateway.store.schema import metadata, revisions, usage, usage_days
 from gateway.usage.reports import DIMENSIONS, Dimension, ReportQuery, UsageReport
-from gateway.usage.retention import RollUp, count_rows, give_back_pages
-from tests.usage.ledger_rows import DAY, NOON, a_row, add_rows
+from gateway.usage.retention import RollUp, RowCounter, give_back_pages
+from tests.usage.ledger_rows import DAY, NOON, a_row, add_rows, count_rows
 from tests.usage.test_reports import MIDNIGHT, read
 
 LONG_AGO = MIDNIGHT - 40 * DAY
@@ -100,6 +100,21 @@ def test_the_number_rises_only_when_rows_move(connection: Connection) -> None:
     RollUp(NOON + 1)(connection)
     RollUp(NOON + 1)(connection)
     assert connection.scalar(number) == 1
+
+
+@given(st.lists(st.integers(0, 5), max_size=25), st.integers(1, 6))
+def test_rows_are_counted_in_steps(seconds: list[int], rows_per_step: int) -> None:
+    """Also where more requests than a step counts ended at the same time."""
+    engine = create_engine("sqlite://")
+    with engine.connect() as connection:
+        metadata.create_all(connection)
+        add_rows(connection, [a_row(n, ended_at=NOON + at) for n, at in enumerate(seconds)])
+        counter, steps = RowCounter(rows_per_step), 1
+        while not counter(connection):
+            steps += 1
+        assert counter.counted == len(seconds)
+        assert steps <= 1 + len(seconds)
+    engine.dispose()
 
 
 def test_a_file_that_does_not_shrink_by_itself_is_left_alone(connection: Connection) -> None:
