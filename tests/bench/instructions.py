@@ -68,18 +68,19 @@ SETTLE_SECONDS = 5.0
 """Seconds after the last request of an idle gateway: its row is written by then."""
 IDLE_SECONDS = 30.0
 """Seconds for which an idle gateway is counted."""
+STOPPED = 1e6
 TIMERS = {
-    "gateway.usage.ledger": (
-        "FLUSH_SECONDS",
-        "JOURNAL_SECONDS",
-        "JOURNALED_WITHIN",
-        "SHORTEST_REST",
-        "RECOVERY_SECONDS",
-        "HEARTBEAT_SECONDS",
-    ),
-    "gateway.usage.limit_sync": ("POLL_SECONDS", "LONGEST_SECONDS"),
+    "gateway.usage.ledger": {
+        "FLUSH_SECONDS": STOPPED,
+        "JOURNAL_SECONDS": STOPPED,
+        "JOURNALED_WITHIN": 10 * STOPPED,  # the time until the next flush is subtracted
+        "RECOVERY_SECONDS": STOPPED,
+        "HEARTBEAT_SECONDS": STOPPED,
+    },
+    "gateway.usage.limit_sync": {"POLL_SECONDS": STOPPED},
 }
-"""Constants by which work is done so many times a second."""
+"""Constants by which work is done so many times a second, and what they are while requests are
+counted."""
 TIMER_DEFAULTS = {
     "gateway.access.key_sync": ("KeySync", "poll_seconds"),
     "gateway.store.store": ("Store", "check_seconds", "look_seconds"),
@@ -87,14 +88,14 @@ TIMER_DEFAULTS = {
 """The same, of constants that are the defaults of a class."""
 STOP_CLOCKS = f"""
 import importlib, sys
-for module, names in {TIMERS!r}.items():
+for module, values in {TIMERS!r}.items():
     try:
         found = importlib.import_module(module)
     except ImportError:
         continue
-    for name in names:
+    for name, value in values.items():
         if hasattr(found, name):
-            setattr(found, name, 1e6)
+            setattr(found, name, value)
 for module, (owner, *names) in {TIMER_DEFAULTS!r}.items():
     try:
         defaults = getattr(importlib.import_module(module), owner).__init__.__kwdefaults__
@@ -102,7 +103,7 @@ for module, (owner, *names) in {TIMER_DEFAULTS!r}.items():
         continue
     for name in names:
         if name in defaults:
-            defaults[name] = 1e6
+            defaults[name] = {STOPPED}
 try:
     from gateway.usage.ledger import Ledger
 except ImportError:
