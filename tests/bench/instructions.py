@@ -4,6 +4,12 @@ Unlike times, instruction counts do not depend on other work, so two checkouts c
 busy machine. Each checkout serves with its own `.venv`. They are counted alternately, and the
 minimum of each counts, since timers of the event loop only ever add instructions.
 
+What is done so many times a second, however few requests there are, would be charged to too few of
+them, as valgrind slows the gateway down some fifty times. So a request is counted while the clocks
+of store, ledger, keys and limits stand still, and the ledger writes as many rows at once as it
+would at 100 requests a second. Then an idle gateway whose clocks run is counted for a while: it is
+as idle under valgrind as it is without. A hundredth of that is added to each request.
+
     python -m tests.bench.instructions                     this checkout
     python -m tests.bench.instructions ../before .         two, and the second's ratio to the first
     python -m tests.bench.instructions .+key .+limits      one, with a key, and with one of which
@@ -24,7 +30,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +52,7 @@ START_LIMIT = 900.0
 LIMIT = 600.0
 """Seconds; valgrind slows the gateway down some fifty times."""
 TOKENS = 20
-LONG_TOKENS = 120
+LONG_TOKENS = 220
 """Tokens of a longer stream: what it takes more than the short one is the cost of its chunks."""
 CHUNK_SECONDS = 0.02
 """Between two chunks, so that each is read alone though valgrind slows the gateway down."""
@@ -52,42 +60,62 @@ STREAMS = 8
 """Paced streams of either length that are counted."""
 
 
-SLOWDOWN = 50
-"""By about so much valgrind slows the gateway down."""
+RATE = 100
+"""Requests a second by which work of the clock is shared out."""
+FLUSH_ROWS = RATE // 4
+"""Rows that the ledger writes at once at that rate."""
+SETTLE_SECONDS = 5.0
+"""Seconds after the last request of an idle gateway: its row is written by then."""
+IDLE_SECONDS = 30.0
+"""Seconds for which an idle gateway is counted."""
+STOPPED = 1e6
 TIMERS = {
-    "gateway.usage.ledger": (
-        "FLUSH_SECONDS",
-        "JOURNAL_SECONDS",
-        "JOURNALED_WITHIN",
-        "RECOVERY_SECONDS",
-        "HEARTBEAT_SECONDS",
-    ),
-    "gateway.usage.limit_sync": ("POLL_SECONDS",),
+    "gateway.usage.ledger": {
+        "FLUSH_SECONDS": STOPPED,
+        "JOURNAL_SECONDS": STOPPED,
+        "JOURNALED_WITHIN": 10 * STOPPED,  # the time until the next flush is subtracted
+        "RECOVERY_SECONDS": STOPPED,
+        "HEARTBEAT_SECONDS": STOPPED,
+    },
+    "gateway.usage.limit_sync": {"POLL_SECONDS": STOPPED},
 }
-"""Constants by which work is done so many times a second, however few requests there are. They are
-slowed down as well, so that the work's share of a request is what it is without valgrind."""
+"""Constants by which work is done so many times a second, and what they are while requests are
+counted."""
 TIMER_DEFAULTS = {
     "gateway.access.key_sync": ("KeySync", "poll_seconds"),
-    "gateway.store.store": ("Store", "check_seconds"),
+    "gateway.store.store": ("Store", "check_seconds", "look_seconds"),
 }
 """The same, of constants that are the defaults of a class."""
-LAUNCHER = f"""
+STOP_CLOCKS = f"""
 import importlib, sys
-for module, names in {TIMERS!r}.items():
+for module, values in {TIMERS!r}.items():
     try:
         found = importlib.import_module(module)
     except ImportError:
         continue
-    for name in names:
+    for name, value in values.items():
         if hasattr(found, name):
-            setattr(found, name, {SLOWDOWN} * getattr(found, name))
-for module, (owner, name) in {TIMER_DEFAULTS!r}.items():
+            setattr(found, name, value)
+for module, (owner, *names) in {TIMER_DEFAULTS!r}.items():
     try:
         defaults = getattr(importlib.import_module(module), owner).__init__.__kwdefaults__
     except ImportError:
         continue
-    if name in defaults:
-        defaults[name] *= {SLOWDOWN}
+    for name in names:
+        if name in defaults:
+            defaults[name] = {STOPPED}
+try:
+    from gateway.usage.ledger import Ledger
+except ImportError:
+    pass
+else:
+    make = Ledger.__init__
+    def make_with_few_rows(self, *values, **named):
+        make(self, *values, flush_rows={FLUSH_ROWS}, **named)
+    Ledger.__init__ = make_with_few_rows
+"""
+LAUNCH = """
+import sys
 from gateway.tools.cli import main
 sys.argv[0] = "llama-gateway"
 main()
@@ -180,6 +208,7 @@ SCENARIOS = (
 )
 
 CHUNK = "one more chunk of a stream"
+IDLE = "a second of an idle gateway"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -206,12 +235,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except RuntimeError as error:
                 print(f"{subject.checkout}: {error}", file=sys.stderr)
                 return 1
-    for name in (*(scenario.name for scenario in SCENARIOS), CHUNK):
+    for line in report(rows):
+        print(line)
+    return 0
+
+
+def report(rows: Sequence[Sequence[dict[str, int]]]) -> Iterator[str]:
+    """Lines about the counts of each subject's rounds, with ratios to the first subject's."""
+    names = [scenario.name for scenario in SCENARIOS]
+    for name in (*names, CHUNK, IDLE):
         counts = [[counted[name] for counted in row] for row in rows]
         first = min(counts[0])
         spans = [f"{min(some):,} to {max(some):,} ({min(some) / first:.3f} x)" for some in counts]
-        print(f"{name}: {', '.join(spans)}")
-    return 0
+        yield f"{name}: {', '.join(spans)}"
+    yield f"With their share of the work by the clock, at {RATE} requests a second:"
+    idle = [min(counted[IDLE] for counted in row) for row in rows]
+    for name in names:
+        sums = [
+            min(counted[name] for counted in row) + by_clock // RATE
+            for row, by_clock in zip(rows, idle, strict=True)
+        ]
+        yield f"{name}: {', '.join(f'{one:,} ({one / sums[0]:.3f} x)' for one in sums)}"
 
 
 def _subject(text: str) -> Subject:
@@ -224,26 +268,45 @@ def _subject(text: str) -> Subject:
 
 
 async def _count_subject(subject: Subject, requests: int) -> dict[str, int]:
-    """Instructions for each request, by scenario. Raises: RuntimeError."""
+    """Instructions for each request, by scenario, and of an idle second. Raises: RuntimeError."""
+    counts = {}
+    async with _served(subject, STOP_CLOCKS + LAUNCH) as served:
+        for one in SCENARIOS:
+            load = subject.send(one.load(served.address))
+            counts[one.name] = await _count(load, served, requests)
+        counts[CHUNK] = await _count_chunk(subject, served)
+    async with _served(subject, LAUNCH) as served:
+        counts[IDLE] = await _count_idle(subject.send(plain_load(served.address)), served)
+    return counts
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A gateway that runs under callgrind, and its node."""
+
+    address: Address
+    node: Upstream
+    process: subprocess.Popen[bytes]
+    folder: Path
+
+
+@asynccontextmanager
+async def _served(subject: Subject, launcher: str) -> AsyncIterator[Served]:
     folder = Path(tempfile.mkdtemp(prefix="llama-gateway-instructions-"))
     async with Upstream(1, 64, Script(tokens=TOKENS, interval=0.0, burst=TOKENS)) as node:
         with claim_port(HOST) as claim:
             address = (HOST, claimed_port(claim))
-            process = _start_gateway(subject, folder, address, node.ports[0])
+            process = _start_gateway(subject, launcher, folder, address, node.ports[0])
         try:
             await _until_ready(process, address, folder)
-            counts = {
-                one.name: await _count(subject.send(one.load(address)), process, requests, folder)
-                for one in SCENARIOS
-            }
-            return counts | {CHUNK: await _count_chunk(subject, address, node, process, folder)}
+            yield Served(address, node, process, folder)
         finally:
             process.terminate()
             await asyncio.to_thread(process.wait, 60)
 
 
 def _start_gateway(
-    subject: Subject, folder: Path, address: Address, node: int
+    subject: Subject, launcher: str, folder: Path, address: Address, node: int
 ) -> subprocess.Popen[bytes]:
     nodes, settings = folder / "nodes.yaml", folder / "gateway.yaml"
     nodes.write_text(json.dumps({"nodes": [{"name": "node", "url": f"http://{HOST}:{node}"}]}))
@@ -252,7 +315,7 @@ def _start_gateway(
     command = [
         *("setpriv", "--pdeathsig", "TERM", "valgrind", "--tool=callgrind"),
         f"--callgrind-out-file={folder}/counted",
-        *(".venv/bin/python", "-c", LAUNCHER, "serve", "--nodes", str(nodes)),
+        *(".venv/bin/python", "-c", launcher, "serve", "--nodes", str(nodes)),
         *(
             "--config",
             str(settings),
@@ -287,46 +350,52 @@ async def _until_ready(process: subprocess.Popen[bytes], address: Address, folde
             await asyncio.sleep(0.2)
 
 
-async def _count_chunk(
-    subject: Subject,
-    address: Address,
-    node: Upstream,
-    process: subprocess.Popen[bytes],
-    folder: Path,
-) -> int:
+async def _count_chunk(subject: Subject, served: Served) -> int:
     """Instructions for each chunk of a stream that comes at the speed of a node."""
     found = []
     for tokens in (TOKENS, LONG_TOKENS):
-        node.script = Script(tokens, CHUNK_SECONDS)
-        load = subject.send(stream_load(address, tokens))
+        served.node.script = Script(tokens, CHUNK_SECONDS)
+        load = subject.send(stream_load(served.address, tokens))
         load.connection = ChunkCountingConnection
         ChunkCountingConnection.chunks = 0
-        count = await _count(load, process, STREAMS, folder, warm_up=0)
+        count = await _count(load, served, STREAMS, warm_up=0)
         found.append((count, ChunkCountingConnection.chunks / STREAMS))
     (few, few_chunks), (many, many_chunks) = found
     return round((many - few) / (many_chunks - few_chunks))
 
 
-async def _count(
-    load: Load,
-    process: subprocess.Popen[bytes],
-    requests: int,
-    folder: Path,
-    *,
-    warm_up: int = WARM_UP,
-) -> int:
+async def _count(load: Load, served: Served, requests: int, *, warm_up: int = WARM_UP) -> int:
     await load.connect(1)
     if warm_up:
         await load.run(warm_up, LIMIT)
-    await _control("--zero", process.pid)
+    await _control("--zero", served.process.pid)
     outcome = await load.run(requests, LIMIT)
-    before = _dumps(folder)
-    await _control("--dump", process.pid)
+    found = await _dumped(served)
     await load.close()
     if outcome.errors:
         raise RuntimeError(f"{outcome.errors} wrong answers, the first: {outcome.first_error}")
-    (dump,) = _dumps(folder) - before
-    return sum_of(dump) // requests
+    return found // requests
+
+
+async def _count_idle(load: Load, served: Served) -> int:
+    """Instructions a second of a gateway that has had some requests."""
+    await load.connect(1)
+    await load.run(WARM_UP, LIMIT)
+    await load.close()
+    await asyncio.sleep(SETTLE_SECONDS)
+    await _control("--zero", served.process.pid)
+    began = time.monotonic()
+    await asyncio.sleep(IDLE_SECONDS)
+    seconds = time.monotonic() - began
+    return round(await _dumped(served) / seconds)
+
+
+async def _dumped(served: Served) -> int:
+    """Instructions since the counters were set to zero."""
+    before = _dumps(served.folder)
+    await _control("--dump", served.process.pid)
+    (dump,) = _dumps(served.folder) - before
+    return sum_of(dump)
 
 
 def _dumps(folder: Path) -> set[Path]:
