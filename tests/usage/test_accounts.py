@@ -129,7 +129,8 @@ def holding(account: Account, how: str) -> Callable[[], None]:
     """Make an account of which something counts; returns what ends that, if time does not."""
     if how == "runs":
         account.admit(0, 0.0, AT - 100.0)
-        return lambda: (account.release(1.0), account.give_back(0, 0.0))[0]
+        account.give_back(0, 0.0)
+        return lambda: account.release(1.0)
     if how == "not settled":
         account.admit(0, 0.0, AT - 100.0)
         account.release(1.0)

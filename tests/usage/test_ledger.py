@@ -17,13 +17,7 @@ from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import open_requests, processes, usage
 from gateway.store.store import Store
 from gateway.usage.ledger import ROW_COLUMNS, Ledger, OpenRequest, UsageRow
-from gateway.usage.processes import (
-    DEAD_SECONDS,
-    ProcessIdentity,
-    ProcessWatch,
-    SeenProcess,
-    is_gone,
-)
+from gateway.usage.processes import DEAD_SECONDS, ProcessIdentity
 from tests.fleet.build import Clock
 from tests.gateways import until
 from tests.postgres import needs_postgres, running_postgres
@@ -302,24 +296,3 @@ async def test_requests_of_a_dead_process_are_recovered_once(url: str) -> None:
         assert first.recovered + second.recovered == 2
         assert await world.all(open_requests) == []
         assert {row["id"] for row in await world.all(processes)} == {first.own.id, second.own.id}
-
-
-async def test_a_process_that_shows_itself_again_is_not_dead() -> None:
-    clock = Clock()
-    watch = ProcessWatch(ProcessIdentity("me.0", "here", 1, NOW), clock)
-    assert watch.dead([SeenProcess("me.0", "here", 1, 0.0), SeenProcess("a.0", "x", 1, 5.0)]) == []
-    clock.passes(DEAD_SECONDS - 1)
-    assert watch.dead([SeenProcess("a.0", "x", 1, 6.0)]) == []
-    clock.passes(DEAD_SECONDS - 1)
-    assert watch.dead([SeenProcess("a.0", "x", 1, 6.0)]) == []
-    clock.passes(1)
-    assert watch.dead([gone := SeenProcess("a.0", "x", 1, 6.0)]) == [gone]
-
-
-def test_a_process_of_this_host_is_dead_at_once_if_its_pid_is_free_or_anothers() -> None:
-    own = ProcessIdentity.of_this_process(NOW)
-    seen = SeenProcess(own.id, own.host, own.pid, NOW)
-    assert not is_gone(seen, own.host)
-    assert is_gone(seen._replace(id="0123.1"), own.host)
-    assert is_gone(seen._replace(pid=2**22 + 1), own.host)
-    assert not is_gone(seen._replace(pid=2**22 + 1), "another host")
