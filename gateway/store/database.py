@@ -318,13 +318,18 @@ def transaction(
     """Run the block in a transaction of its own; `seconds` is for PostgreSQL's statements.
 
     SQLite takes its write lock at the beginning: a transaction that reads first and writes later
-    fails at once, without waiting, if another process has written in between.
+    fails at once, without waiting, if another process has written in between. All statements of a
+    transaction that only reads see one state of the store.
     """
     with connection.begin():
         if connection.dialect.name == "sqlite":
             connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
-        elif seconds > STATEMENT_SECONDS:
-            connection.exec_driver_sql(f"SET LOCAL statement_timeout = {int(seconds * 1000)}")
+        else:
+            if not write:
+                # By default each statement sees what was committed before it began.
+                connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+            if seconds > STATEMENT_SECONDS:
+                connection.exec_driver_sql(f"SET LOCAL statement_timeout = {int(seconds * 1000)}")
         yield
 
 

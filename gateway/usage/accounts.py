@@ -99,6 +99,7 @@ class Account:
         return not (
             self.open
             or self.running
+            or self.others.running
             or self.requests.value(now)
             or self.tokens.value(now)
             or (self.tokens_per_day < math.inf and self.tokens_by_day.get(calendar.day))

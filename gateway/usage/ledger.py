@@ -30,6 +30,7 @@ from gateway.usage.processes import (
     MOST_TAKEN,
     ProcessIdentity,
     ProcessWatch,
+    SeenProcess,
     register,
     seen_processes,
     take_open_requests,
@@ -390,21 +391,7 @@ class Ledger:
         try:
             seen = await self.store.run(seen_processes, write=False)
             for dead in self._watch.dead(seen):
-                first = self._sequence + 1
-
-                def recover(connection: Connection, dead: Any = dead, first: int = first) -> int:
-                    lost = take_open_requests(connection, dead)
-                    rows = [_lost_row(one, self.own.id) for one in lost]
-                    insert_rows(connection, rows, first)
-                    return len(rows)
-
-                count = await self.store.run(recover)
-                self._sequence += count
-                self.written += count
-                self.recovered += count
-                if count:
-                    log.warning("recovered requests", process=dead.id, requests=count)
-                if count == MOST_TAKEN:
+                if await self._recover_from(dead) == MOST_TAKEN:
                     self._more_to_recover = True
                     break
         except StoreError as error:
@@ -412,6 +399,28 @@ class Ledger:
         except Exception:
             # Rows that no version should have written must not keep the gateway from serving.
             log.exception("open requests of a dead process can't be recovered")
+
+    async def _recover_from(self, dead: SeenProcess) -> int:
+        """Write some of a dead process's open requests into the ledger; how many those were."""
+        first, taken = self._sequence + 1, 0
+
+        def recover(connection: Connection) -> None:
+            nonlocal taken
+            rows = [_lost_row(one, self.own.id) for one in take_open_requests(connection, dead)]
+            insert_rows(connection, rows, first)
+            taken = len(rows)
+
+        try:
+            await self.store.run(recover)
+        finally:
+            # If nobody knows whether it was committed, too: other processes may have read these
+            # rows, and do not look for the same numbers again.
+            self._sequence += taken
+        self.written += taken
+        self.recovered += taken
+        if taken:
+            log.warning("recovered requests", process=dead.id, requests=taken)
+        return taken
 
 
 @dataclass(slots=True)

@@ -114,8 +114,8 @@ class LimitSync:
     _held: list[Account] = field(default_factory=list)
     """Accounts of which others hold something."""
     _calendar: Calendar = field(default_factory=Calendar)
-    _day: float = -math.inf
-    """Of the last look."""
+    _last: tuple[float, float] | None = None
+    """Unix and monotonic time of the last look that found the store."""
     _next_warning: float = -math.inf
 
     async def start(self, limit: float = START_SECONDS) -> None:
@@ -135,19 +135,31 @@ class LimitSync:
     async def look(self) -> None:
         """Read the store once, and count what it has."""
         wanted, now, cursors = self.book.unloaded(), self.now(), self._cursors
-        went_back, self._day = now // DAY_SECONDS < self._day, now // DAY_SECONDS
+        at, clock_was_set = self.clock(), self._is_clock_set(now)
         try:
             found = await self.store.run(
                 lambda connection: read_ledger(
-                    connection, self.own, now, cursors, wanted, went_back=went_back
+                    connection, self.own, now, cursors, wanted, clock_was_set=clock_was_set
                 ),
                 write=False,
             )
         except StoreError as error:
             self._failed(str(error))
             return
-        self.problem, self._cursors = None, found.cursors
+        self.problem, self._cursors, self._last = None, found.cursors, (now, at)
         self._count(found, wanted)
+
+    def _is_clock_set(self, now: float) -> bool:
+        """Whether the wall clock was set to another day since the last look.
+
+        The sums that were loaded are those of the day and month that it showed then.
+        """
+        if self._last is None:
+            return False
+        before, at = self._last
+        set_ahead = (now - before) - (self.clock() - at)
+        day, day_before = now // DAY_SECONDS, before // DAY_SECONDS
+        return day < day_before or (day > day_before and set_ahead > MINUTE)
 
     def _failed(self, why: str) -> None:
         self.problem, now = why, self.clock()
@@ -244,12 +256,12 @@ def read_ledger(
     cursors: Mapping[str, int] | None,
     wanted: Mapping[str, float],
     *,
-    went_back: bool,
+    clock_was_set: bool,
 ) -> LedgerRead:
     """All that the limits of the process `own` need to know, of one state of the store.
 
     `cursors`: the last rows that were read; None: none. `wanted`: the scopes to be loaded, and
-    since when the process counts them itself. `went_back`: to an earlier day.
+    since when the process counts them itself. `clock_was_set`: to another day.
     """
     known = set(connection.execute(select(processes.c.id)).scalars()) | {own}
     known |= set(cursors or ())
@@ -278,7 +290,7 @@ def read_ledger(
         if keys is not None:
             rows = rows.where(usage.c.key.in_(keys))
         found.recent = [UsedRow(*row) for row in connection.execute(rows)]
-    if went_back:
+    if clock_was_set:
         found.all_sums = _sums(connection, calendar, None, true())
     return found
 
@@ -328,9 +340,11 @@ def _sums(
     """
     month_begins, day_begins = month_start(calendar.month), calendar.day * DAY_SECONDS
     rows, days = usage.c, usage_days.c
+    # Rows of later days were written while a clock was wrong.
+    today = and_(rows.ended_at >= day_begins, rows.ended_at < calendar.day_ends)
     rolled_tokens = days.prompt_tokens + days.completion_tokens
     queries = (
-        _grouped(_WHO, rows.ended_at >= day_begins, _TOKENS, rows.cost).where(
+        _grouped(_WHO, today, _TOKENS, rows.cost).where(
             rows.ended_at >= month_begins, rows.ended_at < calendar.month_ends, condition
         ),
         _grouped(

@@ -154,7 +154,7 @@ class LimitBook:
         self._accounts: dict[str, Account] = {}
         """By subject; without those of end users."""
         self._users: dict[str, OrderedDict[str, Account]] = {}
-        """By the id of their key, then by their names, those looked up last at the end."""
+        """By the id of their key, then by their names, those to be evicted first in front."""
         self._user_limits: dict[str, LimitSpec] = {}
         """The limits of each end user, by the id of the key."""
         self._unloaded: dict[str, float] = {}
@@ -264,17 +264,19 @@ class LimitBook:
         return account
 
     def _evict_one(self, users: OrderedDict[str, Account]) -> bool:
-        """Drop one of the accounts that were not looked up for longest; returns whether it could.
+        """Drop an account that counts nothing; returns whether one was found.
 
-        One that counts something is kept: whoever it belongs to must not escape its limits.
+        One that counts something is kept, since its user must not escape its limits. It moves to
+        the end, so that the next call looks at others.
         """
         now, wall = self._clock(), self._wall_clock()
         self._calendar.look_up(wall)
-        for user, account in islice(users.items(), EVICTION_TRIES):
+        for user, account in list(islice(users.items(), EVICTION_TRIES)):
             if account.is_idle(now, self._calendar):
                 del users[user]
                 self._version += 1
                 return True
+            users.move_to_end(user)
         return False
 
     def existing(self, key: str, group: str | None, user: str | None) -> list[tuple[str, Account]]:

@@ -13,6 +13,9 @@ from gateway.usage.accounts import Accounts
 from gateway.usage.ledger import OpenRequest, UsageRow
 from gateway.usage.limits import LimitBook, Reservation
 
+CLOCK_STEP_SECONDS = 1.0
+"""A request that was admitted so much later than it can have been: the clock was set back."""
+
 
 class TokensSoFar(NamedTuple):
     """What a request that still runs has used."""
@@ -104,8 +107,8 @@ class Meter:
         """The requests that run and were admitted before this Unix time, for the ledger."""
         for metered in self._open.values():
             reservation = metered.reservation
-            if reservation.admitted_at > before:
-                # Unless the clock was set, those behind it are younger still.
+            if before < reservation.admitted_at <= before + CLOCK_STEP_SECONDS:
+                # Those behind it are younger still.
                 break
             caller, record, request = metered.accounts.caller, metered.record, metered.request
             prompt, completion = self._tokens_so_far(request.id)

@@ -72,7 +72,6 @@ STOPPED = 1e6
 TIMERS = {
     "gateway.usage.ledger": {
         "FLUSH_SECONDS": STOPPED,
-        "JOURNAL_SECONDS": STOPPED,
         "JOURNALED_WITHIN": 10 * STOPPED,  # the time until the next flush is subtracted
         "RECOVERY_SECONDS": STOPPED,
         "HEARTBEAT_SECONDS": STOPPED,

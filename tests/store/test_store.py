@@ -51,6 +51,19 @@ async def test_jobs_are_done_one_after_the_other(store_url: str) -> None:
         assert await store.run(names) == [f"{number:03}" for number in range(100)]
 
 
+async def test_a_job_that_only_reads_sees_one_state_of_the_store(store_url: str) -> None:
+    with opened(store_url) as store, opened(store_url) as other:
+        await store.run(add("before"))
+
+        def read_twice(connection: Connection) -> tuple[list[str], list[str]]:
+            first = names(connection)
+            other.run_now(add("meanwhile"))
+            return first, names(connection)
+
+        assert await store.run(read_twice, write=False) == (["before"], ["before"])
+        assert await store.run(names, write=False) == ["before", "meanwhile"]
+
+
 async def test_a_cancellation_that_comes_with_the_result_is_obeyed(store_url: str) -> None:
     begun, go_on = blocker()
 

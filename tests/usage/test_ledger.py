@@ -23,14 +23,7 @@ from gateway.usage.ledger import (
     OpenRequest,
     UsageRow,
 )
-from gateway.usage.processes import (
-    DEAD_SECONDS,
-    MOST_TAKEN,
-    ProcessIdentity,
-    ProcessWatch,
-    SeenProcess,
-    is_gone,
-)
+from gateway.usage.processes import DEAD_SECONDS, MOST_TAKEN, ProcessIdentity
 from tests.fleet.build import Clock
 from tests.gateways import until
 from tests.postgres import needs_postgres, running_postgres
@@ -373,24 +366,3 @@ async def test_a_slow_store_has_each_request_before_it_is_a_second_old(
             ages += [loop.time() - admitted[id_] for id_ in new]
     assert len(ages) > 500
     assert max(ages) <= most + 0.03
-
-
-async def test_a_process_that_shows_itself_again_is_not_dead() -> None:
-    clock = Clock()
-    watch = ProcessWatch(ProcessIdentity("me.0", "here", 1, NOW), clock)
-    assert watch.dead([SeenProcess("me.0", "here", 1, 0.0), SeenProcess("a.0", "x", 1, 5.0)]) == []
-    clock.passes(DEAD_SECONDS - 1)
-    assert watch.dead([SeenProcess("a.0", "x", 1, 6.0)]) == []
-    clock.passes(DEAD_SECONDS - 1)
-    assert watch.dead([SeenProcess("a.0", "x", 1, 6.0)]) == []
-    clock.passes(1)
-    assert watch.dead([gone := SeenProcess("a.0", "x", 1, 6.0)]) == [gone]
-
-
-def test_a_process_of_this_host_is_dead_at_once_if_its_pid_is_free_or_anothers() -> None:
-    own = ProcessIdentity.of_this_process(NOW)
-    seen = SeenProcess(own.id, own.host, own.pid, NOW)
-    assert not is_gone(seen, own.host)
-    assert is_gone(seen._replace(id="0123.1"), own.host)
-    assert is_gone(seen._replace(pid=2**22 + 1), own.host)
-    assert not is_gone(seen._replace(pid=2**22 + 1), "another host")

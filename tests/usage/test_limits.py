@@ -11,7 +11,15 @@ from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.lease import LeaseRequest
 from gateway.request import Caller, Priority
-from gateway.usage.limits import DEFAULT_COMPLETION_TOKENS, MOST_USERS, LimitBook, Reservation
+from gateway.usage.accounts import OtherUse
+from gateway.usage.limits import (
+    DEFAULT_COMPLETION_TOKENS,
+    EVICTION_TRIES,
+    MOST_USERS,
+    LimitBook,
+    Reservation,
+)
+from gateway.usage.windows import Calendar
 from tests.usage.build import NOW, Clocks, a_caller, a_lease_request
 
 DAY = 86400.0
@@ -347,3 +355,39 @@ def test_a_kept_head_of_an_evicted_end_user_counts_on_its_new_account() -> None:
         book.accounts(chat, f"user-{number}")
     book.reserve(kept, a_lease_request(), book.clocks.wall())
     assert book.refusal(chat, "ann").code == "rate_limit_exceeded"
+
+
+@pytest.mark.parametrize("busy", ["have used money", "run", "run elsewhere"])
+def test_users_that_count_something_do_not_stand_before_those_that_can_go(busy: str) -> None:
+    """However long the oldest users stay, a new one gets an account of its own."""
+    book = Book()
+    chat = a_caller("chat", user_limits={"budget": "5/month", "concurrency": 2})
+    busy_names = [f"busy-{number}" for number in range(3 * EVICTION_TRIES)]
+    for name in busy_names:
+        book.accounts(chat, name)
+        if busy == "have used money":
+            book.use(chat, 10, 1.0, user=name)
+        elif busy == "run":
+            book.admit(chat, name, request=answers(0))
+        else:
+            (account,) = book.accounts(chat, name).tracked
+            account.set_others(OtherUse(running=1))
+    # They have asked for their figures, and used nothing.
+    for number in range(MOST_USERS - len(busy_names)):
+        book.accounts(chat, f"idle-{number}")
+    book.clocks.advance(120.0)
+    own = {book.accounts(chat, f"new-{number}").tracked[0].subject for number in range(100)}
+    assert len(own - {"others:chat"}) >= 100 - len(busy_names) // EVICTION_TRIES
+    assert book.accounts(chat, "new-99").tracked[0].subject == "user:chat/new-99"
+    # None of the busy ones has lost what counts.
+    for name in busy_names:
+        (account,) = book.accounts(chat, name).tracked
+        assert account.subject == f"user:chat/{name}"
+        assert not account.is_idle(book.clocks.clock(), a_calendar(book.clocks.wall()))
+    assert sum(1 for _ in book.all_accounts()) <= MOST_USERS + 1
+
+
+def a_calendar(when: float) -> Calendar:
+    calendar = Calendar()
+    calendar.look_up(when)
+    return calendar

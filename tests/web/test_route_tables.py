@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,13 +13,15 @@ import pytest
 from gateway import __version__
 from gateway.access.admin_keys import AdminRole
 from gateway.access.keys import new_key
+from gateway.config.settings import Settings
 from gateway.proxy.inbound.routes import pages_of, routes_of
 from gateway.web.admin.app import ADMIN_ROUTES, INDEX_PAGE
 from gateway.web.site import SITE_ROUTES
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec
+from tests.gateways import running_gateway, until
 from tests.virtual import in_virtual_time
-from tests.web.bare_gateway import BareGateway, bare_gateway
+from tests.web.bare_gateway import CHAT, BareGateway, bare_gateway
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 NODE, MODEL, OTHER_MODEL = "node-nobody-knows", "model-nobody-knows", "another-hidden-model"
@@ -197,6 +200,159 @@ async def test_the_admin_listener_without_an_admin_key(key: str | None) -> None:
                     bodies.add(response.text)
         # Nothing tells a path that exists from one that does not.
         assert len(bodies - {""}) == 1
+
+
+CONTRACT = {
+    None: {"GET /", "GET /health", "GET /ready"},
+    AdminRole.VIEWER: {
+        "GET /metrics",
+        "GET /openapi.json",
+        "GET /admin/status",
+        "GET /admin/nodes",
+        "GET /admin/nodes/{name}",
+    },
+    AdminRole.OPERATOR: {
+        "POST /admin/nodes/{name}/drain",
+        "POST /admin/nodes/{name}/resume",
+        "POST /admin/nodes/{name}/probe",
+        "GET /admin/requests",
+        "DELETE /admin/requests/{id:path}",
+        "GET /admin/usage",
+        "POST /admin/reload",
+    },
+    AdminRole.ADMIN: {
+        "GET /admin/config",
+        "GET /admin/audit",
+        "GET /admin/keys",
+        "POST /admin/keys",
+        "POST /admin/keys/import",
+        "GET /admin/keys/{name}",
+        "PATCH /admin/keys/{name}",
+        "DELETE /admin/keys/{name}",
+        "POST /admin/keys/{name}/rotate",
+    },
+}
+"""Who may use what, as promised: written here a second time, so that no route gets a lower role by
+a slip. Who adds a route decides here as well."""
+
+
+def test_each_path_needs_the_role_that_is_promised() -> None:
+    found = {
+        role: {f"{one.method} {one.path}" for one in ADMIN_ROUTES if one.role is role}
+        for role in (None, *AdminRole)
+    }
+    assert found == CONTRACT
+    # No path is in the table twice, so the first of two can't hide the other's role.
+    assert len({(one.method, one.path) for one in ADMIN_ROUTES}) == len(ADMIN_ROUTES)
+
+
+def test_what_changes_something_needs_an_operator_and_is_audited() -> None:
+    for route in ADMIN_ROUTES:
+        why = f"{route.method} {route.path}"
+        changes = route.method not in {"GET", "HEAD", "OPTIONS"}
+        assert changes == (route.action is not None), why
+        assert not changes or (route.role or AdminRole.VIEWER) >= AdminRole.OPERATOR, why
+
+
+def test_each_path_of_the_public_listener_that_needs_no_key_is_promised() -> None:
+    open_paths = {route.path for route in SITE_ROUTES if not route.needs_key}
+    assert open_paths == set(KEYLESS_PUBLIC)
+    settings = Settings.model_validate({"ollama": True})
+    pages = {f"{one.method} {one.path}" for one in pages_of(settings) if not one.needs_models}
+    assert pages == {"GET /", "GET /api/version"}
+
+
+@pytest.mark.parametrize("role", AdminRole)
+@in_virtual_time
+async def test_no_other_method_gets_round_a_role(role: AdminRole) -> None:
+    methods: dict[str, dict[str, AdminRole | None]] = {}
+    for route in ADMIN_ROUTES:
+        methods.setdefault(route.path, {})[route.method] = route.role
+    # With other methods it is a key of this name.
+    methods["/admin/keys/import"] |= methods["/admin/keys/{name}"]
+    async with gateway_with_keys() as (gateway, secrets):
+        for path, needed in methods.items():
+            for method in METHODS:
+                why = f"{method} {path}"
+                asked = "GET" if method == "HEAD" and "GET" in needed else method
+                wanted = needed.get(asked)
+                if asked in needed and (wanted is None or role >= wanted):
+                    continue
+                response = await gateway.admin.request(
+                    method, filled(path), headers=bearer(ADMIN_KEYS[role].text)
+                )
+                assert response.status_code == (403 if asked in needed else 405), why
+                assert_tells_nothing(response, secrets, why)
+
+
+async def test_what_a_role_reads_names_nobody_that_it_may_not_know(tmp_path: Path) -> None:
+    """With a real store: keys, callers, users and the audit log are there to be told."""
+    admin = {
+        "keys": [
+            {"id": key.id, "sha256": key.sha256, "role": role.label}
+            for role, key in ADMIN_KEYS.items()
+        ]
+    }
+    settings = {
+        "admin": admin,
+        "keys": [
+            {
+                "id": CALLER.id,
+                "sha256": CALLER.sha256,
+                "name": "holder-nobody-knows",
+                "trust_user_headers": True,
+                "limits": {"rpm": 1000},
+            }
+        ],
+    }
+    hashes = {key.sha256 for key in (CALLER, *ADMIN_KEYS.values())}
+    unknown = {
+        AdminRole.VIEWER: {"holder-nobody-knows", "stored-nobody-knows", "user-nobody-knows"},
+        AdminRole.OPERATOR: {"stored-nobody-knows"},
+        AdminRole.ADMIN: set[str](),
+    }
+    async with (
+        EmulatedNode() as node,
+        running_gateway(tmp_path, [node.url], settings) as running,
+        httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as client,
+    ):
+        as_admin = bearer(ADMIN_KEYS[AdminRole.ADMIN].text)
+        made = await client.post(
+            "/admin/keys", json={"name": "stored-nobody-knows"}, headers=as_admin
+        )
+        secret = made.json()["key"].rpartition("_")[2]
+        chat = await running.client.post(
+            CHAT,
+            json={"messages": [{"role": "user", "content": "words-nobody-knows"}], "max_tokens": 1},
+            headers=bearer(CALLER.text) | {"x-user-id": "user-nobody-knows"},
+        )
+        assert chat.status_code == 200
+        ledger = running.gateway.ledger
+        assert ledger is not None
+        await until(lambda: ledger.written >= 1)
+        for role, key in ADMIN_KEYS.items():
+            hidden = unknown[role] | hashes | {secret, "words-nobody-knows"}
+            read = 0
+            for route in ADMIN_ROUTES:
+                if route.method != "GET" or (route.role or AdminRole.VIEWER) > role:
+                    continue
+                path = route.path.replace("/nodes/{name}", "/nodes/node-0")
+                path = path.replace("{name}", "stored-nobody-knows")
+                question = "?by=key,user" if path == "/admin/usage" else ""
+                response = await client.get(path + question, headers=bearer(key.text))
+                assert response.status_code == 200, path
+                assert [word for word in hidden if word in told(response)] == [], path
+                read += 1
+            assert read >= 8
+        # What the lower roles were not told is there.
+        usage = await client.get("/admin/usage?by=key,user", headers=as_admin)
+        assert "user-nobody-knows" in usage.text
+        audit = await client.get("/admin/audit", headers=as_admin)
+        assert "stored-nobody-knows" in audit.text
+        # A caller's key is none of this listener, and an admin's none of the other.
+        for path in ("/v1/usage", "/v1/models", "/props"):
+            response = await running.client.get(path, headers=as_admin)
+            assert response.status_code == 401, path
 
 
 @pytest.mark.parametrize("role", AdminRole)
