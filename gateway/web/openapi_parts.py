@@ -459,6 +459,7 @@ AUDIT_FIELDS: Mapping[str, tuple[str, str]] = {
     ),
     "target": ("string", "the node, request, key or file"),
     "outcome": ("string", "`done`, or the code of the error"),
+    "refused": ("boolean", "whether it was refused (4xx) and changed nothing"),
     "details": ("object", "what else is known, such as a drain's deadline"),
 }
 
