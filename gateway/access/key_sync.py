@@ -1,26 +1,26 @@
 """Keeps the key ring equal to the store: changes, expiries and revocations within a second.
 
-The hashes of the keys are also kept in a file of the state folder. A gateway that starts while its
-store can't be reached knows its callers by that file until the store answers. Without it nobody can
-be told from a stranger: then keys of the settings work, and everybody else gets 503.
+The hashes of the keys are also kept in a file of the state folder (`LastKnownKeys`). A gateway that
+starts while its store can't be reached knows its callers by that file until the store answers.
+Without it nobody can be told from a stranger: then keys of the settings work, and everybody else
+gets 503.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
 import structlog
 from sqlalchemy import Connection, Row
 
-from gateway.access.keys import HeldKey, KeyDefinition, KeyRing, held_key
+from gateway.access.keys import HeldKey, KeyDefinition, KeyRing
+from gateway.access.last_known_keys import LastKnownKeys
 from gateway.access.stored_keys import (
     StoredKey,
     key_rows,
@@ -28,11 +28,9 @@ from gateway.access.stored_keys import (
     read_keys,
     stored_key,
 )
-from gateway.config.listeners import KeySpec
 from gateway.store.database import StoreLocation, never_had_keys
 from gateway.store.failures import StoreError, StoreUnavailable
 from gateway.store.store import Store
-from gateway.system import read_state, write_state
 
 POLL_SECONDS = 0.5
 """Seconds between two looks at the revision of the stored keys, and at expired ones."""
@@ -40,29 +38,7 @@ POLL_SECONDS = 0.5
 START_SECONDS = 5.0
 """Most seconds for the first look; then the gateway starts with the keys of the file."""
 
-FILE_VERSION = 1
-"""Version of the file's format; a file of another version is not read."""
-
-LARGEST_FILE = 128 << 20
-"""Bytes; 100,000 keys of 1 KiB each fit."""
-
-_PRIVATE = 0o600
-
 log = structlog.get_logger()
-
-
-class _FileKey(msgspec.Struct):
-    spec: dict[str, Any]
-    previous_sha256: str | None = None
-    previous_until: float | None = None
-
-
-class _KeysFile(msgspec.Struct):
-    version: int
-    store: str
-    """Which store they are of: a hash of its URL."""
-    saved_at: float
-    keys: list[_FileKey]
 
 
 class KeySync:
@@ -82,8 +58,7 @@ class KeySync:
     ) -> None:
         self._store = store
         self.key_ring = key_ring
-        self._path = path
-        self._now = now
+        self._last_known = None if store is None else LastKnownKeys(store.location, path, now=now)
         self._poll_seconds = poll_seconds
         self._revision: int | None = None
         """The revision of the keys in the ring; None: they are not the store's, or there are none.
@@ -102,14 +77,14 @@ class KeySync:
 
     async def start(self, seconds: float = START_SECONDS) -> None:
         """Read the store's keys; those of the file, if the store does not open in `seconds`."""
-        store = self._store
-        if store is None:
+        store, last_known = self._store, self._last_known
+        if store is None or last_known is None:
             return
         await store.wait_opened(seconds)
         try:
             await self.refresh(seconds)
         except StoreError as error:
-            saved = await asyncio.to_thread(_last_known_keys, store.location, self._path)
+            saved = await asyncio.to_thread(last_known.load)
             if saved is None:
                 log.warning("stored keys are unknown", why=error.message, remedy=error.remedy)
                 return
@@ -132,6 +107,14 @@ class KeySync:
             # The store tells its own failures; `problem` has this one.
             with contextlib.suppress(StoreError):
                 await self.refresh()
+            if self._last_known is not None and self._last_known.is_due():
+                async with self._refreshing:
+                    await asyncio.to_thread(self._last_known.save_again)
+
+    @property
+    def unsaved(self) -> str | None:
+        """Why a start without the store would know other keys; None: it would know these."""
+        return None if self._last_known is None else self._last_known.error
 
     async def _expire(self) -> None:
         """Keys end whatever the store does."""
@@ -144,8 +127,8 @@ class KeySync:
 
         Call it after a change by this process: its callers should not wait for the next poll.
         """
-        store = self._store
-        if store is None:
+        store, last_known = self._store, self._last_known
+        if store is None or last_known is None:
             return
         async with self._refreshing:
             limit = {} if seconds is None else {"seconds": seconds}
@@ -167,8 +150,7 @@ class KeySync:
             self._revision, keys, held = read
             self.key_ring.replace_stored(held)
             self._tell()
-            if self._path is not None:
-                await asyncio.to_thread(self._write_file, store.location, self._path, keys)
+            await asyncio.to_thread(last_known.save, keys)
 
     def _tell(self) -> None:
         """Log it once that the last key is lost."""
@@ -195,23 +177,6 @@ class KeySync:
         both = [pair for pair in known.values() if pair is not None]
         return revision, [key for key, _ in both], [held for _, held in both]
 
-    def _write_file(self, location: StoreLocation, path: Path, keys: Sequence[StoredKey]) -> None:
-        saved = [
-            _FileKey(
-                key.spec.model_dump(mode="json", by_alias=True, exclude_none=True),
-                key.previous_sha256,
-                key.previous_until,
-            )
-            for key in keys
-        ]
-        whole = _KeysFile(FILE_VERSION, _store_id(location), self._now(), saved)
-        try:
-            write_state(path, whole, mode=_PRIVATE)
-        except OSError as error:
-            log.warning(
-                "stored keys could not be saved for a start without the store", why=str(error)
-            )
-
 
 def _usable(row: Row[Any]) -> tuple[StoredKey, HeldKey] | None:
     key = stored_key(row)
@@ -236,52 +201,8 @@ def count_stored_keys(location: StoreLocation, path: Path) -> int | None:
             pass
         finally:
             store.close(START_SECONDS)
-    saved = _last_known_keys(location, path)
+    saved = LastKnownKeys(location, path).load()
     return None if saved is None else len(saved.keys)
-
-
-# The file of the last known keys.
-
-
-class _LastKnown(NamedTuple):
-    keys: list[HeldKey]
-    at: float | None
-    """When they were saved, in Unix seconds; None: there never were any."""
-
-
-def _last_known_keys(location: StoreLocation, path: Path | None) -> _LastKnown | None:
-    """The keys that this store had when it was read last; None: nobody knows."""
-    if path is not None:
-        consequence = "stored keys stay unknown until the store answers"
-        found = read_state(path, _KeysFile, LARGEST_FILE, consequence)
-        ours = (FILE_VERSION, _store_id(location))
-        if found is not None and (found.version, found.store) == ours:
-            return _LastKnown(list(_held_keys(found.keys)), found.saved_at)
-        if found is None and _was_there(path):
-            return None
-    # A person without keys is served from a read-only folder and from a full disk, too.
-    return _LastKnown([], None) if never_had_keys(location) else None
-
-
-def _held_keys(saved: Iterable[_FileKey]) -> Iterator[HeldKey]:
-    for key in saved:
-        # What another version wrote, only the store can tell.
-        with contextlib.suppress(ValueError):
-            spec = KeySpec.model_validate(key.spec, by_alias=True, by_name=False)
-            yield held_key(spec, key.previous_sha256, key.previous_until)
-
-
-def _was_there(path: Path) -> bool:
-    """Whether there is a file of keys that can't be used, perhaps set aside by `read_state`."""
-    try:
-        return path.exists() or path.with_name(f"{path.name}.bad").exists()
-    except OSError:
-        return True
-
-
-def _store_id(location: StoreLocation) -> str:
-    """A hash, since the URL names hosts and users."""
-    return hashlib.sha256(location.shown.encode()).hexdigest()[:32]
 
 
 def _local_time(at: float) -> str:

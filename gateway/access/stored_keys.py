@@ -168,8 +168,10 @@ def _merged(fields: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, An
         if isinstance(value, Mapping):
             before = merged.get(name)
             merged[name] = _merged(before if isinstance(before, Mapping) else {}, value)
+        elif value is None and name in merged:
+            del merged[name]
         else:
-            merged[name] = value  # null: as if it were not there.
+            merged[name] = value  # A null of an unknown name stays, and is refused.
     return merged
 
 

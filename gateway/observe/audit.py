@@ -1,22 +1,25 @@
 """The audit log: who has changed what, when, and with which outcome.
 
 Each change is logged at once, and kept in the store for `/admin/audit`. While the store can't be
-written, a bounded number of changes waits for it.
+written, a bounded number of changes waits for it. Attempts that were refused have bounds of their
+own, here and in the store: whoever may change nothing can't push out what others have changed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import json
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
 import structlog
-from sqlalchemy import Connection, delete, func, insert, select
+from sqlalchemy import ColumnElement, Connection, delete, func, insert, not_, or_, select
 
 from gateway.events import InventoryChanged
 from gateway.store.failures import StoreError
@@ -33,7 +36,13 @@ MOST_PENDING = 1000
 oldest."""
 
 MOST_ROWS = 100_000
-"""Changes that the store keeps."""
+"""Changes that the store keeps; a hundredth more until old ones are removed."""
+
+MOST_REFUSED_PENDING = 100
+"""Refused attempts that wait for the store, or without one are all that is kept."""
+
+MOST_REFUSED_ROWS = 10_000
+"""Refused attempts that the store keeps."""
 
 RETRY_SECONDS = 5.0
 """Seconds until a store that failed is tried again."""
@@ -53,18 +62,38 @@ class AuditEntry:
     outcome: str
     """`done`, or the code of the error."""
     details: Mapping[str, str]
+    refused: bool = False
+    """Whether nothing was changed: it was the fault of the one who tried, or not for its role."""
     id: int = 0
     """Grows with time; 0: not yet stored."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The entry as JSON values."""
+        at = datetime.fromtimestamp(self.at, UTC).isoformat(timespec="milliseconds")
+        return {
+            "id": self.id,
+            "at": at.replace("+00:00", "Z"),
+            "actor": self.actor,
+            "role": self.role,
+            "action": self.action,
+            "target": self.target,
+            "outcome": self.outcome,
+            "refused": self.refused,
+            "details": dict(self.details),
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class AuditQuery:
-    """Which changes to show, the latest first. Times are in seconds since 1970."""
+    """Which entries to show, the latest first. Times are in seconds since 1970."""
 
     since: float | None = None
     until: float | None = None
     before: int | None = None
     """Only those with a smaller id."""
+    action: str | None = None
+    """Only this action, or those that begin with it and a dot: `keys` for `keys.revoke`."""
+    target: str | None = None
     limit: int = 100
 
 
@@ -81,6 +110,7 @@ class AuditTrail:
         *,
         retry_seconds: float = RETRY_SECONDS,
         most_rows: int = MOST_ROWS,
+        most_refused_rows: int = MOST_REFUSED_ROWS,
     ) -> None:
         self.lost = 0
         """Changes that were logged but could not be kept."""
@@ -88,7 +118,9 @@ class AuditTrail:
         self._store = store
         self._retry_seconds = retry_seconds
         self._most_rows = most_rows
+        self._most_refused_rows = most_refused_rows
         self._pending: deque[AuditEntry] = deque()
+        self._refused: deque[AuditEntry] = deque(maxlen=MOST_REFUSED_PENDING)
         self._recorded = asyncio.Event()
         self._writing = asyncio.Lock()
         self._last_at = 0.0
@@ -103,8 +135,12 @@ class AuditTrail:
         outcome: str = "done",
         *,
         details: Mapping[str, str] | None = None,
+        refused: bool = False,
     ) -> None:
-        """Tell of a change. Texts are shortened; nothing secret may be in them."""
+        """Tell of a change, or of an attempt at one that was `refused`.
+
+        Texts are shortened; nothing secret may be in them.
+        """
         # No two entries have the same time, by which a repeated write is recognised.
         self._last_at = max(self._wall_clock(), self._last_at + 1e-6)
         self._last_id += 1
@@ -116,6 +152,7 @@ class AuditTrail:
             _shortened(target),
             outcome,
             {_shortened(key): _shortened(value) for key, value in (details or {}).items()},
+            refused,
             self._last_id if self._store is None else 0,
         )
         log.info(
@@ -127,7 +164,8 @@ class AuditTrail:
             outcome=entry.outcome,
             **({"details": dict(entry.details)} if entry.details else {}),
         )
-        self._pending.append(entry)
+        kept = self._refused if refused else self._pending
+        kept.append(entry)
         if len(self._pending) > MOST_PENDING:
             self._pending.popleft()
             if self._store is not None:
@@ -150,26 +188,34 @@ class AuditTrail:
             return
         async with self._writing:
             self._recorded.clear()
-            entries = list(self._pending)
+            entries = list(self._kept())
             if not entries:
                 return
+            bounds = {False: self._most_rows, True: self._most_refused_rows}
             try:
-                await self._store.run(partial(_write, entries=entries, most_rows=self._most_rows))
+                await self._store.run(partial(_write, entries=entries, bounds=bounds))
             except StoreError:
                 self._recorded.set()
                 raise
             written = set(map(id, entries))
-            while self._pending and id(self._pending[0]) in written:
-                self._pending.popleft()
+            for kept in (self._pending, self._refused):
+                while kept and id(kept[0]) in written:
+                    kept.popleft()
 
     async def entries(self, query: AuditQuery) -> list[AuditEntry]:
         """The changes, the latest first. Raises: StoreError."""
         if self._store is not None:
             with contextlib.suppress(StoreError):
                 await self.flush()
-            return await self._store.run(lambda connection: _read(connection, query), write=False)
-        found = [entry for entry in reversed(self._pending) if _is_wanted(entry, query)]
-        return found[: query.limit]
+            return await self._store.run(
+                lambda connection: read_audit(connection, query), write=False
+            )
+        found = [entry for entry in self._kept() if _is_wanted(entry, query)]
+        return found[::-1][: query.limit]
+
+    def _kept(self) -> Iterable[AuditEntry]:
+        """All that is kept here, in the order of time."""
+        return heapq.merge(self._pending, self._refused, key=lambda entry: entry.at)
 
     def record_settings(self, actor: str, changed: Sequence[str], *, invalid: bool) -> None:
         """Tell of settings that were read again: the top-level keys that have changed."""
@@ -190,6 +236,8 @@ class AuditTrail:
 
 
 def _shortened(text: str) -> str:
+    """The text as it is kept: not too long, and without what PostgreSQL can't store."""
+    text = text[: LONGEST_TEXT + 1].encode(errors="replace").decode().replace("\0", "?")
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}…"
 
 
@@ -198,11 +246,30 @@ def _is_wanted(entry: AuditEntry, query: AuditQuery) -> bool:
         (query.since is None or entry.at >= query.since)
         and (query.until is None or entry.at < query.until)
         and (query.before is None or entry.id < query.before)
+        and (query.target is None or entry.target == query.target)
+        and (
+            query.action is None
+            or entry.action == query.action
+            or entry.action.startswith(f"{query.action}.")
+        )
     )
 
 
-def _write(connection: Connection, *, entries: Sequence[AuditEntry], most_rows: int) -> None:
-    """Insert the entries that are not there yet: a write that failed may have been done."""
+_REFUSED_MARK = '{"refused": true'
+"""How the details of a refused attempt begin in the store: the table has no column for it."""
+
+_IS_REFUSED: ColumnElement[bool] = func.coalesce(audit_table.c.details, "").startswith(
+    _REFUSED_MARK, autoescape=True
+)
+
+
+def _write(
+    connection: Connection, *, entries: Sequence[AuditEntry], bounds: Mapping[bool, int]
+) -> None:
+    """Insert the entries that are not there yet: a write that failed may have been done.
+
+    `bounds`: how many changes, and (True) refused attempts, are kept.
+    """
     columns = audit_table.c
     first = entries[0].at
     known = {
@@ -218,18 +285,37 @@ def _write(connection: Connection, *, entries: Sequence[AuditEntry], most_rows: 
             "role": entry.role or "",
             "action": entry.action,
             "target": entry.target,
-            "details": json.dumps({"outcome": entry.outcome, **entry.details}),
+            "details": _details(entry),
         }
         for entry in entries
         if (entry.at, entry.actor, entry.action) not in known
     ]
-    if rows:
-        connection.execute(insert(audit_table), rows)
-        newest = connection.execute(select(func.max(columns.id))).scalar_one()
-        connection.execute(delete(audit_table).where(columns.id <= newest - most_rows))
+    if not rows:
+        return
+    connection.execute(insert(audit_table), rows)
+    newest = connection.execute(select(func.max(columns.id))).scalar_one()
+    for is_refused, most in bounds.items():
+        # Counting takes a while, so it is not done for each row.
+        every = max(1, most // 100)
+        if newest // every != (newest - len(rows)) // every:
+            _remove_old(connection, _IS_REFUSED if is_refused else not_(_IS_REFUSED), most)
 
 
-def _read(connection: Connection, query: AuditQuery) -> list[AuditEntry]:
+def _remove_old(connection: Connection, kind: ColumnElement[bool], most: int) -> None:
+    columns = audit_table.c
+    beyond = select(columns.id).where(kind).order_by(columns.id.desc()).offset(most).limit(1)
+    oldest = connection.execute(beyond).scalar()
+    if oldest is not None:
+        connection.execute(delete(audit_table).where(kind, columns.id <= oldest))
+
+
+def _details(entry: AuditEntry) -> str:
+    mark = {"refused": True} if entry.refused else {}
+    return json.dumps({**mark, "outcome": entry.outcome, **entry.details})
+
+
+def read_audit(connection: Connection, query: AuditQuery) -> list[AuditEntry]:
+    """The entries of the store, the latest first: a job of the store's thread."""
     columns = audit_table.c
     wanted = select(audit_table).order_by(columns.id.desc()).limit(query.limit)
     if query.since is not None:
@@ -238,6 +324,11 @@ def _read(connection: Connection, query: AuditQuery) -> list[AuditEntry]:
         wanted = wanted.where(columns.at < query.until)
     if query.before is not None:
         wanted = wanted.where(columns.id < query.before)
+    if query.target is not None:
+        wanted = wanted.where(columns.target == query.target)
+    if query.action is not None:
+        within = columns.action.startswith(f"{query.action}.", autoescape=True)
+        wanted = wanted.where(or_(columns.action == query.action, within))
     return [_entry(row._asdict()) for row in connection.execute(wanted)]
 
 
@@ -250,6 +341,7 @@ def _entry(row: Mapping[str, Any]) -> AuditEntry:
         action=row["action"],
         target=row["target"] or "",
         outcome=details.pop("outcome", "done"),
+        refused=details.pop("refused", False),
         details=details,
         id=row["id"],
     )

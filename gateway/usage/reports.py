@@ -473,9 +473,16 @@ class UsageReport:
         return text.getvalue()
 
 
+_FORMULA_STARTS = tuple("=+-@\t\r\n＝＋－＠")  # noqa: RUF001 - some read the wide ones, too
+
+
 def _csv_cell(value: str) -> str:
-    """A text that no spreadsheet takes for a formula: clients choose names of users."""
-    return f"'{value}" if value[:1] in {"=", "+", "-", "@", "\t", "\r"} else value
+    """A text that no spreadsheet takes for a formula: clients choose names of users.
+
+    Nor for two lines, of which the second may be one: Python's writer quotes no carriage return.
+    """
+    guard = "'" if value.lstrip(" ").startswith(_FORMULA_STARTS) else ""
+    return guard + value.replace("\r", " ").replace("\n", " ")
 
 
 def money_json(report: UsageReport) -> dict[str, Any]:

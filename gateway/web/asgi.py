@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +100,30 @@ async def read_fields(
         return parse_object(bytes(body))
     except InvalidJson:
         raise errors.invalid_json("it must be an object") from None
+
+
+def number_parameter(
+    request: Request, name: str, least: float, most: float, meaning: str
+) -> float | None:
+    """The number that a parameter of the query gives; None: it is not given.
+
+    `meaning` says in an error what the number must be. Raises: GatewayError (400).
+    """
+    word = request.query_params.get(name)
+    if word is None:
+        return None
+    try:
+        number = float(word)
+    except ValueError:
+        number = math.nan
+    if not least <= number <= most:
+        raise errors.invalid_request(f"'{name}' must be {meaning}.", name)
+    return number
+
+
+def store_unavailable(message: str, retry_after: float = 5.0) -> GatewayError:
+    """503: the store can't be read or written now; `message` says why."""
+    return GatewayError(503, "store_unavailable", message, retry_after=retry_after)
 
 
 def error_response(error: GatewayError, scope: Scope) -> Response:

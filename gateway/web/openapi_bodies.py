@@ -122,6 +122,11 @@ QUERY: dict[str, dict[str, tuple[JsonSchema, str]]] = {
         "since": ({"type": "number"}, "Only changes from then on, in seconds since 1970."),
         "until": ({"type": "number"}, "Only changes before then, in seconds since 1970."),
         "before": ({"type": "integer", "minimum": 1}, "The `next` of the page before."),
+        "action": (
+            {"type": "string", "pattern": "^[a-z.]{1,64}$"},
+            "Only this action, or those that begin with it and a dot (`keys`).",
+        ),
+        "target": ({"type": "string", "pattern": "^[!-~]{1,200}$"}, "Only what was done to this."),
         "limit": ({"type": "integer", "minimum": 1, "maximum": 1000}, "Entries of a page."),
     },
     "/openapi.json": {

@@ -396,6 +396,13 @@ STATUS_FIELDS: Mapping[str, tuple[str, str]] = {
         "string?",
         "why the public listener answers 401 to everybody: a reload took the last API key away",
     ),
+    "keys_unsaved": (
+        "string?",
+        (
+            "why a gateway that starts without the store would not know the keys as they are now; "
+            "it is tried again, at least once a minute"
+        ),
+    ),
 }
 
 KEY_FIELDS: Mapping[str, tuple[str, str]] = {
@@ -459,6 +466,7 @@ AUDIT_FIELDS: Mapping[str, tuple[str, str]] = {
     ),
     "target": ("string", "the node, request, key or file"),
     "outcome": ("string", "`done`, or the code of the error"),
+    "refused": ("boolean", "whether it was refused (4xx) and changed nothing"),
     "details": ("object", "what else is known, such as a drain's deadline"),
 }
 

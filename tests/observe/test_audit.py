@@ -10,7 +10,12 @@ import pytest
 from sqlalchemy import Connection, func, select
 
 from gateway.events import InventoryChanged
-from gateway.observe.audit import MOST_PENDING, AuditQuery, AuditTrail
+from gateway.observe.audit import (
+    MOST_PENDING,
+    MOST_REFUSED_PENDING,
+    AuditQuery,
+    AuditTrail,
+)
 from gateway.store.database import locate_store
 from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import audit as audit_table
@@ -130,6 +135,66 @@ async def test_the_store_keeps_a_bounded_number(store_url: str) -> None:
             await trail.flush()
         assert await store.run(rows, write=False) == 5
         assert (await trail.entries(AuditQuery()))[0].target == "11"
+
+
+async def test_refused_attempts_push_no_change_out_of_the_store(store_url: str) -> None:
+    with opened(store_url) as store:
+        trail = AuditTrail(ticking(), store, most_rows=5, most_refused_rows=3)
+        for number in range(5):
+            trail.record("alice", "admin", "probe", str(number))
+        for number in range(40):
+            trail.record("bob", "viewer", "drain", str(number), "role_required", refused=True)
+            if number % 3 == 0:
+                await trail.flush()
+        found = await trail.entries(AuditQuery())
+        assert [one.target for one in found if not one.refused] == ["4", "3", "2", "1", "0"]
+        assert [one.target for one in found if one.refused] == ["39", "38", "37"]
+        assert (found[0].outcome, found[0].details) == ("role_required", {})
+        trail.record("alice", "admin", "probe", "5")
+        found = await trail.entries(AuditQuery())
+        assert [one.target for one in found if not one.refused] == ["5", "4", "3", "2", "1"]
+        assert len(found) == 8
+
+
+async def test_refused_attempts_push_no_change_out_of_memory(store_url: str) -> None:
+    with opened(store_url) as store:
+        pass  # It is closed: what is recorded waits.
+    for trail in (AuditTrail(ticking(), store), AuditTrail(ticking())):
+        trail.record("alice", "admin", "probe", "a")
+        for number in range(2 * MOST_PENDING):
+            trail.record("bob", "viewer", "drain", str(number), "role_required", refused=True)
+        assert trail.lost == 0
+    # The last of them has no store.
+    found = await trail.entries(AuditQuery(limit=10 * MOST_PENDING))
+    assert (len(found), found[-1].target) == (MOST_REFUSED_PENDING + 1, "a")
+    assert found[0].id > found[1].id
+
+
+async def test_entries_are_found_by_action_and_target(store_url: str) -> None:
+    with opened(store_url) as store:
+        for trail in (AuditTrail(ticking(), store), AuditTrail(ticking())):
+            for action in ("keys.create", "keys.revoke", "keysize", "drain"):
+                trail.record("alice", "admin", action, "a")
+                trail.record("alice", "admin", action, "b%")
+
+            async def found(
+                trail: AuditTrail = trail, *, action: str | None = None, target: str | None = None
+            ) -> list[str]:
+                query = AuditQuery(action=action, target=target)
+                return [f"{one.action} {one.target}" for one in await trail.entries(query)]
+
+            assert await found(action="drain", target="a") == ["drain a"]
+            assert len(await found(action="keys")) == 4
+            assert await found(action="keys.revoke") == ["keys.revoke b%", "keys.revoke a"]
+            assert await found(action="k%") == await found(target="%") == []
+
+
+async def test_a_target_that_no_database_can_store_is_recorded(store_url: str) -> None:
+    with opened(store_url) as store:
+        trail = AuditTrail(ticking(), store)
+        trail.record("bob", "viewer", "drain", "a\0b\ud800c", "role_required", refused=True)
+        await trail.flush()
+        assert [one.target for one in await trail.entries(AuditQuery())] == ["a?b?c"]
 
 
 async def test_without_a_store_the_last_changes_are_shown() -> None:

@@ -278,6 +278,18 @@ def test_a_spreadsheet_gets_numbers_in_full_and_no_formula(connection: Connectio
     assert second["gpu_priced"] == "0"
 
 
+@pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t", "\r", "\n", " =", "＝", "－"])  # noqa: RUF001
+@pytest.mark.parametrize("by", ["key", "user", "group", "model"])
+def test_no_name_that_a_caller_chose_is_a_formula(
+    by: str, start: str, connection: Connection
+) -> None:
+    column = "group_name" if by == "group" else by
+    add_rows(connection, [a_row(1, **{column: f"{start}1+1\r=2"})])
+    (row,) = csv.DictReader(io.StringIO(read(connection, asked(by=by)).to_csv(), newline=""))
+    shown = " " if start in "\r\n" else start
+    assert row[by] == f"'{shown}1+1 =2"
+
+
 @pytest.mark.parametrize(
     ("text", "moment"),
     [

@@ -327,6 +327,9 @@ async def test_changes_are_told_with_actor_role_target_and_outcome(tmp_path: Pat
         assert drain["details"] == {"deadline": "5"}
         (resume,) = await seen("resume", "bob")
         assert (resume["role"], resume["outcome"]) == ("viewer", "role_required")
+        assert (resume["refused"], drain["refused"]) == (True, False)
+        found = (await admin.get("/admin/audit?action=resume&target=node-0")).json()["entries"]
+        assert found == [resume]
         assert (await seen("probe", "alice"))[0]["outcome"] == "node_not_found"
         assert (await seen("cancel", "alice"))[0]["target"] == "none"
         assert await seen("reload", "alice")
@@ -343,7 +346,15 @@ async def test_changes_are_told_with_actor_role_target_and_outcome(tmp_path: Pat
                 break
             before = f"&before={page['next']}"
         assert pages == sorted(set(pages), reverse=True)
-        for wrong in ("limit=0", "limit=1001", "before=x", "since=x", "until=nan"):
+        for wrong in (
+            "limit=0",
+            "limit=1001",
+            "before=x",
+            "since=x",
+            "until=nan",
+            "target=%00",
+            "until=inf",
+        ):
             assert (await admin.get(f"/admin/audit?{wrong}")).status_code == 400, wrong
     log = (tmp_path / "gateway.log").read_text()
     assert '"action": "drain"' in log or '"action":"drain"' in log

@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from gateway import __version__
-from gateway.tools.cli import keys, nodes, serve, simulate, topology, tune, up, usage
+from gateway.tools.cli import audit, keys, nodes, serve, simulate, topology, tune, up, usage
 from gateway.tools.cli.terminal import (
     CommandFailed,
     HelpCommand,
@@ -37,6 +37,7 @@ for command, examples in (
     (serve.check, serve.CHECK_EXAMPLES),
     (nodes.nodes, nodes.EXAMPLES),
     (usage.usage, usage.EXAMPLES),
+    (audit.audit, audit.EXAMPLES),
     (simulate.simulate, simulate.EXAMPLES),
     (topology.topology, topology.EXAMPLES),
     (tune.tune, tune.EXAMPLES),

@@ -58,6 +58,9 @@ class KeyAccess(Protocol):
     def import_keys(self, entries: Sequence[object]) -> Sequence[str]:
         """Store all of these or none; returns warnings. Raises KeysNotStored, too."""
 
+    def change(self, name: str, patch: Mapping[str, Any]) -> dict[str, Any]:
+        """Change a key by a JSON merge patch (RFC 7396), and return it, with `warnings`."""
+
     def rotate(self, name: str, sha256: str, grace: float) -> dict[str, Any]:
         """Give a key another secret, and return it."""
 
@@ -121,6 +124,10 @@ class RunningGateway:
                 raise
             raise KeysNotStored([KeyProblem(**problem) for problem in problems]) from None
         return list(done.get("warnings", ()))
+
+    def change(self, name: str, patch: Mapping[str, Any]) -> dict[str, Any]:
+        """Change a key."""
+        return self._admin.request("PATCH", self._path(name), body=patch)
 
     def rotate(self, name: str, sha256: str, grace: float) -> dict[str, Any]:
         """Give a key another secret."""
@@ -191,6 +198,26 @@ class StoreAlone:
         except KeysRefused as error:
             raise KeysNotStored(error.problems) from None
         return warnings
+
+    def change(self, name: str, patch: Mapping[str, Any]) -> dict[str, Any]:
+        """Change a key."""
+        from gateway.access.stored_keys import KeysRefused, change_key, checked_change, find_key
+
+        self._refuse_settings_key(name)
+        settings, now = self._settings, time.time()
+
+        def change(connection: Connection) -> StoredKey:
+            key = find_key(connection, name)
+            spec = checked_change(key, patch, settings.keys, settings.groups, now)
+            return change_key(connection, key.spec.id, spec, now)
+
+        try:
+            changed = self._run(change, write=True)
+        except KeysRefused as error:
+            raise CommandFailed(error.message, 2 if error.status == 400 else 1) from None
+        wanted = [changed.spec.models or ()] if "models" in patch else []
+        warnings = unknown_models(settings, self._nodes, wanted)
+        return {**self._shown(changed), "warnings": warnings}
 
     def rotate(self, name: str, sha256: str, grace: float) -> dict[str, Any]:
         """Give a key another secret."""

@@ -55,17 +55,44 @@ def show_new(key: ApiKey, shown: Mapping[str, Any], *, as_json: bool) -> None:
         print_json({"key": key.text, **shown})
         return
     print(f"The key, shown only now:\n\n  {key.text}\n")
+    print(rights_text(shown))
+
+
+def rights_text(shown: Mapping[str, Any]) -> str:
+    """Write a key's rights and limits in one line."""
     parts = [f"at most class {format_cell(shown.get('max_class'))}"]
     parts += [
         f"{field} {format_cell(shown[field])}" for field in ("models", "group") if shown.get(field)
     ]
     if (limits := limits_text(shown.get("limits"))) != "-":
         parts.append(limits)
+    if (of_users := limits_text(shown.get("user_limits"))) != "-":
+        parts.append(f"each end user {of_users}")
+    if (cache := cache_text(shown.get("cache"))) != "-":
+        parts.append(f"cache: {cache}")
     if shown.get("expires"):
         parts.append(f"until {format_cell(shown['expires'])}")
     if shown.get("previous_until"):
         parts.append(f"the old secret works until {format_cell(shown['previous_until'])}")
-    print(f"{called(shown)}: {'; '.join(parts)}")
+    return f"{called(shown)}: {'; '.join(parts)}"
+
+
+def cache_text(cache: object) -> str:
+    """Write what a key says of prompt caches in one line; `-` for nothing."""
+    if not isinstance(cache, Mapping):
+        return "-"
+    words = {
+        name: {True: "yes", False: "no"}.get(value, value)
+        for name, value in cache.items()
+        if not isinstance(value, Mapping)
+    }
+    nodes = cache.get("nodes")
+    if isinstance(nodes, Mapping):
+        pool = ",".join(
+            f"{format_cell(name)}={format_cell(value)}" for name, value in nodes.items()
+        )
+        words["nodes"] = pool or "all"
+    return limits_text(words)
 
 
 def tell_warnings(warnings: Iterable[str]) -> None:

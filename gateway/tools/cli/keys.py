@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import re
 import sys
 import time
@@ -12,13 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gateway.tools.cli import options
+from gateway.tools.cli import key_rights, options
 from gateway.tools.cli.key_access import KeysNotStored, open_keys
+from gateway.tools.cli.key_rights import PriorityChoice
 from gateway.tools.cli.key_texts import (
     KEY_COLUMNS,
+    cache_text,
     called,
     key_row,
     limits_text,
+    rights_text,
     show_entry,
     show_new,
     tell_warnings,
@@ -51,6 +53,7 @@ app = typer.Typer(
         ("llama-gateway keys create --name alice", "a key, which works from now on"),
         ("llama-gateway keys create --name bob --rpm 60 --budget 20/month", "with limits"),
         ("llama-gateway keys list", "whose keys there are, and what they may do"),
+        ("llama-gateway keys set bob --rpm 120 --unset budget", "other limits, its secret stays"),
         ("llama-gateway keys rotate alice", "another secret; the old one works for a day"),
         ("llama-gateway keys revoke alice", "refused within a second"),
         ("llama-gateway keys create --print", "no store: the lines for config/gateway.yaml"),
@@ -60,18 +63,6 @@ app = typer.Typer(
 _ID = re.compile(r"[A-Za-z0-9-]{1,64}")
 
 _LONGEST_INPUT = 4096
-
-
-class PriorityChoice(enum.StrEnum):
-    """The classes, highest first."""
-
-    URGENT = "urgent"
-    PREMIUM = "premium"
-    NORMAL = "normal"
-    BATCH = "batch"
-
-
-_CLASSES = "|".join(PriorityChoice)
 
 
 def _checked_id(value: str | None) -> str | None:
@@ -143,153 +134,41 @@ _CREATE_EXAMPLES = examples_epilog(
     ),
 )
 
-_LIMITS = "Limits"
-
-_USERS = "End users that it names (with --trust-user-headers)"
-
-
-def _limit(flag: str, text: str, panel: str = _LIMITS) -> Any:
-    return typer.Option(flag, min=1, metavar="N", help=text, rich_help_panel=panel)
-
-
-def _checked_budget(value: str | None) -> str | None:
-    if value is not None:
-        from gateway.config.usage_limits import parse_budget
-
-        try:
-            parse_budget(value)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-    return value
-
-
-def _budget_option(flag: str, text: str, panel: str = _LIMITS) -> Any:
-    return typer.Option(
-        flag,
-        metavar="AMOUNT/month|day",
-        callback=_checked_budget,
-        help=text,
-        rich_help_panel=panel,
-    )
-
-
-def _checked_expiry(value: str | None) -> str | None:
-    """Return the time in the form of the settings."""
-    if value is None:
-        return None
-    from gateway.access.stored_keys import expiry, iso_time
-
-    try:
-        at = expiry(value, time.time()).timestamp()
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    if at <= time.time():
-        raise typer.BadParameter("is over; give a later time")
-    return iso_time(at)
-
-
-def _checked_name(value: str | None) -> str | None:
-    if value is not None and (not value.strip() or value != value.strip() or len(value) > 256):
-        raise typer.BadParameter("1 to 256 characters, without white space around them")
-    return value
-
 
 @app.command("create", cls=HelpCommand, epilog=_CREATE_EXAMPLES)
 def create(
     key_id: KeyId = None,
-    name: Annotated[
-        str | None,
-        typer.Option(
-            "--name",
-            metavar="NAME",
-            callback=_checked_name,
-            show_default="its id",
-            help="Who uses it; unique. Logs, metrics and the ledger show it.",
-        ),
-    ] = None,
-    default_class: Annotated[
-        PriorityChoice | None,
-        typer.Option(
-            "--class",
-            metavar=_CLASSES,
-            show_default="normal",
-            help="The class of its requests that name none.",
-        ),
-    ] = None,
-    max_class: Annotated[
-        PriorityChoice | None,
-        typer.Option(
-            "--max-class",
-            metavar=_CLASSES,
-            show_default="its --class",
-            help="The highest class it gets.",
-        ),
-    ] = None,
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--model",
-            metavar="NAME",
-            help=("A model that it may use; repeat it for more. Default: all."),
-        ),
-    ] = None,
-    models: Annotated[
-        str | None,
-        typer.Option("--models", metavar="A,B", help="Models that it may use, in one list."),
-    ] = None,
-    group: Annotated[
-        str | None,
-        typer.Option("--group", metavar="GROUP", help="The group whose limits it shares."),
-    ] = None,
-    expires: Annotated[
-        str | None,
-        typer.Option(
-            "--expires",
-            metavar="TIME",
-            callback=_checked_expiry,
-            show_default="never",
-            help="When it ends: in 90d or 12h, or on 2027-01-31.",
-        ),
-    ] = None,
-    rpm: Annotated[int | None, _limit("--rpm", "Requests within any 60 seconds.")] = None,
-    tpm: Annotated[int | None, _limit("--tpm", "Tokens within any 60 seconds.")] = None,
-    tokens_per_day: Annotated[
-        int | None, _limit("--tokens-per-day", "Tokens in a day (UTC).")
-    ] = None,
-    budget: Annotated[
-        str | None,
-        _budget_option("--budget", "Money a month or day, in the currency of the nodes' costs."),
-    ] = None,
-    concurrency: Annotated[int | None, _limit("--concurrency", "Requests at one time.")] = None,
-    prompt_tokens: Annotated[
-        int | None, _limit("--prompt-tokens", "Largest prompt, in tokens.")
-    ] = None,
-    completion_tokens: Annotated[
-        int | None, _limit("--completion-tokens", "Most tokens of one answer.")
-    ] = None,
+    name: key_rights.NewName = None,
+    default_class: key_rights.DefaultClass = None,
+    max_class: key_rights.MaxClass = None,
+    model: key_rights.Model = None,
+    models: key_rights.Models = None,
+    group: key_rights.Group = None,
+    expires: key_rights.Expires = None,
+    rpm: key_rights.Rpm = None,
+    tpm: key_rights.Tpm = None,
+    tokens_per_day: key_rights.TokensPerDay = None,
+    budget: key_rights.MoneyBudget = None,
+    concurrency: key_rights.Concurrency = None,
+    prompt_tokens: key_rights.PromptTokens = None,
+    completion_tokens: key_rights.CompletionTokens = None,
     trust_user_headers: Annotated[
         bool,
         typer.Option(
             "--trust-user-headers",
-            help="Its holder may name its end users by header (see identity.user_headers).",
-            rich_help_panel=_USERS,
+            help=key_rights.TRUST_HELP,
+            rich_help_panel=key_rights.USERS_PANEL,
         ),
     ] = False,
-    user_rpm: Annotated[
-        int | None, _limit("--user-rpm", "Requests of each within any 60 seconds.", _USERS)
-    ] = None,
-    user_tpm: Annotated[
-        int | None, _limit("--user-tpm", "Tokens of each within any 60 seconds.", _USERS)
-    ] = None,
-    user_tokens_per_day: Annotated[
-        int | None, _limit("--user-tokens-per-day", "Tokens of each in a day.", _USERS)
-    ] = None,
-    user_budget: Annotated[
-        str | None, _budget_option("--user-budget", "Money of each a month or day.", _USERS)
-    ] = None,
-    user_concurrency: Annotated[
-        int | None, _limit("--user-concurrency", "Requests of each at one time.", _USERS)
-    ] = None,
+    user_rpm: key_rights.UserRpm = None,
+    user_tpm: key_rights.UserTpm = None,
+    user_tokens_per_day: key_rights.UserTokensPerDay = None,
+    user_budget: key_rights.UserBudget = None,
+    user_concurrency: key_rights.UserConcurrency = None,
+    cache_hide: key_rights.CacheHide = None,
+    cache_isolate: key_rights.CacheIsolate = None,
+    cache_nodes: key_rights.CacheNodes = None,
+    prompt_cache: key_rights.PromptCache = None,
     print_only: Annotated[
         bool,
         typer.Option("--print", help="Store nothing: show the entry for the settings' keys."),
@@ -319,16 +198,16 @@ def create(
     }
     if any(value is not None for value in of_users.values()) and not trust_user_headers:
         raise typer.BadParameter("needs --trust-user-headers", param_hint="--user-…")
-    rights: dict[str, Any] = {
-        "name": name,
-        "class": default_class and default_class.value,
-        "max_class": highest.value,
-        "models": _split(model, models),
-        "trust_user_headers": trust_user_headers or None,
-        "group": group,
-        "expires": expires,
-        "limits": _given(
-            {
+    rights = key_rights.given(
+        {
+            "name": name,
+            "class": default_class,
+            "max_class": highest,
+            "models": key_rights.listed_models(model, models),
+            "trust_user_headers": trust_user_headers or None,
+            "group": group,
+            "expires": expires,
+            "limits": {
                 "rpm": rpm,
                 "tpm": tpm,
                 "tokens_per_day": tokens_per_day,
@@ -336,11 +215,16 @@ def create(
                 "concurrency": concurrency,
                 "prompt_tokens": prompt_tokens,
                 "completion_tokens": completion_tokens,
-            }
-        ),
-        "user_limits": _given(of_users),
-    }
-    rights = _given(rights) or {}
+            },
+            "user_limits": of_users,
+            "cache": {
+                "hide": cache_hide,
+                "isolate": cache_isolate,
+                "nodes": key_rights.node_labels(cache_nodes),
+                "prompt_cache": prompt_cache,
+            },
+        }
+    )
     key = _new_key(key_id)
     if print_only:
         _check_entry({"id": key.id, "sha256": key.sha256, **rights})
@@ -391,8 +275,128 @@ def show(
         print_json(key)
         return
     for field, value in key.items():
-        text = limits_text(value) if isinstance(value, dict) else format_cell(value)
+        text = format_cell(value)
+        if isinstance(value, dict):
+            text = cache_text(value) if field == "cache" else limits_text(value)
         print(f"{field:20} {text}")
+
+
+_SET_EXAMPLES = examples_epilog(
+    ("llama-gateway keys set alice --rpm 120 --budget 40/month", "other limits"),
+    ("llama-gateway keys set alice --unset tpm,expires", "no limit of tokens, and no end"),
+    ("llama-gateway keys set bob --class premium --max-class premium", "another class"),
+    ("llama-gateway keys set bob --cache-hide --cache-isolate key", "kept apart from others"),
+)
+
+
+@app.command("set", cls=HelpCommand, epilog=_SET_EXAMPLES)
+def set_(
+    name: KeyName,
+    new_name: Annotated[
+        str | None,
+        typer.Option(
+            "--name",
+            metavar="NAME",
+            callback=key_rights.checked_name,
+            help="Another name; its usage stays under its id.",
+        ),
+    ] = None,
+    unset: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--unset",
+            metavar="FLAG,…",
+            help="Take these away: names of the flags below, such as rpm,budget; or limits, "
+            "user-limits, cache for all of them.",
+        ),
+    ] = None,
+    default_class: key_rights.DefaultClass = None,
+    max_class: key_rights.MaxClass = None,
+    model: key_rights.Model = None,
+    models: key_rights.Models = None,
+    group: key_rights.Group = None,
+    expires: key_rights.Expires = None,
+    rpm: key_rights.Rpm = None,
+    tpm: key_rights.Tpm = None,
+    tokens_per_day: key_rights.TokensPerDay = None,
+    budget: key_rights.MoneyBudget = None,
+    concurrency: key_rights.Concurrency = None,
+    prompt_tokens: key_rights.PromptTokens = None,
+    completion_tokens: key_rights.CompletionTokens = None,
+    trust_user_headers: Annotated[
+        bool | None,
+        typer.Option(
+            "--trust-user-headers/--no-trust-user-headers",
+            help=key_rights.TRUST_HELP,
+            rich_help_panel=key_rights.USERS_PANEL,
+        ),
+    ] = None,
+    user_rpm: key_rights.UserRpm = None,
+    user_tpm: key_rights.UserTpm = None,
+    user_tokens_per_day: key_rights.UserTokensPerDay = None,
+    user_budget: key_rights.UserBudget = None,
+    user_concurrency: key_rights.UserConcurrency = None,
+    cache_hide: key_rights.CacheHide = None,
+    cache_isolate: key_rights.CacheIsolate = None,
+    cache_nodes: key_rights.CacheNodes = None,
+    prompt_cache: key_rights.PromptCache = None,
+    as_json: Json = False,
+    admin_url: options.AdminUrl = None,
+    admin_key_file: options.AdminKeyFile = None,
+    config: options.ConfigFile = None,
+    nodes: options.NodesFile = options.DEFAULT_NODES,
+) -> None:
+    """Change a stored key's name, rights or limits; its id and its secret stay.
+
+    What no flag names stays as it is. A change holds for the next request.
+    """
+    wanted = key_rights.given(
+        {
+            "name": new_name,
+            "class": default_class,
+            "max_class": max_class,
+            "models": key_rights.listed_models(model, models),
+            "trust_user_headers": trust_user_headers,
+            "group": group,
+            "expires": expires,
+            "limits": {
+                "rpm": rpm,
+                "tpm": tpm,
+                "tokens_per_day": tokens_per_day,
+                "budget": budget,
+                "concurrency": concurrency,
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": completion_tokens,
+            },
+            "user_limits": {
+                "rpm": user_rpm,
+                "tpm": user_tpm,
+                "tokens_per_day": user_tokens_per_day,
+                "budget": user_budget,
+                "concurrency": user_concurrency,
+            },
+            "cache": {
+                "hide": cache_hide,
+                "isolate": cache_isolate,
+                "nodes": key_rights.node_labels(cache_nodes),
+                "prompt_cache": prompt_cache,
+            },
+        }
+    )
+    removed = key_rights.unset_fields(unset or (), wanted)
+    if not wanted and not removed:
+        raise typer.BadParameter("say what to change, such as --rpm 60 or --unset rpm")
+    with open_keys(admin_url, admin_key_file, config, nodes) as keys:
+        before = keys.show(name)
+        trusted = wanted.get("trust_user_headers", before.get("trust_user_headers"))
+        if "user_limits" in wanted and not trusted:
+            raise typer.BadParameter("needs --trust-user-headers", param_hint="--user-…")
+        changed = keys.change(str(before["id"]), key_rights.patch_of(before, wanted, removed))
+    tell_warnings(changed.pop("warnings", ()))
+    if as_json:
+        print_json(changed)
+    else:
+        print(rights_text(changed))
 
 
 @app.command("revoke", cls=HelpCommand)
@@ -500,20 +504,6 @@ def _check_entry(entry: Mapping[str, Any]) -> None:
         checked_specs([entry], (), (), time.time())
     except KeysRefused as error:
         raise CommandFailed(error.message, status=2) from None
-
-
-def _split(repeated: list[str] | None, listed: str | None) -> list[str] | None:
-    """Return the models of both flags."""
-    names = [*(repeated or ()), *(listed.split(",") if listed is not None else ())]
-    found = list(dict.fromkeys(name.strip() for name in names))
-    if listed is not None and not all(found):
-        raise typer.BadParameter("write names with commas between them", param_hint="--models")
-    return found or None
-
-
-def _given(values: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what is set; None if nothing is."""
-    return {name: value for name, value in values.items() if value is not None} or None
 
 
 def _new_key(key_id: str | None) -> ApiKey:

@@ -275,14 +275,16 @@ def _with_role(route: AdminRoute, endpoints: AdminEndpoints, audit: AuditTrail) 
 
     async def serve(request: Request) -> Response:
         identity: AdminIdentity = request.scope[IDENTITY_KEY]
-        outcome = "failed"
+        outcome, refused = "failed", False
         try:
             if route.role is not None and identity.role < route.role:
                 raise role_required(route.role, identity.role)
             response = await endpoint(request)
             outcome = response.headers.get("x-gateway-reason", "done")
+            refused = response.status_code >= 400
         except GatewayError as error:
-            outcome = error.code
+            # What failed with a 5xx may have been done.
+            outcome, refused = error.code, error.status < 500
             raise
         finally:
             if route.action is not None:
@@ -297,6 +299,7 @@ def _with_role(route: AdminRoute, endpoints: AdminEndpoints, audit: AuditTrail) 
                         for name in AUDITED_PARAMETERS
                         if name in request.query_params
                     },
+                    refused=refused,
                 )
         return response
 

@@ -1,20 +1,17 @@
-"""`/admin/audit`: the changes that were made, the latest first."""
+"""`/admin/audit`: the changes that were made and refused, the latest first."""
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway import errors
-from gateway.errors import GatewayError
-from gateway.observe.audit import AuditEntry, AuditQuery, AuditTrail
+from gateway.observe.audit import LONGEST_TEXT, AuditQuery, AuditTrail
 from gateway.store.failures import StoreError
-from gateway.web.asgi import JsonResponse
+from gateway.web.asgi import JsonResponse, number_parameter, store_unavailable
 
 AUDIT_TARGET_KEY = "gateway.audit_target"
 """Key of the change's target in the ASGI scope, where no parameter of the path is it."""
@@ -25,9 +22,6 @@ MOST_LISTED = 1000
 DEFAULT_LISTED = 100
 
 LARGEST_ID = 2**63 - 1
-
-STORE_RETRY_AFTER = 5.0
-"""Seconds, of a store that can't be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,53 +37,35 @@ class AuditEndpoints:
             since=_seconds(request, "since"),
             until=_seconds(request, "until"),
             before=_integer(request, "before", LARGEST_ID),
+            action=_text(request, "action"),
+            target=_text(request, "target"),
             limit=limit + 1,
         )
         try:
             found = await self.audit.entries(query)
         except StoreError as error:
-            raise store_unavailable(error) from None
+            raise store_unavailable(f"The store can't be read: {error}") from None
         shown = found[:limit]
         return JsonResponse(
             {
-                "entries": [entry_json(entry) for entry in shown],
+                "entries": [entry.as_json() for entry in shown],
                 "next": shown[-1].id if len(found) > limit else None,
             }
         )
 
 
-def entry_json(entry: AuditEntry) -> dict[str, Any]:
-    """A change as the admin API shows it."""
-    at = datetime.fromtimestamp(entry.at, UTC).isoformat(timespec="milliseconds")
-    return {
-        "id": entry.id,
-        "at": at.replace("+00:00", "Z"),
-        "actor": entry.actor,
-        "role": entry.role,
-        "action": entry.action,
-        "target": entry.target,
-        "outcome": entry.outcome,
-        "details": dict(entry.details),
-    }
-
-
-def store_unavailable(error: StoreError) -> GatewayError:
-    """503: what was asked for is in the store, which can't be read now."""
-    message = f"The store can't be read: {error}"
-    return GatewayError(503, "store_unavailable", message, retry_after=STORE_RETRY_AFTER)
-
-
 def _seconds(request: Request, name: str) -> float | None:
+    most = sys.float_info.max
+    return number_parameter(request, name, -most, most, "a time in seconds since 1970")
+
+
+def _text(request: Request, name: str) -> str | None:
     word = request.query_params.get(name)
-    if word is None:
-        return None
-    try:
-        seconds = float(word)
-    except ValueError:
-        seconds = math.nan
-    if not math.isfinite(seconds):
-        raise errors.invalid_request(f"'{name}' must be a time in seconds since 1970.", name)
-    return seconds
+    if word is not None and not (word.isprintable() and len(word) <= LONGEST_TEXT + 1):
+        raise errors.invalid_request(
+            f"'{name}' must be printable, and of at most {LONGEST_TEXT} characters.", name
+        )
+    return word
 
 
 def _integer(request: Request, name: str, most: int) -> int | None:

@@ -51,7 +51,7 @@ from gateway.store.failures import StoreError
 from gateway.store.store import Store
 from gateway.web.admin.audit import AUDIT_TARGET_KEY
 from gateway.web.admin.configuration import GatewayControl
-from gateway.web.asgi import JsonResponse, read_fields
+from gateway.web.asgi import JsonResponse, read_fields, store_unavailable
 
 T = TypeVar("T")
 
@@ -297,11 +297,8 @@ def _known_models(catalog: ServedModels) -> str:
 
 def store_failed(error: StoreError) -> GatewayError:
     """503: the store can't do it now. A change may have been made all the same: ask again."""
-    return GatewayError(
-        503,
-        "store_unavailable",
-        f"The store can't do that now: {error.message}. Remedy: {error.remedy}.",
-        retry_after=5.0,
+    return store_unavailable(
+        f"The store can't do that now: {error.message}. Remedy: {error.remedy}."
     )
 
 

@@ -12,12 +12,11 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway import errors
 from gateway.errors import GatewayError, truncate_echo
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Node
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest
-from gateway.web.asgi import JsonResponse
+from gateway.web.asgi import JsonResponse, number_parameter
 
 LONGEST_DRAIN_DEADLINE = 7 * 24 * 3600.0
 """Seconds."""
@@ -191,19 +190,9 @@ def node_not_found(name: str, known: dict[str, Node]) -> GatewayError:
 
 def _deadline(request: Request) -> float | None:
     """The `deadline` parameter in seconds, if given. Raises: GatewayError (400)."""
-    word = request.query_params.get("deadline")
-    if word is None:
-        return None
-    try:
-        seconds = float(word)
-    except ValueError:
-        seconds = math.nan
-    if not 0.0 <= seconds <= LONGEST_DRAIN_DEADLINE:
-        raise errors.invalid_request(
-            f"'deadline' must be a number of seconds from 0 to {LONGEST_DRAIN_DEADLINE:.0f}.",
-            "deadline",
-        )
-    return seconds
+    most = LONGEST_DRAIN_DEADLINE
+    meaning = f"a number of seconds from 0 to {most:.0f}"
+    return number_parameter(request, "deadline", 0.0, most, meaning)
 
 
 def _rounded(value: float | None) -> float | None:

@@ -72,6 +72,7 @@ class StatusEndpoints:
                 "inventory_error": gateway.inventory_error,
                 "settings_error": gateway.settings_error,
                 "keys_lost": gateway.keys_lost,
+                "keys_unsaved": gateway.key_sync.unsaved,
                 "certificate_error": gateway.certificates.error,
                 "certificates": {
                     key: {"expires_at": _iso(expires), "days_left": round(days_until(expires), 2)}

@@ -12,12 +12,9 @@ from gateway import errors
 from gateway.errors import GatewayError
 from gateway.store.failures import StoreError
 from gateway.usage.reports import InvalidQuery, Reporter, ReportInterrupted, parse_query
-from gateway.web.asgi import JsonResponse
+from gateway.web.asgi import JsonResponse, store_unavailable
 
 PARAMETERS = frozenset({"by", "since", "until", "limit", "format"})
-
-RETRY_AFTER = 10.0
-"""`Retry-After` in seconds, while the store can't be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +56,3 @@ class UsageEndpoints:
         if form == "csv":
             return Response(report.to_csv(), media_type="text/csv")
         return JsonResponse(report.to_json())
-
-
-def store_unavailable(message: str) -> GatewayError:
-    """503: the store has no answer."""
-    return GatewayError(503, "store_unavailable", message, retry_after=RETRY_AFTER)

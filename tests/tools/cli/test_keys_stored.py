@@ -116,6 +116,108 @@ def test_the_entry_for_the_settings_has_the_limits_too(alone: Path) -> None:
     assert run("check").status == 0
 
 
+def shown(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run("keys", "show", name, "--json").out)
+    return found
+
+
+PRIVATE = (
+    *("--cache-hide", "--cache-isolate", "key", "--no-prompt-cache"),
+    *("--cache-nodes", "tenant=a, zone=b"),
+)
+
+
+def test_what_a_key_says_of_prompt_caches_is_stored(alone: Path) -> None:
+    ran = run("keys", "create", "--name", "a", *PRIVATE)
+    key_of(ran)
+    assert "cache: hide yes, isolate key, prompt_cache no, nodes tenant=a,zone=b" in ran.out
+    assert shown("a")["cache"] == {
+        "hide": True,
+        "isolate": "key",
+        "nodes": {"tenant": "a", "zone": "b"},
+        "prompt_cache": False,
+    }
+    entry = json.loads(run("keys", "create", "--name", "b", *PRIVATE, "--print", "--json").out)
+    assert entry["cache"] == shown("a")["cache"]
+
+
+def test_a_stored_key_is_changed_and_keeps_its_secret(alone: Path) -> None:
+    run("keys", "create", "--name", "a", "--rpm", "5", "--tpm", "900", "--expires", "1d")
+    before = shown("a")
+    ran = run(
+        *("keys", "set", "a", "--name", "b", "--rpm", "6", "--unset", "tpm,expires"),
+        *("--class", "premium", "--max-class", "urgent", "--models", "mistral-7b"),
+    )
+    assert ran.out == (f"b (id {before['id']}): at most class urgent; models mistral-7b; rpm 6\n")
+    after = shown("b")
+    assert (after["id"], after["created_at"]) == (before["id"], before["created_at"])
+    assert (after["class"], after["expires"]) == ("premium", None)
+    assert {name: value for name, value in after["limits"].items() if value is not None} == {
+        "rpm": 6
+    }
+    assert run("keys", "set", "b", "--unset", "models", "--unset", "limits").status == 0
+    assert (shown("b")["models"], shown("b")["limits"]) == (None, None)
+
+
+def test_the_last_limit_of_end_users_gives_way_to_those_of_the_group(alone: Path) -> None:
+    run("keys", "create", "--name", "a", "--trust-user-headers", "--user-rpm", "6")
+    assert run("keys", "set", "a", "--unset", "user-rpm").status == 0
+    assert shown("a")["user_limits"] is None
+    assert run("keys", "set", "a", "--no-trust-user-headers").status == 0
+    ran = run("keys", "set", "a", "--user-rpm", "5")
+    assert (ran.status, "needs --trust-user-headers" in ran.err) == (2, True)
+
+
+def test_a_key_s_cache_settings_are_changed_one_by_one(alone: Path) -> None:
+    run("keys", "create", "--name", "a", *PRIVATE)
+    assert run("keys", "set", "a", "--cache-nodes", "zone=c", "--no-cache-hide").status == 0
+    cache = shown("a")["cache"]
+    assert (cache["nodes"], cache["hide"], cache["isolate"]) == ({"zone": "c"}, False, "key")
+    assert run("keys", "set", "a", "--cache-nodes", "all").status == 0
+    assert shown("a")["cache"]["nodes"] == {}
+    run("keys", "set", "a", "--unset", "cache-nodes,cache-hide", "--unset", "prompt-cache")
+    assert shown("a")["cache"] == {
+        "hide": None,
+        "isolate": "key",
+        "nodes": None,
+        "prompt_cache": None,
+    }
+    run("keys", "set", "a", "--unset", "cache")
+    assert shown("a")["cache"] is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ((), "say what to change"),
+        (("--unset", "rpms"), "there is no 'rpms'"),
+        (("--unset", "rpm", "--rpm", "5"), "'rpm' is set by another flag"),
+        (("--unset", "limits", "--rpm", "5"), "'limits' is set by another flag"),
+        (("--rpm", "0"), "--rpm"),
+        (("--class", "premium"), "is below the key's class"),
+        (("--cache-nodes", "tenant"), "tenant=a,zone=b"),
+        (("--cache-nodes", "a=1,a=2"), "tenant=a,zone=b"),
+        (("--cache-isolate", "tenant"), "--cache-isolate"),
+    ],
+)
+def test_a_change_that_makes_no_sense_is_refused(
+    flags: tuple[str, ...], said: str, alone: Path
+) -> None:
+    run("keys", "create", "--name", "a", "--rpm", "5")
+    before = shown("a")
+    ran = run("keys", "set", "a", *flags)
+    assert (ran.status, ran.out) == (2, "")
+    assert said in ran.err
+    assert shown("a") == before
+
+
+def test_a_name_that_another_key_has_is_refused(alone: Path) -> None:
+    run("keys", "create", "--name", "a")
+    run("keys", "create", "--name", "b")
+    ran = run("keys", "set", "b", "--name", "a")
+    assert (ran.status, "is called 'a' already" in ran.err) == (1, True)
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -170,16 +272,20 @@ def test_two_keys_of_one_name_or_id_are_refused(
     assert stored(alone / "config" / "keys.db") == [("alice", 1)]
 
 
-@pytest.mark.parametrize("action", ["show", "revoke", "rotate"])
-def test_an_unknown_key_is_an_error(action: str, alone: Path) -> None:
-    ran = run("keys", action, "nobody")
+@pytest.mark.parametrize(
+    "action", [("show",), ("revoke",), ("rotate",), ("set", "--rpm", "5")], ids=lambda one: one[0]
+)
+def test_an_unknown_key_is_an_error(action: tuple[str, ...], alone: Path) -> None:
+    ran = run("keys", *action, "nobody")
     assert (ran.status, ran.out) == (1, "")
     assert "keys list" in ran.err
 
 
-@pytest.mark.parametrize("action", ["revoke", "rotate"])
-def test_a_key_of_the_settings_is_changed_there(action: str, alone: Path) -> None:
-    ran = run("keys", action, "owner")
+@pytest.mark.parametrize(
+    "action", [("revoke",), ("rotate",), ("set", "--rpm", "5")], ids=lambda one: one[0]
+)
+def test_a_key_of_the_settings_is_changed_there(action: tuple[str, ...], alone: Path) -> None:
+    ran = run("keys", *action, "owner")
     assert (ran.status, ran.out) == (1, "")
     assert "a key of the settings" in ran.err
 
@@ -319,6 +425,19 @@ async def revoked(running: Running, node: EmulatedNode) -> None:
     assert await status_with(running, key) == 401
 
 
+async def changed(running: Running, node: EmulatedNode) -> None:
+    key = key_of(await keys(running, "create", "--name", "a", "--rpm", "1", *PRIVATE))
+    assert await status_with(running, key) == 400  # Its pool has no model.
+    ran = await keys(running, "set", "a", "--cache-nodes", "all", "--unset", "rpm", "--json")
+    told = json.loads(ran.out)
+    assert (told["limits"], told["cache"]["nodes"], "key" in told) == (None, {}, False)
+    assert [await status_with(running, key) for _ in range(2)] == [200, 200]
+    ran = await keys(running, "set", "a", "--models", "nobody")
+    assert (ran.status, "no node serves the model 'nobody'" in ran.err) == (2, True)
+    ran = await keys(running, "set", "owner", "--rpm", "5")
+    assert (ran.status, "a key of the settings" in ran.err) == (1, True)
+
+
 async def refused(running: Running, node: EmulatedNode) -> None:
     ran = await keys(running, "create", "--name", "alice", "--models", "nobody")
     assert (ran.status, ran.out) == (2, "")
@@ -350,7 +469,9 @@ async def of_another_store(running: Running, node: EmulatedNode) -> None:
     assert "gateway.db" in ran.err
 
 
-@pytest.mark.parametrize("scene", [created, rotated, revoked, refused, imported, of_another_store])
+@pytest.mark.parametrize(
+    "scene", [created, rotated, revoked, changed, refused, imported, of_another_store]
+)
 async def test_while_a_gateway_runs_it_makes_the_change(
     scene: Callable[[Running, EmulatedNode], Awaitable[None]], tmp_path: Path
 ) -> None:
