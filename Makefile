@@ -16,9 +16,14 @@ PYTHON ?=
 TEST_PROCESSES ?= 3
 # Further arguments for the command of a target: make test ARGS="-k queue", make run ARGS="--servers 2".
 ARGS ?=
+# The tests of a file share its servers, so one process runs them. tests/conftest.py puts the files
+# with the longest tests first.
+PARALLEL := -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
+# Tests start hundreds of processes. Without kept bytecode each would compile what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install dev run test test-fast test-fresh test-net test-wheel chaos soak fuzz slow-clients check format bench bench-scheduling pins wheel wheelhouse ansible check-deploy test-deploy test-numa docs docs-serve clean
 
@@ -62,10 +67,10 @@ run: $(VENV)/.local ## serve real llama.cpp servers of this machine on http://12
 	@$(BIN)/llama-gateway up $(ARGS)
 
 test: $(VENV)/.test ## run every test that needs no root and no Debian package
-	@$(BIN)/python -m pytest -m 'not net' -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -m 'not net' $(PARALLEL) $(ARGS)
 
 test-fast: $(VENV)/.test ## run only the tests that are fast and need no server
-	@$(BIN)/python -m pytest -m 'not net and not slow and not real' -n $(TEST_PROCESSES) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -m 'not net and not slow and not real' $(PARALLEL) $(ARGS)
 
 test-fresh: $(VENV)/.test ## run README's two commands on bare Debian 12, 13 and testing (root; mmdebstrap); ARGS="noble resolute": Ubuntu
 	@$(BIN)/python -m tests.fresh $(ARGS)

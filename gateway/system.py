@@ -33,10 +33,17 @@ def raise_open_file_limit() -> int:
 def connection_limits(open_files: int, public: int, admin: int) -> tuple[int, int]:
     """Most connections of the public and the admin listener, at most `public` and `admin`.
 
-    Each connection takes a file. Half of `open_files` is for public connections, a quarter for
-    admin ones; the rest is for nodes. So clients that use up one share leave the others.
+    Each connection takes a file, and clients that use up one share leave the others:
+
+    - Public connections: five eighths of `open_files`. Strangers can hold them open while they send
+      or read next to nothing, and most that are open have no request on a node.
+    - Admin connections: an eighth. Dashboards, scrapers and commands take a few dozen; the share is
+      the bound for a client that opens many.
+    - What is left, a quarter: a connection for each request that is running on a node, as many as
+      the nodes have slots, and idle ones; besides them the store, the log and the listeners, which
+      take some twenty files.
     """
-    return min(public, max(1, open_files // 2)), min(admin, max(1, open_files // 4))
+    return min(public, max(1, open_files * 5 // 8)), min(admin, max(1, open_files // 8))
 
 
 class SystemdNotifier:

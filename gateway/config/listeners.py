@@ -334,9 +334,10 @@ class LimitSettings(ConfigModel):
         Count,
         Field(
             description=(
-                "Client connections at one time, and at most half the open files that the system "
-                "allows. One address may hold seven eighths; for another's its idle ones are "
-                "closed. `/health` and `/ready` are answered beyond. A change needs a restart."
+                "Client connections at one time, and at most five eighths of the open files that "
+                "the system allows. One address may hold seven eighths; for another's its idle "
+                "ones are closed. `/health` and `/ready` are answered beyond. A change needs a "
+                "restart."
             )
         ),
     ] = 10000

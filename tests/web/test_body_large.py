@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,20 +96,20 @@ def chat(content: bytes, more: bytes = b"") -> bytes:
     return b'{"messages":[{"role":"user","content":' + content + b"}]" + more + b"}"
 
 
-SHAPES = {
-    "messages": b'{"messages":[' + of(b"{}") + b"]}",
-    "parts": chat(b"[" + of(b'{"type":"text","text":"a"}') + b"]"),
-    "objects": chat(b'"a"', b',"a_url":1,"x":[' + of(b"{}") + b"]"),
-    "escapes": chat(b'"' + b"\\n" * (SIZE // 2) + b'"', b',"x":[' + b"[]," * 200 + b"1]"),
-    "ids": b'{"prompt":[' + of(b"1") + b"]}",
-}
+def shapes() -> Iterator[tuple[str, bytes]]:
+    """Name and body of each shape, one at a time, since each takes much memory."""
+    yield "messages", b'{"messages":[' + of(b"{}") + b"]}"
+    yield "parts", chat(b"[" + of(b'{"type":"text","text":"a"}') + b"]")
+    yield "objects", chat(b'"a"', b',"a_url":1,"x":[' + of(b"{}") + b"]")
+    yield "escapes", chat(b'"' + b"\\n" * (SIZE // 2) + b'"', b',"x":[' + b"[]," * 200 + b"1]")
+    yield "ids", b'{"prompt":[' + of(b"1") + b"]}"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 async def test_other_clients_wait_no_longer_than_beside_a_plain_text(tmp_path: Path) -> None:
     async with EmulatedNode() as node, process(tmp_path, node.url) as gateway:
         plain, _ = await _measured(tmp_path, gateway, chat(b'"' + b"a" * SIZE + b'"'))
-        for shape, body in SHAPES.items():
+        for shape, body in shapes():
             waited, grown = await _measured(tmp_path, gateway, body)
             assert waited < plain + 1.0, f"{shape}: {waited} s, beside a plain text {plain} s"
             assert grown < 4 * SIZE, f"{shape}: {grown} bytes"
