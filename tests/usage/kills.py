@@ -65,6 +65,7 @@ CUT_SECONDS = 1.0
 """A node generates for so long after its client has left, beside other work of the machine."""
 NOTICE_SECONDS = 0.25
 """A node reads for so long before it is in the batch at whose end it sees that its client left."""
+ENDING_EVENTS = 3  # the reason for the end, the usage and `[DONE]`
 LAG_STEP = 0.02  # seconds between two looks at the lag
 LAG_AROUND = 2.0
 """Seconds around a request's end in which a lag may make its figures differ."""
@@ -424,7 +425,10 @@ def compare_row(
     prompt, completion, why = row["prompt_tokens"], row["completion_tokens"], f"{one} {row}"
     if row["outcome"] == LOST:
         most = round((LAST_SECOND + lag) * DECODE_TPS)
-        found.compare("lost: completion", tally.tokens - completion, most, why)
+        # The events that end an answer hold no tokens, and count until it is accounted for.
+        found.compare(
+            "lost: completion", tally.tokens - completion, most, why, least=-ENDING_EVENTS
+        )
         if one.kind == "prefill" and tally.attempts == 1:
             most = 2 * BATCH + round((LAST_SECOND + lag) * PREFILL_TPS)
             read = tally.read_tokens
@@ -448,10 +452,10 @@ def compare_row(
         found.compare("cut: prompt", estimate, 0 if known else one.prompt_tokens // 2 + 8, why)
     elif tally.attempts == 1 and one.kind == "prefill":
         # The node ends the batch, and one more if it sees too late that nobody listens. Of what
-        # it has read of a batch the gateway has an estimate; of the first one only by the speed
-        # that it has learnt, and up to the batch of a server with default settings.
+        # it has read of a batch the gateway has an estimate. Before a report beyond the first
+        # batch it goes by the time and the speed that it has learnt, as for short prompts.
         most, read = 2 * BATCH + round((NOTICE_SECONDS + lag) * PREFILL_TPS), tally.read_tokens
-        least = -BATCH if read > 2 * BATCH else -DEFAULT_BATCH
+        least = -BATCH if read > 2 * BATCH else -one.prompt_tokens
         found.compare("left in prefill, by progress", read - prompt, most, why, least=least)
     elif tally.attempts == 1:
         most = one.prompt_tokens
