@@ -158,26 +158,21 @@ class GatewayPulse:
     def certainly_read(self, sent: float) -> float:
         """When the gateway had read, for certain, what was sent at this time.
 
-        It accepts a connection in one turn of its event loop, and reads the request in a later one.
-        So it has done both when it has answered two requests, one after the other, that came later.
+        Connections are accepted and read in their order, some turns of the event loop after one
+        another. So it has read the request when it has answered one on a later connection.
         """
-        later = [answered for at, answered in self._seen if at >= sent]
-        return later[1] if len(later) > 1 else math.inf
+        return min((answered for at, answered in self._seen if at >= sent), default=math.inf)
 
     async def run(self) -> None:
-        """Ask until cancelled; a gateway that is down is asked again when it is up."""
+        """Ask until cancelled, on a new connection each time."""
         while True:
-            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            with contextlib.suppress(OSError):
+                sent = time.time()
                 reader, writer = await asyncio.open_connection(HOST, self._port)
                 with contextlib.closing(writer):
-                    while True:
-                        sent = time.time()
-                        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-                        head = await reader.readuntil(b"\r\n\r\n")
-                        length = int(head.lower().partition(b"content-length:")[2].split()[0])
-                        await reader.readexactly(length)
+                    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                    if await reader.read():
                         self._seen.append((sent, time.time()))
-                        await asyncio.sleep(LAG_STEP)
             await asyncio.sleep(LAG_STEP)
 
 
@@ -455,7 +450,7 @@ def compare_row(
         # it has read of a batch the gateway has an estimate. Before a report beyond the first
         # batch it goes by the time and the speed that it has learnt, as for short prompts.
         most, read = 2 * BATCH + round((NOTICE_SECONDS + lag) * PREFILL_TPS), tally.read_tokens
-        least = -BATCH if read > 2 * BATCH else -one.prompt_tokens
+        least = -DEFAULT_BATCH if read > 2 * BATCH else -one.prompt_tokens
         found.compare("left in prefill, by progress", read - prompt, most, why, least=least)
     elif tally.attempts == 1:
         most = one.prompt_tokens
