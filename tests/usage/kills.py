@@ -65,6 +65,7 @@ CUT_SECONDS = 1.0
 """A node generates for so long after its client has left, beside other work of the machine."""
 NOTICE_SECONDS = 0.25
 """A node reads for so long before it is in the batch at whose end it sees that its client left."""
+ENDING_EVENTS = 3  # the reason for the end, the usage and `[DONE]`
 LAG_STEP = 0.02  # seconds between two looks at the lag
 LAG_AROUND = 2.0
 """Seconds around a request's end in which a lag may make its figures differ."""
@@ -157,26 +158,21 @@ class GatewayPulse:
     def certainly_read(self, sent: float) -> float:
         """When the gateway had read, for certain, what was sent at this time.
 
-        It accepts a connection in one turn of its event loop, and reads the request in a later one.
-        So it has done both when it has answered two requests, one after the other, that came later.
+        Connections are accepted and read in their order, some turns of the event loop after one
+        another. So it has read the request when it has answered one on a later connection.
         """
-        later = [answered for at, answered in self._seen if at >= sent]
-        return later[1] if len(later) > 1 else math.inf
+        return min((answered for at, answered in self._seen if at >= sent), default=math.inf)
 
     async def run(self) -> None:
-        """Ask until cancelled; a gateway that is down is asked again when it is up."""
+        """Ask until cancelled, on a new connection each time."""
         while True:
-            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            with contextlib.suppress(OSError):
+                sent = time.time()
                 reader, writer = await asyncio.open_connection(HOST, self._port)
                 with contextlib.closing(writer):
-                    while True:
-                        sent = time.time()
-                        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-                        head = await reader.readuntil(b"\r\n\r\n")
-                        length = int(head.lower().partition(b"content-length:")[2].split()[0])
-                        await reader.readexactly(length)
+                    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                    if await reader.read():
                         self._seen.append((sent, time.time()))
-                        await asyncio.sleep(LAG_STEP)
             await asyncio.sleep(LAG_STEP)
 
 
@@ -424,7 +420,10 @@ def compare_row(
     prompt, completion, why = row["prompt_tokens"], row["completion_tokens"], f"{one} {row}"
     if row["outcome"] == LOST:
         most = round((LAST_SECOND + lag) * DECODE_TPS)
-        found.compare("lost: completion", tally.tokens - completion, most, why)
+        # The events that end an answer hold no tokens, and count until it is accounted for.
+        found.compare(
+            "lost: completion", tally.tokens - completion, most, why, least=-ENDING_EVENTS
+        )
         if one.kind == "prefill" and tally.attempts == 1:
             most = 2 * BATCH + round((LAST_SECOND + lag) * PREFILL_TPS)
             read = tally.read_tokens
@@ -448,10 +447,10 @@ def compare_row(
         found.compare("cut: prompt", estimate, 0 if known else one.prompt_tokens // 2 + 8, why)
     elif tally.attempts == 1 and one.kind == "prefill":
         # The node ends the batch, and one more if it sees too late that nobody listens. Of what
-        # it has read of a batch the gateway has an estimate; of the first one only by the speed
-        # that it has learnt, and up to the batch of a server with default settings.
+        # it has read of a batch the gateway has an estimate. Before a report beyond the first
+        # batch it goes by the time and the speed that it has learnt, as for short prompts.
         most, read = 2 * BATCH + round((NOTICE_SECONDS + lag) * PREFILL_TPS), tally.read_tokens
-        least = -BATCH if read > 2 * BATCH else -DEFAULT_BATCH
+        least = -DEFAULT_BATCH if read > 2 * BATCH else -one.prompt_tokens
         found.compare("left in prefill, by progress", read - prompt, most, why, least=least)
     elif tally.attempts == 1:
         most = one.prompt_tokens
