@@ -252,8 +252,10 @@ def report(rows: Sequence[Sequence[dict[str, int]]]) -> Iterator[str]:
     names = [scenario.name for scenario in SCENARIOS if scenario.name in found]
     for name in found:
         counts = [[counted[name] for counted in row] for row in rows]
-        first = min(counts[0])
-        spans = [f"{min(some):,} to {max(some):,} ({min(some) / first:.3f} x)" for some in counts]
+        spans = [f"{min(some):,} to {max(some):,}" for some in counts]
+        if name != IDLE:
+            ratios = [min(some) / min(counts[0]) for some in counts]
+            spans = [f"{span} ({ratio:.3f} x)" for span, ratio in zip(spans, ratios, strict=True)]
         yield f"{name}: {', '.join(spans)}"
     if IDLE not in found:
         return
@@ -307,15 +309,16 @@ class Served:
 async def _served(subject: Subject, launcher: str) -> AsyncIterator[Served]:
     folder = Path(tempfile.mkdtemp(prefix="llama-gateway-instructions-"))
     async with Upstream(1, 64, Script(tokens=TOKENS, interval=0.0, burst=TOKENS)) as node:
+        # Held all the time: the gateway may need minutes until it listens.
         with claim_port(HOST) as claim:
             address = (HOST, claimed_port(claim))
             process = _start_gateway(subject, launcher, folder, address, node.ports[0])
-        try:
-            await _until_ready(process, address, folder)
-            yield Served(address, node, process, folder)
-        finally:
-            process.terminate()
-            await asyncio.to_thread(process.wait, 60)
+            try:
+                await _until_ready(process, address, folder)
+                yield Served(address, node, process, folder)
+            finally:
+                process.terminate()
+                await asyncio.to_thread(process.wait, 60)
 
 
 def _start_gateway(
