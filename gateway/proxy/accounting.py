@@ -171,10 +171,6 @@ class Accounting:
         `error`: what that shows about the node. `unreachable`: why there was no connection.
         `resumes`: it was to resume a response, whose tokens are counted already.
         """
-        prompt_read = None
-        if in_flight.prefill_progress is not None:
-            attempt.note_unread_progress()
-            prompt_read = in_flight.prompt_read(attempt, attempt.elapsed)
         attempt.close()
         in_flight.end_attempt()
         charge = self.leases.ended(
@@ -188,7 +184,7 @@ class Accounting:
                 fault,
                 error,
                 unreachable,
-                prompt_read,
+                in_flight.prompt_read(attempt, attempt.elapsed),
             )
         )
         if outcome in CALLERS_OUTCOMES and charge is not NOTHING_CHARGED:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -327,17 +326,6 @@ class Attempt:
     def drop_content(self) -> None:
         """Forget the response's content, which is on its way: the accounts may come much later."""
         self.content = b""
-
-    def note_unread_progress(self) -> None:
-        """Look into what has come and nobody will read: the node may say how far the prompt is.
-
-        A gateway that was held up learns at once of several reports, and that the client has left.
-        """
-        connection, framer, event_filter = self._connection, self._framer, self._event_filter
-        if connection is None or framer is None or event_filter is None or not self.is_reading:
-            return
-        with contextlib.suppress(UpstreamError):
-            event_filter(framer.feed(connection.read_nowait()))
 
     def report_progress(self) -> None:
         """Tell the scheduler if content has come since the last call."""

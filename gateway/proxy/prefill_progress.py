@@ -25,6 +25,10 @@ PROGRESS_TOKENS = 1024
 to know what was read when a client leaves. The server reports it once a batch, of 2048 tokens by
 default; what was read of shorter prompts is estimated by the time."""
 
+DEFAULT_BATCH = 2048
+"""Tokens of llama.cpp's batch, unless its operator has set another one: before its first report it
+is believed to have read no more."""
+
 _REQUEST_FIELD = b'"return_progress"'
 
 _EVENT_FIELD = b'"prompt_progress"'
@@ -167,7 +171,7 @@ class PrefillProgress:
             return last.total, self._cached
         since = self._tokens_per_second(attempt.lease) * max(0.0, elapsed - last.elapsed)
         # It reports each batch: had it read more, it would have said so.
-        most = min(self._batch, last.total - last.done) if self._batch else last.total - last.done
+        most = min(self._batch or DEFAULT_BATCH, last.total - last.done)
         return last.done + min(most, int(since)), self._cached
 
     def _tokens_per_second(self, lease: GrantedLease) -> float:

@@ -40,9 +40,6 @@ from gateway.usage.processes import (
 FLUSH_SECONDS = 0.25
 """Seconds from the beginning of a flush to that of the next one."""
 
-SHORTEST_REST = 0.05
-"""Seconds between two flushes, where one takes longer than that: the store has other work too."""
-
 JOURNALED_WITHIN = 0.5
 """Age by which a request that still runs is to be in the store."""
 
@@ -235,7 +232,7 @@ class Ledger:
         due = self.clock()
         while True:
             if self.pending < self.flush_rows or self.clock() < self._retry_at:
-                await self._rest(max(SHORTEST_REST, due - self.clock()))
+                await self._rest(due - self.clock())
             began = self.clock()
             if began >= self._retry_at:
                 await self._step()
@@ -260,6 +257,8 @@ class Ledger:
             log.error("usage is lost", rows=self.pending, why=self.problem)
 
     async def _rest(self, seconds: float) -> None:
+        if seconds <= 0:
+            return  # the store has done, meanwhile, what others wanted of it
         self._full.clear()
         # Four times a second: `asyncio.timeout` would take five times the instructions.
         timer = asyncio.get_running_loop().call_later(seconds, self._full.set)

@@ -45,6 +45,7 @@ class TokenTally:
     read_tokens: int = 0  # that were read by now
     cached_tokens: int = 0
     tokens: int = 0  # that were generated
+    begun_at: float = math.inf  # Unix time when the first of them came
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,6 +96,7 @@ class Engine:
             self.check_context(count)
         tally = tally or TokenTally()
         tally.attempts += 1
+        tally.begun_at = min(tally.begun_at, time.time())
         tally.prompt_tokens += sum(counts)
         self.requests += 1
         state = ResponseState(

@@ -4,14 +4,17 @@ In each run a real gateway serves requests of five kinds over emulated nodes, wh
 do for each request. At a random moment it is killed (SIGKILL), then started again on its store, and
 serves the rest. At the end the ledger must have
 
-- one row for each request, and none twice: only requests that were sent within the last second
-  before the gateway was killed may be missing, however they ended;
+- one row for each request, and none twice. Only requests that were admitted within the last second
+  before the gateway was killed may be missing, however they ended. A request was admitted, for
+  certain, when it has come to a node, or when the gateway has answered what was sent after it;
 - the nodes' own figures: equal for complete responses, up to the last chunks for those that were
   cut, up to the last second for those that ran when the gateway was killed (outcome `lost`). A
   prompt whose client left counts up to then; its node goes on to the end of its batch.
 
 Clients and nodes run in this process. While the machine has no time for it, the nodes' figures run
-on by the clock, and neither side sees the other leave: by so much they may differ (`LoopLag`).
+on by the clock, and neither side sees the other leave: by so much they may differ (`LoopLag`). A
+gateway that gets no time reads its requests late (`GatewayPulse`); these do not count from when
+they were sent, which is shown beside it.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ import msgspec
 import yaml
 from sqlalchemy import Connection, select
 
-from gateway.proxy.prefill_progress import PROGRESS_TOKENS
+from gateway.proxy.prefill_progress import DEFAULT_BATCH, PROGRESS_TOKENS
 from gateway.store.database import locate_store
 from gateway.store.schema import open_requests, usage
 from gateway.store.store import Store
@@ -62,6 +65,7 @@ CUT_SECONDS = 1.0
 """A node generates for so long after its client has left, beside other work of the machine."""
 NOTICE_SECONDS = 0.25
 """A node reads for so long before it is in the batch at whose end it sees that its client left."""
+ENDING_EVENTS = 3  # the reason for the end, the usage and `[DONE]`
 LAG_STEP = 0.02  # seconds between two looks at the lag
 LAG_AROUND = 2.0
 """Seconds around a request's end in which a lag may make its figures differ."""
@@ -94,10 +98,12 @@ class Findings:
     outcomes: Counter[str] = field(default_factory=Counter)
     doubles: int = 0
     missing: int = 0
-    oldest_missing: float = 0.0  # seconds before the kill at which it was admitted or had ended
+    oldest_missing: float = 0.0  # seconds before the kill by which it had certainly been admitted
+    oldest_sent: float = 0.0  # seconds before the kill at which a missing one had been sent
     wrong: list[str] = field(default_factory=list)
     late: list[str] = field(default_factory=list)  # missing, but not of the last second
     lag: float = 0.0  # the longest of the run's own event loop, in seconds
+    pulse: float = 0.0  # the longest that the gateway took for the simplest request, in seconds
     compared: Counter[str] = field(default_factory=Counter)
     largest: dict[str, int] = field(default_factory=dict)  # differences in tokens
 
@@ -136,6 +142,45 @@ class LoopLag:
         )
 
 
+class GatewayPulse:
+    """How soon the gateway answers: `run` must run in a task, and asks again and again."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._seen: list[tuple[float, float]] = []
+        """When a request was sent and answered, in Unix seconds."""
+
+    @property
+    def longest(self) -> float:
+        """The longest time that it took."""
+        return max((answered - sent for sent, answered in self._seen), default=0.0)
+
+    def certainly_read(self, sent: float) -> float:
+        """When the gateway had read, for certain, what was sent at this time.
+
+        It accepts a connection in one turn of its event loop, and reads the request in a later one.
+        So it has done both when it has answered two requests, one after the other, that came later.
+        """
+        later = [answered for at, answered in self._seen if at >= sent]
+        return later[1] if len(later) > 1 else math.inf
+
+    async def run(self) -> None:
+        """Ask until cancelled; a gateway that is down is asked again when it is up."""
+        while True:
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                reader, writer = await asyncio.open_connection(HOST, self._port)
+                with contextlib.closing(writer):
+                    while True:
+                        sent = time.time()
+                        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                        head = await reader.readuntil(b"\r\n\r\n")
+                        length = int(head.lower().partition(b"content-length:")[2].split()[0])
+                        await reader.readexactly(length)
+                        self._seen.append((sent, time.time()))
+                        await asyncio.sleep(LAG_STEP)
+            await asyncio.sleep(LAG_STEP)
+
+
 class Site:
     """Nodes, and the gateway before them as a process that can be killed."""
 
@@ -149,6 +194,7 @@ class Site:
         self.port = port
         self.up = asyncio.Event()
         self.lag = LoopLag()
+        self.pulse = GatewayPulse(port)
         self.killed_at = 0.0
         self._process: asyncio.subprocess.Process | None = None
         settings = {
@@ -201,6 +247,11 @@ class Site:
         self._process.send_signal(signal.SIGKILL)
         self.killed_at = time.time()
         await self._process.wait()
+
+    def halt(self, *, halted: bool) -> None:
+        """Let the gateway stand still, or go on."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP if halted else signal.SIGCONT)
 
     async def stop(self) -> None:
         """End the gateway as an operator does."""
@@ -326,7 +377,8 @@ def tally_of(nodes: list[EmulatedNode], tag: str) -> TokenTally:
     """What all nodes did for a request."""
     tallies = [one.engine.tally(tag) for one in nodes]
     names = ("attempts", "prompt_tokens", "read_tokens", "cached_tokens", "tokens")
-    return TokenTally(*(sum(getattr(one, name) for one in tallies) for name in names))
+    sums = {name: sum(getattr(one, name) for one in tallies) for name in names}
+    return TokenTally(**sums, begun_at=min(one.begun_at for one in tallies))
 
 
 def compare(site: Site, sent: list[Sent]) -> Findings:
@@ -352,14 +404,17 @@ def compare(site: Site, sent: list[Sent]) -> Findings:
         if not tally.attempts and (one.broken or not one.complete):
             continue  # it never reached a node, and perhaps not the gateway
         found.missing += 1
-        age = site.killed_at - one.started_at
-        if age < 0:
-            age = math.inf  # it was sent to the gateway that was started again
+        since_sent = site.killed_at - one.started_at
+        admitted_by = min(site.pulse.certainly_read(one.started_at), tally.begun_at)
+        age = site.killed_at - max(one.started_at, admitted_by)
+        if since_sent < 0:
+            age = since_sent = math.inf  # it was sent to the gateway that was started again
         found.oldest_missing = max(found.oldest_missing, age)
-        if age > LAST_SECOND:
-            found.late.append(f"{age:.2f} s {one} {tally}")
+        found.oldest_sent = max(found.oldest_sent, since_sent)
+        if since_sent > LAST_SECOND:
+            found.late.append(f"{age:.2f} s, sent {since_sent:.2f} s before {one} {tally}")
     found.doubles += sum(len(others) for others in by_tag.values())
-    found.lag = site.lag.longest()
+    found.lag, found.pulse = site.lag.longest(), site.pulse.longest
     return found
 
 
@@ -370,10 +425,14 @@ def compare_row(
     prompt, completion, why = row["prompt_tokens"], row["completion_tokens"], f"{one} {row}"
     if row["outcome"] == LOST:
         most = round((LAST_SECOND + lag) * DECODE_TPS)
-        found.compare("lost: completion", tally.tokens - completion, most, why)
+        # The events that end an answer hold no tokens, and count until it is accounted for.
+        found.compare(
+            "lost: completion", tally.tokens - completion, most, why, least=-ENDING_EVENTS
+        )
         if one.kind == "prefill" and tally.attempts == 1:
             most = 2 * BATCH + round((LAST_SECOND + lag) * PREFILL_TPS)
-            found.compare("lost: prompt", tally.read_tokens - prompt, most, why, least=-BATCH)
+            read = tally.read_tokens
+            found.compare("lost: prompt", read - prompt, most, why, least=-DEFAULT_BATCH)
     elif one.complete:
         # A resumed stream counts its tokens once, however many nodes worked on it.
         made = tally.tokens if tally.attempts == 1 else one.tokens
@@ -393,10 +452,11 @@ def compare_row(
         found.compare("cut: prompt", estimate, 0 if known else one.prompt_tokens // 2 + 8, why)
     elif tally.attempts == 1 and one.kind == "prefill":
         # The node ends the batch, and one more if it sees too late that nobody listens. Of what
-        # it has read of a batch the gateway has an estimate.
-        most = 2 * BATCH + round((NOTICE_SECONDS + lag) * PREFILL_TPS)
-        read = tally.read_tokens
-        found.compare("left in prefill, by progress", read - prompt, most, why, least=-BATCH)
+        # it has read of a batch the gateway has an estimate. Before a report beyond the first
+        # batch it goes by the time and the speed that it has learnt, as for short prompts.
+        most, read = 2 * BATCH + round((NOTICE_SECONDS + lag) * PREFILL_TPS), tally.read_tokens
+        least = -BATCH if read > 2 * BATCH else -one.prompt_tokens
+        found.compare("left in prefill, by progress", read - prompt, most, why, least=least)
     elif tally.attempts == 1:
         most = one.prompt_tokens
         found.compare("left in prefill, by time", abs(tally.read_tokens - prompt), most, why)
@@ -427,14 +487,15 @@ async def run_once(store_url: str, requests: int, seed: int, nice: int = 0) -> F
         async with emulated_nodes() as nodes:
             site = Site(Path(folder), nodes, store_url, claimed_port(claim), nice)
             await site.start()
-            measuring = asyncio.create_task(site.lag.run())
+            measuring = [asyncio.create_task(one.run()) for one in (site.lag, site.pulse)]
             try:
                 sent = await play(site, rng, requests)
             finally:
                 await site.stop()
             for one in nodes:
                 await one.until(lambda node=one: node.busy == 0, LIMIT)  # type: ignore[misc]
-            measuring.cancel()
+            for task in measuring:
+                task.cancel()
             return await asyncio.to_thread(compare, site, sent)
 
 
@@ -474,6 +535,8 @@ def main() -> int:
             total.outcomes += found.outcomes
             total.compared += found.compared
             total.lag = max(total.lag, found.lag)
+            total.pulse = max(total.pulse, found.pulse)
+            total.oldest_sent = max(total.oldest_sent, found.oldest_sent)
             total.oldest_missing = max(total.oldest_missing, found.oldest_missing)
             for what, most in found.largest.items():
                 total.largest[what] = max(total.largest.get(what, 0), most)
@@ -481,14 +544,17 @@ def main() -> int:
                 "run": run + 1, "seconds": round(time.monotonic() - begun, 1),
                 "rows": found.rows, "doubles": found.doubles, "missing": found.missing,
                 "oldest_missing": round(found.oldest_missing, 2), "outcomes": found.outcomes,
-                "lag": round(found.lag, 2), "load": round(os.getloadavg()[0], 1),
+                "oldest_sent": round(found.oldest_sent, 2),
+                "lag": round(found.lag, 2), "pulse": round(found.pulse, 2),
+                "load": round(os.getloadavg()[0], 1),
                 "wrong": found.wrong[:3], "late": found.late[:3],
             }), flush=True)  # fmt: skip
     print(json.dumps({
         "store": options.store, "runs": options.runs, "failed": failed,
         "requests": total.requests, "rows": total.rows, "doubles": total.doubles,
         "missing": total.missing, "oldest_missing": round(total.oldest_missing, 2),
-        "lag": round(total.lag, 2), "outcomes": total.outcomes, "compared": total.compared,
+        "oldest_sent": round(total.oldest_sent, 2), "lag": round(total.lag, 2),
+        "pulse": round(total.pulse, 2), "outcomes": total.outcomes, "compared": total.compared,
         "largest_difference": total.largest,
     }, indent=1))  # fmt: skip
     return 1 if failed else 0

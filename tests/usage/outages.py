@@ -3,7 +3,7 @@
 A gateway with a metered key serves streams and plain responses over emulated nodes while its store
 is taken away for some seconds: a PostgreSQL server is halted (SIGSTOP) or killed (SIGKILL) and
 started again; another process holds SQLite's lock; its file is moved away. At the end each request
-has its one row in the ledger.
+has its one row in the ledger. A run in which nothing happens to the store is there for comparison.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import statistics
 import subprocess
 import sys
@@ -128,7 +129,7 @@ async def outage(
         tasks.append(asyncio.create_task(watch()))
         try:
             await asyncio.sleep(AROUND)
-            phases.append(Phase("while the store is away"))
+            phases.append(Phase("meanwhile"))
             await asyncio.to_thread(begin)
             try:
                 await asyncio.sleep(seconds)
@@ -177,6 +178,11 @@ def _counted(url: str) -> tuple[int, int]:
         return store.run_now(count)
     finally:
         store.close(LIMIT)
+
+
+async def left_alone(url: str, folder: Path, seconds: float) -> Outcome:
+    """Do nothing to the store."""
+    return await outage(folder, url, lambda: None, lambda: None, seconds)
 
 
 async def server_halted(server: PostgresServer, folder: Path, seconds: float) -> Outcome:
@@ -229,9 +235,14 @@ async def file_away(folder: Path, seconds: float) -> Outcome:
 
 async def _all(seconds: float) -> AsyncIterator[tuple[str, Outcome]]:
     with running_postgres() as server:
+        with tempfile.TemporaryDirectory() as folder:
+            yield "PostgreSQL alone", await left_alone(server.new_database(), Path(folder), seconds)
         for name, way in (("halted", server_halted), ("killed", server_killed)):
             with tempfile.TemporaryDirectory() as folder:
                 yield f"PostgreSQL {name}", await way(server, Path(folder), seconds)
+    with tempfile.TemporaryDirectory() as folder:
+        url = f"sqlite:///{folder}/gateway.db"
+        yield "SQLite's file alone", await left_alone(url, Path(folder), seconds)
     for name, local in (("locked", file_locked), ("moved away", file_away)):
         with tempfile.TemporaryDirectory() as folder:
             yield f"SQLite's file {name}", await local(Path(folder), seconds)
@@ -240,7 +251,8 @@ async def _all(seconds: float) -> AsyncIterator[tuple[str, Outcome]]:
 async def _main(seconds: float) -> int:
     failed = 0
     async for name, found in _all(seconds):
-        print(f"{name} for {seconds:.0f} s ({' -> '.join(found.states)})")
+        load = os.getloadavg()[0]
+        print(f"{name} for {seconds:.0f} s, load average {load:.0f} ({' -> '.join(found.states)})")
         for phase in found.phases:
             print(f"  {phase}")
         print(

@@ -129,6 +129,7 @@ async def test_as_many_run_at_one_time_as_may(tmp_path: Path) -> None:
         # A place is free as soon as a response has ended.
         for _ in range(10):
             assert (await chat(running, 1)).status_code == 200
+        await check_one_sum(running)
         assert len(await settle(running)) == 15
 
 
