@@ -331,7 +331,7 @@ def transaction(
 def sqlite_driver(connection: Connection) -> sqlite3.Connection:
     """Python's own connection to SQLite, for the few statements of each job and each row.
 
-    Through SQLAlchemy a statement takes ten times the instructions.
+    SQLAlchemy takes several times the instructions of such a statement.
     """
     driver = connection.connection.driver_connection
     assert isinstance(driver, sqlite3.Connection)
