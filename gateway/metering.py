@@ -95,7 +95,14 @@ class Metering:
             slot_seconds_so_far=registry.slot_seconds_so_far,
             cost_of_use=self._cost_of_use,
         )
-        self._limit_sync = LimitSync(self.limit_book, self.store, process.id, clock=clock)
+        ledger = self.ledger
+        self._limit_sync = LimitSync(
+            self.limit_book,
+            self.store,
+            process.id,
+            clock=clock,
+            recovered=lambda: ledger.recovered,
+        )
         self.reporter = Reporter(self.store)
 
     def configure(self, settings: Settings) -> None:

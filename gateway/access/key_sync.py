@@ -33,7 +33,10 @@ from gateway.store.failures import StoreError, StoreUnavailable
 from gateway.store.store import Store
 
 POLL_SECONDS = 0.5
-"""Seconds between two looks at the revision of the stored keys, and at expired ones."""
+"""Seconds between two looks whether the stored keys may have changed, and at expired ones."""
+
+MOST_UNCHANGED = 60
+"""Looks in a row that trust the store that nothing has changed."""
 
 START_SECONDS = 5.0
 """Most seconds for the first look; then the gateway starts with the keys of the file."""
@@ -64,6 +67,8 @@ class KeySync:
         """The revision of the keys in the ring; None: they are not the store's, or there are none.
         """
         self._refreshing = asyncio.Lock()
+        self._seen_changes = -1
+        """The store's number of changes before the keys were read last."""
         self._told_lost = False
         self._known: dict[tuple[Any, ...], tuple[StoredKey, HeldKey] | None] = {}
         """What was made of the last rows: most of them are the same at the next change."""
@@ -102,8 +107,14 @@ class KeySync:
             loops.create_task(self._expire())
 
     async def _poll(self) -> None:
+        store, unchanged = self._store, 0
         while True:
             await asyncio.sleep(self._poll_seconds)
+            changed = store is not None and store.changes != self._seen_changes
+            if not changed and self.problem is None and unchanged < MOST_UNCHANGED:
+                unchanged += 1
+                continue
+            unchanged = 0
             # The store tells its own failures; `problem` has this one.
             with contextlib.suppress(StoreError):
                 await self.refresh()
@@ -132,6 +143,7 @@ class KeySync:
             return
         async with self._refreshing:
             limit = {} if seconds is None else {"seconds": seconds}
+            self._seen_changes = store.changes
             try:
                 read = await store.run(self._read_changes, write=False, **limit)
             except StoreError as error:

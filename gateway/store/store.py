@@ -34,6 +34,7 @@ from gateway.store.database import (
     act_as_owner,
     check_level,
     connect,
+    data_version,
     disconnect,
     empty_log,
     migrate,
@@ -62,6 +63,9 @@ CHECK_SECONDS = 5.0
 
 FIRST_PAUSE = 0.1
 """Seconds between the first attempts to open the store; each further pause is twice as long."""
+
+LOOK_SECONDS = 0.25
+"""Seconds between two looks whether another process has changed the store."""
 
 LONGEST_PAUSE = 5.0
 """Seconds between attempts to open the store, at most."""
@@ -130,6 +134,7 @@ class Store:
         now: Callable[[], float] = time.time,
         most_jobs: int = MOST_JOBS,
         check_seconds: float = CHECK_SECONDS,
+        look_seconds: float = LOOK_SECONDS,
         on_change: Callable[[StoreStatus], None] | None = None,
     ) -> None:
         self.location = location
@@ -137,6 +142,7 @@ class Store:
         self._clock = clock
         self._now = now
         self._check_seconds = check_seconds
+        self._look_seconds = look_seconds
         self._on_change = on_change
         self._jobs: queue.Queue[_Job[Any] | None] = queue.Queue(most_jobs)
         self._thread = threading.Thread(target=self._work, name="store", daemon=True)
@@ -153,6 +159,14 @@ class Store:
         self._pause = FIRST_PAUSE
         self._check_at = 0.0
         """When the store is opened anew, or else looked at if there was no job."""
+        self._look_at = 0.0
+        """When it is looked whether others have changed the store."""
+        self._version: int | None = None
+        """The database's number of changes by others, as last seen."""
+        self.changes = 0
+        """Has grown when there may be something new in the store: another process has committed, or
+        the store has failed or is open again. On PostgreSQL, which does not tell, it grows always.
+        """
         self._closing = False
         self._state = "opening"
         self._since = now()
@@ -178,13 +192,29 @@ class Store:
         no other process that writes.
         """
         waiting = self._submit(job, write, seconds)
+        # By hand: `asyncio.timeout` and `wrap_future` take half as many instructions again. Not
+        # `wait_for` either: in Python 3.11 it drops a cancellation that comes with the result, and
+        # the task that was to end goes on for ever.
+        loop = asyncio.get_running_loop()
+        over = loop.create_future()
+        timer = loop.call_later(seconds, _set, over)
+
+        def tell(_: object) -> None:
+            # Nobody waits any more if the loop is closed.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_set, over)
+
+        waiting.add_done_callback(tell)
         try:
-            # Not `wait_for`: in Python 3.11 it drops a cancellation that comes with the result, and
-            # the task that was to end goes on for ever.
-            async with asyncio.timeout(seconds):
-                return await asyncio.wrap_future(waiting)
-        except TimeoutError:
-            raise self._too_slow(waiting, seconds) from None
+            await over
+        except asyncio.CancelledError:
+            waiting.cancel()
+            raise
+        finally:
+            timer.cancel()
+        if not waiting.done():
+            raise self._too_slow(waiting, seconds)
+        return waiting.result()
 
     def run_now(
         self, job: Callable[[Connection], T], *, write: bool = True, seconds: float = JOB_SECONDS
@@ -277,15 +307,39 @@ class Store:
         self._tried.set_result(None)
         while not (self._closing and self._jobs.empty()):
             with contextlib.suppress(queue.Empty):
-                job = self._jobs.get(timeout=max(0.001, self._check_at - self._clock()))
+                next_at = min(self._check_at, self._look_at)
+                job = self._jobs.get(timeout=max(0.001, next_at - self._clock()))
                 if job is not None and job.done.set_running_or_notify_cancel():
                     self._do(job)
-            if self._clock() >= self._check_at and not self._closing:
+            now = self._clock()
+            if now >= self._look_at:
+                self._look_at = now + self._look_seconds
+                self._look()
+            if now >= self._check_at and not self._closing:
                 self._check()
         if self._connection is not None:
             disconnect(self._connection)
             self._link.release()
         self._set_state("closed", None)
+
+    def _look(self) -> None:
+        """Notice what other processes have committed, and that the file is gone."""
+        connection = self._connection
+        if connection is None:
+            return
+        if self._files is not None and not self._files.are_in_place():
+            self._check_at = self._clock()
+            return
+        self._link.begin(JOB_SECONDS)
+        try:
+            version = data_version(connection)
+        except Exception:  # noqa: BLE001 - the next job meets the same error, and tells it
+            version = None
+        finally:
+            self._link.end()
+        if version is None or version != self._version:
+            self._version = version
+            self.changes += 1
 
     def _check(self) -> None:
         """Open the store if it is not, else look whether it is still what it was."""
@@ -417,6 +471,7 @@ class Store:
         self._problem = problem
         if not changed:
             return
+        self.changes += 1
         self._state, self._since = state, self._now()
         if self._on_change is not None:
             self._on_change(self.status())
@@ -482,6 +537,11 @@ class _Link:
             elif self._sqlite is not None:
                 with contextlib.suppress(sqlite3.Error):
                     self._sqlite.interrupt()
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _nothing(_: Connection) -> None:

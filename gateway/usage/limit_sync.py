@@ -1,9 +1,9 @@
 """Keeps live limits equal to the ledger: loads them at the start, and follows other processes.
 
 Several processes may share a store: both of a hand-over, or gateways on one PostgreSQL. Every half
-second each reads what the others have added: rows of the ledger in the order of their writing, and
-requests that have been running for about half a second. So a limit holds across processes, but for
-what they admit within about a second.
+second each reads what the others have added, if there may be something: rows of the ledger in the
+order of their writing, and requests that have been running for about half a second. So a limit
+holds across processes, but for what they admit within about a second.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from gateway.usage.processes import LOST
 from gateway.usage.windows import DAY_SECONDS, Calendar, month_start
 
 POLL_SECONDS = 0.5
+
+LONGEST_UNREAD = 30.0
+"""Seconds after which the store is read though no other process seems to have changed it."""
 
 START_SECONDS = 5.0
 """Seconds for which a start waits for the store. Then requests are admitted by counters that begin
@@ -106,6 +109,8 @@ class LimitSync:
     """The id of this process."""
     now: Callable[[], float] = time.time
     clock: Callable[[], float] = time.monotonic
+    recovered: Callable[[], int] = lambda: 0
+    """How many requests of killed processes this one has written, which no other tells it of."""
     problem: str | None = None
     """Why the last look failed; None: it did not."""
     _cursors: dict[str, int] | None = None
@@ -116,6 +121,10 @@ class LimitSync:
     _calendar: Calendar = field(default_factory=Calendar)
     _last: tuple[float, float] | None = None
     """Unix and monotonic time of the last look that found the store."""
+    _seen_changes: int = -1
+    """The store's number of changes before it was read last."""
+    _seen_recovered: int = 0
+    _next_read: float = -math.inf
     _next_warning: float = -math.inf
 
     async def start(self, limit: float = START_SECONDS) -> None:
@@ -130,10 +139,24 @@ class LimitSync:
         """Follow the store until cancelled."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
-            await self.look()
+            if self._is_due():
+                await self.look()
+
+    def _is_due(self) -> bool:
+        """Whether the store may have something new."""
+        return (
+            self.store.changes != self._seen_changes
+            or self.recovered() != self._seen_recovered
+            or self.problem is not None
+            or self.clock() >= self._next_read
+            or self._is_clock_set(self.now())
+            or bool(self.book.unloaded())
+        )
 
     async def look(self) -> None:
         """Read the store once, and count what it has."""
+        self._seen_changes, self._seen_recovered = self.store.changes, self.recovered()
+        self._next_read = self.clock() + LONGEST_UNREAD
         wanted, now, cursors = self.book.unloaded(), self.now(), self._cursors
         at, clock_was_set = self.clock(), self._is_clock_set(now)
         try:
@@ -303,17 +326,17 @@ def _read_new_rows(
     found: LedgerRead,
 ) -> None:
     of_process = usage.c.process == process
-    if cursors is None:
-        # What is there already is loaded by scopes.
-        newest = select(func.max(usage.c.sequence)).where(of_process)
-        last = connection.execute(newest).scalar() or 0
-    else:
-        last = cursors.get(process, 0)
+    newest = connection.scalar(select(func.max(usage.c.sequence)).where(of_process)) or 0
+    # What is there at the first look is loaded by scopes.
+    last = newest if cursors is None else cursors.get(process, 0)
+    if newest > last:
         newer = select(*_ROW).where(of_process, usage.c.sequence > last)
         if process == own:
             newer = newer.where(usage.c.outcome == LOST)
+        last = newest
         for row in connection.execute(newer.order_by(usage.c.sequence)):
             found.new_rows.append(UsedRow(*row))
+            # PostgreSQL shows rows that were committed since `newest` was read.
             last = max(last, row.sequence)
     found.cursors[process] = last
 

@@ -12,6 +12,7 @@ from sqlalchemy.exc import IntegrityError
 from gateway.store.database import locate_store
 from gateway.store.failures import StoreUnavailable
 from gateway.store.store import Store
+from tests.postgres import PostgresServer
 from tests.store.stores import LIMIT, add, count, names, opened, wait_until
 
 
@@ -34,6 +35,45 @@ async def test_a_job_is_done_wholly_or_not_at_all(store_url: str) -> None:
         await store.run(add("whole"))
         assert await store.run(names) == ["whole"]
         assert store.status().up
+
+
+async def test_a_store_notices_what_others_commit_and_not_its_own(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'gateway.db'}"
+    with opened(url, look_seconds=0.01) as store, opened(url) as other:
+        before = await changes_after_a_look(store)
+        await store.run(add("own"))
+        assert await changes_after_a_look(store) == before
+        await other.run(add("another's"))
+        wait_until(lambda: store.changes == before + 1, store)
+
+
+async def changes_after_a_look(store: Store) -> int:
+    """The number of changes when the store has looked once more."""
+    await store.run(lambda _: time.sleep(0.02))  # longer than the time between two looks
+    return await store.run(lambda _: store.changes)
+
+
+async def test_a_store_that_does_not_tell_may_always_have_changed(
+    postgres: PostgresServer,
+) -> None:
+    with opened(postgres.new_database(), look_seconds=0.01) as store:
+        before = store.changes
+        wait_until(lambda: store.changes > before + 2, store)
+
+
+async def test_a_job_that_is_not_waited_for_any_more_does_not_begin(store_url: str) -> None:
+    with opened(store_url) as store:
+        block = threading.Event()
+        first = asyncio.create_task(store.run(lambda _: block.wait(LIMIT)))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(store.run(add("cancelled")))
+        await asyncio.sleep(0)
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        block.set()
+        assert await first
+        assert await store.run(names) == []
 
 
 async def test_a_jobs_own_error_leaves_the_store_open(store_url: str) -> None:

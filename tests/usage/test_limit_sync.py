@@ -49,6 +49,10 @@ class FailingStore:
         self.loses: list[str] = []
         """Names of jobs whose next answer is lost."""
 
+    @property
+    def changes(self) -> int:
+        return self.store.changes
+
     async def run(self, job: Callable[[Connection], T], /, *, write: bool = True) -> T:
         if self.away:
             raise StoreUnavailable("gone", "wait")
