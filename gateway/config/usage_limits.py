@@ -24,6 +24,8 @@ BudgetPeriod = Literal["day", "month"]
 
 LARGEST_BUDGET = 1e9
 
+LEAST_BUDGET = 1e-9
+
 
 class Budget(NamedTuple):
     """Money for each day or month, by UTC."""
@@ -43,7 +45,7 @@ def parse_budget(text: str) -> Budget:
     if found is None:
         raise ValueError('must be an amount a day or a month, such as "20/month" or "0.5/day"')
     amount = float(found[1])
-    if not 0 < amount <= LARGEST_BUDGET:
+    if not LEAST_BUDGET <= amount <= LARGEST_BUDGET:
         raise ValueError(f"the amount must be above 0 and at most {LARGEST_BUDGET:.0f}")
     return Budget(amount, "day" if found[2] == "day" else "month")
 
@@ -57,7 +59,8 @@ def _budget(value: object) -> object:
         amount, period = parse_budget(value)
     except ValueError as error:
         raise validation_error(str(error)) from None
-    return f"{amount:.12g}/{period}"
+    # Without an exponent, since it is read again.
+    return f"{f'{amount:.9f}'.rstrip('0').rstrip('.')}/{period}"
 
 
 _GROUP = re.compile(r"[A-Za-z0-9._-]{1,64}")

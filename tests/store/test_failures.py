@@ -26,6 +26,9 @@ from gateway.store.store import Store
 from tests.postgres import PostgresServer, needs_postgres, running_postgres
 from tests.store.stores import LIMIT, add, count, names, opened, wait_until
 
+NEVER = 3600.0
+"""Seconds between two looks of a store's own, where a test's next job must find the failure."""
+
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
@@ -98,7 +101,9 @@ from pathlib import Path
 from gateway.store.failures import StoreFull
 from tests.store.stores import add, count, opened, wait_until
 folder = Path(sys.argv[1])
-with opened(f"sqlite:///{folder}/gateway.db", check_seconds=0.1) as store:
+states = []
+notice = lambda status: states.append(status.state)
+with opened(f"sqlite:///{folder}/gateway.db", check_seconds=0.1, on_change=notice) as store:
     written = 0
     (folder / "ballast").write_bytes(b"0" * (1 << 19))
     try:
@@ -107,7 +112,8 @@ with opened(f"sqlite:///{folder}/gateway.db", check_seconds=0.1) as store:
             written += 1
     except StoreFull as error:
         assert "free space" in error.remedy
-    assert store.status().state == "full"
+    # The store tries by itself to write something small, and may be up again.
+    assert "full" in states
     assert store.run_now(count, write=False) == written > 0
     (folder / "ballast").unlink()
     wait_until(lambda: store.status().up, store)
@@ -227,7 +233,7 @@ def test_a_file_that_takes_the_place_of_the_store_is_opened(file: Path, tmp_path
     backup = tmp_path / "backup.db"
     with opened(f"sqlite:///{backup}") as store:
         store.run_now(add("of the backup"))
-    with opened(f"sqlite:///{file}") as store:
+    with opened(f"sqlite:///{file}", check_seconds=NEVER) as store:
         store.run_now(add("kept aside"))
         aside = file.rename(tmp_path / "aside.db")
         backup.replace(file)
@@ -424,7 +430,7 @@ def test_a_wrong_name_is_told_with_the_remedy(
 
 def test_a_session_that_the_server_ends_is_opened_anew(postgres: PostgresServer) -> None:
     url = postgres.new_database()
-    with opened(url) as store:
+    with opened(url, check_seconds=NEVER) as store:
         store.run_now(add("before"))
         postgres.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"

@@ -19,6 +19,7 @@ from gateway.transport.certificates import (
     changed_files,
     load_certificate,
 )
+from tests.gateways import until
 from tests.virtual import in_virtual_time
 
 
@@ -144,17 +145,27 @@ async def test_the_certificates_of_both_listeners_are_renewed_on_their_own(
 # Files that change.
 
 
-async def changes(paths: list[Path], count: int = 1) -> list[set[Path]]:
-    found = []
-    async for changed in changed_files(lambda: paths, 0.05):
-        found.append(changed)
-        if len(found) == count:
-            return found
+class Looks:
+    """The names of files, and how often somebody has asked for them."""
+
+    def __init__(self, *paths: Path) -> None:
+        self._paths = paths
+        self.count = 0
+
+    def __call__(self) -> tuple[Path, ...]:
+        self.count += 1
+        return self._paths
+
+
+async def changes(paths: Looks) -> set[Path]:
+    """The next change."""
+    async for changed in changed_files(paths, 0.05):
+        return changed
     raise AssertionError
 
 
-async def after_first_look(work: asyncio.Task[list[set[Path]]]) -> None:
-    await asyncio.sleep(0.2)
+async def after_first_look(work: asyncio.Task[set[Path]], paths: Looks) -> None:
+    await until(lambda: paths.count >= 2)
     assert not work.done()
 
 
@@ -162,11 +173,12 @@ async def test_a_file_that_is_replaced_by_a_rename_is_seen(tmp_path: Path) -> No
     one, other = tmp_path / "one", tmp_path / "other"
     one.write_text("1")
     other.write_text("1")
-    work = asyncio.create_task(changes([one, other]))
-    await after_first_look(work)
+    paths = Looks(one, other)
+    work = asyncio.create_task(changes(paths))
+    await after_first_look(work, paths)
     (tmp_path / "new").write_text("2")
     (tmp_path / "new").rename(one)
-    assert await asyncio.wait_for(work, 30) == [{one}]
+    assert await asyncio.wait_for(work, 30) == {one}
 
 
 async def test_a_link_that_is_switched_is_seen_as_kubernetes_switches_it(tmp_path: Path) -> None:
@@ -177,11 +189,12 @@ async def test_a_link_that_is_switched_is_seen_as_kubernetes_switches_it(tmp_pat
     (tmp_path / "..data").symlink_to("..1")
     link = tmp_path / "tls.crt"
     link.symlink_to("..data/tls.crt")
-    work = asyncio.create_task(changes([link]))
-    await after_first_look(work)
+    paths = Looks(link)
+    work = asyncio.create_task(changes(paths))
+    await after_first_look(work, paths)
     (tmp_path / "..data_tmp").symlink_to("..2")
     (tmp_path / "..data_tmp").rename(tmp_path / "..data")
-    assert await asyncio.wait_for(work, 30) == [{link}]
+    assert await asyncio.wait_for(work, 30) == {link}
     assert link.read_text() == "..2"
 
 
@@ -189,12 +202,12 @@ async def test_a_link_that_is_switched_is_seen_as_kubernetes_switches_it(tmp_pat
 async def test_a_file_that_keeps_changing_is_reported_once_it_rests(tmp_path: Path) -> None:
     path = tmp_path / "cert.pem"
     path.write_text("")
-    work = asyncio.create_task(changes([path]))
+    work = asyncio.create_task(changes(Looks(path)))
     for number in range(20):
         await asyncio.sleep(0.03)
         path.write_text("x" * number)
         time.sleep(0.002)  # noqa: ASYNC251 - the file system's clock, which is not virtual
-    assert await work == [{path}]
+    assert await work == {path}
 
 
 ENCRYPTED_KEY = """\

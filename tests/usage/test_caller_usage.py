@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from gateway.access.keys import new_key
@@ -93,6 +94,27 @@ async def test_a_revoked_key_gets_no_figures(tmp_path: Path) -> None:
             response = await running.client.get("/v1/usage", headers=bearer(key))
             assert response.status_code == 401
             assert response.json()["error"]["code"] == "invalid_api_key"
+
+
+async def test_a_stored_key_that_was_revoked_gets_no_figures_and_loses_none(tmp_path: Path) -> None:
+    async with (
+        metered_gateway(tmp_path) as running,
+        httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as admin,
+    ):
+        made = (await admin.post("/admin/keys", json={"name": "stored"})).json()
+        headers = {"Authorization": f"Bearer {made['key']}"}
+        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+        sent = await running.client.post("/v1/chat/completions", json=body, headers=headers)
+        assert sent.status_code == 200
+        assert (await running.client.get("/v1/usage", headers=headers)).status_code == 200
+        await recorded(running, 1)
+        assert (await admin.delete("/admin/keys/stored")).status_code == 200
+        refused = await running.client.get("/v1/usage", headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert "today" not in refused.text
+        # Its operators still see what it used.
+        report = (await admin.get("/admin/usage?by=key")).json()
+        assert [(row["key"], row["requests"]) for row in report["rows"]] == [(made["id"], 1)]
 
 
 async def test_cached_figures_are_hidden_where_the_settings_say_so(tmp_path: Path) -> None:

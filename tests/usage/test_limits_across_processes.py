@@ -141,7 +141,8 @@ def a_client(line: Succession) -> httpx.AsyncClient:
 
 
 def reason(response: httpx.Response) -> str | None:
-    return response.headers.get("x-gateway-reason")
+    found: str | None = response.headers.get("x-gateway-reason")
+    return found
 
 
 REASONS = {

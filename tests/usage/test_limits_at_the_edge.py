@@ -20,8 +20,13 @@ CALLERS = 50
 
 KEY = new_key("edge")
 
+USER = "ann"
+
 PRICE = {"prompt": 1000.0, "completion": 4000.0}
 """For a million tokens: a thousand tokens cost some units."""
+
+
+OWNERS = ("key", "group", "user", "total")
 
 
 async def chat(running: Running, most: int, **body: Any) -> httpx.Response:
@@ -32,7 +37,7 @@ async def chat(running: Running, most: int, **body: Any) -> httpx.Response:
             "max_tokens": most,
             **body,
         },
-        headers={"Authorization": f"Bearer {KEY.text}"},
+        headers={"Authorization": f"Bearer {KEY.text}", "X-User-Id": USER},
     )
 
 
@@ -42,6 +47,18 @@ async def fifty(running: Running, most: int) -> list[httpx.Response]:
 
 def settings(**limits: Any) -> dict[str, Any]:
     return {"keys": [{"id": KEY.id, "sha256": KEY.sha256, "limits": limits}]}
+
+
+def settings_of(owner: str, limits: dict[str, Any]) -> dict[str, Any]:
+    """These limits of a key, of its group, of each of its end users, or of all callers."""
+    key: dict[str, Any] = {"id": KEY.id, "sha256": KEY.sha256}
+    if owner == "key":
+        return {"keys": [{**key, "limits": limits}]}
+    if owner == "user":
+        return {"keys": [{**key, "trust_user_headers": True, "user_limits": limits}]}
+    if owner == "group":
+        return {"keys": [{**key, "group": "team"}], "groups": {"team": {"limits": limits}}}
+    return {"keys": [key], "limits": {"total": limits}}
 
 
 async def settle(running: Running) -> list[dict[str, Any]]:
@@ -65,9 +82,11 @@ async def check_one_sum(running: Running) -> int:
     sums = counted(rows, account.subject, wall)
     assert account.requests.value(now) == sums.requests == len(rows)
     assert account.tokens.value(now) == sums.tokens
+    assert sum(account.tokens_by_day.values()) == sums.day_tokens
+    assert (account.running, account.open, account.reserved_tokens) == (0, 0, 0)
     assert sum(account.cost_by_month.values()) == pytest.approx(sums.month_cost)
     caller = next(iter(running.gateway.key_ring.callers()))
-    requests, tokens = book.rate_limits(book.accounts(caller))
+    requests, tokens = book.rate_limits(book.accounts(caller, USER))
     if requests is not None:
         assert requests.remaining == max(0, requests.limit - sums.requests)
     if tokens is not None:
@@ -119,18 +138,66 @@ async def test_tokens_are_exceeded_by_no_more_than_estimates_miss(tmp_path: Path
         assert used > limit - 200
 
 
-async def test_as_many_run_at_one_time_as_may(tmp_path: Path) -> None:
+@pytest.mark.parametrize("owner", OWNERS)
+async def test_as_many_run_at_one_time_as_may(owner: str, tmp_path: Path) -> None:
     async with (
-        EmulatedNode(slots=8, decode_tps=200.0) as node,
-        running_gateway(tmp_path, [node.url], settings(concurrency=5)) as running,
+        EmulatedNode(slots=8) as node,
+        running_gateway(tmp_path, [node.url], settings_of(owner, {"concurrency": 5})) as running,
     ):
-        first = codes(await fifty(running, 40))
-        assert first == {"ok": 5, "rate_limit_exceeded": 45}
+        # None of them ends before all have been admitted or refused.
+        node.faults.set("hang", path="/v1/chat/completions", after_events=1)
+        sent = [asyncio.create_task(chat(running, 4)) for _ in range(CALLERS)]
+        await until(lambda: sum(one.done() for one in sent) == CALLERS - 5)
+        node.faults.clear()
+        node.faults.release()
+        found = codes(await asyncio.gather(*sent))
+        assert found == {"ok": 5, "rate_limit_exceeded": 45}
         # A place is free as soon as a response has ended.
         for _ in range(10):
             assert (await chat(running, 1)).status_code == 200
         await check_one_sum(running)
         assert len(await settle(running)) == 15
+        await check_one_sum(running)
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"rpm": 20}, "rate_limit_exceeded"),
+        ({"tpm": 500}, "rate_limit_exceeded"),
+        ({"tokens_per_day": 500}, "insufficient_quota"),
+        ({"budget": "1.5/month"}, "insufficient_quota"),
+    ],
+    ids=["rpm", "tpm", "tokens_per_day", "budget"],
+)
+async def test_requests_that_use_less_than_they_reserve_never_exceed_it(
+    limits: dict[str, Any], reason: str, owner: str, tmp_path: Path
+) -> None:
+    """Of a key, a group, an end user and all callers; what was not used is there for the next."""
+    (limit,) = limits
+    async with EmulatedNode(slots=8, answer_tokens=10) as node:
+        priced = {"name": "n", "url": node.url, "cost_per_million_tokens": PRICE}
+        async with running_gateway(tmp_path, [priced], settings_of(owner, limits)) as running:
+            found = Counter[str]()
+            # In turns: as long as something is left, some of fifty are admitted.
+            while (more := codes(await fifty(running, 40)))["ok"]:
+                found += more
+                await settle(running)
+            assert set(found + more) <= {"ok", reason}
+            assert more[reason] == CALLERS
+            rows = await settle(running)
+            assert len(rows) == found["ok"]
+            tokens = await check_one_sum(running)
+            paid = math.fsum(row["cost"] for row in rows)
+            if limit == "rpm":
+                assert len(rows) == 20
+            elif limit == "budget":
+                dearest = max(row["cost"] for row in rows)
+                assert 1.5 - 5 * dearest < paid <= 1.5
+            else:
+                # Nobody asks for more than 40 tokens of answer, and 10 of prompt.
+                assert 500 - 50 < tokens <= 500
 
 
 async def test_money_is_exact_when_it_has_settled(tmp_path: Path) -> None:

@@ -248,6 +248,9 @@ def test_bad_flags_are_wrong_usage_and_store_nothing(
     ran = run("keys", "create", *flags, *printed)
     assert (ran.status, ran.out) == (2, "")
     assert ran.err.count("error: ") >= 1
+    # It names the flag (those for end users by their common begin), or the field that it sets.
+    field = flags[-2].removeprefix("--").replace("-", "_").replace("user_rpm", "user_")
+    assert field in ran.err.replace("-", "_")
     assert "Traceback" not in ran.err
     file = alone / "config" / "keys.db"
     assert not file.exists() or stored(file) == []
