@@ -32,6 +32,9 @@ from gateway.usage.retention import Retention
 
 log = structlog.get_logger()
 
+LEAST_SECONDS = 0.1
+"""For each step of a start, when a store that does not answer has used up the time."""
+
 
 class NamedLoop(NamedTuple):
     """Work that goes on until the gateway ends; its owner cancels it."""
@@ -139,19 +142,24 @@ class Metering:
             self.store.start()
 
     async def load(self, seconds: float) -> None:
-        """Read keys and counters, before the first request; each step takes so long at most.
+        """Read keys and counters, before the first request, within about so many seconds in all.
 
         A predecessor may have used up what is left of a limit. What the store can't tell in time
         is read later.
         """
+        end = self._clock() + seconds
+
+        def left() -> float:
+            return max(LEAST_SECONDS, end - self._clock())
+
         if self.store is not None:
             await self.store.wait_opened(seconds)
-        await self.key_sync.start(seconds)
+        await self.key_sync.start(left())
         if self.ledger is not None:
-            await self.ledger.start(seconds)
+            await self.ledger.start(left())
         if self._limit_sync is not None:
             self.limit_book.prepare(self.key_ring.callers())
-            await self._limit_sync.start(seconds)
+            await self._limit_sync.start(left())
 
     def loops(self) -> Iterator[NamedLoop]:
         """What must run from `load` on."""

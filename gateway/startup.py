@@ -249,7 +249,12 @@ def properties_file(options: Options) -> Path:
 
 
 def keys_file(options: Options) -> Path:
-    """The file that keeps the hashes of the store's keys for a start without the store."""
+    """The file that keeps the hashes of the store's keys for a start without the store.
+
+    It is beside a store that has a folder of its own: the other state files may be temporary.
+    """
+    if options.store_dir is not None:
+        return options.store_dir / "keys.json"
     return _state_file(options, "keys")
 
 

@@ -14,6 +14,7 @@ from gateway.startup import (
     StartError,
     check_startup,
     drains_file,
+    keys_file,
     load_checked,
     properties_file,
     read_admin_key,
@@ -163,6 +164,17 @@ def test_the_store_is_where_the_settings_say_else_in_the_state_folder(tmp_path: 
     assert path(given, f"sqlite:///{tmp_path}/other.db") == tmp_path / "other.db"
     assert path(given, "off") is None
     assert path(Options(tmp_path / "nodes.yaml"), None) == state_folder() / "gateway.db"
+
+
+def test_hashes_of_keys_outlive_temporary_state_files_like_their_store(tmp_path: Path) -> None:
+    runs = [
+        Options(tmp_path / run / "nodes.yaml", state_dir=tmp_path / run, store_dir=tmp_path / "own")
+        for run in ("one", "two")
+    ]
+    assert {keys_file(run) for run in runs} == {tmp_path / "own" / "keys.json"}
+    assert len({drains_file(run) for run in runs}) == 2
+    alone = Options(tmp_path / "nodes.yaml", state_dir=tmp_path / "state")
+    assert keys_file(alone).parent == tmp_path / "state"
 
 
 def test_each_inventory_has_state_files_of_its_own(tmp_path: Path) -> None:

@@ -41,6 +41,9 @@ MOST_UNCHANGED = 60
 START_SECONDS = 5.0
 """Most seconds for the first look; then the gateway starts with the keys of the file."""
 
+SILENT_SECONDS = 0.1
+"""To close a store that has just failed."""
+
 log = structlog.get_logger()
 
 
@@ -205,14 +208,16 @@ def count_stored_keys(location: StoreLocation, path: Path) -> int | None:
     If the store can't be read, those of the file; None: nobody knows. Blocks: not for event loops.
     """
     if not never_had_keys(location):
-        store = Store(location)
+        store, closing = Store(location), START_SECONDS
         store.start()
         try:
-            return store.run_now(lambda connection: len(read_keys(connection)), write=False)
+            return store.run_now(
+                lambda connection: len(read_keys(connection)), write=False, seconds=START_SECONDS
+            )
         except StoreError:
-            pass
+            closing = SILENT_SECONDS
         finally:
-            store.close(START_SECONDS)
+            store.close(closing)
     saved = LastKnownKeys(location, path).load()
     return None if saved is None else len(saved.keys)
 

@@ -73,6 +73,22 @@ def headers_for_client(headers: Headers, extra: tuple[str, ...] = ()) -> bytes:
     )
 
 
+_TELLING = re.compile(
+    rb"(^|-)(ms|seconds|time|timing|duration|elapsed|latency|runtime|cache|cached|ratelimit)(-|$)"
+)
+"""Words in names of headers that tell a time, or what a node has counted of a request: Anthropic's
+limits leave cached tokens out, for one."""
+
+
+def without_times(lines: bytes) -> bytes:
+    """Header lines without those that tell a client what was cached of its prompt."""
+    return b"".join(
+        line
+        for line in lines.splitlines(keepends=True)
+        if not _TELLING.search(line.partition(b":")[0].lower())
+    )
+
+
 def _names_in(connection: bytes) -> list[bytes]:
     """The headers that `Connection` restricts to the next hop."""
     return [part.strip() for part in connection.lower().split(b",")]

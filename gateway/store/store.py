@@ -291,8 +291,9 @@ class Store:
         return self._silence(seconds)
 
     def _silence(self, seconds: float) -> StoreError:
+        how_long = f"has not answered for {seconds:.0f} s" if seconds >= 1 else "does not answer"
         return StoreUnavailable(
-            f"the store has not answered for {seconds:.0f} s",
+            f"the store {how_long}",
             "see whether its disk, or its server, is stopped or overloaded",
         )
 

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from gateway import errors
@@ -17,6 +17,7 @@ from gateway.events import EventBus, RequestFinished
 from gateway.lease import LeaseRequest
 from gateway.proxy.api.base import ResponseRewriter
 from gateway.proxy.cache_figures import CacheFigureHider
+from gateway.proxy.forwarded_headers import without_times
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest, SupersedingMap
 from gateway.proxy.inbound import multipart
@@ -208,6 +209,8 @@ class _HandledRequest:
                 self._rewriter = api.response_rewriter(request, node, settings)
             if context.cache.hide and self._node_route.takes_slot:
                 self._rewriter = CacheFigureHider(self._rewriter)
+                shown = without_times(self._response.header_lines)
+                self._response = replace(self._response, header_lines=shown)
             if self._response.body_stream is None:
                 self._send_whole(self._response)
             else:

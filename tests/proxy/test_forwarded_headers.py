@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.proxy.forwarded_headers import headers_for_client, headers_for_node
+from gateway.proxy.forwarded_headers import (
+    headers_for_client,
+    headers_for_node,
+    without_times,
+)
 
 
 def sent(*headers: tuple[bytes, bytes], extra: tuple[str, ...] = ()) -> list[bytes]:
@@ -116,3 +120,13 @@ def test_hop_by_hop_headers_reach_no_client() -> None:
         (b"content-type", b"text/event-stream"),
     ]
     assert headers_for_client(headers) == b"content-type: text/event-stream\r\n"
+
+
+def test_times_and_counts_of_a_node_are_taken_out() -> None:
+    kept = ["content-type", "retry-after", "openai-model", "anthropic-version", "x-timeout-kind"]
+    telling = [
+        "openai-processing-ms", "server-timing", "x-envoy-upstream-service-time", "x-cache",
+        "anthropic-ratelimit-input-tokens-remaining", "x-response-duration", "X-Runtime",
+    ]  # fmt: skip
+    lines = b"".join(b"%b: time\r\n" % name.encode() for name in kept + telling)
+    assert without_times(lines) == b"".join(b"%b: time\r\n" % name.encode() for name in kept)

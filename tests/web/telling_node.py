@@ -160,6 +160,12 @@ PROBES: dict[str, Any] = {
     "/v1/models": {"object": "list", "data": [{"id": "demo"}]},
 }
 
+HEADERS = (
+    f"openai-processing-ms: {MILLISECONDS}\r\nopenai-model: demo\r\n"
+    f"anthropic-ratelimit-input-tokens-remaining: {FRESH}\r\n"
+).encode()
+"""Header lines that are forwarded; the model's tells nothing."""
+
 
 async def serve_telling(peer: Peer) -> None:
     """Answer the requests of one connection."""
@@ -179,6 +185,6 @@ async def serve_telling(peer: Peer) -> None:
         else:
             answer = json.dumps(plain(path, body), separators=(",", ":")).encode()
         await peer.say(
-            b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nContent-Length: %d\r\n\r\n%b"
-            % (kind, len(answer), answer)
+            b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\nContent-Length: %d\r\n%b\r\n%b"
+            % (kind, len(answer), HEADERS, answer)
         )

@@ -66,7 +66,8 @@ async def ask(site: Running, path: str, key: str, **more: Any) -> httpx.Response
 
 
 def told(reply: httpx.Response) -> list[str]:
-    return [text for text in TELLING if text in reply.text]
+    whole = f"{reply.text} {reply.headers}"
+    return [text for text in TELLING if text in whole]
 
 
 def asked_of(path: str) -> list[dict[str, Any]]:
@@ -96,6 +97,15 @@ async def test_every_path_hides_what_was_cached_and_only_where_it_must(tmp_path:
             if told(seen):
                 telling.add(path)
         assert {path for path, _ in ASKED} - telling <= {"/api/embed", "/api/embeddings"}
+
+
+async def test_header_fields_of_other_matters_are_forwarded(tmp_path: Path) -> None:
+    async with a_site(tmp_path) as site:
+        path = "/v1/embeddings"
+        hidden, seen = await ask(site, path, HIDDEN.text), await ask(site, path, SEEN.text)
+        own = set(seen.headers) - set(hidden.headers)
+        assert own == {"openai-processing-ms", "anthropic-ratelimit-input-tokens-remaining"}
+        assert hidden.headers["openai-model"] == "demo"
 
 
 async def test_paths_that_take_no_slot_pass_as_they_are(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def up(
                 allow_anonymous=allow_anonymous,
                 admin_key_file=admin_key_file,
                 state_dir=Path(folder),
-                # Keys and usage outlive the servers of one run.
+                # Keys, their hashes for a start without the store, and usage outlive one run.
                 store_dir=state_folder(),
             )
             status = run_event_loop(_serve(plan, given, server_port))
