@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,7 +48,7 @@ _REAL, _SLOW, _FAST = 3.0, 3.0, 0.03
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not hasattr(config, "workerinput"):
         return
-    seconds: Counter[Path] = Counter()
+    seconds: defaultdict[Path, float] = defaultdict(float)
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         seconds[item.path] += _REAL if "real" in marks else _SLOW if "slow" in marks else _FAST
