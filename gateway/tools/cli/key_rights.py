@@ -208,7 +208,7 @@ CacheNodes = Annotated[
     str | None,
     typer.Option(
         "--cache-nodes",
-        metavar="LABEL=VALUE,…",
+        metavar="LABEL=VALUE,...",
         help=f"Labels of the nodes that it may use, and no other; {ALL_NODES}: every node.",
         rich_help_panel=CACHE_PANEL,
     ),

@@ -305,7 +305,7 @@ def set_(
         list[str] | None,
         typer.Option(
             "--unset",
-            metavar="FLAG,…",
+            metavar="FLAG,...",
             help="Take these away: names of the flags below, such as rpm,budget; or limits, "
             "user-limits, cache for all of them.",
         ),
