@@ -113,6 +113,9 @@ class KeySync:
         store, unchanged = self._store, 0
         while True:
             await asyncio.sleep(self._poll_seconds)
+            if self._last_known is not None and self._last_known.is_due():
+                async with self._refreshing:
+                    await asyncio.to_thread(self._last_known.save_again)
             changed = store is not None and store.changes != self._seen_changes
             if not changed and self.problem is None and unchanged < MOST_UNCHANGED:
                 unchanged += 1
@@ -121,9 +124,6 @@ class KeySync:
             # The store tells its own failures; `problem` has this one.
             with contextlib.suppress(StoreError):
                 await self.refresh()
-            if self._last_known is not None and self._last_known.is_due():
-                async with self._refreshing:
-                    await asyncio.to_thread(self._last_known.save_again)
 
     @property
     def unsaved(self) -> str | None:
