@@ -177,7 +177,7 @@ async def test_limits_keys_and_the_ledger_hold_while_both_processes_live(tmp_pat
         # and the old process refuses it on its connections.
         assert (await admin.delete("/admin/keys/alice")).status_code == 200
         async with asyncio.timeout(LIMIT):
-            while (await ask(made)).status_code != 401:
+            while (await ask(made)).status_code != 401:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         admitted += await until_answered(kept, made, 401)
         assert await kept[-1].status(made) == 401
