@@ -1,7 +1,9 @@
 """The rows of files in the store: one dataclass for a row, and the jobs that read and write them.
 
 A job that changes rows raises the revision of the files first, so that of two processes one waits
-for the other: limits hold for all of them together. Each may be done twice.
+for the other: limits hold for all of them together. Each may be done twice. A job that lets a batch
+read a file does the same before it looks for the file (`raise_revision`, `find`): then the file
+can't be deleted in between.
 """
 
 from __future__ import annotations
@@ -125,9 +127,14 @@ class AddFile:
         if used.number + 1 > self.most_files or used.bytes + self.file.bytes > self.most_bytes:
             known = connection.scalar(select(files.c.id).where(files.c.id == self.file.id))
             return None if known is not None else used
-        added = _insert_into(connection).values(**asdict(self.file))
-        connection.execute(added.on_conflict_do_nothing(index_elements=[files.c.id]))
+        add(connection, self.file)
         return None
+
+
+def add(connection: Connection, file: StoredFile) -> None:
+    """Add a file whatever its owner has, such as the result of a batch; done again, nothing."""
+    added = _insert_into(connection).values(**asdict(file))
+    connection.execute(added.on_conflict_do_nothing(index_elements=[files.c.id]))
 
 
 class Deleted(NamedTuple):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import shutil
 import stat
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -416,3 +419,57 @@ async def test_files_outlive_the_gateway(tmp_path: Path) -> None:
     async with gateway(tmp_path) as running, client(running) as alice:
         assert (await alice.files.content(made.id)).content == LINES
         assert kept(tmp_path) == [made.id]
+
+
+ON_A_FULL_DISK = """
+import asyncio, sys
+from pathlib import Path
+from gateway.batches.folder import SPARE_BYTES
+from tests.gateways import until
+from tests.web.test_files import client, form, gateway, head, kept
+from tests.emulator.raw_connection import raw_connection
+from tests.web.raw_client import answer
+
+async def main(place):
+    folder = place / "state/batches"
+    async with gateway(place) as running, client(running) as alice:
+        await until(lambda: running.gateway.background.files.folder.id is not None)
+        # Larger than what the disk has: refused by its length.
+        body = form(bytes(40 << 20))
+        async with raw_connection(running.url) as wire:
+            await wire.send(head(f"Content-Length: {len(body)}", "Expect: 100-continue"))
+            refused = await answer(wire)
+            assert (refused.status, refused.code) == (507, "storage_full"), refused
+        # Without a length: in the middle.
+        async with raw_connection(running.url) as wire:
+            await wire.send(head("Transfer-Encoding: chunked"))
+            ended, sent = asyncio.create_task(answer(wire)), 0
+            while not ended.done():
+                piece = body[sent : sent + 65536]
+                await wire.send(b"%x\\r\\n%b\\r\\n" % (len(piece), piece))
+                sent += len(piece)
+                await asyncio.sleep(0)
+            refused = await ended
+            assert (refused.status, refused.code) == (507, "storage_full"), refused
+            assert 8 << 20 < sent < len(body), sent
+        await until(lambda: kept(place) == [])
+        made = await alice.files.create(file=("a", b"x" * 1000), purpose="batch")
+        assert (await alice.files.content(made.id)).content == b"x" * 1000
+
+asyncio.run(main(Path(sys.argv[1])))
+print("done", end="")
+"""
+
+
+def test_a_disk_that_fills_in_the_middle_ends_the_upload_and_nothing_else(tmp_path: Path) -> None:
+    # A small file system of its own, in a namespace of its own: 64 MiB of it stay free.
+    mount = 'mount -t tmpfs -o size=96m none "$1" && exec "$2" -c "$3" "$1"'
+    unshare = shutil.which("unshare")
+    start: list[str | Path] = [str(unshare), "-rm", "sh", "-c", mount, "sh", tmp_path]
+    start.append(sys.executable)
+    if unshare is None or subprocess.run([*start, "pass"], check=False).returncode:
+        pytest.skip("this machine lets us mount no file system")
+    done = subprocess.run(
+        [*start, ON_A_FULL_DISK], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.stdout == "done", done.stderr
