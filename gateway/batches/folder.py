@@ -96,6 +96,8 @@ class Folder:
         self._token = token
         self._spare_bytes = spare_bytes
         self._id: str | None = None
+        self._inode: tuple[int, int] | None = None
+        """Of the opened folder: its file system may be taken away later."""
         self._lock = threading.Lock()
         """Held while `_open_files` is read or changed."""
         self._open_files: set[NewFile] = set()
@@ -121,6 +123,7 @@ class Folder:
                 found = self._read_id() or self._make_id()
                 for path in self.location.glob(f"{_TEMPORARY}*"):
                     _remove_if_abandoned(path)
+            self._inode = _inode(self.location)
         self._id = found
         return found
 
@@ -130,6 +133,7 @@ class Folder:
         Names grow with time. Raises: FolderError.
         """
         with self._beginning, _told(self.location):
+            self._check_in_place()
             self.check_room(size)
             for _ in range(_TRIES):
                 name = f"{kind}-{int(self._now() * 1000):012x}{self._token(10)}"
@@ -223,6 +227,13 @@ class Folder:
         """For `NewFile` itself: it is complete or gone."""
         with self._lock:
             self._open_files.discard(new)
+
+    def _check_in_place(self) -> None:
+        if self._inode is not None and _inode(self.location) != self._inode:
+            raise FolderError(
+                f"{self.location} is another folder than it was",
+                "mount its file system again, or restart the gateway",
+            )
 
     def _check_private(self) -> None:
         found = self.location.stat()
@@ -356,6 +367,11 @@ class NewFile:
 
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
 
 
 def _lock(descriptor: int) -> bool:

@@ -111,6 +111,17 @@ def test_a_folder_that_vanishes_is_told(tmp_path: Path) -> None:
         folder.open_new("file")
 
 
+def test_nothing_is_written_into_another_folder_that_takes_its_place(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    folder.location.rename(tmp_path / "unmounted")
+    folder.location.mkdir(mode=0o700)
+    with pytest.raises(FolderError, match="another folder"):
+        folder.open_new("file")
+    assert list(folder.location.iterdir()) == []
+    folder.open()
+    folder.open_new("file").discard()
+
+
 WRITER = """
 import sys
 from pathlib import Path
