@@ -20,6 +20,7 @@ from gateway.access.admin_keys import AdminKeys
 from gateway.access.exposure import is_loopback
 from gateway.access.key_sync import KeySync
 from gateway.access.keys import KeyRing
+from gateway.background import BackgroundWork
 from gateway.config.inventory import Inventory
 from gateway.config.listeners import LimitSettings
 from gateway.config.settings import Settings, changed_restart_keys
@@ -181,6 +182,7 @@ class Gateway:
             bus=self.bus,
             clock=self.clock,
         )
+        self.background = BackgroundWork(options, lambda: self.settings, self.store)
         self.bus.subscribe(InventoryChanged, lambda _: self._warn_of_empty_pools())
         self.handler = ProxyHandler(
             self._handler_config(settings),
@@ -292,7 +294,7 @@ class Gateway:
                         self.fleet.first_probes_done.wait(), self.timings.first_probes
                     )
             await self.metering.load(self.timings.store)
-            for loop in self.metering.loops():
+            for loop in (*self.metering.loops(), *self.background.loops()):
                 self._start_task(loop.work, loop.name)
             open_listeners(self.public_listener, self.admin_listener)
             log.info(
@@ -412,6 +414,7 @@ class Gateway:
             if listener is not None:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(listener.close(), 1.0)
+        self.background.close()
         self.drain_deadlines.close()
         self.timeout_monitor.close()
         self.scheduler.close()
@@ -515,7 +518,9 @@ class Gateway:
         self._routes.clear()
         self._routes.update((path.encode(), route) for path, route in routes.items())
         usage = self.metering.caller_usage()
-        site = public_app(self.handler, self.fleet, usage, created=self._created)
+        site = public_app(
+            self.handler, self.fleet, usage, created=self._created, files=self.background.files
+        )
         return site if self.settings.cors is None else with_cors(site, self.settings.cors)
 
     def _handler_config(self, settings: Settings) -> HandlerConfig:

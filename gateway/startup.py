@@ -258,6 +258,11 @@ def keys_file(options: Options) -> Path:
     return _state_file(options, "keys")
 
 
+def batches_folder(options: Options, settings: Settings) -> Path:
+    """The folder of callers' files, and of what batches write."""
+    return settings.batches.folder or (options.state_dir or state_folder()) / "batches"
+
+
 def store_location(options: Options, settings: Settings) -> StoreLocation | None:
     """Where the store is; None: the settings have switched it off."""
     # Late: SQLAlchemy would slow the commands that need no store, such as `check`.

@@ -25,6 +25,9 @@ from pydantic_core import PydanticCustomError
 # No wait is meant to be longer than a week; a larger figure is a slip of units.
 LONGEST_DURATION = 7 * 86400.0
 
+LONGEST_KEPT = 366 * 86400.0
+"""Seconds; for how long something may be kept at most."""
+
 LARGEST_SIZE = 1 << 40
 
 
@@ -127,6 +130,21 @@ def existing_file(value: object, info: ValidationInfo) -> object:
             "there is no such file",
             f"create it or correct the path; a relative one starts in {folder}",
         )
+    return path
+
+
+def _folder(value: object, info: ValidationInfo) -> object:
+    """Resolve a path against the folder of the file that names it; it need not exist."""
+    if not isinstance(value, (str, Path)) or not str(value) or "\0" in str(value):
+        raise validation_error("must be the path of a folder")
+    folder = (info.context or {}).get("folder")
+    path = Path(value) if folder is None else Path(folder).absolute() / value
+    try:
+        is_other = path.exists() and not path.is_dir()
+    except OSError:
+        is_other = False
+    if is_other:
+        raise validation_error("is a file", "name a folder; it is made where there is none")
     return path
 
 
@@ -283,6 +301,14 @@ SecondsOrOff = Annotated[
     TypeLabel("duration or `off`", "s"),
 ]
 
+KeptSeconds = Annotated[
+    float,
+    Field(gt=0, le=LONGEST_KEPT),
+    BeforeValidator(_duration),
+    WithJsonSchema(_DURATION_SCHEMA),
+    TypeLabel("duration", "s"),
+]
+
 Timestamp = Annotated[
     datetime,
     BeforeValidator(_timestamp),
@@ -303,6 +329,13 @@ ExistingFile = Annotated[
     BeforeValidator(existing_file),
     WithJsonSchema({"type": "string"}),
     TypeLabel("path of a file"),
+]
+
+FolderPath = Annotated[
+    Path,
+    BeforeValidator(_folder),
+    WithJsonSchema({"type": "string"}),
+    TypeLabel("path of a folder"),
 ]
 
 Network = Annotated[

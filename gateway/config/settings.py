@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from gateway.config.admin import AdminSettings
 from gateway.config.autoscaling import ElasticSettings
+from gateway.config.batches import BatchSettings
 from gateway.config.cache_privacy import CacheSpec
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import (
@@ -255,6 +256,9 @@ class Settings(ConfigModel):
     store: Annotated[
         StoreSettings, Field(description="Where keys, usage and the audit log are kept.")
     ] = StoreSettings()
+    batches: Annotated[
+        BatchSettings, Field(description="Files, batches and background responses.")
+    ] = BatchSettings()
     logging: Annotated[LoggingSettings, Field(description="What is logged.")] = LoggingSettings()
     shutdown: Annotated[ShutdownSettings, Field(description="From SIGTERM to the end.")] = (
         ShutdownSettings()
@@ -381,6 +385,7 @@ RESTART_KEYS = (
     "limits.header_timeout",
     "limits.send_timeout",
     "store.url",
+    "batches.folder",
 )
 
 

@@ -27,7 +27,7 @@ from sqlalchemy import (
     text,
 )
 
-SCHEMA_LEVEL = 1
+SCHEMA_LEVEL = 2
 """The level of the tables below: the number of the newest migration."""
 
 metadata = MetaData(
@@ -218,3 +218,176 @@ audit = Table(
     Column("details", Text),
 )
 """Changes that operators made, by whom and when."""
+
+files = Table(
+    "files",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("owner", Text, nullable=False),
+    Column("name", Text, nullable=False),
+    Column("purpose", Text, nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+    Column("sha256", Text, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float),
+    Column("deleted_at", Float),
+    Column("folder", Text, nullable=False),
+    Column("state", Text, nullable=False, server_default=text("'processed'")),
+    Index(None, "owner", "id"),
+    Index(None, "folder", "expires_at"),
+    Index(None, "folder", "deleted_at"),
+)
+"""Files of callers, and those that batches write for them. `owner` is the id of a key, `folder` the
+id of the folder that holds the file under the name `id`. Ids grow with time. A row with a
+`deleted_at` is nobody's any more: the process that has the folder removes the file, then the row.
+"""
+
+batches = Table(
+    "batches",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("owner", Text, nullable=False),
+    Column("group_name", Text),
+    Column("user", Text),
+    Column("api", Text, nullable=False),
+    Column("endpoint", Text, nullable=False),
+    Column("input_file", Text, index=True),
+    Column("output_file", Text),
+    Column("error_file", Text),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float, nullable=False),
+    Column("in_progress_at", Float),
+    Column("finalizing_at", Float),
+    Column("ended_at", Float),
+    Column("cancelling_at", Float),
+    Column("paused_at", Float),
+    Column("pause_reason", Text),
+    Column("state", Text, nullable=False),
+    Column("total", Integer, nullable=False, server_default=text("0")),
+    Column("completed", Integer, nullable=False, server_default=text("0")),
+    Column("failed", Integer, nullable=False, server_default=text("0")),
+    Column("metadata", Text),
+    Column("idempotency_key", Text),
+    Column("request_digest", Text),
+    Column("errors", Text),
+    Column("keep_until", Float, nullable=False),
+    Column("class", Text, key="class_", nullable=False),
+    Column("folder", Text, nullable=False),
+    Index(None, "owner", "id"),
+    Index(None, "folder", "keep_until"),
+    Index(
+        "uq_batches_owner_idempotency_key",
+        "owner",
+        "idempotency_key",
+        unique=True,
+    ),
+)
+"""Batches of both APIs (`api`: `openai` or `anthropic`). `expires_at` is the deadline. A batch
+without an `ended_at` is unfinished. Only the processes that have its `folder` work on it."""
+
+Index(
+    "ix_batches_unfinished",
+    batches.c.folder,
+    batches.c.expires_at,
+    sqlite_where=text("ended_at IS NULL"),
+    postgresql_where=text("ended_at IS NULL"),
+)
+
+stored_requests = Table(
+    "stored_requests",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("kind", Text, nullable=False),
+    Column("batch", Text),
+    Column("number", Integer),
+    Column("custom_id", Text),
+    Column("owner", Text, nullable=False),
+    Column("group_name", Text),
+    Column("user", Text),
+    Column("path", Text, nullable=False),
+    Column("class", Text, key="class_", nullable=False),
+    Column("place", Text, nullable=False),
+    Column("offset", BigInteger, nullable=False),
+    Column("length", BigInteger, nullable=False),
+    Column("prompt_tokens", BigInteger, nullable=False, server_default=text("0")),
+    Column("max_tokens", BigInteger, nullable=False, server_default=text("0")),
+    Column("prefix", BigInteger, nullable=False, server_default=text("0")),
+    Column("state", Text, nullable=False),
+    Column("attempts", Integer, nullable=False, server_default=text("0")),
+    Column("claimed_by", Text),
+    Column("claimed_until", Float),
+    Column("not_before", Float, nullable=False, server_default=text("0")),
+    Column("deadline", Float),
+    Column("created_at", Float, nullable=False),
+    Column("started_at", Float),
+    Column("ended_at", Float),
+    Column("status", Integer),
+    Column("result_place", Text),
+    Column("result_offset", BigInteger),
+    Column("result_length", BigInteger),
+    Column("error_code", Text),
+    Column("keep_until", Float, nullable=False),
+    Column("folder", Text, nullable=False),
+    Index("uq_stored_requests_batch_number", "batch", "number", unique=True),
+    Index("uq_stored_requests_batch_custom_id", "batch", "custom_id", unique=True),
+    Index(None, "batch", "state"),
+    Index(None, "folder", "keep_until"),
+)
+"""Requests that wait, run or have run without a client that holds a connection (`kind`: `line`,
+`response` or `deferred`). The body is `length` bytes of the file `place` in the folder, the result
+likewise: no text is in the store. A line of a batch whose `custom_id` is missing or used by an
+earlier line has none here. `id` is also that of the ledger's row, so a result is counted once."""
+
+_WAITING = text("state = 'waiting'")
+
+_RUNNING = text("state = 'running'")
+
+Index(
+    "ix_stored_requests_waiting_deadline",
+    stored_requests.c.folder,
+    stored_requests.c.deadline,
+    stored_requests.c.not_before,
+    sqlite_where=_WAITING,
+    postgresql_where=_WAITING,
+)
+
+Index(
+    "ix_stored_requests_waiting_prefix",
+    stored_requests.c.folder,
+    stored_requests.c.prefix,
+    stored_requests.c.max_tokens,
+    sqlite_where=_WAITING,
+    postgresql_where=_WAITING,
+)
+
+Index(
+    "ix_stored_requests_claimed_by",
+    stored_requests.c.claimed_by,
+    sqlite_where=_RUNNING,
+    postgresql_where=_RUNNING,
+)
+
+webhook_deliveries = Table(
+    "webhook_deliveries",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("owner", Text, nullable=False),
+    Column("event", Text, nullable=False),
+    Column("object_id", Text, nullable=False),
+    Column("url", Text, nullable=False),
+    Column("body", Text, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("next_at", Float, nullable=False),
+    Column("attempts", Integer, nullable=False, server_default=text("0")),
+    Column("state", Text, nullable=False),
+    Column("last_error", Text),
+)
+"""Events to be delivered to callers' webhooks. `body` holds ids and states, never text. Whoever
+tries a delivery first moves `next_at` behind its own time limit, so that nobody else does."""
+
+Index(
+    "ix_webhook_deliveries_waiting",
+    webhook_deliveries.c.next_at,
+    sqlite_where=_WAITING,
+    postgresql_where=_WAITING,
+)

@@ -19,7 +19,16 @@ from gateway.config.settings import Settings
 from gateway.observe.metrics import CONTENT_TYPE
 from gateway.proxy.inbound.routes import Route, api_of_path, pages_of, routes_of
 from gateway.web.admin.app import ADMIN_ROUTES, AdminRoute
-from gateway.web.openapi_bodies import BODIES, MODEL, QUERY, RESPONSES, STATUSES
+from gateway.web.openapi_bodies import (
+    BODIES,
+    FILE,
+    FORMS,
+    MODEL,
+    OTHER_CONTENT,
+    QUERY,
+    RESPONSES,
+    STATUSES,
+)
 from gateway.web.openapi_parts import (
     ADMIN_ERRORS,
     AUDIT_FIELDS,
@@ -120,6 +129,14 @@ _SUMMARIES = {
     "/v1/usage": (
         "the caller's own figures of today and this month, its limits, and what is left of them"
     ),
+    "/v1/files": "the key's files, the newest first",
+    "POST /v1/files": (
+        "upload a file: a form with `purpose` (`batch` or `user_data`), the `file`, and, if it "
+        "shall go before `batches.keep` is over, `expires_after`"
+    ),
+    "/v1/files/{id}": "one file",
+    "/v1/files/{id}/content": "its bytes",
+    "DELETE /v1/files/{id}": "delete it; while an unfinished batch reads it, 409",
     "/health": "200 while the process lives",
     "/ready": "200 while some node can take or queue work, else 503",
 }
@@ -136,18 +153,20 @@ def operations(settings: Settings) -> Iterator[Operation]:
         path = _shown(one.path)
         known = path if path in _SUMMARIES else f"/v1{path}"
         known = known if known in _SUMMARIES else path.removeprefix("/v1")
-        statuses = (
-            _SITE_STATUSES if one.needs_key else _HTTP_STATUSES | STATUSES.get(known, frozenset())
-        )
+        if one.method != "GET":
+            known = f"{one.method} {path}"
+        statuses = _SITE_STATUSES if one.needs_key else _HTTP_STATUSES
+        form = FORMS.get(known)
         yield Operation(
             "public",
-            "GET",
+            one.method,
             path,
             _SUMMARIES[known],
             needs_key=one.needs_key,
             parameters=_parameters(path, known),
-            content={"application/json": {"schema": RESPONSES[known]}},
-            statuses=frozenset(statuses),
+            body=None if form is None else {"multipart/form-data": {"schema": form}},
+            content=OTHER_CONTENT.get(known) or {"application/json": {"schema": RESPONSES[known]}},
+            statuses=statuses | STATUSES.get(known, frozenset()),
             route=known,
         )
     for page in pages_of(settings):
@@ -303,6 +322,7 @@ def openapi_document(
                 **error_schemas(),
                 "RoutedBody": routed_body(),
                 "Model": MODEL,
+                "File": FILE,
                 "Node": fields_schema(NODE_FIELDS),
                 "Status": fields_schema(STATUS_FIELDS),
                 "Request": fields_schema(REQUEST_FIELDS),

@@ -16,6 +16,24 @@ MODEL: JsonSchema = {
     "required": ["id", "object", "created", "owned_by"],
 }
 
+FILE: JsonSchema = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"const": "file"},
+        "bytes": {"type": "integer"},
+        "created_at": {"type": "integer"},
+        "expires_at": {"type": ["integer", "null"]},
+        "filename": {"type": "string"},
+        "purpose": {"type": "string"},
+        "status": {"type": "string"},
+        "status_details": {"type": "null"},
+    },
+    "required": ["id", "object", "bytes", "created_at", "filename", "purpose"],
+}
+
+_FILE: JsonSchema = {"$ref": "#/components/schemas/File"}
+
 RESPONSES: dict[str, JsonSchema] = {
     "/v1/models": {
         "type": "object",
@@ -36,6 +54,28 @@ RESPONSES: dict[str, JsonSchema] = {
         "required": ["default_generation_settings", "total_slots", "modalities"],
     },
     "/v1/usage": {"$ref": "#/components/schemas/CallerUsage"},
+    "/v1/files": {
+        "type": "object",
+        "properties": {
+            "object": {"const": "list"},
+            "data": {"type": "array", "items": _FILE},
+            "first_id": {"type": ["string", "null"]},
+            "last_id": {"type": ["string", "null"]},
+            "has_more": {"type": "boolean"},
+        },
+        "required": ["object", "data", "has_more"],
+    },
+    "POST /v1/files": _FILE,
+    "/v1/files/{id}": _FILE,
+    "DELETE /v1/files/{id}": {
+        "type": "object",
+        "properties": {
+            "id": {"type": "string"},
+            "object": {"const": "file"},
+            "deleted": {"const": True},
+        },
+        "required": ["id", "object", "deleted"],
+    },
     "/admin/usage": {"$ref": "#/components/schemas/Usage"},
     "/health": {"type": "object", "properties": {"status": {"const": "ok"}}},
     "/ready": {"type": "object", "properties": {"status": {"const": "ready"}}},
@@ -95,6 +135,12 @@ QUERY: dict[str, dict[str, tuple[JsonSchema, str]]] = {
     "/v1/usage": {
         "user": ({"type": "string"}, "One of the end users of a key with `trust_user_headers`.")
     },
+    "/v1/files": {
+        "after": ({"type": "string"}, "The last id of the page before."),
+        "limit": ({"type": "integer", "minimum": 1, "maximum": 10000}, "Most files of the page."),
+        "order": ({"type": "string", "enum": ["asc", "desc"]}, "By age; `desc` by default."),
+        "purpose": ({"type": "string"}, "Only files for this purpose."),
+    },
     "/admin/usage": {
         "by": (
             {"type": "string"},
@@ -136,6 +182,25 @@ QUERY: dict[str, dict[str, tuple[JsonSchema, str]]] = {
         )
     },
 }
+
+OTHER_CONTENT: dict[str, JsonSchema] = {
+    "/v1/files/{id}/content": {"application/octet-stream": {"schema": {}}},
+}
+"""Responses that are no JSON, by path."""
+
+FORMS: dict[str, JsonSchema] = {
+    "POST /v1/files": {
+        "type": "object",
+        "properties": {
+            "purpose": {"type": "string", "enum": ["batch", "user_data"]},
+            "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+            "expires_after[anchor]": {"const": "created_at"},
+            "expires_after[seconds]": {"type": "integer", "minimum": 3600, "maximum": 2592000},
+        },
+        "required": ["purpose", "file"],
+    },
+}
+"""Bodies of the public listener's own paths, by method and path."""
 
 _KEY_RIGHTS = (
     "`name`, `class`, `max_class`, `models`, `group`, `limits`, `user_limits`, `expires`, "
@@ -185,6 +250,11 @@ _KEY_STATUSES = frozenset({404, 409, 501, 503})
 
 STATUSES: dict[str, frozenset[int]] = {
     "/ready": frozenset({503}),
+    "/v1/files": frozenset({501}),
+    "POST /v1/files": frozenset({415, 501, 507}),
+    "/v1/files/{id}": frozenset({501}),
+    "/v1/files/{id}/content": frozenset({501}),
+    "DELETE /v1/files/{id}": frozenset({409, 501}),
     "/admin/nodes/{name}": frozenset({404}),
     "/admin/nodes/{name}/drain": frozenset({404}),
     "/admin/nodes/{name}/resume": frozenset({404}),

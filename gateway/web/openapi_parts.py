@@ -68,17 +68,27 @@ ERRORS = (
         "model_not_found",
         "no node serves this name, now or when last seen, over restarts of the gateway too",
     ),
+    ErrorRow(404, "file_not_found", "no such file of this key, or it has expired"),
     ErrorRow(404, "not_found", "no such path; says what to use"),
     ErrorRow(405, "method_not_allowed", "with `Allow`"),
     ErrorRow(408, "request_timeout", "the client sent its request too slowly", "yes"),
     ErrorRow(409, "superseded", "an editor's completion: its session has sent a newer one"),
-    ErrorRow(413, "request_too_large", "body above `limits.body_bytes`"),
-    ErrorRow(415, "unsupported_media_type", "a compressed body (`Content-Encoding`)"),
+    ErrorRow(409, "file_in_use", "an unfinished batch still reads this file"),
+    ErrorRow(
+        413,
+        "request_too_large",
+        "body above `limits.body_bytes`; a file above `batches.file_bytes`",
+    ),
+    ErrorRow(
+        415,
+        "unsupported_media_type",
+        "a compressed body (`Content-Encoding`); an upload that is no form",
+    ),
     ErrorRow(
         429,
         "queue_full",
         "no more requests of this class or caller may wait now, or another caller with fewer needs "
-        "the place; too many connections; the memory for bodies is used up",
+        "the place; too many connections or uploads; the memory for bodies is used up",
         f"{_LATER}, if at most 60 s",
     ),
     ErrorRow(
@@ -91,8 +101,8 @@ ERRORS = (
     ErrorRow(
         429,
         "insufficient_quota",
-        "the tokens of the day, or the money of the day or month, of one of these are used up; "
-        "with `x-should-retry: false`",
+        "the tokens of the day, or the money of the day or month, of one of these are used up; the "
+        "key has as many files as it may; with `x-should-retry: false`",
     ),
     ErrorRow(
         431,
@@ -105,7 +115,7 @@ ERRORS = (
         501,
         "not_supported",
         "no node that serves the model has this feature, with a node's own hint; nodes are asked "
-        "again after five minutes",
+        "again after five minutes; files without a store (`store: {url: off}`)",
     ),
     ErrorRow(502, "node_failed", "every permitted attempt failed"),
     ErrorRow(
@@ -132,7 +142,15 @@ ERRORS = (
         "its node was drained with a deadline, which has passed",
         _LATER,
     ),
+    ErrorRow(503, "store_unavailable", "files: the store can't be read or written now", _LATER),
+    ErrorRow(503, "storage_unavailable", "files: their folder can't be used now", _LATER),
+    ErrorRow(503, "file_elsewhere", "the file is in the folder of another gateway of the store"),
     ErrorRow(504, "node_timeout", "a node took longer than it may"),
+    ErrorRow(
+        507,
+        "storage_full",
+        "no room for the upload: the disk is full, or `batches.folder_bytes` is reached",
+    ),
 )
 """Every error of the public listener, by status."""
 

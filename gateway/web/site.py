@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from gateway import errors
 from gateway.access.callers import MOST_IDENTITY_BYTES, identify_caller
+from gateway.batches.files import FileRegistry
 from gateway.catalog import FleetCatalog
 from gateway.config.listeners import CorsSpec
 from gateway.errors import truncate_echo
@@ -23,23 +24,36 @@ from gateway.proxy.inbound.routes import ROUTES, pages_of, routes_of
 from gateway.request import Caller
 from gateway.usage.caller_usage import CallerUsage
 from gateway.web.asgi import HealthEndpoints, JsonResponse, asgi_app, read_fields
+from gateway.web.files import FileEndpoints
 from gateway.web.handler import ProxyHandler
 from gateway.web.models import VisibleModels, add_anthropic_fields, list_response, props_response
-from gateway.web.request_context import cache_policy_of, may_name_nodes
+from gateway.web.request_context import HandlerConfig, cache_policy_of, may_name_nodes
 from gateway.web.response_heads import EXPOSED_HEADERS
 
 
 def public_app(
-    handler: ProxyHandler, fleet: FleetCatalog, usage: CallerUsage, *, created: int
+    handler: ProxyHandler,
+    fleet: FleetCatalog,
+    usage: CallerUsage,
+    *,
+    created: int,
+    files: FileRegistry | None = None,
 ) -> ASGIApp:
     """The public listener's application, for all but POSTs to routed paths.
 
     Those go from the protocol straight to `handler.serve`; their routes here only make other
-    methods 405. `created`: that of every model, in seconds since 1970.
+    methods 405. `created`: that of every model, in seconds since 1970. `files`: None, if there is
+    no store to keep them.
     """
     health = HealthEndpoints(fleet, handler.queue, lambda: handler.closing)
-    site = Site(handler, fleet, created, health, usage)
-    own = [Route(route.path, route.endpoint(site), methods=["GET"]) for route in SITE_ROUTES]
+    file_endpoints = FileEndpoints(
+        files,
+        lambda: handler.config,
+        lambda request: request_caller(request, handler.config),
+        lambda: handler.config.settings.batches.file_bytes,
+    )
+    site = Site(handler, fleet, created, health, usage, file_endpoints)
+    own = _own_routes(site)
     settings = handler.config.settings
     own += [Route(page.path, site.page(page), methods=[page.method]) for page in pages_of(settings)]
     routed = [Route(path, _served_by_protocol, methods=["POST"]) for path in routes_of(settings)]
@@ -52,7 +66,7 @@ def with_cors(app: ASGIApp, spec: CorsSpec) -> ASGIApp:
     return CORSMiddleware(
         app,
         allow_origins=spec.origins,
-        allow_methods=("GET", "HEAD", "POST"),
+        allow_methods=("GET", "HEAD", "POST", "DELETE"),
         allow_headers=spec.headers,
         allow_credentials=spec.credentials,
         expose_headers=EXPOSED_HEADERS,
@@ -74,6 +88,7 @@ class Site:
     """The `created` of every model: seconds since 1970."""
     health: HealthEndpoints
     caller_usage: CallerUsage
+    files: FileEndpoints
 
     async def models(self, request: Request) -> Response:
         models = self._visible_models(request)
@@ -112,7 +127,8 @@ class Site:
 
     async def usage(self, request: Request) -> Response:
         """The caller's own figures and limits, or those of an end user that it may name."""
-        caller, config = self._caller(request), self.handler.config
+        config = self.handler.config
+        caller = request_caller(request, config)
         user = config.identity_headers.end_user(request.scope["headers"], caller)
         named = request.query_params.get("user")
         if named is not None:
@@ -125,26 +141,10 @@ class Site:
         hides_cache = cache_policy_of(caller, config.settings).hide
         return JsonResponse(await self.caller_usage.describe(accounts, hides_cache=hides_cache))
 
-    def _caller(self, request: Request) -> Caller:
-        """Who sends this request. Raises: GatewayError (401, 403)."""
-        config, client = self.handler.config, request.client
-        caller = identify_caller(
-            request.scope["headers"],
-            client.host if client else None,
-            config.key_ring,
-            allow_anonymous=config.settings.allow_anonymous,
-            loopback_listener=config.loopback,
-            trusted_proxies=config.settings.listen.trusted_proxies,
-        )
-        if config.origin_policy is not None and caller.anonymous:
-            server = request.scope.get("server")
-            local_address = server[0] if server else None
-            config.origin_policy.check(request.scope["headers"], local_address, is_post=False)
-        return caller
-
     def _visible_models(self, request: Request) -> VisibleModels:
         """The models that the caller may see. Raises: GatewayError (401, 403, 503)."""
-        caller, config = self._caller(request), self.handler.config
+        config = self.handler.config
+        caller = request_caller(request, config)
         if not self.fleet.is_probed:
             raise errors.starting("The nodes are being asked what they serve.")
         labels = cache_policy_of(caller, config.settings).node_labels
@@ -173,14 +173,56 @@ class Site:
         return name if name is not None and name in models else None
 
 
+def request_caller(request: Request, config: HandlerConfig) -> Caller:
+    """Who sends this request. Raises: GatewayError (401, 403)."""
+    client = request.client
+    caller = identify_caller(
+        request.scope["headers"],
+        client.host if client else None,
+        config.key_ring,
+        allow_anonymous=config.settings.allow_anonymous,
+        loopback_listener=config.loopback,
+        trusted_proxies=config.settings.listen.trusted_proxies,
+    )
+    if config.origin_policy is not None and caller.anonymous:
+        server = request.scope.get("server")
+        local_address = server[0] if server else None
+        changes = request.method not in {"GET", "HEAD"}
+        config.origin_policy.check(request.scope["headers"], local_address, is_post=changes)
+    return caller
+
+
+_Endpoint = Callable[[Request], Awaitable[Response]]
+
+
 @dataclass(frozen=True, slots=True)
 class SiteRoute:
-    """A path of the public listener that the gateway answers by itself; its method is GET."""
+    """A path of the public listener that the gateway answers by itself."""
 
     path: str
-    endpoint: Callable[[Site], Callable[[Request], Awaitable[Response]]]
+    endpoint: Callable[[Site], _Endpoint]
     needs_key: bool = True
     """Where callers need a key at all."""
+    method: str = "GET"
+
+
+def _own_routes(site: Site) -> list[Route]:
+    """Starlette's routes of `SITE_ROUTES`: one for each path, so that a 405 names all methods."""
+    paths: dict[str, dict[str, _Endpoint]] = {}
+    for route in SITE_ROUTES:
+        paths.setdefault(route.path, {})[route.method] = route.endpoint(site)
+    return [
+        Route(path, _by_method(methods), methods=list(methods)) for path, methods in paths.items()
+    ]
+
+
+def _by_method(endpoints: dict[str, _Endpoint]) -> _Endpoint:
+    async def endpoint(request: Request) -> Response:
+        # A path with GET answers HEAD alike.
+        method = "GET" if request.method == "HEAD" else request.method
+        return await endpoints[method](request)
+
+    return endpoint
 
 
 SITE_ROUTES = (
@@ -190,6 +232,11 @@ SITE_ROUTES = (
     SiteRoute("/models/{id:path}", lambda site: site.model),
     SiteRoute("/props", lambda site: site.props),
     SiteRoute("/v1/usage", lambda site: site.usage),
+    SiteRoute("/v1/files", lambda site: site.files.upload, method="POST"),
+    SiteRoute("/v1/files", lambda site: site.files.list),
+    SiteRoute("/v1/files/{id}", lambda site: site.files.show),
+    SiteRoute("/v1/files/{id}/content", lambda site: site.files.content),
+    SiteRoute("/v1/files/{id}", lambda site: site.files.delete, method="DELETE"),
     SiteRoute("/health", lambda site: site.health.health, needs_key=False),
     SiteRoute("/v1/health", lambda site: site.health.health, needs_key=False),
     SiteRoute("/ready", lambda site: site.health.ready, needs_key=False),
@@ -234,7 +281,7 @@ def _is_anthropic(request: Request) -> bool:
 LONGEST_PATH = 1024
 """Most characters of a path that a suggestion considers."""
 
-_OWN_PATHS = ("/v1/models", "/v1/usage", "/props", "/health", "/ready")
+_OWN_PATHS = ("/v1/models", "/v1/usage", "/v1/files", "/props", "/health", "/ready")
 
 _SERVED_PATHS = sorted(
     {route.path for route in ROUTES.values()} | set(_OWN_PATHS), key=len, reverse=True
@@ -265,6 +312,7 @@ _MISSPELT_PATHS = {
     "/v1/embed": "/v1/embeddings",
     "/model": "/v1/models",
     "/v1/model": "/v1/models",
+    "/v1/file": "/v1/files",
     "/v1/embedding": "/v1/embeddings",
     "/audio/transcriptions": "/v1/audio/transcriptions",
 }
@@ -285,8 +333,7 @@ _UNSUPPORTED = {
     "responses": "no response is kept; send the conversation whole to /v1/responses",
     "chat/completions": "no chat is kept; send it whole to /v1/chat/completions",
     "vector_stores": "nothing is stored; /v1/embeddings makes vectors",
-    "files": "no files are kept; send pictures and texts within the request",
-    "uploads": "no files are kept; send pictures and texts within the request",
+    "uploads": "files are not uploaded in parts; POST /v1/files takes a whole one",
     "batches": "there are no batches; send requests with the header 'X-Priority: batch'",
     "messages/batches": "there are no batches; send requests with the header 'X-Priority: batch'",
     "containers": "no code is run",

@@ -83,6 +83,7 @@ def test_the_examples_in_the_sample_settings_work(tmp_path: Path) -> None:
             "admin": settings.admin.model_copy(update={"tls": None}),
             "hybrid": settings.hybrid.model_copy(update={"spill": None}),
             "store": StoreSettings(),
+            "batches": settings.batches.model_copy(update={"folder": None}),
             "elastic": settings.elastic.model_copy(update={"max": None}),
             "limits": settings.limits.model_copy(update={"total": None}),
         }
@@ -92,6 +93,7 @@ def test_the_examples_in_the_sample_settings_work(tmp_path: Path) -> None:
     assert settings.cors is not None
     assert settings.hybrid.spill is not None
     assert settings.store.url == f"sqlite:///{tmp_path}/gateway.db"
+    assert settings.batches.folder == tmp_path / "batches"
 
 
 def test_the_sample_settings_show_every_key() -> None:

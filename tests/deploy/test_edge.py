@@ -57,7 +57,8 @@ http {{
     include {folder}/site.conf;
 }}
 """
-BODY_BYTES = 3000
+BODY_BYTES = 67_536
+"""Those of an upload: a file of 2 kB, and 64 KiB of form around it."""
 
 
 @dataclass(slots=True)
@@ -168,7 +169,10 @@ def render(folder: Path, upstream: int, settings: dict[str, Any]) -> None:
                 "gw": {
                     "gateway_address": "127.0.0.1",
                     "gateway_port": upstream,
-                    "gateway_settings": {"limits": {"body_bytes": f"{BODY_BYTES / 1000} kB"}},
+                    "gateway_settings": {
+                        "limits": {"body_bytes": "3 kB"},
+                        "batches": {"file_bytes": "2.0 kB"},
+                    },
                 }
             }
         },

@@ -45,7 +45,7 @@ def test_the_document_is_valid(listener: ListenerName | None) -> None:
 def test_it_has_every_path_of_both_listeners_and_no_other() -> None:
     public = {("POST", path) for path in routes_of(WHOLE)}
     public |= {(page.method, page.path) for page in pages_of(WHOLE)}
-    public |= {("GET", route.path.replace(":path}", "}")) for route in SITE_ROUTES}
+    public |= {(route.method, route.path.replace(":path}", "}")) for route in SITE_ROUTES}
     admin = {(route.method, route.path.replace(":path}", "}")) for route in ADMIN_ROUTES}
     for listener, wanted in (("public", public), ("admin", admin), (None, public | admin)):
         found = [(method, path) for method, path, _ in operations(document(listener))]  # type: ignore[arg-type]

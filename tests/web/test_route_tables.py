@@ -105,7 +105,8 @@ def public_paths(gateway: BareGateway) -> Mapping[str, set[str]]:
     for page in pages_of(settings):
         paths.setdefault(page.path, set()).add(page.method)
     for route in SITE_ROUTES:
-        paths.setdefault(route.path, set()).update({"GET", "HEAD"})
+        head = {"HEAD"} if route.method == "GET" else set()
+        paths.setdefault(route.path, set()).update({route.method, *head})
     return paths
 
 

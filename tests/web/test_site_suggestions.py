@@ -44,6 +44,9 @@ CHAT = "/v1/chat/completions"
         ("/messages", "/v1/messages"),
         ("/v1/v1/messages", "/v1/messages"),
         ("/v1/messages/count_tokens/", "/v1/messages/count_tokens"),
+        ("/v1/file", "/v1/files"),
+        ("/files", "/v1/files"),
+        ("/v1/files/", "/v1/files"),
     ],
 )
 def test_the_suggestion_names_the_path_that_was_meant(path: str, use: str) -> None:
@@ -68,7 +71,7 @@ def test_every_served_path_is_suggested_however_it_is_spelt(path: str) -> None:
         ("/v1/threads/t1/messages", "No conversation is kept"),
         ("/v1/moderations", "Nothing is moderated"),
         ("/v1/realtime", "no realtime"),
-        ("/v1/files", "No files are kept"),
+        ("/v1/uploads", "POST /v1/files"),
         ("/v1/batches/b1", "no batches"),
         ("/v1/responses/resp_1", "No response is kept"),
         ("/v1/chat/completions/id/messages", "No chat is kept"),

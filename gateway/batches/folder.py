@@ -1,0 +1,412 @@
+"""The folder of files, requests and results: private, bounded, and clean after a crash.
+
+A file appears under its name when it is complete; until then it has a temporary one. Whoever
+writes it holds a lock on it (flock), which the kernel releases when the process ends, however it
+ends. So another process can tell what a crash has left over from what is still being written,
+during a hand-over for example.
+
+Everything here blocks: call it on a thread (`disk_threads.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+ID_FILE = "folder-id"
+"""Names the folder: several gateways may share a store, and each works on its own folder only."""
+
+SPARE_BYTES = 64 << 20
+"""Bytes of the file system that are never filled: the store, logs and state files need room."""
+
+STEP_BYTES = 16 << 20
+"""After so many bytes of a file it is brought to the disk, and the room is checked again."""
+
+LONGEST_ID = 64
+
+_NAME = re.compile(r"[a-z]{1,16}-[0-9a-f]{32}")
+
+_TEMPORARY = ".new-"
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+_TRIES = 8
+"""Names that are tried for a new file: a process that starts may remove one that is not locked."""
+
+
+class FolderError(Exception):
+    """The folder can't be used."""
+
+    def __init__(self, message: str, remedy: str) -> None:
+        super().__init__(message, remedy)
+        self.message = message
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.message}; {self.remedy}"
+
+
+class FolderFull(FolderError):  # noqa: N818 - named for what it says of the folder
+    """There is no room for more, on the disk or within the limit of the settings."""
+
+
+class FoundFile(NamedTuple):
+    """A complete file."""
+
+    name: str
+    size: int
+    changed_at: float
+    """Unix time."""
+
+
+def is_file_name(text: str) -> bool:
+    """Whether a file of the folder may have this name."""
+    return _NAME.fullmatch(text) is not None
+
+
+class Folder:
+    """The folder at `path`, after `open`.
+
+    `most_bytes` gives the limit on all files together; `now` gives Unix time, `token` random hex
+    digits for so many bytes.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        most_bytes: Callable[[], int],
+        now: Callable[[], float] = time.time,
+        token: Callable[[int], str] = secrets.token_hex,
+        spare_bytes: int = SPARE_BYTES,
+    ) -> None:
+        self.location = path
+        self._most_bytes = most_bytes
+        self._now = now
+        self._token = token
+        self._spare_bytes = spare_bytes
+        self._id: str | None = None
+        self._inode: tuple[int, int] | None = None
+        """Of the opened folder: its file system may be taken away later."""
+        self._lock = threading.Lock()
+        """Held while `_open_files` is read or changed."""
+        self._open_files: set[NewFile] = set()
+        self._beginning = threading.Lock()
+        """Held from the check of the room for a new file until the file counts."""
+
+    @property
+    def id(self) -> str | None:
+        """The folder's own id; None: it was not opened."""
+        return self._id
+
+    def open(self) -> str:
+        """Make the folder if there is none, remove what a crash left over, and return its id.
+
+        Raises: FolderError.
+        """
+        with _told(self.location):
+            self.location.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                self.location.mkdir(mode=0o700)
+            self._check_private()
+            with self._locked():
+                found = self._read_id() or self._make_id()
+                for path in self.location.glob(f"{_TEMPORARY}*"):
+                    _remove_if_abandoned(path)
+            self._inode = _inode(self.location)
+        self._id = found
+        return found
+
+    def open_new(self, kind: str, size: int = 0) -> NewFile:
+        """Begin a file whose name begins with `kind`; `size`: its expected bytes, as far as known.
+
+        Names grow with time. Raises: FolderError.
+        """
+        with self._beginning, _told(self.location):
+            self._check_in_place()
+            self.check_room(size)
+            for _ in range(_TRIES):
+                name = f"{kind}-{int(self._now() * 1000):012x}{self._token(10)}"
+                assert is_file_name(name), name
+                path = self.location / f"{_TEMPORARY}{name}"
+                descriptor = os.open(path, _CREATE, 0o600)
+                if _lock(descriptor) and os.fstat(descriptor).st_nlink:
+                    new = NewFile(self, name, path, descriptor, size)
+                    with self._lock:
+                        self._open_files.add(new)
+                    return new
+                os.close(descriptor)
+        raise FolderError(f"{self.location}: new files vanish", "let nothing else remove its files")
+
+    def path(self, name: str) -> Path:
+        """Where the complete file of this name is. Raises: ValueError, if it is no such name."""
+        if not is_file_name(name):
+            raise ValueError(f"not a file's name: {name!r}")
+        return self.location / name
+
+    def open_to_read(self, name: str) -> BinaryIO:
+        """The file, which stays readable if it is deleted. Raises: FileNotFoundError, FolderError.
+
+        The caller closes it.
+        """
+        with _told(self.location):
+            descriptor = os.open(self.path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            return os.fdopen(descriptor, "rb", buffering=0)
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """A part of the file. Raises: FileNotFoundError, FolderError, which a short file is too."""
+        with self.open_to_read(name) as file, _told(self.location):
+            part = os.pread(file.fileno(), length, offset)
+            while len(part) < length:
+                more = os.pread(file.fileno(), length - len(part), offset + len(part))
+                if not more:
+                    raise FolderError(
+                        f"{self.location / name} is too short", "put back a copy of the folder"
+                    )
+                part += more
+        return part
+
+    def delete(self, name: str) -> bool:
+        """Remove the file; returns whether there was one. Raises: FolderError."""
+        try:
+            with _told(self.location):
+                self.path(name).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def files(self, kind: str) -> Iterator[FoundFile]:
+        """The complete files of this kind. Raises: FolderError."""
+        with _told(self.location), os.scandir(self.location) as entries:
+            for entry in entries:
+                if entry.name.startswith(f"{kind}-") and is_file_name(entry.name):
+                    with contextlib.suppress(FileNotFoundError):
+                        found = entry.stat(follow_symlinks=False)
+                        yield FoundFile(entry.name, found.st_size, found.st_mtime)
+
+    def used_bytes(self) -> int:
+        """Bytes of all files, those that are being written included. Raises: FolderError."""
+        total = 0
+        with _told(self.location), os.scandir(self.location) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    total += entry.stat(follow_symlinks=False).st_size
+        return total
+
+    def free_bytes(self) -> int:
+        """Bytes that the file system still takes. Raises: FolderError."""
+        with _told(self.location):
+            found = os.statvfs(self.location)
+        return found.f_bavail * found.f_frsize
+
+    def check_room(self, size: int) -> None:
+        """Raises: FolderFull, if there is no room for so many bytes more; FolderError."""
+        with self._lock:
+            # Bytes that are expected for sure, and that the disk does not show yet.
+            size += sum(new.missing_bytes for new in self._open_files)
+        most = self._most_bytes()
+        if self.used_bytes() + size > most:
+            raise FolderFull(
+                f"the files of this gateway may take {most} bytes together",
+                "delete files, or raise batches.folder_bytes",
+            )
+        if self.free_bytes() < size + self._spare_bytes:
+            raise FolderFull("the disk of the files is full", "free space on it, or delete files")
+
+    def closed(self, new: NewFile) -> None:
+        """For `NewFile` itself: it is complete or gone."""
+        with self._lock:
+            self._open_files.discard(new)
+
+    def _check_in_place(self) -> None:
+        if self._inode is not None and _inode(self.location) != self._inode:
+            raise FolderError(
+                f"{self.location} is another folder than it was",
+                "mount its file system again, or restart the gateway",
+            )
+
+    def _check_private(self) -> None:
+        found = self.location.stat()
+        if not stat.S_ISDIR(found.st_mode):
+            raise FolderError(f"{self.location} is no folder", "name another in batches.folder")
+        if found.st_mode & 0o077:
+            raise FolderError(
+                f"{self.location} is open to other users of this machine",
+                "chmod 700 it, or name another folder in batches.folder",
+            )
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep other processes from opening the folder at the same time."""
+        descriptor = os.open(self.location, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _read_id(self) -> str | None:
+        path = self.location / ID_FILE
+        try:
+            with path.open("rb") as file:
+                found = file.read(LONGEST_ID + 1).decode("ascii", "replace").strip()
+        except FileNotFoundError:
+            return None
+        if not re.fullmatch(r"[0-9a-f]{32}", found):
+            raise FolderError(
+                f"{path} is damaged", "put it back; without it the files' rows match no folder"
+            )
+        return found
+
+    def _make_id(self) -> str:
+        made = self._token(16)
+        fresh = self.location / f"{_TEMPORARY}{ID_FILE}"
+        fresh.unlink(missing_ok=True)
+        descriptor = os.open(fresh, _CREATE, 0o600)
+        try:
+            os.write(descriptor, f"{made}\n".encode())
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        fresh.replace(self.location / ID_FILE)
+        self.sync()
+        return made
+
+    def sync(self) -> None:
+        """Bring the folder's own entries to the disk. Raises: OSError."""
+        descriptor = os.open(self.location, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+class NewFile:
+    """A file that is being written, under a temporary name; `finish` or `discard` ends it.
+
+    Its methods may be called on any thread: they wait for each other.
+    """
+
+    def __init__(
+        self, folder: Folder, name: str, temporary: Path, descriptor: int, expected: int
+    ) -> None:
+        self.name = name
+        """The name that it gets."""
+        self.size = 0
+        """Bytes that were written."""
+        self._folder = folder
+        self._temporary = temporary
+        self._descriptor: int | None = descriptor
+        self._expected = expected
+        self._next_step = STEP_BYTES
+        self._lock = threading.Lock()
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that are still expected."""
+        return max(0, self._expected - self.size)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Add bytes. Raises: FolderError; ValueError, if the file has ended."""
+        with self._lock:
+            descriptor = self._descriptor
+            if descriptor is None:
+                raise ValueError("the file has ended")
+            rest = memoryview(data)
+            with _told(self._folder.location):
+                while rest:
+                    written = os.write(descriptor, rest)
+                    self.size += written
+                    rest = rest[written:]
+                if self.size < self._next_step:
+                    return
+                # Else the last fsync would take long, and all of it would wait in memory.
+                os.fdatasync(descriptor)
+            self._next_step = self.size + STEP_BYTES
+            self._folder.check_room(0 if self.missing_bytes else STEP_BYTES)
+
+    def finish(self) -> str:
+        """Bring it to the disk under its name, which is returned. Raises: FolderError."""
+        with self._lock:
+            descriptor = self._descriptor
+            if descriptor is None:
+                raise ValueError("the file has ended")
+            with _told(self._folder.location):
+                os.fsync(descriptor)
+                self._temporary.replace(self._folder.path(self.name))
+                self._folder.sync()
+            self._close()
+            return self.name
+
+    def discard(self) -> None:
+        """Remove it, unless it is finished. Raises: FolderError."""
+        with self._lock:
+            if self._descriptor is None:
+                return
+            try:
+                with _told(self._folder.location):
+                    self._temporary.unlink(missing_ok=True)
+            finally:
+                self._close()
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+        self._folder.closed(self)
+
+
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def _inode(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock the file until it is closed; returns False if somebody else has."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _remove_if_abandoned(path: Path) -> None:
+    """Remove a temporary file whose process has ended."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        if _lock(descriptor):
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _told(location: Path) -> Iterator[None]:
+    """Turn the system's errors into those of the folder, but for a file that is missing."""
+    try:
+        yield
+    except FileNotFoundError:
+        if location.is_dir():
+            raise
+        raise FolderError(f"{location} is gone", "put it back, or restart the gateway") from None
+    except OSError as error:
+        message = f"{error.filename or location}: {error.strerror or error}"
+        if error.errno in _FULL:
+            raise FolderFull(message, "free space on the disk, or raise the quota") from None
+        raise FolderError(message, "let the gateway's user write into the folder") from None

@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from gateway.batches.folder import (
+    ID_FILE,
+    STEP_BYTES,
+    Folder,
+    FolderError,
+    FolderFull,
+    is_file_name,
+)
+
+LIMIT = 60.0
+
+
+def a_folder(path: Path, *, most: int = 1 << 40, spare: int = 0) -> Folder:
+    folder = Folder(path / "kept", most_bytes=lambda: most, spare_bytes=spare)
+    folder.open()
+    return folder
+
+
+def names(folder: Folder) -> list[str]:
+    return sorted(path.name for path in folder.location.iterdir() if path.name != ID_FILE)
+
+
+def test_a_file_appears_whole_under_its_name_and_for_its_owner_alone(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    new = folder.open_new("file")
+    new.write(b"one ")
+    assert not folder.path(new.name).exists()
+    new.write(b"two")
+    assert new.finish() == new.name
+    assert is_file_name(new.name)
+    assert names(folder) == [new.name]
+    assert folder.path(new.name).read_bytes() == b"one two"
+    assert stat.S_IMODE(folder.path(new.name).stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.location.stat().st_mode) == 0o700
+    assert folder.read(new.name, 4, 2) == b"tw"
+    assert [(f.name, f.size) for f in folder.files("file")] == [(new.name, 7)]
+    assert list(folder.files("spool")) == []
+    new.discard()  # It is finished already.
+    assert folder.delete(new.name)
+    assert not folder.delete(new.name)
+
+
+def test_an_open_file_stays_readable_when_it_is_deleted(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    new = folder.open_new("file")
+    new.write(b"text")
+    with folder.open_to_read(new.finish()) as file:
+        folder.delete(new.name)
+        assert file.read() == b"text"
+    with pytest.raises(FileNotFoundError):
+        folder.open_to_read(new.name)
+
+
+def test_names_grow_with_time(tmp_path: Path) -> None:
+    times = iter([1_000.001, 1_000.002, 99_999_999_999.0])
+    folder = Folder(tmp_path / "kept", most_bytes=lambda: 1 << 40, now=lambda: next(times))
+    folder.open()
+    made = [folder.open_new("file") for _ in range(3)]
+    assert [new.name for new in made] == sorted(new.name for new in made)
+    for new in made:
+        new.discard()
+    assert names(folder) == []
+
+
+@pytest.mark.parametrize("name", ["..", "file-x", "/etc/passwd", "file-" + "0" * 31, ID_FILE, ""])
+def test_nothing_but_its_files_is_reached(tmp_path: Path, name: str) -> None:
+    folder = a_folder(tmp_path)
+    for reach in (folder.open_to_read, folder.delete, folder.path):
+        with pytest.raises(ValueError, match="not a file's name"):
+            reach(name)
+
+
+def test_the_folder_keeps_its_id(tmp_path: Path) -> None:
+    first = a_folder(tmp_path)
+    assert first.id == a_folder(tmp_path).id
+    (tmp_path / "other").mkdir()
+    assert a_folder(tmp_path / "other").id != first.id
+
+
+def test_a_damaged_id_is_told_and_not_replaced(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    (folder.location / ID_FILE).write_text("")
+    with pytest.raises(FolderError, match="put it back"):
+        folder.open()
+    assert (folder.location / ID_FILE).read_text() == ""
+
+
+def test_a_folder_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir(mode=0o755)
+    with pytest.raises(FolderError, match="chmod 700"):
+        a_folder(tmp_path)
+
+
+def test_a_folder_that_vanishes_is_told(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    shutil.rmtree(folder.location)
+    with pytest.raises(FolderError, match="is gone"):
+        folder.open_new("file")
+
+
+def test_nothing_is_written_into_another_folder_that_takes_its_place(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    folder.location.rename(tmp_path / "unmounted")
+    folder.location.mkdir(mode=0o700)
+    with pytest.raises(FolderError, match="another folder"):
+        folder.open_new("file")
+    assert list(folder.location.iterdir()) == []
+    folder.open()
+    folder.open_new("file").discard()
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from gateway.batches.folder import Folder
+folder = Folder(Path(sys.argv[1]), most_bytes=lambda: 1 << 40, spare_bytes=0)
+folder.open()
+new = folder.open_new("file")
+new.write(b"half")
+print(new.name, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_killed_process_was_writing_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    mine = folder.open_new("file")
+    with subprocess.Popen(
+        [sys.executable, "-c", WRITER, folder.location],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as writer:
+        try:
+            assert writer.stdout is not None
+            theirs = writer.stdout.readline().strip()
+            a_folder(tmp_path)  # A process that starts while both write.
+            assert names(folder) == sorted(f".new-{name}" for name in (mine.name, theirs))
+        finally:
+            writer.kill()
+    a_folder(tmp_path)
+    assert names(folder) == [f".new-{mine.name}"]
+    mine.write(b"whole")
+    mine.finish()
+    a_folder(tmp_path)
+    assert names(folder) == [mine.name]
+
+
+def test_all_files_together_stay_within_the_limit(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path, most=1000)
+    used = folder.used_bytes()  # Its id.
+    first = folder.open_new("file", 600)
+    # What the first one will have counts, although nothing of it has come.
+    with pytest.raises(FolderFull, match="1000 bytes together"):
+        folder.open_new("file", 1000 - 600 - used + 1)
+    second = folder.open_new("file", 1000 - 600 - used)
+    first.discard()
+    third = folder.open_new("file", 600)
+    for new in (second, third):
+        new.discard()
+    assert folder.used_bytes() == used
+
+
+def test_a_file_of_unknown_size_is_stopped_on_its_way(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path, most=2 * STEP_BYTES)
+    new = folder.open_new("file")
+    with pytest.raises(FolderFull):
+        new.write(bytes(2 * STEP_BYTES))
+    assert new.size <= 2 * STEP_BYTES
+    new.discard()
+    assert names(folder) == []
+
+
+def test_the_last_of_the_disk_is_left_to_others(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path, spare=1 << 60)
+    with pytest.raises(FolderFull, match="disk of the files is full"):
+        folder.open_new("file")
+
+
+ON_A_FULL_DISK = """
+import sys
+from pathlib import Path
+from gateway.batches.folder import Folder, FolderFull
+place = Path(sys.argv[1])
+folder = Folder(place / "kept", most_bytes=lambda: 1 << 40, spare_bytes=0)
+folder.open()
+new = folder.open_new("file")
+try:
+    while True:
+        new.write(bytes(100_000))
+except FolderFull as error:
+    assert "free space" in error.remedy, error
+new.discard()
+assert [path.name for path in folder.location.iterdir()] == ["folder-id"]
+other = folder.open_new("file")
+other.write(bytes(100_000))
+other.finish()
+print("done", end="")
+"""
+
+
+def test_a_disk_that_fills_in_the_middle_is_told_and_nothing_stays(tmp_path: Path) -> None:
+    # A small file system of its own, in a namespace of its own.
+    mount = 'mount -t tmpfs -o size=1m none "$1" && exec "$2" -c "$3" "$1"'
+    unshare = shutil.which("unshare")
+    start: list[str | Path] = [str(unshare), "-rm", "sh", "-c", mount, "sh", tmp_path]
+    start.append(sys.executable)
+    if unshare is None or subprocess.run([*start, "pass"], check=False).returncode:
+        pytest.skip("this machine lets us mount no file system")
+    done = subprocess.run(
+        [*start, ON_A_FULL_DISK], capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert done.stdout == "done", done.stderr
+
+
+def test_a_discard_waits_for_a_write_that_runs(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    new = folder.open_new("file")
+    stopped = threading.Event()
+
+    def write() -> None:
+        try:
+            while True:
+                new.write(bytes(1 << 16))
+        except ValueError:
+            stopped.set()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    until = time.monotonic() + LIMIT
+    while not new.size:
+        assert time.monotonic() < until
+    new.discard()
+    assert stopped.wait(LIMIT)
+    thread.join()
+    assert names(folder) == []
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - nothing but their number counts
+    for _ in range(20):
+        new = folder.open_new("file")
+        new.write(b"x")
+        new.finish()
+        folder.read(new.name, 0, 1)
+        folder.open_new("file").discard()
+        folder.open()
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208

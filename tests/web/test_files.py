@@ -1,0 +1,475 @@
+"""`/v1/files` of a whole gateway, mostly by the official client."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from gateway.access.keys import ApiKey, new_key
+from gateway.batches.folder import ID_FILE
+from tests.emulator.raw_connection import raw_connection
+from tests.gateways import Running, running_gateway, until
+from tests.web.raw_client import answer
+
+DEAD = "http://127.0.0.1:9"
+LINES = b'{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {}}\n'
+ALICE, BOB = new_key("alice"), new_key("bob")
+FORM = "multipart/form-data; boundary=XX"
+
+
+@asynccontextmanager
+async def gateway(folder: Path, **settings: Any) -> AsyncIterator[Running]:
+    keys = [{"id": key.id, "sha256": key.sha256} for key in (ALICE, BOB)]
+    async with running_gateway(
+        folder, [DEAD], {"keys": keys, **settings}, wait_ready=False
+    ) as running:
+        yield running
+
+
+def client(running: Running, key: ApiKey | None = ALICE) -> AsyncOpenAI:
+    text = "none" if key is None else key.text
+    return AsyncOpenAI(
+        base_url=f"{running.url}/v1",
+        api_key=text,
+        max_retries=0,
+        http_client=openai.DefaultAsyncHttpxClient(trust_env=False, timeout=60.0),
+    )
+
+
+def kept(folder: Path) -> list[str]:
+    """Return the names of all files in the gateway's folder, but that of its id."""
+    return sorted(p.name for p in (folder / "state/batches").glob("*") if p.name != ID_FILE)
+
+
+def form(content: bytes, *, purpose: str = "batch", name: str = "a.jsonl") -> bytes:
+    field = b'--XX\r\nContent-Disposition: form-data; name="%b"'
+    return b"".join(
+        (
+            field % b"purpose",
+            b"\r\n\r\n%b\r\n" % purpose.encode(),
+            field % b"file",
+            b'; filename="%b"\r\n\r\n%b\r\n--XX--\r\n' % (name.encode(), content),
+        )
+    )
+
+
+NO_FILE = b'--XX\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--XX--\r\n'
+
+
+def head(*fields: str, key: ApiKey = ALICE) -> bytes:
+    lines = [
+        "POST /v1/files HTTP/1.1",
+        "Host: localhost",
+        f"Authorization: Bearer {key.text}",
+        f"Content-Type: {FORM}",
+        *fields,
+    ]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n"
+
+
+async def post(running: Running, body: bytes, **headers: str) -> httpx.Response:
+    given = {"authorization": f"Bearer {ALICE.text}", "content-type": FORM, **headers}
+    return await running.client.post("/v1/files", content=body, headers=given)
+
+
+def reason(response: httpx.Response) -> tuple[int, str]:
+    error = response.json()["error"]
+    assert error["code"] == response.headers["x-gateway-reason"]
+    return response.status_code, error["code"]
+
+
+async def test_the_official_client_uploads_reads_lists_and_deletes(tmp_path: Path) -> None:
+    content = LINES * 20_000  # 1.6 MB
+    async with gateway(tmp_path) as running, client(running) as alice:
+        made = await alice.files.create(file=("Zeilen ä.jsonl", content), purpose="batch")
+        assert (made.object, made.purpose, made.bytes) == ("file", "batch", len(content))
+        assert (made.filename, made.status) == ("Zeilen ä.jsonl", "processed")
+        assert made.expires_at == made.created_at + 30 * 86400
+        assert await alice.files.retrieve(made.id) == made
+        read = await alice.files.content(made.id)
+        assert read.content == content
+        assert read.response.headers["content-type"] == "application/octet-stream"
+        assert [one.id async for one in alice.files.list()] == [made.id]
+        path = tmp_path / "state/batches" / made.id
+        assert path.read_bytes() == content
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        gone = await alice.files.delete(made.id)
+        assert (gone.id, gone.object, gone.deleted) == (made.id, "file", True)
+        assert kept(tmp_path) == []
+        for ask in (alice.files.retrieve, alice.files.content, alice.files.delete):
+            with pytest.raises(openai.NotFoundError, match="There is no file"):
+                await ask(made.id)
+        log = (tmp_path / "gateway.log").read_text()
+    assert "custom_id" not in log
+
+
+async def test_a_list_is_read_page_by_page_in_both_orders_and_by_purpose(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as running, client(running) as alice:
+        made = []
+        for number in range(7):
+            purpose: Any = "batch" if number % 2 else "user_data"
+            file = await alice.files.create(file=(f"{number}", b"x"), purpose=purpose)
+            made.append(file.id)
+        page = await alice.files.list(limit=3)
+        assert ([one.id for one in page.data], page.has_more) == (made[:3:-1], True)
+        assert [one.id async for one in alice.files.list(limit=3)] == made[::-1]
+        assert [one.id async for one in alice.files.list(limit=2, order="asc")] == made
+        assert [one.id async for one in alice.files.list(purpose="batch", order="asc")] == made[
+            1::2
+        ]
+        # A page goes on behind a file that has been deleted meanwhile.
+        await alice.files.delete(made[4])
+        rest = await alice.files.list(limit=3, after=made[4])
+        assert [one.id for one in rest.data] == made[3:0:-1]
+        for wrong in ({"limit": 0}, {"limit": 10001}, {"order": "up"}, {"after": "x"}):
+            with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
+                await alice.files.list(**wrong)
+
+
+async def test_a_file_of_another_key_is_not_there(tmp_path: Path) -> None:
+    async with (
+        gateway(tmp_path) as running,
+        client(running) as alice,
+        client(running, BOB) as bob,
+    ):
+        made = await alice.files.create(file=("a", LINES), purpose="batch")
+        for ask in (bob.files.retrieve, bob.files.content, bob.files.delete):
+            with pytest.raises(openai.NotFoundError):
+                await ask(made.id)
+        assert [one async for one in bob.files.list()] == []
+        assert (await alice.files.content(made.id)).content == LINES
+        async with client(running, None) as nobody:
+            with pytest.raises(openai.AuthenticationError):
+                await nobody.files.retrieve(made.id)
+
+
+async def test_an_upload_may_ask_to_expire_earlier_but_not_later(tmp_path: Path) -> None:
+    async with gateway(tmp_path, batches={"keep": "2h"}) as running, client(running) as alice:
+        for seconds, wanted in ((3600, 3600), (86400, 7200)):
+            file = await alice.files.create(
+                file=("a", b"x"),
+                purpose="batch",
+                expires_after={"anchor": "created_at", "seconds": seconds},
+            )
+            assert file.expires_at == file.created_at + wanted
+        with pytest.raises(openai.BadRequestError, match="expires_after"):
+            await alice.files.create(
+                file=("a", b"x"),
+                purpose="batch",
+                expires_after={"anchor": "created_at", "seconds": 5},
+            )
+        assert len(kept(tmp_path)) == 2
+
+
+async def test_callers_without_a_key_own_files_together_on_a_loopback_listener(
+    tmp_path: Path,
+) -> None:
+    async with running_gateway(tmp_path, [DEAD], wait_ready=False) as running:
+        async with client(running, None) as anybody:
+            made = await anybody.files.create(file=("a", LINES), purpose="user_data")
+            assert (await anybody.files.content(made.id)).content == LINES
+        # Not through a proxy, not from a page of another origin, and not by a name of its own.
+        for headers, wanted in (
+            ({"x-forwarded-for": "10.1.2.3"}, (401, "invalid_api_key")),
+            ({"host": "evil.example"}, (403, "host_not_allowed")),
+        ):
+            asked = await running.client.get(f"/v1/files/{made.id}", headers=headers)
+            assert reason(asked) == wanted
+        foreign = {"origin": "https://evil.example"}
+        deleted = await running.client.delete(f"/v1/files/{made.id}", headers=foreign)
+        assert reason(deleted) == (403, "origin_not_allowed")
+        posted = await running.client.post(
+            "/v1/files", content=form(b"x"), headers={"content-type": FORM, **foreign}
+        )
+        assert reason(posted) == (403, "origin_not_allowed")
+        assert kept(tmp_path) == [made.id]
+
+
+async def test_without_a_key_an_open_listener_keeps_nothing(tmp_path: Path) -> None:
+    settings = {"allow_anonymous": True, "listen": {"trusted_proxies": ["10.0.0.1"]}}
+    async with running_gateway(tmp_path, [DEAD], settings, wait_ready=False) as running:
+        posted = await running.client.post(
+            "/v1/files", content=form(b"x"), headers={"content-type": FORM}
+        )
+        assert reason(posted) == (401, "invalid_api_key")
+        assert reason(await running.client.get("/v1/files")) == (401, "invalid_api_key")
+
+
+async def test_without_a_store_there_are_no_files(tmp_path: Path) -> None:
+    async with gateway(tmp_path, store={"url": "off"}) as running, client(running) as alice:
+        with pytest.raises(openai.APIStatusError) as failed:
+            await alice.files.create(file=("a", LINES), purpose="batch")
+        assert (failed.value.status_code, failed.value.code) == (501, "not_supported")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (form(b"x", purpose="fine-tune"), "purpose"),
+        (form(b""), "file"),
+        (NO_FILE, "file"),
+        (form(b"x").replace(b'"purpose"', b'"other"'), "purpose"),
+        (form(b"x").replace(b'"purpose"', b'"file"'), "file"),
+        (form(b"x")[:-8], None),
+        (b"", None),
+        (b"{}", None),
+        (form(b"x").replace(b"batch", b"b" * 5000), None),
+        (form(b"x").replace(b"\r\n\r\nbatch", b"\r\nX: " + b"b" * 5000 + b"\r\n\r\nbatch"), None),
+    ],
+    ids=["unknown purpose", "empty", "no file", "no purpose", "two files", "cut", "nothing",
+         "JSON", "long value", "long header"],
+)  # fmt: skip
+async def test_a_form_that_is_wrong_is_refused_and_leaves_nothing(
+    tmp_path: Path, body: bytes, param: str | None
+) -> None:
+    async with gateway(tmp_path) as running:
+        response = await post(running, body)
+        assert reason(response) == (400, "invalid_request"), response.text
+        assert response.json()["error"]["param"] == param
+        assert kept(tmp_path) == []
+
+
+async def test_a_body_that_is_no_form_is_415(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as running:
+        for headers in (
+            {"content-type": "application/json"},
+            {"content-encoding": "gzip"},
+        ):
+            response = await post(running, form(b"x"), **headers)
+            assert reason(response) == (415, "unsupported_media_type")
+
+
+async def test_ten_gigabytes_are_refused_by_their_length_before_a_byte_is_stored(
+    tmp_path: Path,
+) -> None:
+    async with gateway(tmp_path) as running, raw_connection(running.url) as wire:
+        await wire.send(head(f"Content-Length: {10 << 30}", "Expect: 100-continue"))
+        refused = await answer(wire)
+        assert (refused.status, refused.code) == (413, "request_too_large")
+        assert b"batches.file_bytes" in refused.body
+        # While the gateway starts, the folder has its own id in a temporary file.
+        assert not any("file-" in name for name in kept(tmp_path))
+
+
+async def test_a_chunked_upload_is_refused_where_it_exceeds_the_limit(tmp_path: Path) -> None:
+    piece = b"10000\r\n%b\r\n" % bytes(1 << 16)
+    async with (
+        gateway(tmp_path, batches={"file_bytes": "4MiB"}) as running,
+        raw_connection(running.url) as wire,
+    ):
+        begin = form(b"x").partition(b"x\r\n")[0]
+        await wire.send(head("Transfer-Encoding: chunked") + b"%x\r\n%b\r\n" % (len(begin), begin))
+        refused = asyncio.create_task(answer(wire))
+        sent = 0
+        while not refused.done():
+            assert sent < 64 << 20
+            await wire.send(piece)
+            sent += 1 << 16
+            await asyncio.sleep(0)
+        response = await refused
+        assert (response.status, response.code) == (413, "request_too_large")
+        await until(lambda: kept(tmp_path) == [])
+
+
+async def test_the_limits_of_a_key_hold(tmp_path: Path) -> None:
+    limits = {"files_per_key": 2, "file_bytes": 1000, "bytes_per_key": 1500}
+    async with (
+        gateway(tmp_path, batches=limits) as running,
+        client(running) as alice,
+        client(running, BOB) as bob,
+    ):
+        first = await alice.files.create(file=("a", b"x" * 900), purpose="batch")
+        with pytest.raises(openai.RateLimitError, match="1500 bytes") as refused:
+            await alice.files.create(file=("a", b"x" * 900), purpose="batch")
+        assert refused.value.code == "insufficient_quota"
+        assert refused.value.response.headers["x-should-retry"] == "false"
+        await alice.files.create(file=("a", b"x"), purpose="batch")
+        with pytest.raises(openai.RateLimitError, match="may have 2"):
+            await alice.files.create(file=("a", b"x"), purpose="batch")
+        await bob.files.create(file=("a", b"x" * 900), purpose="batch")
+        await alice.files.delete(first.id)
+        await alice.files.create(file=("a", b"x" * 900), purpose="batch")
+        assert len(kept(tmp_path)) == 3
+
+
+async def test_a_folder_that_is_full_takes_no_more(tmp_path: Path) -> None:
+    limits = {"folder_bytes": 3_000_000, "file_bytes": 2_000_000}
+    async with gateway(tmp_path, batches=limits) as running, client(running) as alice:
+        await alice.files.create(file=("a", b"x" * 1_900_000), purpose="batch")
+        with pytest.raises(openai.InternalServerError) as refused:
+            await alice.files.create(file=("a", b"x" * 1_900_000), purpose="batch")
+        assert (refused.value.status_code, refused.value.code) == (507, "storage_full")
+        assert refused.value.response.headers["x-should-retry"] == "false"
+        assert len(kept(tmp_path)) == 1
+        log = tmp_path / "gateway.log"
+        await until(lambda: "raise batches.folder_bytes" in log.read_text())
+
+
+async def test_a_client_that_leaves_half_way_leaves_nothing_behind(tmp_path: Path) -> None:
+    body = form(bytes(3_000_000))
+    async with gateway(tmp_path) as running:
+        async with raw_connection(running.url) as wire:
+            await wire.send(head(f"Content-Length: {len(body)}"))
+            await wire.send(body[:2_000_000])
+            await until(lambda: kept(tmp_path) != [])
+        await until(lambda: kept(tmp_path) == [])
+        assert "Exception in ASGI" not in (tmp_path / "gateway.log").read_text()
+
+
+async def test_an_upload_that_stalls_ends_within_its_time(tmp_path: Path) -> None:
+    async with (
+        gateway(tmp_path, limits={"body_timeout": 0.5}) as running,
+        raw_connection(running.url) as wire,
+    ):
+        await wire.send(head("Content-Length: 100000") + form(b"x")[:150])
+        ended = await answer(wire)
+        assert (ended.status, ended.code) == (408, "request_timeout")
+        await until(lambda: kept(tmp_path) == [])
+
+
+async def test_a_fast_sender_is_held_back_and_not_kept_in_memory(tmp_path: Path) -> None:
+    """The folder's only disk thread is busy: what is sent meanwhile waits at the client."""
+    async with gateway(tmp_path) as running, raw_connection(running.url) as wire:
+        files = running.gateway.background.files
+        assert files is not None
+        release = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def busy() -> None:
+            asyncio.run_coroutine_threadsafe(release.wait(), loop).result(60)
+
+        body = form(bytes(64 << 20))
+        await wire.send(head(f"Content-Length: {len(body)}"))
+        await wire.send(body[: 1 << 20])
+        await until(lambda: kept(tmp_path) != [])
+        blocked = [asyncio.create_task(files.on_disk(busy)) for _ in range(8)]
+        wire.writer.write(body[1 << 20 :])
+        transport = wire.writer.transport
+        # What the kernel and the gateway do not take stays with the sender.
+        await until(lambda: transport.get_write_buffer_size() < 63 << 20)
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+            assert transport.get_write_buffer_size() > 32 << 20
+        release.set()
+        await asyncio.gather(*blocked)
+        done = await answer(wire)
+        assert done.status == 200
+        assert kept(tmp_path)[0].startswith("file-")
+
+
+async def test_uploads_run_side_by_side_up_to_a_limit(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as running, client(running) as alice, client(running, BOB) as bob:
+        started = head("Content-Length: 100000") + form(b"x")[:150]
+        async with connections(running, 8) as wires:
+            for wire in wires:
+                await wire.send(started)
+            await until(lambda: len(kept(tmp_path)) == 8)
+            with pytest.raises(openai.RateLimitError, match="uploads") as refused:
+                await alice.files.create(file=("a", b"x"), purpose="batch")
+            assert refused.value.code == "queue_full"
+            await bob.files.create(file=("a", b"x"), purpose="batch")
+        await until(lambda: len(kept(tmp_path)) == 1)
+        await alice.files.create(file=("a", b"x"), purpose="batch")
+
+
+@asynccontextmanager
+async def connections(running: Running, count: int) -> AsyncIterator[list[Any]]:
+    async with AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(raw_connection(running.url)) for _ in range(count)]
+
+
+async def test_a_file_can_be_sent_from_a_stream(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as running, client(running) as alice:
+        made = await alice.files.create(file=io.BytesIO(LINES), purpose="user_data")
+        assert (made.bytes, made.purpose) == (len(LINES), "user_data")
+        asked = await running.client.head(
+            f"/v1/files/{made.id}/content", headers={"authorization": f"Bearer {ALICE.text}"}
+        )
+        assert (asked.status_code, asked.headers["content-length"]) == (200, str(len(LINES)))
+
+
+async def test_another_method_is_405_with_those_of_the_path(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as running:
+        for path, allowed in (
+            ("/v1/files", "GET, HEAD, POST"),
+            ("/v1/files/x", "DELETE, GET, HEAD"),
+        ):
+            response = await running.client.put(path)
+            assert (response.status_code, response.headers["allow"]) == (405, allowed)
+
+
+async def test_files_outlive_the_gateway(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as running, client(running) as alice:
+        made = await alice.files.create(file=("a", LINES), purpose="batch")
+    (tmp_path / "state/batches/.new-file-left-over").write_bytes(b"x")
+    async with gateway(tmp_path) as running, client(running) as alice:
+        assert (await alice.files.content(made.id)).content == LINES
+        assert kept(tmp_path) == [made.id]
+
+
+ON_A_FULL_DISK = """
+import asyncio, sys
+from pathlib import Path
+from gateway.batches.folder import SPARE_BYTES
+from tests.gateways import until
+from tests.web.test_files import client, form, gateway, head, kept
+from tests.emulator.raw_connection import raw_connection
+from tests.web.raw_client import answer
+
+async def main(place):
+    folder = place / "state/batches"
+    async with gateway(place) as running, client(running) as alice:
+        await until(lambda: running.gateway.background.files.folder.id is not None)
+        # Larger than what the disk has: refused by its length.
+        body = form(bytes(40 << 20))
+        async with raw_connection(running.url) as wire:
+            await wire.send(head(f"Content-Length: {len(body)}", "Expect: 100-continue"))
+            refused = await answer(wire)
+            assert (refused.status, refused.code) == (507, "storage_full"), refused
+        # Without a length: in the middle.
+        async with raw_connection(running.url) as wire:
+            await wire.send(head("Transfer-Encoding: chunked"))
+            ended, sent = asyncio.create_task(answer(wire)), 0
+            while not ended.done():
+                piece = body[sent : sent + 65536]
+                await wire.send(b"%x\\r\\n%b\\r\\n" % (len(piece), piece))
+                sent += len(piece)
+                await asyncio.sleep(0)
+            refused = await ended
+            assert (refused.status, refused.code) == (507, "storage_full"), refused
+            assert 8 << 20 < sent < len(body), sent
+        await until(lambda: kept(place) == [])
+        made = await alice.files.create(file=("a", b"x" * 1000), purpose="batch")
+        assert (await alice.files.content(made.id)).content == b"x" * 1000
+
+asyncio.run(main(Path(sys.argv[1])))
+print("done", end="")
+"""
+
+
+def test_a_disk_that_fills_in_the_middle_ends_the_upload_and_nothing_else(tmp_path: Path) -> None:
+    # A small file system of its own, in a namespace of its own: 64 MiB of it stay free.
+    mount = 'mount -t tmpfs -o size=96m none "$1" && exec "$2" -c "$3" "$1"'
+    unshare = shutil.which("unshare")
+    start: list[str | Path] = [str(unshare), "-rm", "sh", "-c", mount, "sh", tmp_path]
+    start.append(sys.executable)
+    if unshare is None or subprocess.run([*start, "pass"], check=False).returncode:
+        pytest.skip("this machine lets us mount no file system")
+    done = subprocess.run(
+        [*start, ON_A_FULL_DISK], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.stdout == "done", done.stderr
