@@ -20,6 +20,7 @@ from gateway.access.admin_keys import AdminKeys
 from gateway.access.exposure import is_loopback
 from gateway.access.key_sync import KeySync
 from gateway.access.keys import KeyRing
+from gateway.batches.runner import Runner
 from gateway.config.inventory import Inventory
 from gateway.config.listeners import LimitSettings
 from gateway.config.settings import Settings, changed_restart_keys
@@ -193,6 +194,19 @@ class Gateway:
             time_slicer=self.proxy_context.time_slicer,
             meter=self.metering.meter,
             progress_seconds=timings.progress,
+        )
+        self.runner = Runner(
+            settings,
+            self.handler.config.rules,
+            self.key_ring,
+            self.metering.meter,
+            self.forwarder,
+            self.fleet.model_index,
+            self.registry,
+            self.bus,
+            self.proxy_context.time_slicer,
+            self.clock,
+            time.time,
         )
         self.metrics = Metrics(
             self.bus,
@@ -551,6 +565,7 @@ class Gateway:
         self.fleet.configure(settings.health, settings.timeouts)
         self.metering.configure(settings)
         self.handler.configure(self._handler_config(settings))
+        self.runner.configure(settings, self.handler.config.rules)
         self.event_log.configure(access_log=settings.logging.access)
         self._logs.configure(settings.logging.level)
         self._public_app = self._make_public_app()

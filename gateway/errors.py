@@ -166,6 +166,17 @@ def invalid_api_key() -> GatewayError:
     )
 
 
+def owner_gone() -> GatewayError:
+    """401: the key that sent a stored request is revoked or has expired."""
+    return GatewayError(
+        401,
+        "invalid_api_key",
+        "The API key that sent this request has been revoked or has expired. Send it again with "
+        "a valid key.",
+        retryable=False,
+    )
+
+
 def keys_unknown(retry_after: float = 2.0) -> GatewayError:
     """503: the store's keys have not been read yet, so nobody can be told from a stranger."""
     return GatewayError(

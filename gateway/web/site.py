@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gateway import errors
-from gateway.access.callers import MOST_IDENTITY_BYTES, identify_caller
+from gateway.access.callers import MOST_IDENTITY_BYTES, cache_policy_of, identify_caller
 from gateway.catalog import FleetCatalog
 from gateway.config.listeners import CorsSpec
 from gateway.errors import truncate_echo
@@ -25,7 +25,7 @@ from gateway.usage.caller_usage import CallerUsage
 from gateway.web.asgi import HealthEndpoints, JsonResponse, asgi_app, read_fields
 from gateway.web.handler import ProxyHandler
 from gateway.web.models import VisibleModels, add_anthropic_fields, list_response, props_response
-from gateway.web.request_context import cache_policy_of, may_name_nodes
+from gateway.web.request_context import may_name_nodes
 from gateway.web.response_heads import EXPOSED_HEADERS
 
 
