@@ -156,8 +156,14 @@ class Gateway:
             drained_nodes=DrainedNodes(drains_file(options)),
             properties_store=PropertiesStore(properties_file(options)),
         )
+        self.registry = InFlightRegistry()
         self.scheduler = Scheduler(
-            self.fleet, settings, self.clock, rng, learn_pending=self.bus.flush
+            self.fleet,
+            settings,
+            self.clock,
+            rng,
+            learn_pending=self.bus.flush,
+            yield_slot=self.registry.yield_slot,
         )
         self.autoscaler = Autoscaler(self.fleet, self.scheduler, settings, self.bus, self.clock)
         self.timeout_monitor = TimeoutMonitor(self.clock)
@@ -170,7 +176,6 @@ class Gateway:
             keyed_hash=self._keyed_hash,
         )
         self.forwarder = Forwarder(self.proxy_context)
-        self.registry = InFlightRegistry()
         self._loopback = is_loopback(settings.listen.host)
         self.metering = Metering(
             options,

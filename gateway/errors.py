@@ -378,6 +378,14 @@ def queue_timeout(message: str, retry_after: float) -> GatewayError:
     return GatewayError(503, "queue_timeout", message, retry_after=retry_after, retryable=False)
 
 
+def cut_for_others() -> GatewayError:
+    """503: it gave up its slot to other requests, and no node could resume it."""
+    return queue_timeout(
+        "It gave up its slot to other requests and could not go on later. Try again.",
+        UNREPORTED_RETRY_AFTER,
+    )
+
+
 def no_node(message: str, retry_after: float) -> GatewayError:
     """503: every node that could serve it is out of service."""
     return GatewayError(503, "no_node", message, retry_after=retry_after)

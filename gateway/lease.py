@@ -154,6 +154,11 @@ class LeaseRequest(msgspec.Struct, frozen=True, eq=False):
     """Whether it is part of an admitted request, so that a full queue does not refuse it."""
     resume_key: tuple[object, ...] | None = None
     """For a node of the same kind: its `ServerProperties.resume_key`; None: any will do."""
+    yields: bool = False
+    """Whether it gives up its slot to a higher class that would have to wait, and goes on later. It
+    waits until its time limit, however long that is."""
+    times_yielded: int = 0
+    """How often it has done so."""
 
 
 @dataclass(frozen=True, slots=True)

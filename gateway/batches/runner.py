@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from gateway import errors
 from gateway.access.callers import cache_policy_of, owner_of_stored
 from gateway.access.keys import KeyRing
@@ -346,6 +348,9 @@ class _Run:
         )
         request = prepare(incoming, parsed, priority, runner.rules, runner.catalog)
         lease_request = request.lease_request
+        if priority is Priority.BATCH:
+            # It can wait: a request of a higher class that would have to may have its slot.
+            request = replace(request, lease_request=replace(lease_request, yields=True))
         is_served = any(runner.catalog.serves(name) for name in lease_request.model_names)
         record.describe(stream=request.stream, model=lease_request.model if is_served else None)
         return request

@@ -33,12 +33,16 @@ from gateway.scheduling.placement_state import PlacementState
 from gateway.scheduling.tier_policy import TierPolicy
 from gateway.scheduling.tier_router import TierRouter
 from gateway.scheduling.waiters import Waiter, Waiters
+from gateway.scheduling.yielding import ASK_AGAIN_SECONDS, YieldRequests
 
 TICK = 0.5
 """Seconds between two looks at every waiting request, and at the whole fleet."""
 
 LEAST_TIMER_SECONDS = 0.001
 """No timer is set to less."""
+
+MOST_YIELDS_REFUSED = 4
+"""Waiting requests that nobody yields to, before no others are tried within a tick."""
 
 MOST_STALE_PLACEMENTS = 4
 """Placements that a request may lose because its node does not take it after all. Each time the
@@ -59,6 +63,8 @@ class Scheduler:
     closing: bool = False
     learn_pending: Callable[[], None] = field(default=lambda: None)
     """Learns at once from all answers that have ended."""
+    yield_slot: Callable[[str], bool] = field(default=lambda _: False)
+    """Asks the request with this id to give up its slot and wait again; whether it does."""
     dispatcher: Dispatcher = field(init=False)
     fleet_sync: FleetSync = field(init=False)
     admission: Admission = field(init=False)
@@ -66,6 +72,7 @@ class Scheduler:
     tier_policy: TierPolicy = field(init=False)
     tier_router: TierRouter = field(init=False)
     granter: LeaseGranter = field(init=False)
+    yield_requests: YieldRequests = field(init=False)
     _check_all_at: float = 0.0
     """When every waiting request is checked; until then only those that fall due."""
     _positions: dict[str, QueuePosition] | None = None
@@ -93,6 +100,7 @@ class Scheduler:
             self.tier_router,
             self.clock,
         )
+        self.yield_requests = YieldRequests(self.granter.yielding, self.yield_slot)
         self.fleet_sync.sync()
         self.fleet.subscribe(on_capacity=self._match_soon, on_change=self.fleet_sync.node_changed)
 
@@ -178,6 +186,8 @@ class Scheduler:
         )
         self._enqueue(waiter)
         self._match_soon()
+        if self.granter.yielding and request.priority < Priority.BATCH and not granted.done():
+            self._ask_to_yield(waiter, now)
         try:
             return await granted
         except asyncio.CancelledError:
@@ -493,6 +503,25 @@ class Scheduler:
         self._positions = None
         self.fleet_sync.sync()
         self._check_each(list(self.waiters), now)
+        if self.granter.yielding:
+            self._ask_all_to_yield(now)
+
+    def _ask_all_to_yield(self, now: float) -> None:
+        """For waiting requests to which none could yield before, or did in vain."""
+        refused = 0
+        for waiter in list(self.waiters):
+            due = now - waiter.yield_asked_at >= ASK_AGAIN_SECONDS
+            if due and not waiter.granted.done() and waiter.request.priority < Priority.BATCH:
+                refused += not self._ask_to_yield(waiter, now)
+                if refused >= MOST_YIELDS_REFUSED:
+                    break
+
+    def _ask_to_yield(self, waiter: Waiter, now: float) -> bool:
+        """Have running requests of a lower class yield to this one; whether any does."""
+        if not self.yield_requests.make_room(waiter.queued, now):
+            return False
+        waiter.note_yield_asked(now)
+        return True
 
     def _check_each(self, waiters: list[Waiter], now: float) -> None:
         for waiter in waiters:
