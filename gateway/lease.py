@@ -208,6 +208,38 @@ class QueuePosition(msgspec.Struct, frozen=True, eq=False):
     """Seconds until it is expected to start; None: unknown."""
 
 
+class BatchRoom(msgspec.Struct, frozen=True, eq=False):
+    """The room for requests of class `batch` on the nodes that serve one model."""
+
+    slots: int
+    """Slots that the class may use at all: those outside the reserve, busy ones included."""
+    free: int
+    """Of them, those that it could take now."""
+    soon: int
+    """Of them, those that are expected to come free within the seconds that were asked for."""
+    waiting: int
+    """Slots for which requests of this class wait already."""
+    ahead: int
+    """Slots for which requests of higher classes wait."""
+
+
+class BatchRoomService(Protocol):
+    """The scheduler, as it is seen by those who feed it with work that can wait."""
+
+    def batch_room(
+        self,
+        model_names: Sequence[str],
+        seconds: float,
+        *,
+        endpoint: Endpoint = "chat",
+        node_labels: NodeLabels = (),
+    ) -> BatchRoom:
+        """The room for requests for these names, as in `LeaseRequest`, within so many `seconds`.
+
+        It looks at all nodes of the model and at all that waits: to be asked twice a second or so.
+        """
+
+
 # What is granted.
 
 

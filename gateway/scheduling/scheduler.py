@@ -10,18 +10,27 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 from gateway import errors
+from gateway.config.cache_privacy import NodeLabels
 from gateway.config.settings import Settings
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.health import ALIVE_STATES
 from gateway.fleet.prompt_cache import FleetPromptCache
-from gateway.lease import NOTHING_TRIED, GrantedLease, LeaseRequest, QueuePosition, Tried
-from gateway.request import Priority
+from gateway.lease import (
+    NOTHING_TRIED,
+    BatchRoom,
+    GrantedLease,
+    LeaseRequest,
+    QueuePosition,
+    Tried,
+)
+from gateway.request import Endpoint, Priority
 from gateway.scheduling.admission import Admission, CompletionRate, combine_waits, queue_room
+from gateway.scheduling.batch_room import room_for_batch, rows_for_batch, slots_waited_for
 from gateway.scheduling.budget import dearest_token
 from gateway.scheduling.candidates import CandidateFinder
 from gateway.scheduling.demand_model import DemandModel, has_long_prompt
@@ -268,6 +277,19 @@ class Scheduler:
     def depths(self) -> dict[Priority, int]:
         """How many requests of each class wait."""
         return self.dispatcher.depths()
+
+    def batch_room(
+        self,
+        model_names: Sequence[str],
+        seconds: float,
+        *,
+        endpoint: Endpoint = "chat",
+        node_labels: NodeLabels = (),
+    ) -> BatchRoom:
+        """The room for class `batch`, as in `BatchRoomService`."""
+        rows = rows_for_batch(self.fleet_sync, model_names, endpoint, node_labels)
+        waiting, ahead = slots_waited_for(self.waiters, model_names, node_labels)
+        return room_for_batch(rows, seconds, self.clock(), waiting=waiting, ahead=ahead)
 
     def has_room(self) -> bool:
         """Whether one more request could be taken: at once, or into the queue."""
