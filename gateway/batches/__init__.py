@@ -1,1 +1,1 @@
-"""Work that can wait: requests that are stored, run when there is room, and kept with results."""
+"""Work that can wait: callers' files, and in them the requests and results of batches."""

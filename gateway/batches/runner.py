@@ -228,6 +228,11 @@ class _Run:
         except asyncio.CancelledError:
             record.fail(499, "cancelled")
             raise
+        except (RowDeferred, RowExpired):
+            raise
+        except Exception:
+            record.fail(500, "internal_error")
+            raise
         finally:
             if not has_result and self._metered is not None:
                 runner.meter.dropped(self._metered)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from gateway.batches.runner import Outcome, StoredRequest
@@ -16,8 +17,8 @@ from gateway.request import Priority
 from gateway.usage.ledger import ROW_COLUMNS
 from tests.emulator import EmulatedNode
 from tests.gateways import until
-from tests.proxy.proxy_over_nodes import BODIES, ProxyOverNodes, proxy_over
-from tests.proxy.resume.test_resumer import metrics_of
+from tests.proxy.proxy_over_nodes import BODIES, ProxyOverNodes, Stream, proxy_over
+from tests.proxy.resume.test_resumer import check_whole, metrics_of
 from tests.virtual import in_virtual_time, now
 
 CHAT = "/v1/chat/completions"
@@ -149,6 +150,33 @@ async def test_rows_of_other_apis_yield_too(tmp_path: Path, path: str) -> None:
         assert await ttft(proxy) < 2.0
         assert text_of(await row) == text_of(whole)
         assert [event.resumed_on for event in events] == ["a"]
+
+
+class Kept:
+    """A sink that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.events = b""
+
+    async def write(self, events: bytes) -> None:
+        self.events += events
+
+
+@in_virtual_time
+async def test_a_sink_gets_one_whole_stream_though_its_row_was_cut(tmp_path: Path) -> None:
+    async with proxy_over(tmp_path, a_node(1), **CALM) as proxy:
+        events, body = yields_of(proxy), json.dumps({**BODIES[CHAT], **ROW, "stream": True})
+        sinks = [Kept(), Kept()]
+        first = StoredRequest("row_1", OWNER, CHAT)
+        assert (await proxy.app.runner.run(first, body.encode(), sinks[0])).status == 200
+        second = StoredRequest("row_2", OWNER, CHAT)
+        row = asyncio.create_task(proxy.app.runner.run(second, body.encode(), sinks[1]))
+        await in_decode(proxy, 1)
+        assert await ttft(proxy) < 2.0
+        assert (await row).status == 200
+        whole, cut = (Stream(200, httpx.Headers(), sink.events) for sink in sinks)
+        check_whole(CHAT, cut, whole)
+        assert len(events) == 1
 
 
 @in_virtual_time
