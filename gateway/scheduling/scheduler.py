@@ -50,9 +50,6 @@ TICK = 0.5
 LEAST_TIMER_SECONDS = 0.001
 """No timer is set to less."""
 
-MOST_YIELDS_REFUSED = 4
-"""Waiting requests that nobody yields to, before no others are tried within a tick."""
-
 MOST_STALE_PLACEMENTS = 4
 """Placements that a request may lose because its node does not take it after all. Each time the
 placement state is brought up to date, so one is a lot."""
@@ -530,20 +527,15 @@ class Scheduler:
 
     def _ask_all_to_yield(self, now: float) -> None:
         """For waiting requests to which none could yield before, or did in vain."""
-        refused = 0
         for waiter in list(self.waiters):
             due = now - waiter.yield_asked_at >= ASK_AGAIN_SECONDS
             if due and not waiter.granted.done() and waiter.request.priority < Priority.BATCH:
-                refused += not self._ask_to_yield(waiter, now)
-                if refused >= MOST_YIELDS_REFUSED:
-                    break
+                self._ask_to_yield(waiter, now)
 
-    def _ask_to_yield(self, waiter: Waiter, now: float) -> bool:
-        """Have running requests of a lower class yield to this one; whether any does."""
-        if not self.yield_requests.make_room(waiter.queued, now):
-            return False
-        waiter.note_yield_asked(now)
-        return True
+    def _ask_to_yield(self, waiter: Waiter, now: float) -> None:
+        """Have running requests of a lower class yield to this one."""
+        if self.yield_requests.make_room(waiter.queued, now):
+            waiter.note_yield_asked(now)
 
     def _check_each(self, waiters: list[Waiter], now: float) -> None:
         for waiter in waiters:

@@ -9,15 +9,16 @@ text are read once more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
 from gateway.fleet.slot_occupancy import LeasePhase
 from gateway.request import Priority
 from gateway.scheduling.lease_granter import LeaseRecord
-from gateway.scheduling.node_slots import CandidateSet, NodeSlots, QueuedRequest
+from gateway.scheduling.node_slots import CandidateSet, NodeSlots, QueuedRequest, TierSets
 
 LEAST_SECONDS_LEFT = 3.0
 """Seconds. A request that is expected to end sooner ends by itself."""
@@ -33,6 +34,12 @@ MOST_COMPARED = 256
 
 MOST_CHOICES = 4
 """Times that the policy is asked for one waiting request, as long as those that it names refuse."""
+
+IN_VAIN_SECONDS = 0.25
+"""Seconds after which it is worth a try again to find some that may yield."""
+
+MOST_KINDS = 64
+"""Kinds of waiting requests for which it is remembered that none may."""
 
 ASK_AGAIN_SECONDS = 5.0
 """Seconds after which others are asked for a request that has not got its slot."""
@@ -132,11 +139,25 @@ class YieldRequests:
     """Those of the leases that may be asked, by lease id; of the `LeaseGranter`."""
     yield_slot: Callable[[str], bool]
     """Asks the request with this id to give up its slot and wait again; whether it does."""
+    _in_vain: dict[tuple[tuple[TierSets, ...], Priority, int], float] = field(default_factory=dict)
+    """When nobody was found for a request of such candidates, class and slots."""
 
     def make_room(self, queued: QueuedRequest, now: float) -> bool:
-        """Have running requests yield to one that waits; whether it is to get its slots so."""
-        if not self.records or not queued.slots:
+        """Have running requests yield to one that waits; whether it is to get its slots so.
+
+        For requests of one kind it is tried in vain once in `IN_VAIN_SECONDS`, however many wait.
+        """
+        kind = queued.groups, queued.priority, queued.slots
+        if not self.records or now - self._in_vain.get(kind, -math.inf) < IN_VAIN_SECONDS:
             return False
+        if queued.slots and self._make_room(queued, now):
+            return True
+        if len(self._in_vain) >= MOST_KINDS:
+            self._in_vain.clear()
+        self._in_vain[kind] = now
+        return False
+
+    def _make_room(self, queued: QueuedRequest, now: float) -> bool:
         for missing in missing_slots(queued):
             for _ in range(MOST_CHOICES):
                 running = [

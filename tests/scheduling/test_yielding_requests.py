@@ -12,7 +12,7 @@ from gateway.lease import LeaseRequest
 from gateway.request import Priority
 from gateway.scheduling.lease_granter import LeaseRecord
 from gateway.scheduling.scheduler import Scheduler
-from gateway.scheduling.yielding import ASK_AGAIN_SECONDS
+from gateway.scheduling.yielding import ASK_AGAIN_SECONDS, IN_VAIN_SECONDS
 from tests.fleet.build import Clock
 from tests.scheduling.build import a_request, a_scheduler, lease_at_once, node, settle, start_lease
 
@@ -138,6 +138,29 @@ async def test_a_row_in_prefill_is_asked_once_it_decodes() -> None:
     world.scheduler.check_all()
     assert world.asked == [row.id]
     await world.end(waiting)
+
+
+async def test_for_requests_of_one_kind_it_is_tried_in_vain_once_in_a_while() -> None:
+    world = World((node("a", slots=1),))
+    row = world.row(decodes=False)
+    first = await start_lease(world.scheduler, a_request())
+    world.decode(row)
+    second = await start_lease(world.scheduler, a_request())
+    assert world.asked == []
+    other = await start_lease(world.scheduler, a_request(priority=Priority.URGENT))
+    assert world.asked == [row.id], "another class is another kind"
+    await world.end(first, second, other)
+
+
+async def test_what_was_in_vain_a_while_ago_is_tried_again_at_once() -> None:
+    world = World((node("a", slots=1),))
+    row = world.row(decodes=False)
+    first = await start_lease(world.scheduler, a_request())
+    world.decode(row)
+    world.clock.passes(IN_VAIN_SECONDS)
+    second = await start_lease(world.scheduler, a_request())
+    assert world.asked == [row.id]
+    await world.end(first, second)
 
 
 async def test_others_are_asked_when_the_slot_does_not_come() -> None:
