@@ -21,6 +21,7 @@ from gateway.access.exposure import is_loopback
 from gateway.access.key_sync import KeySync
 from gateway.access.keys import KeyRing
 from gateway.background import BackgroundWork
+from gateway.batches.runner import Runner
 from gateway.config.inventory import Inventory
 from gateway.config.listeners import LimitSettings
 from gateway.config.settings import Settings, changed_restart_keys
@@ -156,8 +157,14 @@ class Gateway:
             drained_nodes=DrainedNodes(drains_file(options)),
             properties_store=PropertiesStore(properties_file(options)),
         )
+        self.registry = InFlightRegistry()
         self.scheduler = Scheduler(
-            self.fleet, settings, self.clock, rng, learn_pending=self.bus.flush
+            self.fleet,
+            settings,
+            self.clock,
+            rng,
+            learn_pending=self.bus.flush,
+            yield_slot=self.registry.yield_slot,
         )
         self.autoscaler = Autoscaler(self.fleet, self.scheduler, settings, self.bus, self.clock)
         self.timeout_monitor = TimeoutMonitor(self.clock)
@@ -170,7 +177,6 @@ class Gateway:
             keyed_hash=self._keyed_hash,
         )
         self.forwarder = Forwarder(self.proxy_context)
-        self.registry = InFlightRegistry()
         self._loopback = is_loopback(settings.listen.host)
         self.metering = Metering(
             options,
@@ -195,6 +201,19 @@ class Gateway:
             time_slicer=self.proxy_context.time_slicer,
             meter=self.metering.meter,
             progress_seconds=timings.progress,
+        )
+        self.runner = Runner(
+            settings,
+            self.handler.config.rules,
+            self.key_ring,
+            self.metering.meter,
+            self.forwarder,
+            self.fleet.model_index,
+            self.registry,
+            self.bus,
+            self.proxy_context.time_slicer,
+            self.clock,
+            time.time,
         )
         self.metrics = Metrics(
             self.bus,
@@ -556,6 +575,7 @@ class Gateway:
         self.fleet.configure(settings.health, settings.timeouts)
         self.metering.configure(settings)
         self.handler.configure(self._handler_config(settings))
+        self.runner.configure(settings, self.handler.config.rules)
         self.event_log.configure(access_log=settings.logging.access)
         self._logs.configure(settings.logging.level)
         self._public_app = self._make_public_app()

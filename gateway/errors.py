@@ -166,6 +166,17 @@ def invalid_api_key() -> GatewayError:
     )
 
 
+def owner_gone() -> GatewayError:
+    """401: the key that sent a stored request is revoked or has expired."""
+    return GatewayError(
+        401,
+        "invalid_api_key",
+        "The API key that sent this request has been revoked or has expired. Send it again with "
+        "a valid key.",
+        retryable=False,
+    )
+
+
 def keys_unknown(retry_after: float = 2.0) -> GatewayError:
     """503: the store's keys have not been read yet, so nobody can be told from a stranger."""
     return GatewayError(
@@ -365,6 +376,14 @@ def _in_words(seconds: float) -> str:
 def queue_timeout(message: str, retry_after: float) -> GatewayError:
     """503: it waited for a slot for as long as it may, or could never meet its deadline."""
     return GatewayError(503, "queue_timeout", message, retry_after=retry_after, retryable=False)
+
+
+def cut_for_others() -> GatewayError:
+    """503: it gave up its slot to other requests, and no node could resume it."""
+    return queue_timeout(
+        "It gave up its slot to other requests and could not go on later. Try again.",
+        UNREPORTED_RETRY_AFTER,
+    )
 
 
 def no_node(message: str, retry_after: float) -> GatewayError:

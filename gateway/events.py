@@ -180,6 +180,21 @@ class StreamResumed:
 
 
 @dataclass(slots=True)
+class SlotYielded:
+    """A batch request gave up its slot to one of a higher class, and has gone on or failed to."""
+
+    x_request_id: str
+    node: str
+    """Whose slot it was."""
+    resumed_on: str | None
+    """The node on which it goes on; None: it does not."""
+    tokens: int
+    """About how many tokens it had by then."""
+    waited_seconds: float
+    """From the cut until it went on."""
+
+
+@dataclass(slots=True)
 class NodeChanged:
     """A node's state has changed; `reason` tells an operator why."""
 

@@ -154,6 +154,11 @@ class LeaseRequest(msgspec.Struct, frozen=True, eq=False):
     """Whether it is part of an admitted request, so that a full queue does not refuse it."""
     resume_key: tuple[object, ...] | None = None
     """For a node of the same kind: its `ServerProperties.resume_key`; None: any will do."""
+    yields: bool = False
+    """Whether it gives up its slot to a higher class that would have to wait, and goes on later. It
+    waits until its time limit, however long that is."""
+    times_yielded: int = 0
+    """How often it has done so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +206,38 @@ class QueuePosition(msgspec.Struct, frozen=True, eq=False):
     waited_seconds: float
     expected_seconds: float | None = None
     """Seconds until it is expected to start; None: unknown."""
+
+
+class BatchRoom(msgspec.Struct, frozen=True, eq=False):
+    """The room for requests of class `batch` on the nodes that serve one model."""
+
+    slots: int
+    """Slots that the class may use at all: those outside the reserve, busy ones included."""
+    free: int
+    """Of them, those that it could take now."""
+    soon: int
+    """Of them, those that are expected to come free within the seconds that were asked for."""
+    waiting: int
+    """Slots for which requests of this class wait already."""
+    ahead: int
+    """Slots for which requests of higher classes wait."""
+
+
+class BatchRoomService(Protocol):
+    """The scheduler, as it is seen by those who feed it with work that can wait."""
+
+    def batch_room(
+        self,
+        model_names: Sequence[str],
+        seconds: float,
+        *,
+        endpoint: Endpoint = "chat",
+        node_labels: NodeLabels = (),
+    ) -> BatchRoom:
+        """The room for requests for these names, as in `LeaseRequest`, within so many `seconds`.
+
+        It looks at all nodes of the model and at all that waits: to be asked twice a second or so.
+        """
 
 
 # What is granted.

@@ -32,6 +32,7 @@ PROMISED = {
     "tokens_total": {"model", "kind"},
     "attempts_total": {"node", "outcome"},
     "resumed_streams_total": set(),
+    "yielded_slots_total": set(),
     "node_state": {"node", "state"},
     "node_slots_total": {"node"},
     "node_slots_busy": {"node"},

@@ -12,6 +12,7 @@ from gateway import lease
 from gateway.lease import (
     AttemptCharge,
     AttemptReport,
+    BatchRoom,
     Fault,
     LeaseRequest,
     NodeError,
@@ -30,6 +31,7 @@ MESSAGES: list[Any] = [
     a_lease_request(prompt_key=PromptKey((1,), 1.0), resume_key=("model", None), time_limit=3.5),
     Tried().failed_on("a").refused_by("b").unsupported_by("c", "start it with --rerank"),
     QueuePosition("req_1", 3, 1.5),
+    BatchRoom(16, 3, 2, 1, 4),
     a_node_info(silence_timeout=20.0, resume_key=("model", "Q4_0")),
     a_granted_lease(fallback="gpu_full", expected_prefill=2.5),
     NodeError(retry_after=2.0, lacks_endpoint=True, hint="start it with --embeddings"),

@@ -11,6 +11,8 @@ from typing import Self
 from gateway import errors
 from gateway.access.exposure import is_local
 from gateway.access.keys import KeyRing, caller_from_keys
+from gateway.config.cache_privacy import CachePolicy, cache_policy
+from gateway.config.settings import Settings
 from gateway.request import Caller, Headers, Priority
 
 IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -63,9 +65,32 @@ def identify_caller(
     return _anonymous(client_network(address), best, local)
 
 
+def owner_of_stored(owner: str, key_ring: KeyRing, *, allow_anonymous: bool) -> Caller:
+    """The caller with this id, as the keys are now: it owns a request that was stored before.
+
+    Callers without a key own requests only if they came from a trusted loopback listener, and may
+    as long as it would admit them.
+
+    Raises: errors.GatewayError (401 if the key has been revoked or has expired; 503 while the
+    store's keys are not known).
+    """
+    if not owner.startswith(_ANONYMOUS):
+        caller = key_ring.caller(owner)
+        if caller is not None:
+            return caller
+    elif not key_ring.access.locked and (
+        allow_anonymous or (key_ring.is_complete and not key_ring)
+    ):
+        return _anonymous(owner.removeprefix(_ANONYMOUS), Priority.URGENT, True)
+    raise errors.owner_gone() if key_ring.is_complete else errors.keys_unknown()
+
+
+_ANONYMOUS = "anonymous:"
+
+
 @lru_cache(maxsize=1024)
 def _anonymous(address: str, best: Priority, trusted: bool) -> Caller:  # noqa: FBT001
-    id_ = f"anonymous:{address}"
+    id_ = f"{_ANONYMOUS}{address}"
     return Caller(
         id=id_, name="anonymous", max_priority=best, anonymous=True, trust_user_headers=trusted
     )
@@ -126,6 +151,13 @@ def effective_priority(
     if requested is None:
         requested = _SERVICE_TIERS.get(service_tier or "", caller.default_priority)
     return max(requested, caller.max_priority)
+
+
+def cache_policy_of(caller: Caller, settings: Settings) -> CachePolicy:
+    """The caller's cache policy: by its key, its group, or for all."""
+    group = None if caller.group is None else settings.groups.get(caller.group)
+    specs = (caller.cache, None if group is None else group.cache, settings.cache)
+    return cache_policy(specs, caller.id, caller.group)
 
 
 def priority_header(headers: Headers) -> str | None:

@@ -231,6 +231,11 @@ class KeyRing:
         )
         return known.caller if valid and known is not self._unknown else None
 
+    def caller(self, key_id: str) -> Caller | None:
+        """The holder of the key with this id; None: it is unknown, revoked or expired."""
+        known = self._by_id.get(key_id)
+        return None if known is None else known.caller
+
     def _change(self) -> None:
         self._take_in()
         self.version += 1

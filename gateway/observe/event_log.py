@@ -17,13 +17,17 @@ from gateway.events import (
     NodeDrift,
     RequestFinished,
     SettingsChanged,
+    SlotYielded,
     StreamResumed,
 )
 from gateway.observe.logs import LEVELS, Logs, escape_unprintable, utc_timestamp
 from gateway.request import Priority
 
 BLAMELESS_OUTCOMES = frozenset(
-    {"ok", "client_closed", "cancelled", "stale", "context_overflow", "moved", "other_kind"}
+    {
+        *("ok", "client_closed", "cancelled", "stale", "context_overflow", "moved", "yielded"),
+        "other_kind",
+    }
 )
 """Outcomes of attempts that are no node's fault: logged at `debug` only."""
 
@@ -38,6 +42,7 @@ def log_events(bus: EventBus, logs: Logs, *, access_log: bool = True) -> EventLo
     bus.subscribe(RequestFinished, event_log.request)
     bus.subscribe(AttemptEnded, event_log.attempt)
     bus.subscribe(StreamResumed, event_log.resumed)
+    bus.subscribe(SlotYielded, event_log.yielded)
     bus.subscribe(NodeChanged, event_log.node)
     bus.subscribe(NodeDrift, event_log.drift)
     bus.subscribe(HookEnded, event_log.hook)
@@ -112,6 +117,17 @@ class EventLog:
             self._log("info", "stream goes on elsewhere", fields | {"node": event.resumed_on})
         else:
             self._log("warning", "stream can't go on elsewhere", fields | {"why": event.failure})
+
+    def yielded(self, event: SlotYielded) -> None:
+        """A batch request that gave up its slot, and where it went on."""
+        fields: dict[str, Any] = {
+            "id": event.x_request_id, "gave_up": event.node, "tokens": event.tokens,
+            "seconds": round(event.waited_seconds, 4),
+        }  # fmt: skip
+        if event.resumed_on is not None:
+            self._log("debug", "batch request goes on", fields | {"node": event.resumed_on})
+        else:
+            self._log("info", "batch request does not go on", fields)
 
     def node(self, event: NodeChanged) -> None:
         """A node's new state, with the reason."""

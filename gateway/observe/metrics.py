@@ -26,6 +26,7 @@ from gateway.events import (
     LimitReached,
     NodeChanged,
     RequestFinished,
+    SlotYielded,
     StreamResumed,
 )
 from gateway.request import Priority
@@ -167,6 +168,7 @@ class Metrics:
         self._hooks: dict[tuple[str, str, str], int] = {}
         self._cost: dict[str, float] = {}
         self._resumed = 0
+        self._yielded = 0
         self._limits_reached: dict[tuple[str, str], int] = {}
         self._duration = Histogram(_SECONDS)
         self._ttft = Histogram(_SECONDS)
@@ -178,6 +180,7 @@ class Metrics:
         bus.subscribe(AttemptEnded, self.attempted)
         bus.subscribe(HookEnded, self.hook_ended)
         bus.subscribe(StreamResumed, self.resumed)
+        bus.subscribe(SlotYielded, self.yielded)
         bus.subscribe(LimitReached, self.limit_reached)
         bus.subscribe(NodeChanged, self.node_changed)
 
@@ -229,6 +232,10 @@ class Metrics:
     def resumed(self, event: StreamResumed) -> None:
         """Count a stream that was resumed on another node."""
         self._resumed += event.resumed_on is not None
+
+    def yielded(self, _: SlotYielded) -> None:
+        """Count a slot that a batch request gave up."""
+        self._yielded += 1
 
     def limit_reached(self, event: LimitReached) -> None:
         """Count a request that a limit refused."""
@@ -322,6 +329,12 @@ class Metrics:
             "counter",
             "Streams that went on elsewhere when their node failed.",
             [("", self._resumed)],
+        )
+        page.add_family(
+            "yielded_slots_total",
+            "counter",
+            "Slots that batch requests gave up to requests of higher classes.",
+            [("", self._yielded)],
         )
         page.add_family(
             "limits_reached_total",

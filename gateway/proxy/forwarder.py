@@ -171,6 +171,8 @@ class Forwarder:
         resumer = None
         if recorder is not None and attempt.is_sse:
             resumer = Resumer(self.context, in_flight, recorder, attempt, tried.min_context)
+            if attempt.request.lease_request.yields:
+                in_flight.allow_yield(attempt, resumer.can_resume)
         return ResponseStream(attempt, in_flight, api, self.context.accounting, resumer)
 
     # What is sent.

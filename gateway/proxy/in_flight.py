@@ -36,6 +36,12 @@ class RequestEvicted(UpstreamError):  # noqa: N818 - as `StreamFailed`
         self.error = error
 
 
+class RequestYielded(UpstreamError):  # noqa: N818 - as `StreamFailed`
+    """The request gives up its slot to one of a higher class, and goes on later."""
+
+    outcome = "yielded"
+
+
 @dataclass(slots=True, eq=False)
 class InFlightRequest:
     """A request on its way: its value, its record, and the attempt under way."""
@@ -52,6 +58,8 @@ class InFlightRequest:
     """Called on cancellation, by what runs the sub-requests."""
     response_started: bool = False
     """Whether its client has the head of a response, so that no other should displace it."""
+    _yieldable: tuple[Attempt, Callable[[], bool]] | None = None
+    """The attempt that may be cut for another request, and whether it could be resumed now."""
 
     def note_response_started(self) -> None:
         """Its client has the head of a response."""
@@ -70,6 +78,25 @@ class InFlightRequest:
         """Make it leave its node; its client gets `error` if no other node takes it."""
         if self.attempt is not None:
             self.attempt.fail(RequestEvicted(error))
+
+    def allow_yield(self, attempt: Attempt, can_resume: Callable[[], bool]) -> None:
+        """While `can_resume` says so, this attempt may be cut for another request."""
+        self._yieldable = attempt, can_resume
+
+    def yield_slot(self) -> bool:
+        """Give up its slot, and wait for another to go on; whether it does.
+
+        It does not if its response can't be resumed, or has just ended.
+        """
+        attempt = self.attempt
+        if attempt is None or self._yieldable is None or self.cancel_error is not None:
+            return False
+        yieldable, can_resume = self._yieldable
+        is_over = attempt.failure is not None or attempt.stream_ended or attempt.complete
+        if yieldable is not attempt or is_over or not can_resume():
+            return False
+        attempt.fail(RequestYielded("It gave up its slot"))
+        return True
 
     def follow_prefill(self) -> PrefillProgress:
         """How much of the prompt has been read, from now on."""
@@ -173,6 +200,11 @@ class InFlightRegistry:
         """`InFlightRequest.slot_seconds_so_far` of the request with the gateway's own id."""
         found = self._requests.get(request_id)
         return 0.0 if found is None else found.slot_seconds_so_far()
+
+    def yield_slot(self, request_id: str) -> bool:
+        """`InFlightRequest.yield_slot` of the request with the gateway's own id."""
+        found = self._requests.get(request_id)
+        return found is not None and found.yield_slot()
 
     def find(self, name: str) -> InFlightRequest | None:
         """The request of this id, or with this `X-Request-ID` if only one has it."""

@@ -97,11 +97,11 @@ def classify(status: int, content: bytes, endpoint: Endpoint) -> ResponseOutcome
 
 
 _BLAMELESS_OUTCOMES = frozenset(
-    {"client_closed", "cancelled", "moved", "exhausted", "request_error", "refused"}
+    {"client_closed", "cancelled", "moved", "yielded", "exhausted", "request_error", "refused"}
 )
-"""Outcomes that blame no node: the client left, the gateway or a drain ended the request, this
-machine had no descriptor left, every node would report that error, or the node refused to resume a
-stream."""
+"""Outcomes that blame no node: the client left, the gateway or a drain ended the request, it gave
+up its slot to another, this machine had no descriptor left, every node would report that error, or
+the node refused to resume a stream."""
 
 _UNREACHED_OUTCOMES = frozenset({"connect_failed", "connect_timeout"})
 

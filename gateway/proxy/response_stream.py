@@ -17,6 +17,7 @@ from gateway.proxy.in_flight import (
     InFlightRequest,
     RequestCancelled,
     RequestEvicted,
+    RequestYielded,
 )
 from gateway.proxy.resume.resumer import Resumed, Resumer
 from gateway.transport.errors import (
@@ -170,7 +171,8 @@ class ResponseStream:
         if self.resumer is not None and is_resumable(failure):
             self._resuming = True
             try:
-                resumed = await self.resumer.resume(attempt)
+                yielded = isinstance(failure, RequestYielded)
+                resumed = await self.resumer.resume(attempt, yielded=yielded)
             except GatewayError as ended:
                 failure, error = RequestCancelled(ended), ended
             else:
@@ -205,6 +207,8 @@ class ResponseStream:
         self.closed = False
         self.source, self._rewriter = resumed.attempt, resumed.rewriter
         self._record(resumed.first_bytes)
+        if self.resumer is not None and self.in_flight.request.lease_request.yields:
+            self.in_flight.allow_yield(resumed.attempt, self.resumer.can_resume)
         return resumed.first_bytes
 
 
@@ -245,6 +249,8 @@ def to_gateway_error(failure: UpstreamError | None) -> GatewayError:
         return errors.node_failed("The node's stream ended too early.")
     if isinstance(failure, RequestCancelled | RequestEvicted):
         return failure.error
+    if isinstance(failure, RequestYielded):
+        return errors.cut_for_others()
     if isinstance(failure, UpstreamTimeout):
         return errors.node_timeout(f"{failure}.")
     if isinstance(failure, NodeReportedError) and failure.client_error is not None:

@@ -87,6 +87,9 @@ class Admission:
         Raises: GatewayError, as `refusal`, or when its client will have stopped waiting before.
         """
         until = now + self.limits(request.priority).max_wait
+        if request.yields:
+            # Work that can wait, as long as its deadline allows.
+            until, predicted = math.inf, None
         if deadline is not None:
             if predicted is not None and now + predicted > deadline:
                 raise errors.queue_timeout(

@@ -68,6 +68,8 @@ class LeaseGranter:
     clock: Callable[[], float]
     records: dict[int, LeaseRecord] = field(default_factory=dict)
     """Those of leases whose attempts have not been accounted for, by lease id."""
+    yielding: dict[int, LeaseRecord] = field(default_factory=dict)
+    """Those of them that run and may be asked to yield, the oldest first."""
     _lease_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     # Where a request may go.
@@ -174,6 +176,8 @@ class LeaseGranter:
         record.lease = lease
         lease_id = next(self._lease_ids)
         self.records[lease_id] = record
+        if request.yields:
+            self.yielding[lease_id] = record
         if lease.trial:
             self.fleet_sync.node_changed(node)
         if request.prompt_key is not None or request.session is not None:
@@ -194,6 +198,7 @@ class LeaseGranter:
     def release_unused(self, lease_id: int) -> None:
         """Release a lease whose request was cancelled before it could be sent."""
         record = self.records.pop(lease_id)
+        self.yielding.pop(lease_id, None)
         self.demand_model.abandoned(record.placement, refund=True)
         if record.reservation is not None:
             record.reservation.settle(0.0, happened=False, now=self.clock())

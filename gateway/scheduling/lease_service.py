@@ -175,6 +175,8 @@ class LocalLeaseService:
         Returns what it took if no response began; else `settle` does.
         """
         record, charge = self._records[report.lease_id], NOTHING_CHARGED
+        if record.request.yields:
+            self.scheduler.granter.yielding.pop(report.lease_id, None)
         if report.node_done:
             record.lease.release()
         else:

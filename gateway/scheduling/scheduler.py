@@ -10,18 +10,27 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 from gateway import errors
+from gateway.config.cache_privacy import NodeLabels
 from gateway.config.settings import Settings
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.health import ALIVE_STATES
 from gateway.fleet.prompt_cache import FleetPromptCache
-from gateway.lease import NOTHING_TRIED, GrantedLease, LeaseRequest, QueuePosition, Tried
-from gateway.request import Priority
+from gateway.lease import (
+    NOTHING_TRIED,
+    BatchRoom,
+    GrantedLease,
+    LeaseRequest,
+    QueuePosition,
+    Tried,
+)
+from gateway.request import Endpoint, Priority
 from gateway.scheduling.admission import Admission, CompletionRate, combine_waits, queue_room
+from gateway.scheduling.batch_room import room_for_batch, rows_for_batch, slots_waited_for
 from gateway.scheduling.budget import dearest_token
 from gateway.scheduling.candidates import CandidateFinder
 from gateway.scheduling.demand_model import DemandModel, has_long_prompt
@@ -33,6 +42,7 @@ from gateway.scheduling.placement_state import PlacementState
 from gateway.scheduling.tier_policy import TierPolicy
 from gateway.scheduling.tier_router import TierRouter
 from gateway.scheduling.waiters import Waiter, Waiters
+from gateway.scheduling.yielding import ASK_AGAIN_SECONDS, YieldRequests
 
 TICK = 0.5
 """Seconds between two looks at every waiting request, and at the whole fleet."""
@@ -59,6 +69,8 @@ class Scheduler:
     closing: bool = False
     learn_pending: Callable[[], None] = field(default=lambda: None)
     """Learns at once from all answers that have ended."""
+    yield_slot: Callable[[str], bool] = field(default=lambda _: False)
+    """Asks the request with this id to give up its slot and wait again; whether it does."""
     dispatcher: Dispatcher = field(init=False)
     fleet_sync: FleetSync = field(init=False)
     admission: Admission = field(init=False)
@@ -66,6 +78,7 @@ class Scheduler:
     tier_policy: TierPolicy = field(init=False)
     tier_router: TierRouter = field(init=False)
     granter: LeaseGranter = field(init=False)
+    yield_requests: YieldRequests = field(init=False)
     _check_all_at: float = 0.0
     """When every waiting request is checked; until then only those that fall due."""
     _positions: dict[str, QueuePosition] | None = None
@@ -93,6 +106,7 @@ class Scheduler:
             self.tier_router,
             self.clock,
         )
+        self.yield_requests = YieldRequests(self.granter.yielding, self.yield_slot)
         self.fleet_sync.sync()
         self.fleet.subscribe(on_capacity=self._match_soon, on_change=self.fleet_sync.node_changed)
 
@@ -178,6 +192,8 @@ class Scheduler:
         )
         self._enqueue(waiter)
         self._match_soon()
+        if self.granter.yielding and request.priority < Priority.BATCH and not granted.done():
+            self._ask_to_yield(waiter, now)
         try:
             return await granted
         except asyncio.CancelledError:
@@ -258,6 +274,19 @@ class Scheduler:
     def depths(self) -> dict[Priority, int]:
         """How many requests of each class wait."""
         return self.dispatcher.depths()
+
+    def batch_room(
+        self,
+        model_names: Sequence[str],
+        seconds: float,
+        *,
+        endpoint: Endpoint = "chat",
+        node_labels: NodeLabels = (),
+    ) -> BatchRoom:
+        """The room for class `batch`, as in `BatchRoomService`."""
+        rows = rows_for_batch(self.fleet_sync, model_names, endpoint, node_labels)
+        waiting, ahead = slots_waited_for(self.waiters, model_names, node_labels)
+        return room_for_batch(rows, seconds, self.clock(), waiting=waiting, ahead=ahead)
 
     def has_room(self) -> bool:
         """Whether one more request could be taken: at once, or into the queue."""
@@ -493,6 +522,20 @@ class Scheduler:
         self._positions = None
         self.fleet_sync.sync()
         self._check_each(list(self.waiters), now)
+        if self.granter.yielding:
+            self._ask_all_to_yield(now)
+
+    def _ask_all_to_yield(self, now: float) -> None:
+        """For waiting requests to which none could yield before, or did in vain."""
+        for waiter in list(self.waiters):
+            due = now - waiter.yield_asked_at >= ASK_AGAIN_SECONDS
+            if due and not waiter.granted.done() and waiter.request.priority < Priority.BATCH:
+                self._ask_to_yield(waiter, now)
+
+    def _ask_to_yield(self, waiter: Waiter, now: float) -> None:
+        """Have running requests of a lower class yield to this one."""
+        if self.yield_requests.make_room(waiter.queued, now):
+            waiter.note_yield_asked(now)
 
     def _check_each(self, waiters: list[Waiter], now: float) -> None:
         for waiter in waiters:

@@ -42,6 +42,8 @@ class Waiter:
     """Sorts its user's requests by class, then by age."""
     timer_id: int = -1
     """Its entry among the due times of `Waiters`."""
+    yield_asked_at: float = -math.inf
+    """When running requests were last asked to yield to it."""
 
     @property
     def can_shed(self) -> bool:
@@ -70,6 +72,10 @@ class Waiter:
         if not self.shed_key[2]:
             self.shed_key = (int(self.request.priority), self.queued_at, serial)
 
+    def note_yield_asked(self, now: float) -> None:
+        """Running requests were asked to yield to it."""
+        self.yield_asked_at = now
+
     def note_response_started(self) -> None:
         """Its client has the head of a response."""
         self.response_started = True
@@ -95,7 +101,8 @@ class Waiter:
                 self.nodes_down_since = None
             elif self.nodes_down_since is None:
                 self.nodes_down_since = now
-        down_since = self.nodes_down_since
+        # What a request has that has yielded is kept until its time limit.
+        down_since = None if self.request.times_yielded else self.nodes_down_since
         if down_since is not None and now - down_since >= settings.retries.wait_for_node:
             names = ", ".join(repr(name) for name in self.request.model_names)
             return errors.no_node(f"Every node for {names} is out.", retry_after)

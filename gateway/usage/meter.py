@@ -103,6 +103,35 @@ class Meter:
         metered.end(self._wall_clock())
         self._bus.defer(record.when_complete, partial(self._settle, metered))
 
+    # Stored requests: their usage is recorded with their result, by those who run them.
+
+    def admit_stored(
+        self, accounts: Accounts, request: LeaseRequest, record: RequestFinished, prompts: int = 1
+    ) -> MeteredRequest:
+        """Admit a stored request, or refuse it. Raises: GatewayError.
+
+        It must be reported to `ended_stored` or `dropped`. No journal has it while it runs: if the
+        process dies it is run again, under the same id, and what it took costs its caller nothing.
+        """
+        reservation = self.book.reserve(accounts, request, self._wall_clock(), prompts=prompts)
+        return MeteredRequest(accounts, request, record, reservation)
+
+    def ended_stored(
+        self,
+        metered: MeteredRequest,
+        record: RequestFinished,
+        deliver: Callable[[UsageRow], None],
+    ) -> None:
+        """The response has ended; `deliver` gets its row in place of the ledger, a little later."""
+        metered.end(self._wall_clock())
+        self._bus.defer(record.when_complete, partial(self._settle, metered, deliver))
+
+    def dropped(self, metered: MeteredRequest) -> None:
+        """A stored request has no result and is run again: it costs its caller nothing."""
+        now = self._wall_clock()
+        metered.end(now)
+        metered.reservation.settle(0, 0.0, now)
+
     def open_requests(self, before: float) -> Iterator[OpenRequest]:
         """The requests that run and were admitted before this Unix time, for the ledger."""
         for metered in self._open.values():
@@ -133,22 +162,28 @@ class Meter:
                 self._cost_of_use(record.node, prompt, completion, slot_seconds),
             )
 
-    def _settle(self, metered: MeteredRequest) -> None:
-        """Count what a request has used, and record it."""
+    def _settle(
+        self, metered: MeteredRequest, deliver: Callable[[UsageRow], None] | None = None
+    ) -> None:
+        """Count what a request has used, and record it; `deliver`: of a stored request."""
         record, reservation, request = metered.record, metered.reservation, metered.request
         ended_at = metered.ended_at
         assert ended_at is not None
-        del self._open[request.id]
+        add_row = self._add_row
+        if deliver is None:
+            del self._open[request.id]
+        else:
+            add_row = deliver
         prompt, completion, cost = record.prompt_tokens, record.completion_tokens, record.cost
         if not request.slots:
             # Token counts and the like: what they are told is no use of a node's slots.
             prompt = completion = 0
         reservation.settle(prompt + completion, cost, ended_at)
-        if self._add_row is None:
+        if add_row is None:
             return
         caller, status = metered.accounts.caller, record.status
         # Positional, in the order of `ROW_COLUMNS`: there is one for each request.
-        self._add_row(
+        add_row(
             (
                 request.id,
                 self._process,

@@ -13,29 +13,11 @@ from gateway.access.fair_share import RESERVE_DIVISOR, FairShare, soft_limit
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
 from gateway.proxy.api.base import Translation
-from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES
 from gateway.web.http_exchange import HttpExchange
-
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-"""Some clients put it in front of UTF-8."""
-
-SMALL_BODY_BYTES = 4 * 1024
-"""A body of fewer bytes takes no time to parse, whatever it holds."""
-
-MOST_JSON_CONTAINERS = 1000
-"""Most objects and lists of a body that is parsed at once, in 0.3 ms. A body with more takes its
-turn: 60 kB hold 20,000 of them, which take 6-9 ms, and a client may send hundreds at once."""
 
 PARSE_WORKING_BYTES = 8 << 20
 """Most working memory for preparing a large body: one piece, and its parsed beginning
 (`proxy/inbound/json_outline.py`)."""
-
-
-def is_slow_to_parse(body: bytes) -> bool:
-    """Whether preparing takes milliseconds: the body is large or has many objects and lists."""
-    return (
-        len(body) >= LARGE_BODY_BYTES or body.count(b"{") + body.count(b"[") > MOST_JSON_CONTAINERS
-    )
 
 
 def take_small_body(

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 from gateway import errors
@@ -16,12 +16,19 @@ from gateway.errors import ClientClosed, GatewayError
 from gateway.events import EventBus, RequestFinished
 from gateway.lease import LeaseRequest
 from gateway.proxy.api.base import ResponseRewriter
-from gateway.proxy.cache_figures import CacheFigureHider
-from gateway.proxy.forwarded_headers import without_times
+from gateway.proxy.client_response import for_client, node_error, node_error_body, rewrite_body
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest, SupersedingMap
 from gateway.proxy.inbound import multipart
-from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES, Body, TimeSlicer, run_at_once
+from gateway.proxy.inbound.large_body import (
+    BYTE_ORDER_MARK,
+    LARGE_BODY_BYTES,
+    SMALL_BODY_BYTES,
+    Body,
+    TimeSlicer,
+    is_slow_to_parse,
+    run_at_once,
+)
 from gateway.proxy.inbound.parsed_body import MISSING, parse_body
 from gateway.proxy.inbound.prepare import (
     IncomingRequest,
@@ -39,17 +46,14 @@ from gateway.usage.accounts import Accounts
 from gateway.usage.meter import Meter, MeteredRequest
 from gateway.web import response_heads
 from gateway.web.body import (
-    BYTE_ORDER_MARK,
     PARSE_WORKING_BYTES,
-    SMALL_BODY_BYTES,
     BodyAllocation,
     BodyMemory,
-    is_slow_to_parse,
     read_body,
     take_small_body,
     translate_body,
 )
-from gateway.web.http_exchange import Heartbeat, HttpExchange, RewritingWriter, rewrite_body
+from gateway.web.http_exchange import Heartbeat, HttpExchange, RewritingWriter
 from gateway.web.origins import cors_headers
 from gateway.web.request_context import HandlerConfig, RequestContext, parse_context
 from gateway.web.response_heads import (
@@ -204,13 +208,11 @@ class _HandledRequest:
                 self._supersede(self._edit_session, in_flight)
             self._heartbeat = self._start_heartbeat(in_flight)
             self._response = await handler.forwarder.forward(in_flight)
-            node = self._response.node
-            if api.rewrites_responses and self._rewriter is None and node is not None:
-                self._rewriter = api.response_rewriter(request, node, settings)
-            if context.cache.hide and self._node_route.takes_slot:
-                self._rewriter = CacheFigureHider(self._rewriter)
-                shown = without_times(self._response.header_lines)
-                self._response = replace(self._response, header_lines=shown)
+            if api.rewrites_responses or context.cache.hide:
+                hides_cache = context.cache.hide and self._node_route.takes_slot
+                self._response, self._rewriter = for_client(
+                    request, self._response, api, settings, self._rewriter, hides_cache=hides_cache
+                )
             if self._response.body_stream is None:
                 self._send_whole(self._response)
             else:
@@ -412,14 +414,14 @@ class _HandledRequest:
                 content = rewrite_body(self._rewriter, content)
         elif response.status >= 400:
             record.fail(response.status, record.reason or "node_error")
-            content = response_heads.node_error_body(response, api, record.x_request_id)
+            content = node_error_body(response, api, record.x_request_id)
             header_lines = response_heads.node_error_header_lines(response, content)
         if not exchange.response_started:
             exchange.respond(response.status, header_lines + self._header_lines(), content)
         elif not record.stream:
             exchange.end_response(content)
         elif response.status >= 400:
-            error = response_heads.node_error(response)
+            error = node_error(response)
             exchange.end_response(api.error_event(error, record.x_request_id))
         else:
             raise errors.node_failed("The node did not stream its answer.")

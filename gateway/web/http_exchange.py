@@ -15,14 +15,13 @@ from http import HTTPStatus
 import structlog
 from uvicorn.protocols.http.flow_control import FlowControl
 
-from gateway import errors
 from gateway.errors import ClientClosed, GatewayError
 from gateway.events import RequestFinished
 from gateway.proxy.api.base import Api, ResponseRewriter
+from gateway.proxy.client_response import EventsForClient
 from gateway.proxy.inbound.routes import Route
 from gateway.request import Headers
 from gateway.transport.eager_task import EagerTask
-from gateway.transport.errors import InvalidResponse
 from gateway.web.request_context import ContextCache
 
 log = structlog.get_logger()
@@ -288,21 +287,13 @@ class HttpExchange(EagerTask):
         self._connection.on_response_complete()
 
 
-def rewrite_body(rewriter: ResponseRewriter, content: bytes) -> bytes:
-    """A plain response as the client gets it. Raises: GatewayError 502."""
-    try:
-        return rewriter.rewrite_body(content)
-    except InvalidResponse as failure:
-        raise errors.node_failed(f"{failure}.") from None
-
-
-class RewritingWriter:
+class RewritingWriter(EventsForClient):
     """Writes a stream's events to the client as `rewriter` makes them.
 
     While it makes nothing of them, the client gets a heartbeat after `heartbeat` seconds (0: none).
     """
 
-    __slots__ = ("_api", "_clock", "_exchange", "_heartbeat", "_record", "_rewriter", "_written_at")
+    __slots__ = ("_clock", "_exchange", "_heartbeat", "_written_at")
 
     def __init__(
         self,
@@ -313,26 +304,11 @@ class RewritingWriter:
         heartbeat: float,
         clock: Callable[[], float],
     ) -> None:
+        EventsForClient.__init__(self, rewriter, api, record)
         self._exchange = exchange
-        self._rewriter: ResponseRewriter | None = rewriter
-        """None once the stream has ended with an error."""
-        self._api = api
-        self._record = record
         self._heartbeat = heartbeat
         self._clock = clock
         self._written_at = clock()
-
-    def rewrite(self, events: bytes) -> bytes:
-        """The events as the client gets them; an error in place of invalid ones."""
-        if self._rewriter is None:
-            return b""
-        try:
-            return self._rewriter.rewrite_events(events)
-        except InvalidResponse as failure:
-            self._rewriter = None
-            error = errors.node_failed(f"{failure}.")
-            self._record.fail(error.status, error.code)
-            return self._api.error_event(error, self._record.x_request_id)
 
     def write(self, data: bytes) -> bool:
         """Send events; True if the client lags, as `HttpExchange.write`."""
@@ -340,9 +316,9 @@ class RewritingWriter:
         if not data:
             # The node is not silent, so that the handler sends no heartbeat.
             silent = now - self._written_at
-            if self._rewriter is None or not self._heartbeat or silent < self._heartbeat:
+            if self.failed or not self._heartbeat or silent < self._heartbeat:
                 return self._exchange.write_paused
-            data = self._api.heartbeat()
+            data = self.api.heartbeat()
         self._written_at = now
         return self._exchange.write(data)
 

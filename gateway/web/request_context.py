@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from gateway import errors
 from gateway.access.callers import (
     IdentityHeaders,
+    cache_policy_of,
     effective_priority,
     identify_caller,
     priority_header,
 )
 from gateway.access.exposure import is_local
 from gateway.access.keys import KeyRing
-from gateway.config.cache_privacy import SHARED_CACHE, CachePolicy, cache_policy
+from gateway.config.cache_privacy import SHARED_CACHE, CachePolicy
 from gateway.config.listeners import ListenSettings
 from gateway.config.settings import Settings
 from gateway.lease import KeyedHash
@@ -199,13 +200,6 @@ def parse_context(
         effective_priority(None, None, None, caller) if header_priority is None else None,
         cache_policy_of(caller, settings),
     )
-
-
-def cache_policy_of(caller: Caller, settings: Settings) -> CachePolicy:
-    """The caller's cache policy: by its key, its group, or for all."""
-    group = None if caller.group is None else settings.groups.get(caller.group)
-    specs = (caller.cache, None if group is None else group.cache, settings.cache)
-    return cache_policy(specs, caller.id, caller.group)
 
 
 def may_name_nodes(headers: Headers, settings: Settings, *, loopback: bool) -> bool:

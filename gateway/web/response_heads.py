@@ -11,7 +11,7 @@ from gateway.errors import GatewayError
 from gateway.events import RequestFinished
 from gateway.lease import QueuePosition
 from gateway.proxy.api.base import Api
-from gateway.proxy.json_values import InvalidJson, parse_json
+from gateway.proxy.client_response import node_error_code
 from gateway.proxy.prefill_progress import PrefillStatus
 from gateway.proxy.response_stream import ProxyResponse
 from gateway.request import Headers, Priority
@@ -218,34 +218,9 @@ def with_content_type(header_lines: bytes, content_type: bytes) -> bytes:
     return b"".join(kept) + b"content-type: %b\r\n" % content_type
 
 
-_NODE_ERROR_CODES = {400: "invalid_request", 413: "request_too_large", 422: "invalid_request"}
-
-_OTHER_NODE_ERROR = "node_error"
-
-
-def node_error(response: ProxyResponse) -> GatewayError:
-    """The error that a node's response of status 400 or more contains."""
-    try:
-        message = str(parse_json(response.content)["error"]["message"])
-    except (InvalidJson, KeyError, TypeError):
-        message = f"The node answered with status {response.status}."
-    return GatewayError(response.status, _node_error_code(response.status), message)
-
-
-def node_error_body(response: ProxyResponse, api: Api, x_request_id: str) -> bytes:
-    """The node's body as it is, unless it is empty or not in the API's error form."""
-    if response.content and api.is_own_error(response.content):
-        return response.content
-    return api.error_body(node_error(response), x_request_id)
-
-
 def node_error_header_lines(response: ProxyResponse, content: bytes) -> bytes:
     """The header lines of a node's error with this body."""
     lines = response.header_lines
     if content is not response.content:
         lines = with_content_type(lines, b"application/json")
-    return lines + b"x-gateway-reason: %b\r\n" % _node_error_code(response.status).encode()
-
-
-def _node_error_code(status: int) -> str:
-    return _NODE_ERROR_CODES.get(status, _OTHER_NODE_ERROR)
+    return lines + b"x-gateway-reason: %b\r\n" % node_error_code(response.status).encode()

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gateway import errors
-from gateway.access.callers import MOST_IDENTITY_BYTES, identify_caller
+from gateway.access.callers import MOST_IDENTITY_BYTES, cache_policy_of, identify_caller
 from gateway.batches.files import FileRegistry
 from gateway.catalog import FleetCatalog
 from gateway.config.listeners import CorsSpec
@@ -27,7 +27,7 @@ from gateway.web.asgi import HealthEndpoints, JsonResponse, asgi_app, read_field
 from gateway.web.files import FileEndpoints
 from gateway.web.handler import ProxyHandler
 from gateway.web.models import VisibleModels, add_anthropic_fields, list_response, props_response
-from gateway.web.request_context import HandlerConfig, cache_policy_of, may_name_nodes
+from gateway.web.request_context import HandlerConfig, may_name_nodes
 from gateway.web.response_heads import EXPOSED_HEADERS
 
 

@@ -11,6 +11,7 @@ from gateway.access.callers import (
     client_address,
     effective_priority,
     identify_caller,
+    owner_of_stored,
     priority_header,
 )
 from gateway.access.keys import KeyRing, new_key
@@ -246,3 +247,27 @@ def test_a_request_without_a_class_gets_its_keys_default(
     headers = WITH_KEY + ([] if asked is None else [(b"x-priority", asked)])
     assert effective_priority(priority_header(headers), None, None, caller(headers, ring)) is got
     assert effective_priority(priority_header(headers), None, "auto", caller(headers, ring)) is got
+
+
+def owner_status(owner: str, ring: KeyRing, *, allow_anonymous: bool = False) -> int | str:
+    """The owner's id, or the status of the refusal."""
+    try:
+        return owner_of_stored(owner, ring, allow_anonymous=allow_anonymous).id
+    except GatewayError as error:
+        return error.status
+
+
+def test_the_owner_of_a_stored_request_is_the_holder_of_its_key_as_it_is_now() -> None:
+    found = owner_of_stored("team", RING, allow_anonymous=False)
+    assert found is RING.caller("team")
+    assert owner_status("gone", RING) == 401
+    assert owner_status("gone", RING, allow_anonymous=True) == 401
+    assert owner_status("gone", KeyRing(is_complete=False)) == 503
+
+
+def test_an_owner_without_a_key_may_as_long_as_one_is_admitted() -> None:
+    local = "anonymous:127.0.0.1"
+    assert owner_status(local, KeyRing()) == local
+    assert owner_status(local, RING) == 401
+    assert owner_status(local, RING, allow_anonymous=True) == local
+    assert owner_status(local, KeyRing(is_complete=False)) == 503

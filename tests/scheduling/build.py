@@ -62,6 +62,7 @@ def a_scheduler(
     *nodes: Node,
     clock: Callable[[], float] | None = None,
     seed: int = 7,
+    yield_slot: Callable[[str], bool] = lambda _: False,
     **settings: Any,
 ) -> Scheduler:
     """A scheduler over these nodes; its clock is theirs by default, and stands still."""
@@ -80,7 +81,8 @@ def a_scheduler(
         one.on_lease_released = fleet.lease_released
         fleet.nodes[one.name] = one
     fleet.model_index.set_nodes(nodes)
-    return Scheduler(fleet, Settings(**settings), chosen, random.Random(seed))
+    chosen_settings = Settings(**settings)
+    return Scheduler(fleet, chosen_settings, chosen, random.Random(seed), yield_slot=yield_slot)
 
 
 async def settle() -> None:

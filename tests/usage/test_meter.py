@@ -96,6 +96,39 @@ def test_a_request_that_fails_is_a_row_and_one_that_a_limit_refuses_is_none() ->
     assert (row["tier"], row["node"], row["attempts"], row["prompt_tokens"]) == (None, None, 0, 0)
 
 
+def test_the_row_of_a_stored_request_is_handed_over_and_no_journal_has_it() -> None:
+    world, handed_over = World(), list[UsageRow]()
+    record = a_record(prompt_tokens=30, completion_tokens=10)
+    accounts = world.book.accounts(ALICE)
+    metered = world.meter.admit_stored(accounts, a_lease_request("row_1"), record)
+    world.clock.passes(5.0)
+    assert world.open == []
+    world.meter.ended_stored(metered, record, handed_over.append)
+    world.bus.flush()
+    assert world.rows == []
+    (row,) = handed_over
+    told = dict(zip(ROW_COLUMNS, row, strict=True))
+    assert (told["id"], told["process"], told["prompt_tokens"]) == ("row_1", "p1", 30)
+    assert (told["completion_tokens"], told["outcome"]) == (10, "ok")
+
+
+def test_a_stored_request_without_a_result_costs_nothing() -> None:
+    world = World()
+    limits = LimitSpec(concurrency=1, tokens_per_day=3000)
+    limited = Caller("k2", "bob", Priority.NORMAL, limits=limits)
+    accounts = world.book.accounts(limited)
+    for _ in range(10):
+        record = a_record(prompt_tokens=500, completion_tokens=1000)
+        metered = world.meter.admit_stored(accounts, a_lease_request("row_1"), record)
+        with pytest.raises(GatewayError, match="concurrency"):
+            world.meter.admit_stored(accounts, a_lease_request("row_2"), a_record())
+        world.meter.dropped(metered)
+        world.bus.flush()
+    (account,) = accounts.tracked
+    assert (account.open, account.running, account.reserved_tokens) == (0, 0, 0)
+    assert world.rows == []
+
+
 def test_a_request_without_slots_counts_no_tokens() -> None:
     world = World()
     record = a_record(prompt_tokens=30, cached_tokens=10)

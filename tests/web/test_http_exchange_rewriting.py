@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import pytest
-
-from gateway.errors import GatewayError
 from gateway.events import RequestFinished
 from gateway.proxy.api.base import ResponseRewriter
 from gateway.proxy.api.relayed import RELAYED
 from gateway.transport.errors import InvalidResponse
-from gateway.web.http_exchange import RewritingWriter, rewrite_body
+from gateway.web.http_exchange import RewritingWriter
 
 
 class Shouting(ResponseRewriter):
@@ -78,10 +75,3 @@ def test_an_invalid_event_ends_the_stream_with_an_error() -> None:
     [error] = written.writes
     assert error.startswith(b'data: {"error":{"message":"That is a question.')
     assert (record.status, record.reason) == (502, "node_failed")
-
-
-def test_an_invalid_plain_response_is_an_error() -> None:
-    assert rewrite_body(Shouting(), b"a") == b"A"
-    with pytest.raises(GatewayError) as raised:
-        rewrite_body(Shouting(), b"?")
-    assert (raised.value.status, raised.value.code) == (502, "node_failed")

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from gateway import errors
 from gateway.errors import GatewayError, drop_traceback
-from gateway.events import StreamResumed
+from gateway.events import SlotYielded, StreamResumed
 from gateway.lease import NOTHING_TRIED, Fault, GrantedLease, LeaseRequest, Tried
 from gateway.proxy.api.resuming import StreamRewriter
 from gateway.proxy.attempt import Attempt, UpstreamRequest
@@ -92,6 +92,7 @@ class Resumer:
         "_resume_key",
         "_retries",
         "_source",
+        "_times_yielded",
         "_tried",
     )
 
@@ -117,18 +118,33 @@ class Resumer:
         """Grants the resumptions after the first one; None: none was attempted."""
         self._source: ResumeInput
         """What is resumed now, and how."""
+        self._times_yielded = 0
+        """How often it has given up its slot to another request."""
 
     def record(self, events: bytes) -> None:
         """These events of a resumed stream are sent to the client."""
         self._recorder.add(events)
 
-    async def resume(self, failed: Attempt) -> Resumed | None:
+    def can_resume(self) -> bool:
+        """Whether the stream could be resumed from what was sent so far."""
+        try:
+            self._resume_input()
+        except NotResumable as error:
+            drop_traceback(error)
+            return False
+        return True
+
+    async def resume(self, failed: Attempt, *, yielded: bool = False) -> Resumed | None:
         """The stream's continuation from another node; None: it can't be resumed.
 
-        Raises: GatewayError, when the request was cancelled, is in quarantine or out of time.
+        `yielded`: its node did not fail; it was cut for another request, waits for a slot of any
+        node, and no retry is counted. Raises: GatewayError, when the request was cancelled, is in
+        quarantine or out of time; if it has yielded, also when it can't wait for a slot.
         """
         await ensure_task()
         failed_node = failed.lease.node.name
+        if yielded:
+            return await self._resume_yielded(failed_node)
         self._exclude(failed_node)
         try:
             resumed = await self._resume(failed_node)
@@ -140,21 +156,44 @@ class Resumer:
             self._publish(failed_node, resumed.attempt.lease.node.name, None)
         return resumed
 
+    async def _resume_yielded(self, node: str) -> Resumed | None:
+        """The continuation of a stream that was cut on this node for another request."""
+        clock, began = self._context.clock, self._context.clock()
+        self._times_yielded += 1
+        tokens, resumed = self._recorder.transcript().token_count, None
+        try:
+            resumed = await self._resume(node, yielded=True)
+        except NotResumable as error:
+            drop_traceback(error)
+            self._publish(node, None, str(error))
+            return None
+        finally:
+            resumed_on = None
+            if resumed is not None:
+                resumed_on = node if resumed.attempt is None else resumed.attempt.lease.node.name
+            tag = self._in_flight.request.x_request_id
+            event = SlotYielded(tag, node, resumed_on, tokens, clock() - began)
+            self._context.bus.publish(event)
+        return resumed
+
     def _publish(self, failed_node: str, resumed_on: str | None, reason: str | None) -> None:
         tokens = self._recorder.transcript().token_count
         tag = self._in_flight.request.x_request_id
         self._context.bus.publish(StreamResumed(tag, failed_node, resumed_on, tokens, reason))
 
-    async def _resume(self, failed_node: str) -> Resumed:
-        """Resume as often as the retry policy grants. Raises: NotResumable, GatewayError."""
+    async def _resume(self, failed_node: str, *, yielded: bool = False) -> Resumed:
+        """Resume as often as the retry policy grants. Raises: NotResumable, GatewayError.
+
+        `yielded`: for the first time without asking it.
+        """
         self._source = self._resume_input()
         self._lease_request = self._resumed_lease_request(self._source.transcript)
         failure = FailedStream()
-        while await self._is_granted(failure):
-            result = await self._attempt(failed_node)
+        while yielded or await self._is_granted(failure):
+            result = await self._attempt(failed_node, yielded=yielded)
             if isinstance(result, Resumed):
                 return result
-            failure = result
+            failure, yielded = result, False
         raise NotResumable(
             "the retry budget is used up"
             if self._retries is not None and self._retries.out_of_budget
@@ -184,7 +223,7 @@ class Resumer:
         self._retries = context.retry_policy.retries(context.settings.retries, MOST_RESUMES)
         return True
 
-    async def _attempt(self, failed_node: str) -> Resumed | FailedStream:
+    async def _attempt(self, failed_node: str, *, yielded: bool) -> Resumed | FailedStream:
         """One resumption; may take several leases where a node needs the request put differently.
 
         Raises: NotResumable, GatewayError.
@@ -192,9 +231,9 @@ class Resumer:
         while True:
             self._check_allowed(failed_node)
             try:
-                lease = await self._lease()
+                lease = await self._lease(yielded=yielded)
             except GatewayError as error:
-                if self._in_flight.cancel_error is not None:
+                if yielded or self._in_flight.cancel_error is not None:
                     raise
                 raise NotResumable(f"no node could resume it: {error.code}") from None
             node = lease.node.name
@@ -216,19 +255,30 @@ class Resumer:
                         reached_node=not isinstance(failure, ConnectFailed | ConnectTimedOut)
                     )
 
-    async def _lease(self) -> GrantedLease:
+    async def _lease(self, *, yielded: bool) -> GrantedLease:
         """A lease on a node that may resume the stream. Raises: GatewayError."""
-        leases, request = self._context.leases, self._request
-        age = self._context.clock() - request.received_at
-        return leases.lease_now(
-            self._lease_request, self._tried, age
-        ) or await leases.wait_for_lease(
-            self._lease_request,
-            self._tried,
-            age,
-            # The client has part of a stream, which no other request should displace.
-            response_started=request.stream or self._in_flight.response_started,
-        )
+        leases, request, lease_request = self._context.leases, self._request, self._lease_request
+        queued_at = self._context.clock()
+        age = queued_at - request.received_at
+        if yielded:
+            # It waits from now on: an old request would be overdue, and take its slot back.
+            limit = lease_request.time_limit
+            left = None if limit is None else max(0.0, limit - age)
+            lease_request, age = replace(lease_request, time_limit=left), 0.0
+        lease = leases.lease_now(lease_request, self._tried, age)
+        if lease is not None:
+            return lease
+        try:
+            return await leases.wait_for_lease(
+                lease_request,
+                self._tried,
+                age,
+                # The client has part of a stream, which no other request should displace.
+                response_started=request.stream or self._in_flight.response_started,
+            )
+        finally:
+            if yielded:
+                self._in_flight.record.waited(self._context.clock() - queued_at)
 
     def _check_allowed(self, failed_node: str) -> None:
         """Check that the request may go to another node. Raises: GatewayError."""
@@ -257,6 +307,8 @@ class Resumer:
             text_bytes=request.text_bytes + len(transcript.text) + len(transcript.reasoning_text),
             max_tokens=None if tokens is None else max(1, tokens - transcript.token_count),
             resume_key=self._resume_key,
+            admitted=request.admitted or self._times_yielded > 0,
+            times_yielded=self._times_yielded,
         )
 
     async def _exchange(self, lease: GrantedLease) -> Resumed:

@@ -1,0 +1,419 @@
+"""Runs one stored request through the `Forwarder` that clients' requests take, without HTTP.
+
+The caller, its limits and its rights are those of now, not those of the time at which the request
+was stored. The request's usage comes back with its result, so that both are recorded at once. What
+has no result was run in vain: it costs the caller nothing, and is run again under the same id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from msgspec.structs import replace
+
+from gateway import errors
+from gateway.access.callers import cache_policy_of, owner_of_stored
+from gateway.access.keys import KeyRing
+from gateway.catalog import ServedModels
+from gateway.config.cache_privacy import SHARED_CACHE
+from gateway.config.settings import Settings
+from gateway.errors import GatewayError
+from gateway.events import EventBus, RequestFinished
+from gateway.proxy.api.base import Api, ResponseRewriter
+from gateway.proxy.api.relayed import RELAYED
+from gateway.proxy.client_response import (
+    EventsForClient,
+    for_client,
+    node_error_body,
+    node_error_code,
+    rewrite_body,
+)
+from gateway.proxy.forwarded_headers import headers_for_node
+from gateway.proxy.forwarder import Forwarder
+from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest
+from gateway.proxy.inbound.large_body import (
+    BYTE_ORDER_MARK,
+    LARGE_BODY_BYTES,
+    SMALL_BODY_BYTES,
+    Body,
+    TimeSlicer,
+    is_slow_to_parse,
+)
+from gateway.proxy.inbound.parsed_body import parse_body
+from gateway.proxy.inbound.prepare import IncomingRequest, RequestRules, prepare, prepare_large
+from gateway.proxy.inbound.request import Request
+from gateway.proxy.inbound.routes import ROUTES, Route
+from gateway.proxy.response_stream import (
+    JSON_HEADER_LINE,
+    BodyStream,
+    ProxyResponse,
+    to_gateway_error,
+)
+from gateway.request import Headers, Priority
+from gateway.transport.errors import UpstreamError
+from gateway.usage.accounts import Accounts
+from gateway.usage.ledger import UsageRow
+from gateway.usage.meter import Meter, MeteredRequest
+
+STORED_HEADERS: Headers = [(b"content-type", b"application/json")]
+"""The header fields of a stored request that nodes get."""
+
+SETTLE_SECONDS = 30.0
+"""Most seconds until the usage of a response that has ended is known."""
+
+TIMER_TOLERANCE = 0.01
+"""Seconds by which a timer may fire early."""
+
+DEFAULT_RETRY_AFTER = 5.0
+"""Seconds after which a request is offered again, where the error names none."""
+
+_WAITING_CODES = frozenset(
+    {
+        *("rate_limit_exceeded", "insufficient_quota"),
+        *("queue_full", "queue_timeout", "no_node", "starting", "shutting_down"),
+    }
+)
+"""Codes of the gateway's own errors after which a stored request waits and is run again: a limit of
+its caller is reached, or there is no room or no node at this time."""
+
+_LATE_CODES = frozenset({"queue_timeout", "node_timeout"})
+"""Codes of errors that a deadline brings about."""
+
+_NODES_FAILED = frozenset({"node_failed", "node_timeout"})
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRequest:
+    """What is to be run; its body comes beside it."""
+
+    id: str
+    """The same for each run; the ledger's row has it too."""
+    owner: str
+    """The id of the caller whose request it is."""
+    path: str
+    """A path of `ROUTES` with a JSON body."""
+    priority: Priority = Priority.BATCH
+    """Its class; the caller's highest one if that is lower."""
+    user: str | None = None
+    """The end user whom its caller has named."""
+    x_request_id: str | None = None
+    deadline: float | None = None
+    """Unix time at which it expires; None: never."""
+
+
+class EventSink(Protocol):
+    """Takes the events of a streamed response."""
+
+    async def write(self, events: bytes) -> None:
+        """Keep these whole events; returns when more may come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of one run: a response, or an error that is the request's result."""
+
+    status: int
+    header_lines: bytes
+    """The header lines of a node that are meant for the client."""
+    content: bytes
+    """The body of a plain response or error; empty: the sink has the events."""
+    usage: UsageRow | None
+    """The row that the ledger is to have; None: the request was not admitted."""
+    record: RequestFinished
+    error_code: str | None = None
+
+    @property
+    def failed_on_nodes(self) -> bool:
+        """Whether nodes failed it: another run may end otherwise, unless many have."""
+        return self.error_code in _NODES_FAILED
+
+
+class RowDeferred(Exception):  # noqa: N818 - not an error: it is run again
+    """There is no result. The request waits and is run again; this run cost the caller nothing."""
+
+    def __init__(self, reason: str, seconds: float) -> None:
+        super().__init__(f"{reason}: again in {seconds:.0f} s")
+        self.reason = reason
+        """The error's code."""
+        self.seconds = seconds
+        """After which it is worth a try."""
+
+    @property
+    def concerns_owner(self) -> bool:
+        """Whether a limit of its caller is reached: its other requests are refused as well."""
+        return self.reason == "rate_limit_exceeded" or self.is_out_of_quota
+
+    @property
+    def is_out_of_quota(self) -> bool:
+        """Whether its caller has used up what it may use in a day or month."""
+        return self.reason == "insufficient_quota"
+
+
+class RowExpired(Exception):  # noqa: N818 - the end of its time
+    """Its deadline passed without a result; this run cost the caller nothing."""
+
+
+@dataclass(slots=True, eq=False)
+class Runner:
+    """Runs stored requests, many at a time. A reload replaces `settings` and `rules`."""
+
+    settings: Settings
+    rules: RequestRules
+    key_ring: KeyRing
+    meter: Meter
+    forwarder: Forwarder
+    catalog: ServedModels
+    registry: InFlightRegistry
+    bus: EventBus
+    time_slicer: TimeSlicer
+    clock: Callable[[], float]
+    wall_clock: Callable[[], float]
+
+    def configure(self, settings: Settings, rules: RequestRules) -> None:
+        """Run by these from now on."""
+        self.settings, self.rules = settings, rules
+
+    async def run(
+        self, stored: StoredRequest, body: bytes, sink: EventSink | None = None
+    ) -> Outcome:
+        """The result of a stored request; `sink` gets the events if it asks for a stream.
+
+        Cancelling it ends the request. Raises: RowDeferred, RowExpired.
+        """
+        return await _Run(self, stored, sink).run(body)
+
+
+class _Run:
+    """One run of one stored request."""
+
+    __slots__ = (
+        "_api", "_cache", "_deadline", "_in_flight", "_metered", "_received_at", "_record",
+        "_response", "_runner", "_sink", "_sink_has_events", "_stored",
+    )  # fmt: skip
+
+    def __init__(self, runner: Runner, stored: StoredRequest, sink: EventSink | None) -> None:
+        self._runner = runner
+        self._stored = stored
+        self._sink = sink
+        self._sink_has_events = False
+        route = ROUTES.get(stored.path)
+        self._api: Api = RELAYED if route is None else route.api
+        """The API of the one who reads the result."""
+        self._cache = SHARED_CACHE
+        self._received_at = runner.clock()
+        self._deadline: float | None = None
+        """By the monotonic clock."""
+        if stored.deadline is not None:
+            self._deadline = self._received_at + stored.deadline - runner.wall_clock()
+        self._record = RequestFinished(stored.x_request_id or stored.id, stored.path)
+        self._metered: MeteredRequest | None = None
+        """None: it was not admitted."""
+        self._in_flight: InFlightRequest | None = None
+        self._response: ProxyResponse | None = None
+
+    async def run(self, body: bytes) -> Outcome:
+        """Raises: RowDeferred, RowExpired."""
+        runner, record, has_result = self._runner, self._record, False
+        try:
+            try:
+                status, header_lines, content = await self._result(body)
+            finally:
+                self._close()
+            usage = None if self._metered is None else await self._usage(self._metered)
+            has_result = True
+        except asyncio.CancelledError:
+            record.fail(499, "cancelled")
+            raise
+        except (RowDeferred, RowExpired):
+            raise
+        except Exception:
+            record.fail(500, "internal_error")
+            raise
+        finally:
+            if not has_result and self._metered is not None:
+                runner.meter.dropped(self._metered)
+            if has_result or record.attempts:
+                seconds = runner.clock() - self._received_at
+                runner.bus.publish_deferred(record.finish(seconds))
+        return Outcome(status, header_lines, content, usage, record, record.reason)
+
+    async def _result(self, body: bytes) -> tuple[int, bytes, bytes]:
+        """Status, header lines and body. Raises: RowDeferred, RowExpired."""
+        record, api = self._record, self._api
+        if self._is_late():
+            raise RowExpired
+        try:
+            return await self._respond(body)
+        except GatewayError as error:
+            errors.drop_traceback(error)
+            record.fail(error.status, error.code)
+            self._check_waits(error.code, error.retry_after)
+            if self._sink is None or not self._sink_has_events:
+                content = api.error_body(error, record.x_request_id)
+                return error.status, JSON_HEADER_LINE, content
+            await self._sink.write(api.error_event(error, record.x_request_id))
+            return error.status, b"", b""
+
+    def _check_waits(self, code: str, retry_after: float | None) -> None:
+        """Check that an error of this code is a result. Raises: RowDeferred, RowExpired."""
+        if code in _LATE_CODES and self._is_late():
+            raise RowExpired
+        # What the sink has of a stream can't be taken back, unless it is to go on from there.
+        if code in _WAITING_CODES and (not self._sink_has_events or code == "shutting_down"):
+            raise RowDeferred(code, DEFAULT_RETRY_AFTER if retry_after is None else retry_after)
+
+    def _is_late(self) -> bool:
+        deadline = self._deadline
+        return deadline is not None and self._runner.clock() >= deadline - TIMER_TOLERANCE
+
+    # The request.
+
+    async def _respond(self, body: bytes) -> tuple[int, bytes, bytes]:
+        """The response of a node. Raises: GatewayError, RowDeferred."""
+        runner, stored, record = self._runner, self._stored, self._record
+        route, settings = ROUTES.get(stored.path), runner.settings
+        if route is None or route.multipart or not route.takes_slot:
+            raise errors.not_found(stored.path)
+        caller = owner_of_stored(
+            stored.owner, runner.key_ring, allow_anonymous=settings.allow_anonymous
+        )
+        user = stored.user if caller.trust_user_headers else None
+        accounts = runner.meter.book.accounts(caller, user)
+        self._cache = cache_policy_of(accounts.caller, settings)
+        record.identify(caller.id)
+        request = await self._prepare(route, accounts, body)
+        if request.stream and self._sink is None:
+            raise errors.invalid_request(
+                "'stream' is not possible here: the response is kept whole.", "stream"
+            )
+        prompts = 1 if request.prompt_list is None else len(request.prompt_list.prompts)
+        metered = runner.meter.admit_stored(accounts, request.lease_request, record, prompts)
+        self._metered = metered
+        in_flight = self._in_flight = InFlightRequest(request, record)
+        runner.registry.add(in_flight)
+        response = await runner.forwarder.forward(in_flight)
+        rewriter = None
+        if self._api.rewrites_responses or self._cache.hide:
+            response, rewriter = for_client(
+                request, response, self._api, settings, hides_cache=self._cache.hide
+            )
+        self._response = response
+        stream = response.body_stream
+        if self._sink is not None and stream is not None and stream.source.is_sse:
+            await self._pass_events(response.content, stream, rewriter, self._sink)
+            return record.status, response.header_lines, b""
+        content, header_lines = response.content, response.header_lines
+        if stream is not None:
+            content = await self._read_whole(content, stream)
+        if response.status >= 400:
+            record.fail(response.status, record.reason or node_error_code(response.status))
+            content = node_error_body(response, self._api, record.x_request_id)
+            if content is not response.content:
+                header_lines = JSON_HEADER_LINE
+        elif rewriter is not None:
+            content = rewrite_body(rewriter, content)
+        return response.status, header_lines, content
+
+    async def _prepare(self, route: Route, accounts: Accounts, body: bytes) -> Request:
+        """The request that the body describes. Raises: GatewayError."""
+        runner, limits = self._runner, self._runner.rules.limits
+        if len(body) > limits.body_bytes:
+            raise errors.body_too_large(limits.body_bytes)
+        body = body.removeprefix(BYTE_ORDER_MARK)
+        prepare_body = partial(self._prepare_body, route, accounts)
+        if len(body) < SMALL_BODY_BYTES or not is_slow_to_parse(body):
+            return prepare_body(body)
+        if len(body) < LARGE_BODY_BYTES:
+            return await runner.time_slicer.run_once(partial(prepare_body, body))
+        scope = self._cache.scope_of(self._stored.id)
+        return await runner.time_slicer.run(
+            prepare_large(body, route, runner.rules, prepare_body, scope)
+        )
+
+    def _prepare_body(self, route: Route, accounts: Accounts, body: Body) -> Request:
+        runner, stored, record, caller = self._runner, self._stored, self._record, accounts.caller
+        parsed = parse_body(body) if isinstance(body, bytes) else body.parse()
+        priority = max(stored.priority, caller.max_priority)
+        record.classify(priority)
+        incoming = IncomingRequest(
+            stored.id,
+            record.x_request_id,
+            route,
+            headers_for_node(STORED_HEADERS, runner.settings.headers.to_nodes),
+            None if self._deadline is None else self._deadline - self._received_at,
+            body,
+            caller,
+            self._received_at,
+            caller.id if accounts.user is None else f"{caller.id}/{accounts.user}",
+            cache=self._cache,
+            max_tokens=accounts.completion_tokens,
+        )
+        request = prepare(incoming, parsed, priority, runner.rules, runner.catalog)
+        lease_request = request.lease_request
+        if priority is Priority.BATCH:
+            # It can wait: a request of a higher class that would have to may have its slot.
+            request = replace(request, lease_request=replace(lease_request, yields=True))
+        is_served = any(runner.catalog.serves(name) for name in lease_request.model_names)
+        record.describe(stream=request.stream, model=lease_request.model if is_served else None)
+        return request
+
+    # The response.
+
+    async def _pass_events(
+        self, first: bytes, stream: BodyStream, rewriter: ResponseRewriter | None, sink: EventSink
+    ) -> None:
+        """Give the sink all events. Raises: RowDeferred."""
+        record = self._record
+        events = None if rewriter is None else EventsForClient(rewriter, self._api, record)
+        chunk: bytes | None = first
+        while chunk:
+            if record.status >= 400 and record.reason is not None:
+                # The chunk is the error event.
+                self._check_waits(record.reason, None)
+            data = chunk if events is None else events.rewrite(chunk)
+            if data:
+                await sink.write(data)
+                self._sink_has_events = True
+            chunk = await stream.next_chunk()
+
+    async def _read_whole(self, first: bytes, stream: BodyStream) -> bytes:
+        """A plain response that was not buffered. Raises: GatewayError 502, 504."""
+        parts, size, most = [first], len(first), self._runner.settings.limits.response_bytes
+        try:
+            while chunk := await stream.next_chunk():
+                parts.append(chunk)
+                size += len(chunk)
+                if size > most:
+                    raise errors.node_failed(f"The answer is too long ({most} bytes).")
+        except UpstreamError as failure:
+            errors.drop_traceback(failure)
+            raise to_gateway_error(failure) from None
+        return b"".join(parts)
+
+    # The end.
+
+    def _close(self) -> None:
+        """Release everything but what the limits hold."""
+        if self._response is not None and self._response.body_stream is not None:
+            self._response.body_stream.close()
+        if self._in_flight is not None:
+            self._runner.registry.remove(self._in_flight)
+
+    async def _usage(self, metered: MeteredRequest) -> UsageRow:
+        """What the request has used, once that is known. Raises: RowDeferred."""
+        known: asyncio.Future[UsageRow] = asyncio.get_running_loop().create_future()
+
+        def deliver(row: UsageRow) -> None:
+            if not known.done():
+                known.set_result(row)
+
+        self._runner.meter.ended_stored(metered, self._record, deliver)
+        try:
+            async with asyncio.timeout(SETTLE_SECONDS):
+                return await known
+        except TimeoutError:
+            raise RowDeferred("unsettled", DEFAULT_RETRY_AFTER) from None
