@@ -295,7 +295,7 @@ class _Run:
         self._metered = metered
         in_flight = self._in_flight = InFlightRequest(request, record)
         runner.registry.add(in_flight)
-        response = await runner.forwarder.forward(in_flight)
+        response = self._response = await runner.forwarder.forward(in_flight)
         rewriter = None
         if self._api.rewrites_responses or self._cache.hide:
             response, rewriter = for_client(
