@@ -30,7 +30,7 @@ def rules() -> str:
     defaults = yaml.safe_load((ROLE / "defaults" / "main.yml").read_text())
     template = (ROLE / "templates" / "llama-gateway-rules.yml.j2").read_text()
     made = jinja2.Environment(undefined=jinja2.StrictUndefined, autoescape=False)
-    return made.from_string(template).render(defaults)
+    return str(made.from_string(template).render(defaults))
 
 
 def alerts() -> list[dict[str, Any]]:
