@@ -236,6 +236,8 @@ def _admin(route: AdminRoute) -> Operation:
     else:
         schema = RESPONSES.get(f"{route.method} {path}") or RESPONSES.get(path, {"type": "object"})
         content = {"application/json": {"schema": schema}}
+        if any(schema.get("enum") == ["json", "csv"] for schema, _ in QUERY.get(path, {}).values()):
+            content["text/csv"] = {"schema": {"type": "string"}}
     statuses = _ADMIN_STATUSES | STATUSES.get(path, frozenset())
     body = BODIES.get((route.method, path))
     return Operation(

@@ -579,7 +579,12 @@ def error_schemas() -> dict[str, JsonSchema]:
         },
         "OllamaError": {
             "type": "object",
-            "properties": {"error": {"type": "string"}},
+            "properties": {
+                "error": {
+                    "anyOf": [{"type": "string"}, openai],
+                    "description": "A text; an object where the request can't even be read.",
+                }
+            },
             "required": ["error"],
         },
     }
