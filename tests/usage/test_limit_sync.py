@@ -32,11 +32,10 @@ from tests.usage.build import (
     counted,
     read_rows,
 )
-from tests.usage.ledger_rows import a_row, add_rows
+from tests.usage.ledger_rows import DAY, a_row, add_rows
 
 T = TypeVar("T")
 
-DAY = 86400.0
 LIMIT = 60.0
 
 

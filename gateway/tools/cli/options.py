@@ -115,6 +115,16 @@ AllowAnonymous = Annotated[
     ),
 ]
 
+Until = Annotated[
+    str | None,
+    typer.Option(
+        "--until",
+        metavar="TIME",
+        show_default="now",
+        help="Likewise; a date includes its day.",
+    ),
+]
+
 AdminUrl = Annotated[
     str | None,
     typer.Option(

@@ -47,15 +47,7 @@ def usage(
             help="A date, a time of RFC 3339, or how long ago (7d, 12h); UTC.",
         ),
     ] = None,
-    until: Annotated[
-        str | None,
-        typer.Option(
-            "--until",
-            metavar="TIME",
-            show_default="now",
-            help="Likewise; a date includes its day.",
-        ),
-    ] = None,
+    until: options.Until = None,
     limit: Annotated[
         int | None,
         typer.Option(
