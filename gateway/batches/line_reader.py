@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import BinaryIO, NamedTuple, Protocol
 
 import msgspec
 
@@ -25,6 +25,9 @@ from gateway.proxy.json_values import JSON_ERRORS, TEXT_DECODER
 
 PIECE_BYTES = 128 << 10
 """Bytes that are read from the file at a time."""
+
+COUNTED_BYTES = 1 << 20
+"""Bytes in which newlines are counted at a time."""
 
 CHUNK_BYTES = 1 << 20
 """Bytes after which `LineReader.read_some` returns."""
@@ -226,12 +229,10 @@ class LineChecker:
         data = raw.data
         if data is None:
             return self._too_long(raw)
-        start = 0
-        if raw.number == 1 and data.startswith(BYTE_ORDER_MARK):
-            start = len(BYTE_ORDER_MARK)
-            data = data[start:]
-        if not data.strip(_WHITE_SPACE):
+        if _is_empty(raw):
             return None
+        start = _mark_bytes(raw)
+        data = data[start:]
         custom_id: str | None = None
         is_first = False
         try:
@@ -380,6 +381,25 @@ class LineReader:
             yield last
 
 
+def count_lines(file: BinaryIO, most: int, line_bytes: int) -> int:
+    """How many lines the file has, without empty ones, or `most` + 1 if there are more.
+
+    Fewer lines than `most` may be counted with empty ones. The file is at its begin afterwards.
+    """
+    number = 1
+    while piece := file.read(COUNTED_BYTES):
+        number += piece.count(b"\n")
+    file.seek(0)
+    if number > most:
+        splitter, number = LineSplitter(line_bytes), 0
+        while number <= most and (piece := file.read(PIECE_BYTES)):
+            number += sum(not _is_empty(raw) for raw in splitter.feed(piece))
+        last = splitter.end()
+        number += last is not None and not _is_empty(last)
+        file.seek(0)
+    return min(number, most + 1)
+
+
 def prefix_of(parts: tuple[msgspec.Raw, ...]) -> int:
     """A number that prompts with the same beginning share; 0: too short to matter."""
     begin = b""
@@ -391,6 +411,16 @@ def prefix_of(parts: tuple[msgspec.Raw, ...]) -> int:
             # A positive number of the database's 64 bits.
             return int.from_bytes(digest, "big") >> 1 or 1
     return 0
+
+
+def _mark_bytes(raw: RawLine) -> int:
+    """The length of the mark with which a file may begin."""
+    is_marked = raw.number == 1 and raw.data is not None and raw.data.startswith(BYTE_ORDER_MARK)
+    return len(BYTE_ORDER_MARK) if is_marked else 0
+
+
+def _is_empty(raw: RawLine) -> bool:
+    return raw.data is not None and not raw.data[_mark_bytes(raw) :].strip(_WHITE_SPACE)
 
 
 def _fields_of(data: bytes) -> _Fields:

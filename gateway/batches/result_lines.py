@@ -25,8 +25,10 @@ LOST_CODE = "result_lost"
 
 LOST_MESSAGE = "The result of this request can't be read any more."
 
-_LINE_ENDS = {ord(one): f"\\u{ord(one):04x}" for one in "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"}
-"""What else `str.splitlines` takes for the end of a line; in JSON, within strings alone."""
+_LINE_ENDS = tuple((one.encode(), f"\\u{ord(one):04x}".encode()) for one in "\x85\u2028\u2029")
+"""What else `str.splitlines` takes for the end of a line and JSON allows, within strings alone."""
+
+_ANY_JSON = msgspec.json.Decoder(msgspec.Raw)
 
 _ANTHROPIC_ERRORS = {
     400: "invalid_request_error",
@@ -124,13 +126,14 @@ def _as_json(content: bytes) -> msgspec.Raw:
     """A body as JSON on one line, its numbers as they are; what is no JSON becomes a string."""
     try:
         content.decode()
-        # Decoding finds what formatting alone lets pass.
-        VALUE_DECODER.decode(content)
+        _ANY_JSON.decode(content)
         return msgspec.Raw(msgspec.json.format(content, indent=-1))
     except JSON_ERRORS:
         return msgspec.Raw(msgspec.json.encode(content.decode("utf-8", "replace")))
 
 
 def _line(value: JsonObject) -> bytes:
-    text = msgspec.json.encode(value).decode()
-    return f"{text.translate(_LINE_ENDS)}\n".encode()
+    line = msgspec.json.encode(value)
+    for end, escaped in _LINE_ENDS:
+        line = line.replace(end, escaped)
+    return line + b"\n"
