@@ -42,7 +42,9 @@ def upgrade() -> None:
         sa.Column("expired", sa.Integer(), server_default=sa.text("0"), nullable=False),
         sa.Column("prompt_tokens", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
         sa.Column("cached_tokens", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
-        sa.Column("completion_tokens", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
+        sa.Column(
+            "completion_tokens", sa.BigInteger(), server_default=sa.text("0"), nullable=False
+        ),
         sa.Column("cost", sa.Float(), server_default=sa.text("0"), nullable=False),
         sa.Column("output_seconds", sa.Float(), nullable=True),
         sa.Column("webhook_url", sa.Text(), nullable=True),
