@@ -17,7 +17,7 @@ from sqlalchemy import Connection, func, select
 from gateway.batches.batch_rows import Batch, begin_batch, fail_batch
 from gateway.batches.disk_threads import DiskThreads
 from gateway.batches.folder import AppendedFile, Folder, FolderError
-from gateway.batches.line_reader import Line, LineError, LineReader, TooManyLines, count_lines
+from gateway.batches.line_reader import Line, LineError, LineReader, TooManyLines, check_line_count
 from gateway.batches.request_rows import StoredRow, add_rows
 from gateway.batches.result_lines import broken_line
 from gateway.batches.states import RequestKind, RequestState, line_id
@@ -66,11 +66,9 @@ class Intake:
             await self._fail(batch, "file_not_found", "The input file is gone.")
             return
         try:
-            lines = await self.threads.run(
-                _on_disk, count_lines, file, settings.lines, settings.line_bytes
+            await self.threads.run(
+                _on_disk, check_line_count, file, settings.lines, settings.line_bytes
             )
-            if lines > settings.lines:
-                raise TooManyLines(settings.lines)
             reader = LineReader(
                 file,
                 batch.endpoint,
