@@ -16,9 +16,8 @@ from functools import partial
 from typing import BinaryIO
 
 import structlog
-from sqlalchemy import Connection
 
-from gateway.batches.batch_rows import Batch, begin_finalizing, end_batch
+from gateway.batches.batch_rows import Batch, EndListener, begin_finalizing, end_batch
 from gateway.batches.disk_threads import DiskThreads
 from gateway.batches.file_rows import StoredFile
 from gateway.batches.files import FILE
@@ -40,18 +39,17 @@ PIECE_BYTES = 256 << 10
 MOST_FILES = 16
 """Files of results that are open at a time."""
 
-OnEnd = Callable[[Connection, Batch], None]
-"""Called in the transaction that ends a batch, such as `webhooks.add_deliveries`."""
-
 log = structlog.get_logger()
 
 
 class ResultReader:
     """Reads the lines of rows that have ended. Blocks: call it on a thread. `close` ends it."""
 
-    def __init__(self, folder: Folder, api: str) -> None:
+    def __init__(self, folder: Folder, api: str, *, keeps_all: bool = False) -> None:
         self._folder = folder
         self._api = api
+        self._keeps_all = keeps_all
+        """Whether a result that is missing is an error: the batch may end while it is read."""
         self._files: OrderedDict[str, BinaryIO] = OrderedDict()
 
     def line(self, row: StoredRow) -> tuple[bytes, bool]:
@@ -106,6 +104,8 @@ class ResultReader:
                 ) from None
         if len(line) == length and line.endswith(b"\n"):
             return line
+        if self._keeps_all:
+            raise FolderError(f"{place} lacks a result", "read the batch's output again")
         log.warning("a result is lost", request=row.id, file=place)
         return None
 
@@ -206,7 +206,7 @@ class BatchEnd:
     threads: DiskThreads
     settings: Callable[[], BatchSettings]
     now: Callable[[], float]
-    on_end: OnEnd | None = None
+    on_end: EndListener | None = None
 
     async def end(self, id_: str) -> Batch | None:
         """End the batch; None: it has lines that have not ended, or somebody else has ended it.

@@ -15,11 +15,13 @@ from sqlalchemy import Connection
 
 from gateway import errors
 from gateway.batches import file_rows
-from gateway.batches.batch_end import BatchEnd, OnEnd, ResultReader
+from gateway.batches.batch_end import BatchEnd, ResultReader
 from gateway.batches.batch_rows import (
     AddBatch,
     Batch,
+    BatchAdded,
     BatchPage,
+    EndListener,
     ReadBatches,
     cancel_batch,
     delete_batch,
@@ -55,6 +57,9 @@ ENDPOINTS = tuple(
 
 PAUSED_BY_CALLER = "paused"
 """Why a batch is paused whose caller wants it so."""
+
+ADD_PAUSES = (0.2, 0.5, 1.0)
+"""Seconds after which it is tried again to add a batch to a store that does not answer."""
 
 PAGE_ROWS = 200
 """Rows that are read at a time for lines that are recorded so far."""
@@ -145,7 +150,7 @@ class BatchRegistry:
         threads: DiskThreads | None = None,
         *,
         price: TokenPrice = lambda _: None,
-        on_end: OnEnd | None = None,
+        on_end: EndListener | None = None,
         on_rows: Callable[[], None] = lambda: None,
         token: Callable[[int], str] = secrets.token_hex,
     ) -> None:
@@ -175,17 +180,10 @@ class BatchRegistry:
         """
         try:
             batch = await self._new(new)
-            try:
-                done = await self._store.run(AddBatch(batch, self._settings().batches_per_key))
-            except StoreUnavailable as error:
-                # It may have its row; if it has none, `BatchUpkeep` removes what it has.
-                raise store_unavailable(error) from None
-            except StoreError as error:
-                raise store_unavailable(error) from None
-        except GatewayError as error:
-            if error.__cause__ is None and not isinstance(error.__context__, StoreUnavailable):
-                await self._discard(new)
+        except GatewayError:
+            await self._discard(new)
             raise
+        done = await self._added(batch, new)
         if done.outcome == "added":
             assert done.batch is not None
             self.upkeep.wake()
@@ -365,6 +363,22 @@ class BatchRegistry:
             request_digest=new.request_digest,
         )
 
+    async def _added(self, batch: Batch, new: NewBatch) -> BatchAdded:
+        """Add the row. Raises: GatewayError 503."""
+        job = AddBatch(batch, self._settings().batches_per_key)
+        for pause in (*ADD_PAUSES, None):
+            try:
+                return await self._store.run(job)
+            except StoreUnavailable as error:
+                # It may have its row, and a client that is told otherwise would send it again.
+                if pause is None:
+                    raise store_unavailable(error) from None
+                await asyncio.sleep(pause)
+            except StoreError as error:
+                await self._discard(new)
+                raise store_unavailable(error) from None
+        raise AssertionError
+
     async def _discard(self, new: NewBatch) -> None:
         """Remove the requests of a batch that was not added."""
         if new.requests is not None:
@@ -405,8 +419,9 @@ class BatchRegistry:
 
 
 async def _no_pieces() -> AsyncIterator[bytes]:
-    return
-    yield b""
+    pieces: tuple[bytes, ...] = ()
+    for piece in pieces:
+        yield piece
 
 
 # Jobs of the store.

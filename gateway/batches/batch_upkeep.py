@@ -144,7 +144,7 @@ class BatchUpkeep:
         known = {one.id for one in found}
         for noted in (self._retry_at, self._tries):
             for id_ in noted.keys() - known:
-                del noted[id_]  # type: ignore[attr-defined]
+                del noted[id_]
         await self._resume(found)
         for batch in found:
             self._begin(batch)
@@ -311,12 +311,12 @@ def _needed(folder: str, connection: Connection) -> set[str]:
     """The files of the folder that hold requests or results of unfinished batches, or of none."""
     rows = stored_requests.c
     alone = select(rows.place, rows.result_place).where(rows.folder == folder, rows.batch.is_(None))
-    pairs = list(connection.execute(alone.distinct()))
+    names = {name for pair in connection.execute(alone.distinct()) for name in pair}
     for batch in unfinished(connection, folder):
         of_batch = select(rows.result_place).where(rows.batch == batch.id).distinct()
-        pairs += [(name, None) for name in connection.scalars(of_batch)]
-        pairs.append((input_place(batch), None))
-    return {name for pair in pairs for name in pair if name is not None}
+        names.update(connection.scalars(of_batch))
+        names.add(input_place(batch))
+    return names - {None}
 
 
 def _resume_batch(batch: Batch, connection: Connection) -> None:
