@@ -6,21 +6,20 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
 from gateway import errors
 from gateway.batches.file_rows import StoredFile
-from gateway.batches.files import FileContent, FileRegistry, file_not_found, file_too_large
+from gateway.batches.files import FileRegistry, file_not_found, file_too_large
 from gateway.batches.folder import is_file_name
 from gateway.request import Caller
 from gateway.web.asgi import JsonResponse
 from gateway.web.body_parts import body_parts, check_plain, content_length
 from gateway.web.owners import no_store, owner_of
 from gateway.web.request_context import HandlerConfig
+from gateway.web.stored_content import ContentResponse, content_headers
 from gateway.web.upload_form import FORM_BYTES, UNNAMED, UploadForm, boundary_of
 
 UPLOAD_PURPOSES = ("batch", "user_data")
@@ -117,7 +116,8 @@ class FileEndpoints:
         owner, files = self._owner(request), self._files()
         if request.method == "HEAD":
             return Response(headers=_content_headers(await files.find(owner, _id(request))))
-        return _ContentResponse(await files.open_content(owner, _id(request)))
+        content = await files.open_content(owner, _id(request))
+        return ContentResponse(content, _content_headers(content.file))
 
     async def delete(self, request: Request) -> Response:
         owner, files = self._owner(request), self._files()
@@ -150,28 +150,8 @@ def file_object(file: StoredFile) -> dict[str, Any]:
     }
 
 
-class _ContentResponse(StreamingResponse):
-    """The bytes of a file, which is closed whatever happens."""
-
-    def __init__(self, content: FileContent) -> None:
-        super().__init__(content.pieces(), headers=_content_headers(content.file))
-        self._content = content
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._content.close()
-
-
 def _content_headers(file: StoredFile) -> dict[str, str]:
-    return {
-        "content-type": "application/octet-stream",
-        "content-length": str(file.bytes),
-        # No browser shows it as a page of this host.
-        "content-disposition": f"attachment; filename*=UTF-8''{quote(file.name, safe='')}",
-        "x-content-type-options": "nosniff",
-    }
+    return content_headers(file.name, file.bytes)
 
 
 def _id(request: Request) -> str:

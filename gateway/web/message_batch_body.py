@@ -27,19 +27,12 @@ from gateway.proxy.json_values import (
 LONGEST_FIELD = 4 * 1024
 """Bytes of a field besides the requests."""
 
-MOST_FIELDS = 16
-
 OTHER_FIELDS = frozenset({"completion_window", "webhook_url"})
 """Fields besides the requests; they are the gateway's own."""
-
-LINE_BYTES = 128
-"""Bytes of a line besides its `params` and `custom_id`, at most."""
 
 _CUSTOM_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
 _PATTERN = "^[a-zA-Z0-9_-]{1,64}$"
-
-_SPACE = b" \t\n\r"
 
 _SKIP = re.compile(rb"[ \t\n\r]*")
 
@@ -65,6 +58,33 @@ class _At(Enum):
     REQUEST = auto()
     AFTER_REQUEST = auto()
     END = auto()
+
+
+_LIST, _QUOTE = b'["'
+
+_BEFORE_KEYS = frozenset({_At.FIRST_KEY, _At.KEY})
+
+_BEFORE_REQUESTS = frozenset({_At.FIRST_REQUEST, _At.REQUEST})
+
+_BEFORE_VALUES = _BEFORE_KEYS | _BEFORE_REQUESTS | {_At.VALUE}
+
+_PUNCTUATION: dict[_At, dict[int, _At]] = {
+    _At.START: {ord("{"): _At.FIRST_KEY},
+    _At.FIRST_KEY: {ord("}"): _At.END},
+    _At.COLON: {ord(":"): _At.VALUE},
+    _At.AFTER_VALUE: {ord(","): _At.KEY, ord("}"): _At.END},
+    _At.FIRST_REQUEST: {ord("]"): _At.AFTER_VALUE},
+    _At.AFTER_REQUEST: {ord(","): _At.REQUEST, ord("]"): _At.AFTER_VALUE},
+}
+"""What follows a byte that is no part of a value."""
+
+_EXPECTED = {
+    _At.START: "it must be an object",
+    _At.COLON: "':' is expected",
+    _At.AFTER_VALUE: "',' or '}' is expected",
+    _At.AFTER_REQUEST: "',' or ']' is expected",
+    _At.END: "something follows its end",
+}
 
 
 class _ValueEnd:
@@ -132,11 +152,17 @@ class MessageBatchBody:
         """What has come of a value that has not ended."""
         self._end: _ValueEnd | None = None
         """Of that value; None: no value has begun."""
+        self._digest = hashlib.sha256()
         self._ids: set[bytes] = set()
         """Digests of the ids: much smaller than the ids may be."""
 
+    def digest(self) -> str:
+        """SHA-256 of the bytes that have come, in hex digits."""
+        return self._digest.hexdigest()
+
     def feed(self, data: bytes) -> None:
         """Take the next bytes. Raises: GatewayError 400, and what `write` raises."""
+        self._digest.update(data)
         at, size = 0, len(data)
         lines: list[bytes] = []
         while at < size:
@@ -161,65 +187,34 @@ class MessageBatchBody:
             )
 
     def _step(self, data: bytes, at: int) -> int:
-        """Take one byte that is no space; returns where it goes on."""
-        byte = data[at : at + 1]
-        match self._at:
-            case _At.START:
-                self._expect(byte, {b"{": _At.FIRST_KEY}, "it must be an object")
-            case _At.FIRST_KEY | _At.KEY:
-                if byte == b"}" and self._at is _At.FIRST_KEY:
-                    self._at = _At.END
-                elif byte == b'"':
-                    self._end = _ValueEnd(byte[0])
-                    return at
-                else:
-                    raise _invalid_json("a key is expected")
-            case _At.COLON:
-                self._expect(byte, {b":": _At.VALUE}, "':' is expected")
-            case _At.VALUE:
-                if self._key == "requests":
-                    if byte != b"[":
-                        raise errors.invalid_request(
-                            "requests: Input should be a valid list", "requests"
-                        )
-                    self._at = _At.FIRST_REQUEST
-                else:
-                    self._end = _ValueEnd(byte[0])
-                    return at
-            case _At.AFTER_VALUE:
-                after = {b",": _At.KEY, b"}": _At.END}
-                self._expect(byte, after, "',' or '}' is expected")
-            case _At.FIRST_REQUEST | _At.REQUEST:
-                if byte == b"]" and self._at is _At.FIRST_REQUEST:
-                    self._at = _At.AFTER_VALUE
-                elif self.count == self._most_lines:
-                    raise errors.invalid_request(
-                        f"requests: List should have at most {self._most_lines} items "
-                        "('batches.lines')",
-                        "requests",
-                    )
-                else:
-                    self._end = _ValueEnd(byte[0])
-                    return at
-            case _At.AFTER_REQUEST:
-                after = {b",": _At.REQUEST, b"]": _At.AFTER_VALUE}
-                self._expect(byte, after, "',' or ']' is expected")
-            case _At.END:
-                raise _invalid_json("something follows its end")
-        return at + 1
-
-    def _expect(self, byte: bytes, known: dict[bytes, _At], problem: str) -> None:
-        if byte not in known:
-            raise _invalid_json(problem)
-        self._at = known[byte]
+        """Take one byte that is no space, or begin a value with it; returns where it goes on."""
+        after = _PUNCTUATION.get(self._at, {}).get(data[at])
+        if after is not None:
+            self._at = after
+            return at + 1
+        if self._at is _At.VALUE and self._key == "requests":
+            if data[at] != _LIST:
+                raise errors.invalid_request("requests: Input should be a valid list", "requests")
+            self._at = _At.FIRST_REQUEST
+            return at + 1
+        if self._at not in _BEFORE_VALUES:
+            raise _invalid_json(_EXPECTED[self._at])
+        if self._at in _BEFORE_KEYS and data[at] != _QUOTE:
+            raise _invalid_json("a key is expected")
+        if self._at in _BEFORE_REQUESTS and self.count == self._most_lines:
+            raise errors.invalid_request(
+                f"requests: List should have at most {self._most_lines} items ('batches.lines')",
+                "requests",
+            )
+        self._end = _ValueEnd(data[at])
+        return at
 
     def _go_on(self, data: bytes, at: int, lines: list[bytes]) -> int:
         """Take a value, or what has come of it; returns where it goes on."""
         assert self._end is not None
         end = self._end.find(data, at)
         self._value += data[at : len(data) if end is None else end]
-        in_request = self._at in {_At.FIRST_REQUEST, _At.REQUEST}
-        # `params` become the line's body, so the line is longer.
+        in_request = self._at in _BEFORE_REQUESTS
         most = self._line_bytes if in_request else LONGEST_FIELD
         if len(self._value) > most:
             name = f"requests.{self.count}" if in_request else self._shown_key()
