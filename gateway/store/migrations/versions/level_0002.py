@@ -42,7 +42,9 @@ def upgrade() -> None:
         sa.Column("expired", sa.Integer(), server_default=sa.text("0"), nullable=False),
         sa.Column("prompt_tokens", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
         sa.Column("cached_tokens", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
-        sa.Column("completion_tokens", sa.BigInteger(), server_default=sa.text("0"), nullable=False),
+        sa.Column(
+            "completion_tokens", sa.BigInteger(), server_default=sa.text("0"), nullable=False
+        ),
         sa.Column("cost", sa.Float(), server_default=sa.text("0"), nullable=False),
         sa.Column("output_seconds", sa.Float(), nullable=True),
         sa.Column("webhook_url", sa.Text(), nullable=True),
@@ -175,9 +177,11 @@ def upgrade() -> None:
         "webhook_deliveries",
         sa.Column("id", sa.Text(), nullable=False),
         sa.Column("owner", sa.Text(), nullable=False),
+        sa.Column("group_name", sa.Text(), nullable=True),
         sa.Column("event", sa.Text(), nullable=False),
         sa.Column("object_id", sa.Text(), nullable=False),
         sa.Column("url", sa.Text(), nullable=False),
+        sa.Column("origin", sa.Text(), nullable=False),
         sa.Column("body", sa.Text(), nullable=False),
         sa.Column("created_at", sa.Float(), nullable=False),
         sa.Column("next_at", sa.Float(), nullable=False),
@@ -189,7 +193,7 @@ def upgrade() -> None:
     op.create_index(
         "ix_webhook_deliveries_waiting",
         "webhook_deliveries",
-        ["next_at"],
+        ["origin", "next_at"],
         unique=False,
         sqlite_where=sa.text("state = 'waiting'"),
         postgresql_where=sa.text("state = 'waiting'"),
