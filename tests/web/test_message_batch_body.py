@@ -44,8 +44,10 @@ def test_requests_become_lines_of_files() -> None:
       {"params":{},"custom_id":"b"}] }
     """
     assert split(given) == [
-        (b'{"custom_id":"a-1","method":"POST","url":"/v1/messages","body":{"max_tokens":1.50e2,'
-        b'"messages":[{"role":"user","content":"Hi\\n \\u00e4 {["}]}}\n'),
+        (
+            b'{"custom_id":"a-1","method":"POST","url":"/v1/messages","body":{"max_tokens":1.50e2,'
+            b'"messages":[{"role":"user","content":"Hi\\n \\u00e4 {["}]}}\n'
+        ),
         b'{"custom_id":"b","method":"POST","url":"/v1/messages","body":{}}\n',
     ]
 
