@@ -9,14 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from gateway.batches.event_log import EventLog, EventLogs, LogEnded, LogFull, event_data
-from gateway.batches.log_file import TERMINAL_TYPES
-from gateway.errors import GatewayError
-from gateway.proxy import sse
-from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
-from gateway.transport.errors import InvalidResponse
+from gateway.batches.event_log import EventLog, EventLogs, event_data
+from gateway.proxy.json_values import JsonObject
 
 _ITEM_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 
