@@ -135,13 +135,15 @@ class EventLog:
 
     # Writing.
 
-    async def append(self, values: Sequence[JsonObject]) -> None:
+    async def append(self, values: Sequence[JsonObject], *, comment: bytes = b"") -> None:
         """Add events with these data, which get their numbers; waits only if too much is pending.
+
+        `comment`: a line of a comment that goes before them.
 
         The last one may be terminal: then `flush` tells when it is on the disk. Raises: LogFull,
         then none of them is added; LogEnded; FolderError, if an earlier write has failed.
         """
-        encoded, number = [], self._next_number
+        encoded, number = [comment], self._next_number
         self._check_open()
         for value in values:
             fields = {"type": value["type"], "sequence_number": number} | value
