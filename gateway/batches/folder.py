@@ -135,8 +135,7 @@ class Folder:
         with self._beginning, _told(self.location):
             self._check_in_place()
             self.check_room(size)
-            for _ in range(_TRIES):
-                name = self._new_name(kind)
+            for name in self.new_names(kind):
                 path = self.location / f"{_TEMPORARY}{name}"
                 descriptor = os.open(path, _CREATE, 0o600)
                 if _lock(descriptor) and os.fstat(descriptor).st_nlink:
@@ -145,7 +144,21 @@ class Folder:
                         self._open_files.add(new)
                     return new
                 os.close(descriptor)
+        raise AssertionError("unreachable")
+
+    def new_names(self, kind: str) -> Iterator[str]:
+        """Some names for a new file, which grow with time; one of them will be free.
+
+        Raises: FolderError, when all have been tried.
+        """
+        for _ in range(_TRIES):
+            name = self._new_name(kind)
+            yield name
         raise FolderError(f"{self.location}: new files vanish", "let nothing else remove its files")
+
+    def translated_errors(self) -> contextlib.AbstractContextManager[None]:
+        """Turns the system's errors into those of the folder, but for a file that is missing."""
+        return _told(self.location)
 
     def open_appended(self, kind: str) -> AppendedFile:
         """Begin a file that is complete at any time, and grows. Raises: FolderError."""

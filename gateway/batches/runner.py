@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from msgspec.structs import replace
 
@@ -41,6 +41,7 @@ from gateway.proxy.inbound.large_body import (
     SMALL_BODY_BYTES,
     Body,
     TimeSlicer,
+    bytes_to_parse,
     is_slow_to_parse,
 )
 from gateway.proxy.inbound.parsed_body import parse_body
@@ -53,12 +54,16 @@ from gateway.proxy.inbound.prepare import (
 )
 from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES, Route
+from gateway.proxy.json_values import parse_object
 from gateway.proxy.response_stream import (
     JSON_HEADER_LINE,
     BodyStream,
     ProxyResponse,
     to_gateway_error,
 )
+from gateway.proxy.resume.plan import NotResumable, is_greedy
+from gateway.proxy.resume.resumer import FirstRun, node_kind
+from gateway.proxy.transcript import TranscriptRecorder
 from gateway.request import Endpoint, Headers, Priority
 from gateway.transport.errors import UpstreamError
 from gateway.usage.accounts import Accounts
@@ -124,6 +129,32 @@ class EventSink(Protocol):
 
     async def write(self, events: bytes) -> None:
         """Keep these whole events; returns when more may come."""
+
+
+@dataclass(frozen=True, slots=True)
+class BegunResponse:
+    """A response that an earlier run has begun, as far as it was kept."""
+
+    recorder: TranscriptRecorder
+    first_run: FirstRun
+
+
+@runtime_checkable
+class ResumableSink(EventSink, Protocol):
+    """A sink that outlives a run: the next one goes on with its response."""
+
+    @property
+    def begun(self) -> BegunResponse | None:
+        """What there is of the response; None: nothing but its beginning."""
+
+    def runs_on(self, first_run: FirstRun) -> None:
+        """The events to come are from such a node, and the first of the response."""
+
+    async def run_anew(self, reason: str, *, greedy: bool) -> None:
+        """The run can't go on with the response, and begins anew; `reason`: why.
+
+        `greedy`: the same response will come again. Raises: GatewayError, if it must not.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +246,9 @@ class Runner:
     ) -> Outcome:
         """The result of a stored request; `sink` gets the events if it asks for a stream.
 
-        Cancelling it ends the request. `on_slot_free` is called once, when it has left its node:
-        somewhat before its usage is known. Raises: RowDeferred, RowExpired.
+        If the sink is a `ResumableSink`, the run goes on with the response that it has. Cancelling
+        it ends the request. `on_slot_free` is called once, when it has left its node: somewhat
+        before its usage is known. Raises: RowDeferred, RowExpired.
         """
         return await _Run(self, stored, sink, on_slot_free).run(body)
 
@@ -226,7 +258,7 @@ class _Run:
 
     __slots__ = (
         "_api", "_cache", "_deadline", "_in_flight", "_metered", "_on_slot_free", "_received_at",
-        "_record", "_response", "_runner", "_sink", "_sink_has_events", "_stored",
+        "_record", "_response", "_resumed", "_runner", "_sink", "_sink_has_events", "_stored",
     )  # fmt: skip
 
     def __init__(
@@ -241,6 +273,8 @@ class _Run:
         self._stored = stored
         self._sink = sink
         self._sink_has_events = False
+        self._resumed = False
+        """Whether it goes on with the response of an earlier run."""
         route = ROUTES.get(stored.path)
         self._api: Api = RELAYED if route is None else route.api
         """The API of the one who reads the result."""
@@ -336,7 +370,7 @@ class _Run:
         self._metered = metered
         in_flight = self._in_flight = InFlightRequest(request, record)
         runner.registry.add(in_flight)
-        response = self._response = await runner.forwarder.forward(in_flight)
+        response = self._response = await self._forward(in_flight)
         rewriter = None
         if self._api.rewrites_responses or self._cache.hide:
             response, rewriter = for_client(
@@ -344,7 +378,7 @@ class _Run:
             )
         self._response = response
         stream = response.body_stream
-        if self._sink is not None and stream is not None and stream.source.is_sse:
+        if self._sink is not None and (self._resumed if stream is None else stream.source.is_sse):
             await self._pass_events(response.content, stream, rewriter, self._sink)
             return record.status, response.header_lines, b""
         content, header_lines = response.content, response.header_lines
@@ -358,6 +392,30 @@ class _Run:
         elif rewriter is not None:
             content = rewrite_body(rewriter, content)
         return response.status, header_lines, content
+
+    async def _forward(self, in_flight: InFlightRequest) -> ProxyResponse:
+        """The response of a node, or the rest of the one that the sink has.
+
+        Raises: GatewayError.
+        """
+        forwarder, sink = self._runner.forwarder, self._sink
+        if not isinstance(sink, ResumableSink):
+            return await forwarder.forward(in_flight)
+        if (begun := sink.begun) is not None:
+            try:
+                response = await forwarder.resume(in_flight, begun.recorder, begun.first_run)
+            except NotResumable as failure:
+                errors.drop_traceback(failure)
+                greedy = is_greedy(parse_object(bytes_to_parse(_any_body(in_flight.request))))
+                await sink.run_anew(f"{failure}", greedy=greedy)
+            else:
+                self._resumed = True
+                return response
+        response = await forwarder.forward(in_flight)
+        if response.node is not None and response.status < 300 and in_flight.attempt is not None:
+            lease = in_flight.attempt.lease
+            sink.runs_on(FirstRun(lease.model, node_kind(response.node.resume_key)))
+        return response
 
     async def _prepare(self, route: Route, accounts: Accounts, body: bytes) -> Request:
         """The request that the body describes. Raises: GatewayError."""
@@ -405,7 +463,11 @@ class _Run:
     # The response.
 
     async def _pass_events(
-        self, first: bytes, stream: BodyStream, rewriter: ResponseRewriter | None, sink: EventSink
+        self,
+        first: bytes,
+        stream: BodyStream | None,
+        rewriter: ResponseRewriter | None,
+        sink: EventSink,
     ) -> None:
         """Give the sink all events. Raises: RowDeferred."""
         record = self._record
@@ -419,7 +481,7 @@ class _Run:
             if data:
                 await sink.write(data)
                 self._sink_has_events = True
-            chunk = await stream.next_chunk()
+            chunk = b"" if stream is None else await stream.next_chunk()
 
     async def _read_whole(self, first: bytes, stream: BodyStream) -> bytes:
         """A plain response that was not buffered. Raises: GatewayError 502, 504."""
@@ -459,3 +521,7 @@ class _Run:
                 return await known
         except TimeoutError:
             raise RowDeferred("unsettled", DEFAULT_RETRY_AFTER) from None
+
+
+def _any_body(request: Request) -> Body:
+    return next(iter(request.bodies.values()))

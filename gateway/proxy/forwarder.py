@@ -36,7 +36,8 @@ from gateway.proxy.response_stream import (
     is_resumable,
     to_gateway_error,
 )
-from gateway.proxy.resume.resumer import Resumer
+from gateway.proxy.resume.plan import NotResumable
+from gateway.proxy.resume.resumer import FirstRun, Resumer
 from gateway.proxy.transcript import TokenIdExtractor, TranscriptRecorder
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import (
@@ -63,6 +64,34 @@ class Forwarder:
         if isinstance(result, ProxyResponse):
             return result
         return await self._retry(in_flight, result)
+
+    async def resume(
+        self, in_flight: InFlightRequest, recorder: TranscriptRecorder, first_run: FirstRun
+    ) -> ProxyResponse:
+        """The rest of a response to a stored request, begun by an earlier process.
+
+        `recorder` has what there is of it. Raises: NotResumable, GatewayError.
+        """
+        context, request = self.context, in_flight.request
+        if first_run.model not in request.bodies:
+            raise NotResumable("the model that has begun it is not served under its name any more")
+        resumer = Resumer(context, in_flight, recorder, first_run)
+        resumed = await resumer.begin()
+        attempt = resumed.attempt
+        if attempt is None:
+            return ProxyResponse(200, b"", resumed.first_bytes)
+        stream = ResponseStream(
+            attempt,
+            in_flight,
+            ROUTES[request.path].api,
+            context.accounting,
+            resumer,
+            rewriter=resumed.rewriter,
+        )
+        if request.lease_request.yields:
+            in_flight.allow_yield(attempt, resumer.can_resume)
+        lines, node = attempt.header_lines, attempt.lease.node
+        return ProxyResponse(attempt.status, lines, resumed.first_bytes, stream, node)
 
     async def _retry(self, in_flight: InFlightRequest, failed: FailedAttempt) -> ProxyResponse:
         """Further attempts, as long as the retry policy grants them. Raises: GatewayError."""
@@ -170,7 +199,9 @@ class Forwarder:
         """The rest of the response, which is resumed on another node if its own fails."""
         resumer = None
         if recorder is not None and attempt.is_sse:
-            resumer = Resumer(self.context, in_flight, recorder, attempt, tried.min_context)
+            lease = attempt.lease
+            first_run = FirstRun(lease.model, None, lease.node.resume_key)
+            resumer = Resumer(self.context, in_flight, recorder, first_run, tried.min_context)
             if attempt.request.lease_request.yields:
                 in_flight.allow_yield(attempt, resumer.can_resume)
         return ResponseStream(attempt, in_flight, api, self.context.accounting, resumer)

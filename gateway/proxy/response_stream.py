@@ -90,10 +90,10 @@ class ResponseStream:
     accounting: Accounting
     resumer: Resumer | None = None
     """Resumes the stream when its node fails; None: it can't be resumed, or should not."""
+    rewriter: StreamRewriter | None = None
+    """Makes the events of a resumed stream continue those of the first one."""
     closed: bool = False
     _resuming: bool = False
-    _rewriter: StreamRewriter | None = None
-    """Makes the events of a resumed stream continue those of the first one."""
 
     @property
     def is_open(self) -> bool:
@@ -117,10 +117,10 @@ class ResponseStream:
         if self.closed:
             return b""
         try:
-            if self._rewriter is None:
+            if self.rewriter is None:
                 chunk = await self.source.read(write)
             else:
-                chunk = await self._next_rewritten(self._rewriter)
+                chunk = await self._next_rewritten(self.rewriter)
         except UpstreamError as failure:
             try:
                 return await self._end(failure, write)
@@ -162,7 +162,7 @@ class ResponseStream:
         if self._is_complete(tail, failure):
             # A failure now came after the terminal event: ignore it.
             self.accounting.response_completed(self.in_flight, attempt, tail)
-            return b"" if self._rewriter is None else self.api.stream_end
+            return b"" if self.rewriter is None else self.api.stream_end
         outcome = "truncated" if failure is None else failure.outcome
         if failure is None and attempt.api.ends_with_error(tail):
             outcome = "error_event"
@@ -205,7 +205,7 @@ class ResponseStream:
         if resumed.attempt is None:
             return resumed.first_bytes + self.api.stream_end
         self.closed = False
-        self.source, self._rewriter = resumed.attempt, resumed.rewriter
+        self.source, self.rewriter = resumed.attempt, resumed.rewriter
         self._record(resumed.first_bytes)
         if self.resumer is not None and self.in_flight.request.lease_request.yields:
             self.in_flight.allow_yield(resumed.attempt, self.resumer.can_resume)

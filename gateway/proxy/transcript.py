@@ -58,6 +58,12 @@ class Transcript:
     """Index of the newest content block (`/v1/messages`)."""
     open_blocks: dict[int, str] = field(default_factory=dict)
     """Types of the open content blocks by index; `signed`: reasoning that has its signature."""
+    item_types: dict[str, str] = field(default_factory=dict)
+    """Types of the output's items by id, in order (`/v1/responses`)."""
+    sent_ends: list[str] = field(default_factory=list)
+    """Types and items of the events that have ended items or their parts (`/v1/responses`)."""
+    last_number: int | None = None
+    """Number of the newest event; None: they have none."""
     finish_reason: str | None = None
     """Why the response ended, if it has: then only the end of the stream is missing."""
     usage_sent: bool = False

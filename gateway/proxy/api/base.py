@@ -360,6 +360,8 @@ class Api:
     is_chat: ClassVar[bool] = False
     """Whether the prompt is messages, so that a node's template renders it and a continuation
     begins with a last message of the assistant's."""
+    resumes_by_completion: ClassVar[bool] = False
+    """Whether a begun chat is continued by `/completion` alone, whatever the node can."""
     logprobs_fields: ClassVar[JsonObject | None] = None
     """Fields that make llama.cpp report token ids; None: it can't, or does so unasked."""
 

@@ -175,6 +175,7 @@ class NativeApi(NativeEventsApi):
 
 _NOT_NATIVE = frozenset(
     {"messages", "system", "stop_sequences", "stream_options", "tools", "tool_choice",
+     "input", "instructions", "text", "reasoning", "include", "background", "store", "truncation",
      "response_format", "logprobs", "top_logprobs", "metadata", "thinking", *LENGTH_FIELDS}
 )  # fmt: skip
 """Fields of other APIs, which the prompt holds already or `/completion` spells otherwise."""

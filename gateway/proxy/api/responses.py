@@ -25,8 +25,23 @@ from gateway.proxy.api.base import (
     openai_error,
 )
 from gateway.proxy.api.chat import as_response_format, may_call_tools
-from gateway.proxy.api.resuming import LENGTH_FIELDS, as_count, is_number, named_event
+from gateway.proxy.api.responses_resuming import (
+    NativeToResponsesRewriter,
+    read_response,
+    response_as_chat,
+    response_unresumable_reason,
+)
+from gateway.proxy.api.resuming import (
+    LENGTH_FIELDS,
+    EventRewriter,
+    ReasoningEndMark,
+    as_count,
+    is_number,
+    named_event,
+)
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_json, parse_object
+from gateway.proxy.splice import SplicePoint
+from gateway.proxy.transcript import Transcript
 from gateway.transport.errors import InvalidResponse
 
 _NO_CONTENT_TYPES = frozenset(
@@ -46,10 +61,7 @@ _TERMINAL_NAMES = tuple(name.encode() for name in _TERMINAL_TYPES)
 
 
 class ResponsesApi(Api):
-    """`/v1/responses`: named events, from `response.created` to `response.completed`.
-
-    Its streams can't be resumed: llama.cpp continues no message of this API.
-    """
+    """`/v1/responses`: named events, from `response.created` to `response.completed`."""
 
     name = "responses"
     prompt_field = "input"
@@ -66,6 +78,10 @@ class ResponsesApi(Api):
     streaming_fields: ClassVar[JsonObject] = {"stream": True}
     added_fields_mark = b'"format"'
     rewrites_responses = True
+    transcript_reader = staticmethod(read_response)
+    event_rewriter = NativeToResponsesRewriter
+    is_chat = True
+    resumes_by_completion = True
 
     def added_fields(
         self, fields: Mapping[str, msgspec.Raw], node_kind: str, settings: Settings
@@ -118,6 +134,21 @@ class ResponsesApi(Api):
         for event in sse.split(tail):
             name = sse.event_name(event) or name
         return name in _TERMINAL_NAMES
+
+    def unresumable_reason(self, body: JsonObject, transcript: Transcript) -> str | None:
+        return response_unresumable_reason(body, transcript)
+
+    def chat_body(self, body: JsonObject) -> JsonObject | None:
+        return response_as_chat(body)
+
+    def native_rewriter(
+        self,
+        body: JsonObject,
+        transcript: Transcript,
+        splice_point: SplicePoint,
+        end_mark: ReasoningEndMark | None = None,
+    ) -> EventRewriter | None:
+        return NativeToResponsesRewriter(transcript, splice_point, end_mark)
 
     def assemble(self, events: Iterable[JsonObject], request_fields: JsonObject) -> JsonObject:
         """The response that the terminal event holds whole. Raises: AssemblyError."""
@@ -346,7 +377,8 @@ class ResponsesRepair(ResponseRewriter):
             return fields | {"error": None, "incomplete_details": None, "usage": None} | response
         # The server tells the time of the end as that of the beginning.
         times = {"created_at": self._created_at, "completed_at": response.get("created_at")}
-        return {"error": None, "incomplete_details": None} | response | times
+        fields = {"error": None, "incomplete_details": None, "model": self._model}
+        return fields | response | times
 
     def _begin_item(self, item: JsonObject) -> None:
         """The item's deltas follow. Raises: InvalidResponse."""

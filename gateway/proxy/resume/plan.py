@@ -98,8 +98,11 @@ async def plan_resume(post: PostToNode, resume: ResumeInput) -> ResumePlan:
         return found
     if transcript.reasoning_text:
         return await _from_reasoning(post, resume)
-    begun = api.is_chat and bool(transcript.text) and not resume.as_completion
-    if begun and not await _continues_messages(post):
+    if (
+        api.is_chat
+        and not resume.as_completion
+        and (api.resumes_by_completion or (transcript.text and not await _continues_messages(post)))
+    ):
         resume.continue_as_completion()
     prompt = await _rendered_prompt(post, resume)
     if prompt is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
 from gateway.proxy.outcome import fault_of, is_context_overflow
 from gateway.proxy.resume.plan import NotResumable, ResumeInput, ResumePlan, plan_resume
 from gateway.proxy.retry import Retries
-from gateway.proxy.splice import OverlapMismatch
+from gateway.proxy.splice import OverlapMismatch, SplicePoint
 from gateway.proxy.transcript import Transcript, TranscriptRecorder
 from gateway.transport.connection import LoopTimeout
 from gateway.transport.eager_task import ensure_task
@@ -52,6 +53,8 @@ class Resumed:
     first_bytes: bytes
     attempt: Attempt | None = None
     rewriter: StreamRewriter | None = None
+    splice_point: SplicePoint | None = None
+    """Of a response that needs no attempt, since its text is complete."""
 
 
 class ResumeRefused(UpstreamError):  # noqa: N818 - as `StreamFailed`
@@ -62,6 +65,10 @@ class ResumeRefused(UpstreamError):  # noqa: N818 - as `StreamFailed`
     def __init__(self, status: int) -> None:
         super().__init__(f"The node answered with status {status}")
         self.status = status
+
+
+class ResumeFailed(NotResumable):
+    """It could not be resumed this time."""
 
 
 class OtherKindOfNode(Exception):  # noqa: N818 - not an error: another node is tried
@@ -75,6 +82,22 @@ class FailedStream(NamedTuple):
     retryable: bool = True
 
 
+class FirstRun(NamedTuple):
+    """The attempt that a response began with."""
+
+    model: str
+    """The name of the model, of those that the request may have."""
+    node_kind: str | None
+    """`node_kind` of its node; None: unknown, so that any node will do."""
+    resume_key: tuple[object, ...] | None = None
+    """That of its node; None: it ran in another process."""
+
+
+def node_kind(resume_key: tuple[object, ...]) -> str:
+    """A word for `NodeInfo.resume_key` that may be written down."""
+    return hashlib.sha256(repr(resume_key).encode()).hexdigest()[:16]
+
+
 class Resumer:
     """Resumes the stream of one request from the transcript of what was sent.
 
@@ -86,7 +109,9 @@ class Resumer:
         "_context",
         "_in_flight",
         "_lease_request",
+        "_met_other_kind",
         "_model",
+        "_node_kind",
         "_recorder",
         "_request",
         "_resume_key",
@@ -101,15 +126,19 @@ class Resumer:
         context: ProxyContext,
         in_flight: InFlightRequest,
         recorder: TranscriptRecorder,
-        first_attempt: Attempt,
-        min_context: int,
+        first_run: FirstRun,
+        min_context: int = 0,
     ) -> None:
         self._context = context
         self._in_flight = in_flight
         self._recorder = recorder
-        self._model = first_attempt.lease.model
-        self._request = first_attempt.request
-        self._resume_key = first_attempt.lease.node.resume_key
+        self._model = first_run.model
+        self._request = in_flight.request
+        self._resume_key = first_run.resume_key
+        """None: only the next is known."""
+        self._node_kind = first_run.node_kind
+        self._met_other_kind = False
+        """Whether a node was of another kind than the one of another process."""
         self._tried = Tried(min_context=min_context) if min_context else NOTHING_TRIED
         """Nodes that failed this stream, or are of another kind."""
         self._lease_request: LeaseRequest
@@ -156,6 +185,23 @@ class Resumer:
             self._publish(failed_node, resumed.attempt.lease.node.name, None)
         return resumed
 
+    async def begin(self) -> Resumed:
+        """The continuation of a response that an earlier process has begun.
+
+        Raises: NotResumable, if no node can safely go on with it; GatewayError as `resume`, and
+        502 if it could not be resumed this time.
+        """
+        await ensure_task()
+        try:
+            resumed = await self._resume("", yielded=True)
+        except ResumeFailed as error:
+            raise errors.node_failed(f"The response could not be resumed: {error}.") from None
+        if resumed.splice_point is not None:
+            point = resumed.splice_point
+            self._in_flight.record.count_tokens(point.prompt_tokens, 0, point.sent_tokens)
+        self._recorder.add(resumed.first_bytes)
+        return resumed
+
     async def _resume_yielded(self, node: str) -> Resumed | None:
         """The continuation of a stream that was cut on this node for another request."""
         clock, began = self._context.clock, self._context.clock()
@@ -194,7 +240,7 @@ class Resumer:
             if isinstance(result, Resumed):
                 return result
             failure, yielded = result, False
-        raise NotResumable(
+        raise ResumeFailed(
             "the retry budget is used up"
             if self._retries is not None and self._retries.out_of_budget
             else "it has failed too often"
@@ -233,9 +279,13 @@ class Resumer:
             try:
                 lease = await self._lease(yielded=yielded)
             except GatewayError as error:
-                if yielded or self._in_flight.cancel_error is not None:
+                if self._in_flight.cancel_error is not None:
                     raise
-                raise NotResumable(f"no node could resume it: {error.code}") from None
+                if self._met_other_kind:
+                    raise NotResumable("no node of the kind that began it is left") from None
+                if yielded:
+                    raise
+                raise ResumeFailed(f"no node could resume it: {error.code}") from None
             node = lease.node.name
             try:
                 return await self._exchange(lease)
@@ -243,6 +293,7 @@ class Resumer:
                 # Once more, from exactly the text that was sent.
                 self._source = dataclasses.replace(self._source, step_back=False)
             except OtherKindOfNode:
+                self._met_other_kind = self._resume_key is None
                 self._exclude(node)
             except UpstreamError as failure:
                 drop_traceback(failure)
@@ -333,7 +384,7 @@ class Resumer:
             resume_plan = await plan_resume(queries.post, self._source)
             if resume_plan.final_events is not None:
                 outcome = "ok"
-                return Resumed(resume_plan.final_events)
+                return Resumed(resume_plan.final_events, splice_point=resume_plan.splice_point)
             in_flight.record.attempt_began(lease.node.name, lease.node.tier, lease.fallback)
             resumed = await self._open(attempt, resume_plan)
             outcome = ""
@@ -368,7 +419,11 @@ class Resumer:
         Raises: OtherKindOfNode, UpstreamError.
         """
         props = await queries.get("/props")
-        if self._context.leases.resume_key_of(props) != self._resume_key:
+        resume_key = self._context.leases.resume_key_of(props)
+        if self._resume_key is None:
+            if self._node_kind not in {None, node_kind(resume_key)}:
+                raise OtherKindOfNode
+        elif resume_key != self._resume_key:
             raise OtherKindOfNode
 
     async def _open(self, attempt: Attempt, resume_plan: ResumePlan) -> Resumed:

@@ -1,0 +1,468 @@
+"""The events of one stored response: numbered, under ids of our own, with exactly one end.
+
+A node's ids differ from run to run, and official clients refuse a stream whose ids change. So the
+response and its items get ids that follow from the response's own id, and keep them when another
+node, or another process after a crash, goes on with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from gateway import errors
+from gateway.batches.event_log import EventLog, EventLogs, LogEnded, LogFull, event_data
+from gateway.batches.log_file import TERMINAL_TYPES, split_events
+from gateway.batches.repetition import NotRepeated, Repetition
+from gateway.batches.runner import BegunResponse, Outcome
+from gateway.errors import GatewayError
+from gateway.proxy import sse
+from gateway.proxy.api.responses_resuming import read_response
+from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
+from gateway.proxy.resume.resumer import FirstRun
+from gateway.proxy.transcript import TranscriptRecorder
+from gateway.transport.errors import InvalidResponse
+
+_ITEM_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
+
+_ECHOED: JsonObject = {
+    "instructions": None, "max_output_tokens": None, "max_tool_calls": None, "metadata": {},
+    "parallel_tool_calls": True, "previous_response_id": None, "reasoning": None,
+    "service_tier": None, "temperature": None, "text": {"format": {"type": "text"}},
+    "tool_choice": "auto", "tools": [], "top_logprobs": None, "top_p": None,
+    "truncation": "disabled", "user": None,
+}  # fmt: skip
+"""Fields of a response that repeat those of its request, with their values if it has none."""
+
+_OF_NODES = ("status", "output", "usage", "incomplete_details", "error", "model", "service_tier")
+"""Fields of a response that its nodes tell."""
+
+MOST_ITEMS = 1024
+"""Items of one response."""
+
+_LIFECYCLE_TYPES = frozenset({"response.created", "response.queued", "response.in_progress"})
+
+_RUN_MARK = b": run "
+"""Begins the comment that tells where a response has begun, before its first event with content."""
+
+
+def queued_response(id_: str, created_at: float, body: JsonObject) -> JsonObject:
+    """The response to this request before it runs, as its creation is answered."""
+    echoed = {
+        name: default if body.get(name) is None else body[name] for name, default in _ECHOED.items()
+    }
+    return {
+        "id": id_,
+        "object": "response",
+        "created_at": int(created_at),
+        "status": "queued",
+        "background": bool(body.get("background")),
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "model": str(body.get("model") or ""),
+        "output": [],
+        "store": body.get("store") is not False,
+        "usage": None,
+        **echoed,
+    }
+
+
+async def current_response(log: EventLog) -> JsonObject:
+    """The response as a log shows it now; until it ends it has no output.
+
+    Raises: FolderError, FileNotFoundError.
+    """
+    last = await log.last_event()
+    found: JsonObject = {}
+    if last is not None and "response" in last:
+        found = last["response"]
+    else:
+        async for events in log.events():
+            for event in split_events(events):
+                value = event_data(event)
+                if "response" not in value:
+                    return found
+                found = value["response"]
+    return found
+
+
+@dataclass(slots=True)
+class OutputItem:
+    """An item of the response's output."""
+
+    id: str
+    type: str
+
+
+class ResponseEvents:
+    """Takes the events of a response's runs (`Runner.run`'s sink), and puts them into its log.
+
+    `response`: as in its first event. `now`: gives Unix time.
+    """
+
+    def __init__(self, log: EventLog, response: JsonObject, now: Callable[[], float]) -> None:
+        self._log = log
+        self._response = response
+        self._suffix = str(response.get("id") or "").rpartition("_")[2]
+        self._now = now
+        self._items: list[OutputItem] = []
+        self._places: dict[str, int] = {}
+        """Places in the output by ids: ours, and those of the node that runs it now."""
+        self._begun: BegunResponse | None = None
+        self._mark = b""
+        """Goes before the next event with content."""
+        self._model = ""
+        """The model that answers, as far as the nodes have not told."""
+        self._in_progress = False
+        self._repetition: Repetition | None = None
+        self._error: tuple[str, str] | None = None
+        """Code and message of the error with which the run has ended."""
+
+    # Its beginning.
+
+    @classmethod
+    async def create(
+        cls, logs: EventLogs, response: JsonObject, now: Callable[[], float]
+    ) -> ResponseEvents:
+        """A new log that begins with this queued response. Raises: FolderError."""
+        log = await logs.create()
+        try:
+            await log.append(
+                [
+                    {"type": f"response.{word}", "response": response}
+                    for word in ("created", "queued")
+                ]
+            )
+            await log.flush()
+        except BaseException:
+            await log.release()
+            raise
+        return cls(log, response, now)
+
+    @classmethod
+    async def reopen(
+        cls, logs: EventLogs, name: str, now: Callable[[], float], most_text: int = 8 << 20
+    ) -> ResponseEvents:
+        """Go on with this log, which nobody else writes; a torn event at its end is dropped.
+
+        `most_text`: bytes of text beyond which it can't be resumed (`limits.resume_bytes`). Raises:
+        FileNotFoundError, FolderError, which an empty log is too.
+        """
+        log = await logs.open(name, to_write=True)
+        try:
+            events = cls(log, {}, now)
+            await events._read(logs, most_text)
+        except BaseException:
+            await log.stop_writing()
+            await log.release()
+            raise
+        return events
+
+    async def _read(self, logs: EventLogs, most_text: int) -> None:
+        """Read what the log has."""
+        recorder = TranscriptRecorder(read_response, most_text)
+        first_run, first = FirstRun("", None), True
+        async for events in self._log.events():
+            if first:
+                head = event_data(next(split_events(events)))
+                self._response, first = head.get("response") or {}, False
+                self._suffix = str(self._response.get("id") or "").rpartition("_")[2]
+                self._in_progress = b"\nevent: response.in_progress\n" in events
+            if _RUN_MARK in events:
+                first_run = _read_mark(events) or first_run
+            await logs.threads.run(recorder.add, events)
+        self._model = first_run.model
+        transcript = await logs.threads.run(recorder.transcript)
+        for id_, kind in transcript.item_types.items():
+            self._places[id_] = len(self._items)
+            self._items.append(OutputItem(id_, kind))
+        if self._items and not self.ended:
+            self._begun = BegunResponse(recorder, first_run)
+
+    @property
+    def name(self) -> str:
+        """The log's file, to be kept in the row."""
+        return self._log.name
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has its terminal event."""
+        return self._log.ending
+
+    # A run.
+
+    @property
+    def begun(self) -> BegunResponse | None:
+        """What earlier runs have given of its output; None: nothing."""
+        return self._begun
+
+    def runs_on(self, first_run: FirstRun) -> None:
+        """The events to come are from such a node, and the first of the response."""
+        self._model = first_run.model
+        if self._repetition is None:
+            mark = {"model": first_run.model, "kind": first_run.node_kind}
+            self._mark = _RUN_MARK + msgspec.json.encode(mark) + b"\n"
+
+    async def run_anew(self, reason: str, *, greedy: bool) -> None:
+        """The next events are those of a run from the beginning; they must repeat what there is.
+
+        `reason`: why no run can go on with it. Raises: GatewayError, if that is not to be expected;
+        FolderError.
+        """
+        assert self._begun is not None
+        transcript = self._begun.recorder.transcript()
+        if not greedy and (transcript.token_count or transcript.unresumable is not None):
+            raise _interrupted(reason)
+        values = [value async for value in self._values() if value["type"] not in _LIFECYCLE_TYPES]
+        self._repetition = Repetition(values)
+        self._items.clear()
+        self._places.clear()
+        self._begun = None
+
+    async def write(self, events: bytes) -> None:
+        """Whole events of a run; an error is kept for `finish`.
+
+        Raises: GatewayError, if the response is too long, or another one than before; FolderError.
+        """
+        if self.ended:
+            return
+        values: list[JsonObject] = []
+        if not self._in_progress:
+            self._in_progress = True
+            values.append(self._lifecycle("in_progress"))
+        for event in sse.split(events):
+            data = sse.payload(event)
+            if not data or data == b"[DONE]":
+                continue
+            try:
+                value = self._rewritten(parse_object(data), sse.event_name(event))
+            except (InvalidJson, InvalidResponse, TypeError, AttributeError, KeyError):
+                raise errors.node_failed("An event of the node's stream can't be read.") from None
+            if value is not None:
+                values.append(value)
+                if value["type"] in TERMINAL_TYPES:
+                    break
+        if not values:
+            return
+        mark = b""
+        if self._mark and any(value["type"] not in _LIFECYCLE_TYPES for value in values):
+            mark, self._mark = self._mark, b""
+        try:
+            await self._log.append(values, comment=mark)
+        except LogFull as full:
+            await self.fail("response_too_large", f"{full}")
+            raise GatewayError(502, "response_too_large", f"{full}", retryable=False) from None
+        except LogEnded:
+            return
+
+    # Its end.
+
+    async def finish(self, outcome: Outcome) -> None:
+        """The last run has had this result: if no terminal event has come, it has failed.
+
+        Raises: FolderError.
+        """
+        if not self.ended:
+            code, message = self._error or _error_of(outcome)
+            await self.fail(code, message)
+        await self._log.flush()
+
+    async def fail(self, code: str, message: str) -> None:
+        """It has failed; nothing, if it has ended. Raises: FolderError."""
+        await self._end({"status": "failed", "error": {"code": code, "message": message}})
+
+    async def cancel(self) -> None:
+        """It was cancelled: it ends as failed, with the status `cancelled`. Raises: FolderError."""
+        await self._end({"status": "cancelled"})
+
+    async def response(self) -> JsonObject:
+        """The response as it is now. Raises: FolderError."""
+        await self._log.flush()
+        return await current_response(self._log)
+
+    async def close(self) -> None:
+        """This process writes no more of it. Raises: FolderError."""
+        try:
+            await self._log.stop_writing()
+        finally:
+            await self._log.release()
+
+    async def _end(self, fields: JsonObject) -> None:
+        if not self.ended:
+            await self._log.flush()
+            output = partial_output([value async for value in self._values()])
+            response = self._response | {"output": output} | fields
+            await self._log.append([{"type": "response.failed", "response": response}])
+        await self._log.flush()
+
+    # The events.
+
+    async def _values(self) -> AsyncIterator[JsonObject]:
+        """The data of all written events."""
+        await self._log.flush()
+        async for events in self._log.events():
+            for event in split_events(events):
+                yield event_data(event)
+
+    def _lifecycle(self, word: str) -> JsonObject:
+        return {"type": f"response.{word}", "response": self._response | {"status": word}}
+
+    def _rewritten(self, value: JsonObject, name: bytes) -> JsonObject | None:
+        """An event as the log gets it; None: it does not."""
+        kind = value.get("type")
+        if name == b"error" or kind == "error" or (kind is None and value.get("error")):
+            nested = value.get("error")
+            error = nested if isinstance(nested, dict) else value
+            code, message = error.get("code"), error.get("message")
+            self._error = str(code or "server_error"), str(message or "The node failed.")
+            return None
+        if not isinstance(kind, str) or not kind.startswith("response."):
+            return None
+        if kind in _LIFECYCLE_TYPES:
+            return None
+        if kind == "response.failed":
+            response = value.get("response")
+            error = (response.get("error") if isinstance(response, dict) else None) or {}
+            self._error = (
+                str(error.get("code") or "server_error"),
+                str(error.get("message") or "The node failed."),
+            )
+            return None
+        value.pop("error", None)
+        if kind in TERMINAL_TYPES:
+            value = {"type": kind, "response": self._whole(value["response"], kind)}
+        elif isinstance(item := value.get("item"), dict):
+            value = self._placed_item(value, item)
+        elif "item_id" in value:
+            value = self._placed(value, kind)
+        if self._repetition is None or self._repetition.done:
+            return value
+        try:
+            return self._repetition.new_part(value)
+        except NotRepeated:
+            raise _interrupted("a second run has given another one") from None
+
+    def _placed_item(self, value: JsonObject, item: JsonObject) -> JsonObject:
+        """An event with an item, under our id."""
+        node_id = str(item.get("id"))
+        if value["type"] == "response.output_item.added" and node_id not in self._places:
+            self._add_item(node_id, str(item.get("type")))
+        index = self._places.get(node_id, max(0, len(self._items) - 1))
+        return {
+            "type": value["type"],
+            "sequence_number": 0,
+            "output_index": index,
+            "item": self._own_item(item, index),
+        }
+
+    def _placed(self, value: JsonObject, kind: str) -> JsonObject:
+        """An event about an item, under our id."""
+        index = self._places.get(str(value["item_id"]), max(0, len(self._items) - 1))
+        if index >= len(self._items):
+            raise InvalidResponse("The node's stream begins within an item")
+        fields: JsonObject = {
+            "type": kind,
+            "sequence_number": 0,
+            "item_id": self._items[index].id,
+            "output_index": index,
+        }
+        if kind.startswith(_CONTENT_EVENTS):
+            fields["content_index"] = value.get("content_index") or 0
+        if kind.startswith("response.output_text."):
+            fields["logprobs"] = value.get("logprobs") or []
+        return fields | {name: one for name, one in value.items() if name not in fields}
+
+    def _add_item(self, node_id: str, kind: str) -> None:
+        index = len(self._items)
+        if index >= MOST_ITEMS:
+            raise InvalidResponse(f"The node's response has more than {MOST_ITEMS} items")
+        prefix = _ITEM_PREFIXES.get(kind, "item_")
+        own_id = f"{prefix}{self._suffix}{index:04x}"
+        self._items.append(OutputItem(own_id, kind))
+        self._places[node_id] = self._places[own_id] = index
+
+    def _own_item(self, item: JsonObject, index: int) -> JsonObject:
+        """The item under our ids."""
+        fields: JsonObject = {"id": self._items[index].id}
+        if "call_id" in item:
+            fields["call_id"] = f"call_{self._suffix}{index:04x}"
+        return item | fields
+
+    def _whole(self, response: JsonObject, kind: str) -> JsonObject:
+        """The response in a terminal event of a node."""
+        fields = {name: response[name] for name in _OF_NODES if response.get(name)}
+        if not (fields.get("model") or self._response.get("model")):
+            fields["model"] = self._model
+        output = []
+        for item in fields.get("output") or []:
+            node_id = str(item.get("id"))
+            if node_id not in self._places:
+                self._add_item(node_id, str(item.get("type")))
+            output.append(self._own_item(item, self._places[node_id]))
+        word = kind.rpartition(".")[2]
+        done = {"completed_at": int(self._now())} if word == "completed" else {}
+        return self._response | fields | {"status": word, "output": output} | done
+
+
+_CONTENT_EVENTS = ("response.output_text.", "response.reasoning_text.", "response.content_part.",
+                   "response.refusal.")  # fmt: skip
+"""Beginnings of the types of events about a part of an item's content."""
+
+
+def partial_output(values: Iterable[JsonObject]) -> list[JsonObject]:
+    """The items of a response that has ended before its time, as far as its events show them."""
+    items: dict[int, JsonObject] = {}
+    texts: dict[tuple[int, str, int], list[str]] = {}
+    for value in values:
+        kind = value["type"]
+        if kind in {"response.output_item.added", "response.output_item.done"}:
+            items[value["output_index"]] = value["item"]
+            if kind.endswith("done"):
+                texts = {
+                    key: text for key, text in texts.items() if key[0] != value["output_index"]
+                }
+        elif kind.endswith(".delta") and isinstance(value.get("delta"), str):
+            key = value["output_index"], kind.split(".")[1], value.get("content_index") or 0
+            texts.setdefault(key, []).append(value["delta"])
+    for (index, kind, _), text in texts.items():
+        item = items.get(index)
+        if item is None:
+            continue
+        if kind == "function_call_arguments":
+            items[index] = item | {"arguments": "".join(text), "status": "incomplete"}
+            continue
+        part: JsonObject = {"type": kind, "text": "".join(text)}
+        if kind == "output_text":
+            part |= {"annotations": [], "logprobs": []}
+        content = [*(item.get("content") or []), part]
+        items[index] = item | {"content": content, "status": "incomplete"}
+    return [items[index] for index in sorted(items)]
+
+
+def _interrupted(reason: str) -> GatewayError:
+    message = f"The response was interrupted, and can't be continued: {reason}."
+    return GatewayError(502, "response_interrupted", message, retryable=False)
+
+
+def _error_of(outcome: Outcome) -> tuple[str, str]:
+    """Code and message of the error in a run's result."""
+    code, message = outcome.error_code or "server_error", "The response ended too early."
+    try:
+        error = parse_object(outcome.content)["error"]
+        return str(error.get("code") or code), str(error.get("message") or message)
+    except (InvalidJson, KeyError, AttributeError):
+        return code, message
+
+
+def _read_mark(events: bytes) -> FirstRun | None:
+    """Where the response has begun, as the last comment says."""
+    start = events.rfind(_RUN_MARK) + len(_RUN_MARK)
+    try:
+        mark = parse_object(events[start : events.index(b"\n", start)])
+    except (InvalidJson, ValueError):
+        return None
+    kind = mark.get("kind")
+    return FirstRun(str(mark.get("model")), kind if isinstance(kind, str) else None)
