@@ -188,7 +188,7 @@ class Gateway:
             bus=self.bus,
             clock=self.clock,
         )
-        self.background = BackgroundWork(options, lambda: self.settings, self.store)
+        self.background = BackgroundWork(options, lambda: self.settings, self.store, self.bus)
         self.bus.subscribe(InventoryChanged, lambda _: self._warn_of_empty_pools())
         self.handler = ProxyHandler(
             self._handler_config(settings),
@@ -226,6 +226,7 @@ class Gateway:
                 lambda: self.certificates.expiry,
                 self.store,
                 self.ledger,
+                self.background.webhooks_waiting,
             ),
         )
         self.drain_deadlines = DrainDeadlines(self.registry)

@@ -14,19 +14,17 @@ from typing import Any, TypeVar
 import structlog
 from sqlalchemy import Connection, func, select
 
-from gateway.batches.batch_rows import Batch, begin_batch, fail_batch
+from gateway.batches.batch_rows import Batch, EndListener, begin_batch, fail_batch
 from gateway.batches.disk_threads import DiskThreads
 from gateway.batches.folder import AppendedFile, Folder, FolderError
-from gateway.batches.line_reader import Line, LineError, LineReader, TooManyLines, count_lines
+from gateway.batches.line_reader import Line, LineError, LineReader, TooManyLines, check_line_count
 from gateway.batches.request_rows import StoredRow, add_rows
 from gateway.batches.result_lines import broken_line
+from gateway.batches.results import RESULTS
 from gateway.batches.states import RequestKind, RequestState, line_id
 from gateway.config.batches import BatchSettings
 from gateway.store.schema import stored_requests
 from gateway.store.store import Store
-
-RESULTS = "results"
-"""Kind of the folder's files that hold results and error lines."""
 
 REQUESTS = "requests"
 """Kind of the folder's files that hold the lines of a batch without an input file."""
@@ -52,6 +50,8 @@ class Intake:
     threads: DiskThreads
     settings: Callable[[], BatchSettings]
     now: Callable[[], float]
+    on_end: EndListener | None = None
+    """Is told of batches that fail."""
 
     async def take_in(self, batch: Batch) -> None:
         """Read the input of a batch that is validating, and begin or fail it.
@@ -66,11 +66,9 @@ class Intake:
             await self._fail(batch, "file_not_found", "The input file is gone.")
             return
         try:
-            lines = await self.threads.run(
-                _on_disk, count_lines, file, settings.lines, settings.line_bytes
+            await self.threads.run(
+                _on_disk, check_line_count, file, settings.lines, settings.line_bytes
             )
-            if lines > settings.lines:
-                raise TooManyLines(settings.lines)
             reader = LineReader(
                 file,
                 batch.endpoint,
@@ -150,8 +148,10 @@ class Intake:
         )
 
     async def _fail(self, batch: Batch, code: str, message: str) -> None:
-        errors = [{"code": code, "message": message, "param": "input_file_id", "line": None}]
-        await self.store.run(partial(_fail, batch.id, errors, self.now()))
+        errors: list[dict[str, Any]] = [
+            {"code": code, "message": message, "param": "input_file_id", "line": None}
+        ]
+        await self.store.run(partial(_fail, batch.id, errors, self.now(), self.on_end))
         log.info("batch failed", batch=batch.id, why=code)
 
 
@@ -218,5 +218,11 @@ def _begin(id_: str, total: int, model: str | None, now: float, connection: Conn
     begin_batch(connection, id_, total, connection.scalar(broken) or 0, model, now)
 
 
-def _fail(id_: str, errors: list[dict[str, object]], now: float, connection: Connection) -> None:
-    fail_batch(connection, id_, errors, now)
+def _fail(
+    id_: str,
+    errors: list[dict[str, Any]],
+    now: float,
+    also: EndListener | None,
+    connection: Connection,
+) -> None:
+    fail_batch(connection, id_, errors, now, also)

@@ -381,23 +381,25 @@ class LineReader:
             yield last
 
 
-def count_lines(file: BinaryIO, most: int, line_bytes: int) -> int:
-    """How many lines the file has, without empty ones, or `most` + 1 if there are more.
+def check_line_count(file: BinaryIO, most: int, line_bytes: int) -> None:
+    """Check that the file has at most so many lines, empty ones not counted.
 
-    Fewer lines than `most` may be counted with empty ones. The file is at its begin afterwards.
+    The file is at its begin afterwards. Raises: TooManyLines; the file's own error.
     """
     number = 1
     while piece := file.read(COUNTED_BYTES):
         number += piece.count(b"\n")
     file.seek(0)
+    if number <= most:
+        return  # Even if none is empty.
+    splitter, number = LineSplitter(line_bytes), 0
+    while number <= most and (piece := file.read(PIECE_BYTES)):
+        number += sum(not _is_empty(raw) for raw in splitter.feed(piece))
+    last = splitter.end()
+    number += last is not None and not _is_empty(last)
+    file.seek(0)
     if number > most:
-        splitter, number = LineSplitter(line_bytes), 0
-        while number <= most and (piece := file.read(PIECE_BYTES)):
-            number += sum(not _is_empty(raw) for raw in splitter.feed(piece))
-        last = splitter.end()
-        number += last is not None and not _is_empty(last)
-        file.seek(0)
-    return min(number, most + 1)
+        raise TooManyLines(most)
 
 
 def prefix_of(parts: tuple[msgspec.Raw, ...]) -> int:
