@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
@@ -62,6 +63,17 @@ _ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow
 settings.register_profile("house", _ANY_SPEED, derandomize=True)
 settings.register_profile("explore", _ANY_SPEED, max_examples=1000)
 settings.load_profile("house")
+
+
+@pytest.fixture(autouse=True)
+def _logging_of_one_test() -> Iterator[None]:
+    """Give structlog back what it had: its settings are the process's, and outlive a gateway."""
+    before = structlog.get_config() if structlog.is_configured() else None
+    yield
+    if before is None:
+        structlog.reset_defaults()
+    else:
+        structlog.configure(**before)
 
 
 @pytest.fixture(scope="session")
