@@ -201,6 +201,7 @@ class Gateway:
             time_slicer=self.proxy_context.time_slicer,
             meter=self.metering.meter,
             progress_seconds=timings.progress,
+            storing=self.background.storing(self.fleet.model_index, self.scheduler),
         )
         self.runner = Runner(
             settings,
@@ -214,6 +215,9 @@ class Gateway:
             self.proxy_context.time_slicer,
             self.clock,
             time.time,
+        )
+        self.background.run_requests(
+            self.runner, self.ledger, lambda: self.handler.rejecting or self.stopping.is_set()
         )
         self.metrics = Metrics(
             self.bus,
@@ -539,7 +543,12 @@ class Gateway:
         self._routes.update((path.encode(), route) for path, route in routes.items())
         usage = self.metering.caller_usage()
         site = public_app(
-            self.handler, self.fleet, usage, created=self._created, files=self.background.files
+            self.handler,
+            self.fleet,
+            usage,
+            created=self._created,
+            files=self.background.files,
+            requests=self.background.requests,
         )
         return site if self.settings.cors is None else with_cors(site, self.settings.cors)
 
