@@ -188,8 +188,20 @@ class Gateway:
             clock=self.clock,
         )
         self.bus.subscribe(InventoryChanged, lambda _: self._warn_of_empty_pools())
+        config = self._handler_config(settings)
+        self.background = BackgroundWork(
+            options,
+            lambda: self.settings,
+            config.rules,
+            metering=self.metering,
+            fleet=self.fleet,
+            scheduler=self.scheduler,
+            context=self.proxy_context,
+            forwarder=self.forwarder,
+            registry=self.registry,
+        )
         self.handler = ProxyHandler(
-            self._handler_config(settings),
+            config,
             forwarder=self.forwarder,
             queue=self.scheduler,
             catalog=self.fleet.model_index,
@@ -199,19 +211,8 @@ class Gateway:
             time_slicer=self.proxy_context.time_slicer,
             meter=self.metering.meter,
             progress_seconds=timings.progress,
+            storing=self.background.storing(self.fleet.model_index, self.scheduler),
         )
-        self.background = BackgroundWork(
-            options,
-            lambda: self.settings,
-            self.handler.config.rules,
-            metering=self.metering,
-            fleet=self.fleet,
-            scheduler=self.scheduler,
-            context=self.proxy_context,
-            forwarder=self.forwarder,
-            registry=self.registry,
-        )
-        self.runner = self.background.runner
         self.metrics = Metrics(
             self.bus,
             MetricsSource(
@@ -541,9 +542,14 @@ class Gateway:
         self._routes.clear()
         self._routes.update((path.encode(), route) for path, route in routes.items())
         usage = self.metering.caller_usage()
-        files, batches = self.background.files, self.background.batches
         site = public_app(
-            self.handler, self.fleet, usage, created=self._created, files=files, batches=batches
+            self.handler,
+            self.fleet,
+            usage,
+            created=self._created,
+            files=self.background.files,
+            batches=self.background.batches,
+            requests=self.background.requests,
         )
         return site if self.settings.cors is None else with_cors(site, self.settings.cors)
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+from gateway.batches.background_requests import BackgroundRequests
+from gateway.batches.background_runner import BackgroundRunner
 from gateway.batches.batch_registry import BatchRegistry
 from gateway.batches.disk_threads import DiskThreads
+from gateway.batches.event_log import EventLogs
 from gateway.batches.feeder import Feeder
 from gateway.batches.files import FileRegistry
 from gateway.batches.folder import Folder
@@ -16,6 +19,7 @@ from gateway.batches.webhook_events import WebhookEvents
 from gateway.batches.webhook_post import WebhookPoster
 from gateway.batches.webhook_targets import WebhookTargets
 from gateway.batches.webhooks import WebhookSender
+from gateway.catalog import RequestQueue, ServedModels
 from gateway.config.settings import Settings
 from gateway.fleet.fleet import Fleet
 from gateway.metering import Metering, NamedLoop
@@ -28,6 +32,7 @@ from gateway.scheduling.budget import dearest_token
 from gateway.scheduling.scheduler import Scheduler
 from gateway.startup import Options, batches_folder
 from gateway.transport.resolver import Resolver
+from gateway.web.storing import Storing
 
 
 class BackgroundWork:
@@ -50,6 +55,7 @@ class BackgroundWork:
         registry: InFlightRegistry,
     ) -> None:
         self._fleet = fleet
+        self._stopped = False
         bus, clock = context.bus, context.clock
         self.runner = Runner(
             settings(),
@@ -72,10 +78,14 @@ class BackgroundWork:
         self.webhook_targets = WebhookTargets(lambda: settings().webhooks)
         self.webhook_events = WebhookEvents(self.webhook_targets, time.time)
         self.webhook_sender: WebhookSender | None = None
+        self.requests: BackgroundRequests | None = None
+        """Stored responses and deferred requests."""
+        self._logs: EventLogs | None = None
+        self._request_runner: BackgroundRunner | None = None
         # Not that of the nodes, which has names of theirs alone.
         self._resolver = Resolver()
         self._threads = DiskThreads()
-        """For batches; files have their own."""
+        """For batches and background requests; files have their own."""
         store, ledger, process = metering.store, metering.ledger, metering.process
         if store is None or ledger is None or process is None:
             return
@@ -114,10 +124,32 @@ class BackgroundWork:
             on_end=self.webhook_events.batch_ended,
             on_rows=self.feeder.wake,
         )
+        self._logs = EventLogs(folder, self._threads, lambda: settings().limits.response_bytes)
+        self.requests = BackgroundRequests(
+            store,
+            folder,
+            self._threads,
+            self._logs,
+            self.webhook_events,
+            lambda: settings().batches,
+            time.time,
+        )
+        self._request_runner = BackgroundRunner(
+            self.requests,
+            self.runner,
+            ledger,
+            lambda: settings().batches,
+            time.time,
+            lambda: self._stopped,
+        )
 
     def configure(self, settings: Settings, rules: RequestRules) -> None:
         """Run what is begun from now on by these; the rest reads its settings each time."""
         self.runner.configure(settings, rules)
+
+    def storing(self, catalog: ServedModels, queue: RequestQueue) -> Storing:
+        """What the handler gives the requests to that are kept or made later."""
+        return Storing(self.requests, self.webhook_targets, catalog, queue)
 
     def loops(self) -> Iterator[NamedLoop]:
         """What must run while the gateway serves."""
@@ -129,6 +161,12 @@ class BackgroundWork:
             yield NamedLoop(self.batches.run(), "begin and end batches")
         if self.feeder is not None:
             yield NamedLoop(self.feeder.run(), "feed batches")
+        if self._logs is not None:
+            yield NamedLoop(self._logs.run(), "write event logs")
+        if self.requests is not None:
+            yield NamedLoop(self.requests.run(), "remove expired background requests")
+        if self._request_runner is not None:
+            yield NamedLoop(self._request_runner.run(), "run background requests")
         if self.webhook_sender is not None:
             yield NamedLoop(self.webhook_sender.run(), "deliver events to webhooks")
 
@@ -136,6 +174,7 @@ class BackgroundWork:
 
     def stop(self) -> None:
         """Begin no more of what waits: this gateway ends, or has a successor."""
+        self._stopped = True
         if self.feeder is not None:
             self.feeder.stop()
 

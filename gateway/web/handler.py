@@ -70,6 +70,7 @@ from gateway.web.response_heads import (
     rate_limit_lines,
     with_content_type,
 )
+from gateway.web.storing import Storing
 
 PROGRESS_SECONDS = 1.0
 """Seconds between progress comments, for a client that asks for them."""
@@ -103,6 +104,8 @@ class ProxyHandler:
     body_memory: BodyMemory = field(default_factory=BodyMemory)
     latest_edits: SupersedingMap[InFlightRequest] = field(default_factory=SupersedingMap)
     """Completions that editors wait for; a newer one of the same session ends the older."""
+    storing: Storing | None = None
+    """Takes what is to be kept or made later."""
     _id_prefix: str = field(default_factory=lambda: f"req_{secrets.token_hex(8)}")
     _id_numbers: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -181,6 +184,10 @@ class _HandledRequest:
                 )
                 allocation.set_evict(self._evict)
             api = self.route.api
+            if (context.prefers_async or api.may_keep_responses) and handler.storing is not None:
+                body = await handler.storing.serve(self, context, body)
+                if body is None:
+                    return
             if api.translates and api.needs_translation(
                 self.route.path, body, settings, prompt_cache=context.cache.prompt_cache
             ):
@@ -318,6 +325,12 @@ class _HandledRequest:
             )
         finally:
             handler.body_memory.release(allocation, working_bytes)
+
+    async def check(self, context: RequestContext, body: bytes) -> Request:
+        """The request that nodes would get, if it ran now. Raises: GatewayError."""
+        if len(body) < SMALL_BODY_BYTES or not is_slow_to_parse(body):
+            return self._prepare(context, body)
+        return await self._prepare_in_slices(context, body)
 
     def _prepare(self, context: RequestContext, body: Body) -> Request:
         """The request that the body describes. Raises: GatewayError."""
@@ -539,6 +552,11 @@ class _HandledRequest:
     def early_header_lines(self) -> bytes:
         """The gateway's own header lines before the outcome is known."""
         return self._header_lines(early=True)
+
+    @property
+    def config(self) -> HandlerConfig:
+        """What was in force when it came."""
+        return self._config
 
     @property
     def body_stream(self) -> BodyStream | None:

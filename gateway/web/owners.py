@@ -6,7 +6,7 @@ from starlette.requests import Request
 
 from gateway.access.exposure import is_local
 from gateway.errors import GatewayError
-from gateway.request import Caller
+from gateway.request import Caller, Headers
 from gateway.web.request_context import HandlerConfig
 
 ANONYMOUS_OWNER = "anonymous:local"
@@ -14,6 +14,11 @@ ANONYMOUS_OWNER = "anonymous:local"
 
 
 def owner_of(request: Request, caller: Caller, config: HandlerConfig, what: str = "Files") -> str:
+    """The owner's id. Raises: GatewayError 401."""
+    return owner_by_head(request.scope["headers"], caller, config, what)
+
+
+def owner_by_head(headers: Headers, caller: Caller, config: HandlerConfig, what: str) -> str:
     """The owner's id: that of the key.
 
     Callers without a key own things only on a loopback listener without a proxy in front, and own
@@ -22,7 +27,7 @@ def owner_of(request: Request, caller: Caller, config: HandlerConfig, what: str 
     if not caller.anonymous:
         return caller.id
     if is_local(
-        request.scope["headers"],
+        headers,
         loopback_listener=config.loopback,
         trusted_proxies=config.settings.listen.trusted_proxies,
     ):

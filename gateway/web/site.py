@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from gateway import errors
 from gateway.access.callers import MOST_IDENTITY_BYTES, cache_policy_of, identify_caller
+from gateway.batches.background_requests import BackgroundRequests
 from gateway.batches.batch_registry import BatchRegistry
 from gateway.batches.files import FileRegistry
 from gateway.catalog import FleetCatalog
@@ -26,12 +27,14 @@ from gateway.request import Caller
 from gateway.usage.caller_usage import CallerUsage
 from gateway.web.asgi import HealthEndpoints, JsonResponse, asgi_app, read_fields
 from gateway.web.batches import BatchAccess, BatchEndpoints
+from gateway.web.deferred import DeferredEndpoints
 from gateway.web.files import FileEndpoints
 from gateway.web.handler import ProxyHandler
 from gateway.web.message_batches import MessageBatchEndpoints
 from gateway.web.models import VisibleModels, add_anthropic_fields, list_response, props_response
 from gateway.web.request_context import HandlerConfig, may_name_nodes
 from gateway.web.response_heads import EXPOSED_HEADERS
+from gateway.web.stored_responses import StoredResponseEndpoints
 
 
 def public_app(
@@ -42,29 +45,36 @@ def public_app(
     created: int,
     files: FileRegistry | None = None,
     batches: BatchRegistry | None = None,
+    requests: BackgroundRequests | None = None,
 ) -> ASGIApp:
     """The public listener's application, for all but POSTs to routed paths.
 
     Those go from the protocol straight to `handler.serve`; their routes here only make other
-    methods 405. `created`: that of every model, in seconds since 1970. `files`, `batches`: None, if
-    there is no store to keep them.
+    methods 405. `created`: that of every model, in seconds since 1970. `files`, `batches`,
+    `requests`: None, if there is no store to keep them.
     """
     health = HealthEndpoints(fleet, handler.queue, lambda: handler.closing)
+
+    def identify(request: Request) -> Caller:
+        return request_caller(request, handler.config)
+
     file_endpoints = FileEndpoints(
         files,
         lambda: handler.config,
-        lambda request: request_caller(request, handler.config),
+        identify,
         lambda: handler.config.settings.batches.file_bytes,
     )
     access = BatchAccess(
         batches,
         lambda: handler.config,
-        lambda request: request_caller(request, handler.config),
+        identify,
         lambda caller, user: handler.meter.book.accounts(caller, user).caller,
     )
     site = Site(
         handler, fleet, created, health, usage, file_endpoints,
         BatchEndpoints(access), MessageBatchEndpoints(access),
+        StoredResponseEndpoints(requests, lambda: handler.config, identify),
+        DeferredEndpoints(requests, handler.queue, lambda: handler.config, identify),
     )  # fmt: skip
     own = _own_routes(site)
     settings = handler.config.settings
@@ -104,6 +114,8 @@ class Site:
     files: FileEndpoints
     batches: BatchEndpoints
     message_batches: MessageBatchEndpoints
+    responses: StoredResponseEndpoints
+    deferred: DeferredEndpoints
 
     async def models(self, request: Request) -> Response:
         models = self._visible_models(request)
@@ -276,6 +288,12 @@ SITE_ROUTES = (
     SiteRoute(
         "/v1/messages/batches/{id}/resume", lambda site: site.message_batches.resume, method="POST"
     ),
+    SiteRoute("/v1/responses/{id}", lambda site: site.responses.show),
+    SiteRoute("/v1/responses/{id}", lambda site: site.responses.delete, method="DELETE"),
+    SiteRoute("/v1/responses/{id}/cancel", lambda site: site.responses.cancel, method="POST"),
+    SiteRoute("/v1/responses/{id}/input_items", lambda site: site.responses.input_items),
+    SiteRoute("/v1/background/{id}", lambda site: site.deferred.show),
+    SiteRoute("/v1/background/{id}", lambda site: site.deferred.delete, method="DELETE"),
     SiteRoute("/health", lambda site: site.health.health, needs_key=False),
     SiteRoute("/v1/health", lambda site: site.health.health, needs_key=False),
     SiteRoute("/ready", lambda site: site.health.ready, needs_key=False),
@@ -376,7 +394,8 @@ _UNSUPPORTED = {
     "assistants": "there are no assistants; /v1/chat/completions and /v1/responses take tools",
     "threads": "no conversation is kept; send it whole to /v1/chat/completions",
     "conversations": "no conversation is kept; send it whole to /v1/responses",
-    "responses": "no response is kept; send the conversation whole to /v1/responses",
+    "responses": "a stored response has only /cancel and /input_items",
+    "background": "a request for later has only /v1/background/{id}",
     "chat/completions": "no chat is kept; send it whole to /v1/chat/completions",
     "vector_stores": "nothing is stored; /v1/embeddings makes vectors",
     "uploads": "files are not uploaded in parts; POST /v1/files takes a whole one",
