@@ -65,8 +65,11 @@ class LogEnded(Exception):  # noqa: N818 - said of the log
     """The log has its terminal event already."""
 
 
-class LogBroken(Exception):  # noqa: N818 - said of the log
+class LogBroken(FolderError):  # noqa: N818 - said of the log
     """The log has no terminal event, and nobody here will write one."""
+
+    def __init__(self) -> None:
+        super().__init__("the log is closed without an end", "follow it again from where it broke")
 
 
 @dataclass(slots=True, eq=False)
@@ -168,6 +171,8 @@ class EventLog:
         Raises: FolderError.
         """
         while self._pending or self._writing:
+            if self._closed and not self._writing:
+                raise LogBroken
             written = asyncio.get_running_loop().create_future()
             self._rounds.append(written)
             await written
@@ -189,6 +194,8 @@ class EventLog:
     def _check_open(self) -> None:
         if self._failure is not None:
             raise self._failure
+        if self._closed:
+            raise LogBroken
         if self._ending:
             raise LogEnded
         if not self._is_written_here:

@@ -158,7 +158,7 @@ async def test_an_error_event_becomes_a_failed_response(tmp_path: Path) -> None:
         open_logs(tmp_path) as logs,
     ):
         events = await begin(logs, tools=[{"type": "function", "name": "f"}])
-        node.faults.next("reset", after_tokens=5)
+        node.faults.next("reset", after_events=8)
         outcome = await run(proxy.app, events, tools=[{"type": "function", "name": "f"}])
         assert outcome.failed_on_nodes
         assert not events.ended
