@@ -188,7 +188,7 @@ class Gateway:
             bus=self.bus,
             clock=self.clock,
         )
-        self.background = BackgroundWork(options, lambda: self.settings, self.store)
+        self.background = BackgroundWork(options, lambda: self.settings, self.store, self.bus)
         self.bus.subscribe(InventoryChanged, lambda _: self._warn_of_empty_pools())
         self.handler = ProxyHandler(
             self._handler_config(settings),
@@ -201,6 +201,7 @@ class Gateway:
             time_slicer=self.proxy_context.time_slicer,
             meter=self.metering.meter,
             progress_seconds=timings.progress,
+            storing=self.background.storing(self.fleet.model_index, self.scheduler),
         )
         self.runner = Runner(
             settings,
@@ -215,6 +216,9 @@ class Gateway:
             self.clock,
             time.time,
         )
+        self.background.run_requests(
+            self.runner, self.ledger, lambda: self.handler.rejecting or self.stopping.is_set()
+        )
         self.metrics = Metrics(
             self.bus,
             MetricsSource(
@@ -226,6 +230,7 @@ class Gateway:
                 lambda: self.certificates.expiry,
                 self.store,
                 self.ledger,
+                self.background.webhooks_waiting,
             ),
         )
         self.drain_deadlines = DrainDeadlines(self.registry)
@@ -538,7 +543,12 @@ class Gateway:
         self._routes.update((path.encode(), route) for path, route in routes.items())
         usage = self.metering.caller_usage()
         site = public_app(
-            self.handler, self.fleet, usage, created=self._created, files=self.background.files
+            self.handler,
+            self.fleet,
+            usage,
+            created=self._created,
+            files=self.background.files,
+            requests=self.background.requests,
         )
         return site if self.settings.cors is None else with_cors(site, self.settings.cors)
 

@@ -119,6 +119,28 @@ class BatchSettings(ConfigModel):
         KeptSeconds,
         Field(description="For how long the result of a background request is kept."),
     ] = 3600.0
+    waiting_per_key: Annotated[
+        Count,
+        Field(
+            description=(
+                "Requests of one key that wait or run in the background, lines of batches aside; "
+                "beyond them, 429."
+            )
+        ),
+    ] = 1000
+    waiting_bytes_per_key: Annotated[
+        ByteCount,
+        Field(description="Bodies of these requests together; beyond it, 429."),
+    ] = 256 << 20
+    background_at_once: Annotated[
+        Count,
+        Field(
+            description=(
+                "Background requests that one process runs or has in its queue at a time; the "
+                "others wait in the store."
+            )
+        ),
+    ] = 64
     store_responses: Annotated[
         bool,
         Field(

@@ -28,6 +28,7 @@ from gateway.events import (
     RequestFinished,
     SlotYielded,
     StreamResumed,
+    WebhookAttempted,
 )
 from gateway.request import Priority
 
@@ -130,6 +131,8 @@ class MetricsSnapshot:
     store: StoreSample | None = None
     """None: there is no store."""
     ledger: LedgerSample | None = None
+    webhooks_waiting: int = 0
+    """Deliveries that wait in the store."""
 
 
 @dataclass(slots=True)
@@ -169,6 +172,7 @@ class Metrics:
         self._cost: dict[str, float] = {}
         self._resumed = 0
         self._yielded = 0
+        self._webhooks: dict[str, int] = {}
         self._limits_reached: dict[tuple[str, str], int] = {}
         self._duration = Histogram(_SECONDS)
         self._ttft = Histogram(_SECONDS)
@@ -182,6 +186,7 @@ class Metrics:
         bus.subscribe(StreamResumed, self.resumed)
         bus.subscribe(SlotYielded, self.yielded)
         bus.subscribe(LimitReached, self.limit_reached)
+        bus.subscribe(WebhookAttempted, self.webhook_attempted)
         bus.subscribe(NodeChanged, self.node_changed)
 
     def finished(self, event: RequestFinished) -> None:
@@ -241,6 +246,10 @@ class Metrics:
         """Count a request that a limit refused."""
         key = (event.limit, event.scope)
         self._limits_reached[key] = self._limits_reached.get(key, 0) + 1
+
+    def webhook_attempted(self, event: WebhookAttempted) -> None:
+        """Count an attempt to deliver an event."""
+        self._webhooks[event.outcome] = self._webhooks.get(event.outcome, 0) + 1
 
     def node_changed(self, event: NodeChanged) -> None:
         """Forget a node that has left the fleet."""
@@ -304,6 +313,7 @@ class Metrics:
             )
         if snapshot.ledger is not None:
             _add_ledger(page, snapshot.ledger)
+        self._add_webhooks(page, snapshot.webhooks_waiting)
         build = labels(version=__version__, python=platform.python_version())
         page.add_family("build_info", "gauge", "The version that runs.", [(build, 1)])
         return page.render().encode() + generate_latest(self._process)
@@ -358,6 +368,20 @@ class Metrics:
             ("overhead_seconds", "From arrival to dispatch, less the wait.", self._overhead),
         ):
             page.add_histogram(name, meaning, histogram)
+
+    def _add_webhooks(self, page: MetricsPage, waiting: int) -> None:
+        page.add_family(
+            "webhook_attempts_total",
+            "counter",
+            "Attempts to deliver an event to a webhook, by their outcome.",
+            ((labels(outcome=outcome), count) for outcome, count in self._webhooks.items()),
+        )
+        page.add_family(
+            "webhook_deliveries_waiting",
+            "gauge",
+            "Events in the store that are still to be delivered, of all processes.",
+            [("", waiting)],
+        )
 
     def _token_samples(self) -> Iterator[tuple[str, float]]:
         models: dict[str, RequestCounts] = {}

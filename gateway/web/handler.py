@@ -53,7 +53,13 @@ from gateway.web.body import (
     take_small_body,
     translate_body,
 )
-from gateway.web.http_exchange import Heartbeat, HttpExchange, RewritingWriter
+from gateway.web.heartbeats import (
+    Heartbeat,
+    PaddingHeartbeat,
+    ProgressHeartbeat,
+    StreamHeartbeat,
+)
+from gateway.web.http_exchange import HttpExchange, RewritingWriter
 from gateway.web.origins import cors_headers
 from gateway.web.request_context import HandlerConfig, RequestContext, parse_context
 from gateway.web.response_heads import (
@@ -61,17 +67,13 @@ from gateway.web.response_heads import (
     encode_headers,
     error_headers,
     gateway_header_lines,
-    progress_comment,
     rate_limit_lines,
-    stream_header_lines,
     with_content_type,
 )
+from gateway.web.storing import Storing
 
 PROGRESS_SECONDS = 1.0
 """Seconds between progress comments, for a client that asks for them."""
-
-HEARTBEAT_TOLERANCE = 0.01
-"""A heartbeat may come early by this part of its interval."""
 
 TIMER_TOLERANCE = 0.01
 """Seconds by which a timer may fire early."""
@@ -102,6 +104,8 @@ class ProxyHandler:
     body_memory: BodyMemory = field(default_factory=BodyMemory)
     latest_edits: SupersedingMap[InFlightRequest] = field(default_factory=SupersedingMap)
     """Completions that editors wait for; a newer one of the same session ends the older."""
+    storing: Storing | None = None
+    """Takes what is to be kept or made later."""
     _id_prefix: str = field(default_factory=lambda: f"req_{secrets.token_hex(8)}")
     _id_numbers: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -130,19 +134,19 @@ class _HandledRequest:
     """One request and its response."""
 
     __slots__ = (
-        "_accounts", "_allocation", "_body_size", "_config", "_edit_session", "_exchange",
-        "_handler", "_heartbeat", "_in_flight", "_last_sent_at", "_may_name_nodes", "_metered",
-        "_node_route", "_response", "_rewriter", "_route", "received_at", "record", "request_id",
+        "_accounts", "_allocation", "_body_size", "_config", "_edit_session",
+        "_handler", "_heartbeat", "_in_flight", "_may_name_nodes", "_metered", "_node_route",
+        "_response", "_rewriter", "exchange", "received_at", "record", "request_id", "route",
     )  # fmt: skip
 
     def __init__(self, handler: ProxyHandler, route: Route, exchange: HttpExchange) -> None:
         self._handler = handler
-        self._route = route
+        self.route = route
         """What the client asked for; its API is the client's."""
         self._node_route = route
         """What nodes are asked for."""
         self._rewriter: ResponseRewriter | None = None
-        self._exchange = exchange
+        self.exchange = exchange
         self._config = handler.config
         self._accounts: Accounts | None = None
         """Those on which it counts; None: the caller is not known yet."""
@@ -154,8 +158,6 @@ class _HandledRequest:
         self._response: ProxyResponse | None = None
         self._heartbeat: Heartbeat | None = None
         self._may_name_nodes = False
-        self._last_sent_at = 0.0
-        """When the last heartbeat was sent."""
         self._body_size = 0
         """Bytes of a small body; larger ones are counted by `_allocation`."""
         self._allocation: BodyAllocation | None = None
@@ -170,7 +172,7 @@ class _HandledRequest:
         try:
             handler, settings = self._handler, self._config.settings
             context = self._admit()
-            body = take_small_body(self._exchange, settings.limits, handler.body_memory)
+            body = take_small_body(self.exchange, settings.limits, handler.body_memory)
             if body is not None:
                 self._body_size = len(body)
             else:
@@ -178,17 +180,21 @@ class _HandledRequest:
                     context.caller.id, context.fairness_key
                 )
                 body = await read_body(
-                    self._exchange, settings.limits, handler.body_memory, allocation
+                    self.exchange, settings.limits, handler.body_memory, allocation
                 )
                 allocation.set_evict(self._evict)
-            api = self._route.api
+            api = self.route.api
+            if (context.prefers_async or api.may_keep_responses) and handler.storing is not None:
+                body = await handler.storing.serve(self, context, body)
+                if body is None:
+                    return
             if api.translates and api.needs_translation(
-                self._route.path, body, settings, prompt_cache=context.cache.prompt_cache
+                self.route.path, body, settings, prompt_cache=context.cache.prompt_cache
             ):
                 body = await self._translate(context, body)
                 if body is None:
                     return
-            if len(body) < SMALL_BODY_BYTES or self._route.multipart or not is_slow_to_parse(body):
+            if len(body) < SMALL_BODY_BYTES or self.route.multipart or not is_slow_to_parse(body):
                 request = self._prepare(context, body)
             else:
                 request = await self._prepare_in_slices(context, body)
@@ -239,7 +245,7 @@ class _HandledRequest:
 
         Raises: GatewayError.
         """
-        exchange, config = self._exchange, self._config
+        exchange, config = self.exchange, self._config
         context = exchange.context_cache.get(exchange.headers, config)
         if context is None:
             context = parse_context(
@@ -263,7 +269,7 @@ class _HandledRequest:
 
     async def _translate(self, context: RequestContext, body: bytes) -> bytes | None:
         """The body as nodes get it; None: the response was sent. Raises: GatewayError."""
-        handler, route, rules = self._handler, self._route, self._config.rules
+        handler, route, rules = self._handler, self.route, self._config.rules
         if route.path not in routes_of(self._config.settings):
             raise errors.not_found(route.path, None)  # It was, when the connection began.
         index, memory = handler.catalog, handler.body_memory
@@ -282,7 +288,7 @@ class _HandledRequest:
             )
         else:
             translation = run_at_once(work)
-        if translation.path == self._route.path:
+        if translation.path == self.route.path:
             return translation.body
         self._node_route, self._rewriter = ROUTES[translation.path], translation.rewriter
         if translation.reply is None:
@@ -291,7 +297,7 @@ class _HandledRequest:
         wanted, labels = request.lease_request, context.cache.node_labels
         if not any(index.serves(name, labels) for name in wanted.model_names):
             raise index.not_found_error(wanted.model, labels)
-        self._exchange.respond(200, JSON_HEADER_LINE + self._header_lines(), translation.reply)
+        self.exchange.respond(200, JSON_HEADER_LINE + self._header_lines(), translation.reply)
         return None
 
     async def _prepare_in_slices(self, context: RequestContext, body: bytes) -> Request:
@@ -320,6 +326,12 @@ class _HandledRequest:
         finally:
             handler.body_memory.release(allocation, working_bytes)
 
+    async def check(self, context: RequestContext, body: bytes) -> Request:
+        """The request that nodes would get, if it ran now. Raises: GatewayError."""
+        if len(body) < SMALL_BODY_BYTES or not is_slow_to_parse(body):
+            return self._prepare(context, body)
+        return await self._prepare_in_slices(context, body)
+
     def _prepare(self, context: RequestContext, body: Body) -> Request:
         """The request that the body describes. Raises: GatewayError."""
         record, route, settings = self.record, self._node_route, self._config.settings
@@ -327,7 +339,7 @@ class _HandledRequest:
         if not isinstance(body, bytes):
             parsed = body.parse()
         elif route.multipart:
-            parsed = multipart.parse_multipart(body, self._exchange.headers)
+            parsed = multipart.parse_multipart(body, self.exchange.headers)
             prepare_request = prepare_multipart
         else:
             try:
@@ -382,7 +394,7 @@ class _HandledRequest:
 
     def _default_edit_session(self, request: LeaseRequest) -> str:
         """Identifies an editor that names no session in a header."""
-        exchange, proxies = self._exchange, self._config.settings.listen.trusted_proxies
+        exchange, proxies = self.exchange, self._config.settings.listen.trusted_proxies
         address = client_address(exchange.headers, exchange.peer_address, proxies)
         return f"{request.fairness_key} {address} {request.model}"
 
@@ -407,7 +419,7 @@ class _HandledRequest:
     # Send the response.
 
     def _send_whole(self, response: ProxyResponse) -> None:
-        record, exchange, api = self.record, self._exchange, self._route.api
+        record, exchange, api = self.record, self.exchange, self.route.api
         header_lines, content = response.header_lines, response.content
         if response.status < 300:
             if self._rewriter is not None:
@@ -427,7 +439,7 @@ class _HandledRequest:
             raise errors.node_failed("The node did not stream its answer.")
 
     async def _send_stream(self, response: ProxyResponse, stream: BodyStream) -> None:
-        exchange, is_sse, rewriter = self._exchange, stream.source.is_sse, self._rewriter
+        exchange, is_sse, rewriter = self.exchange, stream.source.is_sse, self._rewriter
         if exchange.response_started and self.record.stream and not is_sse:
             raise errors.node_failed("The node did not stream its answer.")
         if rewriter is not None and not is_sse:
@@ -436,7 +448,7 @@ class _HandledRequest:
             self._heartbeat.stop()
         content, header_lines, write = response.content, response.header_lines, exchange.write
         if rewriter is not None:
-            api, seconds = self._route.api, self._config.settings.heartbeat
+            api, seconds = self.route.api, self._config.settings.heartbeat
             clock = self._handler.clock
             writer = RewritingWriter(exchange, rewriter, api, self.record, seconds, clock)
             content, write = writer.rewrite(content), writer.write
@@ -463,7 +475,7 @@ class _HandledRequest:
 
     async def _wait_writable(self, stream: BodyStream) -> None:
         """Wait until the client has taken most of its data, or the attempt fails."""
-        exchange, source = self._exchange, stream.source
+        exchange, source = self.exchange, stream.source
         if exchange.write_paused and source.failure is None:
             source.notify_failure(exchange.wake_writer)
             await exchange.wait_writable()
@@ -481,7 +493,7 @@ class _HandledRequest:
 
     def _send_error(self, error: GatewayError) -> None:
         """End with an error: as the response, or as an event once a stream has begun."""
-        record, api, exchange = self.record, self._route.api, self._exchange
+        record, api, exchange = self.record, self.route.api, self.exchange
         record.fail(error.status, error.code)
         if self._may_name_nodes:
             error.reveal_nodes()
@@ -522,7 +534,7 @@ class _HandledRequest:
 
     def _header_lines(self, *, early: bool = False) -> bytes:
         """The gateway's own header lines; `early`: before the outcome is known."""
-        anthropic = self._route.api.sends_request_id
+        anthropic = self.route.api.sends_request_id
         if early:
             lines = early_gateway_header_lines(self.record, anthropic=anthropic)
         else:
@@ -535,63 +547,36 @@ class _HandledRequest:
         cors = self._config.settings.cors
         if cors is None:
             return lines
-        return lines + encode_headers(cors_headers(cors, self._exchange.headers))
+        return lines + encode_headers(cors_headers(cors, self.exchange.headers))
+
+    def early_header_lines(self) -> bytes:
+        """The gateway's own header lines before the outcome is known."""
+        return self._header_lines(early=True)
+
+    @property
+    def config(self) -> HandlerConfig:
+        """What was in force when it came."""
+        return self._config
+
+    @property
+    def body_stream(self) -> BodyStream | None:
+        """The body of the response, if it has begun and is a stream."""
+        return None if self._response is None else self._response.body_stream
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether a node has begun to answer."""
+        return self._response is not None
 
     # Heartbeats.
 
     def _start_heartbeat(self, in_flight: InFlightRequest) -> Heartbeat | None:
-        settings = self._config.settings
+        settings, handler = self._config.settings, self._handler
         if not in_flight.request.stream:
             if settings.heartbeat and settings.heartbeat_plain:
-                return Heartbeat(settings.heartbeat, self._send_padding)
+                return PaddingHeartbeat(self, in_flight, handler, settings.heartbeat)
         elif in_flight.prefill_progress is not None:
-            return Heartbeat(self._handler.progress_seconds, self._send_progress)
+            return ProgressHeartbeat(self, in_flight, handler, settings.heartbeat)
         elif settings.heartbeat:
-            return Heartbeat(settings.heartbeat, self._send_heartbeat)
+            return StreamHeartbeat(self, in_flight, handler, settings.heartbeat)
         return None
-
-    def _send_padding(self) -> float:
-        """Send white space, which JSON may begin with."""
-        self._send_sign_of_life(b" ", b"content-type: application/json; charset=utf-8\r\n")
-        return self._config.settings.heartbeat
-
-    def _send_progress(self) -> float:
-        """Send a heartbeat with the place in the queue or the progress of the prefill."""
-        in_flight, handler, api = self._in_flight, self._handler, self._route.api
-        if self._response is not None:
-            return self._send_heartbeat()
-        assert in_flight is not None
-        assert in_flight.prefill_progress is not None
-        position = handler.queue.queue_position(self.request_id)
-        prefill = in_flight.prefill_progress.status(handler.clock()) if position is None else None
-        comment = progress_comment(position, prefill)
-        beat = api.heartbeat() if api.heartbeat_is_event or not comment else b""
-        self._send_sign_of_life(comment + beat, stream_header_lines(api))
-        return handler.progress_seconds
-
-    def _send_heartbeat(self) -> float:
-        """Send a heartbeat if nothing was sent for its interval; seconds until the next."""
-        stream = None if self._response is None else self._response.body_stream
-        interval, now = self._config.settings.heartbeat, self._handler.clock()
-        if stream is not None:
-            left = max(self._last_sent_at, stream.last_content_at) + interval - now
-            if left > interval * HEARTBEAT_TOLERANCE:
-                return left
-        if stream is None or stream.is_open:
-            api = self._route.api
-            self._send_sign_of_life(api.heartbeat(), stream_header_lines(api))
-        return interval
-
-    def _send_sign_of_life(self, data: bytes, header_lines: bytes) -> None:
-        """Send `data`; the first time, with a head that has these lines."""
-        exchange = self._exchange
-        self._last_sent_at = self._handler.clock()
-        if exchange.disconnected or exchange.write_paused:
-            return
-        if exchange.response_started:
-            exchange.write(data)
-        else:
-            exchange.start_response(200, header_lines + self._header_lines(early=True), data)
-            if self._in_flight is not None:
-                self._in_flight.note_response_started()
-                self._handler.queue.keep_in_queue(self.request_id)

@@ -323,24 +323,6 @@ class RewritingWriter(EventsForClient):
         return self._exchange.write(data)
 
 
-class Heartbeat:
-    """Calls `beat` after `first` seconds, then after as many as it returns, until `stop`."""
-
-    __slots__ = ("_beat", "_handle", "_loop")
-
-    def __init__(self, first: float, beat: Callable[[], float]) -> None:
-        self._beat = beat
-        self._loop = asyncio.get_running_loop()
-        self._handle = self._loop.call_later(first, self._run)
-
-    def stop(self) -> None:
-        """Call `beat` no more."""
-        self._handle.cancel()
-
-    def _run(self) -> None:
-        self._handle = self._loop.call_later(self._beat(), self._run)
-
-
 @dataclass(slots=True, eq=False)
 class ClientConnection:
     """A client's connection, as far as its exchanges need it."""

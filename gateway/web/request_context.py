@@ -28,6 +28,7 @@ from gateway.request import Caller, Headers, Priority
 from gateway.usage.accounts import Accounts
 from gateway.usage.limits import LimitBook
 from gateway.web.origins import OriginPolicy
+from gateway.web.prefer import prefers_async
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,8 @@ class RequestContext:
     """The class of a request whose body names none; None: `X-Priority` names one."""
     cache: CachePolicy = SHARED_CACHE
     """Which nodes may serve it, and what it may learn of their prompt caches."""
+    prefers_async: bool = False
+    """`Prefer: respond-async`: the client wants to have the response later."""
 
 
 class ContextCache:
@@ -199,6 +202,7 @@ def parse_context(
         _may_name_nodes(listen, local=local),
         effective_priority(None, None, None, caller) if header_priority is None else None,
         cache_policy_of(caller, settings),
+        prefers_async(headers),
     )
 
 

@@ -180,6 +180,8 @@ class Api:
     """Whether nodes are asked by another API; `translate` says how."""
     added_fields_mark: ClassVar[bytes] = b""
     """Bytes in each body to which `added_fields` may add; empty: it adds to none."""
+    may_keep_responses: ClassVar[bool] = False
+    """Whether a request can ask the gateway to keep its response, or to make it later."""
     rewrites_responses: ClassVar[bool] = False
     """Whether `response_rewriter` may rewrite a response on its way to the client."""
 

@@ -78,6 +78,7 @@ class ResponsesApi(Api):
     streaming_fields: ClassVar[JsonObject] = {"stream": True}
     added_fields_mark = b'"format"'
     rewrites_responses = True
+    may_keep_responses = True
     transcript_reader = staticmethod(read_response)
     event_rewriter = NativeToResponsesRewriter
     is_chat = True

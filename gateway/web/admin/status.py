@@ -164,6 +164,7 @@ class MetricsSource:
     """When the certificate of each listener with TLS expires, in seconds since 1970."""
     store: Store | None = None
     ledger: Ledger | None = None
+    webhooks_waiting: Callable[[], int] = int
 
     def __call__(self) -> MetricsSnapshot:
         """The state now."""
@@ -188,6 +189,7 @@ class MetricsSource:
             },
             store=self._store_sample(),
             ledger=self._ledger_sample(),
+            webhooks_waiting=self.webhooks_waiting(),
         )
 
     def _store_sample(self) -> StoreSample | None:

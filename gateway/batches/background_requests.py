@@ -1,0 +1,504 @@
+"""Requests in the background, for their callers: added, found, followed, cancelled and deleted.
+
+A request is complete in the folder before it has a row, and its row goes before its files do: so a
+crash leaves at most files without a row, which `run` removes. The log of a response's events tells
+its state and output; the row tells who runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import structlog
+from sqlalchemy import Connection
+
+from gateway.batches import background_rows, log_file
+from gateway.batches.background_rows import AddBackground, CancelBackground, ExpireBackground
+from gateway.batches.disk_threads import DiskThreads
+from gateway.batches.event_log import EventLogs
+from gateway.batches.folder import Folder, FolderError, FolderFull, FoundFile
+from gateway.batches.followers import Followers
+from gateway.batches.request_rows import StoredRow
+from gateway.batches.response_events import ResponseEvents, current_response, queued_response
+from gateway.batches.states import RequestKind, RequestState
+from gateway.batches.stored_responses import RESPONSE_PREFIX, response_not_found
+from gateway.batches.webhook_events import ResponseEnd, WebhookEvents
+from gateway.config.batches import BatchSettings
+from gateway.errors import GatewayError
+from gateway.proxy.json_values import JsonObject
+from gateway.store.failures import StoreError, StoreUnavailable
+from gateway.store.store import Store
+
+REQUEST, ANSWER = "request", "answer"
+"""Kinds of the folder's files: bodies, and results of deferred requests."""
+
+_PREFIXES = {RequestKind.RESPONSE: RESPONSE_PREFIX, RequestKind.DEFERRED: "bg_"}
+
+POLL_SECONDS = 1.0
+"""Between two looks at a request that another process may have ended."""
+
+CLEAN_SECONDS = 10.0
+"""Between two rounds of ending what is late and removing what is due."""
+
+ORPHAN_SECONDS = 3600.0
+"""Age of a file without a row from which on it counts as left over from a crash."""
+
+STEP_ROWS = 200
+"""Requests, or files, that one round takes."""
+
+MOST_STEPS = 50
+"""Rounds of removing that follow each other at once."""
+
+UNWRITTEN_SECONDS = 60.0
+"""After a response's end was recorded by a process that then wrote nothing, another one writes."""
+
+RETRY_AFTER = 5.0
+"""`Retry-After` in seconds, where nothing better is known."""
+
+MOST_ENDING = 1024
+"""Cancellations under way whose clients have gone."""
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """What is to be run later. `owner` is the id of a key."""
+
+    kind: RequestKind
+    owner: str
+    path: str
+    body: bytes
+    class_: str
+    seconds: float
+    """Within which it must have ended."""
+    keep_seconds: float
+    """For how long its result is kept."""
+    group_name: str | None = None
+    user: str | None = None
+    model: str | None = None
+    stream: bool = False
+    webhook_url: str | None = None
+    prompt_tokens: int = 0
+    max_tokens: int = 0
+    echoed: JsonObject | None = None
+    """The fields that a response repeats."""
+
+
+class BackgroundRequests:
+    """The requests of all callers, in one folder and one store. `now` gives Unix time.
+
+    `wake` tells whoever runs them that there is a new one, `unwanted` that one is not wanted.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        folder: Folder,
+        threads: DiskThreads,
+        logs: EventLogs,
+        webhooks: WebhookEvents,
+        settings: Callable[[], BatchSettings],
+        now: Callable[[], float],
+    ) -> None:
+        self.store = store
+        self.folder = folder
+        self.threads = threads
+        self.logs = logs
+        self.webhooks = webhooks
+        self.followers = Followers(logs)
+        self.wakes = asyncio.Event()
+        """Set when there is something new to run."""
+        self.unwanted: list[Callable[[str], None]] = []
+        """Called with the id of a request whose run is to end."""
+        self._settings = settings
+        self._now = now
+        self._opening = asyncio.Lock()
+        self._waiters: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
+        self._ending: set[asyncio.Task[None]] = set()
+
+    # Add.
+
+    async def add(self, new: NewRequest) -> StoredRow:
+        """Take a request. Raises: GatewayError 429, 503, 507."""
+        settings, created_at = self._settings(), self._now()
+        with told():
+            folder = await self.opened()
+            name = await self.threads.run(self._write, REQUEST, new.body)
+        id_ = f"{_PREFIXES[new.kind]}{name.rpartition('-')[2]}"
+        log_name = None
+        if new.kind is RequestKind.RESPONSE:
+            response = queued_response(id_, created_at, new.echoed or {})
+            with told():
+                events = await ResponseEvents.create(self.logs, response, self._now)
+                log_name = events.name
+                await events.close()
+        deadline = created_at + new.seconds
+        row = StoredRow(
+            id_, new.kind, new.owner, new.path, name, 0, len(new.body), created_at,
+            deadline + new.keep_seconds, folder, new.class_,
+            group_name=new.group_name, user=new.user, model=new.model, stream=new.stream,
+            webhook_url=new.webhook_url, prompt_tokens=new.prompt_tokens,
+            max_tokens=new.max_tokens, deadline=deadline, result_place=log_name,
+        )  # fmt: skip
+        try:
+            used = await self.store.run(
+                AddBackground(row, settings.waiting_per_key, settings.waiting_bytes_per_key)
+            )
+        except StoreUnavailable as error:
+            # It may have its row; if it has none, `run` removes its files.
+            raise store_error(error) from None
+        except StoreError as error:
+            await self._remove_files(row)
+            raise store_error(error) from None
+        if used is not None:
+            await self._remove_files(row)
+            raise GatewayError(
+                429,
+                "rate_limit_exceeded",
+                f"This key has {used.number} requests of {used.bytes} bytes in the background and "
+                f"may have {settings.waiting_per_key} of {settings.waiting_bytes_per_key} bytes.",
+                retry_after=RETRY_AFTER,
+            )
+        self.wakes.set()
+        return row
+
+    def _write(self, kind: str, data: bytes) -> str:
+        new = self.folder.open_new(kind, len(data))
+        try:
+            new.write(data)
+            return new.finish()
+        finally:
+            new.discard()
+
+    async def write_answer(self, data: bytes) -> str:
+        """Keep the result of a deferred request; its file's name. Raises: FolderError."""
+        return await self.threads.run(self._write, ANSWER, data)
+
+    # Find.
+
+    async def find(self, owner: str, id_: str, kind: RequestKind) -> StoredRow:
+        """The owner's request. Raises: GatewayError 404, 503."""
+        found = await self.read(
+            partial(background_rows.find_background, owner=owner, id_=id_, kind=kind,
+                    now=self._now())
+        )  # fmt: skip
+        if found is None:
+            raise not_found(id_, kind)
+        return found
+
+    async def body(self, row: StoredRow) -> bytes:
+        """The request's body. Raises: GatewayError 404, 503."""
+        with told():
+            try:
+                return await self.threads.run(self.folder.read, row.place, row.offset, row.length)
+            except FileNotFoundError:
+                raise not_found(row.id, row.kind) from None
+
+    async def answer(self, row: StoredRow) -> bytes:
+        """The result of a deferred request. Raises: GatewayError 404, 503."""
+        assert row.result_place is not None
+        assert row.result_length is not None
+        with told():
+            try:
+                return await self.threads.run(
+                    self.folder.read, row.result_place, row.result_offset, row.result_length
+                )
+            except FileNotFoundError:
+                raise not_found(row.id, row.kind) from None
+
+    async def response(self, row: StoredRow) -> JsonObject:
+        """A response as it is now. Raises: GatewayError 404, 503."""
+        assert row.result_place is not None
+        with told():
+            try:
+                opened = await self.logs.open(row.result_place)
+                try:
+                    response = await current_response(opened)
+                    ended = opened.ended
+                finally:
+                    await opened.release()
+            except FileNotFoundError:
+                raise not_found(row.id, row.kind) from None
+        if not ended and row.state in _UNRUN:
+            await self._settle_if_left(row)
+            return response | _UNRUN[row.state]
+        return response
+
+    async def follow(self, row: StoredRow, after: int = -1) -> AsyncGenerator[bytes, None]:
+        """The events of a response behind the one of this number, then those to come.
+
+        Raises: as `Followers.follow`.
+        """
+        assert row.result_place is not None
+        if row.state in _UNRUN:
+            await self._settle_if_left(row)
+        async with contextlib.aclosing(self.followers.follow(row.result_place, after)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def ahead_of(self, row: StoredRow) -> int:
+        """How many requests in the background wait that came before. Raises: GatewayError 503."""
+        return await self.read(
+            partial(background_rows.waiting_before, folder=row.folder, created_at=row.created_at)
+        )
+
+    async def wait_ended(self, row: StoredRow, seconds: float) -> StoredRow:
+        """The request once it has ended; as it is after so many seconds if it has not by then.
+
+        Raises: GatewayError 404, 503.
+        """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        while True:
+            found = await self.find(row.owner, row.id, row.kind)
+            left = until - loop.time()
+            if found.state.ended or left <= 0:
+                return found
+            ended = loop.create_future()
+            self._waiters[row.id].add(ended)
+            try:
+                await asyncio.wait((ended,), timeout=min(left, POLL_SECONDS))
+            finally:
+                self._waiters[row.id].discard(ended)
+                if not self._waiters[row.id]:
+                    del self._waiters[row.id]
+
+    def has_ended(self, id_: str) -> None:
+        """A request has ended in this process."""
+        for waiter in self._waiters.get(id_, ()):
+            if not waiter.done():
+                waiter.set_result(None)
+
+    # End.
+
+    async def cancel(self, owner: str, id_: str, kind: RequestKind) -> StoredRow:
+        """End the owner's request, if it has not ended; as it is then. Raises: GatewayError."""
+        found = await self.find(owner, id_, kind)
+        if found.state.ended:
+            return found
+        now = self._now()
+        job = CancelBackground(owner, id_, kind, now, now + keep_seconds(found), self.ended)
+        try:
+            row = await self.store.run(job)
+        except StoreError as error:
+            raise store_error(error) from None
+        if row is None:
+            raise not_found(id_, kind)
+        self._end_run(id_)
+        if row.state is RequestState.CANCELLED and found.state is RequestState.WAITING:
+            await self._settle(row)
+        return row
+
+    def cancel_soon(self, row: StoredRow) -> None:
+        """End a request that its client, which is gone, has waited for."""
+        if len(self._ending) < MOST_ENDING:
+            task = asyncio.create_task(self._cancel_quietly(row))
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    async def _cancel_quietly(self, row: StoredRow) -> None:
+        with contextlib.suppress(GatewayError):
+            await self.cancel(row.owner, row.id, row.kind)
+
+    async def delete(self, owner: str, id_: str, kind: RequestKind) -> StoredRow:
+        """Remove the owner's request with all that is kept of it; as it was. Raises: GatewayError.
+
+        If it waits or runs, it ends.
+        """
+        job = partial(background_rows.delete_background, owner=owner, id_=id_, kind=kind,
+                      now=self._now())  # fmt: skip
+        try:
+            row = await self.store.run(job)
+        except StoreError as error:
+            raise store_error(error) from None
+        if row is None:
+            raise not_found(id_, kind)
+        self._end_run(id_)
+        await self._remove_files(row)
+        return row
+
+    def _end_run(self, id_: str) -> None:
+        self.has_ended(id_)
+        for tell in self.unwanted:
+            tell(id_)
+
+    def ended(self, connection: Connection, row: StoredRow) -> None:
+        """Within the transaction in which a row ends without a result: tell webhooks."""
+        if row.kind is RequestKind.RESPONSE:
+            end: ResponseEnd = "cancelled" if row.state is RequestState.CANCELLED else "failed"
+            self.webhooks.response_ended(connection, row, end, self._now())
+
+    async def _settle_if_left(self, row: StoredRow) -> None:
+        """Write the end of a response that nobody else will write."""
+        own_turn = row.claimed_by is None or (
+            row.ended_at is not None and self._now() >= row.ended_at + UNWRITTEN_SECONDS
+        )
+        if own_turn:
+            await self._settle(row)
+
+    async def _settle(self, row: StoredRow) -> None:
+        """Write the end of a response that has ended without a run."""
+        if row.kind is not RequestKind.RESPONSE or row.result_place is None:
+            return
+        with contextlib.suppress(FileNotFoundError, FolderError):
+            events = await ResponseEvents.reopen(self.logs, row.result_place, self._now)
+            try:
+                if row.state is RequestState.CANCELLED:
+                    await events.cancel()
+                elif row.state in _UNRUN:
+                    await events.fail("server_error", EXPIRED_MESSAGE)
+            finally:
+                await events.close()
+
+    # The gateway's own work.
+
+    async def run(self) -> None:
+        """End what is late, and remove what is due or left over, until cancelled."""
+        orphans_at, problem = self._now(), ""
+        try:
+            while True:
+                try:
+                    orphans = self._now() >= orphans_at
+                    await self.clean(orphans=orphans)
+                    problem = ""
+                    if orphans:
+                        orphans_at = self._now() + ORPHAN_SECONDS
+                except (FolderError, StoreError) as error:
+                    if str(error) != problem:
+                        problem = str(error)
+                        log.warning("old background requests stay", why=problem)
+                await asyncio.sleep(CLEAN_SECONDS)
+        finally:
+            for task in self._ending:
+                task.cancel()
+            await asyncio.gather(*self._ending, return_exceptions=True)
+
+    async def clean(self, *, orphans: bool = False) -> None:
+        """One round of `run`. Raises: FolderError, StoreError."""
+        folder = await self.opened()
+        job = ExpireBackground(folder, self._now(), keep_seconds, self.ended, STEP_ROWS)
+        for row in await self.store.run(job):
+            self.has_ended(row.id)
+            await self._settle(row)
+        for _ in range(MOST_STEPS):
+            due = await self.store.run(
+                partial(background_rows.due_background, folder=folder, now=self._now(),
+                        limit=STEP_ROWS),
+                write=False,
+            )  # fmt: skip
+            for row in due:
+                self._end_run(row.id)
+                await self._remove_files(row)
+            if due:
+                ids = [row.id for row in due]
+                await self.store.run(partial(background_rows.remove_background, ids=ids))
+                log.info("background requests removed", requests=len(ids))
+            if len(due) < STEP_ROWS:
+                break
+        if orphans:
+            await self._remove_orphans()
+
+    async def _remove_orphans(self) -> None:
+        before = self._now() - ORPHAN_SECONDS
+        for kind in (REQUEST, ANSWER, log_file.KIND):
+            found = await self.threads.run(_listed, self.folder, kind)
+            names = [one.name for one in found if one.changed_at < before]
+            for start in range(0, len(names), STEP_ROWS):
+                some = names[start : start + STEP_ROWS]
+                known = await self.store.run(
+                    partial(background_rows.known_places, places=some), write=False
+                )
+                for name in set(some) - known:
+                    await self.threads.run(self.folder.delete, name)
+
+    async def _remove_files(self, row: StoredRow) -> None:
+        """Remove what is kept of a request; what stays is left over, and removed later."""
+        with contextlib.suppress(FolderError):
+            await self.threads.run(self.folder.delete, row.place)
+            if row.result_place is not None:
+                if row.kind is RequestKind.RESPONSE:
+                    await self.logs.delete(row.result_place)
+                else:
+                    await self.threads.run(self.folder.delete, row.result_place)
+
+    async def opened(self) -> str:
+        """The folder's id. Raises: FolderError."""
+        async with self._opening:
+            known = self.folder.id
+            return known if known is not None else await self.threads.run(self.folder.open)
+
+    async def read(self, job: Callable[[Connection], T]) -> T:
+        """Do a job that only reads. Raises: GatewayError 503."""
+        try:
+            return await self.store.run(job, write=False)
+        except StoreError as error:
+            raise store_error(error) from None
+
+
+EXPIRED_MESSAGE = "The time was over before there was a response."
+
+_UNRUN: dict[RequestState, dict[str, Any]] = {
+    RequestState.CANCELLED: {"status": "cancelled"},
+    RequestState.EXPIRED: {
+        "status": "failed",
+        "error": {"code": "server_error", "message": EXPIRED_MESSAGE},
+    },
+}
+"""What a response is whose row has ended so, though its log may not say it yet."""
+
+
+def keep_seconds(row: StoredRow) -> float:
+    """For how long the request's result is kept once it has ended."""
+    return row.keep_until - (row.created_at if row.deadline is None else row.deadline)
+
+
+def not_found(id_: str, kind: RequestKind) -> GatewayError:
+    """404: the caller has no such request."""
+    if kind is RequestKind.RESPONSE:
+        return response_not_found(id_)
+    return GatewayError(
+        404, "background_not_found", "There is no such background request, or it has expired."
+    )
+
+
+def store_error(error: StoreError) -> GatewayError:
+    """503: the store can't be used now."""
+    return GatewayError(
+        503,
+        "store_unavailable",
+        f"The gateway's store can't be used now ({error.state}).",
+        retry_after=RETRY_AFTER,
+    )
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Turn the folder's errors into responses; paths and remedies are for the log alone."""
+    try:
+        yield
+    except FolderFull as error:
+        log.warning("no room for a request", why=str(error))
+        raise GatewayError(
+            507, "storage_full", "The gateway has no room for this request.", retryable=False
+        ) from None
+    except FolderError as error:
+        log.warning("the folder of requests can't be used", why=str(error))
+        raise GatewayError(
+            503,
+            "storage_unavailable",
+            "The gateway's folder of requests can't be used now.",
+            retry_after=RETRY_AFTER,
+        ) from None
+
+
+def _listed(folder: Folder, kind: str) -> list[FoundFile]:
+    return list(folder.files(kind))

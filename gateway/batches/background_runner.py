@@ -1,0 +1,378 @@
+"""Runs responses in the background and deferred requests: claims rows, runs them, records results.
+
+Each is claimed under a lease that is renewed while it runs. A process that is killed loses its
+claims, and another one, or its successor, runs the requests again; a response goes on from what its
+log has. A row's result, its end and its usage are recorded in one transaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+from sqlalchemy import Connection
+
+from gateway.batches import background_rows, claims
+from gateway.batches.background_requests import (
+    EXPIRED_MESSAGE,
+    BackgroundRequests,
+    keep_seconds,
+)
+from gateway.batches.claims import Claim, Pick
+from gateway.batches.deferred import DeferredHead, DeferredResult
+from gateway.batches.event_log import LogBroken, LogEnded
+from gateway.batches.folder import FolderError
+from gateway.batches.recorded_results import RecordedResult, record
+from gateway.batches.request_rows import StoredRow
+from gateway.batches.response_events import ResponseEvents
+from gateway.batches.runner import Outcome, RowDeferred, RowExpired, Runner, StoredRequest
+from gateway.batches.states import RequestKind, RequestState
+from gateway.batches.webhook_events import ResponseEnd
+from gateway.config.batches import BatchSettings
+from gateway.errors import GatewayError
+from gateway.request import Priority
+from gateway.store.failures import StoreError
+from gateway.usage.ledger import Ledger, UsageRow
+
+LEASE_SECONDS = 30.0
+"""After which a request whose process has said nothing is run by another one."""
+
+RENEW_SECONDS = 5.0
+"""Between two times that the process says what it runs."""
+
+LOOK_SECONDS = 1.0
+"""Between two looks for requests, where nobody tells that there are some."""
+
+MOST_RUNS = 3
+"""Runs that nodes may fail, before that is the result."""
+
+RETRY_SECONDS = 2.0
+"""Before the second of these; before the third, twice as many."""
+
+STORE_SECONDS = 1.0
+"""Before the store is tried again."""
+
+CLOSE_SECONDS = 5.0
+"""Most seconds to put back what runs, at the end."""
+
+log = structlog.get_logger()
+
+_ENDS: dict[str, ResponseEnd] = {
+    "completed": "completed", "incomplete": "incomplete", "cancelled": "cancelled",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What a run has brought."""
+
+    recorded: RecordedResult
+    end: ResponseEnd | None = None
+    """How a response has ended."""
+    file: str | None = None
+    """The file of a deferred result, which goes if it is not recorded."""
+
+
+class BackgroundRunner:
+    """Runs what `requests` has. `is_closing` tells when it should claim no more."""
+
+    def __init__(
+        self,
+        requests: BackgroundRequests,
+        runner: Runner,
+        ledger: Ledger,
+        settings: Callable[[], BatchSettings],
+        now: Callable[[], float],
+        is_closing: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._requests = requests
+        self._runner = runner
+        self._ledger = ledger
+        self._process = ledger.own
+        self._settings = settings
+        self._now = now
+        self._is_closing = is_closing
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._unwanted: set[str] = set()
+        """Running requests that were cancelled or deleted."""
+        self._problem = ""
+        requests.unwanted.append(self._end_run)
+
+    def __len__(self) -> int:
+        """How many run."""
+        return len(self._running)
+
+    async def run(self) -> None:
+        """Run requests until cancelled; what runs then waits again."""
+        loop = asyncio.get_running_loop()
+        renew_at = loop.time()
+        try:
+            while True:
+                try:
+                    if loop.time() >= renew_at:
+                        renew_at = loop.time() + RENEW_SECONDS
+                        await self._renew()
+                    if not self._is_closing():
+                        await self._claim()
+                    self._problem = ""
+                except (StoreError, FolderError) as error:
+                    if self._problem != str(error):
+                        self._problem = str(error)
+                        log.warning("background requests wait", why=self._problem)
+                await self._rest()
+        finally:
+            await self._close()
+
+    async def _rest(self) -> None:
+        wakes = self._requests.wakes
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_SECONDS):
+                await wakes.wait()
+        wakes.clear()
+
+    async def _close(self) -> None:
+        """End what runs, and let it wait again."""
+        tasks = list(self._running.items())
+        for _, task in tasks:
+            task.cancel()
+        await asyncio.gather(*(task for _, task in tasks), return_exceptions=True)
+        ids = [id_ for id_, _ in tasks]
+        with contextlib.suppress(StoreError, TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                await self._put_back(ids, 0.0)
+
+    # Claims.
+
+    async def _claim(self) -> None:
+        """Claim what there is room for; all owners get equal shares."""
+        room = self._settings().background_at_once - len(self._running)
+        if room <= 0:
+            return
+        requests, now = self._requests, self._now()
+        folder = await requests.opened()
+        owners = await requests.store.run(
+            partial(background_rows.waiting_owners, folder=folder, now=now), write=False
+        )
+        if not owners:
+            return
+        share = max(1, room // len(owners))
+        picks = [Pick(share, kind, owner=owner) for owner, kind in owners[:room]]
+        rows = await requests.store.run(Claim(folder, self._process.id, picks, now, LEASE_SECONDS))
+        for row in rows:
+            task = asyncio.create_task(self._serve(row))
+            self._running[row.id] = task
+        if rows and len(rows) < room:
+            requests.wakes.set()  # Others may have left some of their share.
+
+    async def _renew(self) -> None:
+        requests, ids = self._requests, list(self._running)
+        folder = await requests.opened()
+        await requests.store.run(
+            partial(claims.release_lost, folder=folder, own=self._process, now=self._now())
+        )
+        if not ids:
+            return
+        wanted = await requests.store.run(
+            partial(claims.renew, process=self._process.id, ids=ids, now=self._now(),
+                    lease_seconds=LEASE_SECONDS)
+        )  # fmt: skip
+        for id_ in set(ids) - wanted:
+            self._end_run(id_)
+
+    def _end_run(self, id_: str) -> None:
+        """A request is not wanted any more."""
+        task = self._running.get(id_)
+        if task is not None and id_ not in self._unwanted:
+            self._unwanted.add(id_)
+            task.cancel()
+
+    async def _put_back(
+        self, ids: Sequence[str], not_before: float, *, failed: bool = False
+    ) -> None:
+        if ids:
+            await self._requests.store.run(
+                partial(claims.put_back, process=self._process.id, ids=ids,
+                        not_before=not_before, failed=failed)
+            )  # fmt: skip
+
+    # One request.
+
+    async def _serve(self, row: StoredRow) -> None:
+        """Run one request to its result, or let it wait again."""
+        try:
+            try:
+                await self._run_once(row)
+            except (RowDeferred, _FailedRun) as again:
+                not_before, failed = self._now() + again.seconds, isinstance(again, _FailedRun)
+                await self._until_stored(
+                    partial(self._put_back, [row.id], not_before, failed=failed)
+                )
+            except asyncio.CancelledError:
+                if row.id not in self._unwanted:
+                    raise
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            log.exception("a background request failed", request=row.id)
+            with contextlib.suppress(StoreError):
+                await self._put_back([row.id], self._now() + LEASE_SECONDS, failed=True)
+        finally:
+            self._unwanted.discard(row.id)
+            del self._running[row.id]
+            self._requests.has_ended(row.id)
+            self._requests.wakes.set()
+
+    async def _run_once(self, row: StoredRow) -> None:
+        """Raises: RowDeferred, _FailedRun."""
+        try:
+            body = await self._requests.body(row)
+            if row.kind is RequestKind.RESPONSE:
+                result = await self._respond(row, body)
+            else:
+                result = await self._defer(row, body)
+        except GatewayError as error:
+            # Its files can't be read now: not those of one that is deleted meanwhile.
+            if error.status == 404:
+                result = _failed(row, error.code)
+            else:
+                raise RowDeferred(error.code, error.retry_after or LEASE_SECONDS) from None
+        if row.id in self._unwanted:
+            return
+        await self._until_stored(partial(self._record, row, result))
+
+    async def _respond(self, row: StoredRow, body: bytes) -> _Result:
+        """Run a response; its events go to its log. Raises: RowDeferred, GatewayError."""
+        assert row.result_place is not None
+        try:
+            events = await ResponseEvents.reopen(
+                self._requests.logs, row.result_place, self._now,
+                self._runner.settings.limits.resume_bytes,
+            )  # fmt: skip
+        except FileNotFoundError:
+            return _failed(row, "storage_lost")
+        except FolderError as error:
+            raise RowDeferred(str(error), LEASE_SECONDS) from None
+        outcome: Outcome | None = None
+        try:
+            if not events.ended:
+                outcome = await self._run_events(row, body, events)
+            return await self._ended_response(row, events, outcome)
+        except RowExpired:
+            await events.fail("server_error", EXPIRED_MESSAGE)
+            return await self._ended_response(row, events, None, RequestState.EXPIRED)
+        except asyncio.CancelledError:
+            if row.id in self._unwanted:
+                with contextlib.suppress(FolderError, FileNotFoundError, LogBroken, LogEnded):
+                    await events.cancel()
+            raise
+        except (FolderError, FileNotFoundError, LogBroken) as error:
+            if row.id in self._unwanted:
+                raise asyncio.CancelledError from None
+            raise RowDeferred(str(error), LEASE_SECONDS) from None
+        finally:
+            with contextlib.suppress(FolderError, FileNotFoundError, LogBroken):
+                await events.close()
+
+    async def _run_events(self, row: StoredRow, body: bytes, events: ResponseEvents) -> Outcome:
+        outcome = await self._runner.run(_to_run(row), body, events)
+        if outcome.failed_on_nodes and not events.ended and row.attempts + 1 < MOST_RUNS:
+            raise _FailedRun(row)
+        await events.finish(outcome)
+        return outcome
+
+    async def _ended_response(
+        self,
+        row: StoredRow,
+        events: ResponseEvents,
+        outcome: Outcome | None,
+        state: RequestState | None = None,
+    ) -> _Result:
+        """The result of a response whose log has ended. Raises: FolderError."""
+        response = await events.response()
+        end = _ENDS.get(str(response.get("status")), "failed")
+        error = response.get("error") or {}
+        if state is None:
+            state = RequestState.FAILED if end == "failed" else RequestState.DONE
+        status = 200 if end != "failed" else 500 if outcome is None else max(outcome.status, 400)
+        code = str(error.get("code") or "server_error") if end == "failed" else None
+        usage = None if outcome is None else outcome.usage
+        recorded = RecordedResult(row.id, state, status, code, events.name, 0, 0, usage)
+        return _Result(recorded, end)
+
+    async def _defer(self, row: StoredRow, body: bytes) -> _Result:
+        """Run a deferred request, and keep its response. Raises: RowDeferred, GatewayError."""
+        try:
+            outcome = await self._runner.run(_to_run(row), body)
+        except RowExpired:
+            return _Result(RecordedResult(row.id, RequestState.EXPIRED, 504, "queue_timeout"))
+        if outcome.failed_on_nodes and row.attempts + 1 < MOST_RUNS:
+            raise _FailedRun(row)
+        head = DeferredHead(outcome.status, outcome.header_lines.decode("latin-1"), row.id)
+        data = DeferredResult(head, outcome.content).encode()
+        try:
+            name = await self._requests.write_answer(data)
+        except FolderError as error:
+            raise RowDeferred(str(error), LEASE_SECONDS) from None
+        state = RequestState.DONE if outcome.status < 400 else RequestState.FAILED
+        recorded = RecordedResult(
+            row.id, state, outcome.status, outcome.error_code, name, 0, len(data), outcome.usage
+        )
+        return _Result(recorded, file=name)
+
+    async def _record(self, row: StoredRow, result: _Result) -> None:
+        """Record a result. Raises: StoreError."""
+        counts: list[str] = []
+
+        def job(connection: Connection) -> Sequence[UsageRow]:
+            now = self._now()
+            counts[:] = record(connection, self._process.id, [result.recorded], now)
+            for kept in background_rows.keep(connection, counts, now + keep_seconds(row)):
+                if result.end is not None:
+                    self._requests.webhooks.response_ended(connection, kept, result.end, now)
+            usage = result.recorded.usage
+            return [usage] if counts and usage is not None else []
+
+        await self._ledger.write_with(job)
+        if not counts and result.file is not None:
+            with contextlib.suppress(FolderError):
+                await self._requests.threads.run(self._requests.folder.delete, result.file)
+
+    async def _until_stored(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
+        """Do this work of the store, however long the store can't be used."""
+        while True:
+            try:
+                await work()
+            except StoreError as error:
+                log.warning("a background result waits for the store", why=str(error))
+                await asyncio.sleep(STORE_SECONDS)
+            else:
+                return
+
+
+class _FailedRun(Exception):  # noqa: N818 - it is tried again
+    """Nodes have failed this run, and another one may go better."""
+
+    def __init__(self, row: StoredRow) -> None:
+        super().__init__(row.id)
+        self.seconds = RETRY_SECONDS * 2**row.attempts
+
+
+def _failed(row: StoredRow, code: str) -> _Result:
+    end: ResponseEnd | None = "failed" if row.kind is RequestKind.RESPONSE else None
+    place = None if end is None else row.result_place
+    return _Result(RecordedResult(row.id, RequestState.FAILED, 500, code, place), end)
+
+
+def _to_run(row: StoredRow) -> StoredRequest:
+    return StoredRequest(
+        row.id,
+        row.owner,
+        row.path,
+        Priority.parse(row.class_) or Priority.NORMAL,
+        row.user,
+        deadline=row.deadline,
+    )

@@ -1,0 +1,158 @@
+"""Signs of life for clients that wait: white space, comments, or the place in the queue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from gateway.catalog import RequestQueue
+from gateway.proxy.in_flight import InFlightRequest
+from gateway.proxy.inbound.routes import Route
+from gateway.proxy.response_stream import BodyStream
+from gateway.web.http_exchange import HttpExchange
+from gateway.web.response_heads import progress_comment, stream_header_lines
+
+HEARTBEAT_TOLERANCE = 0.01
+"""A heartbeat may come early by this part of its interval."""
+
+PADDING_HEADER_LINES = b"content-type: application/json; charset=utf-8\r\n"
+"""Those of a plain response that begins with white space."""
+
+
+class ServedRequest(Protocol):
+    """A request whose client waits."""
+
+    @property
+    def exchange(self) -> HttpExchange:
+        """Where its response goes."""
+
+    @property
+    def route(self) -> Route:
+        """What its client asked for."""
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether a node has begun to answer."""
+
+    @property
+    def body_stream(self) -> BodyStream | None:
+        """The body of the response, if it has begun and is a stream."""
+
+    def early_header_lines(self) -> bytes:
+        """The gateway's own header lines before the outcome is known."""
+
+
+class WaitingHandler(Protocol):
+    """What heartbeats ask of the handler."""
+
+    @property
+    def queue(self) -> RequestQueue:
+        """Where requests wait."""
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Gives monotonic seconds."""
+
+    @property
+    def progress_seconds(self) -> float:
+        """Seconds between progress comments."""
+
+
+class Heartbeat:
+    """Sends a sign of life after `first` seconds, then again and again, until `stop`."""
+
+    __slots__ = ("_handle", "_handler", "_in_flight", "_interval", "_last_sent_at", "_loop",
+                 "_served")  # fmt: skip
+
+    def __init__(
+        self,
+        served: ServedRequest,
+        in_flight: InFlightRequest,
+        handler: WaitingHandler,
+        interval: float,
+    ) -> None:
+        self._served = served
+        self._in_flight = in_flight
+        self._handler = handler
+        self._interval = interval
+        self._last_sent_at = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._handle = self._loop.call_later(self._first(), self._run)
+
+    def stop(self) -> None:
+        """Send no more."""
+        self._handle.cancel()
+
+    def _first(self) -> float:
+        return self._interval
+
+    def _run(self) -> None:
+        self._handle = self._loop.call_later(self._beat(), self._run)
+
+    def _beat(self) -> float:
+        """Send something; seconds until the next."""
+        raise NotImplementedError
+
+    def _send(self, data: bytes, header_lines: bytes) -> None:
+        """Send `data`; the first time, with a head that has these lines."""
+        served, handler = self._served, self._handler
+        exchange = served.exchange
+        self._last_sent_at = handler.clock()
+        if exchange.disconnected or exchange.write_paused:
+            return
+        if exchange.response_started:
+            exchange.write(data)
+        else:
+            exchange.start_response(200, header_lines + served.early_header_lines(), data)
+            self._in_flight.note_response_started()
+            handler.queue.keep_in_queue(self._in_flight.request.id)
+
+
+class PaddingHeartbeat(Heartbeat):
+    """White space, which JSON may begin with."""
+
+    __slots__ = ()
+
+    def _beat(self) -> float:
+        self._send(b" ", PADDING_HEADER_LINES)
+        return self._interval
+
+
+class StreamHeartbeat(Heartbeat):
+    """What the API's clients skip, if nothing was sent for the interval."""
+
+    __slots__ = ()
+
+    def _beat(self) -> float:
+        interval, now = self._interval, self._handler.clock()
+        stream = self._served.body_stream
+        if stream is not None:
+            left = max(self._last_sent_at, stream.last_content_at) + interval - now
+            if left > interval * HEARTBEAT_TOLERANCE:
+                return left
+        if stream is None or stream.is_open:
+            api = self._served.route.api
+            self._send(api.heartbeat(), stream_header_lines(api))
+        return interval
+
+
+class ProgressHeartbeat(StreamHeartbeat):
+    """The place in the queue or the progress of the prefill, for a client that asks for them."""
+
+    __slots__ = ()
+
+    def _first(self) -> float:
+        return self._handler.progress_seconds
+
+    def _beat(self) -> float:
+        in_flight, handler, api = self._in_flight, self._handler, self._served.route.api
+        if self._served.is_answered:
+            return super()._beat()
+        assert in_flight.prefill_progress is not None
+        position = handler.queue.queue_position(in_flight.request.id)
+        prefill = in_flight.prefill_progress.status(handler.clock()) if position is None else None
+        comment = progress_comment(position, prefill)
+        beat = api.heartbeat() if api.heartbeat_is_event or not comment else b""
+        self._send(comment + beat, stream_header_lines(api))
+        return handler.progress_seconds
