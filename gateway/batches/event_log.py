@@ -65,8 +65,11 @@ class LogEnded(Exception):  # noqa: N818 - said of the log
     """The log has its terminal event already."""
 
 
-class LogBroken(Exception):  # noqa: N818 - said of the log
+class LogBroken(FolderError):  # noqa: N818 - said of the log
     """The log has no terminal event, and nobody here will write one."""
+
+    def __init__(self) -> None:
+        super().__init__("the log is closed without an end", "follow it again from where it broke")
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +86,8 @@ class EventLog:
     """What is written."""
     users: int = 0
     """Those that have not released it."""
-    _is_written_here: bool = False
+    _writers: int = 0
+    """Those in this process that write it."""
     _next_number: int = 0
     _pending: list[bytes] = field(default_factory=list)
     _pending_bytes: int = 0
@@ -168,6 +172,8 @@ class EventLog:
         Raises: FolderError.
         """
         while self._pending or self._writing:
+            if self._closed and not self._writing:
+                raise LogBroken
             written = asyncio.get_running_loop().create_future()
             self._rounds.append(written)
             await written
@@ -183,15 +189,16 @@ class EventLog:
         await logs.threads.run(log_file.truncate, logs.folder, self.name, offset)
         self._extent = await logs.threads.run(log_file.scan, logs.folder, self.name)
         self._next_number = self._extent.events
-        self._tail.clear()
-        self._tail_bytes = 0
+        self._forget_tail()
 
     def _check_open(self) -> None:
         if self._failure is not None:
             raise self._failure
+        if self._closed:
+            raise LogBroken
         if self._ending:
             raise LogEnded
-        if not self._is_written_here:
+        if not self._writers:
             raise ValueError("the log was opened to be read")
 
     # Reading.
@@ -290,7 +297,9 @@ class EventLog:
         try:
             await self.flush()
         finally:
-            self._is_written_here = False
+            self._writers -= 1
+            if not self._writers:
+                self._forget_tail()
 
     async def release(self) -> None:
         """It is not needed any more by the one who got it."""
@@ -298,19 +307,21 @@ class EventLog:
         if not self.users:
             with contextlib.suppress(FolderError):
                 await self.flush()
-            self._logs.forget(self)
+            if not self.users:
+                self._logs.forget(self)
 
     # For `EventLogs`.
 
     def begin_writing(self, events: int) -> None:
         """This process writes it from now on; it holds so many events."""
-        self._is_written_here, self._next_number = True, events
-        self._ending = self._extent.ended
+        if not self._writers:
+            self._next_number, self._ending = events, self._extent.ended
+        self._writers += 1
 
     @property
     def is_written_here(self) -> bool:
         """Whether this process writes it."""
-        return self._is_written_here
+        return self._writers > 0
 
     @property
     def has_pending(self) -> bool:
@@ -359,6 +370,7 @@ class EventLog:
         """Another process has written to it."""
         if extent.size > self._extent.size:
             self._extent = extent
+            self._forget_tail()
             self._wake()
 
     def extent(self) -> Extent:
@@ -377,6 +389,10 @@ class EventLog:
         self._closed = True
         self._wake()
         self._end_round()
+
+    def _forget_tail(self) -> None:
+        self._tail.clear()
+        self._tail_bytes = 0
 
     def _wake(self) -> None:
         for waiter in self._waiters:
@@ -441,17 +457,18 @@ class EventLogs:
 
     async def _opened(self, name: str, *, to_write: bool) -> EventLog:
         log = self._open.get(name)
-        if log is None or (to_write and not log.is_written_here):
+        if log is not None and not log.is_written_here:
+            await self._look(log)
+        if log is None or log.broken:
             extent = await self.threads.run(log_file.scan, self.folder, name)
-            if log is None:
-                log = EventLog(name, self, extent)
-                self._open[name] = log
-            else:
-                log.grew(extent)
-            if to_write:
+            log = EventLog(name, self, extent)
+            self._open[name] = log
+        if to_write:
+            extent = log.extent()
+            if not log.is_written_here:
                 # What a crash left of an event would be in the way.
                 await self.threads.run(log_file.truncate, self.folder, name, extent.size)
-                log.begin_writing(extent.events)
+            log.begin_writing(extent.events)
         log.users += 1
         if self._closed:
             log.close()

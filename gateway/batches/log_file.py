@@ -32,6 +32,12 @@ _HEAD = re.compile(
 )
 """The beginning of each event."""
 
+_NUMBERS = re.compile(
+    rb"(?:\A|(?<=\n\n))(?::[^\n]*\n)*event: [a-z_.]+\n"
+    rb'data: \{"type":"[a-z_.]+","sequence_number":(\d+)[,}]'
+)
+"""The numbers of all events that begin as they should."""
+
 
 class LogTaken(FolderError):  # noqa: N818 - said of the log
     """Another process has written to the log."""
@@ -233,10 +239,9 @@ def _read(file: BinaryIO, offset: int, length: int) -> bytes:
 
 def _valid_bytes(data: bytes, first_number: int) -> int:
     """Bytes of these whole events up to the first that has not the next number."""
-    last = data.rfind(b"\n\n", 0, -2) + 2
-    head = _HEAD.match(data, last if last > 1 else 0)
     count = data.count(b"\n\n")
-    if head is not None and int(head[2]) == first_number + count - 1:
+    numbers = [int(number) for number in _NUMBERS.findall(data)]
+    if numbers == list(range(first_number, first_number + count)):
         return len(data)
     end = 0
     for number, event in enumerate(split_events(data), first_number):

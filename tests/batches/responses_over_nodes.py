@@ -53,8 +53,8 @@ async def begin(logs: EventLogs, **fields: Any) -> ResponseEvents:
     return await ResponseEvents.create(logs, response, now)
 
 
-async def run(app: Gateway, events: ResponseEvents, **fields: Any) -> Outcome:
-    row = StoredRequest("resp_00000000000aff", "k1", RESPONSES)
+async def run(app: Gateway, events: ResponseEvents, owner: str = "k1", **fields: Any) -> Outcome:
+    row = StoredRequest("resp_00000000000aff", owner, RESPONSES)
     return await app.runner.run(row, json.dumps(a_body(**fields)).encode(), events)
 
 
