@@ -1,14 +1,38 @@
 """The rows of batches in the store: one dataclass for a row, and the jobs that read and write them.
 
-Each job may be done twice.
+Each job may be done twice. One that changes a batch takes its turn first (`lock_batch`), so that of
+two processes one waits for the other.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Literal, NamedTuple
 
-from gateway.batches.states import BatchState
+from sqlalchemy import Column, Connection, Row, delete, func, select, update
+
+from gateway.batches import file_rows
+from gateway.batches.file_rows import StoredFile
+from gateway.batches.request_rows import (
+    IS_WAITING,
+    STEP_ROWS,
+    chunks,
+    end_waiting_lines,
+    has_unfinished_lines,
+    lock_batch,
+)
+from gateway.batches.states import BEFORE, BatchState, RequestState
+from gateway.store.schema import batches, stored_requests
+from gateway.usage.processes import insert_for
+
+INPUT_PURPOSE = "batch"
+"""Purpose of a file that a batch may read."""
+
+_BATCH: Final = batches.c
+
+_ROW: Final = stored_requests.c
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +98,396 @@ class Batch:
     def ended_lines(self) -> int:
         """Lines that have a result, or will never have one."""
         return self.completed + self.failed + self.cancelled + self.expired
+
+
+EndListener = Callable[[Connection, Batch], None]
+"""Is told of a batch that ends, in the transaction in which it does."""
+
+AddOutcome = Literal[
+    "added", "again", "conflict", "no_file", "wrong_purpose", "elsewhere", "too_many"
+]
+"""`again`: the same idempotency key with the same request; `conflict`: with another one;
+`elsewhere`: the input file is in the folder of another gateway."""
+
+
+class BatchAdded(NamedTuple):
+    """What became of a new batch."""
+
+    outcome: AddOutcome
+    batch: Batch | None
+    """The new one, or the earlier one with the same idempotency key."""
+
+
+class BatchPage(NamedTuple):
+    """Some batches, the newest first."""
+
+    batches: list[Batch]
+    has_more: bool
+
+
+class DueBatch(NamedTuple):
+    """A batch that is to be removed."""
+
+    id: str
+    places: list[str]
+    """The folder's files that are to be deleted first: bodies and results of its lines."""
+
+
+_FIELDS: Final = tuple(Batch.__dataclass_fields__)
+
+_COLUMNS: Final[tuple[Column[Any], ...]] = tuple(_BATCH[name] for name in _FIELDS)
+
+_JSON: Final = ("metadata", "errors")
+
+_SHOWN: Final = _BATCH.deleted_at.is_(None)
+
+
+# Add.
+
+
+@dataclass(frozen=True, slots=True)
+class AddBatch:
+    """A job of the store: add a batch, unless its owner has too many unfinished ones."""
+
+    batch: Batch
+    most_unfinished: int
+
+    def __call__(self, connection: Connection) -> BatchAdded:
+        """Run within the transaction of `connection`."""
+        batch = self.batch
+        # Until the end of the transaction the input file can't be deleted.
+        file_rows.raise_revision(connection)
+        earlier = self._earlier(connection)
+        if earlier is not None:
+            if earlier.id == batch.id:
+                return BatchAdded("added", earlier)
+            is_same = earlier.request_digest == batch.request_digest
+            return BatchAdded("again" if is_same else "conflict", earlier)
+        if (refused := self._refused(connection)) is not None:
+            return BatchAdded(refused, None)
+        connection.execute(insert_for(connection)(batches).values(**_values_of(batch)))
+        return BatchAdded("added", batch)
+
+    def _earlier(self, connection: Connection) -> Batch | None:
+        """The batch itself, if it was added already, or that with its idempotency key."""
+        found = _find(connection, _BATCH.id == self.batch.id)
+        if found is not None or self.batch.idempotency_key is None:
+            return found
+        return _find(
+            connection,
+            _BATCH.owner == self.batch.owner,
+            _BATCH.idempotency_key == self.batch.idempotency_key,
+        )
+
+    def _refused(self, connection: Connection) -> AddOutcome | None:
+        batch = self.batch
+        if batch.input_file is not None:
+            file = file_rows.find(connection, batch.owner, batch.input_file, batch.created_at)
+            if file is None:
+                return "no_file"
+            if file.purpose != INPUT_PURPOSE:
+                return "wrong_purpose"
+            if file.folder != batch.folder:
+                return "elsewhere"
+        unfinished_ones = select(func.count()).where(
+            _BATCH.owner == batch.owner, _BATCH.ended_at.is_(None)
+        )
+        number = connection.scalar(unfinished_ones) or 0
+        return "too_many" if number >= self.most_unfinished else None
+
+
+# Read.
+
+
+def find_batch(connection: Connection, owner: str, id_: str, api: str) -> Batch | None:
+    """The owner's batch of this API."""
+    return _find(connection, _BATCH.id == id_, _BATCH.owner == owner, _BATCH.api == api, _SHOWN)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBatches:
+    """A job of the store: a page of an owner's batches, the newest first.
+
+    `after`: older ones than that; `before`: the next newer ones than that. Batches of these ids
+    need not be there any more.
+    """
+
+    owner: str
+    api: str
+    limit: int
+    after: str | None = None
+    before: str | None = None
+
+    def __call__(self, connection: Connection) -> BatchPage:
+        """Run within the transaction of `connection`."""
+        asked = select(*_COLUMNS).where(_BATCH.owner == self.owner, _BATCH.api == self.api, _SHOWN)
+        # Ids grow with time.
+        if self.after is not None:
+            asked = asked.where(_BATCH.id < self.after)
+        if self.before is not None:
+            asked = asked.where(_BATCH.id > self.before)
+        order = _BATCH.id.asc() if self.before is not None else _BATCH.id.desc()
+        found = connection.execute(asked.order_by(order).limit(self.limit + 1)).all()
+        page = [_batch_of(row) for row in found[: self.limit]]
+        return BatchPage(page[::-1] if self.before is not None else page, len(found) > self.limit)
+
+
+def unfinished(connection: Connection, folder: str) -> list[Batch]:
+    """All unfinished batches of the folder, the oldest first."""
+    asked = select(*_COLUMNS).where(_BATCH.folder == folder, _BATCH.ended_at.is_(None))
+    return [_batch_of(row) for row in connection.execute(asked.order_by(_BATCH.id))]
+
+
+# From the beginning to the end. Each job returns the batch as it is then; None: it is gone.
+
+
+def begin_batch(
+    connection: Connection, id_: str, total: int, failed: int, model: str | None, now: float
+) -> Batch | None:
+    """All its lines are there: they may run. Nothing, if it isn't `validating` any more."""
+    changes: dict[str, Any] = {
+        "total": total, "failed": failed, "model": model, "in_progress_at": now,
+    }  # fmt: skip
+    if failed == total:
+        return _move(connection, id_, BatchState.FINALIZING, {**changes, "finalizing_at": now})
+    return _move(connection, id_, BatchState.IN_PROGRESS, changes)
+
+
+def fail_batch(
+    connection: Connection,
+    id_: str,
+    errors: Sequence[dict[str, Any]],
+    now: float,
+    also: EndListener | None = None,
+) -> Batch | None:
+    """Its input can't be used at all. Nothing, if it isn't `validating` any more."""
+    state = lock_batch(connection, id_)
+    changes = {"errors": _json(list(errors)), "ended_at": now}
+    failed = _move(connection, id_, BatchState.FAILED, changes)
+    if failed is not None and state is BatchState.VALIDATING and also is not None:
+        also(connection, failed)
+    return failed
+
+
+def cancel_batch(
+    connection: Connection, owner: str, id_: str, api: str, now: float
+) -> Batch | None:
+    """Cancel the owner's batch: lines that wait end, those that run are told by `renew`.
+
+    Of very many lines some end later, by `begin_finalizing`. One that has ended stays as it is.
+    """
+    if find_batch(connection, owner, id_, api) is None:
+        return None
+    state = lock_batch(connection, id_)
+    changes: dict[str, Any] = {"cancelling_at": now}
+    if state is BatchState.VALIDATING:
+        # It gets no more lines: these are all.
+        of_batch = select(func.count()).where(_ROW.batch == id_)
+        failed = of_batch.where(_ROW.state == RequestState.FAILED.value)
+        changes |= {
+            "total": connection.scalar(of_batch) or 0,
+            "failed": connection.scalar(failed) or 0,
+        }
+    cancelled = _move(connection, id_, BatchState.CANCELLING, changes)
+    if cancelled is not None and cancelled.state is BatchState.CANCELLING:
+        end_waiting_lines(connection, id_, RequestState.CANCELLED, now)
+    return _find(connection, _BATCH.id == id_)
+
+
+def pause_batch(
+    connection: Connection, owner: str, id_: str, now: float, reason: str
+) -> Batch | None:
+    """Claim no more lines of the owner's batch; those that run go on. Its deadline stays."""
+    return _pause(connection, owner, id_, now, reason)
+
+
+def resume_batch(connection: Connection, owner: str, id_: str) -> Batch | None:
+    """Let the lines of the owner's batch run again."""
+    return _pause(connection, owner, id_, None, None)
+
+
+def _pause(
+    connection: Connection, owner: str, id_: str, at: float | None, reason: str | None
+) -> Batch | None:
+    of_owner = _BATCH.id == id_, _BATCH.owner == owner, _SHOWN
+    changed = update(batches).where(*of_owner, _BATCH.ended_at.is_(None))
+    if at is not None:
+        changed = changed.where(_BATCH.paused_at.is_(None))
+    connection.execute(changed.values(paused_at=at, pause_reason=reason))
+    return _find(connection, *of_owner)
+
+
+def begin_finalizing(connection: Connection, id_: str, now: float) -> Batch | None:
+    """All its lines have ended: its output can be put together.
+
+    None: lines still wait or run, or it isn't so far for another reason. Lines of a batch that is
+    being cancelled end here, many at a time.
+    """
+    state = lock_batch(connection, id_)
+    if state is BatchState.CANCELLING:
+        ended = end_waiting_lines(connection, id_, RequestState.CANCELLED, now)
+        if ended == STEP_ROWS:
+            return None
+    elif state not in {BatchState.IN_PROGRESS, BatchState.FINALIZING}:
+        return None
+    if has_unfinished_lines(connection, id_):
+        return None
+    if state is BatchState.CANCELLING:
+        first = update(batches).where(_BATCH.id == id_, _BATCH.finalizing_at.is_(None))
+        connection.execute(first.values(finalizing_at=now))
+        return _find(connection, _BATCH.id == id_)
+    return _move(connection, id_, BatchState.FINALIZING, {"finalizing_at": now})
+
+
+def end_batch(
+    connection: Connection,
+    id_: str,
+    output: StoredFile | None,
+    error_file: StoredFile | None,
+    now: float,
+    also: EndListener | None = None,
+) -> Batch | None:
+    """Give the batch its files and its last state.
+
+    None: it is not `finalizing`, or has ended with other files, so that these can be discarded.
+    """
+    lock_batch(connection, id_)
+    batch = _find(connection, _BATCH.id == id_)
+    if batch is None or batch.finalizing_at is None:
+        return None
+    names = tuple(None if file is None else file.id for file in (output, error_file))
+    if batch.ended_at is not None:
+        # Done again: these are its files, unless another process was faster.
+        return batch if (batch.output_file, batch.error_file) == names else None
+    last = BatchState.COMPLETED
+    if batch.cancelling_at is not None:
+        last = BatchState.CANCELLED
+    elif batch.expired:
+        last = BatchState.EXPIRED
+    for file in (output, error_file):
+        if file is not None:
+            file_rows.add(connection, file)
+    changes = {"output_file": names[0], "error_file": names[1], "ended_at": now}
+    ended = _move(connection, id_, last, changes)
+    if ended is not None and also is not None:
+        also(connection, ended)
+    return ended
+
+
+def expire_lines(connection: Connection, folder: str, now: float, limit: int = STEP_ROWS) -> int:
+    """End waiting requests of the folder whose deadline has passed; how many, at most `limit`."""
+    late = select(_BATCH.id).where(
+        _BATCH.folder == folder,
+        _BATCH.ended_at.is_(None),
+        _BATCH.expires_at <= now,
+        _BATCH.state == BatchState.IN_PROGRESS.value,
+    )
+    number = 0
+    for id_ in connection.scalars(late.order_by(_BATCH.id)).all():
+        if number < limit and lock_batch(connection, id_) is BatchState.IN_PROGRESS:
+            number += end_waiting_lines(connection, id_, RequestState.EXPIRED, now, limit - number)
+    if number < limit:
+        alone = select(_ROW.id).where(
+            _ROW.folder == folder, _ROW.batch.is_(None), IS_WAITING, _ROW.deadline <= now
+        )
+        expired = update(stored_requests).where(
+            _ROW.id.in_(alone.limit(limit - number)), IS_WAITING
+        )
+        expired = expired.values(state=RequestState.EXPIRED.value, ended_at=now)
+        number += connection.execute(expired).rowcount
+    return number
+
+
+# The end of batches and of all that they have.
+
+
+def delete_batch(connection: Connection, owner: str, id_: str, api: str) -> list[str] | None:
+    """Take an ended batch from its owner; None: there is none.
+
+    Returns the folder's files that are to be deleted, before `remove_batches` removes the rows.
+    """
+    found = find_batch(connection, owner, id_, api)
+    if found is None or found.ended_at is None:
+        return None
+    gone = update(batches).where(_BATCH.id == id_, _BATCH.ended_at.is_not(None))
+    connection.execute(gone.values(deleted_at=found.ended_at, keep_until=0.0, idempotency_key=None))
+    return _places(connection, found.id, found.input_file)
+
+
+def take_due_batches(connection: Connection, folder: str, now: float, limit: int) -> list[DueBatch]:
+    """Ended batches of the folder whose time is over, or that were deleted: from now on nobody's.
+
+    The caller deletes their files in the folder, then removes their rows (`remove_batches`).
+    """
+    due = select(_BATCH.id, _BATCH.input_file).where(
+        _BATCH.folder == folder, _BATCH.keep_until <= now, _BATCH.ended_at.is_not(None)
+    )
+    found = connection.execute(due.order_by(_BATCH.keep_until).limit(limit)).all()
+    ids = [row.id for row in found]
+    taken = update(batches).where(_BATCH.id.in_(ids), _SHOWN)
+    connection.execute(taken.values(deleted_at=now, idempotency_key=None))
+    return [DueBatch(id_, _places(connection, id_, input_file)) for id_, input_file in found]
+
+
+def remove_batches(connection: Connection, ids: Iterable[str], limit: int = STEP_ROWS) -> bool:
+    """Remove batches that were deleted or taken as due, with their lines.
+
+    At most `limit` lines: returns whether all is removed. If not, it is to be done again.
+    """
+    gone = select(_BATCH.id).where(_BATCH.deleted_at.is_not(None))
+    for some in chunks(ids):
+        for id_ in connection.scalars(gone.where(_BATCH.id.in_(some))).all():
+            lines = select(_ROW.id).where(_ROW.batch == id_).limit(limit)
+            removed = delete(stored_requests).where(_ROW.id.in_(lines))
+            limit -= connection.execute(removed).rowcount
+            if limit <= 0:
+                return False
+            connection.execute(delete(batches).where(_BATCH.id == id_))
+    return True
+
+
+def _places(connection: Connection, id_: str, input_file: str | None) -> list[str]:
+    """The folder's files that only the lines of this batch need."""
+    pairs = select(_ROW.place, _ROW.result_place).where(_ROW.batch == id_).distinct()
+    names = {name for pair in connection.execute(pairs) for name in pair if name is not None}
+    # The input file is its owner's, and goes when that one or its expiry says so.
+    return sorted(names - {input_file})
+
+
+# Rows.
+
+
+def _move(
+    connection: Connection, id_: str, state: BatchState, changes: dict[str, Any]
+) -> Batch | None:
+    """Bring the batch into a state, if that may follow its own; the batch as it is then."""
+    before = [one.value for one in BEFORE[state]]
+    moved = update(batches).where(_BATCH.id == id_, _BATCH.state.in_(before))
+    connection.execute(moved.values(state=state.value, **changes))
+    return _find(connection, _BATCH.id == id_)
+
+
+def _find(connection: Connection, *conditions: Any) -> Batch | None:
+    row = connection.execute(select(*_COLUMNS).where(*conditions)).one_or_none()
+    return None if row is None else _batch_of(row)
+
+
+def _batch_of(row: Row[Any]) -> Batch:
+    values: dict[str, Any] = dict(zip(_FIELDS, row, strict=True))
+    values["state"] = BatchState(values["state"])
+    for name in _JSON:
+        if values[name] is not None:
+            values[name] = json.loads(values[name])
+    return Batch(**values)
+
+
+def _values_of(batch: Batch) -> dict[str, Any]:
+    values = {name: getattr(batch, name) for name in _FIELDS}
+    values["state"] = batch.state.value
+    for name in _JSON:
+        values[name] = _json(values[name])
+    return values
+
+
+def _json(value: Any) -> str | None:
+    return None if value is None else json.dumps(value, ensure_ascii=False)

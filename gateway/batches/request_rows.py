@@ -1,13 +1,40 @@
-"""The rows of stored requests: one dataclass for a row, and the jobs that read and write them.
+"""The rows of stored requests in the store: add, find and read them, and end those that wait.
 
-Each job may be done twice.
+Each job may be done twice. Processes of several hosts may work on one store at the same time: a job
+that changes waiting lines takes their batch's turn first (`lock_batch`), but for claims, which pass
+over rows that others hold (`claims.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Final
 
-from gateway.batches.states import RequestKind, RequestState
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Connection,
+    Row,
+    Select,
+    func,
+    literal_column,
+    select,
+    update,
+)
+
+from gateway.batches.states import BatchState, RequestKind, RequestState
+from gateway.store.schema import batches, stored_requests
+from gateway.usage.processes import insert_for
+
+STEP_ROWS = 4_000
+"""Rows that one job ends or removes: some 20 ms of work."""
+
+IDS_AT_ONCE = 500
+"""Ids that one statement names."""
+
+_ROW: Final = stored_requests.c
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +89,253 @@ class StoredRow:
     result_offset: int | None = None
     result_length: int | None = None
     error_code: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingGroup:
+    """Stored requests that are alike and may run now. Tokens are sums of estimates."""
+
+    batch: str | None
+    owner: str
+    kind: RequestKind
+    path: str
+    model: str | None
+    class_: str
+    """The highest class that they may have."""
+    rows: int
+    prompt_tokens: int
+    max_tokens: int
+    longest: int
+    """The largest `max_tokens` of one of them."""
+    nearest_deadline: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkLeft:
+    """What has not ended yet of a batch; tokens are sums of estimates."""
+
+    waiting: int
+    running: int
+    prompt_tokens: int
+    max_tokens: int
+
+
+_FIELDS: Final = tuple(StoredRow.__dataclass_fields__)
+
+COLUMNS: Final[tuple[Column[Any], ...]] = tuple(_ROW[name] for name in _FIELDS)
+"""For `row_of`."""
+
+
+def in_state(state: RequestState) -> ColumnElement[bool]:
+    """The condition of rows in this state; written out, so that partial indexes are used."""
+    return _ROW.state == literal_column(f"'{state.value}'")
+
+
+IS_WAITING: Final = in_state(RequestState.WAITING)
+
+IS_RUNNING: Final = in_state(RequestState.RUNNING)
+
+
+def row_of(row: Row[Any]) -> StoredRow:
+    """The dataclass of a row of `COLUMNS`."""
+    values: dict[str, Any] = dict(zip(_FIELDS, row, strict=True))
+    values["kind"], values["state"] = RequestKind(values["kind"]), RequestState(values["state"])
+    return StoredRow(**values)
+
+
+def chunks(ids: Iterable[str]) -> Iterable[list[str]]:
+    """The ids, as many at a time as one statement names, in an order that all processes have."""
+    rest = iter(sorted(set(ids)))
+    while some := list(islice(rest, IDS_AT_ONCE)):
+        yield some
+
+
+def lock_batch(connection: Connection, id_: str) -> BatchState | None:
+    """Take the batch's turn until the transaction ends; its state, None if it is gone."""
+    asked = select(batches.c.state).where(batches.c.id == id_).with_for_update()
+    state = connection.scalar(asked)
+    return None if state is None else BatchState(state)
+
+
+# Add and find.
+
+
+def add_rows(connection: Connection, rows: Sequence[StoredRow]) -> bool:
+    """Add stored requests; those that are there already stay as they are.
+
+    False: their batch takes no lines any more, as it was cancelled or has ended, and none is added.
+    """
+    for id_ in sorted({row.batch for row in rows if row.batch is not None}):
+        if lock_batch(connection, id_) not in {BatchState.VALIDATING, BatchState.IN_PROGRESS}:
+            return False
+    added = insert_for(connection)(stored_requests).on_conflict_do_nothing(index_elements=["id"])
+    if rows:
+        connection.execute(added, [_values_of(row) for row in rows])
+    return True
+
+
+def find_row(connection: Connection, owner: str, id_: str, kind: RequestKind) -> StoredRow | None:
+    """The owner's stored request."""
+    asked = select(*COLUMNS).where(_ROW.id == id_, _ROW.owner == owner, _ROW.kind == kind.value)
+    row = connection.execute(asked).one_or_none()
+    return None if row is None else row_of(row)
+
+
+def result_rows(
+    connection: Connection, batch: str, after_number: int, limit: int
+) -> list[StoredRow]:
+    """Lines of a batch that have ended, behind line `after_number`, by their numbers."""
+    unfinished = [RequestState.WAITING.value, RequestState.RUNNING.value]
+    asked = select(*COLUMNS).where(
+        _ROW.batch == batch, _ROW.number > after_number, _ROW.state.not_in(unfinished)
+    )
+    return [row_of(row) for row in connection.execute(asked.order_by(_ROW.number).limit(limit))]
+
+
+# What waits.
+
+
+def waiting_groups(connection: Connection, folder: str, now: float) -> list[WaitingGroup]:
+    """What may run now in the folder: not what a paused batch has, or what is put off."""
+    return [
+        *_groups_of_lines(connection, folder, now),
+        *_groups_without_batch(connection, folder, now),
+    ]
+
+
+def runnable_batches(folder: str, *columns: Column[Any]) -> Select[Any]:
+    """The batches whose lines may run."""
+    return select(*columns).where(
+        batches.c.folder == folder,
+        batches.c.ended_at.is_(None),
+        batches.c.state == BatchState.IN_PROGRESS.value,
+        batches.c.paused_at.is_(None),
+    )
+
+
+_SUMS: Final = (func.count(), func.sum(_ROW.prompt_tokens), func.sum(_ROW.max_tokens))
+
+
+def _groups_of_lines(connection: Connection, folder: str, now: float) -> Iterable[WaitingGroup]:
+    columns = batches.c
+    runnable = {
+        row.id: row
+        for row in connection.execute(
+            runnable_batches(
+                folder, columns.id, columns.owner, columns.endpoint, columns.class_,
+                columns.expires_at,
+            )
+        )
+    }  # fmt: skip
+    names = func.min(_ROW.model), func.max(_ROW.model), func.count(_ROW.model)
+    waiting = IS_WAITING, _ROW.not_before <= now
+    for ids in chunks(runnable):
+        # By batch alone: the index has them in this order. Few batches have several models.
+        of_batches = select(_ROW.batch, *names, func.max(_ROW.max_tokens), *_SUMS).where(
+            _ROW.batch.in_(ids), *waiting
+        )
+        for id_, least, most, named, longest, *sums in connection.execute(
+            of_batches.group_by(_ROW.batch)
+        ).all():
+            batch = runnable[id_]
+            if least == most and named in {0, sums[0]}:
+                yield _group_of_lines(batch, most, longest, sums)
+                continue
+            of_models = select(_ROW.model, func.max(_ROW.max_tokens), *_SUMS)
+            for model, longest_of_model, *sums_of_model in connection.execute(
+                of_models.where(_ROW.batch == id_, *waiting).group_by(_ROW.model)
+            ):
+                yield _group_of_lines(batch, model, longest_of_model, sums_of_model)
+
+
+def _group_of_lines(
+    batch: Row[Any], model: str | None, longest: int, sums: Sequence[Any]
+) -> WaitingGroup:
+    rows, prompt_tokens, max_tokens = map(int, sums)
+    return WaitingGroup(
+        batch.id, batch.owner, RequestKind.LINE, batch.endpoint, model, batch.class_,
+        rows, prompt_tokens, max_tokens, longest, batch.expires_at,
+    )  # fmt: skip
+
+
+def _groups_without_batch(
+    connection: Connection, folder: str, now: float
+) -> Iterable[WaitingGroup]:
+    alike = _ROW.owner, _ROW.kind, _ROW.path, _ROW.model, _ROW.class_
+    asked = select(*alike, *_SUMS, func.max(_ROW.max_tokens), func.min(_ROW.deadline)).where(
+        _ROW.folder == folder, _ROW.batch.is_(None), IS_WAITING, _ROW.not_before <= now
+    )
+    for (
+        owner,
+        kind,
+        path,
+        model,
+        class_,
+        rows,
+        prompt_tokens,
+        max_tokens,
+        *rest,
+    ) in connection.execute(asked.group_by(*alike)):
+        yield WaitingGroup(
+            None, owner, RequestKind(kind), path, model, class_,
+            rows, int(prompt_tokens), int(max_tokens), *rest,
+        )  # fmt: skip
+
+
+def work_left(connection: Connection, batch: str) -> WorkLeft:
+    """What has not ended yet of a batch."""
+    totals = [0, 0, 0, 0]
+    for place, condition in enumerate((IS_WAITING, IS_RUNNING)):
+        asked = select(*_SUMS).where(_ROW.batch == batch, condition)
+        number, prompt_tokens, max_tokens = connection.execute(asked).one()
+        totals[place] = number
+        totals[2] += int(prompt_tokens or 0)
+        totals[3] += int(max_tokens or 0)
+    return WorkLeft(*totals)
+
+
+def has_unfinished_lines(connection: Connection, batch: str) -> bool:
+    """Whether a line of the batch waits or runs."""
+    # One statement: a line that comes from one state into the other is seen in either.
+    waits, runs = (
+        select(_ROW.id).where(_ROW.batch == batch, condition).limit(1).exists()
+        for condition in (IS_WAITING, IS_RUNNING)
+    )
+    return bool(connection.scalar(select(waits | runs)))
+
+
+# The end of rows that wait.
+
+COUNTED_AS: Final = {
+    RequestState.DONE: batches.c.completed,
+    RequestState.FAILED: batches.c.failed,
+    RequestState.CANCELLED: batches.c.cancelled,
+    RequestState.EXPIRED: batches.c.expired,
+}
+"""The column in which a batch counts its lines that have ended so."""
+
+
+def count_lines(connection: Connection, batch: str, state: RequestState, number: int) -> None:
+    """Count lines of the batch that have ended so."""
+    column = COUNTED_AS[state]
+    connection.execute(
+        update(batches).where(batches.c.id == batch).values({column: column + number})
+    )
+
+
+def end_waiting_lines(
+    connection: Connection, batch: str, state: RequestState, now: float, limit: int = STEP_ROWS
+) -> int:
+    """End lines that wait in this state, and count them; how many. The batch must be locked."""
+    some = select(_ROW.id).where(_ROW.batch == batch, IS_WAITING).limit(limit)
+    ended = update(stored_requests).where(_ROW.id.in_(some), IS_WAITING)
+    number = connection.execute(ended.values(state=state.value, ended_at=now)).rowcount
+    if number:
+        count_lines(connection, batch, state, number)
+    return number
+
+
+def _values_of(row: StoredRow) -> dict[str, Any]:
+    values = {name: getattr(row, name) for name in _FIELDS}
+    values["kind"], values["state"] = row.kind.value, row.state.value
+    return values

@@ -1,8 +1,13 @@
-"""The states of batches and of stored requests."""
+"""The states of batches and of stored requests, what may follow which, and their ids."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from enum import StrEnum
+from typing import Final
+
+LINE_PREFIX = "batch_req_"
+"""Begins the id of a batch's line."""
 
 
 class BatchState(StrEnum):
@@ -30,6 +35,20 @@ _ENDED = frozenset(
     {BatchState.COMPLETED, BatchState.FAILED, BatchState.EXPIRED, BatchState.CANCELLED}
 )
 
+BEFORE: Final[dict[BatchState, Collection[BatchState]]] = {
+    BatchState.VALIDATING: (),
+    BatchState.IN_PROGRESS: (BatchState.VALIDATING,),
+    BatchState.FINALIZING: (BatchState.VALIDATING, BatchState.IN_PROGRESS),
+    BatchState.FAILED: (BatchState.VALIDATING,),
+    BatchState.CANCELLING: (
+        BatchState.VALIDATING, BatchState.IN_PROGRESS, BatchState.FINALIZING,
+    ),
+    BatchState.COMPLETED: (BatchState.FINALIZING,),
+    BatchState.EXPIRED: (BatchState.FINALIZING,),
+    BatchState.CANCELLED: (BatchState.CANCELLING,),
+}  # fmt: skip
+"""The states from which a batch may come into each state."""
+
 
 class RequestState(StrEnum):
     """Where a stored request is."""
@@ -45,6 +64,11 @@ class RequestState(StrEnum):
     EXPIRED = "expired"
     """Its time was over before it had a result."""
 
+    @property
+    def ended(self) -> bool:
+        """Whether it never changes again."""
+        return self not in {RequestState.WAITING, RequestState.RUNNING}
+
 
 class RequestKind(StrEnum):
     """What a stored request is for."""
@@ -55,3 +79,16 @@ class RequestKind(StrEnum):
     """A response in the background, or one that is kept."""
     DEFERRED = "deferred"
     """Any other generation that its caller wants to have later."""
+
+
+def new_id(prefix: str, now: float, token: Callable[[int], str]) -> str:
+    """A new id: ids of the same prefix grow with time.
+
+    `now` is Unix time; `token` gives random hex digits for so many bytes.
+    """
+    return f"{prefix}{int(now * 1000):012x}{token(10)}"
+
+
+def line_id(batch: str, number: int) -> str:
+    """The id of a batch's line: the same however often its input is read."""
+    return f"{LINE_PREFIX}{batch.rpartition('_')[2]}_{number}"

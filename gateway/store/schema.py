@@ -280,6 +280,7 @@ batches = Table(
     Column("request_digest", Text),
     Column("errors", Text),
     Column("keep_until", Float, nullable=False),
+    Column("deleted_at", Float),
     Column("class", Text, key="class_", nullable=False),
     Column("folder", Text, nullable=False),
     Index(None, "owner", "id"),
@@ -292,14 +293,25 @@ batches = Table(
     ),
 )
 """Batches of both APIs (`api`: `openai` or `anthropic`). `expires_at` is the deadline. A batch
-without an `ended_at` is unfinished. Only the processes that have its `folder` work on it."""
+without an `ended_at` is unfinished. Only the processes that have its `folder` work on it. One with
+a `deleted_at` is nobody's any more, and is removed with its lines and files, as is one whose
+`keep_until` is over."""
+
+_UNFINISHED = text("ended_at IS NULL")
 
 Index(
     "ix_batches_unfinished",
     batches.c.folder,
     batches.c.expires_at,
-    sqlite_where=text("ended_at IS NULL"),
-    postgresql_where=text("ended_at IS NULL"),
+    sqlite_where=_UNFINISHED,
+    postgresql_where=_UNFINISHED,
+)
+
+Index(
+    "ix_batches_unfinished_of_owner",
+    batches.c.owner,
+    sqlite_where=_UNFINISHED,
+    postgresql_where=_UNFINISHED,
 )
 
 stored_requests = Table(
@@ -342,8 +354,6 @@ stored_requests = Table(
     Column("folder", Text, nullable=False),
     Index("uq_stored_requests_batch_number", "batch", "number", unique=True),
     Index("uq_stored_requests_batch_custom_id", "batch", "custom_id", unique=True),
-    Index(None, "batch", "state"),
-    Index(None, "folder", "keep_until"),
 )
 """Requests that wait, run or have run without a client that holds a connection (`kind`: `line`,
 `response` or `deferred`). The body is `length` bytes of the file `place` in the folder, the result
@@ -354,30 +364,51 @@ _WAITING = text("state = 'waiting'")
 
 _RUNNING = text("state = 'running'")
 
-Index(
-    "ix_stored_requests_waiting_deadline",
-    stored_requests.c.folder,
-    stored_requests.c.deadline,
-    stored_requests.c.not_before,
-    sqlite_where=_WAITING,
-    postgresql_where=_WAITING,
-)
+_WITHOUT_BATCH = text("batch IS NULL")
+
+_WAITING_WITHOUT_BATCH = text("batch IS NULL AND state = 'waiting'")
 
 Index(
-    "ix_stored_requests_waiting_prefix",
-    stored_requests.c.folder,
+    "ix_stored_requests_waiting_lines",
+    stored_requests.c.batch,
     stored_requests.c.prefix,
-    stored_requests.c.max_tokens,
+    stored_requests.c.max_tokens.desc(),
+    stored_requests.c.number,
+    stored_requests.c.model,
+    stored_requests.c.not_before,
+    stored_requests.c.prompt_tokens,
     sqlite_where=_WAITING,
     postgresql_where=_WAITING,
 )
+"""In the order in which lines are claimed; what groups of waiting lines need is all in it."""
 
 Index(
-    "ix_stored_requests_claimed_by",
+    "ix_stored_requests_waiting_alone",
+    stored_requests.c.folder,
+    stored_requests.c.kind,
+    stored_requests.c.id,
+    sqlite_where=_WAITING_WITHOUT_BATCH,
+    postgresql_where=_WAITING_WITHOUT_BATCH,
+)
+
+Index(
+    "ix_stored_requests_running",
+    stored_requests.c.folder,
     stored_requests.c.claimed_by,
+    stored_requests.c.claimed_until,
+    stored_requests.c.batch,
     sqlite_where=_RUNNING,
     postgresql_where=_RUNNING,
 )
+
+Index(
+    "ix_stored_requests_keep_until",
+    stored_requests.c.folder,
+    stored_requests.c.keep_until,
+    sqlite_where=_WITHOUT_BATCH,
+    postgresql_where=_WITHOUT_BATCH,
+)
+"""Lines are removed with their batch."""
 
 webhook_deliveries = Table(
     "webhook_deliveries",

@@ -165,7 +165,7 @@ class Ledger:
     _batch: list[UsageRow] = field(default_factory=list)
     """The rows that are being written, until that is known to have happened."""
     _sequence: int = 0
-    """Number of the last row that was written."""
+    """Number of the last row that was written, or may have been."""
     _journal: dict[str, OpenRequest | None] = field(default_factory=dict)
     """Each open request as the store has it; None: it may not have the request."""
     _removed: list[str] = field(default_factory=list)
@@ -173,6 +173,8 @@ class Ledger:
     _refresh_after: str = ""
     """The open request that was refreshed last."""
     _full: asyncio.Event = field(default_factory=asyncio.Event)
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while rows are written: others read them in the order of their numbers."""
     _watch: ProcessWatch = field(init=False)
     _next_heartbeat: float = 0.0
     _next_recovery: float = 0.0
@@ -202,6 +204,28 @@ class Ledger:
             self._full.set()
         elif count + len(self._batch) > self.most_pending:
             self._drop_oldest()
+
+    async def write_with(self, job: Callable[[Connection], Sequence[UsageRow]]) -> None:
+        """Do a job of the store, and write the rows that it returns in the same transaction.
+
+        At most `MOST_ROWS_AT_ONCE`; those that are there stay. Raises: StoreError, or the job's own
+        error: then it may be done again.
+        """
+        async with self._turn:
+            first, written = self._sequence + 1, MOST_ROWS_AT_ONCE
+
+            def work(connection: Connection) -> int:
+                rows = job(connection)
+                assert len(rows) <= MOST_ROWS_AT_ONCE, "more rows than numbers"
+                insert_rows(connection, rows, first)
+                return len(rows)
+
+            try:
+                written = await self.store.run(work)
+                self.written += written
+            finally:
+                # Not used again even if it is unknown whether they are: others may have read them.
+                self._sequence += written
 
     def _drop_oldest(self) -> None:
         row = self._waiting.popleft()
@@ -281,6 +305,10 @@ class Ledger:
 
     async def _flush(self) -> bool:
         """Write a batch and the journal; returns whether the store took it."""
+        async with self._turn:
+            return await self._flush_now()
+
+    async def _flush_now(self) -> bool:
         if not self._batch:
             waiting = self._waiting
             count = min(len(waiting), MOST_ROWS_AT_ONCE)
@@ -288,6 +316,8 @@ class Ledger:
         work = self._work()
         if work.is_empty:
             return True
+        # As in `write_with`.
+        self._sequence += len(work.rows)
         try:
             await self.store.run(work.do)
         except StoreError as error:
@@ -309,7 +339,6 @@ class Ledger:
         return True
 
     def _written(self, rows: Sequence[UsageRow]) -> None:
-        self._sequence += len(rows)
         self.written += len(rows)
         self._batch = self._batch[len(rows) :]
 
@@ -322,6 +351,7 @@ class Ledger:
         while self._batch:
             row = self._batch[0]
             work = _Work([row], self._sequence + 1, self.own, closed=[row[0]])
+            self._sequence += 1
             try:
                 await self.store.run(work.do)
             except StoreError as error:
@@ -404,25 +434,17 @@ class Ledger:
 
     async def _recover_from(self, dead: SeenProcess) -> int:
         """Write some of a dead process's open requests into the ledger; how many those were."""
-        first, taken = self._sequence + 1, 0
+        rows: list[UsageRow] = []
 
-        def recover(connection: Connection) -> None:
-            nonlocal taken
-            rows = [_lost_row(one, self.own.id) for one in take_open_requests(connection, dead)]
-            insert_rows(connection, rows, first)
-            taken = len(rows)
+        def recover(connection: Connection) -> list[UsageRow]:
+            rows[:] = [_lost_row(one, self.own.id) for one in take_open_requests(connection, dead)]
+            return rows
 
-        try:
-            await self.store.run(recover)
-        finally:
-            # If nobody knows whether it was committed, too: other processes may have read these
-            # rows, and do not look for the same numbers again.
-            self._sequence += taken
-        self.written += taken
-        self.recovered += taken
-        if taken:
-            log.warning("recovered requests", process=dead.id, requests=taken)
-        return taken
+        await self.write_with(recover)
+        self.recovered += len(rows)
+        if rows:
+            log.warning("recovered requests", process=dead.id, requests=len(rows))
+        return len(rows)
 
 
 @dataclass(slots=True)

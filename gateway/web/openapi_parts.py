@@ -39,6 +39,14 @@ ERRORS = (
     ),
     ErrorRow(
         400,
+        "missing_required_parameter",
+        "batches: a field is missing; `param` names it, as in the next three",
+    ),
+    ErrorRow(400, "unknown_parameter", "batches: there is no such field"),
+    ErrorRow(400, "invalid_type", "batches: a field has a value of another type"),
+    ErrorRow(400, "invalid_value", "batches: a field has a value that it can't have"),
+    ErrorRow(
+        400,
         "context_length_exceeded",
         "the prompt fits no node; with `n_prompt_tokens` and `n_ctx` where known, and the words "
         "that clients look for: `prompt is too long: N tokens > M maximum`, `exceeds the available "
@@ -69,6 +77,8 @@ ERRORS = (
         "no node serves this name, now or when last seen, over restarts of the gateway too",
     ),
     ErrorRow(404, "file_not_found", "no such file of this key, or it has expired"),
+    ErrorRow(404, "batch_not_found", "no such batch of this key, or it is kept no more"),
+    ErrorRow(404, "batch_not_ended", "a message batch has not ended, so it has no results"),
     ErrorRow(404, "not_found", "no such path; says what to use"),
     ErrorRow(405, "method_not_allowed", "with `Allow`"),
     ErrorRow(408, "request_timeout", "the client sent its request too slowly", "yes"),

@@ -53,6 +53,7 @@ def upgrade() -> None:
         sa.Column("request_digest", sa.Text(), nullable=True),
         sa.Column("errors", sa.Text(), nullable=True),
         sa.Column("keep_until", sa.Float(), nullable=False),
+        sa.Column("deleted_at", sa.Float(), nullable=True),
         sa.Column("class", sa.Text(), nullable=False),
         sa.Column("folder", sa.Text(), nullable=False),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_batches")),
@@ -66,6 +67,14 @@ def upgrade() -> None:
         "ix_batches_unfinished",
         "batches",
         ["folder", "expires_at"],
+        unique=False,
+        sqlite_where=sa.text("ended_at IS NULL"),
+        postgresql_where=sa.text("ended_at IS NULL"),
+    )
+    op.create_index(
+        "ix_batches_unfinished_of_owner",
+        "batches",
+        ["owner"],
         unique=False,
         sqlite_where=sa.text("ended_at IS NULL"),
         postgresql_where=sa.text("ended_at IS NULL"),
@@ -135,34 +144,41 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name=op.f("pk_stored_requests")),
     )
     op.create_index(
-        op.f("ix_stored_requests_batch_state"), "stored_requests", ["batch", "state"], unique=False
+        "ix_stored_requests_keep_until",
+        "stored_requests",
+        ["folder", "keep_until"],
+        unique=False,
+        sqlite_where=sa.text("batch IS NULL"),
+        postgresql_where=sa.text("batch IS NULL"),
     )
     op.create_index(
-        "ix_stored_requests_claimed_by",
+        "ix_stored_requests_running",
         "stored_requests",
-        ["claimed_by"],
+        ["folder", "claimed_by", "claimed_until", "batch"],
         unique=False,
         sqlite_where=sa.text("state = 'running'"),
         postgresql_where=sa.text("state = 'running'"),
     )
     op.create_index(
-        op.f("ix_stored_requests_folder_keep_until"),
+        "ix_stored_requests_waiting_alone",
         "stored_requests",
-        ["folder", "keep_until"],
+        ["folder", "kind", "id"],
         unique=False,
+        sqlite_where=sa.text("batch IS NULL AND state = 'waiting'"),
+        postgresql_where=sa.text("batch IS NULL AND state = 'waiting'"),
     )
     op.create_index(
-        "ix_stored_requests_waiting_deadline",
+        "ix_stored_requests_waiting_lines",
         "stored_requests",
-        ["folder", "deadline", "not_before"],
-        unique=False,
-        sqlite_where=sa.text("state = 'waiting'"),
-        postgresql_where=sa.text("state = 'waiting'"),
-    )
-    op.create_index(
-        "ix_stored_requests_waiting_prefix",
-        "stored_requests",
-        ["folder", "prefix", "max_tokens"],
+        [
+            "batch",
+            "prefix",
+            sa.text("max_tokens DESC"),
+            "number",
+            "model",
+            "not_before",
+            "prompt_tokens",
+        ],
         unique=False,
         sqlite_where=sa.text("state = 'waiting'"),
         postgresql_where=sa.text("state = 'waiting'"),
