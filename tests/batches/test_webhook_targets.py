@@ -69,6 +69,7 @@ def test_an_event_goes_to_the_targets_of_its_key_and_to_the_url_of_its_request()
     assert sent("bob", None, "batch.failed", named) == ["all.example", "named.example"]
     # The target is gone, or is not this key's any more.
     assert sent("bob", None, "batch.failed", "https://ci.example/x") == ["all.example"]
+    assert sent("bob", None, "batch.failed", "what was never checked") == ["all.example"]
     # No URL gets an event twice.
     assert sent("bob", None, "batch.failed", "https://all.example/") == ["all.example"]
 
