@@ -370,12 +370,11 @@ def _text_of(path: Path, largest: int) -> str | _NoText:
         if path.is_symlink():
             return _NoText("is a link")
         return _NoText(f"can't be read: {error.strerror}")
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        return _NoText("is a folder" if stat.S_ISDIR(mode) else "is no regular file")
     with os.fdopen(handle, "rb") as file:
-        found = os.fstat(file.fileno())
-        if stat.S_ISDIR(found.st_mode):
-            return _NoText("is a folder")
-        if not stat.S_ISREG(found.st_mode):
-            return _NoText("is no regular file")
         data = file.read(largest + 1)
     if len(data) > largest:
         return _NoText(f"is larger than {largest:,} bytes (--largest-text)")
@@ -395,14 +394,13 @@ def _open(path: Path) -> BinaryIO:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise CommandFailed(f"{path}: can't be read: {error.strerror}", status=2) from None
-    file = os.fdopen(handle, "rb")
     if not stat.S_ISREG(os.fstat(handle).st_mode):
-        file.close()
+        os.close(handle)
         raise CommandFailed(
             f"{path}: is no regular file; '-' reads stdin, and a folder is named by its path",
             status=2,
         )
-    return file
+    return os.fdopen(handle, "rb")
 
 
 def _stdin_file() -> BinaryIO:

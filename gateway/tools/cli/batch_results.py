@@ -235,11 +235,12 @@ def _write_bytes(data: bytes, file: BinaryIO) -> None:
 
 def file_name_of(custom_id: str, *, is_taken: bool = False) -> str:
     """A file name for any `custom_id`; `is_taken`: another one than usual."""
-    name = quote(custom_id.encode(errors="replace"), safe=" ()+,=@")
+    data = custom_id.encode(errors="surrogatepass")
+    name = quote(data, safe=" ()+,=@") or "%"
     if name.startswith("."):
         name = "%2E" + name[1:]
     if is_taken or len(name) > LONGEST_FILE_NAME:
-        digest = hashlib.sha256(custom_id.encode(errors="replace")).hexdigest()[:16]
+        digest = hashlib.sha256(data).hexdigest()[:16]
         name = f"{name[: LONGEST_FILE_NAME - 17]}-{digest}"
     return name if name.endswith(".txt") else f"{name}.txt"
 
