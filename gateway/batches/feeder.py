@@ -124,7 +124,6 @@ class FeederCounts:
     """Runs after which a row waits again: a limit of its owner, no room, no node."""
     retried: int = 0
     """Runs that nodes have failed and that are repeated."""
-    running: int = 0
     waiting: Counter[str] = field(default_factory=Counter)
     """Stored requests that may run, by kind."""
     batches: dict[str, int] = field(default_factory=dict)
@@ -222,6 +221,16 @@ class Feeder:
     _stopped: bool = False
     _problem: str | None = None
 
+    @property
+    def running(self) -> int:
+        """Rows that were offered and have not ended."""
+        return sum(state.lane.running for state in self._targets.values())
+
+    @property
+    def claimed(self) -> int:
+        """Rows that are ready to be offered."""
+        return sum(state.lane.ready for state in self._targets.values())
+
     def wake(self) -> None:
         """Rows have come, or were cancelled."""
         self._read_at = 0.0
@@ -311,8 +320,13 @@ class Feeder:
             if not lane.ready and not lane.running:
                 del self._targets[target]
 
+    async def _open_folder(self) -> str:
+        """Its id. Raises: FolderError."""
+        opened = self.folder.id
+        return opened if opened is not None else await self.threads.run(self.folder.open)
+
     async def _read_waiting(self) -> None:
-        folder = self.folder.id or await self.threads.run(self.folder.open)
+        folder = await self._open_folder()
         began = self.clock()
         waiting = await self.store.run(ReadWaiting(folder, self.now()), write=False)
         took = self.clock() - began
@@ -648,7 +662,7 @@ class Feeder:
 
     async def _renew_step(self) -> None:
         """Say that this process still runs its rows; take back what lost processes had."""
-        folder = self.folder.id or await self.threads.run(self.folder.open)
+        folder = await self._open_folder()
         waits = {id_ for ids in self._put_back.rows.values() for id_ in ids}
         ids = [id_ for id_ in self._held if id_ not in waits]
         if ids:
@@ -701,8 +715,8 @@ class Feeder:
                 await self.store.run(job)
             else:
                 await self.store.run(job, seconds=seconds)
-            ids -= chosen
-            if not ids:
+            rows[not_before, failed] -= chosen
+            if not rows[not_before, failed]:
                 del rows[not_before, failed]
             self._read_at = min(self._read_at, self.clock() + READ_SECONDS)
 

@@ -114,6 +114,25 @@ class LedgerSample:
 
 
 @dataclass(slots=True)
+class BatchSample:
+    """Work that can wait, at the time of a scrape; counts are of this process."""
+
+    batches: Mapping[str, int]
+    """By state."""
+    lines: Mapping[str, int]
+    """Lines whose result was recorded, by outcome."""
+    waiting: Mapping[str, int]
+    """Stored requests that may run, by kind."""
+    running: int
+    """Lines that were offered to the scheduler."""
+    claimed: int
+    """Lines that are to be offered next."""
+    deferred: int
+    retried: int
+    oldest_seconds: float
+
+
+@dataclass(slots=True)
 class MetricsSnapshot:
     """The gateway's state at the time of a scrape."""
 
@@ -131,6 +150,7 @@ class MetricsSnapshot:
     store: StoreSample | None = None
     """None: there is no store."""
     ledger: LedgerSample | None = None
+    batches: BatchSample | None = None
     webhooks_waiting: int = 0
     """Deliveries that wait in the store."""
 
@@ -313,6 +333,8 @@ class Metrics:
             )
         if snapshot.ledger is not None:
             _add_ledger(page, snapshot.ledger)
+        if snapshot.batches is not None:
+            _add_batches(page, snapshot.batches)
         self._add_webhooks(page, snapshot.webhooks_waiting)
         build = labels(version=__version__, python=platform.python_version())
         page.add_family("build_info", "gauge", "The version that runs.", [(build, 1)])
@@ -540,3 +562,37 @@ def _add_ledger(page: MetricsPage, ledger: LedgerSample) -> None:
         ("ledger_rows_dropped_total", "counter", "Rows that were lost.", ledger.dropped),
     ):
         page.add_family(name, kind, text, [("", value)])
+
+
+def _add_batches(page: MetricsPage, batches: BatchSample) -> None:
+    for name, kind, text, label, values in (
+        ("batches", "gauge", "Batches that are kept, by state.", "state", batches.batches),
+        ("batch_lines_total", "counter", "Lines that have ended.", "outcome", batches.lines),
+        (
+            "stored_requests_waiting",
+            "gauge",
+            "Stored requests that wait and may run.",
+            "kind",
+            batches.waiting,
+        ),
+    ):
+        samples = [(labels(**{label: value}), count) for value, count in values.items()]
+        page.add_family(name, kind, text, samples)
+    for name, kind, text, number in (
+        ("batch_lines_running", "gauge", "Lines that run or wait for a slot.", batches.running),
+        ("batch_lines_claimed", "gauge", "Lines that are claimed and go next.", batches.claimed),
+        (
+            "batch_lines_deferred_total",
+            "counter",
+            "Runs that a limit, or a lack of room, has put off.",
+            batches.deferred,
+        ),
+        ("batch_lines_retried_total", "counter", "Runs that nodes have failed.", batches.retried),
+        (
+            "batch_oldest_seconds",
+            "gauge",
+            "Age of the oldest batch with lines that wait.",
+            batches.oldest_seconds,
+        ),
+    ):
+        page.add_family(name, kind, text, [("", number)])
