@@ -542,15 +542,8 @@ class Gateway:
         self._routes.clear()
         self._routes.update((path.encode(), route) for path, route in routes.items())
         usage = self.metering.caller_usage()
-        site = public_app(
-            self.handler,
-            self.fleet,
-            usage,
-            created=self._created,
-            files=self.background.files,
-            batches=self.background.batches,
-            requests=self.background.requests,
-        )
+        kept = self.background.kept_for_callers()
+        site = public_app(self.handler, self.fleet, usage, created=self._created, kept=kept)
         return site if self.settings.cors is None else with_cors(site, self.settings.cors)
 
     def _handler_config(self, settings: Settings) -> HandlerConfig:

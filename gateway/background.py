@@ -32,6 +32,7 @@ from gateway.scheduling.budget import dearest_token
 from gateway.scheduling.scheduler import Scheduler
 from gateway.startup import Options, batches_folder
 from gateway.transport.resolver import Resolver
+from gateway.web.site import KeptForCallers
 from gateway.web.storing import Storing
 
 
@@ -194,6 +195,10 @@ class BackgroundWork:
         self._resolver.close()
 
     # What others ask.
+
+    def kept_for_callers(self) -> KeptForCallers:
+        """What the public listener shows to callers."""
+        return KeptForCallers(self.files, self.batches, self.requests)
 
     def webhooks_waiting(self) -> int:
         """Deliveries that wait in the store."""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -37,21 +38,26 @@ from gateway.web.response_heads import EXPOSED_HEADERS
 from gateway.web.stored_responses import StoredResponseEndpoints
 
 
+class KeptForCallers(NamedTuple):
+    """What callers may have of the gateway's store; None: there is no store."""
+
+    files: FileRegistry | None = None
+    batches: BatchRegistry | None = None
+    requests: BackgroundRequests | None = None
+
+
 def public_app(
     handler: ProxyHandler,
     fleet: FleetCatalog,
     usage: CallerUsage,
     *,
     created: int,
-    files: FileRegistry | None = None,
-    batches: BatchRegistry | None = None,
-    requests: BackgroundRequests | None = None,
+    kept: KeptForCallers = KeptForCallers(),  # noqa: B008 - immutable
 ) -> ASGIApp:
     """The public listener's application, for all but POSTs to routed paths.
 
     Those go from the protocol straight to `handler.serve`; their routes here only make other
-    methods 405. `created`: that of every model, in seconds since 1970. `files`, `batches`,
-    `requests`: None, if there is no store to keep them.
+    methods 405. `created`: that of every model, in seconds since 1970.
     """
     health = HealthEndpoints(fleet, handler.queue, lambda: handler.closing)
 
@@ -59,13 +65,13 @@ def public_app(
         return request_caller(request, handler.config)
 
     file_endpoints = FileEndpoints(
-        files,
+        kept.files,
         lambda: handler.config,
         identify,
         lambda: handler.config.settings.batches.file_bytes,
     )
     access = BatchAccess(
-        batches,
+        kept.batches,
         lambda: handler.config,
         identify,
         lambda caller, user: handler.meter.book.accounts(caller, user).caller,
@@ -73,8 +79,8 @@ def public_app(
     site = Site(
         handler, fleet, created, health, usage, file_endpoints,
         BatchEndpoints(access), MessageBatchEndpoints(access),
-        StoredResponseEndpoints(requests, lambda: handler.config, identify),
-        DeferredEndpoints(requests, handler.queue, lambda: handler.config, identify),
+        StoredResponseEndpoints(kept.requests, lambda: handler.config, identify),
+        DeferredEndpoints(kept.requests, handler.queue, lambda: handler.config, identify),
     )  # fmt: skip
     own = _own_routes(site)
     settings = handler.config.settings

@@ -55,7 +55,7 @@ async def begin(logs: EventLogs, **fields: Any) -> ResponseEvents:
 
 async def run(app: Gateway, events: ResponseEvents, owner: str = "k1", **fields: Any) -> Outcome:
     row = StoredRequest("resp_00000000000aff", owner, RESPONSES)
-    return await app.runner.run(row, json.dumps(a_body(**fields)).encode(), events)
+    return await app.background.runner.run(row, json.dumps(a_body(**fields)).encode(), events)
 
 
 async def logged(logs: EventLogs, name: str) -> list[JsonObject]:

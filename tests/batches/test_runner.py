@@ -53,7 +53,7 @@ async def run(
 ) -> Outcome:
     row = row or a_row()
     value = {**BODIES.get(row.path, {}), **GREEDY, **body}
-    return await proxy.app.runner.run(row, json.dumps(value).encode(), sink)
+    return await proxy.app.background.runner.run(row, json.dumps(value).encode(), sink)
 
 
 def usage_of(outcome: Outcome) -> dict[str, Any]:
@@ -85,7 +85,9 @@ async def test_a_row_has_the_response_that_a_client_would_get(tmp_path: Path, pa
 @in_virtual_time
 async def test_embeddings_and_several_prompts_are_run_too(tmp_path: Path) -> None:
     async with proxy_over(tmp_path, EmulatedNode(embeddings=True), keys=[key()]) as proxy:
-        outcome = await proxy.app.runner.run(a_row("/v1/embeddings"), b'{"input": "some text"}')
+        outcome = await proxy.app.background.runner.run(
+            a_row("/v1/embeddings"), b'{"input": "some text"}'
+        )
         assert outcome.status == 200
         assert len(json.loads(outcome.content)["data"]) == 1
     async with proxy_over(tmp_path, EmulatedNode(), keys=[key()]) as proxy:
@@ -131,7 +133,7 @@ async def test_an_error_is_a_result_in_the_form_of_its_api(tmp_path: Path) -> No
         outcome = await run(proxy, a_row("/v1/messages"), max_tokens="many")
         assert outcome.status == 400
         assert json.loads(outcome.content)["type"] == "error"
-        outcome = await proxy.app.runner.run(a_row(), b'{"messages": ')
+        outcome = await proxy.app.background.runner.run(a_row(), b'{"messages": ')
         assert (outcome.status, outcome.error_code) == (400, "invalid_json")
         outcome = await run(proxy, a_row("/v1/audio/transcriptions"))
         assert (outcome.status, outcome.error_code) == (404, "not_found")

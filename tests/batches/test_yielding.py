@@ -46,7 +46,7 @@ def start_row(
     row = StoredRequest(f"row_{number}", OWNER, path)
     tokens = {"max_output_tokens": TOKENS} if path == "/v1/responses" else {"max_tokens": TOKENS}
     value = {**BODIES.get(path, {}), "temperature": 0, **tokens, **body}
-    return asyncio.create_task(proxy.app.runner.run(row, json.dumps(value).encode()))
+    return asyncio.create_task(proxy.app.background.runner.run(row, json.dumps(value).encode()))
 
 
 def message(number: int) -> dict[str, Any]:
@@ -168,9 +168,9 @@ async def test_a_sink_gets_one_whole_stream_though_its_row_was_cut(tmp_path: Pat
         events, body = yields_of(proxy), json.dumps({**BODIES[CHAT], **ROW, "stream": True})
         sinks = [Kept(), Kept()]
         first = StoredRequest("row_1", OWNER, CHAT)
-        assert (await proxy.app.runner.run(first, body.encode(), sinks[0])).status == 200
+        assert (await proxy.app.background.runner.run(first, body.encode(), sinks[0])).status == 200
         second = StoredRequest("row_2", OWNER, CHAT)
-        row = asyncio.create_task(proxy.app.runner.run(second, body.encode(), sinks[1]))
+        row = asyncio.create_task(proxy.app.background.runner.run(second, body.encode(), sinks[1]))
         await in_decode(proxy, 1)
         assert await ttft(proxy) < 2.0
         assert (await row).status == 200

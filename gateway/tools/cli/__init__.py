@@ -10,6 +10,7 @@ import typer
 from gateway import __version__
 from gateway.tools.cli import (
     audit,
+    batch,
     keys,
     nodes,
     serve,
@@ -57,6 +58,7 @@ for command, examples in (
 
 app.add_typer(keys.app, name="keys")
 app.add_typer(webhooks.app, name="webhooks")
+app.add_typer(batch.app, name="batch")
 
 
 def _show_version(wanted: bool) -> None:
