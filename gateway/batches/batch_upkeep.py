@@ -17,6 +17,7 @@ from gateway.batches.batch_rows import (
     EndListener,
     expire_lines,
     fail_batch,
+    find_batch,
     pause_batch,
     remove_batches,
     resume_batch,
@@ -62,6 +63,8 @@ CLEAN_SECONDS = 600.0
 """Seconds between two rounds of removing files that no batch needs any more, and the age from which
 on they are: somebody may read the results of a batch that has just ended."""
 
+_ENDING = frozenset({BatchState.FINALIZING, BatchState.CANCELLING})
+
 _STORAGE = frozenset({STORAGE_FULL, STORAGE_UNAVAILABLE})
 
 log = structlog.get_logger()
@@ -86,7 +89,7 @@ class BatchUpkeep:
         self._store = store
         self._folder = folder
         self._threads = threads
-        self._intake = intake
+        self.intake = intake
         self._end = end
         self._speeds = speeds
         self._now = now
@@ -176,7 +179,7 @@ class BatchUpkeep:
             return
         if batch.state is BatchState.VALIDATING:
             work = self._take_in(batch)
-        elif batch.state is BatchState.FINALIZING or batch.ended_lines >= batch.total:
+        elif batch.state in _ENDING or batch.ended_lines >= batch.total:
             work = self._finish(batch)
         else:
             return
@@ -189,13 +192,19 @@ class BatchUpkeep:
         self._wakes.set()
 
     async def _take_in(self, batch: Batch) -> None:
-        await self._intake.take_in(batch)
+        await self.intake.take_in(batch)
         self._on_rows()
 
     async def _finish(self, batch: Batch) -> None:
-        if await self._end.end(batch.id) is None:
-            # Its lines are counted, but others run yet, or another process ends it.
-            self._retry_at[batch.id] = self._clock() + ROUND_SECONDS
+        while await self._end.end(batch.id) is None:
+            ended_lines = batch.ended_lines
+            job = partial(find_batch, owner=batch.owner, id_=batch.id, api=batch.api)
+            found = await self._store.run(job, write=False)
+            if found is None or found.ended_lines == ended_lines:
+                # Others of its lines run yet, or another process ends it.
+                self._retry_at[batch.id] = self._clock() + ROUND_SECONDS
+                break
+            batch = found  # Of very many lines that are cancelled some are left.
 
     async def _guarded(self, batch: Batch, work: Coroutine[Any, Any, None]) -> None:
         """Do the work, or see to it that it is done again."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -169,6 +173,31 @@ async def batch_place(
     finally:
         threads.close()
         await store.aclose(LIMIT)
+
+
+async def killed(
+    here: BatchPlace, script: str, arguments: list[str], table: Any, rows: int
+) -> None:
+    """Start a program, and kill it (SIGKILL) when the table has so many rows.
+
+    It prints a line when it begins.
+    """
+    child = _started(script, arguments)
+    assert child.stdout is not None
+    try:
+        assert await asyncio.to_thread(child.stdout.readline)
+        async with asyncio.timeout(LIMIT):
+            while await here.store.run(count(table), write=False) < rows:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait(LIMIT)
+        child.stdout.close()
+
+
+def _started(script: str, arguments: list[str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE)
 
 
 def count(table: Any, *conditions: Any) -> Callable[[Any], int]:
