@@ -90,15 +90,17 @@ class BatchUpkeep:
         self._folder = folder
         self._threads = threads
         self.intake = intake
-        self._end = end
+        self.end = end
+        self._on_rows = on_rows
         self._speeds = speeds
         self._now = now
         self._clock = clock
-        self._on_rows = on_rows
         self._on_end = on_end
         self._wakes = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """By batch."""
+        self._begun = 0
+        """How many, since `wait_for_work` was called last."""
         self._retry_at: dict[str, float] = {}
         """When a batch is tried again, of those that could not be."""
         self._tries: dict[str, int] = {}
@@ -162,11 +164,11 @@ class BatchUpkeep:
             self._clean_at = self._clock() + CLEAN_SECONDS
 
     async def wait_for_work(self) -> bool:
-        """Wait for the end of what has begun; returns whether there was anything."""
-        tasks = list(self._tasks.values())
-        if tasks:
-            await asyncio.wait(tasks)
-        return bool(tasks)
+        """Wait for the end of what has begun; returns whether there was anything since the last."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks.values()))
+        begun, self._begun = self._begun, 0
+        return begun > 0
 
     # Batches.
 
@@ -185,6 +187,7 @@ class BatchUpkeep:
             return
         task = asyncio.create_task(self._guarded(batch, work))
         self._tasks[batch.id] = task
+        self._begun += 1
         task.add_done_callback(partial(self._done, batch.id))
 
     def _done(self, id_: str, _: asyncio.Task[None]) -> None:
@@ -196,7 +199,7 @@ class BatchUpkeep:
         self._on_rows()
 
     async def _finish(self, batch: Batch) -> None:
-        while await self._end.end(batch.id) is None:
+        while await self.end.end(batch.id) is None:
             ended_lines = batch.ended_lines
             job = partial(find_batch, owner=batch.owner, id_=batch.id, api=batch.api)
             found = await self._store.run(job, write=False)

@@ -18,7 +18,7 @@ from typing import Any
 from sqlalchemy import Connection, func, select
 
 from gateway.batches.batch_registry import BatchRegistry, NewBatch
-from gateway.batches.batch_rows import Batch
+from gateway.batches.batch_rows import Batch, EndListener
 from gateway.batches.claims import Claim, Pick
 from gateway.batches.disk_threads import DiskThreads
 from gateway.batches.files import FileRegistry
@@ -142,7 +142,13 @@ class BatchPlace:
 
 @asynccontextmanager
 async def batch_place(
-    url: str, path: Path, *, folder_options: dict[str, Any] | None = None, **settings: Any
+    url: str,
+    path: Path,
+    *,
+    folder_options: dict[str, Any] | None = None,
+    on_end: EndListener | None = None,
+    on_rows: Callable[[], None] = lambda: None,
+    **settings: Any,
 ) -> AsyncIterator[BatchPlace]:
     """A place whose folder is `path`; run `results.run()` in a task where results are added."""
     chosen, now = BatchSettings(**settings), [1_800_000_000.0]
@@ -151,15 +157,18 @@ async def batch_place(
     threads = DiskThreads()
     try:
         assert await store.wait_opened(LIMIT)
-        folder = Folder(
-            path,
-            most_bytes=lambda: chosen.folder_bytes,
-            now=lambda: now[0],
-            **(folder_options or {}),
-        )
+        options: dict[str, Any] = {"most_bytes": lambda: chosen.folder_bytes}
+        folder = Folder(path, now=lambda: now[0], **{**options, **(folder_options or {})})
         files = FileRegistry(store, folder, lambda: chosen, lambda: now[0])
         batches = BatchRegistry(
-            store, folder, lambda: chosen, lambda: now[0], time.monotonic, threads
+            store,
+            folder,
+            lambda: chosen,
+            lambda: now[0],
+            time.monotonic,
+            threads,
+            on_end=on_end,
+            on_rows=on_rows,
         )
         process = ProcessIdentity.of_this_process(now[0])
         ledger = Ledger(store, process, lambda: now[0], time.monotonic, lambda _: ())
