@@ -101,7 +101,7 @@ class FileContent:
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Its bytes. Raises: GatewayError 503."""
-        with _told():
+        with folder_errors_told():
             while piece := await self._threads.run(self._opened.read, PIECE_BYTES):
                 yield piece
 
@@ -151,9 +151,11 @@ class FileRegistry:
         self._uploads[owner] += 1
         try:
             await self._check_quota(owner, size or 0)
-            with _told():
+            with folder_errors_told():
                 await self._open_folder()
-                new = await self._threads.run(self.folder.open_new, FILE, size or 0)
+                new = await self._threads.open(
+                    self.folder.open_new, FILE, size or 0, close=NewFile.discard
+                )
             try:
                 yield Upload(owner, new, settings.file_bytes)
             finally:
@@ -166,7 +168,7 @@ class FileRegistry:
 
     async def on_disk(self, work: Callable[..., T], *arguments: Any) -> T:
         """Do work on a file, on a thread. Raises: GatewayError 503, 507; the work's own error."""
-        with _told():
+        with folder_errors_told():
             return await self._threads.run(work, *arguments)
 
     async def keep(
@@ -190,10 +192,10 @@ class FileRegistry:
             used = await self._store.run(job)
         except StoreUnavailable as error:
             # It may have its row; if it has none, `run` removes it.
-            raise _store_error(error) from None
+            raise store_unavailable(error) from None
         except StoreError as error:
             await self.on_disk(self.folder.delete, id_)
-            raise _store_error(error) from None
+            raise store_unavailable(error) from None
         if used is not None:
             await self.on_disk(self.folder.delete, id_)
             raise _quota_error(used, settings)
@@ -221,7 +223,7 @@ class FileRegistry:
     async def open_content(self, owner: str, id_: str) -> FileContent:
         """The owner's file, to be read. Raises: GatewayError 404, 503."""
         found = await self.find(owner, id_)
-        with _told():
+        with folder_errors_told():
             await self._open_folder()
             if found.folder != self.folder.id:
                 raise GatewayError(
@@ -231,7 +233,9 @@ class FileRegistry:
                     retryable=False,
                 )
             try:
-                opened = await self._threads.run(self.folder.open_to_read, id_)
+                opened = await self._threads.open(
+                    self.folder.open_to_read, id_, close=lambda file: file.close()
+                )
             except FileNotFoundError:
                 log.warning("a file is missing in the folder", file=id_)
                 raise file_not_found(id_) from None
@@ -242,7 +246,7 @@ class FileRegistry:
         try:
             done = await self._store.run(DeleteFile(owner, id_, self._now()))
         except StoreError as error:
-            raise _store_error(error) from None
+            raise store_unavailable(error) from None
         if done.file is None:
             raise file_not_found(id_)
         if done.used_by_batch is not None:
@@ -332,7 +336,7 @@ class FileRegistry:
         try:
             return await self._store.run(job, write=False)
         except StoreError as error:
-            raise _store_error(error) from None
+            raise store_unavailable(error) from None
 
     async def _check_quota(self, owner: str, size: int) -> None:
         """Refuse what could not be kept, before it is sent. Raises: GatewayError 429, 503."""
@@ -369,7 +373,8 @@ def _quota_error(used: FilesUsed, settings: BatchSettings) -> GatewayError:
     )
 
 
-def _store_error(error: StoreError) -> GatewayError:
+def store_unavailable(error: StoreError) -> GatewayError:
+    """503: the store can't be used now."""
     return GatewayError(
         503,
         "store_unavailable",
@@ -379,7 +384,7 @@ def _store_error(error: StoreError) -> GatewayError:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def folder_errors_told() -> Iterator[None]:
     """Turn the folder's errors into responses; paths and remedies are for the log alone."""
     try:
         yield

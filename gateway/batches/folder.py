@@ -136,8 +136,7 @@ class Folder:
             self._check_in_place()
             self.check_room(size)
             for _ in range(_TRIES):
-                name = f"{kind}-{int(self._now() * 1000):012x}{self._token(10)}"
-                assert is_file_name(name), name
+                name = self._new_name(kind)
                 path = self.location / f"{_TEMPORARY}{name}"
                 descriptor = os.open(path, _CREATE, 0o600)
                 if _lock(descriptor) and os.fstat(descriptor).st_nlink:
@@ -147,6 +146,26 @@ class Folder:
                     return new
                 os.close(descriptor)
         raise FolderError(f"{self.location}: new files vanish", "let nothing else remove its files")
+
+    def open_appended(self, kind: str) -> AppendedFile:
+        """Begin a file that is complete at any time, and grows. Raises: FolderError."""
+        with self._beginning, _told(self.location):
+            self._check_in_place()
+            self.check_room(0)
+            name = self._new_name(kind)
+            descriptor = os.open(self.path(name), _CREATE, 0o600)
+            try:
+                _lock(descriptor)
+                self.sync()
+            except BaseException:
+                os.close(descriptor)
+                raise
+            return AppendedFile(self, name, descriptor)
+
+    def is_written(self, name: str) -> bool:
+        """Whether a process still writes this file. Raises: FileNotFoundError, FolderError."""
+        with self.open_to_read(name) as file:
+            return not _lock(file.fileno())
 
     def path(self, name: str) -> Path:
         """Where the complete file of this name is. Raises: ValueError, if it is no such name."""
@@ -227,6 +246,16 @@ class Folder:
         """For `NewFile` itself: it is complete or gone."""
         with self._lock:
             self._open_files.discard(new)
+
+    def check_in_place(self) -> None:
+        """For `AppendedFile`: that the folder is the one that was opened. Raises: FolderError."""
+        with _told(self.location):
+            self._check_in_place()
+
+    def _new_name(self, kind: str) -> str:
+        name = f"{kind}-{int(self._now() * 1000):012x}{self._token(10)}"
+        assert is_file_name(name), name
+        return name
 
     def _check_in_place(self) -> None:
         if self._inode is not None and _inode(self.location) != self._inode:
@@ -364,6 +393,58 @@ class NewFile:
         if descriptor is not None:
             os.close(descriptor)
         self._folder.closed(self)
+
+
+class AppendedFile:
+    """A file that has its name from the start, and grows by whole pieces.
+
+    After a crash its end may be torn: nobody reads behind what `append` has returned. Its methods
+    may be called on any thread: they wait for each other.
+    """
+
+    def __init__(self, folder: Folder, name: str, descriptor: int) -> None:
+        self.name = name
+        self.size = 0
+        """Bytes that are on the disk for sure."""
+        self._folder = folder
+        self._descriptor: int | None = descriptor
+        self._next_check = STEP_BYTES
+        self._lock = threading.Lock()
+
+    def append(self, data: bytes) -> int:
+        """Add bytes, bring them to the disk, and return their offset; all of them or none.
+
+        Raises: FolderError; ValueError, if the file is closed.
+        """
+        with self._lock:
+            descriptor, offset = self._descriptor, self.size
+            if descriptor is None:
+                raise ValueError("the file is closed")
+            self._folder.check_in_place()
+            if offset + len(data) >= self._next_check:
+                self._folder.check_room(len(data))
+                self._next_check = offset + len(data) + STEP_BYTES
+            with _told(self._folder.location):
+                try:
+                    written, rest = offset, memoryview(data)
+                    while rest:
+                        count = os.pwrite(descriptor, rest, written)
+                        written += count
+                        rest = rest[count:]
+                    os.fdatasync(descriptor)
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        os.ftruncate(descriptor, offset)
+                    raise
+            self.size = written
+            return offset
+
+    def close(self) -> None:
+        """End writing; called again, nothing."""
+        with self._lock:
+            descriptor, self._descriptor = self._descriptor, None
+            if descriptor is not None:
+                os.close(descriptor)
 
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -1,0 +1,542 @@
+"""Batches for their callers: created, shown, listed, cancelled, paused, deleted, and read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, BinaryIO, TypeVar
+
+import structlog
+from sqlalchemy import Connection
+
+from gateway import errors
+from gateway.batches import file_rows
+from gateway.batches.batch_end import BatchEnd, ResultReader
+from gateway.batches.batch_rows import (
+    AddBatch,
+    Batch,
+    BatchAdded,
+    BatchPage,
+    EndListener,
+    ReadBatches,
+    cancel_batch,
+    delete_batch,
+    find_batch,
+    pause_batch,
+    resume_batch,
+)
+from gateway.batches.batch_upkeep import BatchUpkeep
+from gateway.batches.disk_threads import DiskThreads
+from gateway.batches.file_rows import DeleteFile
+from gateway.batches.files import folder_errors_told, store_unavailable
+from gateway.batches.folder import Folder, FolderError, NewFile
+from gateway.batches.intake import REQUESTS, Intake
+from gateway.batches.progress import BatchProgress, SpeedMeter, progress_of
+from gateway.batches.request_rows import StoredRow, result_rows, work_left
+from gateway.batches.result_lines import ANTHROPIC
+from gateway.batches.states import new_id
+from gateway.config.batches import BatchSettings
+from gateway.config.fields import format_duration, parse_duration
+from gateway.errors import GatewayError
+from gateway.proxy.inbound.routes import ROUTES
+from gateway.store.failures import StoreError, StoreUnavailable
+from gateway.store.store import Store
+
+__all__ = ["ENDPOINTS", "BatchOutput", "BatchProgress", "BatchRegistry", "NewBatch"]
+
+ENDPOINTS = tuple(
+    path
+    for path, route in ROUTES.items()
+    if path.startswith("/v1/") and route.takes_slot and not route.multipart
+)
+"""The paths of which a batch can be."""
+
+PAUSED_BY_CALLER = "paused"
+"""Why a batch is paused whose caller wants it so."""
+
+ADD_PAUSES = (0.2, 0.5, 1.0)
+"""Seconds after which it is tried again to add a batch to a store that does not answer."""
+
+PAGE_ROWS = 200
+"""Rows that are read at a time for lines that are recorded so far."""
+
+PIECE_BYTES = 256 << 10
+"""Bytes of a final file that are read at a time."""
+
+_PREFIXES = {ANTHROPIC: "msgbatch_"}
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+TokenPrice = Callable[[str | None], float | None]
+"""The mean cost of a token of this model; None: unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewBatch:
+    """What a caller asks for. `owner` is the id of a key."""
+
+    owner: str
+    api: str
+    """`openai` or `anthropic`."""
+    endpoint: str
+    """The path of all its lines: one of `ENDPOINTS`."""
+    input_file: str | None = None
+    """Id of a file with the purpose `batch`; None: `requests` has the lines."""
+    requests: str | None = None
+    """Name of a complete file of the folder, of `BatchRegistry.new_requests`, in the form of an
+    input file. It belongs to the batch from now on; if `create` raises, it is removed."""
+    window: str | None = None
+    """Its `completion_window`, such as `24h`; None: the settings' default."""
+    metadata: dict[str, str] | None = None
+    output_seconds: float | None = None
+    """For how long its output files are kept (`output_expires_after`)."""
+    idempotency_key: str | None = None
+    request_digest: str | None = None
+    webhook_url: str | None = None
+    group_name: str | None = None
+    user: str | None = None
+    class_: str = "batch"
+    """Label of the highest class that its lines may be raised to."""
+
+
+class BatchOutput:
+    """The lines of a batch as a file. Its reader closes it."""
+
+    def __init__(
+        self,
+        name: str,
+        size: int | None,
+        pieces: Callable[[], AsyncIterator[bytes]],
+        close: Callable[[], None],
+        threads: DiskThreads,
+    ) -> None:
+        self.name = name
+        """For `Content-Disposition`."""
+        self.size = size
+        """Bytes; None: the batch has not ended, so these are the lines recorded so far."""
+        self._pieces = pieces
+        self._close = close
+        self._threads = threads
+
+    def pieces(self) -> AsyncIterator[bytes]:
+        """Its bytes. Raises: GatewayError 503."""
+        return self._pieces()
+
+    async def close(self) -> None:
+        """Close it; called again, nothing."""
+        await self._threads.run(self._close)
+
+
+class BatchRegistry:
+    """The batches of all callers, in one folder and one store.
+
+    `settings` gives those in force, `now` Unix time, `clock` monotonic seconds, `price` the mean
+    cost of a token. `owner` is always the id of a key.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        folder: Folder,
+        settings: Callable[[], BatchSettings],
+        now: Callable[[], float],
+        clock: Callable[[], float],
+        threads: DiskThreads | None = None,
+        *,
+        price: TokenPrice = lambda _: None,
+        on_end: EndListener | None = None,
+        on_rows: Callable[[], None] = lambda: None,
+        token: Callable[[int], str] = secrets.token_hex,
+    ) -> None:
+        """`on_rows` is called when rows may run: `Feeder.wake`."""
+        self.folder = folder
+        self._store = store
+        self._settings = settings
+        self._now = now
+        self._threads = threads or DiskThreads()
+        self._price = price
+        self._on_rows = on_rows
+        self._token = token
+        self._opening = asyncio.Lock()
+        self._speeds = SpeedMeter()
+        intake = Intake(store, folder, self._threads, settings, now, on_end)
+        end = BatchEnd(store, folder, self._threads, settings, now, on_end)
+        self.upkeep = BatchUpkeep(
+            store, folder, self._threads, intake, end, self._speeds, now, clock, on_rows, on_end
+        )
+
+    # For callers. All raise GatewayError 503 while the store or the folder can't be used.
+
+    async def create(self, new: NewBatch) -> Batch:
+        """A new batch, or the earlier one with the same idempotency key.
+
+        Raises: GatewayError 400, 422 (that key with another request), 429.
+        """
+        try:
+            batch = await self._new(new)
+        except GatewayError:
+            await self._discard(new)
+            raise
+        done = await self._added(batch, new)
+        if done.outcome == "added":
+            assert done.batch is not None
+            self.upkeep.wake()
+            return done.batch
+        await self._discard(new)
+        if done.outcome == "again":
+            assert done.batch is not None
+            return done.batch
+        raise _refusal(done.outcome, new, self._settings())
+
+    async def new_requests(self, size: int | None = None) -> NewFile:
+        """A file of the folder for the lines of a batch without an input file.
+
+        The caller ends it by `on_disk(new.finish)` or `new.discard`. Raises: GatewayError 507.
+        """
+        with folder_errors_told():
+            await self._open_folder()
+            return await self._threads.open(
+                self.folder.open_new, REQUESTS, size or 0, close=NewFile.discard
+            )
+
+    async def on_disk(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Do work on a file, on a thread. Raises: GatewayError 503, 507; the work's own error."""
+        with folder_errors_told():
+            return await self._threads.run(work, *arguments)
+
+    async def find(self, owner: str, id_: str, api: str) -> Batch:
+        """The owner's batch. Raises: GatewayError 404."""
+        found = await self._run(partial(find_batch, owner=owner, id_=id_, api=api), write=False)
+        return _found(found, id_, api)
+
+    async def page(
+        self,
+        owner: str,
+        api: str,
+        limit: int,
+        *,
+        after: str | None = None,
+        before: str | None = None,
+    ) -> BatchPage:
+        """Some of the owner's batches, newest first."""
+        return await self._run(ReadBatches(owner, api, limit, after, before), write=False)
+
+    async def cancel(self, owner: str, id_: str, api: str) -> Batch:
+        """Cancel it; again, nothing. Raises: GatewayError 404, 409 (OpenAI's, if it has ended)."""
+        before = await self.find(owner, id_, api)
+        cancelled = await self._run(
+            partial(cancel_batch, owner=owner, id_=id_, api=api, now=self._now())
+        )
+        batch = _found(cancelled, id_, api)
+        self.upkeep.wake()
+        if api != ANTHROPIC and batch.cancelling_at is None and before.state.ended:
+            raise _has_ended("cancel", batch)
+        return batch
+
+    async def pause(self, owner: str, id_: str, api: str) -> Batch:
+        """Start no more of its lines. Raises: GatewayError 404, 409 if it has ended."""
+        job = partial(_pause_by_caller, owner=owner, id_=id_, api=api, now=self._now())
+        batch = _found(await self._run(job), id_, api)
+        if batch.state.ended:
+            raise _has_ended("pause", batch)
+        return batch
+
+    async def resume(self, owner: str, id_: str, api: str) -> Batch:
+        """Go on with it. Raises: GatewayError 404, 409 if it has ended."""
+        job = partial(_resume_by_caller, owner=owner, id_=id_, api=api)
+        batch = _found(await self._run(job), id_, api)
+        if batch.state.ended:
+            raise _has_ended("resume", batch)
+        self._on_rows()
+        return batch
+
+    async def delete(self, owner: str, id_: str, api: str) -> None:
+        """Remove an ended batch and its results. Raises: GatewayError 400 (unended), 404."""
+        batch = await self.find(owner, id_, api)
+        if not batch.state.ended:
+            raise GatewayError(
+                400,
+                "batch_in_progress",
+                "In progress batches cannot be deleted. Consider canceling the batch instead.",
+            )
+        places = await self._run(partial(delete_batch, owner=owner, id_=id_, api=api))
+        if places is None:
+            raise _not_found(id_, api)
+        # The owner has lost it; whatever fails now, `BatchUpkeep` and `FileRegistry` do again.
+        with contextlib.suppress(FolderError, StoreError):
+            for file in (batch.output_file, batch.error_file):
+                if file is not None:
+                    await self._store.run(DeleteFile(owner, file, self._now()))
+                    if batch.folder == self.folder.id:
+                        await self._threads.run(self.folder.delete, file)
+            if batch.folder == await self._open_folder():
+                await self.upkeep.remove(id_, places)
+
+    async def progress(self, batch: Batch) -> BatchProgress:
+        """How far it is."""
+        left = await self._run(partial(work_left, batch=batch.id), write=False)
+        price = self._price(batch.model)
+        return progress_of(batch, left, self._speeds.speed(batch.id), price, self._now())
+
+    async def open_output(
+        self, owner: str, id_: str, api: str, *, errors: bool = False
+    ) -> BatchOutput:
+        """Its output or error lines: the final file, or what is recorded so far.
+
+        Those of `anthropic` are all output. Raises: GatewayError 404.
+        """
+        batch = await self.find(owner, id_, api)
+        with folder_errors_told():
+            if batch.folder != await self._open_folder():
+                raise _elsewhere("This batch")
+        kind = "results" if api == ANTHROPIC else "error" if errors else "output"
+        name = f"{id_}_{kind}.jsonl"
+        if not batch.state.ended:
+            reader = ResultReader(self.folder, api, keeps_all=True)
+            pieces = partial(self._recorded_pieces, batch, reader, output=not errors)
+            return BatchOutput(name, None, pieces, reader.close, self._threads)
+        file = batch.error_file if errors else batch.output_file
+        if file is None:
+            return BatchOutput(name, 0, _no_pieces, lambda: None, self._threads)
+        found = await self._run(
+            partial(file_rows.find, owner=owner, id_=file, now=self._now()), write=False
+        )
+        if found is None:
+            raise _results_gone(id_)
+        try:
+            with folder_errors_told():
+                opened = await self._threads.open(
+                    self.folder.open_to_read, file, close=lambda file: file.close()
+                )
+        except FileNotFoundError:
+            log.warning("the results of a batch are missing in the folder", batch=id_, file=file)
+            raise _results_gone(id_) from None
+        return BatchOutput(
+            name, found.bytes, partial(self._file_pieces, opened), opened.close, self._threads
+        )
+
+    # The gateway's own work.
+
+    async def run(self) -> None:
+        """Read the input of new batches, end those whose lines have ended, until cancelled."""
+        await self.upkeep.run()
+
+    async def _new(self, new: NewBatch) -> Batch:
+        """The row of a new batch. Raises: GatewayError 400, 503."""
+        settings, now = self._settings(), self._now()
+        if new.endpoint not in ENDPOINTS:
+            known = ", ".join(f"'{path}'" for path in ENDPOINTS[:-1])
+            shown = errors.truncate_echo(new.endpoint)
+            raise GatewayError(
+                400,
+                "invalid_value",
+                f"Invalid value: '{shown}'. Supported values are: {known} and '{ENDPOINTS[-1]}'.",
+                param="endpoint",
+            )
+        window = _seconds_of(new.window, settings)
+        with folder_errors_told():
+            folder = await self._open_folder()
+        if new.requests is not None:
+            # So its requests are found by its id.
+            id_ = _PREFIXES.get(new.api, "batch_") + new.requests.rpartition("-")[2]
+        else:
+            id_ = new_id(_PREFIXES.get(new.api, "batch_"), now, self._token)
+        return Batch(
+            id=id_,
+            owner=new.owner,
+            api=new.api,
+            endpoint=new.endpoint,
+            input_file=new.input_file,
+            created_at=now,
+            expires_at=now + window,
+            keep_until=now + window + settings.keep,
+            folder=folder,
+            class_=new.class_,
+            group_name=new.group_name,
+            user=new.user,
+            output_seconds=new.output_seconds,
+            webhook_url=new.webhook_url,
+            metadata=new.metadata,
+            idempotency_key=new.idempotency_key,
+            request_digest=new.request_digest,
+        )
+
+    async def _added(self, batch: Batch, new: NewBatch) -> BatchAdded:
+        """Add the row. Raises: GatewayError 503."""
+        job = AddBatch(batch, self._settings().batches_per_key)
+        for pause in (*ADD_PAUSES, None):
+            try:
+                return await self._store.run(job)
+            except StoreUnavailable as error:
+                # It may have its row, and a client that is told otherwise would send it again.
+                if pause is None:
+                    raise store_unavailable(error) from None
+                await asyncio.sleep(pause)
+            except StoreError as error:
+                await self._discard(new)
+                raise store_unavailable(error) from None
+        raise AssertionError
+
+    async def _discard(self, new: NewBatch) -> None:
+        """Remove the requests of a batch that was not added."""
+        if new.requests is not None:
+            with contextlib.suppress(FolderError):
+                await self._threads.run(self.folder.delete, new.requests)
+
+    async def _open_folder(self) -> str:
+        """The folder's id. Raises: FolderError."""
+        async with self._opening:
+            opened = self.folder.id
+            return opened if opened is not None else await self._threads.run(self.folder.open)
+
+    async def _run(self, job: Callable[[Connection], T], *, write: bool = True) -> T:
+        try:
+            return await self._store.run(job, write=write)
+        except StoreError as error:
+            raise store_unavailable(error) from None
+
+    async def _recorded_pieces(
+        self, batch: Batch, reader: ResultReader, *, output: bool
+    ) -> AsyncIterator[bytes]:
+        after = 0
+        while True:
+            job = partial(result_rows, batch=batch.id, after_number=after, limit=PAGE_ROWS)
+            rows: list[StoredRow] = await self._run(job, write=False)
+            if not rows:
+                return
+            pieces = reader.pieces(rows, output=output)
+            with folder_errors_told():
+                while piece := await self._threads.run(next, pieces, b""):
+                    yield piece
+            after = rows[-1].number or 0
+
+    async def _file_pieces(self, opened: BinaryIO) -> AsyncIterator[bytes]:
+        with folder_errors_told():
+            while piece := await self._threads.run(opened.read, PIECE_BYTES):
+                yield piece
+
+
+async def _no_pieces() -> AsyncIterator[bytes]:
+    pieces: tuple[bytes, ...] = ()
+    for piece in pieces:
+        yield piece
+
+
+# Jobs of the store.
+
+
+def _pause_by_caller(
+    connection: Connection, owner: str, id_: str, api: str, now: float
+) -> Batch | None:
+    if find_batch(connection, owner, id_, api) is None:
+        return None
+    return pause_batch(connection, owner, id_, now, PAUSED_BY_CALLER)
+
+
+def _resume_by_caller(connection: Connection, owner: str, id_: str, api: str) -> Batch | None:
+    if find_batch(connection, owner, id_, api) is None:
+        return None
+    return resume_batch(connection, owner, id_)
+
+
+# Errors.
+
+
+def _seconds_of(window: str | None, settings: BatchSettings) -> float:
+    """Raises: GatewayError 400."""
+    windows = settings.windows
+    if window is None:
+        return windows.default
+    try:
+        seconds = parse_duration(window)
+    except ValueError:
+        seconds = -1.0
+    if not windows.shortest <= seconds <= windows.longest:
+        shown = errors.truncate_echo(window)
+        raise GatewayError(
+            400,
+            "invalid_value",
+            f"Invalid value: '{shown}'. 'completion_window' must be a time from "
+            f"{format_duration(windows.shortest)} to {format_duration(windows.longest)}, such as "
+            f"'{format_duration(windows.default)}'.",
+            param="completion_window",
+        )
+    return seconds
+
+
+def _refusal(outcome: str, new: NewBatch, settings: BatchSettings) -> GatewayError:
+    shown = errors.truncate_echo(new.input_file or "")
+    if outcome == "no_file":
+        return GatewayError(
+            400, "file_not_found", f"No such File object: {shown}", param="input_file_id"
+        )
+    if outcome == "wrong_purpose":
+        return GatewayError(
+            400,
+            "invalid_value",
+            f"The file '{shown}' was not uploaded for a batch: upload it with the purpose 'batch'.",
+            param="input_file_id",
+        )
+    if outcome == "elsewhere":
+        return _elsewhere("The input file")
+    if outcome == "conflict":
+        return GatewayError(
+            422,
+            "idempotency_key_reused",
+            "This Idempotency-Key was sent before with another request: send a new key with a new "
+            "request.",
+            retryable=False,
+        )
+    return GatewayError(
+        429,
+        "too_many_batches",
+        f"This key has {settings.batches_per_key} batches that have not ended, and may have no "
+        "more: wait for the end of one, or cancel it.",
+        retryable=False,
+    )
+
+
+def _found(batch: Batch | None, id_: str, api: str) -> Batch:
+    """Raises: GatewayError 404."""
+    if batch is None:
+        raise _not_found(id_, api)
+    return batch
+
+
+def _not_found(id_: str, api: str) -> GatewayError:
+    shown = errors.truncate_echo(id_)
+    message = f"No batch found with id '{shown}'."
+    if api == ANTHROPIC:
+        message = f"Message Batch {shown} not found."
+    return GatewayError(404, "batch_not_found", message)
+
+
+def _has_ended(verb: str, batch: Batch) -> GatewayError:
+    return GatewayError(
+        409,
+        "batch_ended",
+        f"Cannot {verb} a batch with status '{batch.state.value}'.",
+        retryable=False,
+    )
+
+
+def _results_gone(id_: str) -> GatewayError:
+    shown = errors.truncate_echo(id_)
+    return GatewayError(
+        404, "results_gone", f"The results of '{shown}' were deleted, or have expired."
+    )
+
+
+def _elsewhere(what: str) -> GatewayError:
+    return GatewayError(
+        503,
+        "file_elsewhere",
+        f"{what} is in the folder of another gateway of the same store: ask there.",
+        retryable=False,
+    )

@@ -1,0 +1,336 @@
+"""What batches need without being asked: their input is read, they end, and what is old goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
+from typing import Any
+
+import structlog
+from sqlalchemy import Connection, select
+
+from gateway.batches.batch_end import BatchEnd
+from gateway.batches.batch_rows import (
+    Batch,
+    EndListener,
+    expire_lines,
+    fail_batch,
+    pause_batch,
+    remove_batches,
+    resume_batch,
+    take_due_batches,
+    unfinished,
+)
+from gateway.batches.disk_threads import DiskThreads
+from gateway.batches.folder import STEP_BYTES, Folder, FolderError, FolderFull, FoundFile
+from gateway.batches.intake import REQUESTS, Intake, input_place
+from gateway.batches.progress import SpeedMeter
+from gateway.batches.request_rows import STEP_ROWS
+from gateway.batches.results import RESULTS, STORAGE_FULL, STORAGE_UNAVAILABLE
+from gateway.batches.states import BatchState
+from gateway.store.failures import StoreError
+from gateway.store.schema import batches, stored_requests
+from gateway.store.store import Store
+
+ROUND_SECONDS = 1.0
+"""Seconds between two looks at the unfinished batches."""
+
+IDLE_SECONDS = 5.0
+"""The same while there are none: another process of the folder may have added one."""
+
+EXPIRE_SECONDS = 10.0
+"""Seconds between two looks for requests without a batch that are late."""
+
+RETRY_SECONDS = 5.0
+"""Seconds after which it is tried again to read the input of a batch, or to end it."""
+
+MOST_TRIES = 3
+"""Tries to read an input, if each fails for a reason that nobody has thought of."""
+
+MOST_AT_ONCE = 4
+"""Batches whose input is read, or which are being ended, at one time."""
+
+REMOVE_SECONDS = 60.0
+"""Seconds between two rounds of removing batches whose time is over."""
+
+STEP_BATCHES = 100
+"""Batches that are removed in one step."""
+
+CLEAN_SECONDS = 600.0
+"""Seconds between two rounds of removing files that no batch needs any more, and the age from which
+on they are: somebody may read the results of a batch that has just ended."""
+
+_STORAGE = frozenset({STORAGE_FULL, STORAGE_UNAVAILABLE})
+
+log = structlog.get_logger()
+
+
+class BatchUpkeep:
+    """The work on all batches of one folder. `now` gives Unix time, `clock` monotonic seconds."""
+
+    def __init__(
+        self,
+        store: Store,
+        folder: Folder,
+        threads: DiskThreads,
+        intake: Intake,
+        end: BatchEnd,
+        speeds: SpeedMeter,
+        now: Callable[[], float],
+        clock: Callable[[], float],
+        on_rows: Callable[[], None],
+        on_end: EndListener | None = None,
+    ) -> None:
+        self._store = store
+        self._folder = folder
+        self._threads = threads
+        self._intake = intake
+        self._end = end
+        self._speeds = speeds
+        self._now = now
+        self._clock = clock
+        self._on_rows = on_rows
+        self._on_end = on_end
+        self._wakes = asyncio.Event()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """By batch."""
+        self._retry_at: dict[str, float] = {}
+        """When a batch is tried again, of those that could not be."""
+        self._tries: dict[str, int] = {}
+        self._problem: str | None = None
+        self._remove_at = self._clean_at = self._expire_at = 0.0
+        self._is_idle = False
+
+    def wake(self) -> None:
+        """There may be something to do."""
+        self._wakes.set()
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        try:
+            while True:
+                try:
+                    await self.round()
+                except (FolderError, StoreError) as error:
+                    self._failed(str(error))
+                else:
+                    self._problem = None
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(IDLE_SECONDS if self._is_idle else ROUND_SECONDS):
+                        await self._wakes.wait()
+                self._wakes.clear()
+        finally:
+            tasks = list(self._tasks.values())
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def round(self) -> None:
+        """Begin what is due. Raises: FolderError, StoreError."""
+        folder, now = self._folder.id, self._now()
+        if folder is None:
+            folder = await self._threads.run(self._folder.open)
+        found = await self._store.run(partial(unfinished, folder=folder), write=False)
+        self._is_idle = not found
+        if self._clock() >= self._expire_at or any(_is_late(one, now) for one in found):
+            self._expire_at = self._clock() + EXPIRE_SECONDS
+            late = await self._store.run(partial(expire_lines, folder=folder, now=now))
+            if late:
+                found = await self._store.run(partial(unfinished, folder=folder), write=False)
+            if late == STEP_ROWS:
+                self._expire_at = 0.0  # There are more of them.
+        self._speeds.look(
+            (one for one in found if one.state is BatchState.IN_PROGRESS), self._clock()
+        )
+        known = {one.id for one in found}
+        for noted in (self._retry_at, self._tries):
+            for id_ in noted.keys() - known:
+                del noted[id_]
+        await self._resume(found)
+        for batch in found:
+            self._begin(batch)
+        if self._clock() >= self._remove_at:
+            await self.remove_due()
+            self._remove_at = self._clock() + REMOVE_SECONDS
+        if self._clock() >= self._clean_at:
+            await self.clean()
+            self._clean_at = self._clock() + CLEAN_SECONDS
+
+    async def wait_for_work(self) -> bool:
+        """Wait for the end of what has begun; returns whether there was anything."""
+        tasks = list(self._tasks.values())
+        if tasks:
+            await asyncio.wait(tasks)
+        return bool(tasks)
+
+    # Batches.
+
+    def _begin(self, batch: Batch) -> None:
+        """Begin to read the batch's input or to end it, if that is due."""
+        work: Coroutine[Any, Any, None]
+        if len(self._tasks) >= MOST_AT_ONCE or batch.id in self._tasks:
+            return
+        if self._clock() < self._retry_at.get(batch.id, 0.0):
+            return
+        if batch.state is BatchState.VALIDATING:
+            work = self._take_in(batch)
+        elif batch.state is BatchState.FINALIZING or batch.ended_lines >= batch.total:
+            work = self._finish(batch)
+        else:
+            return
+        task = asyncio.create_task(self._guarded(batch, work))
+        self._tasks[batch.id] = task
+        task.add_done_callback(partial(self._done, batch.id))
+
+    def _done(self, id_: str, _: asyncio.Task[None]) -> None:
+        del self._tasks[id_]
+        self._wakes.set()
+
+    async def _take_in(self, batch: Batch) -> None:
+        await self._intake.take_in(batch)
+        self._on_rows()
+
+    async def _finish(self, batch: Batch) -> None:
+        if await self._end.end(batch.id) is None:
+            # Its lines are counted, but others run yet, or another process ends it.
+            self._retry_at[batch.id] = self._clock() + ROUND_SECONDS
+
+    async def _guarded(self, batch: Batch, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work, or see to it that it is done again."""
+        try:
+            await work
+        except FolderError as error:
+            self._retry_at[batch.id] = self._clock() + RETRY_SECONDS
+            self._failed(str(error))
+            reason = STORAGE_FULL if isinstance(error, FolderFull) else STORAGE_UNAVAILABLE
+            job = partial(pause_batch, owner=batch.owner, id_=batch.id, now=self._now())
+            with contextlib.suppress(StoreError):
+                await self._store.run(partial(job, reason=reason))
+        except StoreError as error:
+            self._retry_at[batch.id] = self._clock() + RETRY_SECONDS
+            self._failed(str(error))
+        except Exception:
+            log.exception("work on a batch has failed", batch=batch.id, state=batch.state.value)
+            await self._give_up(batch)
+
+    async def _give_up(self, batch: Batch) -> None:
+        """Fail a batch whose input can't be read, after some tries."""
+        tries = self._tries[batch.id] = self._tries.get(batch.id, 0) + 1
+        self._retry_at[batch.id] = self._clock() + RETRY_SECONDS * 2.0**tries
+        if tries >= MOST_TRIES and batch.state is BatchState.VALIDATING:
+            message = "The gateway could not read the input; its log tells why."
+            errors = [{"code": "internal_error", "message": message, "param": None, "line": None}]
+            with contextlib.suppress(StoreError):
+                await self._store.run(
+                    partial(
+                        fail_batch, id_=batch.id, errors=errors, now=self._now(), also=self._on_end
+                    )
+                )
+
+    async def _resume(self, found: Iterable[Batch]) -> None:
+        """Let batches go on that were paused for want of room. Raises: StoreError."""
+        waiting = [one for one in found if one.pause_reason in _STORAGE]
+        if not waiting:
+            return
+        try:
+            await self._threads.run(self._folder.check_room, STEP_BYTES)
+        except FolderError:
+            return
+        for batch in waiting:
+            await self._store.run(partial(_resume_batch, batch))
+            self._retry_at.pop(batch.id, None)
+        log.info("batches go on: there is room again", batches=len(waiting))
+        self._on_rows()
+
+    def _failed(self, why: str) -> None:
+        if self._problem != why:
+            self._problem = why
+            log.warning("batches wait", why=why)
+
+    # What is old.
+
+    async def remove_due(self) -> int:
+        """Remove batches whose time is over; returns how many. Raises: FolderError, StoreError."""
+        folder, gone = self._folder.id, 0
+        assert folder is not None
+        while True:
+            job = partial(take_due_batches, folder=folder, now=self._now(), limit=STEP_BATCHES)
+            due = await self._store.run(job)
+            for one in due:
+                await self.remove(one.id, one.places)
+            gone += len(due)
+            if len(due) < STEP_BATCHES:
+                break
+        if gone:
+            log.info("batches removed", batches=gone)
+        return gone
+
+    async def remove(self, id_: str, places: Iterable[str]) -> None:
+        """Remove a batch that is nobody's any more. Raises: FolderError, StoreError."""
+        for name in places:
+            await self._threads.run(self._folder.delete, name)
+        while not await self._store.run(partial(remove_batches, ids=[id_])):
+            pass
+
+    async def clean(self) -> int:
+        """Remove files that no unfinished batch needs; returns how many.
+
+        Raises: FolderError, StoreError.
+        """
+        before, gone = self._now() - CLEAN_SECONDS, 0
+        old = [
+            one.name
+            for kind in (RESULTS, REQUESTS)
+            for one in await self._threads.run(_listed, self._folder, kind)
+            if one.changed_at < before
+        ]
+        if not old:
+            return 0
+        assert self._folder.id is not None
+        needed = await self._store.run(partial(_needed, self._folder.id), write=False)
+        for name in old:
+            if name not in needed:
+                gone += await self._threads.run(_delete_unless_written, self._folder, name)
+        if gone:
+            log.info("files of ended batches removed", files=gone)
+        return gone
+
+
+def _is_late(batch: Batch, now: float) -> bool:
+    return (
+        batch.state is BatchState.IN_PROGRESS
+        and batch.expires_at <= now
+        and batch.ended_lines < batch.total
+    )
+
+
+def _listed(folder: Folder, kind: str) -> list[FoundFile]:
+    return list(folder.files(kind))
+
+
+def _delete_unless_written(folder: Folder, name: str) -> bool:
+    try:
+        return not folder.is_written(name) and folder.delete(name)
+    except FileNotFoundError:
+        return False
+
+
+def _needed(folder: str, connection: Connection) -> set[str]:
+    """The files of the folder that hold requests or results of unfinished batches, or of none."""
+    rows = stored_requests.c
+    alone = select(rows.place, rows.result_place).where(rows.folder == folder, rows.batch.is_(None))
+    names = {name for pair in connection.execute(alone.distinct()) for name in pair}
+    for batch in unfinished(connection, folder):
+        of_batch = select(rows.result_place).where(rows.batch == batch.id).distinct()
+        names.update(connection.scalars(of_batch))
+        names.add(input_place(batch))
+    return names - {None}
+
+
+def _resume_batch(batch: Batch, connection: Connection) -> None:
+    """Resume the batch, unless it was paused for another reason meanwhile."""
+    reason = connection.scalar(select(batches.c.pause_reason).where(batches.c.id == batch.id))
+    if reason in _STORAGE:
+        resume_batch(connection, batch.owner, batch.id)

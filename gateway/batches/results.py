@@ -1,0 +1,340 @@
+"""Results of batches' lines: appended to files of the folder, and recorded in groups.
+
+`LineResults.add` returns when its result is on the disk and recorded in the store, together with
+the row of the ledger. A group of results is one append and one fsync for each batch, and one
+transaction. A store that is away, or a disk that is full, delays results and loses none: they wait
+within a bound, their batches are paused, and beyond the bound their runners wait too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import structlog
+from sqlalchemy import Connection
+
+from gateway.batches.batch_rows import find_batch, pause_batch
+from gateway.batches.disk_threads import DiskThreads
+from gateway.batches.folder import AppendedFile, Folder, FolderError, FolderFull
+from gateway.batches.recorded_results import RecordedResult, record
+from gateway.batches.request_rows import StoredRow
+from gateway.batches.result_lines import response_line
+from gateway.batches.runner import Outcome
+from gateway.batches.states import RequestState
+from gateway.store.failures import StoreError
+from gateway.store.store import Store
+from gateway.usage.ledger import Ledger, UsageRow
+from gateway.usage.processes import ProcessIdentity
+
+RESULTS = "results"
+"""Kind of the folder's files that hold results."""
+
+GROUP_SECONDS = 0.05
+"""Seconds that the first result of a group waits for others."""
+
+GROUP_RESULTS, GROUP_BYTES = 500, 4 << 20
+"""Results, and bytes of them, that are written without waiting, and at one time at most."""
+
+MOST_BYTES = 64 << 20
+"""Bytes of results that wait; beyond them `add` waits to begin."""
+
+ROW_BYTES = 1000
+"""What a result takes in memory besides its response."""
+
+MOST_FILES = 64
+"""Files of results that are open."""
+
+IDLE_SECONDS = 30.0
+"""Seconds after which a file of results is closed: its batch may have ended."""
+
+RETRY_SECONDS = 2.0
+"""Seconds after which it is tried again to write or to record results."""
+
+STORAGE_FULL, STORAGE_UNAVAILABLE = "storage_full", "storage_unavailable"
+"""Why batches are paused while the folder takes no results."""
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True, eq=False)
+class _Result:
+    """A result that is not recorded yet."""
+
+    row: StoredRow
+    api: str
+    outcome: Outcome
+    done: asyncio.Future[bool]
+    place: str | None = None
+    """The file that has its line; None: it is not on the disk."""
+    offset: int = 0
+    length: int = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.outcome.content) + ROW_BYTES
+
+    def recorded(self) -> RecordedResult:
+        outcome = self.outcome
+        state = RequestState.DONE if outcome.status < 400 else RequestState.FAILED
+        return RecordedResult(
+            self.row.id, state, outcome.status, outcome.error_code, self.place, self.offset,
+            self.length, outcome.usage,
+        )  # fmt: skip
+
+    def line(self) -> bytes:
+        outcome = self.outcome
+        return response_line(
+            self.row.id,
+            self.row.custom_id,
+            self.api,
+            status=outcome.status,
+            request_id=outcome.record.x_request_id,
+            content=outcome.content,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _OpenFile:
+    file: AppendedFile
+    used_at: float
+    """Monotonic seconds."""
+
+
+@dataclass(slots=True, eq=False)
+class LineResults:
+    """Keeps the results of batches' lines. `run` must run in a task while there are any.
+
+    `now` gives Unix time, `clock` monotonic seconds.
+    """
+
+    store: Store
+    ledger: Ledger
+    folder: Folder
+    threads: DiskThreads
+    process: ProcessIdentity
+    now: Callable[[], float]
+    clock: Callable[[], float]
+    most_bytes: int = MOST_BYTES
+    problem: str | None = None
+    """Why results are not written or recorded now."""
+    _waiting: deque[_Result] = field(default_factory=deque)
+    _group: list[_Result] = field(default_factory=list)
+    """What is being written and recorded, until that is known to have happened."""
+    _bytes: int = 0
+    """Of all results that wait."""
+    _waiting_bytes: int = 0
+    """Of those in `_waiting`."""
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    _enough: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when there is enough for a group."""
+    _room: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when results have been recorded."""
+    _files: OrderedDict[str, _OpenFile] = field(default_factory=OrderedDict)
+    """By batch; the one used last at the end."""
+
+    @property
+    def pending(self) -> int:
+        """Results that wait."""
+        return len(self._waiting) + len(self._group)
+
+    async def add(self, row: StoredRow, batch_api: str, outcome: Outcome) -> bool:
+        """Keep the result of a row that this process runs; returns when that is certain.
+
+        False: the row was cancelled or taken by another process meanwhile. A caller that is
+        cancelled leaves the result to be recorded.
+        """
+        while self._bytes >= self.most_bytes:
+            self._room.clear()
+            await self._room.wait()
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        # Nobody may be left to ask for its error.
+        done.add_done_callback(lambda future: future.cancelled() or future.exception())
+        result = _Result(row, batch_api, outcome, done)
+        self._waiting.append(result)
+        self._bytes += result.size
+        self._waiting_bytes += result.size
+        self._arrived.set()
+        if len(self._waiting) >= GROUP_RESULTS or self._waiting_bytes >= GROUP_BYTES:
+            self._enough.set()
+        return await asyncio.shield(result.done)
+
+    async def run(self) -> None:
+        """Write and record results until cancelled."""
+        while True:
+            if not self.pending:
+                await self._rest()
+                continue
+            if not self._group and not self._is_enough():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(GROUP_SECONDS):
+                        await self._enough.wait()
+            if not await self._step():
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def close(self, limit: float) -> None:
+        """Write and record what waits, within `limit` seconds; call it when `run` has ended."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit):
+                while self.pending and await self._step():
+                    pass
+        if self.pending:
+            # Their rows are run again by whoever claims them next.
+            log.warning("results are dropped", results=self.pending, why=self.problem)
+        for result in (*self._group, *self._waiting):
+            result.done.cancel()
+        for one in self._files.values():
+            one.file.close()
+        self._files.clear()
+
+    # Steps.
+
+    async def _rest(self) -> None:
+        """Wait for results, and close files that nobody writes."""
+        self._arrived.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(IDLE_SECONDS if self._files else None):
+                await self._arrived.wait()
+        self._close_files()
+
+    def _is_enough(self) -> bool:
+        enough = len(self._waiting) >= GROUP_RESULTS or self._waiting_bytes >= GROUP_BYTES
+        if not enough:
+            self._enough.clear()
+        return enough
+
+    async def _step(self) -> bool:
+        """Write and record a group; returns whether all of it is recorded."""
+        size = sum(one.size for one in self._group)
+        while self._waiting and len(self._group) < GROUP_RESULTS and size < GROUP_BYTES:
+            result = self._waiting.popleft()
+            size += result.size
+            self._waiting_bytes -= result.size
+            self._group.append(result)
+        await self._write()
+        written = [one for one in self._group if one.place is not None]
+        if written and not await self._record(written):
+            return False
+        if not self._group and self.problem is not None:
+            log.info("results are kept again")
+            self.problem = None
+        return not self._group
+
+    async def _write(self) -> None:
+        """Bring the group to the disk, as far as that is possible."""
+        by_batch: dict[str, list[_Result]] = {}
+        for result in self._group:
+            if result.place is None:
+                by_batch.setdefault(result.row.batch or "", []).append(result)
+        for batch, results in by_batch.items():
+            try:
+                file = await self._file(batch)
+                lengths, offset = await self.threads.run(_append, file, results)
+            except FolderError as error:
+                full = isinstance(error, FolderFull)
+                if not full and (broken := self._files.pop(batch, None)) is not None:
+                    broken.file.close()
+                self._failed("results wait for the disk", str(error))
+                reason = STORAGE_FULL if full else STORAGE_UNAVAILABLE
+                await self._pause(results[0], reason)
+                continue
+            for result, length in zip(results, lengths, strict=True):
+                result.place, result.offset, result.length = file.name, offset, length
+                offset += length
+
+    async def _file(self, batch: str) -> AppendedFile:
+        """The file of this batch's results. Raises: FolderError."""
+        found = self._files.get(batch)
+        if found is None:
+            self._close_files()
+            if len(self._files) >= MOST_FILES:
+                self._files.popitem(last=False)[1].file.close()
+            file = await self.threads.run(self.folder.open_appended, RESULTS)
+            found = self._files[batch] = _OpenFile(file, 0.0)
+        found.used_at = self.clock()
+        self._files.move_to_end(batch)
+        return found.file
+
+    def _close_files(self) -> None:
+        """Close the files that were not written of late."""
+        before = self.clock() - IDLE_SECONDS
+        while self._files:
+            batch, first = next(iter(self._files.items()))
+            if first.used_at > before:
+                break
+            del self._files[batch]
+            first.file.close()
+
+    async def _pause(self, result: _Result, reason: str) -> None:
+        """Let the batch's other lines wait; `BatchRegistry.run` resumes it when there is room."""
+        row, batch = result.row, result.row.batch
+        if batch is not None:
+            with contextlib.suppress(StoreError):
+                await self.store.run(
+                    partial(_pause_batch, row.owner, batch, result.api, self.now(), reason)
+                )
+
+    async def _record(self, results: Sequence[_Result]) -> bool:
+        """Record results that are on the disk; returns whether the store took them."""
+        recorded = [one.recorded() for one in results]
+        ids: set[str] = set()
+
+        def job(connection: Connection) -> list[UsageRow]:
+            ids.clear()
+            ids.update(record(connection, self.process.id, recorded, self.now()))
+            return [one.usage for one in recorded if one.id in ids and one.usage is not None]
+
+        try:
+            await self.ledger.write_with(job)
+        except StoreError as error:
+            self._failed("results wait for the store", str(error))
+            return False
+        except Exception as error:
+            # One of them can't be recorded: it must not keep the others from it.
+            if len(results) > 1:
+                return all([await self._record([one]) for one in results])
+            log.exception("a result can't be recorded", request=results[0].row.id)
+            self._end(results[0], error)
+            return True
+        for result in results:
+            self._end(result, result.row.id in ids)
+        return True
+
+    def _end(self, result: _Result, end: bool | Exception) -> None:  # noqa: FBT001 - a result
+        self._group.remove(result)
+        self._bytes -= result.size
+        self._room.set()
+        if result.done.done():
+            return
+        if isinstance(end, bool):
+            result.done.set_result(end)
+        else:
+            result.done.set_exception(end)
+
+    def _failed(self, event: str, why: str) -> None:
+        """Tell it once, until all results are kept again."""
+        if self.problem is None:
+            log.warning(event, results=self.pending, why=why)
+        self.problem = why
+
+
+def _append(file: AppendedFile, results: Sequence[_Result]) -> tuple[list[int], int]:
+    """Write the lines of results of one batch: their lengths, and where they begin.
+
+    Raises: FolderError.
+    """
+    lines = [one.line() for one in results]
+    return [len(line) for line in lines], file.append(b"".join(lines))
+
+
+def _pause_batch(
+    owner: str, id_: str, api: str, now: float, reason: str, connection: Connection
+) -> None:
+    """Pause a batch unless somebody else has."""
+    batch = find_batch(connection, owner, id_, api)
+    if batch is not None and not batch.state.ended and batch.paused_at is None:
+        pause_batch(connection, owner, id_, now, reason)
