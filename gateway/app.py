@@ -21,7 +21,6 @@ from gateway.access.exposure import is_loopback
 from gateway.access.key_sync import KeySync
 from gateway.access.keys import KeyRing
 from gateway.background import BackgroundWork
-from gateway.batches.runner import Runner
 from gateway.config.inventory import Inventory
 from gateway.config.listeners import LimitSettings
 from gateway.config.settings import Settings, changed_restart_keys
@@ -188,7 +187,6 @@ class Gateway:
             bus=self.bus,
             clock=self.clock,
         )
-        self.background = BackgroundWork(options, lambda: self.settings, self.store)
         self.bus.subscribe(InventoryChanged, lambda _: self._warn_of_empty_pools())
         self.handler = ProxyHandler(
             self._handler_config(settings),
@@ -202,19 +200,20 @@ class Gateway:
             meter=self.metering.meter,
             progress_seconds=timings.progress,
         )
-        self.runner = Runner(
-            settings,
+        self.background = BackgroundWork(
+            options,
+            lambda: self.settings,
             self.handler.config.rules,
-            self.key_ring,
-            self.metering.meter,
-            self.forwarder,
-            self.fleet.model_index,
-            self.registry,
-            self.bus,
-            self.proxy_context.time_slicer,
-            self.clock,
-            time.time,
+            metering=self.metering,
+            fleet=self.fleet,
+            scheduler=self.scheduler,
+            context=self.proxy_context,
+            forwarder=self.forwarder,
+            registry=self.registry,
+            bus=self.bus,
+            clock=self.clock,
         )
+        self.runner = self.background.runner
         self.metrics = Metrics(
             self.bus,
             MetricsSource(
@@ -226,6 +225,7 @@ class Gateway:
                 lambda: self.certificates.expiry,
                 self.store,
                 self.ledger,
+                self.background,
             ),
         )
         self.drain_deadlines = DrainDeadlines(self.registry)
@@ -374,6 +374,7 @@ class Gateway:
                 self.audit.record("signal", None, "handover", "", "failed")
                 return
             self.autoscaler.hand_over()
+            self.background.stop()
             self.fleet.properties_store.stop_saving()
             self._notifier.notify(f"MAINPID={self._successor.pid}")
             self.audit.record("signal", None, "handover", f"pid {self._successor.pid}")
@@ -389,7 +390,7 @@ class Gateway:
         assert self.public_listener is not None
         if self._successor is not None:
             log.info("succeeded", pid=self._successor.pid, in_flight=len(self.registry))
-            closing = asyncio.create_task(self.public_listener.drain())
+            closing = asyncio.create_task(self._drain(self.public_listener))
             # Nobody waits for this process to end, so requests keep their usual time limits.
             stopped = asyncio.create_task(self._stop_requested.wait())
             await asyncio.wait([closing, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -399,6 +400,7 @@ class Gateway:
             self.audit.record("signal", None, "stop")
             log.info("shutting down", in_flight=len(self.registry), grace=shutdown.grace)
             self.handler.begin_shutdown()
+            self.background.stop()
             await self._unless_stopped(asyncio.sleep(shutdown.delay))
             self.handler.reject_requests()
             closing = asyncio.create_task(self.public_listener.close())
@@ -417,6 +419,10 @@ class Gateway:
             await asyncio.gather(closing, return_exceptions=True)
         return 1 if self._stop_at_once.is_set() else 0
 
+    async def _drain(self, listener: Listener) -> None:
+        await listener.drain()
+        await self.background.drain()
+
     async def _unless_stopped(self, awaitable: Awaitable[Any]) -> bool:
         """Wait for it; returns False as soon as a second signal comes."""
         work = asyncio.ensure_future(awaitable)
@@ -433,7 +439,7 @@ class Gateway:
             if listener is not None:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(listener.close(), 1.0)
-        self.background.close()
+        await self.background.aclose(self.timings.store)
         self.drain_deadlines.close()
         self.timeout_monitor.close()
         self.scheduler.close()
@@ -538,7 +544,12 @@ class Gateway:
         self._routes.update((path.encode(), route) for path, route in routes.items())
         usage = self.metering.caller_usage()
         site = public_app(
-            self.handler, self.fleet, usage, created=self._created, files=self.background.files
+            self.handler,
+            self.fleet,
+            usage,
+            created=self._created,
+            files=self.background.files,
+            batches=self.background.batches,
         )
         return site if self.settings.cors is None else with_cors(site, self.settings.cors)
 
@@ -575,7 +586,7 @@ class Gateway:
         self.fleet.configure(settings.health, settings.timeouts)
         self.metering.configure(settings)
         self.handler.configure(self._handler_config(settings))
-        self.runner.configure(settings, self.handler.config.rules)
+        self.background.configure(settings, self.handler.config.rules)
         self.event_log.configure(access_log=settings.logging.access)
         self._logs.configure(settings.logging.level)
         self._public_app = self._make_public_app()

@@ -5,39 +5,186 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+from gateway.batches.batch_registry import BatchRegistry
+from gateway.batches.disk_threads import DiskThreads
+from gateway.batches.feeder import Feeder
 from gateway.batches.files import FileRegistry
 from gateway.batches.folder import Folder
+from gateway.batches.results import LineResults
+from gateway.batches.runner import Runner
+from gateway.batches.webhook_events import WebhookEvents
+from gateway.batches.webhook_post import WebhookPoster
+from gateway.batches.webhook_targets import WebhookTargets
+from gateway.batches.webhooks import WebhookSender
 from gateway.config.settings import Settings
-from gateway.metering import NamedLoop
+from gateway.events import EventBus
+from gateway.fleet.fleet import Fleet
+from gateway.metering import Metering, NamedLoop
+from gateway.observe.metrics import BatchSample
+from gateway.proxy.context import ProxyContext
+from gateway.proxy.forwarder import Forwarder
+from gateway.proxy.in_flight import InFlightRegistry
+from gateway.proxy.inbound.prepare import RequestRules
+from gateway.scheduling.budget import dearest_token
+from gateway.scheduling.scheduler import Scheduler
 from gateway.startup import Options, batches_folder
-from gateway.store.store import Store
+from gateway.transport.resolver import Resolver
 
 
 class BackgroundWork:
-    """What one gateway keeps and does for callers that need not wait; nothing without a store.
+    """What one gateway keeps and does for callers that need not wait; without a store, nothing.
 
     `settings` gives those in force.
     """
 
     def __init__(
-        self, options: Options, settings: Callable[[], Settings], store: Store | None
+        self,
+        options: Options,
+        settings: Callable[[], Settings],
+        rules: RequestRules,
+        *,
+        metering: Metering,
+        fleet: Fleet,
+        scheduler: Scheduler,
+        context: ProxyContext,
+        forwarder: Forwarder,
+        registry: InFlightRegistry,
+        bus: EventBus,
+        clock: Callable[[], float],
     ) -> None:
+        self._fleet = fleet
+        self.runner = Runner(
+            settings(),
+            rules,
+            metering.key_ring,
+            metering.meter,
+            forwarder,
+            fleet.model_index,
+            registry,
+            bus,
+            context.time_slicer,
+            clock,
+            time.time,
+        )
         self.files: FileRegistry | None = None
-        """None: there is no store."""
-        if store is None:
+        """None: there is no store. So are the next ones."""
+        self.batches: BatchRegistry | None = None
+        self.feeder: Feeder | None = None
+        self._results: LineResults | None = None
+        self.webhook_targets = WebhookTargets(lambda: settings().webhooks)
+        self.webhook_events = WebhookEvents(self.webhook_targets, time.time)
+        self.webhook_sender: WebhookSender | None = None
+        # Not that of the nodes, which has names of theirs alone.
+        self._resolver = Resolver()
+        self._threads = DiskThreads()
+        """For batches; files have their own."""
+        store, ledger, process = metering.store, metering.ledger, metering.process
+        if store is None or ledger is None or process is None:
             return
         folder = Folder(
             batches_folder(options, settings()),
             most_bytes=lambda: settings().batches.folder_bytes,
         )
         self.files = FileRegistry(store, folder, lambda: settings().batches, time.time)
+        self.webhook_sender = WebhookSender(
+            store,
+            self.webhook_targets,
+            lambda: settings().webhooks,
+            WebhookPoster(self._resolver, time.time),
+            bus,
+        )
+        self._results = LineResults(store, ledger, folder, self._threads, process, time.time, clock)
+        self.feeder = Feeder(
+            store,
+            folder,
+            self._threads,
+            self.runner,
+            self._results,
+            process,
+            scheduler,
+            clock,
+            time.time,
+        )
+        self.batches = BatchRegistry(
+            store,
+            folder,
+            lambda: settings().batches,
+            time.time,
+            clock,
+            self._threads,
+            price=self._token_price,
+            on_end=self.webhook_events.batch_ended,
+            on_rows=self.feeder.wake,
+        )
+
+    def configure(self, settings: Settings, rules: RequestRules) -> None:
+        """Run what is begun from now on by these; the rest reads its settings each time."""
+        self.runner.configure(settings, rules)
 
     def loops(self) -> Iterator[NamedLoop]:
         """What must run while the gateway serves."""
         if self.files is not None:
             yield NamedLoop(self.files.run(), "remove expired files")
+        if self._results is not None:
+            yield NamedLoop(self._results.run(), "record results")
+        if self.batches is not None:
+            yield NamedLoop(self.batches.run(), "begin and end batches")
+        if self.feeder is not None:
+            yield NamedLoop(self.feeder.run(), "feed batches")
+        if self.webhook_sender is not None:
+            yield NamedLoop(self.webhook_sender.run(), "deliver events to webhooks")
 
-    def close(self) -> None:
-        """Begin nothing more; the loops have ended."""
+    # The end.
+
+    def stop(self) -> None:
+        """Begin no more of what waits: this gateway ends, or has a successor."""
+        if self.feeder is not None:
+            self.feeder.stop()
+
+    async def drain(self) -> None:
+        """After `stop`: wait until what runs has ended."""
+        if self.feeder is not None:
+            await self.feeder.ended()
+
+    async def aclose(self, seconds: float) -> None:
+        """Record results that wait, within so many seconds; the loops have ended."""
+        if self._results is not None:
+            await self._results.close(seconds)
         if self.files is not None:
             self.files.close()
+        self._threads.close()
+        self._resolver.close()
+
+    # What others ask.
+
+    def webhooks_waiting(self) -> int:
+        """Deliveries that wait in the store."""
+        return 0 if self.webhook_sender is None else self.webhook_sender.waiting
+
+    def batch_sample(self) -> BatchSample | None:
+        """Batches at this time, for metrics; None: there is no store."""
+        if self.feeder is None:
+            return None
+        counts = self.feeder.counts
+        return BatchSample(
+            batches=counts.batches,
+            lines=counts.outcomes,
+            waiting=counts.waiting,
+            running=self.feeder.running,
+            claimed=self.feeder.claimed,
+            deferred=counts.deferred,
+            retried=counts.retried,
+            oldest_seconds=0.0 if counts.oldest is None else max(0.0, time.time() - counts.oldest),
+        )
+
+    def _token_price(self, model: str | None) -> float | None:
+        """The mean cost of a token on the nodes that serve a model; None: unknown."""
+        index = self._fleet.model_index
+        if model is None:
+            names = index.model_names(())
+            model = names[0] if len(names) == 1 else None
+        nodes = index.nodes_for(model) if model is not None else ()
+        prices = [
+            dearest_token(node.spec, node.slots_total, node.speed.decode_tps) for node in nodes
+        ]
+        return sum(prices) / len(prices) if any(prices) else None

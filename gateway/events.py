@@ -180,6 +180,14 @@ class StreamResumed:
 
 
 @dataclass(slots=True)
+class WebhookAttempted:
+    """An event was sent to a webhook, or could not be."""
+
+    outcome: str
+    """`delivered`, `failed` (it is tried again), `given_up`, or `refused` (410: no more)."""
+
+
+@dataclass(slots=True)
 class SlotYielded:
     """A batch request gave up its slot to one of a higher class, and has gone on or failed to."""
 

@@ -221,6 +221,8 @@ class BatchRoom(msgspec.Struct, frozen=True, eq=False):
     """Slots for which requests of this class wait already."""
     ahead: int
     """Slots for which requests of higher classes wait."""
+    nodes: int = 1
+    """Nodes that have these slots."""
 
 
 class BatchRoomService(Protocol):

@@ -75,11 +75,13 @@ class Metering:
         )
         self.ledger: Ledger | None = None
         self.reporter: Reporter | None = None
+        self.process: ProcessIdentity | None = None
+        """This process in the store; None: there is no store."""
         self._limit_sync: LimitSync | None = None
         if self.store is None:
             self.meter = Meter(self.limit_book, bus)
             return
-        process = ProcessIdentity.of_this_process(time.time())
+        process = self.process = ProcessIdentity.of_this_process(time.time())
         self.ledger = Ledger(
             self.store,
             process,

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -19,7 +19,7 @@ from gateway import errors
 from gateway.access.callers import cache_policy_of, owner_of_stored
 from gateway.access.keys import KeyRing
 from gateway.catalog import ServedModels
-from gateway.config.cache_privacy import SHARED_CACHE
+from gateway.config.cache_privacy import SHARED_CACHE, NodeLabels
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.events import EventBus, RequestFinished
@@ -44,7 +44,13 @@ from gateway.proxy.inbound.large_body import (
     is_slow_to_parse,
 )
 from gateway.proxy.inbound.parsed_body import parse_body
-from gateway.proxy.inbound.prepare import IncomingRequest, RequestRules, prepare, prepare_large
+from gateway.proxy.inbound.prepare import (
+    IncomingRequest,
+    RequestRules,
+    prepare,
+    prepare_large,
+    resolve_model,
+)
 from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES, Route
 from gateway.proxy.response_stream import (
@@ -53,7 +59,7 @@ from gateway.proxy.response_stream import (
     ProxyResponse,
     to_gateway_error,
 )
-from gateway.request import Headers, Priority
+from gateway.request import Endpoint, Headers, Priority
 from gateway.transport.errors import UpstreamError
 from gateway.usage.accounts import Accounts
 from gateway.usage.ledger import UsageRow
@@ -103,6 +109,14 @@ class StoredRequest:
     x_request_id: str | None = None
     deadline: float | None = None
     """Unix time at which it expires; None: never."""
+
+
+class RequestTarget(NamedTuple):
+    """What may serve a stored request: the fields of a `LeaseRequest`."""
+
+    model_names: tuple[str, ...]
+    endpoint: Endpoint
+    node_labels: NodeLabels
 
 
 class EventSink(Protocol):
@@ -177,26 +191,53 @@ class Runner:
         """Run by these from now on."""
         self.settings, self.rules = settings, rules
 
+    def target_of(self, owner: str, path: str, model: str | None) -> RequestTarget | None:
+        """What may serve a request of this owner now; None: it is refused without a node."""
+        route, settings = ROUTES.get(path), self.settings
+        if route is None:
+            return None
+        try:
+            caller = owner_of_stored(owner, self.key_ring, allow_anonymous=settings.allow_anonymous)
+            labels = cache_policy_of(caller, settings).node_labels
+            _, models = resolve_model(model, self.rules, caller, labels, self.catalog)
+        except GatewayError as error:
+            errors.drop_traceback(error)
+            return None
+        return RequestTarget(tuple(one.name for one in models), route.endpoint, labels)
+
     async def run(
-        self, stored: StoredRequest, body: bytes, sink: EventSink | None = None
+        self,
+        stored: StoredRequest,
+        body: bytes,
+        sink: EventSink | None = None,
+        *,
+        on_slot_free: Callable[[], None] = lambda: None,
     ) -> Outcome:
         """The result of a stored request; `sink` gets the events if it asks for a stream.
 
-        Cancelling it ends the request. Raises: RowDeferred, RowExpired.
+        Cancelling it ends the request. `on_slot_free` is called once, when it has left its node:
+        somewhat before its usage is known. Raises: RowDeferred, RowExpired.
         """
-        return await _Run(self, stored, sink).run(body)
+        return await _Run(self, stored, sink, on_slot_free).run(body)
 
 
 class _Run:
     """One run of one stored request."""
 
     __slots__ = (
-        "_api", "_cache", "_deadline", "_in_flight", "_metered", "_received_at", "_record",
-        "_response", "_runner", "_sink", "_sink_has_events", "_stored",
+        "_api", "_cache", "_deadline", "_in_flight", "_metered", "_on_slot_free", "_received_at",
+        "_record", "_response", "_runner", "_sink", "_sink_has_events", "_stored",
     )  # fmt: skip
 
-    def __init__(self, runner: Runner, stored: StoredRequest, sink: EventSink | None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        stored: StoredRequest,
+        sink: EventSink | None,
+        on_slot_free: Callable[[], None],
+    ) -> None:
         self._runner = runner
+        self._on_slot_free = on_slot_free
         self._stored = stored
         self._sink = sink
         self._sink_has_events = False
@@ -402,6 +443,7 @@ class _Run:
             self._response.body_stream.close()
         if self._in_flight is not None:
             self._runner.registry.remove(self._in_flight)
+        self._on_slot_free()
 
     async def _usage(self, metered: MeteredRequest) -> UsageRow:
         """What the request has used, once that is known. Raises: RowDeferred."""

@@ -45,6 +45,8 @@ from gateway.config.scheduling import ClassRule, HybridSettings, QueueSettings
 from gateway.config.store import StoreSettings, masked_store_url
 from gateway.config.usage_limits import GroupName, GroupSpec
 from gateway.config.validation import find_duplicates, first_of_each_place, validate
+from gateway.config.webhook_url import WebhookUrl
+from gateway.config.webhooks import WebhookSettings
 from gateway.config.yaml_file import (
     YamlDocument,
     YamlEntry,
@@ -259,6 +261,9 @@ class Settings(ConfigModel):
     batches: Annotated[
         BatchSettings, Field(description="Files, batches and background responses.")
     ] = BatchSettings()
+    webhooks: Annotated[
+        WebhookSettings, Field(description="Events of batches and responses, posted to receivers.")
+    ] = WebhookSettings()
     logging: Annotated[LoggingSettings, Field(description="What is logged.")] = LoggingSettings()
     shutdown: Annotated[ShutdownSettings, Field(description="From SIGTERM to the end.")] = (
         ShutdownSettings()
@@ -414,13 +419,21 @@ MASK = "********"
 
 
 def masked_settings(settings: Settings) -> dict[str, Any]:
-    """Return the settings as JSON values, with the hashes of keys and the store's password masked.
+    """Return the settings as JSON values, with what is secret masked.
 
-    Paths of key files stay: they are no secrets.
+    That is: the hashes of keys, the store's password, and the paths of webhooks' URLs. Paths of
+    files stay: they are no secrets.
     """
     shown = settings.model_dump(mode="json", by_alias=True)
     for key in (*shown["keys"], *shown["admin"]["keys"]):
         key["sha256"] = MASK
     if shown["store"]["url"] is not None:
         shown["store"]["url"] = masked_store_url(shown["store"]["url"])
+    for target in shown["webhooks"]["targets"]:
+        target["url"] = _without_path(target["url"])
     return shown
+
+
+def _without_path(url: str) -> str:
+    parsed = WebhookUrl.parse(url)
+    return parsed.origin if parsed.path == "/" and not parsed.query else f"{parsed.origin}/{MASK}"

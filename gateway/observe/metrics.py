@@ -28,6 +28,7 @@ from gateway.events import (
     RequestFinished,
     SlotYielded,
     StreamResumed,
+    WebhookAttempted,
 )
 from gateway.request import Priority
 
@@ -113,6 +114,25 @@ class LedgerSample:
 
 
 @dataclass(slots=True)
+class BatchSample:
+    """Work that can wait, at the time of a scrape; counts are of this process."""
+
+    batches: Mapping[str, int]
+    """By state."""
+    lines: Mapping[str, int]
+    """Lines whose result was recorded, by outcome."""
+    waiting: Mapping[str, int]
+    """Stored requests that may run, by kind."""
+    running: int
+    """Lines that were offered to the scheduler."""
+    claimed: int
+    """Lines that are to be offered next."""
+    deferred: int
+    retried: int
+    oldest_seconds: float
+
+
+@dataclass(slots=True)
 class MetricsSnapshot:
     """The gateway's state at the time of a scrape."""
 
@@ -130,6 +150,9 @@ class MetricsSnapshot:
     store: StoreSample | None = None
     """None: there is no store."""
     ledger: LedgerSample | None = None
+    batches: BatchSample | None = None
+    webhooks_waiting: int = 0
+    """Deliveries that wait in the store."""
 
 
 @dataclass(slots=True)
@@ -169,6 +192,7 @@ class Metrics:
         self._cost: dict[str, float] = {}
         self._resumed = 0
         self._yielded = 0
+        self._webhooks: dict[str, int] = {}
         self._limits_reached: dict[tuple[str, str], int] = {}
         self._duration = Histogram(_SECONDS)
         self._ttft = Histogram(_SECONDS)
@@ -182,6 +206,7 @@ class Metrics:
         bus.subscribe(StreamResumed, self.resumed)
         bus.subscribe(SlotYielded, self.yielded)
         bus.subscribe(LimitReached, self.limit_reached)
+        bus.subscribe(WebhookAttempted, self.webhook_attempted)
         bus.subscribe(NodeChanged, self.node_changed)
 
     def finished(self, event: RequestFinished) -> None:
@@ -241,6 +266,10 @@ class Metrics:
         """Count a request that a limit refused."""
         key = (event.limit, event.scope)
         self._limits_reached[key] = self._limits_reached.get(key, 0) + 1
+
+    def webhook_attempted(self, event: WebhookAttempted) -> None:
+        """Count an attempt to deliver an event."""
+        self._webhooks[event.outcome] = self._webhooks.get(event.outcome, 0) + 1
 
     def node_changed(self, event: NodeChanged) -> None:
         """Forget a node that has left the fleet."""
@@ -304,6 +333,9 @@ class Metrics:
             )
         if snapshot.ledger is not None:
             _add_ledger(page, snapshot.ledger)
+        if snapshot.batches is not None:
+            _add_batches(page, snapshot.batches)
+        self._add_webhooks(page, snapshot.webhooks_waiting)
         build = labels(version=__version__, python=platform.python_version())
         page.add_family("build_info", "gauge", "The version that runs.", [(build, 1)])
         return page.render().encode() + generate_latest(self._process)
@@ -358,6 +390,20 @@ class Metrics:
             ("overhead_seconds", "From arrival to dispatch, less the wait.", self._overhead),
         ):
             page.add_histogram(name, meaning, histogram)
+
+    def _add_webhooks(self, page: MetricsPage, waiting: int) -> None:
+        page.add_family(
+            "webhook_attempts_total",
+            "counter",
+            "Attempts to deliver an event to a webhook, by their outcome.",
+            ((labels(outcome=outcome), count) for outcome, count in self._webhooks.items()),
+        )
+        page.add_family(
+            "webhook_deliveries_waiting",
+            "gauge",
+            "Events in the store that are still to be delivered, of all processes.",
+            [("", waiting)],
+        )
 
     def _token_samples(self) -> Iterator[tuple[str, float]]:
         models: dict[str, RequestCounts] = {}
@@ -516,3 +562,37 @@ def _add_ledger(page: MetricsPage, ledger: LedgerSample) -> None:
         ("ledger_rows_dropped_total", "counter", "Rows that were lost.", ledger.dropped),
     ):
         page.add_family(name, kind, text, [("", value)])
+
+
+def _add_batches(page: MetricsPage, batches: BatchSample) -> None:
+    for name, kind, text, label, values in (
+        ("batches", "gauge", "Batches that are kept, by state.", "state", batches.batches),
+        ("batch_lines_total", "counter", "Lines that have ended.", "outcome", batches.lines),
+        (
+            "stored_requests_waiting",
+            "gauge",
+            "Stored requests that wait and may run.",
+            "kind",
+            batches.waiting,
+        ),
+    ):
+        samples = [(labels(**{label: value}), count) for value, count in values.items()]
+        page.add_family(name, kind, text, samples)
+    for name, kind, text, number in (
+        ("batch_lines_running", "gauge", "Lines that run or wait for a slot.", batches.running),
+        ("batch_lines_claimed", "gauge", "Lines that are claimed and go next.", batches.claimed),
+        (
+            "batch_lines_deferred_total",
+            "counter",
+            "Runs that a limit, or a lack of room, has put off.",
+            batches.deferred,
+        ),
+        ("batch_lines_retried_total", "counter", "Runs that nodes have failed.", batches.retried),
+        (
+            "batch_oldest_seconds",
+            "gauge",
+            "Age of the oldest batch with lines that wait.",
+            batches.oldest_seconds,
+        ),
+    ):
+        page.add_family(name, kind, text, [("", number)])

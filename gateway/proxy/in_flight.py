@@ -174,6 +174,9 @@ class InFlightRegistry:
     def __len__(self) -> int:
         return len(self._requests)
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
     def __iter__(self) -> Iterator[InFlightRequest]:
         """Each request, followed by its sub-requests."""
         found: list[InFlightRequest] = []

@@ -24,10 +24,11 @@ def room_for_batch(
     `waiting`: requests of class `batch` that wait for them; `ahead`: slots for which higher classes
     wait.
     """
-    slots = free = soon = 0
+    nodes = slots = free = soon = 0
     for row in rows:
         if not row.alive or row.reserved_for is not None:
             continue
+        nodes += 1
         slots += _unreserved(row, row.capacity, busy=0)
         now_free = row.capacity - row.busy
         room = _unreserved(row, now_free, busy=row.busy)
@@ -38,7 +39,7 @@ def room_for_batch(
         )
         free += room
         soon += _unreserved(row, now_free + ending, busy=row.busy - ending) - room
-    return BatchRoom(slots, free, soon, waiting, ahead)
+    return BatchRoom(slots, free, soon, waiting, ahead, nodes)
 
 
 def _unreserved(row: NodeSlots, free: int, *, busy: int) -> int:

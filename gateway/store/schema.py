@@ -420,9 +420,11 @@ webhook_deliveries = Table(
     metadata,
     Column("id", Text, primary_key=True),
     Column("owner", Text, nullable=False),
+    Column("group_name", Text),
     Column("event", Text, nullable=False),
     Column("object_id", Text, nullable=False),
     Column("url", Text, nullable=False),
+    Column("origin", Text, nullable=False),
     Column("body", Text, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("next_at", Float, nullable=False),
@@ -431,10 +433,12 @@ webhook_deliveries = Table(
     Column("last_error", Text),
 )
 """Events to be delivered to callers' webhooks. `body` holds ids and states, never text. Whoever
-tries a delivery first moves `next_at` behind its own time limit, so that nobody else does."""
+tries a delivery first moves `next_at` behind its own time limit, so that nobody else does; when it
+has ended, `next_at` says when that was. `origin` is the part of `url` in front of its path."""
 
 Index(
     "ix_webhook_deliveries_waiting",
+    webhook_deliveries.c.origin,
     webhook_deliveries.c.next_at,
     sqlite_where=_WAITING,
     postgresql_where=_WAITING,

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
 from gateway import errors
-from gateway.access.exposure import is_local
 from gateway.batches.file_rows import StoredFile
-from gateway.batches.files import FileContent, FileRegistry, file_not_found, file_too_large
+from gateway.batches.files import FileRegistry, file_not_found, file_too_large
 from gateway.batches.folder import is_file_name
-from gateway.config.listeners import LimitSettings
-from gateway.errors import GatewayError
 from gateway.request import Caller
 from gateway.web.asgi import JsonResponse
+from gateway.web.body_parts import body_parts, check_plain, content_length
+from gateway.web.owners import no_store, owner_of
 from gateway.web.request_context import HandlerConfig
+from gateway.web.stored_content import ContentResponse, content_headers
 from gateway.web.upload_form import FORM_BYTES, UNNAMED, UploadForm, boundary_of
 
 UPLOAD_PURPOSES = ("batch", "user_data")
@@ -36,14 +33,6 @@ SHORTEST_EXPIRY, LONGEST_EXPIRY = 3600, 30 * 86400
 
 LONGEST_PAGE = 10_000
 """Files of a page at most, as OpenAI's API has it, and without a `limit`."""
-
-FEED_BYTES = 256 << 10
-"""Bytes of an upload that are parsed and written at a time."""
-
-ANONYMOUS_OWNER = "anonymous:local"
-"""Owns the files of callers without a key; no key has a colon in its id."""
-
-_PLAIN_ENCODINGS = frozenset({b"", b"identity"})
 
 _DIGITS = re.compile(r"[0-9]{1,9}")
 
@@ -61,11 +50,9 @@ class FileEndpoints:
 
     async def upload(self, request: Request) -> Response:
         owner, files = self._owner(request), self._files()
-        headers = request.scope["headers"]
-        if any(n == b"content-encoding" and v.lower() not in _PLAIN_ENCODINGS for n, v in headers):
-            raise errors.compressed_body()
-        boundary = boundary_of(headers)
-        length, largest = _content_length(request), self.largest_file()
+        check_plain(request)
+        boundary = boundary_of(request.scope["headers"])
+        length, largest = content_length(request), self.largest_file()
         if length is not None and length > largest + FORM_BYTES:
             raise file_too_large(largest)
         # The form around the file is short, so this much of the file will come, at least.
@@ -75,7 +62,9 @@ class FileEndpoints:
             form = UploadForm(boundary, upload.write, begin_file=lambda: _check_sent(form))
             limits = self.config().settings.limits
             try:
-                async for part in _parts(request, limits, largest + FORM_BYTES, largest):
+                async for part in body_parts(
+                    request, limits, largest + FORM_BYTES, lambda: file_too_large(largest)
+                ):
                     await files.on_disk(form.feed, part)
             except ClientDisconnect:
                 return Response(status_code=499)  # Nobody reads it.
@@ -127,7 +116,8 @@ class FileEndpoints:
         owner, files = self._owner(request), self._files()
         if request.method == "HEAD":
             return Response(headers=_content_headers(await files.find(owner, _id(request))))
-        return _ContentResponse(await files.open_content(owner, _id(request)))
+        content = await files.open_content(owner, _id(request))
+        return ContentResponse(content, _content_headers(content.file))
 
     async def delete(self, request: Request) -> Response:
         owner, files = self._owner(request), self._files()
@@ -137,32 +127,12 @@ class FileEndpoints:
 
     def _files(self) -> FileRegistry:
         if self.registry is None:
-            raise GatewayError(
-                501,
-                "not_supported",
-                "The gateway has no store (store.url: off), so it keeps no files.",
-                retryable=False,
-            )
+            raise no_store("files")
         return self.registry
 
     def _owner(self, request: Request) -> str:
         """Whose files the request is about. Raises: GatewayError 401, 403."""
-        caller, config = self.identify(request), self.config()
-        if not caller.anonymous:
-            return caller.id
-        if is_local(
-            request.scope["headers"],
-            loopback_listener=config.loopback,
-            trusted_proxies=config.settings.listen.trusted_proxies,
-        ):
-            return ANONYMOUS_OWNER
-        raise GatewayError(
-            401,
-            "invalid_api_key",
-            "Files belong to an API key: send one as 'Authorization: Bearer lg_...'. Without one "
-            "they are kept only for callers on the gateway's own machine.",
-            retryable=False,
-        )
+        return owner_of(request, self.identify(request), self.config())
 
 
 def file_object(file: StoredFile) -> dict[str, Any]:
@@ -180,28 +150,8 @@ def file_object(file: StoredFile) -> dict[str, Any]:
     }
 
 
-class _ContentResponse(StreamingResponse):
-    """The bytes of a file, which is closed whatever happens."""
-
-    def __init__(self, content: FileContent) -> None:
-        super().__init__(content.pieces(), headers=_content_headers(content.file))
-        self._content = content
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._content.close()
-
-
 def _content_headers(file: StoredFile) -> dict[str, str]:
-    return {
-        "content-type": "application/octet-stream",
-        "content-length": str(file.bytes),
-        # No browser shows it as a page of this host.
-        "content-disposition": f"attachment; filename*=UTF-8''{quote(file.name, safe='')}",
-        "x-content-type-options": "nosniff",
-    }
+    return content_headers(file.name, file.bytes)
 
 
 def _id(request: Request) -> str:
@@ -210,45 +160,6 @@ def _id(request: Request) -> str:
     if not is_file_name(id_):
         raise file_not_found(id_)
     return id_
-
-
-def _content_length(request: Request) -> int | None:
-    # The protocol has checked that it is a number.
-    value = request.headers.get("content-length")
-    return None if value is None else int(value)
-
-
-async def _parts(
-    request: Request, limits: LimitSettings, most_bytes: int, largest_file: int
-) -> AsyncIterator[bytes]:
-    """The body in parts of some size. It may take as long as `limits` allow for its bytes.
-
-    Only the time that the client takes counts, not that of the disk. Raises: GatewayError 408, 413;
-    ClientDisconnect.
-    """
-    clock = asyncio.get_running_loop().time
-    source = request.stream()
-    waited, size, part = 0.0, 0, bytearray()
-    while True:
-        began = clock()
-        left = limits.body_timeout + size / limits.body_rate - waited
-        try:
-            async with asyncio.timeout(left):
-                piece = await anext(source, None)
-        except TimeoutError:
-            raise errors.request_timeout("The body took too long to arrive.") from None
-        waited += clock() - began
-        if piece is None:
-            break
-        size += len(piece)
-        if size > most_bytes:
-            raise file_too_large(largest_file)
-        part += piece
-        if len(part) >= FEED_BYTES:
-            yield bytes(part)
-            part.clear()
-    if part:
-        yield bytes(part)
 
 
 def _check_sent(form: UploadForm) -> None:

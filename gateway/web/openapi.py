@@ -19,6 +19,12 @@ from gateway.config.settings import Settings
 from gateway.observe.metrics import CONTENT_TYPE
 from gateway.proxy.inbound.routes import Route, api_of_path, pages_of, routes_of
 from gateway.web.admin.app import ADMIN_ROUTES, AdminRoute
+from gateway.web.openapi_batches import (
+    BATCH_BODIES,
+    BATCH_HEADERS,
+    BATCH_SCHEMAS,
+    BATCH_SUMMARIES,
+)
 from gateway.web.openapi_bodies import (
     BODIES,
     FILE,
@@ -137,6 +143,7 @@ _SUMMARIES = {
     "/v1/files/{id}": "one file",
     "/v1/files/{id}/content": "its bytes",
     "DELETE /v1/files/{id}": "delete it; while an unfinished batch reads it, 409",
+    **BATCH_SUMMARIES,
     "/health": "200 while the process lives",
     "/ready": "200 while some node can take or queue work, else 503",
 }
@@ -156,7 +163,6 @@ def operations(settings: Settings) -> Iterator[Operation]:
         if one.method != "GET":
             known = f"{one.method} {path}"
         statuses = _SITE_STATUSES if one.needs_key else _HTTP_STATUSES
-        form = FORMS.get(known)
         yield Operation(
             "public",
             one.method,
@@ -164,7 +170,7 @@ def operations(settings: Settings) -> Iterator[Operation]:
             _SUMMARIES[known],
             needs_key=one.needs_key,
             parameters=_parameters(path, known),
-            body=None if form is None else {"multipart/form-data": {"schema": form}},
+            body=_own_body(known),
             content=OTHER_CONTENT.get(known) or {"application/json": {"schema": RESPONSES[known]}},
             statuses=statuses | STATUSES.get(known, frozenset()),
             route=known,
@@ -187,6 +193,15 @@ def operations(settings: Settings) -> Iterator[Operation]:
         )
     for admin in ADMIN_ROUTES:
         yield _admin(admin)
+
+
+def _own_body(known: str) -> JsonSchema | None:
+    """The body of one of the public listener's own paths; None: it has none."""
+    if known in FORMS:
+        return {"multipart/form-data": {"schema": FORMS[known]}}
+    if known in BATCH_BODIES:
+        return {"application/json": {"schema": BATCH_BODIES[known]}}
+    return None
 
 
 def _routed(path: str, route: Route) -> Operation:
@@ -267,6 +282,8 @@ def _parameters(path: str, known: str) -> list[JsonSchema]:
     ]
     for name, (schema, meaning) in QUERY.get(known, {}).items():
         found.append(_parameter("query", name, schema, meaning))
+    for name, (schema, meaning) in BATCH_HEADERS.get(known, {}).items():
+        found.append(_parameter("header", name, schema, meaning))
     return found
 
 
@@ -325,6 +342,7 @@ def openapi_document(
                 "RoutedBody": routed_body(),
                 "Model": MODEL,
                 "File": FILE,
+                **BATCH_SCHEMAS,
                 "Node": fields_schema(NODE_FIELDS),
                 "Status": fields_schema(STATUS_FIELDS),
                 "Request": fields_schema(REQUEST_FIELDS),

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from gateway.web.openapi_batches import (
+    BATCH_CONTENT,
+    BATCH_QUERY,
+    BATCH_RESPONSES,
+    BATCH_STATUSES,
+)
 from gateway.web.openapi_parts import JsonSchema
 
 MODEL: JsonSchema = {
@@ -76,6 +82,7 @@ RESPONSES: dict[str, JsonSchema] = {
         },
         "required": ["id", "object", "deleted"],
     },
+    **BATCH_RESPONSES,
     "/admin/usage": {"$ref": "#/components/schemas/Usage"},
     "/health": {"type": "object", "properties": {"status": {"const": "ok"}}},
     "/ready": {"type": "object", "properties": {"status": {"const": "ready"}}},
@@ -141,6 +148,7 @@ QUERY: dict[str, dict[str, tuple[JsonSchema, str]]] = {
         "order": ({"type": "string", "enum": ["asc", "desc"]}, "By age; `desc` by default."),
         "purpose": ({"type": "string"}, "Only files for this purpose."),
     },
+    **BATCH_QUERY,
     "/admin/usage": {
         "by": (
             {"type": "string"},
@@ -185,6 +193,7 @@ QUERY: dict[str, dict[str, tuple[JsonSchema, str]]] = {
 
 OTHER_CONTENT: dict[str, JsonSchema] = {
     "/v1/files/{id}/content": {"application/octet-stream": {"schema": {}}},
+    **BATCH_CONTENT,
 }
 """Responses that are no JSON, by path."""
 
@@ -255,6 +264,7 @@ STATUSES: dict[str, frozenset[int]] = {
     "/v1/files/{id}": frozenset({501}),
     "/v1/files/{id}/content": frozenset({501}),
     "DELETE /v1/files/{id}": frozenset({409, 501}),
+    **BATCH_STATUSES,
     "/admin/nodes/{name}": frozenset({404}),
     "/admin/nodes/{name}/drain": frozenset({404}),
     "/admin/nodes/{name}/resume": frozenset({404}),

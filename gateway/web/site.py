@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from gateway import errors
 from gateway.access.callers import MOST_IDENTITY_BYTES, cache_policy_of, identify_caller
+from gateway.batches.batch_registry import BatchRegistry
 from gateway.batches.files import FileRegistry
 from gateway.catalog import FleetCatalog
 from gateway.config.listeners import CorsSpec
@@ -24,8 +25,10 @@ from gateway.proxy.inbound.routes import ROUTES, pages_of, routes_of
 from gateway.request import Caller
 from gateway.usage.caller_usage import CallerUsage
 from gateway.web.asgi import HealthEndpoints, JsonResponse, asgi_app, read_fields
+from gateway.web.batches import BatchAccess, BatchEndpoints
 from gateway.web.files import FileEndpoints
 from gateway.web.handler import ProxyHandler
+from gateway.web.message_batches import MessageBatchEndpoints
 from gateway.web.models import VisibleModels, add_anthropic_fields, list_response, props_response
 from gateway.web.request_context import HandlerConfig, may_name_nodes
 from gateway.web.response_heads import EXPOSED_HEADERS
@@ -38,12 +41,13 @@ def public_app(
     *,
     created: int,
     files: FileRegistry | None = None,
+    batches: BatchRegistry | None = None,
 ) -> ASGIApp:
     """The public listener's application, for all but POSTs to routed paths.
 
     Those go from the protocol straight to `handler.serve`; their routes here only make other
-    methods 405. `created`: that of every model, in seconds since 1970. `files`: None, if there is
-    no store to keep them.
+    methods 405. `created`: that of every model, in seconds since 1970. `files`, `batches`: None, if
+    there is no store to keep them.
     """
     health = HealthEndpoints(fleet, handler.queue, lambda: handler.closing)
     file_endpoints = FileEndpoints(
@@ -52,7 +56,16 @@ def public_app(
         lambda request: request_caller(request, handler.config),
         lambda: handler.config.settings.batches.file_bytes,
     )
-    site = Site(handler, fleet, created, health, usage, file_endpoints)
+    access = BatchAccess(
+        batches,
+        lambda: handler.config,
+        lambda request: request_caller(request, handler.config),
+        lambda caller, user: handler.meter.book.accounts(caller, user).caller,
+    )
+    site = Site(
+        handler, fleet, created, health, usage, file_endpoints,
+        BatchEndpoints(access), MessageBatchEndpoints(access),
+    )  # fmt: skip
     own = _own_routes(site)
     settings = handler.config.settings
     own += [Route(page.path, site.page(page), methods=[page.method]) for page in pages_of(settings)]
@@ -89,6 +102,8 @@ class Site:
     health: HealthEndpoints
     caller_usage: CallerUsage
     files: FileEndpoints
+    batches: BatchEndpoints
+    message_batches: MessageBatchEndpoints
 
     async def models(self, request: Request) -> Response:
         models = self._visible_models(request)
@@ -237,6 +252,30 @@ SITE_ROUTES = (
     SiteRoute("/v1/files/{id}", lambda site: site.files.show),
     SiteRoute("/v1/files/{id}/content", lambda site: site.files.content),
     SiteRoute("/v1/files/{id}", lambda site: site.files.delete, method="DELETE"),
+    SiteRoute("/v1/batches", lambda site: site.batches.create, method="POST"),
+    SiteRoute("/v1/batches", lambda site: site.batches.list),
+    SiteRoute("/v1/batches/{id}", lambda site: site.batches.show),
+    SiteRoute("/v1/batches/{id}/cancel", lambda site: site.batches.cancel, method="POST"),
+    SiteRoute("/v1/batches/{id}/pause", lambda site: site.batches.pause, method="POST"),
+    SiteRoute("/v1/batches/{id}/resume", lambda site: site.batches.resume, method="POST"),
+    SiteRoute("/v1/batches/{id}/output", lambda site: site.batches.output),
+    SiteRoute("/v1/batches/{id}/errors", lambda site: site.batches.errors),
+    SiteRoute("/v1/messages/batches", lambda site: site.message_batches.create, method="POST"),
+    SiteRoute("/v1/messages/batches", lambda site: site.message_batches.list),
+    SiteRoute("/v1/messages/batches/{id}", lambda site: site.message_batches.show),
+    SiteRoute(
+        "/v1/messages/batches/{id}", lambda site: site.message_batches.delete, method="DELETE"
+    ),
+    SiteRoute("/v1/messages/batches/{id}/results", lambda site: site.message_batches.results),
+    SiteRoute(
+        "/v1/messages/batches/{id}/cancel", lambda site: site.message_batches.cancel, method="POST"
+    ),
+    SiteRoute(
+        "/v1/messages/batches/{id}/pause", lambda site: site.message_batches.pause, method="POST"
+    ),
+    SiteRoute(
+        "/v1/messages/batches/{id}/resume", lambda site: site.message_batches.resume, method="POST"
+    ),
     SiteRoute("/health", lambda site: site.health.health, needs_key=False),
     SiteRoute("/v1/health", lambda site: site.health.health, needs_key=False),
     SiteRoute("/ready", lambda site: site.health.ready, needs_key=False),
@@ -281,7 +320,10 @@ def _is_anthropic(request: Request) -> bool:
 LONGEST_PATH = 1024
 """Most characters of a path that a suggestion considers."""
 
-_OWN_PATHS = ("/v1/models", "/v1/usage", "/v1/files", "/props", "/health", "/ready")
+_OWN_PATHS = (
+    *("/v1/models", "/v1/usage", "/v1/files", "/v1/batches", "/v1/messages/batches"),
+    *("/props", "/health", "/ready"),
+)
 
 _SERVED_PATHS = sorted(
     {route.path for route in ROUTES.values()} | set(_OWN_PATHS), key=len, reverse=True
@@ -313,6 +355,10 @@ _MISSPELT_PATHS = {
     "/model": "/v1/models",
     "/v1/model": "/v1/models",
     "/v1/file": "/v1/files",
+    "/v1/batch": "/v1/batches",
+    "/batch": "/v1/batches",
+    "/v1/message/batches": "/v1/messages/batches",
+    "/v1/messages/batch": "/v1/messages/batches",
     "/v1/embedding": "/v1/embeddings",
     "/audio/transcriptions": "/v1/audio/transcriptions",
 }
@@ -334,8 +380,8 @@ _UNSUPPORTED = {
     "chat/completions": "no chat is kept; send it whole to /v1/chat/completions",
     "vector_stores": "nothing is stored; /v1/embeddings makes vectors",
     "uploads": "files are not uploaded in parts; POST /v1/files takes a whole one",
-    "batches": "there are no batches; send requests with the header 'X-Priority: batch'",
-    "messages/batches": "there are no batches; send requests with the header 'X-Priority: batch'",
+    "batches": "a batch has only /cancel, /pause, /resume, /output and /errors",
+    "messages/batches": "a message batch has only /results, /cancel, /pause and /resume",
     "containers": "no code is run",
     "evals": "nothing is evaluated",
     "organization": "there is no organization",
@@ -406,7 +452,7 @@ def _find_served(path: str) -> str | None:
 
 def _advise(served: str) -> str:
     route = ROUTES.get(served)
-    if route is not None and route.api.clients_add_v1:
+    if served.startswith("/v1/messages/") or (route is not None and route.api.clients_add_v1):
         return f"Use {served}: set base_url to http://HOST:PORT (clients of Anthropic add /v1)."
     if served.startswith("/v1/"):
         return f"Use {served}: set base_url to http://HOST:PORT/v1."

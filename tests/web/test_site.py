@@ -292,7 +292,8 @@ async def test_every_other_path_is_404(path: str) -> None:
     [
         ("GET", "/v1/messages", 405, "invalid_request_error"),
         ("GET", "/v1/messages/count_tokens", 405, "invalid_request_error"),
-        ("POST", "/v1/messages/batches", 404, "not_found_error"),
+        ("POST", "/v1/messages/batches", 501, "api_error"),
+        ("POST", "/v1/messages/batches/a/b", 404, "not_found_error"),
     ],
 )
 async def test_errors_below_messages_have_anthropics_form(

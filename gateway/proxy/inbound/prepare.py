@@ -10,7 +10,7 @@ from msgspec.structs import replace as replace_fields
 
 from gateway import errors
 from gateway.catalog import ServedModels
-from gateway.config.cache_privacy import SHARED_CACHE, CachePolicy
+from gateway.config.cache_privacy import SHARED_CACHE, CachePolicy, NodeLabels
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import CATCH_ALL
 from gateway.lease import KeyedHash, LeaseRequest, PromptKey
@@ -112,7 +112,9 @@ def prepare(
             request_limits.check_grammars(parsed, depth, limits)
         if route.generates:
             request_limits.check_sampling(parsed, limits)
-    model, targets = _resolve_model(parsed.model, rules, incoming, catalog)
+    model, targets = resolve_model(
+        parsed.model, rules, incoming.caller, incoming.cache.node_labels, catalog
+    )
     most_tokens = limits.max_tokens
     if incoming.max_tokens is not None:
         most_tokens = min(incoming.max_tokens, most_tokens or incoming.max_tokens)
@@ -150,7 +152,9 @@ def prepare_multipart(
 
     Raises: GatewayError.
     """
-    model, targets = _resolve_model(parsed.model, rules, incoming, catalog)
+    model, targets = resolve_model(
+        parsed.model, rules, incoming.caller, incoming.cache.node_labels, catalog
+    )
     bodies = {target.name: incoming.body for target in targets}
     return _new_request(incoming, parsed.model, priority, model, bodies)
 
@@ -176,17 +180,24 @@ def prepare_large(
     return replace_fields(request, lease_request=replace_fields(lease_request, prompt_key=key))
 
 
-def _resolve_model(
-    requested: str | None, rules: RequestRules, incoming: IncomingRequest, catalog: ServedModels
+def resolve_model(
+    requested: str | None,
+    rules: RequestRules,
+    caller: Caller,
+    labels: NodeLabels,
+    catalog: ServedModels,
 ) -> tuple[str, tuple[ResolvedModel, ...]]:
-    """The public model name of a request, and the models it stands for. Raises: GatewayError."""
-    model, caller = requested or rules.default_model, incoming.caller
+    """The public model name of a request, and the models it stands for. Raises: GatewayError.
+
+    `labels`: those of the nodes that may serve it.
+    """
+    model = requested or rules.default_model
     if model is None:
-        known = catalog.model_names(incoming.cache.node_labels)
+        known = catalog.model_names(labels)
         if caller.models is not None:
             known = tuple(name for name in known if caller.may_use(name))
         if not known:
-            raise catalog.not_found_error(None, incoming.cache.node_labels)
+            raise catalog.not_found_error(None, labels)
         if len(known) > 1:
             some = ", ".join(f"'{name}'" for name in known[:8])
             raise errors.invalid_request(f"'model' is missing. There are: {some}.", "model")

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,6 +15,7 @@ from starlette.responses import Response
 from gateway.fleet.fleet import Fleet
 from gateway.observe.audit import AuditTrail
 from gateway.observe.metrics import (
+    BatchSample,
     LedgerSample,
     Metrics,
     MetricsSnapshot,
@@ -151,6 +152,16 @@ def totals_json(metrics: Metrics) -> dict[str, Any]:
     }
 
 
+class BackgroundSource(Protocol):
+    """Work that callers need not wait for, as metrics show it."""
+
+    def webhooks_waiting(self) -> int:
+        """Deliveries that wait in the store."""
+
+    def batch_sample(self) -> BatchSample | None:
+        """Batches at this time; None: there is no store."""
+
+
 @dataclass(frozen=True, slots=True)
 class MetricsSource:
     """Reads the state of the gateway for `Metrics`, at each scrape."""
@@ -164,9 +175,11 @@ class MetricsSource:
     """When the certificate of each listener with TLS expires, in seconds since 1970."""
     store: Store | None = None
     ledger: Ledger | None = None
+    background: BackgroundSource | None = None
 
     def __call__(self) -> MetricsSnapshot:
         """The state now."""
+        background = self.background
         return MetricsSnapshot(
             nodes=[
                 NodeSample(
@@ -188,6 +201,8 @@ class MetricsSource:
             },
             store=self._store_sample(),
             ledger=self._ledger_sample(),
+            webhooks_waiting=0 if background is None else background.webhooks_waiting(),
+            batches=None if background is None else background.batch_sample(),
         )
 
     def _store_sample(self) -> StoreSample | None:

@@ -1,0 +1,742 @@
+"""Runs the lines of batches: claims them, offers them to the scheduler, and records their results.
+
+Rows are claimed a little ahead and their bodies are read, so that a line that has ended is followed
+by the next one at its slot at once. `feeding.py` decides how many are offered and which. A row that
+was claimed ends in one of three ways: its result is recorded, or it is put back and waits again, or
+this process dies and another one takes it when its lease is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, TypeVar
+
+import structlog
+from sqlalchemy import Connection
+
+from gateway.batches.claims import Claim, Pick, put_back, release_lost, renew
+from gateway.batches.disk_threads import DiskThreads
+from gateway.batches.feeding import (
+    BatchWork,
+    Lane,
+    Pace,
+    PrefixGroup,
+    in_danger,
+    ready_wanted,
+    rows_to_offer,
+)
+from gateway.batches.feeding_rows import ClaimWithin, ReadPrefixes, ReadWaiting, Waiting
+from gateway.batches.folder import Folder, FolderError
+from gateway.batches.request_rows import StoredRow
+from gateway.batches.runner import (
+    Outcome,
+    RequestTarget,
+    RowDeferred,
+    RowExpired,
+    Runner,
+    StoredRequest,
+)
+from gateway.batches.states import RequestKind
+from gateway.lease import BatchRoom, BatchRoomService
+from gateway.request import Priority
+from gateway.store.failures import StoreError
+from gateway.store.store import Store
+from gateway.usage.processes import ProcessIdentity
+
+LOOK_SECONDS = 0.1
+"""Seconds between two looks at the room for batch work."""
+
+SOON_SECONDS = 0.02
+"""A slot that comes free within so many seconds is offered a row: until then it is prepared."""
+
+LEASE_SECONDS = 60.0
+"""For which a claim holds unless it is renewed."""
+
+RENEW_SECONDS = 5.0
+"""Seconds between two renewals, which also tell which rows were cancelled."""
+
+READ_SECONDS = 2.0
+"""Seconds after which it is read again what waits."""
+
+IDLE_SECONDS = 5.0
+"""The same, while nothing waits that is known of."""
+
+READ_SHARE = 20
+"""Reading what waits takes at most one part in so many of the time."""
+
+PREFIX_SECONDS = 10.0
+"""Seconds after which the groups of a batch are read again."""
+
+MOST_BODIES = 64 << 20
+"""Bytes of bodies that are read ahead."""
+
+MOST_UNRECORDED = 5000
+"""Results that wait to be recorded; beyond them no row is offered."""
+
+MOST_RUNS = 3
+"""Runs that nodes may fail; then that is the result."""
+
+RETRY_SECONDS = 10.0
+"""Seconds until a row that nodes have failed is run again, times its runs."""
+
+MOST_PAUSE = 300.0
+"""Seconds after which it is tried again whether an owner's limit is still reached."""
+
+HOLD_SECONDS = 10.0
+"""If an owner is paused for longer, its claimed rows are put back."""
+
+CAREFUL_SECONDS = 30.0
+"""For so long after an owner's limit was reached its rows are offered one after the other."""
+
+MOST_PROBES = 64
+"""Rows without any node that are tried at a time: their model may be unknown, which is a result."""
+
+AWAY_SECONDS = 2.0
+"""Seconds after which a store or folder that has failed is tried again."""
+
+END_SECONDS = 3.0
+"""Most seconds to put back what is left, at the end."""
+
+T = TypeVar("T")
+
+log = structlog.get_logger()
+
+
+class Results(Protocol):
+    """Keeps results; `results.LineResults`."""
+
+    async def add(self, row: StoredRow, batch_api: str, outcome: Outcome) -> bool:
+        """Returns when the result is recorded; False: the row was taken meanwhile."""
+
+
+@dataclass(slots=True)
+class FeederCounts:
+    """What the feeder has done, and what it knows of what waits."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """Lines whose result this process has recorded: `done`, `failed`, or `lost` (taken)."""
+    deferred: int = 0
+    """Runs after which a row waits again: a limit of its owner, no room, no node."""
+    retried: int = 0
+    """Runs that nodes have failed and that are repeated."""
+    waiting: Counter[str] = field(default_factory=Counter)
+    """Stored requests that may run, by kind."""
+    batches: dict[str, int] = field(default_factory=dict)
+    """By state."""
+    oldest: float | None = None
+    """When the oldest batch with waiting lines was created; None: nothing waits."""
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A claimed row."""
+
+    row: StoredRow
+    target: RequestTarget | None
+    body: bytes | None
+    """None: it runs or has run."""
+    task: asyncio.Task[None] | None = None
+    has_slot: bool = False
+    """Whether it counts as running in its lane."""
+    recording: bool = False
+    """Whether it has a result, which is being recorded."""
+
+
+@dataclass(slots=True, eq=False)
+class _TargetRows:
+    """The lane of one target, and what is known of its room."""
+
+    pace: Pace
+    lane: Lane = field(default_factory=Lane)
+    credit: int = 0
+    """Rows that may be offered now."""
+    slots: int = 0
+    works: list[BatchWork] = field(default_factory=list)
+    urgent: list[str] = field(default_factory=list)
+    arriving: set[str] = field(default_factory=set)
+    """Rows that were offered and that the scheduler has not seen yet."""
+    probes: int = 1
+    """Rows that are tried at a time while no node is there."""
+    paused_until: float = 0.0
+
+
+@dataclass(slots=True)
+class _PutBack:
+    """Rows that are to wait again, by when and whether nodes failed them."""
+
+    rows: defaultdict[tuple[float, bool], set[str]] = field(
+        default_factory=lambda: defaultdict(set)
+    )
+
+    def add(self, ids: Iterable[str], not_before: float, *, failed: bool = False) -> None:
+        self.rows[round(not_before, 1), failed].update(ids)
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+
+@dataclass(slots=True, eq=False)
+class Feeder:
+    """Feeds the lines of batches to the scheduler. `clock` is monotonic, `now` gives Unix time."""
+
+    store: Store
+    folder: Folder
+    threads: DiskThreads
+    runner: Runner
+    results: Results
+    process: ProcessIdentity
+    rooms: BatchRoomService
+    clock: Callable[[], float]
+    now: Callable[[], float]
+    counts: FeederCounts = field(default_factory=FeederCounts)
+    lease_seconds: float = LEASE_SECONDS
+    renew_seconds: float = RENEW_SECONDS
+    _held: dict[str, _Held] = field(default_factory=dict)
+    _targets: dict[RequestTarget | None, _TargetRows] = field(default_factory=dict)
+    _classes: dict[str, str] = field(default_factory=dict)
+    """The highest class of each batch's lines."""
+    _models: dict[str, set[str | None]] = field(default_factory=dict)
+    """The models of each batch with waiting lines."""
+    _prefixes: dict[str, tuple[float, tuple[PrefixGroup, ...]]] = field(default_factory=dict)
+    """Groups of batches, and when they were read."""
+    _paused: dict[str, float] = field(default_factory=dict)
+    """Owners whose limits are reached, and until when they are left alone."""
+    _careful: dict[str, float] = field(default_factory=dict)
+    """Owners whose limits were reached of late, and until when they are tried step by step."""
+    _put_back: _PutBack = field(default_factory=_PutBack)
+    _read_at: float = 0.0
+    """When it is to be read again what waits."""
+    _claims: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when there may be something to claim or to put back."""
+    _looks: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when there is something to offer."""
+    _renewals: asyncio.Event = field(default_factory=asyncio.Event)
+    _ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when no row is held."""
+    _stopped: bool = False
+    _problem: str | None = None
+
+    @property
+    def running(self) -> int:
+        """Rows that were offered and have not ended."""
+        return sum(state.lane.running for state in self._targets.values())
+
+    @property
+    def claimed(self) -> int:
+        """Rows that are ready to be offered."""
+        return sum(state.lane.ready for state in self._targets.values())
+
+    def wake(self) -> None:
+        """Rows have come, or were cancelled."""
+        self._read_at = 0.0
+        self._claims.set()
+        self._renewals.set()
+
+    def stop(self) -> None:
+        """Claim and offer no more; rows that run go on, the others are put back."""
+        if not self._stopped:
+            self._stopped = True
+            for state in self._targets.values():
+                self._give_back(state.lane.drop(lambda _: True), self.now())
+            self._claims.set()
+
+    async def ended(self) -> None:
+        """After `stop`: wait until no row runs any more."""
+        while self._held:
+            self._ended.clear()
+            await self._ended.wait()
+
+    async def run(self) -> None:
+        """Feed until cancelled; then what runs is put back, unless it has a result already."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._claim_rows(), name="claim stored requests")
+                group.create_task(self._offer_rows(), name="offer stored requests")
+                group.create_task(self._renew_claims(), name="renew claims")
+        finally:
+            await self._end()
+
+    async def _end(self) -> None:
+        self.stop()
+        running = [held for held in self._held.values() if held.task is not None]
+        tasks = [held.task for held in running if held.task is not None and not held.recording]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=END_SECONDS)
+        for held in running:
+            if held.recording and held.task is not None:
+                held.task.cancel()  # Whoever keeps the results records this one.
+        with contextlib.suppress(StoreError, TimeoutError):
+            async with asyncio.timeout(END_SECONDS):
+                await self._write_put_back(END_SECONDS)
+
+    # Claiming.
+
+    async def _claim_rows(self) -> None:
+        while True:
+            self._claims.clear()
+            pause = IDLE_SECONDS
+            if await self._try(self._claim_step) and not self._claims.is_set():
+                pause = max(0.05, min(IDLE_SECONDS, self._read_at - self.clock()))
+            elif self._problem is not None:
+                await asyncio.sleep(AWAY_SECONDS)
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._claims.wait()
+
+    async def _try(self, step: Callable[[], Awaitable[None]]) -> bool:
+        """Do a step; whether store and folder could be used."""
+        try:
+            await step()
+        except (StoreError, FolderError) as error:
+            if self._problem is None:
+                log.warning("batches wait", why=str(error))
+            self._problem = str(error)
+            return False
+        if self._problem is not None:
+            log.info("batches go on")
+            self._problem = None
+        return True
+
+    async def _claim_step(self) -> None:
+        await self._write_put_back()
+        if self._stopped:
+            return
+        if self.clock() >= self._read_at:
+            await self._read_waiting()
+        for target, state in list(self._targets.items()):
+            self._look(target, state)
+            if picks := await self._picks(state):
+                await self._claim(picks)
+        for target in [t for t, one in self._targets.items() if not one.works]:
+            lane = self._targets[target].lane
+            if not lane.ready and not lane.running:
+                del self._targets[target]
+
+    async def _open_folder(self) -> str:
+        """Its id. Raises: FolderError."""
+        opened = self.folder.id
+        return opened if opened is not None else await self.threads.run(self.folder.open)
+
+    async def _read_waiting(self) -> None:
+        folder = await self._open_folder()
+        began = self.clock()
+        waiting = await self.store.run(ReadWaiting(folder, self.now()), write=False)
+        took = self.clock() - began
+        pause = READ_SECONDS if waiting.groups or self._held else IDLE_SECONDS
+        self._read_at = self.clock() + max(pause, took * READ_SHARE)
+        self._note(waiting)
+
+    def _note(self, waiting: Waiting) -> None:
+        """Divide what waits by target."""
+        counts, works = self.counts, defaultdict[RequestTarget | None, list[BatchWork]](list)
+        counts.waiting.clear()
+        counts.batches, counts.oldest = waiting.batches, waiting.oldest
+        self._models.clear()
+        for group in waiting.groups:
+            counts.waiting[group.kind.value] += group.rows
+            if group.kind is not RequestKind.LINE or group.batch is None:
+                continue
+            self._classes[group.batch] = group.class_
+            self._models.setdefault(group.batch, set()).add(group.model)
+            target = self.runner.target_of(group.owner, group.path, group.model)
+            deadline = group.nearest_deadline
+            work = BatchWork(group.batch, group.owner, group.rows)
+            if deadline is not None:
+                work = BatchWork(group.batch, group.owner, group.rows, deadline)
+            works[target].append(work)
+        for target, state in self._targets.items():
+            state.works = works.pop(target, [])
+        for target, found in works.items():
+            self._targets[target] = _TargetRows(Pace(self.clock), works=found)
+        known = {held.row.batch for held in self._held.values()} | set(self._models)
+        for batch in set(self._classes) - known:
+            del self._classes[batch]
+            self._prefixes.pop(batch, None)
+
+    async def _picks(self, state: _TargetRows) -> list[Pick]:
+        """What to claim for a target."""
+        if self.clock() < state.paused_until or self._is_full():
+            return []
+        wanted = ready_wanted(state.slots, state.pace.rows_a_second or 0.0)
+        if not state.slots:
+            wanted = state.probes
+        wanted += max(0, state.credit)
+        # Half of it is enough to go on with: a claim for each row would be a load on the store.
+        if state.lane.ready > wanted // 2:
+            return []
+        works = [work for work in state.works if work.rows and not self._is_paused(work.owner)]
+        if not works:
+            return []
+        works = await self._with_groups(state, works)
+        picks: list[Pick] = []
+        for want in state.lane.wants(works, wanted, state.urgent):
+            models = self._models.get(want.batch, {None})
+            share = -(-want.rows // len(models))
+            picks += [
+                Pick(
+                    share, RequestKind.LINE, want.batch, want.owner,
+                    model if len(models) > 1 else None, want.prefix,
+                )
+                for model in models
+                if len(models) == 1 or self._is_for(state, want.owner, want.batch, model)
+            ]  # fmt: skip
+        return picks
+
+    def _is_for(self, state: _TargetRows, owner: str, batch: str, model: str | None) -> bool:
+        path = next((one.row.path for one in self._held.values() if one.row.batch == batch), None)
+        if path is None:
+            return True
+        return self._targets.get(self.runner.target_of(owner, path, model)) is state
+
+    async def _with_groups(self, state: _TargetRows, works: list[BatchWork]) -> list[BatchWork]:
+        """The same with their groups of common prefixes, of those that are next."""
+        held = state.lane.held()
+        works.sort(key=lambda work: (work.batch not in held, work.deadline, work.batch))
+        found: list[BatchWork] = []
+        for work in works:
+            read_at, groups = self._prefixes.get(work.batch, (0.0, ()))
+            due = self.clock() - read_at > PREFIX_SECONDS
+            if len(found) < 8 and (due or work.batch not in self._prefixes):
+                groups = await self.store.run(ReadPrefixes(work.batch, self.now()), write=False)
+                self._prefixes[work.batch] = self.clock(), groups
+            found.append(BatchWork(work.batch, work.owner, work.rows, work.deadline, groups))
+        return found
+
+    def _is_full(self) -> bool:
+        bodies = sum(len(held.body) for held in self._held.values() if held.body is not None)
+        return bodies >= MOST_BODIES
+
+    async def _claim(self, picks: list[Pick]) -> None:
+        """Claim rows, read their bodies and offer them."""
+        assert self.folder.id is not None
+        now, asked = self.now(), sum(pick.limit for pick in picks)
+        claim = Claim(self.folder.id, self.process.id, picks, now, self.lease_seconds)
+        rows, beyond = await self.store.run(ClaimWithin(claim, MOST_BODIES))
+        self._put_back.add((row.id for row in beyond), now)
+        self._count_claimed([*rows, *beyond], picks)
+        if len(rows) < asked // 2:
+            self._read_at = min(self._read_at, self.clock() + 0.2)
+        try:
+            bodies = await self.threads.run(_read_bodies, self.folder, rows)
+        except (FolderError, asyncio.CancelledError):
+            self._put_back.add((row.id for row in rows), now + AWAY_SECONDS)
+            raise
+        for row, body in zip(rows, bodies, strict=True):
+            self._hold(row, body)
+        for target, state in list(self._targets.items()):
+            self._offer(target, state)
+        self._looks.set()
+
+    def _count_claimed(self, rows: list[StoredRow], picks: list[Pick]) -> None:
+        """What was claimed does not wait any more, nor what was asked for in vain."""
+        claimed = Counter(row.batch for row in rows)
+        of_group = Counter((row.batch, row.prefix) for row in rows)
+        asked = Counter[str | None]()
+        for pick in picks:
+            asked[pick.batch] += pick.limit
+        for state in self._targets.values():
+            state.works = [
+                BatchWork(
+                    work.batch,
+                    work.owner,
+                    work.rows - claimed[work.batch]
+                    if claimed[work.batch] or not asked[work.batch]
+                    else 0,
+                    work.deadline,
+                )
+                for work in state.works
+            ]
+        for batch in asked:
+            if batch in self._prefixes:
+                read_at, groups = self._prefixes[batch]
+                left = (
+                    group._replace(rows=group.rows - of_group[batch, group.prefix])
+                    for group in groups
+                )
+                self._prefixes[batch] = read_at, tuple(group for group in left if group.rows > 0)
+
+    def _hold(self, row: StoredRow, body: bytes | None) -> None:
+        """A row that was claimed; without a body, as its file is gone, it fails."""
+        target = self.runner.target_of(row.owner, row.path, row.model)
+        if row.id in self._held or self._stopped:
+            if self._stopped:
+                self._put_back.add([row.id], self.now())
+            return
+        if body is None:
+            log.warning("the input of a batch is missing", batch=row.batch)
+        held = self._held[row.id] = _Held(row, target, body or b"")
+        state = self._targets.get(target)
+        if state is None:
+            state = self._targets[target] = _TargetRows(Pace(self.clock))
+        state.lane.add(held.row)
+
+    # Offering.
+
+    async def _offer_rows(self) -> None:
+        while True:
+            if not self._held:
+                self._looks.clear()
+                await self._looks.wait()
+            for target, state in list(self._targets.items()):
+                if state.lane.ready or state.lane.running:
+                    state.pace.tick(busy=state.lane.running > 0)
+                    self._look(target, state)
+                    self._offer(target, state)
+                    # What is offered here takes room that the next target may have too.
+                    await asyncio.sleep(0)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _look(self, target: RequestTarget | None, state: _TargetRows) -> None:
+        """See how much room there is."""
+        lane, registry = state.lane, self.runner.registry
+        state.arriving = {
+            id_
+            for id_ in state.arriving
+            if id_ not in registry and (held := self._held.get(id_)) is not None and held.has_slot
+        }
+        room = BatchRoom(0, 0, 0, 0, 0, 0)
+        if target is not None:
+            room = self.rooms.batch_room(
+                target.model_names,
+                SOON_SECONDS,
+                endpoint=target.endpoint,
+                node_labels=target.node_labels,
+            )
+        lane.nodes, state.slots = max(1, room.nodes), room.slots
+        if room.slots:
+            state.probes = 1
+            state.credit = rows_to_offer(room, len(state.arriving))
+        else:
+            state.credit = state.probes - lane.running
+        state.urgent = in_danger(state.works, lane.held(), state.pace.rows_a_second, self.now())
+
+    def _offer(self, target: RequestTarget | None, state: _TargetRows) -> None:
+        """Start rows, as many as there is room for."""
+        if self._stopped or self.clock() < state.paused_until:
+            return
+        left_out = {owner for owner in self._paused if self._is_paused(owner)}
+        while (
+            state.credit > 0
+            and sum(held.recording for held in self._held.values()) < MOST_UNRECORDED
+        ):
+            row = state.lane.next(left_out, state.urgent)
+            if row is None:
+                break
+            if row.owner in self._careful:
+                if self._careful[row.owner] < self.clock():
+                    del self._careful[row.owner]
+                else:
+                    left_out.add(row.owner)  # The next one when this one was admitted.
+            state.credit -= 1
+            held = self._held[row.id]
+            held.has_slot = True
+            state.arriving.add(row.id)
+            held.task = asyncio.create_task(self._run(held, state), name="run a stored request")
+        if state.works and state.lane.ready <= max(1, state.slots):
+            self._claims.set()
+
+    def _is_paused(self, owner: str) -> bool:
+        until = self._paused.get(owner)
+        if until is None:
+            return False
+        if until <= self.clock():
+            del self._paused[owner]
+            return False
+        return True
+
+    def _slot_free(self, held: _Held, state: _TargetRows) -> None:
+        """A row has left its slot: the next one goes there."""
+        if not held.has_slot:
+            return
+        held.has_slot = False
+        state.lane.ended(held.row)
+        state.credit += 1
+        self._offer(held.target, state)
+
+    # Running.
+
+    async def _run(self, held: _Held, state: _TargetRows) -> None:
+        """Run one row to its result, or let it wait again."""
+        row, runner = held.row, self.runner
+        body, held.body = held.body or b"", None
+        priority = Priority.BATCH
+        if row.batch in state.urgent:
+            priority = Priority.parse(self._classes.get(row.batch, "")) or Priority.BATCH
+        request = StoredRequest(
+            row.id, row.owner, row.path, priority, row.user, deadline=row.deadline
+        )
+        try:
+            outcome = await runner.run(
+                request, body, on_slot_free=partial(self._slot_free, held, state)
+            )
+        except RowDeferred as deferred:
+            self._deferred(held, state, body, deferred)
+            return
+        except RowExpired:
+            self._put_back.add([row.id], self.now())
+        except asyncio.CancelledError:
+            self._put_back.add([row.id], self.now())
+            raise
+        except Exception:
+            log.exception("a stored request can't be run", request=row.id)
+            self._put_back.add([row.id], self.now() + RETRY_SECONDS, failed=True)
+        else:
+            state.pace.ended()
+            if outcome.failed_on_nodes and row.attempts + 1 < MOST_RUNS:
+                self.counts.retried += 1
+                pause = RETRY_SECONDS * (row.attempts + 1)
+                self._put_back.add([row.id], self.now() + pause, failed=True)
+            else:
+                await self._record(held, state, outcome)
+        finally:
+            self._slot_free(held, state)
+            if held.body is None:
+                self._let_go(held)
+
+    async def _record(self, held: _Held, state: _TargetRows, outcome: Outcome) -> None:
+        held.recording = True
+        if not state.slots:
+            # Without a node it has a result all the same: so have others, likely.
+            state.probes = min(2 * state.probes, MOST_PROBES)
+        api = "anthropic" if (held.row.batch or "").startswith("msgbatch_") else "openai"
+        if not await self.results.add(held.row, api, outcome):
+            self.counts.outcomes["lost"] += 1
+            self._put_back.add([held.row.id], self.now())
+        else:
+            self.counts.outcomes["done" if outcome.status < 400 else "failed"] += 1
+
+    def _let_go(self, held: _Held) -> None:
+        self._held.pop(held.row.id, None)
+        if self._put_back:
+            self._claims.set()
+        if not self._held:
+            self._ended.set()
+
+    def _deferred(
+        self, held: _Held, state: _TargetRows, body: bytes, deferred: RowDeferred
+    ) -> None:
+        """A row that could not be run now waits again."""
+        self.counts.deferred += 1
+        row, now = held.row, self.clock()
+        if deferred.concerns_owner:
+            seconds = min(deferred.seconds, MOST_PAUSE)
+            self._paused[row.owner] = now + seconds
+            self._careful[row.owner] = now + seconds + CAREFUL_SECONDS
+            if seconds <= HOLD_SECONDS and not self._stopped:
+                # It keeps its claim, and goes first when the pause is over.
+                self._slot_free(held, state)
+                held.task, held.body = None, body
+                state.lane.add(row)
+                return
+            ready = [
+                other
+                for one in self._targets.values()
+                for other in one.lane.drop(lambda other: other.owner == row.owner)
+            ]
+            self._give_back(ready, self.now() + seconds)
+            self._put_back.add([row.id], self.now() + seconds)
+            return
+        if not state.slots or deferred.reason in {"queue_full", "starting"}:
+            state.probes = 1
+            state.paused_until = now + min(deferred.seconds, MOST_PAUSE)
+        self._put_back.add([row.id], self.now() + deferred.seconds)
+
+    # Leases.
+
+    async def _renew_claims(self) -> None:
+        while True:
+            if await self._try(self._renew_step):
+                self._renewals.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.renew_seconds):
+                    await self._renewals.wait()
+            await asyncio.sleep(0.2)  # Many may wake it at once.
+
+    async def _renew_step(self) -> None:
+        """Say that this process still runs its rows; take back what lost processes had."""
+        folder = await self._open_folder()
+        waits = {id_ for ids in self._put_back.rows.values() for id_ in ids}
+        ids = [id_ for id_ in self._held if id_ not in waits]
+        if ids:
+            job = partial(
+                renew,
+                process=self.process.id,
+                ids=ids,
+                now=self.now(),
+                lease_seconds=self.lease_seconds,
+            )
+            wanted = await self.store.run(job)
+            self._drop_unwanted(set(ids) - wanted)
+        released = await self.store.run(
+            partial(release_lost, folder=folder, own=self.process, now=self.now())
+        )
+        if released:
+            log.info("stored requests of lost processes wait again", requests=released)
+            self._read_at = 0.0
+            self._claims.set()
+
+    def _drop_unwanted(self, ids: set[str]) -> None:
+        """End rows that were cancelled, or taken by another process."""
+        if not ids:
+            return
+        for state in self._targets.values():
+            self._give_back(state.lane.drop(lambda row: row.id in ids), self.now())
+        for id_ in ids:
+            held = self._held.get(id_)
+            if held is not None and held.task is not None and not held.recording:
+                held.task.cancel()
+        self._claims.set()
+
+    def _give_back(self, rows: Iterable[StoredRow], not_before: float) -> None:
+        """Put back rows that have not run."""
+        ids = [row.id for row in rows]
+        self._put_back.add(ids, not_before)
+        for id_ in ids:
+            self._held.pop(id_, None)
+        if ids and not self._held:
+            self._ended.set()
+        self._claims.set()
+
+    async def _write_put_back(self, seconds: float | None = None) -> None:
+        """Raises: StoreError; what is not written then is tried again."""
+        rows = self._put_back.rows
+        for (not_before, failed), ids in list(rows.items()):
+            chosen = frozenset(ids)
+            job = partial(_put_rows_back, self.process.id, chosen, not_before, failed)
+            if seconds is None:
+                await self.store.run(job)
+            else:
+                await self.store.run(job, seconds=seconds)
+            rows[not_before, failed] -= chosen
+            if not rows[not_before, failed]:
+                del rows[not_before, failed]
+            self._read_at = min(self._read_at, self.clock() + READ_SECONDS)
+
+
+def _put_rows_back(
+    process: str,
+    ids: frozenset[str],
+    not_before: float,
+    failed: bool,  # noqa: FBT001 - of `partial`
+    connection: Connection,
+) -> None:
+    put_back(connection, process, ids, not_before, failed=failed)
+
+
+def _read_bodies(folder: Folder, rows: list[StoredRow]) -> list[bytes | None]:
+    """The bodies of rows; None: the file is gone. Raises: FolderError."""
+    bodies: list[bytes | None] = []
+    for row in rows:
+        try:
+            bodies.append(folder.read(row.place, row.offset, row.length))
+        except FileNotFoundError:
+            bodies.append(None)
+    return bodies

@@ -1,0 +1,453 @@
+"""What is fed to the scheduler, how much and in which order: the policy, on plain numbers.
+
+Lines of batches are offered only where slots are free that class `batch` may use, or are just about
+to be: whatever waits longer than that waits in the store, where it delays nobody. `Lane` has the
+claimed rows of one target (model, endpoint, pool) and decides which goes next; the functions say
+how many are offered and claimed, and which batches are in danger of missing their deadline.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from gateway.batches.request_rows import StoredRow
+from gateway.lease import BatchRoom
+
+MOST_READY = 256
+"""Rows of one target that are claimed ahead, at most."""
+
+READY_SECONDS = 1.0
+"""Rows that end within so many seconds are claimed ahead: several times what a claim takes."""
+
+MOST_WANTS = 24
+"""Picks of one claim: each is a query."""
+
+DANGER_SHARE = 0.8
+"""A deadline is in danger when the work before it takes more than this share of the time left."""
+
+DANGER_SECONDS = 30.0
+"""So near, a deadline is in danger as long as the speed is unknown."""
+
+TURNS_SHARE = 4
+"""Each fourth row goes by turns, whatever deadlines are in danger: nobody starves for those that
+can't be kept any more."""
+
+MOST_FREED = 64
+"""Slots that have come free for which it is remembered which prompts they have cached."""
+
+
+class PrefixGroup(NamedTuple):
+    """Rows of a batch that wait in the store and whose prompts begin alike."""
+
+    prefix: int
+    rows: int
+    longest: int
+    """The most tokens that one of them may write."""
+    tokens: int
+    """All tokens that they may write."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchWork:
+    """What is left of one batch for one target."""
+
+    batch: str
+    owner: str
+    rows: int
+    """That wait in the store."""
+    deadline: float = math.inf
+    """Unix time."""
+    groups: tuple[PrefixGroup, ...] = ()
+    """Its larger groups; the other rows are claimed once these are."""
+
+
+class Want(NamedTuple):
+    """Rows to claim."""
+
+    batch: str
+    owner: str
+    prefix: int | None
+    """None: any, the longest first."""
+    rows: int
+
+
+# How many.
+
+
+def rows_to_offer(room: BatchRoom, arriving: int) -> int:
+    """Rows to offer now; negative: so many more wait than there will be slots for.
+
+    `arriving`: rows that were offered and that the scheduler has not seen yet. Rows that wait for
+    higher classes' slots are none of its business: those go first.
+    """
+    return min(room.free + room.soon, room.slots) - room.waiting - arriving - room.ahead
+
+
+def ready_wanted(slots: int, ended_a_second: float) -> int:
+    """Rows of a target that should be claimed and read before their slot is free."""
+    if slots <= 0:
+        return 1
+    return min(MOST_READY, max(2, 2 * slots, math.ceil(ended_a_second * READY_SECONDS)))
+
+
+# Deadlines.
+
+
+def in_danger(
+    works: Iterable[BatchWork], held: Mapping[str, int], rows_a_second: float | None, now: float
+) -> list[str]:
+    """Batches that may miss their deadline, the nearest first.
+
+    Whether they can be kept is counted as if all were worked on in the order of their deadlines.
+    `held`: rows of each batch that are claimed; `rows_a_second` None: unknown.
+    """
+    found, before = [], 0.0
+    for work in sorted(works, key=lambda one: (one.deadline, one.batch)):
+        rows = work.rows + held.get(work.batch, 0)
+        if not rows or math.isinf(work.deadline):
+            continue
+        left = work.deadline - now
+        before += rows
+        if rows_a_second is None or rows_a_second <= 0:
+            late = left < DANGER_SECONDS
+        else:
+            late = before / rows_a_second > left * DANGER_SHARE
+        if late:
+            found.append(work.batch)
+    return found
+
+
+@dataclass(slots=True)
+class Pace:
+    """How many rows of a target end a second, over the last minutes."""
+
+    clock: Callable[[], float]
+    halves_in: float = 60.0
+    """Seconds after which an end counts half."""
+    least_ends: int = 5
+    """Ends without which nothing is known."""
+    _weight: float = 0.0
+    _seconds: float = 0.0
+    _ends: int = 0
+    _at: float | None = None
+
+    def tick(self, *, busy: bool) -> None:
+        """Time passes; it counts only while rows run."""
+        now = self.clock()
+        if self._at is not None and busy:
+            passed = max(0.0, now - self._at)
+            kept = 0.5 ** (passed / self.halves_in)
+            self._weight *= kept
+            self._seconds = self._seconds * kept + passed
+        self._at = now
+
+    def ended(self) -> None:
+        """A row has got its result."""
+        self.tick(busy=True)
+        self._weight += 1
+        self._ends += 1
+
+    @property
+    def rows_a_second(self) -> float | None:
+        """None: unknown."""
+        if self._ends < self.least_ends or self._seconds <= 0:
+            return None
+        return self._weight / self._seconds
+
+
+# Which.
+
+
+@dataclass(slots=True)
+class _BatchRows:
+    """The claimed rows of one batch."""
+
+    owner: str
+    ready: dict[int, list[StoredRow]] = field(default_factory=dict)
+    """By prefix; each list ends with the row that goes next."""
+    running: Counter[int] = field(default_factory=Counter)
+    """By prefix."""
+    count: int = 0
+    """Rows that are ready."""
+    waiting: dict[int, PrefixGroup] = field(default_factory=dict)
+    """Groups in the store, as last read, less what was claimed since."""
+    followed_by: dict[int, int] = field(default_factory=dict)
+    """Of groups that have no rows left and still run, the one that gets their slots."""
+    turn: int = 0
+    """The last time that it had its turn."""
+
+    def is_empty(self) -> bool:
+        return not self.count and not self.running
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """The claimed rows of one target, and which goes next.
+
+    Slots are shared evenly between owners, and between an owner's batches. Within a batch, a slot
+    that comes free goes on with the group that it has just served; as many groups are under way as
+    there are nodes, so that each node reads a common prefix once. Long rows go before short ones.
+    """
+
+    nodes: int = 1
+    """Nodes that serve the target."""
+    _batches: dict[str, _BatchRows] = field(default_factory=dict)
+    _of_owner: Counter[str] = field(default_factory=Counter)
+    """Rows that run."""
+    _owner_turn: dict[str, int] = field(default_factory=dict)
+    _turns: int = 0
+    _freed: deque[tuple[str, int]] = field(default_factory=lambda: deque(maxlen=MOST_FREED))
+    """Batch and prefix of the rows that have ended last: their slots have that prompt cached."""
+
+    # What it has.
+
+    @property
+    def ready(self) -> int:
+        """Rows that could be offered now."""
+        return sum(one.count for one in self._batches.values())
+
+    @property
+    def running(self) -> int:
+        """Rows that were offered and have not ended."""
+        return sum(self._of_owner.values())
+
+    def held(self) -> dict[str, int]:
+        """Rows that are ready or run, by batch."""
+        return {batch: rows.count + rows.running.total() for batch, rows in self._batches.items()}
+
+    def running_of(self, owner: str) -> int:
+        """Rows of an owner that run."""
+        return self._of_owner[owner]
+
+    def add(self, row: StoredRow) -> None:
+        """A row was claimed and can be offered."""
+        rows = self._batches.setdefault(_batch_of(row), _BatchRows(row.owner))
+        ready = rows.ready.setdefault(row.prefix, [])
+        ready.append(row)
+        if len(ready) > 1 and _length(ready[-2]) < _length(row):
+            ready.sort(key=_length)
+        rows.count += 1
+
+    def drop(self, unwanted: Callable[[StoredRow], bool]) -> list[StoredRow]:
+        """Take out ready rows, and return them."""
+        dropped: list[StoredRow] = []
+        for rows in self._batches.values():
+            for prefix, ready in list(rows.ready.items()):
+                kept = [row for row in ready if not unwanted(row)]
+                if len(kept) < len(ready):
+                    dropped += [row for row in ready if unwanted(row)]
+                    rows.count -= len(ready) - len(kept)
+                    rows.ready[prefix] = kept
+                    if not kept:
+                        del rows.ready[prefix]
+        self._forget_empty()
+        return dropped
+
+    def ended(self, row: StoredRow) -> None:
+        """A row has left its slot."""
+        rows = self._batches[_batch_of(row)]
+        rows.running[row.prefix] -= 1
+        if rows.running[row.prefix] <= 0:
+            del rows.running[row.prefix]
+        self._of_owner[row.owner] -= 1
+        if self._of_owner[row.owner] <= 0:
+            del self._of_owner[row.owner]
+        self._freed.append((_batch_of(row), row.prefix))
+        self._forget_empty()
+
+    def _forget_empty(self) -> None:
+        for batch in [name for name, rows in self._batches.items() if rows.is_empty()]:
+            del self._batches[batch]
+        for owner in [name for name in self._owner_turn if not self._knows(name)]:
+            del self._owner_turn[owner]
+
+    def _knows(self, owner: str) -> bool:
+        return any(rows.owner == owner for rows in self._batches.values())
+
+    # The next one.
+
+    def next(self, paused: Collection[str] = (), urgent: Sequence[str] = ()) -> StoredRow | None:
+        """Take the row that is to be offered next; None: there is none.
+
+        `paused`: owners that are left out; `urgent`: batches in danger, the nearest deadline first.
+        """
+        batch = self._next_batch(paused, urgent)
+        if batch is None:
+            return None
+        rows = self._batches[batch]
+        prefix = self._next_prefix(batch, rows)
+        ready = rows.ready[prefix]
+        row = ready.pop()
+        if not ready:
+            del rows.ready[prefix]
+        rows.count -= 1
+        rows.running[prefix] += 1
+        rows.followed_by.pop(prefix, None)
+        self._of_owner[row.owner] += 1
+        self._turns += 1
+        rows.turn = self._owner_turn[row.owner] = self._turns
+        return row
+
+    def _next_batch(self, paused: Collection[str], urgent: Sequence[str]) -> str | None:
+        open_ = {
+            batch: rows
+            for batch, rows in self._batches.items()
+            if rows.count and rows.owner not in paused
+        }
+        if not open_:
+            return None
+        if (self._turns + 1) % TURNS_SHARE:
+            for batch in urgent:
+                if batch in open_:
+                    return batch
+        latest = self._freed[-1][0] if self._freed else None
+
+        def turn(batch: str) -> tuple[int, int, bool, int, int]:
+            rows = open_[batch]
+            return (
+                self._of_owner[rows.owner],
+                rows.running.total(),
+                batch != latest,
+                self._owner_turn.get(rows.owner, 0),
+                rows.turn,
+            )
+
+        return min(open_, key=turn)
+
+    def _next_prefix(self, batch: str, rows: _BatchRows) -> int:
+        for index in range(len(self._freed) - 1, -1, -1):
+            of_batch, freed = self._freed[index]
+            if of_batch == batch:
+                del self._freed[index]
+                return self._following(rows, freed)
+        return self._best_prefix(rows)
+
+    def _following(self, rows: _BatchRows, freed: int) -> int:
+        """The group for a slot that has just served the group `freed`.
+
+        One that has ended is followed by the same group on all its slots: they are on one node.
+        """
+        last, seen = freed, {freed}
+        while last not in rows.ready and last in rows.followed_by:
+            last = rows.followed_by[last]
+            if last in seen:
+                break
+            seen.add(last)
+        if last in rows.ready:
+            return last
+        chosen = self._best_prefix(rows)
+        if len(rows.followed_by) >= MOST_FREED:
+            del rows.followed_by[next(iter(rows.followed_by))]
+        rows.followed_by[freed] = chosen
+        return chosen
+
+    def _best_prefix(self, rows: _BatchRows) -> int:
+        """The next group that has not begun, if a node has none; else that with fewest slots."""
+        under_way = [prefix for prefix in rows.ready if rows.running[prefix]]
+        fresh = [prefix for prefix in rows.ready if not rows.running[prefix]]
+        # Of a group that has no rows left only the last ones still run.
+        if fresh and len(under_way) < max(1, self.nodes):
+            return max(fresh, key=lambda prefix: (*self._longest(rows, prefix), -prefix))
+        return min(
+            under_way or fresh,
+            key=lambda prefix: (rows.running[prefix], -self._left(rows, prefix), prefix),
+        )
+
+    @staticmethod
+    def _longest(rows: _BatchRows, prefix: int) -> tuple[int, int]:
+        """The longest row of a group, then all its work."""
+        ready, waiting = rows.ready[prefix], rows.waiting.get(prefix)
+        longest, tokens = _length(ready[-1]), sum(map(_length, ready))
+        if waiting is not None:
+            longest, tokens = max(longest, waiting.longest), tokens + waiting.tokens
+        return longest, tokens
+
+    @staticmethod
+    def _left(rows: _BatchRows, prefix: int) -> int:
+        waiting = rows.waiting.get(prefix)
+        return len(rows.ready[prefix]) + (0 if waiting is None else waiting.rows)
+
+    # What to claim.
+
+    def wants(
+        self, works: Sequence[BatchWork], wanted: int, urgent: Sequence[str] = ()
+    ) -> list[Want]:
+        """What to claim so that about `wanted` rows are ready, evenly of owners and batches.
+
+        `works`: batches with rows in the store whose owners are not paused.
+        """
+        missing = wanted - self.ready
+        if missing <= 0 or not works:
+            return []
+        found: list[Want] = []
+        for work, share in self._shares(works, missing, urgent):
+            found += self._wants_of(work, share)
+            if len(found) >= MOST_WANTS:
+                break
+        return found[:MOST_WANTS]
+
+    def _shares(
+        self, works: Sequence[BatchWork], missing: int, urgent: Sequence[str]
+    ) -> Iterator[tuple[BatchWork, int]]:
+        """Each batch with the rows that are to be claimed of it, those in danger first."""
+        held, of_owner = self.held(), Counter[str]()
+        for rows in self._batches.values():
+            of_owner[rows.owner] += rows.count + rows.running.total()
+        rank = {batch: number for number, batch in enumerate(urgent)}
+        shares: Counter[str] = Counter()
+        left = {work.batch: work.rows for work in works}
+        open_ = {work.batch: work for work in works if work.rows}
+        step = max(1, missing // 16)
+        while missing > 0 and open_:
+            work = min(
+                open_.values(),
+                key=lambda one: (
+                    rank.get(one.batch, len(rank)),
+                    of_owner[one.owner],
+                    held.get(one.batch, 0) + shares[one.batch],
+                    one.batch,
+                ),
+            )
+            part = min(step, missing, left[work.batch])
+            shares[work.batch] += part
+            of_owner[work.owner] += part
+            left[work.batch] -= part
+            missing -= part
+            if not left[work.batch]:
+                del open_[work.batch]
+        order = sorted(works, key=lambda one: (rank.get(one.batch, len(rank)), one.batch))
+        return ((work, shares[work.batch]) for work in order if shares[work.batch])
+
+    def _wants_of(self, work: BatchWork, share: int) -> Iterator[Want]:
+        """What to claim of one batch: of groups under way, then of those that come next."""
+        rows = self._batches.get(work.batch)
+        running = Counter[int]() if rows is None else rows.running
+        ready: dict[int, list[StoredRow]] = {} if rows is None else rows.ready
+        if rows is not None:
+            rows.waiting = {group.prefix: group for group in work.groups}
+        groups = sorted(
+            work.groups,
+            key=lambda one: (not running[one.prefix], -one.longest, -one.tokens, one.prefix),
+        )
+        # Each group may soon have its even share of the slots, those that come next as well.
+        each = max(1, math.ceil(share / max(1, self.nodes)))
+        for group in groups:
+            count = min(share, group.rows, each - len(ready.get(group.prefix, ())))
+            if count > 0:
+                yield Want(work.batch, work.owner, group.prefix, count)
+                share -= count
+        if share > 0:
+            yield Want(work.batch, work.owner, None, share)
+
+
+def _batch_of(row: StoredRow) -> str:
+    return row.batch or row.id
+
+
+def _length(row: StoredRow) -> int:
+    """Tokens that a row may write; a row that names no limit may write most."""
+    return row.max_tokens or 1 << 30

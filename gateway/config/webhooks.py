@@ -1,0 +1,300 @@
+"""Settings of webhooks: where events of batches and responses are delivered, and how."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import ipaddress
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+)
+
+from gateway.config.fields import (
+    LONGEST_SECRET,
+    ConfigModel,
+    EnvVarName,
+    ExistingFile,
+    KeptSeconds,
+    NonEmptyText,
+    Seconds,
+    TypeLabel,
+    as_list,
+    validation_error,
+)
+from gateway.config.usage_limits import GroupName
+from gateway.config.webhook_url import WebhookUrl
+
+SECRET_PREFIX = "whsec_"  # noqa: S105 - of every secret of a webhook
+
+LEAST_SECRET_BYTES, MOST_SECRET_BYTES = 24, 64
+
+MOST_SECRETS = 8
+"""Secrets of one target: each adds a signature to every request."""
+
+EVENTS = (
+    "batch.completed",
+    "batch.failed",
+    "batch.expired",
+    "batch.cancelled",
+    "response.completed",
+    "response.failed",
+    "response.incomplete",
+    "response.cancelled",
+)
+"""Types of events, in OpenAI's words."""
+
+EventType = Literal[
+    "batch.completed",
+    "batch.failed",
+    "batch.expired",
+    "batch.cancelled",
+    "response.completed",
+    "response.failed",
+    "response.incomplete",
+    "response.cancelled",
+]
+
+_SECRET_FORM = f"a secret is {SECRET_PREFIX} and 24 to 64 bytes in base64, such as "
+_SECRET_FORM += "`llama-gateway webhooks secret` prints"
+
+
+def secret_bytes(secret: str) -> bytes:
+    """The bytes that a secret `whsec_...` stands for. Raises: ValueError, which never shows it."""
+    if not secret.startswith(SECRET_PREFIX):
+        raise ValueError(f"does not begin with {SECRET_PREFIX}")
+    try:
+        found = base64.b64decode(secret.removeprefix(SECRET_PREFIX), validate=True)
+    except (binascii.Error, ValueError):
+        raise ValueError("is no base64 with its padding") from None
+    if not LEAST_SECRET_BYTES <= len(found) <= MOST_SECRET_BYTES:
+        raise ValueError(f"has {len(found)} bytes")
+    return found
+
+
+def _webhook_url(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return str(WebhookUrl.parse(value))
+    except ValueError as error:
+        raise validation_error(str(error), "such as https://hooks.example.org/llama") from None
+
+
+class WebhookTarget(ConfigModel):
+    """One receiver of events. Requests to it are signed as Standard Webhooks describes."""
+
+    url: Annotated[
+        str,
+        BeforeValidator(_webhook_url),
+        Field(
+            description=(
+                "Where events are posted. A `webhook_url` of a request must be this URL, or lie "
+                "below its path. It is shown without its path: that may be a secret."
+            ),
+            examples=["https://hooks.example.org/llama"],
+            repr=False,
+        ),
+        TypeLabel("URL"),
+    ]
+    secret_env: Annotated[
+        EnvVarName | None,
+        Field(
+            description=(
+                "Name of the environment variable that holds the secret (`whsec_...`); several "
+                "with white space between them while a secret is being replaced: each signs."
+            )
+        ),
+    ] = None
+    secret_file: Annotated[
+        ExistingFile | None,
+        Field(description="File that holds the secrets, instead of `secret_env`; read at reloads."),
+    ] = None
+    keys: Annotated[
+        tuple[NonEmptyText, ...],
+        BeforeValidator(as_list),
+        Field(description="Ids of keys whose events go there. Neither `keys` nor `groups`: all."),
+        TypeLabel("list of ids"),
+    ] = ()
+    groups: Annotated[
+        tuple[GroupName, ...],
+        BeforeValidator(as_list),
+        Field(description="Groups of keys whose events go there."),
+        TypeLabel("list of names"),
+    ] = ()
+    events: Annotated[
+        tuple[EventType, ...],
+        BeforeValidator(as_list),
+        Field(description=f"Events that go there: {', '.join(EVENTS)}. None: all."),
+        TypeLabel("list of events"),
+    ] = ()
+    named_only: Annotated[
+        bool,
+        Field(
+            description="Only events of requests that name this URL, or one below it, by "
+            "`webhook_url`."
+        ),
+        TypeLabel("true or false"),
+    ] = False
+    allow_http: Annotated[
+        bool,
+        Field(description="Let the URL begin with http: others on the way can read the events."),
+        TypeLabel("true or false"),
+    ] = False
+    allow_private: Annotated[
+        bool,
+        Field(
+            description=(
+                "Let its host have loopback and private addresses; with http, those alone unless "
+                "`allow_http` is set."
+            ),
+            validate_default=True,
+        ),
+        TypeLabel("true or false"),
+    ] = False
+    ca: Annotated[
+        ExistingFile | None,
+        Field(
+            description=(
+                "PEM file of the certificate authorities to trust, instead of the system's."
+            )
+        ),
+    ] = None
+    # Resolved from `secret_env` or `secret_file`; `exclude` keeps it out of the file's keys.
+    secrets: tuple[SecretStr, ...] = Field(
+        default=(), exclude=True, validate_default=True, repr=False
+    )
+
+    @field_validator("secret_file")
+    @classmethod
+    def _one_source(cls, path: Path | None, info: ValidationInfo) -> Path | None:
+        if path is not None and info.data.get("secret_env"):
+            raise validation_error("can't stand beside secret_env", "keep one of the two")
+        return path
+
+    @field_validator("allow_private")
+    @classmethod
+    def _is_not_readable_by_all(cls, private: bool, info: ValidationInfo) -> bool:  # noqa: FBT001
+        url = info.data.get("url")
+        if url is None or info.data.get("allow_http"):
+            return private
+        parsed = WebhookUrl.parse(url)
+        if parsed.scheme == "http" and not private:
+            raise validation_error(
+                "must begin with https",
+                "or set allow_http, or allow_private for a receiver with a private address",
+                "url",
+            )
+        if parsed.scheme == "http" and _is_public(parsed.host):
+            raise validation_error(
+                "must begin with https, as its address is public", "or set allow_http", "url"
+            )
+        return private
+
+    @field_validator("secrets", mode="before")
+    @classmethod
+    def _resolve_secrets(cls, secrets: object, info: ValidationInfo) -> Any:
+        if (info.context or {}).get("folder") is None:  # built in code, where a secret may be given
+            return secrets
+        if secrets:
+            raise validation_error(
+                "secrets must not stand in this file", "name them by secret_env or secret_file"
+            )
+        data = info.data
+        if not {"secret_env", "secret_file"} <= data.keys():
+            return ()  # one of them has a problem of its own
+        env: Mapping[str, str] = (info.context or {}).get("env") or os.environ
+        if variable := data["secret_env"]:
+            return _checked(_from_variable(variable, env), "secret_env")
+        if path := data["secret_file"]:
+            return _checked(_from_file(path), "secret_file")
+        raise validation_error(
+            "has no secret to sign with", "name one by secret_file or secret_env", "secret_file"
+        )
+
+    @property
+    def parsed_url(self) -> WebhookUrl:
+        """The URL's parts."""
+        return WebhookUrl.parse(self.url)
+
+    def is_for(self, owner: str, group: str | None) -> bool:
+        """Whether events of this key go there."""
+        if not self.keys and not self.groups:
+            return True
+        return owner in self.keys or (group is not None and group in self.groups)
+
+    def wants(self, event: str) -> bool:
+        """Whether events of this type go there."""
+        return not self.events or event in self.events
+
+
+def _from_variable(variable: str, env: Mapping[str, str]) -> str:
+    if variable not in env:
+        raise validation_error(
+            f"the variable {variable} is not set",
+            "set it where the gateway is started",
+            "secret_env",
+        )
+    return env[variable]
+
+
+def _from_file(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(LONGEST_SECRET).decode("latin-1")
+    except OSError as error:
+        raise validation_error(
+            f"can't be read: {error.strerror}",
+            "the gateway's user must be allowed to read it",
+            "secret_file",
+        ) from None
+
+
+def _checked(text: str, key: str) -> tuple[SecretStr, ...]:
+    found = text.split()
+    if not 1 <= len(found) <= MOST_SECRETS:
+        raise validation_error(f"holds {len(found)} secrets", f"1 to {MOST_SECRETS} are meant", key)
+    for number, secret in enumerate(found, 1):
+        try:
+            secret_bytes(secret)
+        except ValueError as error:
+            raise validation_error(f"its secret {number} {error}", _SECRET_FORM, key) from None
+    return tuple(SecretStr(secret) for secret in found)
+
+
+def _is_public(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_global
+    except ValueError:
+        return False
+
+
+class WebhookSettings(ConfigModel):
+    """Webhooks: events of batches and background responses, posted to receivers."""
+
+    targets: Annotated[
+        tuple[WebhookTarget, ...],
+        Field(
+            description=(
+                "Receivers, and so the only URLs that a `webhook_url` may name. Of several that "
+                "cover a URL, the one with the longest path counts, then the first."
+            )
+        ),
+        TypeLabel("list"),
+    ] = ()
+    timeout: Annotated[
+        Annotated[Seconds, Field(le=60)],
+        Field(description="Time for a receiver to answer, from the look-up of its name on."),
+    ] = 15.0
+    give_up: Annotated[
+        KeptSeconds,
+        Field(description="An event that could not be delivered for so long is given up."),
+    ] = 86400.0

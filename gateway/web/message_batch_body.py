@@ -1,0 +1,328 @@
+"""The body of a message batch, turned into lines while it arrives.
+
+`{"requests": [{"custom_id", "params"}, ...]}` may be as large as a file, so no more of it is in
+memory than one request. Each becomes a line as files of batches have them. Blocks: call it on the
+thread that writes the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any
+
+import msgspec
+
+from gateway import errors
+from gateway.errors import GatewayError
+from gateway.proxy.json_values import (
+    FIELDS_DECODER,
+    JSON_ERRORS,
+    InvalidJson,
+    parse_json,
+)
+
+LONGEST_FIELD = 4 * 1024
+"""Bytes of a field besides the requests."""
+
+OTHER_FIELDS = frozenset({"completion_window", "webhook_url"})
+"""Fields besides the requests; they are the gateway's own."""
+
+_CUSTOM_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+_PATTERN = "^[a-zA-Z0-9_-]{1,64}$"
+
+_SKIP = re.compile(rb"[ \t\n\r]*")
+
+_BRACKET_OR_QUOTE = re.compile(rb'["{}\[\]]')
+
+_QUOTE_OR_ESCAPE = re.compile(rb'["\\]')
+
+_SCALAR_END = re.compile(rb"[,\]} \t\n\r]")
+
+
+class _At(Enum):
+    """What comes next, spaces aside."""
+
+    START = auto()
+    FIRST_KEY = auto()
+    """A key, or the end of the object."""
+    KEY = auto()
+    COLON = auto()
+    VALUE = auto()
+    AFTER_VALUE = auto()
+    FIRST_REQUEST = auto()
+    """A request, or the end of the list."""
+    REQUEST = auto()
+    AFTER_REQUEST = auto()
+    END = auto()
+
+
+_LIST, _QUOTE = b'["'
+
+_BEFORE_KEYS = frozenset({_At.FIRST_KEY, _At.KEY})
+
+_BEFORE_REQUESTS = frozenset({_At.FIRST_REQUEST, _At.REQUEST})
+
+_BEFORE_VALUES = _BEFORE_KEYS | _BEFORE_REQUESTS | {_At.VALUE}
+
+_PUNCTUATION: dict[_At, dict[int, _At]] = {
+    _At.START: {ord("{"): _At.FIRST_KEY},
+    _At.FIRST_KEY: {ord("}"): _At.END},
+    _At.COLON: {ord(":"): _At.VALUE},
+    _At.AFTER_VALUE: {ord(","): _At.KEY, ord("}"): _At.END},
+    _At.FIRST_REQUEST: {ord("]"): _At.AFTER_VALUE},
+    _At.AFTER_REQUEST: {ord(","): _At.REQUEST, ord("]"): _At.AFTER_VALUE},
+}
+"""What follows a byte that is no part of a value."""
+
+_EXPECTED = {
+    _At.START: "it must be an object",
+    _At.COLON: "':' is expected",
+    _At.AFTER_VALUE: "',' or '}' is expected",
+    _At.AFTER_REQUEST: "',' or ']' is expected",
+    _At.END: "something follows its end",
+}
+
+
+class _ValueEnd:
+    """Finds the end of one JSON value that comes in pieces. It may be no valid JSON."""
+
+    def __init__(self, first: int) -> None:
+        self._depth = 0
+        self._is_scalar = first not in b'"{['
+        self._in_string = False
+        self._escaped = False
+
+    def find(self, data: bytes, start: int) -> int | None:
+        """Where it ends in `data`, whose part from `start` on is new; None: not in there."""
+        at = start
+        if self._is_scalar:
+            ended = _SCALAR_END.search(data, at)
+            return None if ended is None else ended.start()
+        while at < len(data):
+            if self._escaped:
+                self._escaped = False
+                at += 1
+            elif self._in_string:
+                found = _QUOTE_OR_ESCAPE.search(data, at)
+                if found is None:
+                    return None
+                at = found.end()
+                if found[0] == b"\\":
+                    self._escaped = True
+                    continue
+                self._in_string = False
+                if not self._depth:
+                    return at
+            else:
+                found = _BRACKET_OR_QUOTE.search(data, at)
+                if found is None:
+                    return None
+                at = found.end()
+                if found[0] == b'"':
+                    self._in_string = True
+                else:
+                    self._depth += 1 if found[0] in b"{[" else -1
+                    if not self._depth:
+                        return at
+        return None
+
+
+class MessageBatchBody:
+    """The body of a message batch, of which `write` gets one line after the other.
+
+    `most_lines` and `line_bytes` bound it. `write` may raise what it likes.
+    """
+
+    def __init__(self, write: Callable[[bytes], None], *, most_lines: int, line_bytes: int) -> None:
+        self.fields: dict[str, Any] = {}
+        """The fields besides the requests."""
+        self.count = 0
+        """Requests that have come so far."""
+        self._write = write
+        self._most_lines = most_lines
+        self._line_bytes = line_bytes
+        self._at = _At.START
+        self._key = ""
+        self._keys: set[str] = set()
+        self._value = bytearray()
+        """What has come of a value that has not ended."""
+        self._end: _ValueEnd | None = None
+        """Of that value; None: no value has begun."""
+        self._digest = hashlib.sha256()
+        self._ids: set[bytes] = set()
+        """Digests of the ids: much smaller than the ids may be."""
+
+    def digest(self) -> str:
+        """SHA-256 of the bytes that have come, in hex digits."""
+        return self._digest.hexdigest()
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes. Raises: GatewayError 400, and what `write` raises."""
+        self._digest.update(data)
+        at, size = 0, len(data)
+        lines: list[bytes] = []
+        while at < size:
+            if self._end is not None:
+                at = self._go_on(data, at, lines)
+                continue
+            at = _skip_space(data, at)
+            if at < size:
+                at = self._step(data, at)
+        if lines:
+            self._write(b"".join(lines))
+
+    def end(self) -> None:
+        """The body is complete. Raises: GatewayError 400, if it is not, or lacks requests."""
+        if self._at is not _At.END:
+            raise _invalid_json("it ends too early")
+        if "requests" not in self._keys:
+            raise errors.invalid_request("requests: Field required", "requests")
+        if not self.count:
+            raise errors.invalid_request(
+                "requests: List should have at least 1 item after validation, not 0", "requests"
+            )
+
+    def _step(self, data: bytes, at: int) -> int:
+        """Take one byte that is no space, or begin a value with it; returns where it goes on."""
+        after = _PUNCTUATION.get(self._at, {}).get(data[at])
+        if after is not None:
+            self._at = after
+            return at + 1
+        if self._at is _At.VALUE and self._key == "requests":
+            if data[at] != _LIST:
+                raise errors.invalid_request("requests: Input should be a valid list", "requests")
+            self._at = _At.FIRST_REQUEST
+            return at + 1
+        if self._at not in _BEFORE_VALUES:
+            raise _invalid_json(_EXPECTED[self._at])
+        if self._at in _BEFORE_KEYS and data[at] != _QUOTE:
+            raise _invalid_json("a key is expected")
+        if self._at in _BEFORE_REQUESTS and self.count == self._most_lines:
+            raise errors.invalid_request(
+                f"requests: List should have at most {self._most_lines} items ('batches.lines')",
+                "requests",
+            )
+        self._end = _ValueEnd(data[at])
+        return at
+
+    def _go_on(self, data: bytes, at: int, lines: list[bytes]) -> int:
+        """Take a value, or what has come of it; returns where it goes on."""
+        assert self._end is not None
+        end = self._end.find(data, at)
+        self._value += data[at : len(data) if end is None else end]
+        in_request = self._at in _BEFORE_REQUESTS
+        most = self._line_bytes if in_request else LONGEST_FIELD
+        if len(self._value) > most:
+            name = f"requests.{self.count}" if in_request else self._shown_key()
+            why = " ('batches.line_bytes')" if in_request else ""
+            raise errors.invalid_request(f"{name}: It is longer than {most} bytes{why}", "requests")
+        if end is None:
+            return len(data)
+        value = bytes(self._value)
+        self._value.clear()
+        self._end = None
+        if in_request:
+            lines.append(self._line_of(value))
+            self.count += 1
+            self._at = _At.AFTER_REQUEST
+        elif self._at is _At.VALUE:
+            self.fields[self._key] = self._parsed(value)
+            self._at = _At.AFTER_VALUE
+        else:
+            self._take_key(value)
+            self._at = _At.COLON
+        return end
+
+    def _take_key(self, value: bytes) -> None:
+        key = self._parsed(value)
+        assert isinstance(key, str)
+        self._key = key
+        if key in self._keys:
+            raise _invalid_json(f"it has '{self._shown_key()}' twice")
+        if key != "requests" and key not in OTHER_FIELDS:
+            shown = self._shown_key()
+            raise errors.invalid_request(f"{shown}: Extra inputs are not permitted", shown)
+        self._keys.add(key)
+
+    def _shown_key(self) -> str:
+        return errors.truncate_echo(self._key)
+
+    def _parsed(self, value: bytes) -> Any:
+        try:
+            return parse_json(value)
+        except InvalidJson:
+            raise _invalid_json("a field can't be read") from None
+
+    def _line_of(self, value: bytes) -> bytes:
+        """The line of a request. Raises: GatewayError 400."""
+        where = f"requests.{self.count}"
+        if not value.startswith(b"{"):
+            raise errors.invalid_request(f"{where}: Input should be a valid dictionary", "requests")
+        try:
+            value.decode()
+            fields = FIELDS_DECODER.decode(value)
+            params = fields.get("params")
+            body = None if params is None else msgspec.json.format(bytes(params), indent=-1)
+        except JSON_ERRORS:
+            raise _invalid_json(f"{where} can't be read") from None
+        for name in fields:
+            if name not in {"custom_id", "params"}:
+                shown = errors.truncate_echo(name)
+                raise errors.invalid_request(
+                    f"{where}.{shown}: Extra inputs are not permitted", "requests"
+                )
+        custom_id = self._custom_id(where, fields.get("custom_id"))
+        if body is None:
+            raise errors.invalid_request(f"{where}.params: Field required", "requests")
+        if not body.startswith(b"{"):
+            raise errors.invalid_request(
+                f"{where}.params: Input should be a valid dictionary", "requests"
+            )
+        # In the form of OpenAI's lines, so that there is one reader of lines.
+        return b'{"custom_id":"%b","method":"POST","url":"/v1/messages","body":%b}\n' % (
+            custom_id,
+            body,
+        )
+
+    def _custom_id(self, where: str, raw: msgspec.Raw | None) -> bytes:
+        if raw is None:
+            raise errors.invalid_request(f"{where}.custom_id: Field required", "requests")
+        try:
+            custom_id = parse_json(bytes(raw))
+        except InvalidJson:
+            raise _invalid_json(f"{where} can't be read") from None
+        if not isinstance(custom_id, str):
+            raise errors.invalid_request(
+                f"{where}.custom_id: Input should be a valid string", "requests"
+            )
+        if len(custom_id) > 64:
+            raise errors.invalid_request(
+                f"{where}.custom_id: String should have at most 64 characters", "requests"
+            )
+        if _CUSTOM_ID.fullmatch(custom_id) is None:
+            raise errors.invalid_request(
+                f"{where}.custom_id: String should match pattern '{_PATTERN}'", "requests"
+            )
+        digest = hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
+        if digest in self._ids:
+            raise errors.invalid_request(
+                "requests: custom_id's must be unique within a batch. Duplicate custom_id found: "
+                f"{custom_id}",
+                "requests",
+            )
+        self._ids.add(digest)
+        return custom_id.encode()
+
+
+def _skip_space(data: bytes, at: int) -> int:
+    found = _SKIP.match(data, at)
+    assert found is not None
+    return found.end()
+
+
+def _invalid_json(problem: str) -> GatewayError:
+    return GatewayError(400, "invalid_json", f"The request body is not valid JSON: {problem}.")
