@@ -50,7 +50,7 @@ RETRY_SECONDS = 5.0
 MOST_TRIES = 3
 """Tries to read an input, if each fails for a reason that nobody has thought of."""
 
-MOST_AT_ONCE = 4
+MOST_AT_ONCE = 2
 """Batches whose input is read, or which are being ended, at one time."""
 
 REMOVE_SECONDS = 60.0
