@@ -136,8 +136,11 @@ class BatchUpkeep:
         self._is_idle = not found
         if self._clock() >= self._expire_at or any(_is_late(one, now) for one in found):
             self._expire_at = self._clock() + EXPIRE_SECONDS
-            while await self._store.run(partial(expire_lines, folder=folder, now=now)) >= STEP_ROWS:
-                pass
+            late = await self._store.run(partial(expire_lines, folder=folder, now=now))
+            if late:
+                found = await self._store.run(partial(unfinished, folder=folder), write=False)
+            if late == STEP_ROWS:
+                self._expire_at = 0.0  # There are more of them.
         self._speeds.look(
             (one for one in found if one.state is BatchState.IN_PROGRESS), self._clock()
         )
@@ -154,6 +157,13 @@ class BatchUpkeep:
         if self._clock() >= self._clean_at:
             await self.clean()
             self._clean_at = self._clock() + CLEAN_SECONDS
+
+    async def wait_for_work(self) -> bool:
+        """Wait for the end of what has begun; returns whether there was anything."""
+        tasks = list(self._tasks.values())
+        if tasks:
+            await asyncio.wait(tasks)
+        return bool(tasks)
 
     # Batches.
 
@@ -183,12 +193,12 @@ class BatchUpkeep:
         self._on_rows()
 
     async def _finish(self, batch: Batch) -> None:
-        await self._end.end(batch.id)
+        if await self._end.end(batch.id) is None:
+            # Its lines are counted, but others run yet, or another process ends it.
+            self._retry_at[batch.id] = self._clock() + ROUND_SECONDS
 
     async def _guarded(self, batch: Batch, work: Coroutine[Any, Any, None]) -> None:
         """Do the work, or see to it that it is done again."""
-        # Also after success: what is not so far yet is not asked for at once again.
-        self._retry_at[batch.id] = self._clock() + ROUND_SECONDS
         try:
             await work
         except FolderError as error:

@@ -350,8 +350,8 @@ def _text(fields: JsonObject, name: str, longest: int) -> str | None:
         return None
     if not isinstance(value, str):
         _refuse_type(name, "a string", value)
-    if not 0 < len(value) <= longest:
-        _refuse(f"'{name}' must have 1 to {longest} characters.", "invalid_value", name)
+    if not 0 < len(value) <= longest or not value.isprintable():
+        _refuse(f"'{name}' must have 1 to {longest} printable characters.", "invalid_value", name)
     return value
 
 

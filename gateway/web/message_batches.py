@@ -17,6 +17,7 @@ from gateway.batches.batch_registry import BatchProgress
 from gateway.batches.batch_rows import Batch
 from gateway.batches.files import MOST_UPLOADS, MOST_UPLOADS_OF_OWNER, UPLOAD_RETRY_AFTER
 from gateway.batches.folder import FolderError
+from gateway.batches.result_lines import ANTHROPIC
 from gateway.errors import GatewayError
 from gateway.web.asgi import JsonResponse
 from gateway.web.batches import (
@@ -32,9 +33,6 @@ from gateway.web.batches import (
 )
 from gateway.web.body_parts import body_parts, check_plain, content_length
 from gateway.web.message_batch_body import MessageBatchBody
-
-ANTHROPIC = "anthropic"
-"""The API whose batches these are."""
 
 ENDPOINT = "/v1/messages"
 
