@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -14,7 +18,7 @@ from typing import Any
 from sqlalchemy import Connection, func, select
 
 from gateway.batches.batch_registry import BatchRegistry, NewBatch
-from gateway.batches.batch_rows import Batch
+from gateway.batches.batch_rows import Batch, EndListener
 from gateway.batches.claims import Claim, Pick
 from gateway.batches.disk_threads import DiskThreads
 from gateway.batches.files import FileRegistry
@@ -138,7 +142,13 @@ class BatchPlace:
 
 @asynccontextmanager
 async def batch_place(
-    url: str, path: Path, *, folder_options: dict[str, Any] | None = None, **settings: Any
+    url: str,
+    path: Path,
+    *,
+    folder_options: dict[str, Any] | None = None,
+    on_end: EndListener | None = None,
+    on_rows: Callable[[], None] = lambda: None,
+    **settings: Any,
 ) -> AsyncIterator[BatchPlace]:
     """A place whose folder is `path`; run `results.run()` in a task where results are added."""
     chosen, now = BatchSettings(**settings), [1_800_000_000.0]
@@ -147,15 +157,18 @@ async def batch_place(
     threads = DiskThreads()
     try:
         assert await store.wait_opened(LIMIT)
-        folder = Folder(
-            path,
-            most_bytes=lambda: chosen.folder_bytes,
-            now=lambda: now[0],
-            **(folder_options or {}),
-        )
+        options: dict[str, Any] = {"most_bytes": lambda: chosen.folder_bytes}
+        folder = Folder(path, now=lambda: now[0], **{**options, **(folder_options or {})})
         files = FileRegistry(store, folder, lambda: chosen, lambda: now[0])
         batches = BatchRegistry(
-            store, folder, lambda: chosen, lambda: now[0], time.monotonic, threads
+            store,
+            folder,
+            lambda: chosen,
+            lambda: now[0],
+            time.monotonic,
+            threads,
+            on_end=on_end,
+            on_rows=on_rows,
         )
         process = ProcessIdentity.of_this_process(now[0])
         ledger = Ledger(store, process, lambda: now[0], time.monotonic, lambda _: ())
@@ -169,6 +182,31 @@ async def batch_place(
     finally:
         threads.close()
         await store.aclose(LIMIT)
+
+
+async def killed(
+    here: BatchPlace, script: str, arguments: list[str], table: Any, rows: int
+) -> None:
+    """Start a program, and kill it (SIGKILL) when the table has so many rows.
+
+    It prints a line when it begins.
+    """
+    child = _started(script, arguments)
+    assert child.stdout is not None
+    try:
+        assert await asyncio.to_thread(child.stdout.readline)
+        async with asyncio.timeout(LIMIT):
+            while await here.store.run(count(table), write=False) < rows:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait(LIMIT)
+        child.stdout.close()
+
+
+def _started(script: str, arguments: list[str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE)
 
 
 def count(table: Any, *conditions: Any) -> Callable[[Any], int]:

@@ -21,6 +21,7 @@ from gateway.batches.line_reader import (
     LineReader,
     LineSpec,
     LineSplitter,
+    RawLine,
     TooManyLines,
     check_line_count,
 )
@@ -120,7 +121,8 @@ def test_lines_do_not_depend_on_the_cuts(parts: list[bytes], cuts: list[int]) ->
 
 @given(pieces, st.lists(st.integers(1, 40), max_size=40), st.sampled_from([1, 10, 5000]))
 def test_split_lines_are_those_of_the_file(parts: list[bytes], cuts: list[int], most: int) -> None:
-    content, splitter, found = b"".join(parts), LineSplitter(most), []
+    content, splitter = b"".join(parts), LineSplitter(most)
+    found: list[RawLine] = []
     file = Pieces(content, cuts)
     while piece := file.read(100):
         found += splitter.feed(piece)
