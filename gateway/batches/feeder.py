@@ -375,10 +375,9 @@ class Feeder:
         if self._stopped or self.clock() < state.paused_until:
             return
         left_out = {owner for owner in list(self._paused) if self._is_paused(owner)}
-        while (
-            state.credit > 0
-            and sum(held.recording for held in self._held.values()) < MOST_UNRECORDED
-        ):
+        if sum(held.recording for held in self._held.values()) >= MOST_UNRECORDED:
+            return
+        while state.credit > 0:
             row = state.lane.next(left_out, state.urgent)
             if row is None:
                 break
