@@ -19,6 +19,7 @@ from gateway.access.callers import MOST_IDENTITY_BYTES, cache_policy_of, identif
 from gateway.batches.background_requests import BackgroundRequests
 from gateway.batches.batch_registry import BatchRegistry
 from gateway.batches.files import FileRegistry
+from gateway.batches.webhook_targets import WebhookTargets
 from gateway.catalog import FleetCatalog
 from gateway.config.listeners import CorsSpec
 from gateway.errors import truncate_echo
@@ -75,6 +76,7 @@ def public_app(
         lambda: handler.config,
         identify,
         lambda caller, user: handler.meter.book.accounts(caller, user).caller,
+        WebhookTargets(lambda: handler.config.settings.webhooks),
     )
     site = Site(
         handler, fleet, created, health, usage, file_endpoints,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -140,12 +139,14 @@ async def run_batch(running: Running, items: list[dict[str, Any]]) -> dict[str, 
         await asyncio.sleep(0.5)
 
 
-async def chat(running: Running, number: int) -> float:
+async def chat(running: Running, number: int, words: int) -> float:
     """Seconds until the first content of a chat that comes at its time."""
     await asyncio.sleep(number * INTERVAL)
     began, seconds = now(), 0.0
     body = {
-        "messages": [{"role": "user", "content": f"chat {number}: say something"}],
+        "messages": [
+            {"role": "user", "content": f"chat {number}: say something" + " more" * words}
+        ],
         "stream": True,
         "max_tokens": ANSWER,
         "temperature": 0,
@@ -186,8 +187,8 @@ async def measure_alone(number: int) -> None:
     )
 
 
-async def measure_beside(number: int) -> None:
-    """What chats notice."""
+async def measure_beside(number: int, words: int) -> None:
+    """What chats with prompts of about so many words notice."""
     for with_batch in (False, True):
         async with a_fleet() as (running, nodes):
             samples: list[tuple[float, int, int]] = []
@@ -196,10 +197,10 @@ async def measure_beside(number: int) -> None:
                 batch = asyncio.create_task(run_batch(running, lines(number)))
                 await asyncio.sleep(20.0)
             task = asyncio.create_task(sampled(running, nodes, samples))
-            found = await asyncio.gather(*(chat(running, index) for index in range(CHATS)))
+            found = await asyncio.gather(*(chat(running, index, words) for index in range(CHATS)))
             task.cancel()
             busy = fmean(busy for _, busy, _ in samples)
-            name = "chats beside the batch" if with_batch else "chats alone"
+            name = f"chats of {words} words " + ("beside the batch" if with_batch else "alone")
             metrics = (await running.client.get(f"{running.admin_url}/metrics")).text
             cuts = next(
                 line.split()[1]
@@ -248,7 +249,8 @@ async def main() -> None:
         if part == "alone":
             await measure_alone(given.lines)
         elif part == "beside":
-            await measure_beside(given.lines)
+            for words in (0, 100, 300):
+                await measure_beside(given.lines, words)
         else:
             await measure_prefixes(min(given.lines, 480), given.groups)
         print(f"({part}: {time.monotonic() - began:.0f} s of real time)", flush=True)

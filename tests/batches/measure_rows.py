@@ -1,6 +1,6 @@
 """How long jobs take beside 50,000 waiting lines: `python -m tests.batches.measure_rows`.
 
-On SQLite and on a PostgreSQL server of its own, each job several times: the shortest and the median.
+On SQLite and on a PostgreSQL server of its own, each job several times: shortest time and median.
 """
 
 from __future__ import annotations
