@@ -248,7 +248,7 @@ class Feeder:
             await step()
         except (StoreError, FolderError) as error:
             if self._problem is None:
-                log.warning("batches wait", why=str(error))
+                log.warning("lines of batches wait", why=str(error))
             self._problem = str(error)
             return False
         except Exception as error:
@@ -257,7 +257,7 @@ class Feeder:
             self._problem = str(error)
             return False
         if self._problem is not None:
-            log.info("batches go on")
+            log.info("lines of batches go on")
             self._problem = None
         return True
 
@@ -335,14 +335,22 @@ class Feeder:
             if not self._held:
                 self._looks.clear()
                 await self._looks.wait()
-            for target, state in list(self._targets.items()):
-                if state.lane.ready or state.lane.running:
-                    state.pace.tick(busy=state.lane.running > 0)
-                    self._look(target, state)
-                    self._offer(target, state)
-                    # What is offered here takes room that the next target may have too.
-                    await asyncio.sleep(0)
+            try:
+                await self._offer_step()
+            except Exception:
+                # Whatever it is, the other batches must go on.
+                log.exception("rows can't be offered")
+                await asyncio.sleep(AWAY_SECONDS)
             await asyncio.sleep(LOOK_SECONDS)
+
+    async def _offer_step(self) -> None:
+        for target, state in list(self._targets.items()):
+            if state.lane.ready or state.lane.running:
+                state.pace.tick(busy=state.lane.running > 0)
+                self._look(target, state)
+                self._offer(target, state)
+                # What is offered here takes room that the next target may have too.
+                await asyncio.sleep(0)
 
     def _look(self, target: RequestTarget | None, state: _TargetRows) -> None:
         """See how much room there is."""

@@ -13,6 +13,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from statistics import fmean, median, quantiles
@@ -187,30 +188,48 @@ async def measure_alone(number: int) -> None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What chats have seen."""
+
+    seconds: list[float]
+    """Of each, until its first token."""
+    busy: float
+    """Slots, on average."""
+    cuts: str
+
+
+async def chats_beside(number: int, words: int, chats: int = CHATS) -> Beside:
+    """Chats with prompts of about so many words, beside a batch of so many lines; 0: none."""
+    async with a_fleet() as (running, nodes):
+        samples: list[tuple[float, int, int]] = []
+        batch = None
+        if number:
+            batch = asyncio.create_task(run_batch(running, lines(number)))
+            await asyncio.sleep(20.0)
+        task = asyncio.create_task(sampled(running, nodes, samples))
+        found = await asyncio.gather(*(chat(running, index, words) for index in range(chats)))
+        task.cancel()
+        metrics = (await running.client.get(f"{running.admin_url}/metrics")).text
+        cuts = next(
+            line.split()[1]
+            for line in metrics.splitlines()
+            if line.startswith("llama_gateway_yielded_slots_total ")
+        )
+        if batch is not None:
+            batch.cancel()
+            await asyncio.gather(batch, return_exceptions=True)
+    return Beside(found, fmean(busy for _, busy, _ in samples), cuts)
+
+
 async def measure_beside(number: int, words: int) -> None:
-    """What chats with prompts of about so many words notice."""
-    for with_batch in (False, True):
-        async with a_fleet() as (running, nodes):
-            samples: list[tuple[float, int, int]] = []
-            batch = None
-            if with_batch:
-                batch = asyncio.create_task(run_batch(running, lines(number)))
-                await asyncio.sleep(20.0)
-            task = asyncio.create_task(sampled(running, nodes, samples))
-            found = await asyncio.gather(*(chat(running, index, words) for index in range(CHATS)))
-            task.cancel()
-            busy = fmean(busy for _, busy, _ in samples)
-            name = f"chats of {words} words " + ("beside the batch" if with_batch else "alone")
-            metrics = (await running.client.get(f"{running.admin_url}/metrics")).text
-            cuts = next(
-                line.split()[1]
-                for line in metrics.splitlines()
-                if line.startswith("llama_gateway_yielded_slots_total ")
-            )
-            print(f"{name}: time to first token {told(found)}; {busy:.2f} slots busy, {cuts} cuts")
-            if batch is not None:
-                batch.cancel()
-                await asyncio.gather(batch, return_exceptions=True)
+    """What chats notice."""
+    for name, count in (("alone", 0), ("beside the batch", number)):
+        seen = await chats_beside(count, words)
+        print(
+            f"chats of {words} words {name}: time to first token {told(seen.seconds)}; "
+            f"{seen.busy:.2f} slots busy, {seen.cuts} cuts"
+        )
 
 
 async def measure_prefixes(number: int, groups: int) -> None:
