@@ -70,6 +70,7 @@ RetryFor = Annotated[
         "--retry-for",
         min=0.0,
         metavar="SECONDS",
+        show_default="600",
         help="For how long a gateway that does not answer is asked again.",
         rich_help_panel=_GATEWAY,
     ),
