@@ -11,13 +11,14 @@ from gateway.batches.feeder import Feeder
 from gateway.batches.files import FileRegistry
 from gateway.batches.folder import Folder
 from gateway.batches.results import LineResults
+from gateway.batches.row_leases import RowLeases
 from gateway.batches.runner import Runner
+from gateway.batches.supply import Supply
 from gateway.batches.webhook_events import WebhookEvents
 from gateway.batches.webhook_post import WebhookPoster
 from gateway.batches.webhook_targets import WebhookTargets
 from gateway.batches.webhooks import WebhookSender
 from gateway.config.settings import Settings
-from gateway.events import EventBus
 from gateway.fleet.fleet import Fleet
 from gateway.metering import Metering, NamedLoop
 from gateway.observe.metrics import BatchSample
@@ -49,10 +50,9 @@ class BackgroundWork:
         context: ProxyContext,
         forwarder: Forwarder,
         registry: InFlightRegistry,
-        bus: EventBus,
-        clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet
+        bus, clock = context.bus, context.clock
         self.runner = Runner(
             settings(),
             rules,
@@ -94,16 +94,10 @@ class BackgroundWork:
             bus,
         )
         self._results = LineResults(store, ledger, folder, self._threads, process, time.time, clock)
+        leases = RowLeases(store, folder, self._threads, process, time.time)
+        supply = Supply(store, self.runner, clock, time.time)
         self.feeder = Feeder(
-            store,
-            folder,
-            self._threads,
-            self.runner,
-            self._results,
-            process,
-            scheduler,
-            clock,
-            time.time,
+            supply, leases, self.runner, self._results, scheduler, clock, time.time
         )
         self.batches = BatchRegistry(
             store,
@@ -115,6 +109,7 @@ class BackgroundWork:
             price=self._token_price,
             on_end=self.webhook_events.batch_ended,
             on_rows=self.feeder.wake,
+            check_webhook=self.webhook_targets.check,
         )
 
     def configure(self, settings: Settings, rules: RequestRules) -> None:

@@ -6,7 +6,14 @@ import re
 from pathlib import Path
 
 from gateway import errors
-from gateway.events import AttemptEnded, EventBus, HookEnded, LimitReached, RequestFinished
+from gateway.events import (
+    AttemptEnded,
+    EventBus,
+    HookEnded,
+    LimitReached,
+    RequestFinished,
+    WebhookAttempted,
+)
 from gateway.observe.metrics import (
     LedgerSample,
     Metrics,
@@ -79,6 +86,7 @@ def metrics_made() -> dict[str, tuple[str, set[str]]]:
     bus.publish(AttemptEnded("r1", "a", "ok", 1.0))
     bus.publish(LimitReached("rpm", "key"))
     bus.publish(HookEnded("a", "start", "ok", 1.0, ""))
+    bus.publish(WebhookAttempted("delivered"))
     page = metrics.render().decode()
     kinds = dict(re.findall(rf"^# TYPE {PREFIX}(\w+) (\w+)$", page, re.MULTILINE))
     made = {}

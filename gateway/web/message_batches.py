@@ -28,8 +28,6 @@ from gateway.web.batches import (
     page_edge,
     page_size,
     request_digest,
-    webhook_url_of,
-    window_of,
 )
 from gateway.web.body_parts import body_parts, check_plain, content_length
 from gateway.web.message_batch_body import MessageBatchBody
@@ -71,9 +69,7 @@ class MessageBatchEndpoints:
                     return Response(status_code=499)  # Nobody reads it.
                 body.end()
                 asked = replace(
-                    new,
-                    window=window_of(body.fields),
-                    webhook_url=webhook_url_of(body.fields),
+                    self.access.checked(new, body.fields),
                     request_digest=request_digest(ANTHROPIC, body.digest()),
                 )
                 name = await batches.on_disk(lines.finish)

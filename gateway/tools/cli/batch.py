@@ -436,8 +436,6 @@ def fetch(
     from gateway.tools.cli.batch_client import Patience
     from gateway.tools.cli.batch_results import ENDED, fetch_results, places_for
 
-    if "/" in id_ or id_.startswith("."):
-        raise typer.BadParameter("no batch has such an id", param_hint="ID")
     places = places_for(id_, format_, output, force=force)
     check_stdout(places, as_json=as_json)
     places.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -76,7 +77,16 @@ RetryFor = Annotated[
     ),
 ]
 
-BatchId = Annotated[str, typer.Argument(metavar="ID", help="The batch's id.")]
+_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+
+
+def _checked_id(value: str) -> str:
+    if not _ID.fullmatch(value):
+        raise typer.BadParameter("is no batch's id: 'llama-gateway batch list' shows them")
+    return value
+
+
+BatchId = Annotated[str, typer.Argument(metavar="ID", callback=_checked_id, help="The batch's id.")]
 
 Format = Annotated[
     ResultFormat,

@@ -170,7 +170,7 @@ def test_a_repeated_command_with_the_same_idempotency_key_finds_its_batch(
     lines.write_text(f"{line('another')}\n")
     refused = run(*command)
     assert refused.status == 1
-    assert "answers 409: Another request had this key." in refused.err
+    assert "answers 409: Another request had this key" in refused.err
 
 
 def test_a_gateway_that_restarts_while_it_is_waited_for(api: BatchApi, lines: Path) -> None:
@@ -241,7 +241,7 @@ def test_pause_resume_and_cancel(api: BatchApi, lines: Path) -> None:
     assert (cancelled.status, cancelled.out) == (0, "batch_0: cancelled, 0 of 5 done\n")
     again = run("batch", "cancel", "batch_0", "--url", api.url)
     assert again.status == 1
-    assert "Cannot cancel a batch with status 'cancelled'." in again.err
+    assert "Cannot cancel a batch with status 'cancelled'" in again.err
 
 
 def test_fetch_before_the_end_needs_partial(api: BatchApi, lines: Path) -> None:
