@@ -28,6 +28,7 @@ from gateway.tools.cli.batch_texts import (
     BATCH_COLUMNS,
     batch_details,
     batch_row,
+    check_stdout,
     command_for,
     end_by,
     tell_checked,
@@ -62,9 +63,9 @@ app = typer.Typer(
         ("llama-gateway batch submit lines.jsonl --wait", "run it, and write lines.out.jsonl"),
         ("llama-gateway batch submit texts/ --template 'Summarise: {text}'", "a folder of texts"),
         ("llama-gateway batch list", "the key's batches, the newest first"),
-        ("llama-gateway batch show batch_…", "how far one is, and when it ends"),
-        ("llama-gateway batch fetch batch_… --partial", "the results so far"),
-        ("llama-gateway batch cancel batch_…", "end one; what is done stays"),
+        ("llama-gateway batch show batch_01a2", "how far one is, and when it ends"),
+        ("llama-gateway batch fetch batch_01a2 --partial", "the results so far"),
+        ("llama-gateway batch cancel batch_01a2", "end one; what is done stays"),
     ),
 )
 
@@ -120,7 +121,7 @@ def submit(
     ] = "24h",
     metadata: Annotated[
         list[str] | None,
-        typer.Option("--metadata", metavar="NAME=TEXT", help="Kept with the batch; repeatable."),
+        typer.Option("--metadata", metavar="NAME=VALUE", help="Kept with the batch; repeatable."),
     ] = None,
     idempotency_key: Annotated[
         str | None,
@@ -144,7 +145,7 @@ def submit(
         str | None,
         typer.Option(
             "--template",
-            metavar="TEXT",
+            metavar="WORDS",
             help="The prompt; {name} is a column, or a file's {text} and {name}; {{ is a brace.",
             rich_help_panel=PROMPTS_PANEL,
         ),
@@ -163,7 +164,7 @@ def submit(
         typer.Option(
             "--id-column",
             metavar="NAME",
-            show_default="row-1, row-2, …",
+            show_default="row-1, row-2 and on",
             help="Column with each row's custom_id.",
             rich_help_panel=PROMPTS_PANEL,
         ),
@@ -190,7 +191,7 @@ def submit(
     system: Annotated[
         str | None,
         typer.Option(
-            "--system", metavar="TEXT", help="System prompt.", rich_help_panel=PROMPTS_PANEL
+            "--system", metavar="WORDS", help="System prompt.", rich_help_panel=PROMPTS_PANEL
         ),
     ] = None,
     max_tokens: Annotated[
@@ -269,6 +270,7 @@ def submit(
         strict=strict,
     )
     places = places_for(stem_of(source), format_, output, force=force)
+    check_stdout(places, as_json=as_json)
     if wait and not check:
         places.check()
     problems = Problems(most_shown=2**31 if check else MOST_SHOWN)
@@ -283,7 +285,7 @@ def submit(
             batch = submit_input(client, found, fields, key, patience)
             if not as_json:
                 to_stdout = wait and str(places.output) == "-"
-                (print_note if to_stdout else print)(str(batch.get("id")))
+                (print_note if to_stdout else print)(format_cell(batch.get("id")))
             if wait:
                 _follow(client, batch, places, retry_for, as_json=as_json)
                 return
@@ -325,8 +327,8 @@ def list_(
     "show",
     cls=HelpCommand,
     epilog=examples_epilog(
-        ("llama-gateway batch show batch_…", "its state, progress, expected end and cost"),
-        ("llama-gateway batch show batch_… --wait", "follow it to its end"),
+        ("llama-gateway batch show batch_01a2", "its state, progress, expected end and cost"),
+        ("llama-gateway batch show batch_01a2 --wait", "follow it to its end"),
     ),
 )
 def show(
@@ -355,7 +357,7 @@ def show(
 @app.command(
     "cancel",
     cls=HelpCommand,
-    epilog=examples_epilog(("llama-gateway batch cancel batch_…", "what is done stays")),
+    epilog=examples_epilog(("llama-gateway batch cancel batch_01a2", "what is done stays")),
 )
 def cancel(
     id_: BatchId, url: Url = None, key_file: KeyFile = None, ca: Ca = None, as_json: Json = False
@@ -367,7 +369,7 @@ def cancel(
 @app.command(
     "pause",
     cls=HelpCommand,
-    epilog=examples_epilog(("llama-gateway batch pause batch_…", "no more of its lines begin")),
+    epilog=examples_epilog(("llama-gateway batch pause batch_01a2", "no more of its lines begin")),
 )
 def pause(
     id_: BatchId, url: Url = None, key_file: KeyFile = None, ca: Ca = None, as_json: Json = False
@@ -379,7 +381,7 @@ def pause(
 @app.command(
     "resume",
     cls=HelpCommand,
-    epilog=examples_epilog(("llama-gateway batch resume batch_…", "its lines run again")),
+    epilog=examples_epilog(("llama-gateway batch resume batch_01a2", "its lines run again")),
 )
 def resume(
     id_: BatchId, url: Url = None, key_file: KeyFile = None, ca: Ca = None, as_json: Json = False
@@ -393,15 +395,18 @@ def resume(
     cls=HelpCommand,
     epilog=examples_epilog(
         (
-            "llama-gateway batch fetch batch_…",
-            "batch_….out.jsonl, and .errors.jsonl if lines failed",
+            "llama-gateway batch fetch batch_01a2",
+            "ID.out.jsonl, and ID.errors.jsonl if lines failed",
         ),
         (
-            "llama-gateway batch fetch batch_… --partial --output -",
+            "llama-gateway batch fetch batch_01a2 --partial --output -",
             "what there is so far, to stdout",
         ),
-        ("llama-gateway batch fetch batch_… --format csv --output done.csv", "a table"),
-        ("llama-gateway batch fetch batch_… --format folder --output done", "a text for each line"),
+        ("llama-gateway batch fetch batch_01a2 --format csv --output done.csv", "a table"),
+        (
+            "llama-gateway batch fetch batch_01a2 --format folder --output done",
+            "a text for each line",
+        ),
     ),
 )
 def fetch(
@@ -431,9 +436,8 @@ def fetch(
     from gateway.tools.cli.batch_client import Patience
     from gateway.tools.cli.batch_results import ENDED, fetch_results, places_for
 
-    if "/" in id_ or id_.startswith("."):
-        raise typer.BadParameter("no batch has such an id", param_hint="ID")
     places = places_for(id_, format_, output, force=force)
+    check_stdout(places, as_json=as_json)
     places.check()
     with _client(url, key_file, ca) as client:
         patience = Patience(retry_for)
@@ -512,3 +516,4 @@ def _follow(
             error.status,
         ) from None
     tell_written(batch, written, as_json=as_json)
+    end_by(batch, written.failed)

@@ -201,7 +201,7 @@ class BatchClient:
         code = response.status_code
         told = f"the gateway at {self.url} answers {code}"
         if message:
-            told += f": {message}"
+            told += f": {str(message).rstrip('.')}"
         if remedy := _remedy(code, error_code, response.request.url.path):
             told += f" ({remedy})"
         if code in _AGAIN and response.headers.get("x-should-retry") != "false":
@@ -302,7 +302,7 @@ def _remedy(code: int, error_code: object, path: str) -> str | None:
     if code == 404:
         return "is it a gateway with batches? --url names its address"
     if code == 413:
-        return "split the input; the operator may raise batches.file_bytes"
+        return "submit it in several batches"
     if error_code == "insufficient_quota":
         return "files expire, or DELETE /v1/files/ID removes one"
     return None

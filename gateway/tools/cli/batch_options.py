@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -70,12 +71,22 @@ RetryFor = Annotated[
         "--retry-for",
         min=0.0,
         metavar="SECONDS",
+        show_default="600",
         help="For how long a gateway that does not answer is asked again.",
         rich_help_panel=_GATEWAY,
     ),
 ]
 
-BatchId = Annotated[str, typer.Argument(metavar="ID", help="The batch's id.")]
+_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
+
+
+def _checked_id(value: str) -> str:
+    if not _ID.fullmatch(value):
+        raise typer.BadParameter("is no batch's id: 'llama-gateway batch list' shows them")
+    return value
+
+
+BatchId = Annotated[str, typer.Argument(metavar="ID", callback=_checked_id, help="The batch's id.")]
 
 Format = Annotated[
     ResultFormat,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, BinaryIO, Self, cast
 
+from gateway.config.errors import single_line
 from gateway.tools.cli.batch_client import BatchClient, Patience
 from gateway.tools.cli.batch_results import ENDED
 from gateway.tools.cli.terminal import console, print_note
@@ -94,7 +95,7 @@ def describe(progress: ShownProgress, expected_end: float | None, now: float) ->
             parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
         if expected_end is not None:
             parts.append(f"ends {moment(expected_end, now)}")
-    return ", ".join(parts)
+    return single_line(", ".join(parts))
 
 
 def moment(then: float, now: float) -> str:
@@ -222,7 +223,7 @@ class BatchDisplay:
         if self._on_terminal:
             from rich.text import Text
 
-            self._bars.console.print(Text(message), soft_wrap=True)
+            self._bars.console.print(Text(single_line(message)), soft_wrap=True)
         else:
             print_note(message)
 

@@ -118,7 +118,7 @@ def create_fields(window: str, metadata: Sequence[str]) -> dict[str, Any]:
     for pair in metadata:
         name, equals, text = pair.partition("=")
         if not equals or not name:
-            raise CommandFailed(f"--metadata {pair}: must be NAME=TEXT", status=2)
+            raise CommandFailed(f"--metadata {pair}: must be NAME=VALUE", status=2)
         if name in pairs:
             raise CommandFailed(f"--metadata {name}: is given twice", status=2)
         pairs[name] = text

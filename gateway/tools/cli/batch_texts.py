@@ -10,12 +10,18 @@ from gateway.tools.cli.terminal import CommandFailed, format_cell, print_json, p
 
 if TYPE_CHECKING:
     from gateway.tools.cli.batch_input import PreparedInput, Problems
-    from gateway.tools.cli.batch_results import Fetched
+    from gateway.tools.cli.batch_results import Fetched, ResultPlaces
 
 
 def command_for(name: str, batch: dict[str, Any]) -> str:
     """The command of this name for this batch, to be copied."""
     return f"llama-gateway batch {name} {shlex.quote(str(batch.get('id')))}"
+
+
+def check_stdout(places: ResultPlaces, *, as_json: bool) -> None:
+    """Raises CommandFailed, where results and JSON would both go to stdout."""
+    if as_json and str(places.output) == "-":
+        raise CommandFailed("--output - and --json: only one of them can go to stdout", status=2)
 
 
 def tell_checked(
@@ -51,7 +57,7 @@ def tell_checked(
 
 
 def tell_written(batch: dict[str, Any], written: Fetched, *, as_json: bool) -> None:
-    """Tell where the results are, and end with the status that they deserve."""
+    """Tell where the results are."""
     if as_json:
         print_json(
             {
@@ -66,7 +72,6 @@ def tell_written(batch: dict[str, Any], written: Fetched, *, as_json: bool) -> N
         print_note(f"{written.done:,} results: {written.output}")
     if not as_json and written.failed and written.errors is not None:
         print_note(f"{written.failed:,} errors: {written.errors}")
-    end_by(batch, written.failed)
 
 
 def end_by(batch: dict[str, Any], failed: int = 0) -> None:

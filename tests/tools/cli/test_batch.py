@@ -16,7 +16,7 @@ import pytest
 import trustme
 
 from tests.tools.cli.batch_api import BatchApi, batch_api
-from tests.tools.cli.running import LIMIT, run
+from tests.tools.cli.running import LIMIT, run, run_on_terminal
 
 CHAT = "/v1/chat/completions"
 
@@ -170,7 +170,7 @@ def test_a_repeated_command_with_the_same_idempotency_key_finds_its_batch(
     lines.write_text(f"{line('another')}\n")
     refused = run(*command)
     assert refused.status == 1
-    assert "answers 409: Another request had this key." in refused.err
+    assert "answers 409: Another request had this key" in refused.err
 
 
 def test_a_gateway_that_restarts_while_it_is_waited_for(api: BatchApi, lines: Path) -> None:
@@ -241,7 +241,7 @@ def test_pause_resume_and_cancel(api: BatchApi, lines: Path) -> None:
     assert (cancelled.status, cancelled.out) == (0, "batch_0: cancelled, 0 of 5 done\n")
     again = run("batch", "cancel", "batch_0", "--url", api.url)
     assert again.status == 1
-    assert "Cannot cancel a batch with status 'cancelled'." in again.err
+    assert "Cannot cancel a batch with status 'cancelled'" in again.err
 
 
 def test_fetch_before_the_end_needs_partial(api: BatchApi, lines: Path) -> None:
@@ -302,3 +302,27 @@ def test_a_certificate_of_its_own(tmp_path: Path) -> None:
         assert (refused.status, "with --ca" in refused.err) == (1, True)
         ca = str(tmp_path / "ca.pem")
         assert run("batch", "list", "--url", api.url, "--ca", ca).status == 0
+
+
+def test_on_a_terminal_one_line_moves(api: BatchApi, lines: Path) -> None:
+    api.lines_per_look = 2
+    status, shown = run_on_terminal(
+        "batch", "submit", "lines.jsonl", "--url", api.url, "--wait", COLUMNS="120"
+    )
+    assert status == 0, shown
+    assert "in progress, 2 of 5 done, 55 tokens/s, ends about" in shown
+    assert "completed, 5 of 5 done" in shown
+    assert "\x1b[" in shown
+    assert "batch_0: in progress" not in shown
+
+
+def test_results_and_json_do_not_both_go_to_stdout(api: BatchApi, lines: Path) -> None:
+    ran = run("batch", "fetch", "batch_0", "--url", api.url, "--output", "-", "--json")
+    assert (ran.status, "only one of them" in ran.err) == (2, True)
+
+
+def test_json_tells_a_script_where_the_results_are(api: BatchApi, lines: Path) -> None:
+    ran = run("batch", "submit", "lines.jsonl", "--url", api.url, "--wait", "--json")
+    told = json.loads(ran.out)
+    assert (told["output"], told["errors"]) == ("lines.out.jsonl", None)
+    assert (told["done"], told["failed"], told["batch"]["status"]) == (5, 0, "completed")

@@ -17,6 +17,8 @@ COMMANDS = [
     ("tune",),
     ("keys", "hash"),
     ("keys", "create"),
+    ("batch", "submit"),
+    ("batch", "fetch"),
 ]
 
 

@@ -16,6 +16,8 @@ COMMANDS = [
     ("tune",),
     ("keys", "hash"),
     ("keys", "create"),
+    ("batch", "submit"),
+    ("batch", "fetch"),
 ]
 
 
