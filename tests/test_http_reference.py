@@ -15,6 +15,7 @@ from gateway.events import (
     WebhookAttempted,
 )
 from gateway.observe.metrics import (
+    BatchSample,
     LedgerSample,
     Metrics,
     MetricsSnapshot,
@@ -22,7 +23,8 @@ from gateway.observe.metrics import (
     StoreSample,
 )
 from gateway.web.http_reference import renewed, tables
-from gateway.web.openapi_parts import ERROR_HEADERS, ERRORS, REQUEST_HEADERS, RESPONSE_HEADERS
+from gateway.web.openapi_errors import ERRORS
+from gateway.web.openapi_parts import ERROR_HEADERS, REQUEST_HEADERS, RESPONSE_HEADERS
 from tests.fleet.build import a_spec
 from tests.web.bare_gateway import bare_gateway
 
@@ -80,6 +82,16 @@ def metrics_made() -> dict[str, tuple[str, set[str]]]:
         certificate_days_left={"listen.tls": 9.0},
         store=StoreSample(up=True, waiting=0),
         ledger=LedgerSample(0, 0, 0, 0),
+        batches=BatchSample(
+            {"completed": 1},
+            {"done": 1},
+            {"line": 1},
+            1,
+            1,
+            deferred=1,
+            retried=1,
+            oldest_seconds=1.0,
+        ),
     )
     metrics = Metrics(bus, lambda: snapshot)
     bus.publish(RequestFinished("r1", "/v1/completions", tier="cpu"))

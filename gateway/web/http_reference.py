@@ -12,11 +12,10 @@ from pathlib import Path
 
 from gateway.config.settings import Settings
 from gateway.web.openapi import Operation, operations
+from gateway.web.openapi_errors import ADMIN_ERRORS, ERRORS
 from gateway.web.openapi_parts import (
-    ADMIN_ERRORS,
     AUDIT_FIELDS,
     CALLER_USAGE_FIELDS,
-    ERRORS,
     NODE_FIELDS,
     REQUEST_FIELDS,
     STATUS_FIELDS,

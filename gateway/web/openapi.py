@@ -35,12 +35,11 @@ from gateway.web.openapi_bodies import (
     RESPONSES,
     STATUSES,
 )
+from gateway.web.openapi_errors import ADMIN_ERRORS, ERRORS, ErrorRow, error_schemas
 from gateway.web.openapi_parts import (
-    ADMIN_ERRORS,
     AUDIT_FIELDS,
     CALLER_USAGE_FIELDS,
     ERROR_HEADERS,
-    ERRORS,
     KEY_FIELDS,
     NODE_FIELDS,
     REQUEST_FIELDS,
@@ -49,9 +48,7 @@ from gateway.web.openapi_parts import (
     STATUS_FIELDS,
     STATUS_HEADERS,
     USAGE_FIELDS,
-    ErrorRow,
     JsonSchema,
-    error_schemas,
     fields_schema,
     routed_body,
     settings_schemas,
