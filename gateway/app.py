@@ -210,8 +210,6 @@ class Gateway:
             context=self.proxy_context,
             forwarder=self.forwarder,
             registry=self.registry,
-            bus=self.bus,
-            clock=self.clock,
         )
         self.runner = self.background.runner
         self.metrics = Metrics(
@@ -543,13 +541,9 @@ class Gateway:
         self._routes.clear()
         self._routes.update((path.encode(), route) for path, route in routes.items())
         usage = self.metering.caller_usage()
+        files, batches = self.background.files, self.background.batches
         site = public_app(
-            self.handler,
-            self.fleet,
-            usage,
-            created=self._created,
-            files=self.background.files,
-            batches=self.background.batches,
+            self.handler, self.fleet, usage, created=self._created, files=files, batches=batches
         )
         return site if self.settings.cors is None else with_cors(site, self.settings.cors)
 

@@ -17,7 +17,6 @@ from gateway.batches.webhook_post import WebhookPoster
 from gateway.batches.webhook_targets import WebhookTargets
 from gateway.batches.webhooks import WebhookSender
 from gateway.config.settings import Settings
-from gateway.events import EventBus
 from gateway.fleet.fleet import Fleet
 from gateway.metering import Metering, NamedLoop
 from gateway.observe.metrics import BatchSample
@@ -49,10 +48,9 @@ class BackgroundWork:
         context: ProxyContext,
         forwarder: Forwarder,
         registry: InFlightRegistry,
-        bus: EventBus,
-        clock: Callable[[], float],
     ) -> None:
         self._fleet = fleet
+        bus, clock = context.bus, context.clock
         self.runner = Runner(
             settings(),
             rules,

@@ -16,8 +16,9 @@ from functools import partial
 from typing import BinaryIO
 
 import structlog
+from sqlalchemy import Connection
 
-from gateway.batches.batch_rows import Batch, EndListener, begin_finalizing, end_batch
+from gateway.batches.batch_rows import Batch, EndListener, begin_finalizing, end_batch, resume_batch
 from gateway.batches.disk_threads import DiskThreads
 from gateway.batches.file_rows import StoredFile
 from gateway.batches.files import FILE
@@ -230,9 +231,7 @@ class BatchEnd:
         finally:
             with contextlib.suppress(FolderError):
                 await self.threads.run(files.close)
-        job = partial(
-            end_batch, id_=id_, output=output, error_file=errors, now=now, also=self.on_end
-        )
+        job = partial(_end, batch, output, errors, now, self.on_end)
         try:
             ended = await self.store.run(job)
         except StoreUnavailable:
@@ -250,3 +249,16 @@ class BatchEnd:
             expired=ended.expired,
         )  # fmt: skip
         return ended
+
+
+def _end(
+    batch: Batch,
+    output: StoredFile | None,
+    errors: StoredFile | None,
+    now: float,
+    also: EndListener | None,
+    connection: Connection,
+) -> Batch | None:
+    # It may be paused for want of room, which there was after all.
+    resume_batch(connection, batch.owner, batch.id)
+    return end_batch(connection, batch.id, output, errors, now, also)

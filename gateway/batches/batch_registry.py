@@ -201,7 +201,9 @@ class BatchRegistry:
         """
         with folder_errors_told():
             await self._open_folder()
-            return await self._threads.run(self.folder.open_new, REQUESTS, size or 0)
+            return await self._threads.open(
+                self.folder.open_new, REQUESTS, size or 0, close=NewFile.discard
+            )
 
     async def on_disk(self, work: Callable[..., T], *arguments: Any) -> T:
         """Do work on a file, on a thread. Raises: GatewayError 503, 507; the work's own error."""
@@ -309,7 +311,9 @@ class BatchRegistry:
             raise _results_gone(id_)
         try:
             with folder_errors_told():
-                opened = await self._threads.run(self.folder.open_to_read, file)
+                opened = await self._threads.open(
+                    self.folder.open_to_read, file, close=lambda file: file.close()
+                )
         except FileNotFoundError:
             log.warning("the results of a batch are missing in the folder", batch=id_, file=file)
             raise _results_gone(id_) from None

@@ -248,6 +248,8 @@ def begin_batch(
     changes: dict[str, Any] = {
         "total": total, "failed": failed, "model": model, "in_progress_at": now,
     }  # fmt: skip
+    if lock_batch(connection, id_) is not BatchState.VALIDATING:
+        return _find(connection, _BATCH.id == id_)
     if failed == total:
         return _move(connection, id_, BatchState.FINALIZING, {**changes, "finalizing_at": now})
     return _move(connection, id_, BatchState.IN_PROGRESS, changes)
@@ -270,11 +272,12 @@ def fail_batch(
 
 
 def cancel_batch(
-    connection: Connection, owner: str, id_: str, api: str, now: float
+    connection: Connection, owner: str, id_: str, api: str, now: float, limit: int = STEP_ROWS
 ) -> Batch | None:
     """Cancel the owner's batch: lines that wait end, those that run are told by `renew`.
 
-    Of very many lines some end later, by `begin_finalizing`. One that has ended stays as it is.
+    Of more than `limit` lines some end later, by `begin_finalizing`. A batch that has ended stays
+    as it is.
     """
     if find_batch(connection, owner, id_, api) is None:
         return None
@@ -290,7 +293,7 @@ def cancel_batch(
         }
     cancelled = _move(connection, id_, BatchState.CANCELLING, changes)
     if cancelled is not None and cancelled.state is BatchState.CANCELLING:
-        end_waiting_lines(connection, id_, RequestState.CANCELLED, now)
+        end_waiting_lines(connection, id_, RequestState.CANCELLED, now, limit)
     return _find(connection, _BATCH.id == id_)
 
 
@@ -317,16 +320,18 @@ def _pause(
     return _find(connection, *of_owner)
 
 
-def begin_finalizing(connection: Connection, id_: str, now: float) -> Batch | None:
+def begin_finalizing(
+    connection: Connection, id_: str, now: float, limit: int = STEP_ROWS
+) -> Batch | None:
     """All its lines have ended: its output can be put together.
 
-    None: lines still wait or run, or it isn't so far for another reason. Lines of a batch that is
-    being cancelled end here, many at a time.
+    None: lines still wait or run, or it isn't so far for another reason. Waiting lines of a batch
+    that is being cancelled end here, at most `limit` at a time.
     """
     state = lock_batch(connection, id_)
     if state is BatchState.CANCELLING:
-        ended = end_waiting_lines(connection, id_, RequestState.CANCELLED, now)
-        if ended == STEP_ROWS:
+        ended = end_waiting_lines(connection, id_, RequestState.CANCELLED, now, limit)
+        if ended == limit:
             return None
     elif state not in {BatchState.IN_PROGRESS, BatchState.FINALIZING}:
         return None

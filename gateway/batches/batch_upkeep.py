@@ -17,6 +17,7 @@ from gateway.batches.batch_rows import (
     EndListener,
     expire_lines,
     fail_batch,
+    find_batch,
     pause_batch,
     remove_batches,
     resume_batch,
@@ -49,7 +50,7 @@ RETRY_SECONDS = 5.0
 MOST_TRIES = 3
 """Tries to read an input, if each fails for a reason that nobody has thought of."""
 
-MOST_AT_ONCE = 4
+MOST_AT_ONCE = 2
 """Batches whose input is read, or which are being ended, at one time."""
 
 REMOVE_SECONDS = 60.0
@@ -61,6 +62,8 @@ STEP_BATCHES = 100
 CLEAN_SECONDS = 600.0
 """Seconds between two rounds of removing files that no batch needs any more, and the age from which
 on they are: somebody may read the results of a batch that has just ended."""
+
+_ENDING = frozenset({BatchState.FINALIZING, BatchState.CANCELLING})
 
 _STORAGE = frozenset({STORAGE_FULL, STORAGE_UNAVAILABLE})
 
@@ -86,16 +89,18 @@ class BatchUpkeep:
         self._store = store
         self._folder = folder
         self._threads = threads
-        self._intake = intake
-        self._end = end
+        self.intake = intake
+        self.end = end
+        self._on_rows = on_rows
         self._speeds = speeds
         self._now = now
         self._clock = clock
-        self._on_rows = on_rows
         self._on_end = on_end
         self._wakes = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """By batch."""
+        self._begun = 0
+        """How many, since `wait_for_work` was called last."""
         self._retry_at: dict[str, float] = {}
         """When a batch is tried again, of those that could not be."""
         self._tries: dict[str, int] = {}
@@ -136,8 +141,11 @@ class BatchUpkeep:
         self._is_idle = not found
         if self._clock() >= self._expire_at or any(_is_late(one, now) for one in found):
             self._expire_at = self._clock() + EXPIRE_SECONDS
-            while await self._store.run(partial(expire_lines, folder=folder, now=now)) >= STEP_ROWS:
-                pass
+            late = await self._store.run(partial(expire_lines, folder=folder, now=now))
+            if late:
+                found = await self._store.run(partial(unfinished, folder=folder), write=False)
+            if late == STEP_ROWS:
+                self._expire_at = 0.0  # There are more of them.
         self._speeds.look(
             (one for one in found if one.state is BatchState.IN_PROGRESS), self._clock()
         )
@@ -155,6 +163,13 @@ class BatchUpkeep:
             await self.clean()
             self._clean_at = self._clock() + CLEAN_SECONDS
 
+    async def wait_for_work(self) -> bool:
+        """Wait for the end of what has begun; returns whether there was anything since the last."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks.values()))
+        begun, self._begun = self._begun, 0
+        return begun > 0
+
     # Batches.
 
     def _begin(self, batch: Batch) -> None:
@@ -166,12 +181,13 @@ class BatchUpkeep:
             return
         if batch.state is BatchState.VALIDATING:
             work = self._take_in(batch)
-        elif batch.state is BatchState.FINALIZING or batch.ended_lines >= batch.total:
+        elif batch.state in _ENDING or batch.ended_lines >= batch.total:
             work = self._finish(batch)
         else:
             return
         task = asyncio.create_task(self._guarded(batch, work))
         self._tasks[batch.id] = task
+        self._begun += 1
         task.add_done_callback(partial(self._done, batch.id))
 
     def _done(self, id_: str, _: asyncio.Task[None]) -> None:
@@ -179,16 +195,22 @@ class BatchUpkeep:
         self._wakes.set()
 
     async def _take_in(self, batch: Batch) -> None:
-        await self._intake.take_in(batch)
+        await self.intake.take_in(batch)
         self._on_rows()
 
     async def _finish(self, batch: Batch) -> None:
-        await self._end.end(batch.id)
+        while await self.end.end(batch.id) is None:
+            ended_lines = batch.ended_lines
+            job = partial(find_batch, owner=batch.owner, id_=batch.id, api=batch.api)
+            found = await self._store.run(job, write=False)
+            if found is None or found.ended_lines == ended_lines:
+                # Others of its lines run yet, or another process ends it.
+                self._retry_at[batch.id] = self._clock() + ROUND_SECONDS
+                break
+            batch = found  # Of very many lines that are cancelled some are left.
 
     async def _guarded(self, batch: Batch, work: Coroutine[Any, Any, None]) -> None:
         """Do the work, or see to it that it is done again."""
-        # Also after success: what is not so far yet is not asked for at once again.
-        self._retry_at[batch.id] = self._clock() + ROUND_SECONDS
         try:
             await work
         except FolderError as error:

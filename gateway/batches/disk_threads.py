@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from gateway.batches.folder import FolderError
@@ -30,7 +31,24 @@ class DiskThreads:
 
         A caller that is cancelled leaves the work to its end.
         """
-        done = asyncio.wrap_future(self._pool.submit(work, *arguments))
+        return await self._result(self._pool.submit(work, *arguments))
+
+    async def open(
+        self, work: Callable[..., T], *arguments: Any, close: Callable[[T], object]
+    ) -> T:
+        """As `run`, for work that opens something: `close` ends it if the caller has left by then.
+
+        `close` is called on a thread.
+        """
+        job = self._pool.submit(work, *arguments)
+        try:
+            return await self._result(job)
+        except BaseException:
+            job.add_done_callback(partial(_close_opened, close))
+            raise
+
+    async def _result(self, job: Future[T]) -> T:
+        done = asyncio.wrap_future(job)
         # Nobody may be left to ask for its error.
         done.add_done_callback(lambda future: future.cancelled() or future.exception())
         try:
@@ -45,3 +63,8 @@ class DiskThreads:
     def close(self) -> None:
         """Take no more work; what runs ends by itself."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _close_opened(close: Callable[[T], object], job: Future[T]) -> None:
+    if not job.cancelled() and job.exception() is None:
+        close(job.result())

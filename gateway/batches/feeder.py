@@ -300,6 +300,11 @@ class Feeder:
                 log.warning("batches wait", why=str(error))
             self._problem = str(error)
             return False
+        except Exception as error:
+            # Whatever it is, the other batches must go on.
+            log.exception("work on batches has failed")
+            self._problem = str(error)
+            return False
         if self._problem is not None:
             log.info("batches go on")
             self._problem = None
@@ -522,7 +527,7 @@ class Feeder:
         """Start rows, as many as there is room for."""
         if self._stopped or self.clock() < state.paused_until:
             return
-        left_out = {owner for owner in self._paused if self._is_paused(owner)}
+        left_out = {owner for owner in list(self._paused) if self._is_paused(owner)}
         while (
             state.credit > 0
             and sum(held.recording for held in self._held.values()) < MOST_UNRECORDED
@@ -590,6 +595,8 @@ class Feeder:
             self._put_back.add([row.id], self.now() + RETRY_SECONDS, failed=True)
         else:
             state.pace.ended()
+            if self._paused.pop(row.owner, None) is not None:
+                self._offer(held.target, state)  # It may have one more again.
             if outcome.failed_on_nodes and row.attempts + 1 < MOST_RUNS:
                 self.counts.retried += 1
                 pause = RETRY_SECONDS * (row.attempts + 1)

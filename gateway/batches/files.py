@@ -153,7 +153,9 @@ class FileRegistry:
             await self._check_quota(owner, size or 0)
             with folder_errors_told():
                 await self._open_folder()
-                new = await self._threads.run(self.folder.open_new, FILE, size or 0)
+                new = await self._threads.open(
+                    self.folder.open_new, FILE, size or 0, close=NewFile.discard
+                )
             try:
                 yield Upload(owner, new, settings.file_bytes)
             finally:
@@ -231,7 +233,9 @@ class FileRegistry:
                     retryable=False,
                 )
             try:
-                opened = await self._threads.run(self.folder.open_to_read, id_)
+                opened = await self._threads.open(
+                    self.folder.open_to_read, id_, close=lambda file: file.close()
+                )
             except FileNotFoundError:
                 log.warning("a file is missing in the folder", file=id_)
                 raise file_not_found(id_) from None

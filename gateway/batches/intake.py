@@ -60,7 +60,9 @@ class Intake:
         """
         settings = self.settings()
         try:
-            file = await self.threads.run(self.folder.open_to_read, input_place(batch))
+            file = await self.threads.open(
+                self.folder.open_to_read, input_place(batch), close=lambda file: file.close()
+            )
         except FileNotFoundError:
             log.warning("the input of a batch is missing", batch=batch.id)
             await self._fail(batch, "file_not_found", "The input file is gone.")

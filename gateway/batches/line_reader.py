@@ -26,6 +26,9 @@ from gateway.proxy.json_values import JSON_ERRORS, TEXT_DECODER
 PIECE_BYTES = 128 << 10
 """Bytes that are read from the file at a time."""
 
+MOST_EMPTY_LINES = 1000
+"""Empty lines that a file may have beside as many as lines: each takes time."""
+
 COUNTED_BYTES = 1 << 20
 """Bytes in which newlines are counted at a time."""
 
@@ -331,6 +334,8 @@ class LineReader:
         self._splitter = LineSplitter(line_bytes)
         self._checker = LineChecker(endpoint, line_bytes)
         self._lines = self._read()
+        self._bytes = 0
+        """That were read."""
         self._models: set[str | None] = set()
         self.total = 0
         """Lines so far, without empty ones."""
@@ -345,11 +350,10 @@ class LineReader:
     def read_some(self) -> list[Line]:
         """The next lines; none: the end. Raises: TooManyLines; the file's own error."""
         found: list[Line] = []
-        size = 0
+        enough = self._bytes + CHUNK_BYTES
         for line in self._lines:
             found.append(line)
-            size += line.length
-            if len(found) >= CHUNK_LINES or size >= CHUNK_BYTES:
+            if len(found) >= CHUNK_LINES or self._bytes >= enough:
                 break
         return found
 
@@ -359,6 +363,7 @@ class LineReader:
             line = self._checker.check(raw)
             lines += 1
             size += raw.length
+            self._bytes += raw.length
             if lines >= TURN_LINES or size >= TURN_BYTES:
                 lines = size = 0
                 self._rest()
@@ -382,7 +387,7 @@ class LineReader:
 
 
 def check_line_count(file: BinaryIO, most: int, line_bytes: int) -> None:
-    """Check that the file has at most so many lines, empty ones not counted.
+    """Check that the file has at most so many lines; empty ones don't count, if they are not more.
 
     The file is at its begin afterwards. Raises: TooManyLines; the file's own error.
     """
@@ -392,6 +397,8 @@ def check_line_count(file: BinaryIO, most: int, line_bytes: int) -> None:
     file.seek(0)
     if number <= most:
         return  # Even if none is empty.
+    if number > 2 * most + MOST_EMPTY_LINES:
+        raise TooManyLines(most)
     splitter, number = LineSplitter(line_bytes), 0
     while number <= most and (piece := file.read(PIECE_BYTES)):
         number += sum(not _is_empty(raw) for raw in splitter.feed(piece))

@@ -284,6 +284,7 @@ batches = Table(
     Column("class", Text, key="class_", nullable=False),
     Column("folder", Text, nullable=False),
     Index(None, "owner", "id"),
+    Index(None, "owner", "ended_at"),
     Index(None, "folder", "keep_until"),
     Index(
         "uq_batches_owner_idempotency_key",
@@ -303,13 +304,6 @@ Index(
     "ix_batches_unfinished",
     batches.c.folder,
     batches.c.expires_at,
-    sqlite_where=_UNFINISHED,
-    postgresql_where=_UNFINISHED,
-)
-
-Index(
-    "ix_batches_unfinished_of_owner",
-    batches.c.owner,
     sqlite_where=_UNFINISHED,
     postgresql_where=_UNFINISHED,
 )
@@ -371,6 +365,8 @@ _WAITING_WITHOUT_BATCH = text("batch IS NULL AND state = 'waiting'")
 Index(
     "ix_stored_requests_waiting_lines",
     stored_requests.c.batch,
+    # All entries have the same. SQLite prefers the index to the unique ones for its two equalities.
+    stored_requests.c.state,
     stored_requests.c.prefix,
     stored_requests.c.max_tokens.desc(),
     stored_requests.c.number,
@@ -385,6 +381,7 @@ Index(
 Index(
     "ix_stored_requests_waiting_alone",
     stored_requests.c.folder,
+    stored_requests.c.state,
     stored_requests.c.kind,
     stored_requests.c.id,
     sqlite_where=_WAITING_WITHOUT_BATCH,
@@ -397,6 +394,14 @@ Index(
     stored_requests.c.claimed_by,
     stored_requests.c.claimed_until,
     stored_requests.c.batch,
+    sqlite_where=_RUNNING,
+    postgresql_where=_RUNNING,
+)
+
+Index(
+    "ix_stored_requests_running_lines",
+    stored_requests.c.batch,
+    stored_requests.c.state,
     sqlite_where=_RUNNING,
     postgresql_where=_RUNNING,
 )

@@ -174,7 +174,7 @@ class Ledger:
     """The open request that was refreshed last."""
     _full: asyncio.Event = field(default_factory=asyncio.Event)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while rows are written: others read them in the order of their numbers."""
+    """Held while rows are written: other processes read them in the order of their numbers."""
     _watch: ProcessWatch = field(init=False)
     _next_heartbeat: float = 0.0
     _next_recovery: float = 0.0
@@ -224,8 +224,7 @@ class Ledger:
                 written = await self.store.run(work)
                 self.written += written
             finally:
-                # Not used again even if it is unknown whether they are: others may have read them.
-                self._sequence += written
+                self._sequence += written  # others may have read them, though it failed for us
 
     def _drop_oldest(self) -> None:
         row = self._waiting.popleft()
@@ -316,8 +315,7 @@ class Ledger:
         work = self._work()
         if work.is_empty:
             return True
-        # As in `write_with`.
-        self._sequence += len(work.rows)
+        self._sequence += len(work.rows)  # as in `write_with`
         try:
             await self.store.run(work.do)
         except StoreError as error:

@@ -20,6 +20,7 @@ from gateway.access.callers import cache_policy_of
 from gateway.batches.batch_registry import BatchProgress, BatchRegistry, NewBatch
 from gateway.batches.batch_rows import Batch
 from gateway.batches.states import BatchState
+from gateway.batches.webhook_targets import WebhookTargets
 from gateway.config.fields import format_duration
 from gateway.errors import GatewayError
 from gateway.proxy.json_values import JsonObject
@@ -44,9 +45,6 @@ MOST_METADATA, LONGEST_METADATA_KEY, LONGEST_METADATA_VALUE = 16, 64, 512
 
 LONGEST_IDEMPOTENCY_KEY = 255
 """Characters."""
-
-LONGEST_URL = 2048
-"""Characters of `webhook_url`."""
 
 JSON_LINES = "application/x-jsonl"
 
@@ -87,6 +85,7 @@ class BatchAccess:
     identify: Callable[[Request], Caller]
     limited: Callable[[Caller, str | None], Caller]
     """The caller within the limits that hold for it and for the end user that it names."""
+    webhooks: WebhookTargets
 
     def batches(self) -> BatchRegistry:
         """The registry. Raises: GatewayError 501."""
@@ -115,6 +114,18 @@ class BatchAccess:
             class_=limited.max_priority.label,
         )
 
+    def checked(self, new: NewBatch, fields: JsonObject) -> NewBatch:
+        """`new` with what both APIs take. Raises: GatewayError 400."""
+        url = fields.get("webhook_url")
+        return replace(
+            new,
+            # Its length is checked with the settings.
+            window=_text(fields, "completion_window", 40),
+            webhook_url=None
+            if url is None
+            else self.webhooks.check(new.owner, new.group_name, url),
+        )
+
     def shows_cached_tokens(self, request: Request) -> bool:
         """Whether the caller may know how much of its prompts was cached."""
         return not cache_policy_of(self.identify(request), self.config().settings).hide
@@ -134,13 +145,11 @@ class BatchEndpoints:
             if name not in _FIELDS:
                 _refuse(f"Unknown parameter: '{errors.truncate_echo(name)}'.", "unknown_parameter")
         asked = replace(
-            new,
+            self.access.checked(new, fields),
             input_file=_required_text(fields, "input_file_id"),
             endpoint=_required_text(fields, "endpoint"),
-            window=window_of(fields),
             metadata=_metadata(fields),
             output_seconds=_output_seconds(fields),
-            webhook_url=webhook_url_of(fields),
             request_digest=request_digest(OPENAI, fields),
         )
         return await self._shown(request, await batches.create(asked))
@@ -321,16 +330,6 @@ def page_edge(request: Request, name: str) -> str | None:
     return edge
 
 
-def window_of(fields: JsonObject) -> str | None:
-    """`completion_window`; its length is checked with the settings."""
-    return _text(fields, "completion_window", 40)
-
-
-def webhook_url_of(fields: JsonObject) -> str | None:
-    """`webhook_url`; its target is checked with the settings."""
-    return _text(fields, "webhook_url", LONGEST_URL)
-
-
 def _id(request: Request) -> str:
     """The id in the path. Raises: GatewayError 404, if it is none."""
     id_: str = request.path_params["id"]
@@ -350,8 +349,8 @@ def _text(fields: JsonObject, name: str, longest: int) -> str | None:
         return None
     if not isinstance(value, str):
         _refuse_type(name, "a string", value)
-    if not 0 < len(value) <= longest:
-        _refuse(f"'{name}' must have 1 to {longest} characters.", "invalid_value", name)
+    if not 0 < len(value) <= longest or not value.isprintable():
+        _refuse(f"'{name}' must have 1 to {longest} printable characters.", "invalid_value", name)
     return value
 
 

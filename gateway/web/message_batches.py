@@ -17,6 +17,7 @@ from gateway.batches.batch_registry import BatchProgress
 from gateway.batches.batch_rows import Batch
 from gateway.batches.files import MOST_UPLOADS, MOST_UPLOADS_OF_OWNER, UPLOAD_RETRY_AFTER
 from gateway.batches.folder import FolderError
+from gateway.batches.result_lines import ANTHROPIC
 from gateway.errors import GatewayError
 from gateway.web.asgi import JsonResponse
 from gateway.web.batches import (
@@ -27,14 +28,9 @@ from gateway.web.batches import (
     page_edge,
     page_size,
     request_digest,
-    webhook_url_of,
-    window_of,
 )
 from gateway.web.body_parts import body_parts, check_plain, content_length
 from gateway.web.message_batch_body import MessageBatchBody
-
-ANTHROPIC = "anthropic"
-"""The API whose batches these are."""
 
 ENDPOINT = "/v1/messages"
 
@@ -73,9 +69,7 @@ class MessageBatchEndpoints:
                     return Response(status_code=499)  # Nobody reads it.
                 body.end()
                 asked = replace(
-                    new,
-                    window=window_of(body.fields),
-                    webhook_url=webhook_url_of(body.fields),
+                    self.access.checked(new, body.fields),
                     request_digest=request_digest(ANTHROPIC, body.digest()),
                 )
                 name = await batches.on_disk(lines.finish)

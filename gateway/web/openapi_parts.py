@@ -45,6 +45,7 @@ ERRORS = (
     ErrorRow(400, "unknown_parameter", "batches: there is no such field"),
     ErrorRow(400, "invalid_type", "batches: a field has a value of another type"),
     ErrorRow(400, "invalid_value", "batches: a field has a value that it can't have"),
+    ErrorRow(400, "batch_in_progress", "a message batch can be deleted only when it has ended"),
     ErrorRow(
         400,
         "context_length_exceeded",
@@ -76,14 +77,20 @@ ERRORS = (
         "model_not_found",
         "no node serves this name, now or when last seen, over restarts of the gateway too",
     ),
-    ErrorRow(404, "file_not_found", "no such file of this key, or it has expired"),
+    ErrorRow(
+        404,
+        "file_not_found",
+        "no such file of this key, or it has expired; 400 where a batch shall read it",
+    ),
     ErrorRow(404, "batch_not_found", "no such batch of this key, or it is kept no more"),
+    ErrorRow(404, "results_gone", "the results of this batch were deleted, or have expired"),
     ErrorRow(404, "batch_not_ended", "a message batch has not ended, so it has no results"),
     ErrorRow(404, "not_found", "no such path; says what to use"),
     ErrorRow(405, "method_not_allowed", "with `Allow`"),
     ErrorRow(408, "request_timeout", "the client sent its request too slowly", "yes"),
     ErrorRow(409, "superseded", "an editor's completion: its session has sent a newer one"),
     ErrorRow(409, "file_in_use", "an unfinished batch still reads this file"),
+    ErrorRow(409, "batch_ended", "a batch that has ended can't be cancelled, paused or resumed"),
     ErrorRow(
         413,
         "request_too_large",
@@ -93,6 +100,17 @@ ERRORS = (
         415,
         "unsupported_media_type",
         "a compressed body (`Content-Encoding`); an upload that is no form",
+    ),
+    ErrorRow(
+        422,
+        "idempotency_key_reused",
+        "batches: an `Idempotency-Key` came before with another request",
+    ),
+    ErrorRow(
+        429,
+        "too_many_batches",
+        "the key has `batches.batches_per_key` batches that have not ended; with "
+        "`x-should-retry: false`",
     ),
     ErrorRow(
         429,
@@ -125,7 +143,7 @@ ERRORS = (
         501,
         "not_supported",
         "no node that serves the model has this feature, with a node's own hint; nodes are asked "
-        "again after five minutes; files without a store (`store: {url: off}`)",
+        "again after five minutes; files and batches without a store (`store: {url: off}`)",
     ),
     ErrorRow(502, "node_failed", "every permitted attempt failed"),
     ErrorRow(
@@ -152,8 +170,15 @@ ERRORS = (
         "its node was drained with a deadline, which has passed",
         _LATER,
     ),
-    ErrorRow(503, "store_unavailable", "files: the store can't be read or written now", _LATER),
-    ErrorRow(503, "storage_unavailable", "files: their folder can't be used now", _LATER),
+    ErrorRow(
+        503,
+        "store_unavailable",
+        "files and batches: the store can't be read or written now",
+        _LATER,
+    ),
+    ErrorRow(
+        503, "storage_unavailable", "files and batches: their folder can't be used now", _LATER
+    ),
     ErrorRow(503, "file_elsewhere", "the file is in the folder of another gateway of the store"),
     ErrorRow(504, "node_timeout", "a node took longer than it may"),
     ErrorRow(

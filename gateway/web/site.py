@@ -17,6 +17,7 @@ from gateway import errors
 from gateway.access.callers import MOST_IDENTITY_BYTES, cache_policy_of, identify_caller
 from gateway.batches.batch_registry import BatchRegistry
 from gateway.batches.files import FileRegistry
+from gateway.batches.webhook_targets import WebhookTargets
 from gateway.catalog import FleetCatalog
 from gateway.config.listeners import CorsSpec
 from gateway.errors import truncate_echo
@@ -61,6 +62,7 @@ def public_app(
         lambda: handler.config,
         lambda request: request_caller(request, handler.config),
         lambda caller, user: handler.meter.book.accounts(caller, user).caller,
+        WebhookTargets(lambda: handler.config.settings.webhooks),
     )
     site = Site(
         handler, fleet, created, health, usage, file_endpoints,

@@ -44,3 +44,30 @@ async def test_work_ends_although_its_caller_was_cancelled() -> None:
     assert await asyncio.to_thread(ended.wait, 60)
     await threads.run(lambda: None)
     threads.close()
+
+
+async def test_what_a_lost_caller_has_opened_is_closed() -> None:
+    threads, begun, release = DiskThreads(1), threading.Event(), threading.Event()
+    closed: list[str] = []
+
+    def work() -> str:
+        begun.set()
+        release.wait(60)
+        return "opened"
+
+    caller = asyncio.create_task(threads.open(work, close=closed.append))
+    await asyncio.to_thread(begun.wait, 60)
+    caller.cancel()
+    await asyncio.wait([caller])
+    release.set()
+    await threads.run(lambda: None)
+    assert closed == ["opened"]
+    assert await threads.open(lambda: "kept", close=closed.append) == "kept"
+    with pytest.raises(ZeroDivisionError):
+        await threads.open(_fails, close=closed.append)
+    assert closed == ["opened"]
+    threads.close()
+
+
+def _fails() -> str:
+    raise ZeroDivisionError

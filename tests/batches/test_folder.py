@@ -260,3 +260,89 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
         folder.open_new("file").discard()
         folder.open()
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+def test_an_appended_file_has_its_name_from_the_start_and_grows(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    file = folder.open_appended("results")
+    assert names(folder) == [file.name]
+    assert stat.S_IMODE(folder.path(file.name).stat().st_mode) == 0o600
+    assert [file.append(data) for data in (b"one\n", b"", b"two\n")] == [0, 4, 4]
+    assert folder.read(file.name, 4, 4) == b"two\n"
+    assert file.size == 8
+    assert folder.is_written(file.name)
+    file.close()
+    file.close()
+    assert not folder.is_written(file.name)
+    with pytest.raises(ValueError, match="closed"):
+        file.append(b"three\n")
+    # A restart removes nothing of it.
+    a_folder(tmp_path)
+    assert folder.read(file.name, 0, 8) == b"one\ntwo\n"
+    with pytest.raises(FileNotFoundError):
+        folder.is_written("results-" + "0" * 32)
+
+
+def test_what_does_not_fit_is_appended_whole_or_not_at_all(tmp_path: Path) -> None:
+    def at_a_limit() -> None:
+        import resource
+        import signal
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40, hard))
+
+    script = """
+import sys
+from pathlib import Path
+from gateway.batches.folder import Folder, FolderFull
+folder = Folder(Path(sys.argv[1]), most_bytes=lambda: 1 << 40, spare_bytes=0)
+folder.open()
+file = folder.open_appended("results")
+assert file.append(b"1" * 35) == 0
+try:
+    file.append(b"abcdefgh")
+except FolderFull:
+    pass
+else:
+    raise AssertionError
+assert folder.path(file.name).read_bytes() == b"1" * 35
+assert file.append(b"9") == 35
+print("done", end="")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "kept"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+        preexec_fn=at_a_limit,
+    )
+    assert done.stdout == "done", done.stderr
+
+
+def test_an_appended_file_stays_within_the_limit_of_all(tmp_path: Path) -> None:
+    most = 2 * STEP_BYTES
+    folder = a_folder(tmp_path, most=most)
+    file = folder.open_appended("results")
+
+    def fill() -> None:
+        for _ in range(100):
+            file.append(b"x" * (STEP_BYTES // 8))
+
+    with pytest.raises(FolderFull):
+        fill()
+    assert file.size <= most
+    file.close()
+    full = a_folder(tmp_path, most=1)
+    with pytest.raises(FolderFull):
+        full.open_appended("results")
+
+
+def test_nothing_is_appended_to_a_folder_that_is_gone(tmp_path: Path) -> None:
+    folder = a_folder(tmp_path)
+    file = folder.open_appended("results")
+    shutil.rmtree(folder.location)
+    with pytest.raises(FolderError):
+        file.append(b"x")
+    file.close()

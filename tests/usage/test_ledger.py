@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, insert, select
 
 from gateway.store.database import locate_store
 from gateway.store.failures import StoreUnavailable
-from gateway.store.schema import open_requests, processes, usage
+from gateway.store.schema import open_requests, processes, revisions, usage
 from gateway.store.store import Store
 from gateway.usage.ledger import (
     JOURNALED_WITHIN,
@@ -370,3 +370,59 @@ async def test_a_slow_store_has_each_request_before_it_is_a_second_old(
             ages += [loop.time() - admitted[id_] for id_ in new]
     assert len(ages) > 500
     assert max(ages) <= most + 0.03
+
+
+async def test_a_job_and_its_rows_are_committed_together_or_not_at_all(url: str) -> None:
+    async with a_world(url) as world:
+        store = UncertainStore(world.store)
+        ledger = world.ledger(store)
+        await ledger.start(LIMIT)
+
+        def job(connection: Connection) -> list[UsageRow]:
+            connection.execute(insert(revisions).values(name="job", number=1))
+            return [a_row("r0"), a_row("r1")]
+
+        def fails(connection: Connection) -> list[UsageRow]:
+            job(connection)
+            raise ValueError("a fault of the job")
+
+        with pytest.raises(ValueError, match="a fault of the job"):
+            await ledger.write_with(fails)
+        store.failures = ["before"]
+        with pytest.raises(StoreUnavailable):
+            await ledger.write_with(job)
+        assert await world.all(revisions) == await world.all(usage) == []
+        await ledger.write_with(job)
+        assert [row["id"] for row in await world.all(usage)] == ["r0", "r1"]
+        assert (len(await world.all(revisions)), ledger.written) == (1, 2)
+
+
+async def test_rows_of_jobs_and_of_requests_have_numbers_in_the_order_of_their_commits(
+    url: str,
+) -> None:
+    async with a_world(url) as world:
+        store = UncertainStore(world.store)
+        ledger = world.ledger(store)
+        last, seen = 0, 0
+        with running(ledger):
+            for number in range(30):
+                ledger.add(a_row(f"r{number:02}"))
+                if number % 7 == 3:
+                    store.failures = ["after"]
+                rows = [a_row(f"w{number:02}")]
+
+                def job(_: Connection, rows: list[UsageRow] = rows) -> list[UsageRow]:
+                    return rows
+
+                try:
+                    await ledger.write_with(job)
+                except StoreUnavailable:
+                    await ledger.write_with(job)
+                world.clock.passes(60.0)
+                # As another process follows them: only what lies behind the last number.
+                new = [row["sequence"] for row in await world.all(usage) if row["sequence"] > last]
+                seen += len(new)
+                last = max([last, *new])
+            await until(lambda: ledger.pending == 0, LIMIT)
+        new = [row["sequence"] for row in await world.all(usage) if row["sequence"] > last]
+        assert seen + len(new) == len(await world.all(usage)) == 60

@@ -72,12 +72,7 @@ def upgrade() -> None:
         postgresql_where=sa.text("ended_at IS NULL"),
     )
     op.create_index(
-        "ix_batches_unfinished_of_owner",
-        "batches",
-        ["owner"],
-        unique=False,
-        sqlite_where=sa.text("ended_at IS NULL"),
-        postgresql_where=sa.text("ended_at IS NULL"),
+        op.f("ix_batches_owner_ended_at"), "batches", ["owner", "ended_at"], unique=False
     )
     op.create_index(
         "uq_batches_owner_idempotency_key", "batches", ["owner", "idempotency_key"], unique=True
@@ -160,9 +155,17 @@ def upgrade() -> None:
         postgresql_where=sa.text("state = 'running'"),
     )
     op.create_index(
+        "ix_stored_requests_running_lines",
+        "stored_requests",
+        ["batch", "state"],
+        unique=False,
+        sqlite_where=sa.text("state = 'running'"),
+        postgresql_where=sa.text("state = 'running'"),
+    )
+    op.create_index(
         "ix_stored_requests_waiting_alone",
         "stored_requests",
-        ["folder", "kind", "id"],
+        ["folder", "state", "kind", "id"],
         unique=False,
         sqlite_where=sa.text("batch IS NULL AND state = 'waiting'"),
         postgresql_where=sa.text("batch IS NULL AND state = 'waiting'"),
@@ -172,6 +175,7 @@ def upgrade() -> None:
         "stored_requests",
         [
             "batch",
+            "state",
             "prefix",
             sa.text("max_tokens DESC"),
             "number",

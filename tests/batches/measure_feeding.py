@@ -1,0 +1,258 @@
+"""How batches fill a fleet, and what clients notice: `python -m tests.batches.measure_feeding`.
+
+Emulated nodes share their computation between prefill and decode, as llama.cpp's server does. A
+whole gateway with a real SQLite store runs a batch over them, alone and beside chats, with prompts
+that begin alike and without. In virtual time, which stands still while the store or a disk works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import wraps
+from pathlib import Path
+from statistics import fmean, median, quantiles
+from typing import Any, ParamSpec, TypeVar
+from unittest.mock import patch
+
+import httpx
+
+from gateway.batches import line_reader
+from gateway.batches.disk_threads import DiskThreads
+from gateway.store.store import Store
+from tests.batches.test_feeder import HEADERS, gateway_over, output, show, submit
+from tests.emulator import EmulatedNode
+from tests.gateways import Running
+from tests.virtual import VirtualLoop, in_virtual_time, now
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+NODES, SLOTS = 2, 4
+CHATS, INTERVAL = 80, 1.5
+SAMPLE_SECONDS = 0.25
+ANSWER = 20
+RESERVE = 0.25
+
+
+def a_node() -> EmulatedNode:
+    return EmulatedNode(
+        slots=SLOTS,
+        prefill_tps=500.0,
+        decode_tps=10.0,
+        decode_step=0.005,
+        answer_tokens=5000,
+        prefill_stalls=True,
+        cache_ram=1 << 12,
+    )
+
+
+def holding_the_clock(work: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
+    """Virtual time stands still while this work, which is done by threads, goes on."""
+
+    @wraps(work)
+    async def run(*args: P.args, **keys: P.kwargs) -> T:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        loop._virtual.threads += 1
+        try:
+            return await work(*args, **keys)
+        finally:
+            loop._virtual.threads -= 1
+
+    return run
+
+
+@contextlib.contextmanager
+def store_in_virtual_time() -> Iterator[None]:
+    with (
+        patch.object(Store, "run", holding_the_clock(Store.run)),
+        patch.object(Store, "wait_opened", holding_the_clock(Store.wait_opened)),
+        patch.object(DiskThreads, "run", holding_the_clock(DiskThreads.run)),
+    ):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def a_fleet() -> AsyncIterator[tuple[Running, list[EmulatedNode]]]:
+    nodes = [a_node() for _ in range(NODES)]
+    with tempfile.TemporaryDirectory() as folder, store_in_virtual_time():
+        store = {"url": f"sqlite:///{folder}/gateway.db"}
+        batch = {"reserve_slots": RESERVE}
+        settings: dict[str, Any] = {"store": store, "classes": {"batch": batch}}
+        async with gateway_over(Path(folder), *nodes, **settings) as running:
+            yield running, nodes
+
+
+def lines(number: int, groups: int = 0) -> list[dict[str, Any]]:
+    """Lines of 30 to 90 tokens each; of so many groups whose prompts begin alike, in turn."""
+    found = []
+    for index in range(number):
+        group = index % groups if groups else 0
+        head = f"Group {group}. " + f"These are the rules of group {group}. " * 60
+        text = (head if groups else "") + f"write text number {index}"
+        body = {
+            "messages": [{"role": "user", "content": text}],
+            "temperature": 0,
+            "max_tokens": 30 + (index * 37) % 61,
+        }
+        found.append(
+            {
+                "custom_id": f"line-{index}",
+                "method": "POST",
+                "url": "/v1/chat/completions",
+                "body": body,
+            }
+        )
+    return found
+
+
+async def busy_slots(nodes: list[EmulatedNode], client: httpx.AsyncClient) -> int:
+    """From their `/slots`."""
+    answers = [await client.get(f"{node.url}/slots") for node in nodes]
+    return sum(slot["is_processing"] for answer in answers for slot in answer.json())
+
+
+async def sampled(
+    running: Running, nodes: list[EmulatedNode], samples: list[tuple[float, int, int]]
+) -> None:
+    """Time, busy slots, and lines that have not been offered yet; for ever."""
+    feeder = running.gateway.background.feeder
+    assert feeder is not None
+    while True:
+        left = feeder.claimed + sum(feeder.counts.waiting.values())
+        samples.append((now(), await busy_slots(nodes, running.client), left))
+        await asyncio.sleep(SAMPLE_SECONDS)
+
+
+async def run_batch(running: Running, items: list[dict[str, Any]]) -> dict[str, Any]:
+    """Run a batch to its end."""
+    batch = await submit(running, items)
+    while True:
+        found = await show(running, batch)
+        if found["status"] in {"completed", "failed", "expired", "cancelled"}:
+            return found
+        await asyncio.sleep(0.5)
+
+
+async def chat(running: Running, number: int) -> float:
+    """Seconds until the first content of a chat that comes at its time."""
+    await asyncio.sleep(number * INTERVAL)
+    began, seconds = now(), 0.0
+    body = {
+        "messages": [{"role": "user", "content": f"chat {number}: say something"}],
+        "stream": True,
+        "max_tokens": ANSWER,
+        "temperature": 0,
+    }
+    url = "/v1/chat/completions"
+    async with running.client.stream("POST", url, json=body, headers=HEADERS) as reply:
+        assert reply.status_code == 200, await reply.aread()
+        async for line in reply.aiter_lines():
+            if '"content":"' in line and not seconds:
+                seconds = now() - began
+    return seconds
+
+
+def told(seconds: list[float]) -> str:
+    p95 = quantiles(seconds, n=20)[-1]
+    return f"p50 {median(seconds):.3f} s, p95 {p95:.3f} s, longest {max(seconds):.3f} s"
+
+
+async def measure_alone(number: int) -> None:
+    """The share of slots that are busy."""
+    async with a_fleet() as (running, nodes):
+        samples: list[tuple[float, int, int]] = []
+        task = asyncio.create_task(sampled(running, nodes, samples))
+        began = now()
+        found = await run_batch(running, lines(number))
+        took = now() - began
+        task.cancel()
+    allowed = NODES * (SLOTS - int(SLOTS * RESERVE))
+    first = next(index for index, (_, busy, _) in enumerate(samples) if busy)
+    last = max(index for index, (_, busy, _) in enumerate(samples) if busy)
+    fed = max(index for index, (_, _, left) in enumerate(samples) if left)
+    whole = fmean(min(busy, allowed) for _, busy, _ in samples[first : last + 1]) / allowed
+    share = fmean(min(busy, allowed) for _, busy, _ in samples[first : fed + 1]) / allowed
+    print(
+        f"batch alone: {found['request_counts']}, {took:.1f} s; {allowed} of {NODES * SLOTS} slots "
+        f"for batch; busy {share:.1%} while lines waited, {whole:.1%} with the tail of "
+        f"{samples[last][0] - samples[fed][0]:.1f} s; most busy {max(b for _, b, _ in samples)}"
+    )
+
+
+async def measure_beside(number: int) -> None:
+    """What chats notice."""
+    for with_batch in (False, True):
+        async with a_fleet() as (running, nodes):
+            samples: list[tuple[float, int, int]] = []
+            batch = None
+            if with_batch:
+                batch = asyncio.create_task(run_batch(running, lines(number)))
+                await asyncio.sleep(20.0)
+            task = asyncio.create_task(sampled(running, nodes, samples))
+            found = await asyncio.gather(*(chat(running, index) for index in range(CHATS)))
+            task.cancel()
+            busy = fmean(busy for _, busy, _ in samples)
+            name = "chats beside the batch" if with_batch else "chats alone"
+            metrics = (await running.client.get(f"{running.admin_url}/metrics")).text
+            cuts = next(
+                line.split()[1]
+                for line in metrics.splitlines()
+                if line.startswith("llama_gateway_yielded_slots_total ")
+            )
+            print(f"{name}: time to first token {told(found)}; {busy:.2f} slots busy, {cuts} cuts")
+            if batch is not None:
+                batch.cancel()
+                await asyncio.gather(batch, return_exceptions=True)
+
+
+async def measure_prefixes(number: int, groups: int) -> None:
+    """What grouping gains."""
+    for grouped in (True, False):
+        # Without a prefix that is long enough, all lines are one group.
+        shortest = line_reader.PREFIX_BYTES if grouped else 1 << 30
+        with patch.object(line_reader, "PREFIX_BYTES", shortest):
+            async with a_fleet() as (running, _):
+                began = now()
+                found = await run_batch(running, lines(number, groups))
+                took = now() - began
+                results = await output(running, found["output_file_id"])
+        prompt = cached = 0
+        for one in results:
+            usage = one["response"]["body"]["usage"]
+            prompt += usage["prompt_tokens"]
+            cached += (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        name = "with" if grouped else "without"
+        print(
+            f"{number} lines of {groups} prefixes {name} grouping: {took:.1f} s, "
+            f"{prompt} prompt tokens, {cached} cached ({cached / prompt:.1%})"
+        )
+
+
+@in_virtual_time
+async def main() -> None:
+    """Measure what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", default=["alone", "beside", "prefixes"])
+    parser.add_argument("--lines", type=int, default=1000)
+    parser.add_argument("--groups", type=int, default=12)
+    given = parser.parse_args()
+    for part in given.parts:
+        began = time.monotonic()
+        if part == "alone":
+            await measure_alone(given.lines)
+        elif part == "beside":
+            await measure_beside(given.lines)
+        else:
+            await measure_prefixes(min(given.lines, 480), given.groups)
+        print(f"({part}: {time.monotonic() - began:.0f} s of real time)", flush=True)
+
+
+if __name__ == "__main__":
+    main()

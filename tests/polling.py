@@ -1,0 +1,20 @@
+"""Waiting for what an awaited look finds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def eventually(look: Callable[[], Awaitable[T | None]], limit: float = 60.0) -> T:
+    """What `look` returns once that is not None; an AssertionError after `limit` seconds."""
+    try:
+        async with asyncio.timeout(limit):
+            while (found := await look()) is None:  # noqa: ASYNC110 - no event tells it
+                await asyncio.sleep(0.02)
+            return found
+    except TimeoutError:
+        raise AssertionError(f"not within {limit} s") from None

@@ -1,0 +1,313 @@
+"""Files and batches of a gateway's own process, by the official clients as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import anthropic
+import openai
+import pytest
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
+
+from gateway.access.keys import new_key
+from tests.emulator import EmulatedNode, expected_chat_text
+from tests.gateway_processes import serving
+from tests.polling import eventually
+
+CHAT: Final = "/v1/chat/completions"
+KEY = new_key("alice")
+NODE_MODULES = os.environ.get("TESTS_NODE_MODULES")
+"""A folder `node_modules` with the npm package `openai`."""
+
+
+@asynccontextmanager
+async def gateway(folder: Path, **node_options: Any) -> AsyncIterator[str]:
+    """The URL of a gateway over an emulated node."""
+    options = {"model": "test", "answer_tokens": 900, "slots": 4, "decode_tps": 1000}
+    settings = {"keys": [{"id": KEY.id, "sha256": KEY.sha256}]}
+    async with (
+        EmulatedNode(**{**options, **node_options}) as node,
+        serving(folder / "gateway", node, settings=settings) as process,
+    ):
+        yield process.url
+
+
+def openai_client(url: str) -> AsyncOpenAI:
+    return AsyncOpenAI(
+        base_url=f"{url}/v1",
+        api_key=KEY.text,
+        http_client=openai.DefaultAsyncHttpxClient(trust_env=False, timeout=60.0),
+    )
+
+
+def anthropic_client(url: str) -> AsyncAnthropic:
+    return AsyncAnthropic(
+        base_url=url,
+        api_key=KEY.text,
+        http_client=anthropic.DefaultAsyncHttpxClient(trust_env=False, timeout=60.0),
+    )
+
+
+def messages(number: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"Tell me of the number {number}."}]
+
+
+def chat_line(number: int, **changed: Any) -> str:
+    body = {"model": "test", "messages": messages(number), "max_tokens": 12} | changed
+    one = {"custom_id": f"näme {number}", "method": "POST", "url": CHAT, "body": body}
+    return json.dumps(one, ensure_ascii=False) + "\n"
+
+
+async def test_openai_uploads_creates_polls_reads_and_lists(tmp_path: Path) -> None:
+    lines = [chat_line(number) for number in range(20)]
+    lines[7] = '{"custom_id": "broken"\n'
+    lines[8] = chat_line(8, model="unknown")
+    (tmp_path / "in.jsonl").write_text("".join(lines))
+    async with gateway(tmp_path) as url, openai_client(url) as client:
+        with (tmp_path / "in.jsonl").open("rb") as opened:
+            file = await client.files.create(file=opened, purpose="batch")
+        file = await client.files.wait_for_processing(file.id)
+        batch = await client.batches.create(
+            input_file_id=file.id,
+            endpoint=CHAT,
+            completion_window="24h",
+            metadata={"run": "1"},
+            extra_headers={"Idempotency-Key": "run-1"},
+        )
+
+        async def ended() -> Any:
+            found = await client.batches.retrieve(batch.id)
+            if found.status in {"completed", "failed", "cancelled", "expired"}:
+                return found
+            assert (found.output_file_id, found.error_file_id) == (None, None)
+            return None
+
+        done = await eventually(ended, 120)
+        assert done.status == "completed"
+        assert done.request_counts.to_dict() == {"total": 20, "completed": 18, "failed": 2}
+        assert done.usage is not None
+        assert done.usage.output_tokens == 18 * 12
+        assert done.metadata == {"run": "1"}
+
+        output = await client.files.content(done.output_file_id)
+        found = {one["custom_id"]: one for one in map(json.loads, output.text.splitlines())}
+        assert sorted(found) == sorted(f"näme {number}" for number in {*range(20)} - {7, 8})
+        for number in (0, 19):
+            one = found[f"näme {number}"]
+            assert one["error"] is None
+            assert one["response"]["status_code"] == 200
+            text = one["response"]["body"]["choices"][0]["message"]["content"]
+            assert text == expected_chat_text(messages(number), 12)
+        errors = await client.files.content(done.error_file_id)
+        broken, unknown = map(json.loads, errors.text.splitlines())
+        assert (broken["custom_id"], broken["response"]) == (None, None)
+        assert (broken["error"]["code"], broken["error"]["line"]) == ("invalid_json_line", 8)
+        assert (unknown["custom_id"], unknown["error"]) == ("näme 8", None)
+        assert unknown["response"]["status_code"] == 404
+        assert unknown["response"]["body"]["error"]["code"] == "model_not_found"
+
+        again = await client.batches.create(
+            input_file_id=file.id,
+            endpoint=CHAT,
+            completion_window="24h",
+            metadata={"run": "1"},
+            extra_headers={"Idempotency-Key": "run-1"},
+        )
+        assert again.id == batch.id
+        with pytest.raises(openai.ConflictError, match="status 'completed'"):
+            await client.batches.cancel(batch.id)
+        assert [one.id async for one in client.batches.list(limit=1)] == [batch.id]
+        await client.files.delete(file.id)
+
+
+async def test_openai_cancels_and_keeps_what_was_done(tmp_path: Path) -> None:
+    content = "".join(chat_line(number, max_tokens=400) for number in range(60))
+    async with gateway(tmp_path) as url, openai_client(url) as client:
+        file = await client.files.create(file=("in.jsonl", content.encode()), purpose="batch")
+        batch = await client.batches.create(
+            input_file_id=file.id, endpoint=CHAT, completion_window="24h"
+        )
+
+        async def some_done() -> bool | None:
+            found = await client.batches.retrieve(batch.id)
+            assert found.request_counts is not None
+            return found.request_counts.completed >= 3 or None
+
+        await eventually(some_done, 120)
+        partial = await client.get(f"/batches/{batch.id}/output", cast_to=str)
+        assert len(partial.splitlines()) >= 3
+        cancelled = await client.batches.cancel(batch.id)
+        assert cancelled.status in {"cancelling", "cancelled"}
+
+        async def ended() -> Any:
+            found = await client.batches.retrieve(batch.id)
+            return found if found.status == "cancelled" else None
+
+        done = await eventually(ended, 120)
+        output = (await client.files.content(done.output_file_id)).text.splitlines()
+        errors = (await client.files.content(done.error_file_id)).text.splitlines()
+        assert len(output) == done.request_counts.completed
+        assert set(partial.splitlines()) <= set(output)
+        ids = [json.loads(one)["custom_id"] for one in (*output, *errors)]
+        assert sorted(ids) == sorted(f"näme {number}" for number in range(60))
+        assert {json.loads(one)["error"]["code"] for one in errors} == {"batch_cancelled"}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body", "kind"),
+    [
+        ("/v1/embeddings", {"input": "Hello"}, "list"),
+        ("/v1/responses", {"input": "Hello", "max_output_tokens": 8}, "response"),
+        ("/v1/completions", {"prompt": "Hello", "max_tokens": 8}, "text_completion"),
+    ],
+)
+async def test_openai_runs_other_endpoints(
+    tmp_path: Path, endpoint: Any, body: dict[str, Any], kind: str
+) -> None:
+    embeddings = endpoint == "/v1/embeddings"
+    async with (
+        gateway(tmp_path, embeddings=embeddings) as url,
+        openai_client(url) as client,
+    ):
+        one = {
+            "custom_id": "a",
+            "method": "POST",
+            "url": endpoint,
+            "body": {"model": "test"} | body,
+        }
+        file = await client.files.create(
+            file=("in.jsonl", json.dumps(one).encode()), purpose="batch"
+        )
+        batch = await client.batches.create(
+            input_file_id=file.id, endpoint=endpoint, completion_window="24h"
+        )
+
+        async def ended() -> Any:
+            found = await client.batches.retrieve(batch.id)
+            return found if found.status == "completed" else None
+
+        done = await eventually(ended, 120)
+        assert (done.request_counts.completed, done.error_file_id) == (1, None)
+        output = await client.files.content(done.output_file_id)
+        response = json.loads(output.text)["response"]
+        assert (response["status_code"], response["body"]["object"]) == (200, kind)
+
+
+async def test_anthropic_creates_polls_reads_cancels_and_deletes(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as url, anthropic_client(url) as client:
+        batches = client.messages.batches
+        requests: list[Any] = [
+            {
+                "custom_id": f"r-{number}",
+                "params": {"model": "test", "max_tokens": 12, "messages": messages(number)},
+            }
+            for number in range(12)
+        ]
+        requests[3]["params"]["model"] = "unknown"
+        requests[4]["params"]["stream"] = True
+        batch = await batches.create(requests=requests)
+
+        async def ended() -> Any:
+            found = await batches.retrieve(batch.id)
+            return found if found.processing_status == "ended" else None
+
+        done = await eventually(ended, 120)
+        counts = done.request_counts
+        assert (counts.processing, counts.succeeded, counts.errored) == (0, 10, 2)
+        results = {one.custom_id: one.result async for one in await batches.results(batch.id)}
+        assert sorted(results) == sorted(f"r-{number}" for number in range(12))
+        for number in (0, 11):
+            result: Any = results[f"r-{number}"]
+            assert result.type == "succeeded"
+            assert result.message.content[0].text == expected_chat_text(messages(number), 12)
+            assert result.message.usage.output_tokens == 12
+        for name, kind in (("r-3", "not_found_error"), ("r-4", "invalid_request_error")):
+            failed: Any = results[name]
+            assert (failed.type, failed.error.error.type) == ("errored", kind)
+        assert [one.id async for one in batches.list(limit=1)] == [batch.id]
+        assert (await batches.cancel(batch.id)).processing_status == "ended"
+        assert (await batches.delete(batch.id)).type == "message_batch_deleted"
+        with pytest.raises(anthropic.NotFoundError):
+            await batches.retrieve(batch.id)
+
+        long: list[Any] = [
+            {
+                "custom_id": f"r-{number}",
+                "params": {"model": "test", "max_tokens": 900, "messages": messages(number)},
+            }
+            for number in range(40)
+        ]
+        second = await batches.create(requests=long)
+
+        async def begun() -> bool | None:
+            found = await batches.retrieve(second.id)
+            return found.request_counts.processing > 0 or None
+
+        await eventually(begun)
+        cancelled = await batches.cancel(second.id)
+        assert cancelled.processing_status in {"canceling", "ended"}
+
+        async def second_ended() -> Any:
+            found = await batches.retrieve(second.id)
+            return found if found.processing_status == "ended" else None
+
+        done = await eventually(second_ended, 120)
+        assert done.request_counts.canceled > 0
+        types = [one.result.type async for one in await batches.results(second.id)]
+        assert len(types) == 40
+        assert types.count("canceled") == done.request_counts.canceled
+
+
+SCRIPT = """
+import OpenAI, { toFile } from 'openai';
+import fs from 'node:fs';
+const client = new OpenAI({ baseURL: process.argv[2], apiKey: process.argv[3] });
+const file = await client.files.create({
+  file: fs.createReadStream(process.argv[4]), purpose: 'batch',
+});
+let batch = await client.batches.create({
+  input_file_id: file.id, endpoint: '/v1/chat/completions', completion_window: '24h',
+});
+const over = ['completed', 'failed', 'cancelled', 'expired'];
+for (let left = 600; left && !over.includes(batch.status); left--) {
+  await new Promise((done) => setTimeout(done, 100));
+  batch = await client.batches.retrieve(batch.id);
+}
+const output = await (await client.files.content(batch.output_file_id)).text();
+const listed = [];
+for await (const one of client.batches.list({ limit: 1 })) listed.push(one.id);
+let conflict = null;
+try { await client.batches.cancel(batch.id); } catch (error) { conflict = error.status; }
+console.log(JSON.stringify({ batch, output, listed, conflict }));
+"""
+
+
+@pytest.mark.skipif(
+    NODE_MODULES is None or shutil.which("node") is None,
+    reason="TESTS_NODE_MODULES names no folder with the npm package openai",
+)
+async def test_openai_of_npm_uploads_creates_polls_reads_and_lists(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text("".join(chat_line(number) for number in range(5)))
+    (tmp_path / "run.mjs").write_text(SCRIPT)
+    (tmp_path / "node_modules").symlink_to(str(NODE_MODULES))
+    async with gateway(tmp_path) as url:
+        process = await asyncio.create_subprocess_exec(
+            *("node", "run.mjs", f"{url}/v1", KEY.text, "in.jsonl"), cwd=tmp_path, stdout=PIPE
+        )
+        async with asyncio.timeout(120):
+            written, _ = await process.communicate()
+    assert process.returncode == 0
+    told = json.loads(written)
+    assert told["batch"]["status"] == "completed"
+    assert told["batch"]["request_counts"] == {"total": 5, "completed": 5, "failed": 0}
+    assert len(told["output"].splitlines()) == 5
+    assert (told["listed"], told["conflict"]) == ([told["batch"]["id"]], 409)

@@ -1,0 +1,494 @@
+"""`/v1/batches` of a whole gateway: every call, every state, and bad input.
+
+No node is up here, so that no line runs: what a batch waits for, stays.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+from openai.types import Batch, FileObject
+from sqlalchemy import Connection, update
+
+from gateway.access.keys import ApiKey, new_key
+from gateway.batches.batch_rows import Batch as Row
+from gateway.store.schema import files
+from gateway.web.batches import batch_object
+from tests.gateways import Running, running_gateway
+from tests.polling import eventually
+
+DEAD = "http://127.0.0.1:9"
+ALICE, BOB = new_key("alice"), new_key("bob")
+CHAT: Final = "/v1/chat/completions"
+
+
+@asynccontextmanager
+async def gateway(folder: Path, **settings: Any) -> AsyncIterator[Running]:
+    keys = [{"id": key.id, "sha256": key.sha256} for key in (ALICE, BOB)]
+    async with running_gateway(
+        folder, [DEAD], {"keys": keys, **settings}, wait_ready=False
+    ) as running:
+        yield running
+
+
+def client(running: Running, key: ApiKey | None = ALICE) -> AsyncOpenAI:
+    text = "none" if key is None else key.text
+    return AsyncOpenAI(
+        base_url=f"{running.url}/v1",
+        api_key=text,
+        max_retries=0,
+        http_client=openai.DefaultAsyncHttpxClient(trust_env=False, timeout=60.0),
+    )
+
+
+def line(number: int, **changed: Any) -> dict[str, Any]:
+    body = {"model": "m", "messages": [{"role": "user", "content": f"Say {number}"}]}
+    return {"custom_id": f"id {number}", "method": "POST", "url": CHAT, "body": body} | changed
+
+
+def jsonl(*lines: dict[str, Any] | bytes) -> bytes:
+    return b"".join(
+        (one if isinstance(one, bytes) else json.dumps(one).encode()) + b"\n" for one in lines
+    )
+
+
+async def uploaded(asker: AsyncOpenAI, *lines: dict[str, Any] | bytes) -> FileObject:
+    content = jsonl(*lines or (line(1), line(2)))
+    return await asker.files.create(file=("in.jsonl", content), purpose="batch")
+
+
+async def created(asker: AsyncOpenAI, *lines: dict[str, Any] | bytes, **options: Any) -> Batch:
+    file = await uploaded(asker, *lines)
+    return await asker.batches.create(
+        **{
+            "input_file_id": file.id,
+            "endpoint": CHAT,
+            "completion_window": "24h",
+            **options,
+        }
+    )
+
+
+async def reaches(asker: AsyncOpenAI, id_: str, *statuses: str) -> Batch:
+    async def look() -> Batch | None:
+        batch = await asker.batches.retrieve(id_)
+        return batch if batch.status in statuses else None
+
+    return await eventually(look)
+
+
+async def ask(
+    running: Running, method: str, path: str, key: ApiKey | None = ALICE, **options: Any
+) -> httpx.Response:
+    headers = {} if key is None else {"authorization": f"Bearer {key.text}"}
+    headers |= options.pop("headers", {})
+    return await running.client.request(method, path, headers=headers, **options)
+
+
+def reason(response: httpx.Response) -> tuple[int, str]:
+    error = response.json()["error"]
+    assert set(error) >= {"message", "type", "param", "code"}
+    assert error["code"] == response.headers["x-gateway-reason"]
+    return response.status_code, error["code"]
+
+
+async def test_a_batch_is_created_shown_paused_resumed_and_cancelled(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as running, client(running) as alice:
+        file = await uploaded(alice)
+        made = await alice.batches.create(
+            input_file_id=file.id,
+            endpoint=CHAT,
+            completion_window="24h",
+            metadata={"night": "run ä"},
+            output_expires_after={"anchor": "created_at", "seconds": 3600},
+        )
+        assert (made.object, made.endpoint, made.input_file_id) == ("batch", CHAT, file.id)
+        assert (made.status, made.completion_window) == ("validating", "24h")
+        assert made.expires_at == made.created_at + 86400
+        assert made.metadata == {"night": "run ä"}
+        assert made.request_counts is not None
+        assert made.request_counts.to_dict() == {"total": 0, "completed": 0, "failed": 0}
+        for name in (
+            *("errors", "output_file_id", "error_file_id", "in_progress_at", "finalizing_at"),
+            *("completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at"),
+        ):
+            assert made.to_dict()[name] is None
+
+        runs = await reaches(alice, made.id, "in_progress")
+        assert runs.request_counts is not None
+        assert runs.request_counts.to_dict() == {"total": 2, "completed": 0, "failed": 0}
+        assert runs.in_progress_at is not None
+        assert runs.model == "m"
+        own = runs.to_dict()["llama_gateway"]
+        assert isinstance(own, dict)
+        assert (own["waiting"], own["running"], own["paused"], own["cost"]) == (2, 0, None, 0)
+
+        paused = (await ask(running, "POST", f"/v1/batches/{made.id}/pause")).json()
+        assert paused["llama_gateway"]["paused"]["at"] >= made.created_at
+        assert paused["status"] == "in_progress"
+        resumed = (await ask(running, "POST", f"/v1/batches/{made.id}/resume")).json()
+        assert resumed["llama_gateway"]["paused"] is None
+
+        cancelled = await alice.batches.cancel(made.id)
+        assert cancelled.status in {"cancelling", "cancelled"}
+        assert cancelled.cancelling_at is not None
+        ended = await reaches(alice, made.id, "cancelled")
+        assert ended.cancelled_at is not None
+        assert ended.output_file_id is None
+        assert ended.error_file_id is not None
+        again = await alice.batches.cancel(made.id)
+        assert again.to_dict() == ended.to_dict()
+        errors = (await alice.files.content(ended.error_file_id)).text.splitlines()
+        assert [json.loads(one)["error"]["code"] for one in errors] == ["batch_cancelled"] * 2
+        kept = await alice.files.retrieve(ended.error_file_id)
+        assert kept.expires_at == kept.created_at + 3600
+        assert "Say" not in (tmp_path / "gateway.log").read_text()
+
+
+async def test_broken_lines_have_errors_of_their_own_before_the_end_too(tmp_path: Path) -> None:
+    broken: tuple[dict[str, Any] | bytes, ...] = (
+        b"{not json",
+        b"",
+        line(1),
+        line(1),
+        {key: value for key, value in line(3).items() if key != "custom_id"},
+        line(4, url="/v1/embeddings"),
+        line(5, method="GET"),
+        b"[]",
+        b'{"custom_id": "\xff"}',
+    )
+    async with gateway(tmp_path) as running, client(running) as alice:
+        made = await created(alice, *broken)
+        runs = await reaches(alice, made.id, "in_progress")
+        assert runs.request_counts is not None
+        assert (runs.request_counts.total, runs.request_counts.failed) == (8, 7)
+        assert runs.errors is None
+        assert runs.error_file_id is None
+        for _ in range(2):
+            found = await ask(running, "GET", f"/v1/batches/{made.id}/errors")
+            assert found.headers["content-type"] == "application/x-jsonl"
+            lines = [json.loads(one) for one in found.text.splitlines()]
+            assert len(lines) == 7
+            assert all(one["response"] is None and one["error"]["code"] for one in lines)
+            assert [one["custom_id"] for one in lines].count(None) == 4
+            output = await ask(running, "GET", f"/v1/batches/{made.id}/output")
+            assert (output.status_code, output.content) == (200, b"")
+        await alice.batches.cancel(made.id)
+        ended = await reaches(alice, made.id, "cancelled")
+        assert ended.error_file_id is not None
+        whole = (await alice.files.content(ended.error_file_id)).content
+        found = await ask(running, "GET", f"/v1/batches/{made.id}/errors")
+        assert found.content == whole
+        assert whole.count(b"\n") == 8
+        head = await ask(running, "HEAD", f"/v1/batches/{made.id}/errors")
+        assert head.headers["content-length"] == str(len(whole))
+
+
+async def ended_batches(asker: AsyncOpenAI) -> dict[str, Batch]:
+    """A batch in each state of the end."""
+    cancelled = await created(asker)
+    late = await created(asker, completion_window="1s")
+    empty = await created(asker, b"")
+    wrong = await created(asker, b"x")
+    await asker.batches.cancel(cancelled.id)
+    return {
+        "cancelled": await reaches(asker, cancelled.id, "cancelled"),
+        "expired": await reaches(asker, late.id, "expired"),
+        "failed": await reaches(asker, empty.id, "failed"),
+        "completed": await reaches(asker, wrong.id, "completed"),
+    }
+
+
+async def test_what_has_ended_stays_as_it_is(tmp_path: Path) -> None:
+    windows = {"windows": {"shortest": "1s"}}
+    async with gateway(tmp_path, batches=windows) as running, client(running) as alice:
+        ended = await ended_batches(alice)
+        for status, batch in ended.items():
+            assert batch.to_dict()[f"{status}_at"] is not None
+            for verb in ("pause", "resume", "cancel"):
+                refused = await ask(running, "POST", f"/v1/batches/{batch.id}/{verb}")
+                if (status, verb) == ("cancelled", "cancel"):
+                    assert refused.status_code == 200
+                    continue
+                assert reason(refused) == (409, "batch_ended")
+                assert refused.headers["x-should-retry"] == "false"
+                told = refused.json()["error"]["message"]
+                assert told == f"Cannot {verb} a batch with status '{status}'."
+            assert await alice.batches.retrieve(batch.id) == batch
+        with pytest.raises(openai.ConflictError, match="status 'completed'"):
+            await alice.batches.cancel(ended["completed"].id)
+        failed = ended["failed"]
+        assert failed.errors is not None
+        assert failed.errors.data is not None
+        assert failed.errors.data[0].code == "empty_file"
+        assert (failed.output_file_id, failed.error_file_id) == (None, None)
+        assert ended["completed"].output_file_id is None
+        late = ended["expired"]
+        assert late.error_file_id is not None
+        lines = (await alice.files.content(late.error_file_id)).text.splitlines()
+        assert [json.loads(one)["error"]["code"] for one in lines] == ["batch_expired"] * 2
+        own = late.to_dict()["llama_gateway"]
+        assert isinstance(own, dict)
+        assert own["expired"] == 2
+
+
+async def test_a_list_is_read_page_by_page(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as running, client(running) as alice:
+        file = await uploaded(alice)
+        made = []
+        for _ in range(7):
+            batch = await alice.batches.create(
+                input_file_id=file.id, endpoint=CHAT, completion_window="24h"
+            )
+            made.append(batch.id)
+        made.reverse()
+        page = await alice.batches.list(limit=3)
+        assert ([one.id for one in page.data], page.has_more) == (made[:3], True)
+        assert [one.id async for one in alice.batches.list(limit=3)] == made
+        assert [one.id async for one in alice.batches.list()] == made
+        assert [one.id async for one in alice.batches.list(after=made[-1])] == []
+        for query in ("limit=0", "limit=101", "limit=x", "after=%00", "after=x/y"):
+            refused = await ask(running, "GET", f"/v1/batches?{query}")
+            assert reason(refused) == (400, "invalid_request")
+            assert refused.json()["error"]["param"] == query.partition("=")[0]
+
+
+async def test_a_batch_of_another_key_is_not_there(tmp_path: Path) -> None:
+    async with (
+        gateway(tmp_path) as running,
+        client(running) as alice,
+        client(running, BOB) as bob,
+    ):
+        made = await created(alice)
+        unknown = (await ask(running, "GET", "/v1/batches/batch_1", BOB)).json()
+        for method, path in (
+            ("GET", ""),
+            *(("POST", path) for path in ("/cancel", "/pause", "/resume")),
+            *(("GET", path) for path in ("/output", "/errors")),
+        ):
+            refused = await ask(running, method, f"/v1/batches/{made.id}{path}", BOB)
+            assert reason(refused) == (404, "batch_not_found")
+            assert refused.json() == json.loads(json.dumps(unknown).replace("batch_1", made.id))
+            nobody = await ask(running, method, f"/v1/batches/{made.id}{path}", None)
+            assert reason(nobody) == (401, "invalid_api_key")
+        assert [one async for one in bob.batches.list()] == []
+        with pytest.raises(openai.BadRequestError, match="No such File object") as refused_file:
+            await bob.batches.create(
+                input_file_id=made.input_file_id, endpoint=CHAT, completion_window="24h"
+            )
+        assert refused_file.value.param == "input_file_id"
+        # Nor do the two APIs show each other's batches.
+        other = await ask(running, "GET", f"/v1/messages/batches/{made.id}")
+        assert other.status_code == 404
+
+
+async def test_callers_without_a_key_own_batches_on_a_loopback_listener_alone(
+    tmp_path: Path,
+) -> None:
+    async with running_gateway(tmp_path, [DEAD], wait_ready=False) as running:
+        async with client(running, None) as anybody:
+            made = await created(anybody)
+            assert (await anybody.batches.retrieve(made.id)).id == made.id
+        forwarded = {"x-forwarded-for": "10.1.2.3"}
+        asked = await ask(running, "GET", "/v1/batches", None, headers=forwarded)
+        assert reason(asked) == (401, "invalid_api_key")
+        assert "Batches belong to an API key" in asked.json()["error"]["message"]
+
+
+async def test_without_a_store_there_are_no_batches(tmp_path: Path) -> None:
+    async with gateway(tmp_path, store={"url": "off"}) as running:
+        for method, path in (("GET", "/v1/batches"), ("POST", "/v1/batches")):
+            assert reason(await ask(running, method, path, json={})) == (501, "not_supported")
+
+
+ASKED = {"input_file_id": "file-1", "endpoint": CHAT, "completion_window": "24h"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "code", "param"),
+    [
+        ({"input_file_id": None}, "missing_required_parameter", "input_file_id"),
+        ({"input_file_id": 1}, "invalid_type", "input_file_id"),
+        ({"input_file_id": "file-\0"}, "invalid_value", "input_file_id"),
+        ({"input_file_id": "ä/'--"}, "file_not_found", "input_file_id"),
+        ({"endpoint": None}, "missing_required_parameter", "endpoint"),
+        ({"endpoint": "/v1/invalid/endpoint"}, "invalid_value", "endpoint"),
+        ({"endpoint": "/v1/audio/transcriptions"}, "invalid_value", "endpoint"),
+        ({"endpoint": "/tokenize"}, "invalid_value", "endpoint"),
+        ({"completion_window": "10s"}, "invalid_value", "completion_window"),
+        ({"completion_window": "8d"}, "invalid_value", "completion_window"),
+        ({"completion_window": "soon"}, "invalid_value", "completion_window"),
+        ({"completion_window": ""}, "invalid_value", "completion_window"),
+        ({"completion_window": 24}, "invalid_type", "completion_window"),
+        ({"completion_window": "9" * 400}, "invalid_value", "completion_window"),
+        ({"metadata": []}, "invalid_type", "metadata"),
+        ({"metadata": {"tags": ["a"]}}, "invalid_type", "metadata.tags"),
+        ({"metadata": {"n": 1}}, "invalid_type", "metadata.n"),
+        ({"metadata": {"a": "x" * 513}}, "invalid_value", "metadata"),
+        ({"metadata": {"x" * 65: "a"}}, "invalid_value", "metadata"),
+        ({"metadata": {str(n): "a" for n in range(17)}}, "invalid_value", "metadata"),
+        ({"output_expires_after": 3600}, "invalid_type", "output_expires_after"),
+        ({"output_expires_after": {"seconds": 3600}}, "invalid_value", "output_expires_after"),
+        (
+            {"output_expires_after": {"anchor": "created_at", "seconds": 3599}},
+            "invalid_value",
+            "output_expires_after",
+        ),
+        (
+            {"output_expires_after": {"anchor": "created_at", "seconds": True}},
+            "invalid_value",
+            "output_expires_after",
+        ),
+        ({"webhook_url": "http://x/\0"}, "invalid_request", "webhook_url"),
+        ({"webhook_url": {}}, "invalid_request", "webhook_url"),
+        ({"webhook_url": "https://x.example/hook"}, "webhook_url_not_allowed", "webhook_url"),
+        ({"completion_windows": "24h"}, "unknown_parameter", None),
+        ({}, "file_not_found", "input_file_id"),
+    ],
+)
+async def test_what_is_wrong_with_a_batch_is_told_at_once(
+    tmp_path: Path, changed: dict[str, Any], code: str, param: str | None
+) -> None:
+    async with gateway(tmp_path) as running:
+        refused = await ask(running, "POST", "/v1/batches", json=ASKED | changed)
+        assert reason(refused) == (400, code), refused.text
+        assert refused.json()["error"]["param"] == param
+        assert (await ask(running, "GET", "/v1/batches")).json()["data"] == []
+
+
+async def test_a_body_that_is_no_object_or_too_large_is_refused(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as running:
+        for content, wanted in (
+            (b"", (400, "invalid_json")),
+            (b"[1]", (400, "invalid_json")),
+            (b'{"a":"\xff"}', (400, "invalid_json")),
+            (b'{"metadata": "' + b"x" * 70_000 + b'"}', (413, "request_too_large")),
+        ):
+            refused = await ask(running, "POST", "/v1/batches", content=content)
+            assert reason(refused) == wanted
+
+
+async def test_only_a_live_file_for_batches_is_an_input(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as running, client(running) as alice:
+        other = await alice.files.create(file=("a", jsonl(line(1))), purpose="user_data")
+        gone = await uploaded(alice)
+        await alice.files.delete(gone.id)
+        late = await uploaded(alice)
+        assert running.gateway.store is not None
+        await running.gateway.store.run(lambda connection: _expire(connection, late.id))
+        for id_, code in (
+            (other.id, "invalid_value"),
+            (gone.id, "file_not_found"),
+            (late.id, "file_not_found"),
+        ):
+            refused = await ask(running, "POST", "/v1/batches", json=ASKED | {"input_file_id": id_})
+            assert reason(refused) == (400, code)
+        made = await created(alice)
+        with pytest.raises(openai.ConflictError, match=made.id):
+            await alice.files.delete(str(made.input_file_id))
+
+
+def _expire(connection: Connection, id_: str) -> None:
+    connection.execute(update(files).where(files.c.id == id_).values(expires_at=1.0))
+
+
+async def test_the_same_idempotency_key_makes_one_batch(tmp_path: Path) -> None:
+    async with (
+        gateway(tmp_path) as running,
+        client(running) as alice,
+        client(running, BOB) as bob,
+    ):
+        file, other = await uploaded(alice), await uploaded(bob)
+        asked = ASKED | {"input_file_id": file.id, "metadata": {"a": "1", "b": "2"}}
+        key = {"idempotency-key": '"night-1"'}
+        first = await ask(running, "POST", "/v1/batches", json=asked, headers=key)
+        assert first.status_code == 200
+        # In whatever order the fields are, and however the key is written.
+        swapped = dict(reversed(asked.items())) | {"metadata": {"b": "2", "a": "1"}}
+        again = await ask(
+            running, "POST", "/v1/batches", json=swapped, headers={"idempotency-key": "night-1"}
+        )
+        assert (again.status_code, again.json()["id"]) == (200, first.json()["id"])
+        refused = await ask(
+            running, "POST", "/v1/batches", json=asked | {"metadata": {}}, headers=key
+        )
+        assert reason(refused) == (422, "idempotency_key_reused")
+        # Another caller's keys are its own.
+        theirs = asked | {"input_file_id": other.id}
+        bobs = await ask(running, "POST", "/v1/batches", BOB, json=theirs, headers=key)
+        assert bobs.status_code == 200
+        assert bobs.json()["id"] != first.json()["id"]
+        for value in ("", '""', "x" * 256, "ä".encode()):
+            refused = await ask(
+                running, "POST", "/v1/batches", json=asked, headers={"idempotency-key": value}
+            )
+            assert reason(refused) == (400, "invalid_request")
+            assert refused.json()["error"]["param"] == "Idempotency-Key"
+        assert len((await ask(running, "GET", "/v1/batches")).json()["data"]) == 1
+
+
+async def test_a_key_has_so_many_batches_at_one_time(tmp_path: Path) -> None:
+    async with (
+        gateway(tmp_path, batches={"batches_per_key": 2}) as running,
+        client(running) as alice,
+        client(running, BOB) as bob,
+    ):
+        made = [await created(alice) for _ in range(2)]
+        with pytest.raises(openai.RateLimitError, match="2 batches") as refused:
+            await created(alice)
+        assert refused.value.response.headers["x-should-retry"] == "false"
+        await created(bob)
+        await alice.batches.cancel(made[0].id)
+        await reaches(alice, made[0].id, "cancelled")
+        await created(alice)
+
+
+async def test_more_lines_than_a_batch_may_have_fail_it(tmp_path: Path) -> None:
+    async with gateway(tmp_path, batches={"lines": 2}) as running, client(running) as alice:
+        made = await created(alice, line(1), line(2), line(3))
+        failed = await reaches(alice, made.id, "failed")
+        assert failed.errors is not None
+        assert failed.errors.data is not None
+        assert failed.errors.data[0].code == "too_many_lines"
+
+
+async def test_ids_that_no_batch_has_are_404_whatever_they_are(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as running:
+        for id_ in ("%00", "x" * 5000, "a%27--", "%F0%9F%98%80", "batch_"):
+            refused = await ask(running, "GET", f"/v1/batches/{id_}")
+            assert reason(refused) == (404, "batch_not_found")
+            assert len(refused.content) < 500
+        for path, allowed in (
+            ("/v1/batches", "GET, HEAD, POST"),
+            ("/v1/batches/x", "GET, HEAD"),
+            ("/v1/batches/x/cancel", "POST"),
+        ):
+            wrong = await running.client.put(path)
+            assert (wrong.status_code, wrong.headers["allow"]) == (405, allowed)
+
+
+async def test_batches_outlive_the_gateway(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as running, client(running) as alice:
+        made = await created(alice)
+        before = await reaches(alice, made.id, "in_progress")
+    async with gateway(tmp_path) as running, client(running) as alice:
+        after = await alice.batches.retrieve(made.id)
+        assert after.to_dict() == before.to_dict()
+        await alice.batches.cancel(made.id)
+        await reaches(alice, made.id, "cancelled")
+
+
+def test_what_was_cached_is_hidden_from_those_who_may_not_know() -> None:
+    row = Row("batch_1", "k", "openai", CHAT, "f", 0, 60, 90, "f", cached_tokens=7, prompt_tokens=9)
+    for shown, wanted in ((True, 7), (False, 0)):
+        usage = batch_object(row, None, shows_cached=shown)["usage"]
+        assert usage["input_tokens_details"]["cached_tokens"] == wanted
+        assert usage["total_tokens"] == 9
