@@ -109,7 +109,6 @@ class BackgroundWork:
             price=self._token_price,
             on_end=self.webhook_events.batch_ended,
             on_rows=self.feeder.wake,
-            check_webhook=self.webhook_targets.check,
         )
 
     def configure(self, settings: Settings, rules: RequestRules) -> None:
