@@ -11,7 +11,9 @@ from gateway.batches.feeder import Feeder
 from gateway.batches.files import FileRegistry
 from gateway.batches.folder import Folder
 from gateway.batches.results import LineResults
+from gateway.batches.row_leases import RowLeases
 from gateway.batches.runner import Runner
+from gateway.batches.supply import Supply
 from gateway.batches.webhook_events import WebhookEvents
 from gateway.batches.webhook_post import WebhookPoster
 from gateway.batches.webhook_targets import WebhookTargets
@@ -92,16 +94,10 @@ class BackgroundWork:
             bus,
         )
         self._results = LineResults(store, ledger, folder, self._threads, process, time.time, clock)
+        leases = RowLeases(store, folder, self._threads, process, time.time)
+        supply = Supply(store, self.runner, clock, time.time)
         self.feeder = Feeder(
-            store,
-            folder,
-            self._threads,
-            self.runner,
-            self._results,
-            process,
-            scheduler,
-            clock,
-            time.time,
+            supply, leases, self.runner, self._results, scheduler, clock, time.time
         )
         self.batches = BatchRegistry(
             store,

@@ -6,8 +6,16 @@ import re
 from pathlib import Path
 
 from gateway import errors
-from gateway.events import AttemptEnded, EventBus, HookEnded, LimitReached, RequestFinished
+from gateway.events import (
+    AttemptEnded,
+    EventBus,
+    HookEnded,
+    LimitReached,
+    RequestFinished,
+    WebhookAttempted,
+)
 from gateway.observe.metrics import (
+    BatchSample,
     LedgerSample,
     Metrics,
     MetricsSnapshot,
@@ -74,12 +82,23 @@ def metrics_made() -> dict[str, tuple[str, set[str]]]:
         certificate_days_left={"listen.tls": 9.0},
         store=StoreSample(up=True, waiting=0),
         ledger=LedgerSample(0, 0, 0, 0),
+        batches=BatchSample(
+            {"completed": 1},
+            {"done": 1},
+            {"line": 1},
+            1,
+            1,
+            deferred=1,
+            retried=1,
+            oldest_seconds=1.0,
+        ),
     )
     metrics = Metrics(bus, lambda: snapshot)
     bus.publish(RequestFinished("r1", "/v1/completions", tier="cpu"))
     bus.publish(AttemptEnded("r1", "a", "ok", 1.0))
     bus.publish(LimitReached("rpm", "key"))
     bus.publish(HookEnded("a", "start", "ok", 1.0, ""))
+    bus.publish(WebhookAttempted("delivered"))
     page = metrics.render().decode()
     kinds = dict(re.findall(rf"^# TYPE {PREFIX}(\w+) (\w+)$", page, re.MULTILINE))
     made = {}

@@ -47,6 +47,10 @@ EXPIRE_SECONDS = 10.0
 RETRY_SECONDS = 5.0
 """Seconds after which it is tried again to read the input of a batch, or to end it."""
 
+UNAVAILABLE_SECONDS = 30.0
+"""Seconds after which a batch goes on that was paused since the folder failed for another reason
+than want of room: nothing tells that it works again but work."""
+
 MOST_TRIES = 3
 """Tries to read an input, if each fails for a reason that nobody has thought of."""
 
@@ -104,7 +108,8 @@ class BatchUpkeep:
         self._retry_at: dict[str, float] = {}
         """When a batch is tried again, of those that could not be."""
         self._tries: dict[str, int] = {}
-        self._problem: str | None = None
+        self._problems: dict[str, str] = {}
+        """Why a batch waits, or under no name why all do, as told in the log."""
         self._remove_at = self._clean_at = self._expire_at = 0.0
         self._is_idle = False
 
@@ -119,9 +124,9 @@ class BatchUpkeep:
                 try:
                     await self.round()
                 except (FolderError, StoreError) as error:
-                    self._failed(str(error))
+                    self._failed("", str(error))
                 else:
-                    self._problem = None
+                    self._problems.pop("", None)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(IDLE_SECONDS if self._is_idle else ROUND_SECONDS):
                         await self._wakes.wait()
@@ -150,8 +155,8 @@ class BatchUpkeep:
             (one for one in found if one.state is BatchState.IN_PROGRESS), self._clock()
         )
         known = {one.id for one in found}
-        for noted in (self._retry_at, self._tries):
-            for id_ in noted.keys() - known:
+        for noted in (self._retry_at, self._tries, self._problems):
+            for id_ in noted.keys() - known - {""}:
                 del noted[id_]
         await self._resume(found)
         for batch in found:
@@ -213,16 +218,17 @@ class BatchUpkeep:
         """Do the work, or see to it that it is done again."""
         try:
             await work
+            self._problems.pop(batch.id, None)
         except FolderError as error:
             self._retry_at[batch.id] = self._clock() + RETRY_SECONDS
-            self._failed(str(error))
+            self._failed(batch.id, str(error))
             reason = STORAGE_FULL if isinstance(error, FolderFull) else STORAGE_UNAVAILABLE
             job = partial(pause_batch, owner=batch.owner, id_=batch.id, now=self._now())
             with contextlib.suppress(StoreError):
                 await self._store.run(partial(job, reason=reason))
         except StoreError as error:
             self._retry_at[batch.id] = self._clock() + RETRY_SECONDS
-            self._failed(str(error))
+            self._failed(batch.id, str(error))
         except Exception:
             log.exception("work on a batch has failed", batch=batch.id, state=batch.state.value)
             await self._give_up(batch)
@@ -243,7 +249,13 @@ class BatchUpkeep:
 
     async def _resume(self, found: Iterable[Batch]) -> None:
         """Let batches go on that were paused for want of room. Raises: StoreError."""
-        waiting = [one for one in found if one.pause_reason in _STORAGE]
+        broken = self._now() - UNAVAILABLE_SECONDS
+        waiting = [
+            one
+            for one in found
+            if one.pause_reason == STORAGE_FULL
+            or (one.pause_reason == STORAGE_UNAVAILABLE and (one.paused_at or 0.0) <= broken)
+        ]
         if not waiting:
             return
         try:
@@ -256,10 +268,11 @@ class BatchUpkeep:
         log.info("batches go on: there is room again", batches=len(waiting))
         self._on_rows()
 
-    def _failed(self, why: str) -> None:
-        if self._problem != why:
-            self._problem = why
+    def _failed(self, id_: str, why: str) -> None:
+        """Tell it once, and not for each batch."""
+        if why not in self._problems.values():
             log.warning("batches wait", why=why)
+        self._problems[id_] = why
 
     # What is old.
 

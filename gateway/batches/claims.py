@@ -21,6 +21,7 @@ from gateway.batches.request_rows import (
     StoredRow,
     chunks,
     count_lines,
+    lock_batches,
     row_of,
     runnable_batches,
 )
@@ -190,7 +191,8 @@ def release_lost(connection: Connection, folder: str, own: ProcessIdentity, now:
     claimers = set(connection.scalars(select(_ROW.claimed_by).where(*running).distinct()))
     if gone := _gone(connection, claimers - {own.id}, own.host):
         lost.append(_ROW.claimed_by.in_(gone))
-    return _let_wait(connection, [_ROW.folder == folder, or_(*lost)], {})
+    # Whoever holds one of them at this moment renews it, or ends it.
+    return _let_wait(connection, [_ROW.folder == folder, or_(*lost)], {}, skip_locked=True)
 
 
 def _gone(connection: Connection, ids: set[str], host: str) -> list[str]:
@@ -202,12 +204,19 @@ def _gone(connection: Connection, ids: set[str], host: str) -> list[str]:
 
 
 def _let_wait(
-    connection: Connection, conditions: Iterable[ColumnElement[bool]], values: dict[str, Any]
+    connection: Connection,
+    conditions: Iterable[ColumnElement[bool]],
+    values: dict[str, Any],
+    *,
+    skip_locked: bool = False,
 ) -> int:
     """Let running requests of these conditions wait, or end if their batch is being cancelled."""
     chosen = select(_ROW.id, _ROW.batch).where(*conditions, IS_RUNNING)
-    found = {row.id: row.batch for row in connection.execute(chosen.with_for_update())}
-    cancelling = _cancelling(connection, {batch for batch in found.values() if batch})
+    of_batches = {row.batch for row in connection.execute(chosen)}
+    lock_batches(connection, of_batches)
+    locked = connection.execute(chosen.with_for_update(skip_locked=skip_locked))
+    found = {row.id: row.batch for row in locked if row.batch in of_batches}
+    cancelling = _cancelling(connection, {batch for batch in of_batches if batch is not None})
     cancelled = Counter(batch for batch in found.values() if batch in cancelling)
     since = select(batches.c.cancelling_at).where(batches.c.id == _ROW.batch).scalar_subquery()
     ends = {"state": RequestState.CANCELLED.value, "ended_at": since}

@@ -10,29 +10,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, TypeVar
 
 import structlog
-from sqlalchemy import Connection
 
-from gateway.batches.claims import Claim, Pick, put_back, release_lost, renew
-from gateway.batches.disk_threads import DiskThreads
+from gateway.batches.claims import Pick
 from gateway.batches.feeding import (
-    BatchWork,
     Lane,
     Pace,
-    PrefixGroup,
     in_danger,
     ready_wanted,
     rows_to_offer,
 )
-from gateway.batches.feeding_rows import ClaimWithin, ReadPrefixes, ReadWaiting, Waiting
-from gateway.batches.folder import Folder, FolderError
+from gateway.batches.folder import FolderError
 from gateway.batches.request_rows import StoredRow
+from gateway.batches.row_leases import RowLeases
 from gateway.batches.runner import (
     Outcome,
     RequestTarget,
@@ -41,12 +37,10 @@ from gateway.batches.runner import (
     Runner,
     StoredRequest,
 )
-from gateway.batches.states import RequestKind
+from gateway.batches.supply import IDLE_SECONDS, READ_SECONDS, Supply
 from gateway.lease import BatchRoom, BatchRoomService
 from gateway.request import Priority
 from gateway.store.failures import StoreError
-from gateway.store.store import Store
-from gateway.usage.processes import ProcessIdentity
 
 LOOK_SECONDS = 0.1
 """Seconds between two looks at the room for batch work."""
@@ -54,23 +48,8 @@ LOOK_SECONDS = 0.1
 SOON_SECONDS = 0.02
 """A slot that comes free within so many seconds is offered a row: until then it is prepared."""
 
-LEASE_SECONDS = 60.0
-"""For which a claim holds unless it is renewed."""
-
 RENEW_SECONDS = 5.0
 """Seconds between two renewals, which also tell which rows were cancelled."""
-
-READ_SECONDS = 2.0
-"""Seconds after which it is read again what waits."""
-
-IDLE_SECONDS = 5.0
-"""The same, while nothing waits that is known of."""
-
-READ_SHARE = 20
-"""Reading what waits takes at most one part in so many of the time."""
-
-PREFIX_SECONDS = 10.0
-"""Seconds after which the groups of a batch are read again."""
 
 MOST_BODIES = 64 << 20
 """Bytes of bodies that are read ahead."""
@@ -156,7 +135,6 @@ class _TargetRows:
     credit: int = 0
     """Rows that may be offered now."""
     slots: int = 0
-    works: list[BatchWork] = field(default_factory=list)
     urgent: list[str] = field(default_factory=list)
     arriving: set[str] = field(default_factory=set)
     """Rows that were offered and that the scheduler has not seen yet."""
@@ -165,52 +143,25 @@ class _TargetRows:
     paused_until: float = 0.0
 
 
-@dataclass(slots=True)
-class _PutBack:
-    """Rows that are to wait again, by when and whether nodes failed them."""
-
-    rows: defaultdict[tuple[float, bool], set[str]] = field(
-        default_factory=lambda: defaultdict(set)
-    )
-
-    def add(self, ids: Iterable[str], not_before: float, *, failed: bool = False) -> None:
-        self.rows[round(not_before, 1), failed].update(ids)
-
-    def __bool__(self) -> bool:
-        return bool(self.rows)
-
-
 @dataclass(slots=True, eq=False)
 class Feeder:
     """Feeds the lines of batches to the scheduler. `clock` is monotonic, `now` gives Unix time."""
 
-    store: Store
-    folder: Folder
-    threads: DiskThreads
+    supply: Supply
+    leases: RowLeases
     runner: Runner
     results: Results
-    process: ProcessIdentity
     rooms: BatchRoomService
     clock: Callable[[], float]
     now: Callable[[], float]
     counts: FeederCounts = field(default_factory=FeederCounts)
-    lease_seconds: float = LEASE_SECONDS
     renew_seconds: float = RENEW_SECONDS
     _held: dict[str, _Held] = field(default_factory=dict)
     _targets: dict[RequestTarget | None, _TargetRows] = field(default_factory=dict)
-    _classes: dict[str, str] = field(default_factory=dict)
-    """The highest class of each batch's lines."""
-    _models: dict[str, set[str | None]] = field(default_factory=dict)
-    """The models of each batch with waiting lines."""
-    _prefixes: dict[str, tuple[float, tuple[PrefixGroup, ...]]] = field(default_factory=dict)
-    """Groups of batches, and when they were read."""
     _paused: dict[str, float] = field(default_factory=dict)
     """Owners whose limits are reached, and until when they are left alone."""
     _careful: dict[str, float] = field(default_factory=dict)
     """Owners whose limits were reached of late, and until when they are tried step by step."""
-    _put_back: _PutBack = field(default_factory=_PutBack)
-    _read_at: float = 0.0
-    """When it is to be read again what waits."""
     _claims: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when there may be something to claim or to put back."""
     _looks: asyncio.Event = field(default_factory=asyncio.Event)
@@ -233,7 +184,7 @@ class Feeder:
 
     def wake(self) -> None:
         """Rows have come, or were cancelled."""
-        self._read_at = 0.0
+        self.supply.read_soon()
         self._claims.set()
         self._renewals.set()
 
@@ -274,7 +225,7 @@ class Feeder:
                 held.task.cancel()  # Whoever keeps the results records this one.
         with contextlib.suppress(StoreError, TimeoutError):
             async with asyncio.timeout(END_SECONDS):
-                await self._write_put_back(END_SECONDS)
+                await self.leases.write()
 
     # Claiming.
 
@@ -283,7 +234,7 @@ class Feeder:
             self._claims.clear()
             pause = IDLE_SECONDS
             if await self._try(self._claim_step) and not self._claims.is_set():
-                pause = max(0.05, min(IDLE_SECONDS, self._read_at - self.clock()))
+                pause = max(0.05, min(IDLE_SECONDS, self.supply.read_at - self.clock()))
             elif self._problem is not None:
                 await asyncio.sleep(AWAY_SECONDS)
                 continue
@@ -297,7 +248,7 @@ class Feeder:
             await step()
         except (StoreError, FolderError) as error:
             if self._problem is None:
-                log.warning("batches wait", why=str(error))
+                log.warning("lines of batches wait", why=str(error))
             self._problem = str(error)
             return False
         except Exception as error:
@@ -306,69 +257,40 @@ class Feeder:
             self._problem = str(error)
             return False
         if self._problem is not None:
-            log.info("batches go on")
+            log.info("lines of batches go on")
             self._problem = None
         return True
 
     async def _claim_step(self) -> None:
-        await self._write_put_back()
+        if await self.leases.write():
+            self.supply.read_soon(READ_SECONDS)
         if self._stopped:
             return
-        if self.clock() >= self._read_at:
+        if self.clock() >= self.supply.read_at:
             await self._read_waiting()
         for target, state in list(self._targets.items()):
             self._look(target, state)
-            if picks := await self._picks(state):
-                await self._claim(picks)
-        for target in [t for t, one in self._targets.items() if not one.works]:
-            lane = self._targets[target].lane
-            if not lane.ready and not lane.running:
+            if picks := await self._picks(target, state):
+                await self._claim(target, picks)
+            elif not (state.lane.ready or state.lane.running or self.supply.works_of(target)):
                 del self._targets[target]
 
-    async def _open_folder(self) -> str:
-        """Its id. Raises: FolderError."""
-        opened = self.folder.id
-        return opened if opened is not None else await self.threads.run(self.folder.open)
-
     async def _read_waiting(self) -> None:
-        folder = await self._open_folder()
-        began = self.clock()
-        waiting = await self.store.run(ReadWaiting(folder, self.now()), write=False)
-        took = self.clock() - began
-        pause = READ_SECONDS if waiting.groups or self._held else IDLE_SECONDS
-        self._read_at = self.clock() + max(pause, took * READ_SHARE)
-        self._note(waiting)
-
-    def _note(self, waiting: Waiting) -> None:
-        """Divide what waits by target."""
-        counts, works = self.counts, defaultdict[RequestTarget | None, list[BatchWork]](list)
-        counts.waiting.clear()
-        counts.batches, counts.oldest = waiting.batches, waiting.oldest
-        self._models.clear()
+        folder = await self.leases.open_folder()
+        waiting = await self.supply.read(folder, {held.row.batch for held in self._held.values()})
+        counts = self.counts
+        counts.waiting = Counter[str]()
         for group in waiting.groups:
             counts.waiting[group.kind.value] += group.rows
-            if group.kind is not RequestKind.LINE or group.batch is None:
-                continue
-            self._classes[group.batch] = group.class_
-            self._models.setdefault(group.batch, set()).add(group.model)
-            target = self.runner.target_of(group.owner, group.path, group.model)
-            deadline = group.nearest_deadline
-            work = BatchWork(group.batch, group.owner, group.rows)
-            if deadline is not None:
-                work = BatchWork(group.batch, group.owner, group.rows, deadline)
-            works[target].append(work)
-        for target, state in self._targets.items():
-            state.works = works.pop(target, [])
-        for target, found in works.items():
-            self._targets[target] = _TargetRows(Pace(self.clock), works=found)
-        known = {held.row.batch for held in self._held.values()} | set(self._models)
-        for batch in set(self._classes) - known:
-            del self._classes[batch]
-            self._prefixes.pop(batch, None)
+        counts.batches, counts.oldest = waiting.batches, waiting.oldest
+        for target in self.supply.known_targets():
+            if target not in self._targets:
+                self._targets[target] = _TargetRows(Pace(self.clock))
 
-    async def _picks(self, state: _TargetRows) -> list[Pick]:
+    async def _picks(self, target: RequestTarget | None, state: _TargetRows) -> list[Pick]:
         """What to claim for a target."""
-        if self.clock() < state.paused_until or self._is_full():
+        bodies = sum(len(held.body) for held in self._held.values() if held.body is not None)
+        if self.clock() < state.paused_until or bodies >= MOST_BODIES:
             return []
         wanted = ready_wanted(state.slots, state.pace.rows_a_second or 0.0)
         if not state.slots:
@@ -377,103 +299,26 @@ class Feeder:
         # Half of it is enough to go on with: a claim for each row would be a load on the store.
         if state.lane.ready > wanted // 2:
             return []
-        works = [work for work in state.works if work.rows and not self._is_paused(work.owner)]
-        if not works:
-            return []
-        works = await self._with_groups(state, works)
-        picks: list[Pick] = []
-        for want in state.lane.wants(works, wanted, state.urgent):
-            models = self._models.get(want.batch, {None})
-            share = -(-want.rows // len(models))
-            picks += [
-                Pick(
-                    share, RequestKind.LINE, want.batch, want.owner,
-                    model if len(models) > 1 else None, want.prefix,
-                )
-                for model in models
-                if len(models) == 1 or self._is_for(state, want.owner, want.batch, model)
-            ]  # fmt: skip
-        return picks
+        works = [work for work in self.supply.works_of(target) if not self._is_paused(work.owner)]
+        works = await self.supply.with_groups(works, state.lane.held())
+        return self.supply.picks(target, state.lane.wants(works, wanted, state.urgent))
 
-    def _is_for(self, state: _TargetRows, owner: str, batch: str, model: str | None) -> bool:
-        path = next((one.row.path for one in self._held.values() if one.row.batch == batch), None)
-        if path is None:
-            return True
-        return self._targets.get(self.runner.target_of(owner, path, model)) is state
-
-    async def _with_groups(self, state: _TargetRows, works: list[BatchWork]) -> list[BatchWork]:
-        """The same with their groups of common prefixes, of those that are next."""
-        held = state.lane.held()
-        works.sort(key=lambda work: (work.batch not in held, work.deadline, work.batch))
-        found: list[BatchWork] = []
-        for work in works:
-            read_at, groups = self._prefixes.get(work.batch, (0.0, ()))
-            due = self.clock() - read_at > PREFIX_SECONDS
-            if len(found) < 8 and (due or work.batch not in self._prefixes):
-                groups = await self.store.run(ReadPrefixes(work.batch, self.now()), write=False)
-                self._prefixes[work.batch] = self.clock(), groups
-            found.append(BatchWork(work.batch, work.owner, work.rows, work.deadline, groups))
-        return found
-
-    def _is_full(self) -> bool:
-        bodies = sum(len(held.body) for held in self._held.values() if held.body is not None)
-        return bodies >= MOST_BODIES
-
-    async def _claim(self, picks: list[Pick]) -> None:
-        """Claim rows, read their bodies and offer them."""
-        assert self.folder.id is not None
-        now, asked = self.now(), sum(pick.limit for pick in picks)
-        claim = Claim(self.folder.id, self.process.id, picks, now, self.lease_seconds)
-        rows, beyond = await self.store.run(ClaimWithin(claim, MOST_BODIES))
-        self._put_back.add((row.id for row in beyond), now)
-        self._count_claimed([*rows, *beyond], picks)
-        if len(rows) < asked // 2:
-            self._read_at = min(self._read_at, self.clock() + 0.2)
-        try:
-            bodies = await self.threads.run(_read_bodies, self.folder, rows)
-        except (FolderError, asyncio.CancelledError):
-            self._put_back.add((row.id for row in rows), now + AWAY_SECONDS)
-            raise
-        for row, body in zip(rows, bodies, strict=True):
+    async def _claim(self, target: RequestTarget | None, picks: list[Pick]) -> None:
+        """Claim rows with their bodies, and offer them."""
+        claimed = await self.leases.claim(picks, MOST_BODIES)
+        self.supply.count_claimed(target, picks, [row for row, _ in claimed])
+        for row, body in claimed:
             self._hold(row, body)
-        for target, state in list(self._targets.items()):
-            self._offer(target, state)
+        for one, state in list(self._targets.items()):
+            self._offer(one, state)
         self._looks.set()
-
-    def _count_claimed(self, rows: list[StoredRow], picks: list[Pick]) -> None:
-        """What was claimed does not wait any more, nor what was asked for in vain."""
-        claimed = Counter(row.batch for row in rows)
-        of_group = Counter((row.batch, row.prefix) for row in rows)
-        asked = Counter[str | None]()
-        for pick in picks:
-            asked[pick.batch] += pick.limit
-        for state in self._targets.values():
-            state.works = [
-                BatchWork(
-                    work.batch,
-                    work.owner,
-                    work.rows - claimed[work.batch]
-                    if claimed[work.batch] or not asked[work.batch]
-                    else 0,
-                    work.deadline,
-                )
-                for work in state.works
-            ]
-        for batch in asked:
-            if batch in self._prefixes:
-                read_at, groups = self._prefixes[batch]
-                left = (
-                    group._replace(rows=group.rows - of_group[batch, group.prefix])
-                    for group in groups
-                )
-                self._prefixes[batch] = read_at, tuple(group for group in left if group.rows > 0)
 
     def _hold(self, row: StoredRow, body: bytes | None) -> None:
         """A row that was claimed; without a body, as its file is gone, it fails."""
         target = self.runner.target_of(row.owner, row.path, row.model)
         if row.id in self._held or self._stopped:
             if self._stopped:
-                self._put_back.add([row.id], self.now())
+                self.leases.put_back([row.id], self.now())
             return
         if body is None:
             log.warning("the input of a batch is missing", batch=row.batch)
@@ -490,14 +335,22 @@ class Feeder:
             if not self._held:
                 self._looks.clear()
                 await self._looks.wait()
-            for target, state in list(self._targets.items()):
-                if state.lane.ready or state.lane.running:
-                    state.pace.tick(busy=state.lane.running > 0)
-                    self._look(target, state)
-                    self._offer(target, state)
-                    # What is offered here takes room that the next target may have too.
-                    await asyncio.sleep(0)
+            try:
+                await self._offer_step()
+            except Exception:
+                # Whatever it is, the other batches must go on.
+                log.exception("rows can't be offered")
+                await asyncio.sleep(AWAY_SECONDS)
             await asyncio.sleep(LOOK_SECONDS)
+
+    async def _offer_step(self) -> None:
+        for target, state in list(self._targets.items()):
+            if state.lane.ready or state.lane.running:
+                state.pace.tick(busy=state.lane.running > 0)
+                self._look(target, state)
+                self._offer(target, state)
+                # What is offered here takes room that the next target may have too.
+                await asyncio.sleep(0)
 
     def _look(self, target: RequestTarget | None, state: _TargetRows) -> None:
         """See how much room there is."""
@@ -521,17 +374,18 @@ class Feeder:
             state.credit = rows_to_offer(room, len(state.arriving))
         else:
             state.credit = state.probes - lane.running
-        state.urgent = in_danger(state.works, lane.held(), state.pace.rows_a_second, self.now())
+        state.urgent = in_danger(
+            self.supply.works_of(target), lane.held(), state.pace.rows_a_second, self.now()
+        )
 
     def _offer(self, target: RequestTarget | None, state: _TargetRows) -> None:
         """Start rows, as many as there is room for."""
         if self._stopped or self.clock() < state.paused_until:
             return
         left_out = {owner for owner in list(self._paused) if self._is_paused(owner)}
-        while (
-            state.credit > 0
-            and sum(held.recording for held in self._held.values()) < MOST_UNRECORDED
-        ):
+        if sum(held.recording for held in self._held.values()) >= MOST_UNRECORDED:
+            return
+        while state.credit > 0:
             row = state.lane.next(left_out, state.urgent)
             if row is None:
                 break
@@ -545,7 +399,7 @@ class Feeder:
             held.has_slot = True
             state.arriving.add(row.id)
             held.task = asyncio.create_task(self._run(held, state), name="run a stored request")
-        if state.works and state.lane.ready <= max(1, state.slots):
+        if self.supply.works_of(target) and state.lane.ready <= max(1, state.slots):
             self._claims.set()
 
     def _is_paused(self, owner: str) -> bool:
@@ -574,7 +428,7 @@ class Feeder:
         body, held.body = held.body or b"", None
         priority = Priority.BATCH
         if row.batch in state.urgent:
-            priority = Priority.parse(self._classes.get(row.batch, "")) or Priority.BATCH
+            priority = Priority.parse(self.supply.class_of(row.batch)) or Priority.BATCH
         request = StoredRequest(
             row.id, row.owner, row.path, priority, row.user, deadline=row.deadline
         )
@@ -586,13 +440,13 @@ class Feeder:
             self._deferred(held, state, body, deferred)
             return
         except RowExpired:
-            self._put_back.add([row.id], self.now())
+            self.leases.put_back([row.id], self.now())
         except asyncio.CancelledError:
-            self._put_back.add([row.id], self.now())
+            self.leases.put_back([row.id], self.now())
             raise
         except Exception:
             log.exception("a stored request can't be run", request=row.id)
-            self._put_back.add([row.id], self.now() + RETRY_SECONDS, failed=True)
+            self.leases.put_back([row.id], self.now() + RETRY_SECONDS, failed=True)
         else:
             state.pace.ended()
             if self._paused.pop(row.owner, None) is not None:
@@ -600,7 +454,7 @@ class Feeder:
             if outcome.failed_on_nodes and row.attempts + 1 < MOST_RUNS:
                 self.counts.retried += 1
                 pause = RETRY_SECONDS * (row.attempts + 1)
-                self._put_back.add([row.id], self.now() + pause, failed=True)
+                self.leases.put_back([row.id], self.now() + pause, failed=True)
             else:
                 await self._record(held, state, outcome)
         finally:
@@ -616,13 +470,13 @@ class Feeder:
         api = "anthropic" if (held.row.batch or "").startswith("msgbatch_") else "openai"
         if not await self.results.add(held.row, api, outcome):
             self.counts.outcomes["lost"] += 1
-            self._put_back.add([held.row.id], self.now())
+            self.leases.put_back([held.row.id], self.now())
         else:
             self.counts.outcomes["done" if outcome.status < 400 else "failed"] += 1
 
     def _let_go(self, held: _Held) -> None:
         self._held.pop(held.row.id, None)
-        if self._put_back:
+        if self.leases.has_put_back:
             self._claims.set()
         if not self._held:
             self._ended.set()
@@ -649,12 +503,12 @@ class Feeder:
                 for other in one.lane.drop(lambda other: other.owner == row.owner)
             ]
             self._give_back(ready, self.now() + seconds)
-            self._put_back.add([row.id], self.now() + seconds)
+            self.leases.put_back([row.id], self.now() + seconds)
             return
         if not state.slots or deferred.reason in {"queue_full", "starting"}:
             state.probes = 1
             state.paused_until = now + min(deferred.seconds, MOST_PAUSE)
-        self._put_back.add([row.id], self.now() + deferred.seconds)
+        self.leases.put_back([row.id], self.now() + deferred.seconds)
 
     # Leases.
 
@@ -669,25 +523,13 @@ class Feeder:
 
     async def _renew_step(self) -> None:
         """Say that this process still runs its rows; take back what lost processes had."""
-        folder = await self._open_folder()
-        waits = {id_ for ids in self._put_back.rows.values() for id_ in ids}
-        ids = [id_ for id_ in self._held if id_ not in waits]
-        if ids:
-            job = partial(
-                renew,
-                process=self.process.id,
-                ids=ids,
-                now=self.now(),
-                lease_seconds=self.lease_seconds,
-            )
-            wanted = await self.store.run(job)
-            self._drop_unwanted(set(ids) - wanted)
-        released = await self.store.run(
-            partial(release_lost, folder=folder, own=self.process, now=self.now())
-        )
+        ids = set(self._held)
+        wanted = await self.leases.renew(ids)
+        self._drop_unwanted(ids - wanted)
+        released = await self.leases.release_lost()
         if released:
             log.info("stored requests of lost processes wait again", requests=released)
-            self._read_at = 0.0
+            self.supply.read_soon()
             self._claims.set()
 
     def _drop_unwanted(self, ids: set[str]) -> None:
@@ -705,45 +547,9 @@ class Feeder:
     def _give_back(self, rows: Iterable[StoredRow], not_before: float) -> None:
         """Put back rows that have not run."""
         ids = [row.id for row in rows]
-        self._put_back.add(ids, not_before)
+        self.leases.put_back(ids, not_before)
         for id_ in ids:
             self._held.pop(id_, None)
         if ids and not self._held:
             self._ended.set()
         self._claims.set()
-
-    async def _write_put_back(self, seconds: float | None = None) -> None:
-        """Raises: StoreError; what is not written then is tried again."""
-        rows = self._put_back.rows
-        for (not_before, failed), ids in list(rows.items()):
-            chosen = frozenset(ids)
-            job = partial(_put_rows_back, self.process.id, chosen, not_before, failed)
-            if seconds is None:
-                await self.store.run(job)
-            else:
-                await self.store.run(job, seconds=seconds)
-            rows[not_before, failed] -= chosen
-            if not rows[not_before, failed]:
-                del rows[not_before, failed]
-            self._read_at = min(self._read_at, self.clock() + READ_SECONDS)
-
-
-def _put_rows_back(
-    process: str,
-    ids: frozenset[str],
-    not_before: float,
-    failed: bool,  # noqa: FBT001 - of `partial`
-    connection: Connection,
-) -> None:
-    put_back(connection, process, ids, not_before, failed=failed)
-
-
-def _read_bodies(folder: Folder, rows: list[StoredRow]) -> list[bytes | None]:
-    """The bodies of rows; None: the file is gone. Raises: FolderError."""
-    bodies: list[bytes | None] = []
-    for row in rows:
-        try:
-            bodies.append(folder.read(row.place, row.offset, row.length))
-        except FileNotFoundError:
-            bodies.append(None)
-    return bodies

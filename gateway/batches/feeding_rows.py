@@ -7,9 +7,8 @@ from typing import Final
 
 from sqlalchemy import Connection, func, or_, select
 
-from gateway.batches.claims import Claim
 from gateway.batches.feeding import PrefixGroup
-from gateway.batches.request_rows import IS_WAITING, StoredRow, WaitingGroup, waiting_groups
+from gateway.batches.request_rows import IS_WAITING, WaitingGroup, waiting_groups
 from gateway.store.schema import batches, stored_requests
 
 MOST_GROUPS = 64
@@ -76,24 +75,3 @@ class ReadPrefixes:
             PrefixGroup(prefix, rows, int(most or 0), int(tokens or 0))
             for prefix, rows, most, tokens in connection.execute(asked)
         )
-
-
-@dataclass(frozen=True, slots=True)
-class ClaimWithin:
-    """A job of the store: a claim of which only so many bytes of bodies are kept."""
-
-    claim: Claim
-    most_bytes: int
-
-    def __call__(self, connection: Connection) -> tuple[list[StoredRow], list[StoredRow]]:
-        """The rows that fit, and those that were claimed in vain: they are to be put back."""
-        kept: list[StoredRow] = []
-        beyond: list[StoredRow] = []
-        left = self.most_bytes
-        for row in self.claim(connection):
-            if row.length <= left or not kept:
-                left -= row.length
-                kept.append(row)
-            else:
-                beyond.append(row)
-        return kept, beyond

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from sqlalchemy import Connection, bindparam, select, update
 
-from gateway.batches.request_rows import COUNTED_AS, chunks
+from gateway.batches.request_rows import COUNTED_AS, chunks, lock_batches
 from gateway.batches.states import RequestState
 from gateway.store.schema import batches, stored_requests
 from gateway.usage.ledger import ROW_COLUMNS, UsageRow
@@ -65,17 +65,20 @@ def record(
     """
     wanted = {one.id: one for one in results}
     asked = select(
-        _ROW.id, _ROW.state, _ROW.claimed_by, _ROW.batch, _ROW.result_place, _ROW.result_offset,
+        _ROW.id, _ROW.state, _ROW.batch, _ROW.result_place, _ROW.result_offset,
     )  # fmt: skip
     recorded: list[str] = []
     new: list[dict[str, Any]] = []
     sums: dict[str, _Sums] = {}
+    of_batches: set[str | None] = set()
     for ids in chunks(wanted):
-        locked = asked.where(_ROW.id.in_(ids)).order_by(_ROW.id).with_for_update()
+        own = _ROW.id.in_(ids), _ROW.claimed_by == process
+        of_batches.update(connection.scalars(select(_ROW.batch).where(*own).distinct()))
+    lock_batches(connection, of_batches)
+    for ids in chunks(wanted):
+        locked = asked.where(_ROW.id.in_(ids), _ROW.claimed_by == process).with_for_update()
         for row in connection.execute(locked):
             result = wanted[row.id]
-            if row.claimed_by != process:
-                continue
             if row.state == RequestState.RUNNING.value:
                 new.append(_values_of(result, now))
                 if row.batch is not None:

@@ -1,8 +1,8 @@
 """The rows of stored requests in the store: add, find and read them, and end those that wait.
 
-Each job may be done twice. Processes of several hosts may work on one store at the same time: a job
-that changes waiting lines takes their batch's turn first (`lock_batch`), but for claims, which pass
-over rows that others hold (`claims.py`).
+Each job may be done twice. Several processes may work on one store at the same time: a job that
+changes lines and their batch takes the batch's turn first (`lock_batch`), so that none waits for
+another in a circle. Claims take no turn, and pass over rows that others hold (`claims.py`).
 """
 
 from __future__ import annotations
@@ -155,6 +155,13 @@ def lock_batch(connection: Connection, id_: str) -> BatchState | None:
     asked = select(batches.c.state).where(batches.c.id == id_).with_for_update()
     state = connection.scalar(asked)
     return None if state is None else BatchState(state)
+
+
+def lock_batches(connection: Connection, ids: Iterable[str | None]) -> None:
+    """Take the turns of batches, in an order that keeps processes from waiting in a circle."""
+    for some in chunks(id_ for id_ in ids if id_ is not None):
+        asked = select(batches.c.id).where(batches.c.id.in_(some)).order_by(batches.c.id)
+        connection.execute(asked.with_for_update()).all()
 
 
 # Add and find.

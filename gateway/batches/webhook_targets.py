@@ -47,14 +47,17 @@ class WebhookTargets:
     def receivers(
         self, owner: str, group: str | None, event: str, named: str | None = None
     ) -> list[WebhookUrl]:
-        """Where an event of this key goes; `named` is the `webhook_url` of its request."""
+        """Where an event of this key goes; `named` is the `webhook_url` of its request.
+
+        Never raises: it must not keep an object from ending.
+        """
         found = [
             target.parsed_url
             for target in self._settings().targets
             if not target.named_only and target.is_for(owner, group) and target.wants(event)
         ]
-        if named is not None:
-            url = WebhookUrl.parse(named)
+        url = None if named is None else _parsed(named)
+        if url is not None:
             # The settings may have changed since the request came.
             target = self._covering(owner, group, url)
             if target is not None and target.wants(event):
@@ -72,6 +75,13 @@ class WebhookTargets:
             if target.is_for(owner, group) and target.parsed_url.covers(url)
         ]
         return max(covering, key=lambda target: len(target.parsed_url.path), default=None)
+
+
+def _parsed(url: str) -> WebhookUrl | None:
+    try:
+        return WebhookUrl.parse(url)
+    except ValueError:
+        return None
 
 
 def _refused(why: str, code: str = "invalid_request") -> GatewayError:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from statistics import fmean, median, quantiles
@@ -140,12 +140,14 @@ async def run_batch(running: Running, items: list[dict[str, Any]]) -> dict[str, 
         await asyncio.sleep(0.5)
 
 
-async def chat(running: Running, number: int) -> float:
+async def chat(running: Running, number: int, words: int) -> float:
     """Seconds until the first content of a chat that comes at its time."""
     await asyncio.sleep(number * INTERVAL)
     began, seconds = now(), 0.0
     body = {
-        "messages": [{"role": "user", "content": f"chat {number}: say something"}],
+        "messages": [
+            {"role": "user", "content": f"chat {number}: say something" + " more" * words}
+        ],
         "stream": True,
         "max_tokens": ANSWER,
         "temperature": 0,
@@ -186,30 +188,48 @@ async def measure_alone(number: int) -> None:
     )
 
 
-async def measure_beside(number: int) -> None:
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What chats have seen."""
+
+    seconds: list[float]
+    """Of each, until its first token."""
+    busy: float
+    """Slots, on average."""
+    cuts: str
+
+
+async def chats_beside(number: int, words: int, chats: int = CHATS) -> Beside:
+    """Chats with prompts of about so many words, beside a batch of so many lines; 0: none."""
+    async with a_fleet() as (running, nodes):
+        samples: list[tuple[float, int, int]] = []
+        batch = None
+        if number:
+            batch = asyncio.create_task(run_batch(running, lines(number)))
+            await asyncio.sleep(20.0)
+        task = asyncio.create_task(sampled(running, nodes, samples))
+        found = await asyncio.gather(*(chat(running, index, words) for index in range(chats)))
+        task.cancel()
+        metrics = (await running.client.get(f"{running.admin_url}/metrics")).text
+        cuts = next(
+            line.split()[1]
+            for line in metrics.splitlines()
+            if line.startswith("llama_gateway_yielded_slots_total ")
+        )
+        if batch is not None:
+            batch.cancel()
+            await asyncio.gather(batch, return_exceptions=True)
+    return Beside(found, fmean(busy for _, busy, _ in samples), cuts)
+
+
+async def measure_beside(number: int, words: int) -> None:
     """What chats notice."""
-    for with_batch in (False, True):
-        async with a_fleet() as (running, nodes):
-            samples: list[tuple[float, int, int]] = []
-            batch = None
-            if with_batch:
-                batch = asyncio.create_task(run_batch(running, lines(number)))
-                await asyncio.sleep(20.0)
-            task = asyncio.create_task(sampled(running, nodes, samples))
-            found = await asyncio.gather(*(chat(running, index) for index in range(CHATS)))
-            task.cancel()
-            busy = fmean(busy for _, busy, _ in samples)
-            name = "chats beside the batch" if with_batch else "chats alone"
-            metrics = (await running.client.get(f"{running.admin_url}/metrics")).text
-            cuts = next(
-                line.split()[1]
-                for line in metrics.splitlines()
-                if line.startswith("llama_gateway_yielded_slots_total ")
-            )
-            print(f"{name}: time to first token {told(found)}; {busy:.2f} slots busy, {cuts} cuts")
-            if batch is not None:
-                batch.cancel()
-                await asyncio.gather(batch, return_exceptions=True)
+    for name, count in (("alone", 0), ("beside the batch", number)):
+        seen = await chats_beside(count, words)
+        print(
+            f"chats of {words} words {name}: time to first token {told(seen.seconds)}; "
+            f"{seen.busy:.2f} slots busy, {seen.cuts} cuts"
+        )
 
 
 async def measure_prefixes(number: int, groups: int) -> None:
@@ -248,7 +268,8 @@ async def main() -> None:
         if part == "alone":
             await measure_alone(given.lines)
         elif part == "beside":
-            await measure_beside(given.lines)
+            for words in (0, 100, 300):
+                await measure_beside(given.lines, words)
         else:
             await measure_prefixes(min(given.lines, 480), given.groups)
         print(f"({part}: {time.monotonic() - began:.0f} s of real time)", flush=True)

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
-from gateway.batches.batch_upkeep import CLEAN_SECONDS
+from gateway.batches.batch_upkeep import CLEAN_SECONDS, UNAVAILABLE_SECONDS
 from gateway.batches.folder import FolderFull
 from gateway.batches.states import BatchState
 from gateway.store.failures import StoreError, StoreUnavailable
@@ -122,7 +123,7 @@ async def test_a_young_file_stays(tmp_path: Path) -> None:
 
 
 async def test_a_full_folder_pauses_the_batch_until_there_is_room(
-    store_url: str, tmp_path: Path
+    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = [1 << 30]
     options: dict[str, Any] = {"most_bytes": lambda: room[0]}
@@ -134,11 +135,37 @@ async def test_a_full_folder_pauses_the_batch_until_there_is_room(
         assert (paused.state, paused.pause_reason) == (BatchState.VALIDATING, "storage_full")
         with pytest.raises(FolderFull):
             here.folder.check_room(1)
-        await here.settle()
+        monkeypatch.setattr("gateway.batches.batch_upkeep.RETRY_SECONDS", 0.0)
+        with capture_logs() as told:
+            for _ in range(3):
+                await here.batches.upkeep.round()
+                await here.batches.upkeep.wait_for_work()
+        assert told == []  # once is enough
         room[0] = 1 << 30
         await here.settle()
         begun = await here.find(batch)
         assert (begun.state, begun.paused_at, begun.total) == (BatchState.IN_PROGRESS, None, 2)
+
+
+async def test_a_folder_that_fails_is_tried_again_now_and_then(tmp_path: Path) -> None:
+    async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
+        batch = await here.create([line("a")])
+        path = here.folder.path(str(batch.input_file))
+        path.rename(away := tmp_path / "away")
+        path.mkdir()
+        await here.settle()
+        paused = await here.find(batch)
+        assert (paused.state, paused.pause_reason) == (
+            BatchState.VALIDATING, "storage_unavailable",
+        )  # fmt: skip
+        path.rmdir()
+        away.rename(path)
+        await here.settle()
+        assert (await here.find(batch)).paused_at is not None
+        here.pass_(UNAVAILABLE_SECONDS)
+        await here.settle()
+        begun = await here.find(batch)
+        assert (begun.state, begun.paused_at) == (BatchState.IN_PROGRESS, None)
 
 
 async def test_a_caller_s_pause_outlives_one_for_want_of_room(

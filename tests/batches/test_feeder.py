@@ -8,10 +8,13 @@ import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 
 from gateway.access.keys import hash_key
+from gateway.store.failures import StoreUnavailable
+from gateway.store.store import Store
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 
@@ -197,3 +200,21 @@ async def test_a_gateway_that_ends_puts_back_what_it_runs(tmp_path: Path) -> Non
             assert found["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
             results = await output(running, found["output_file_id"])
             assert len({one["custom_id"] for one in results}) == len(results) == 20
+
+
+async def test_lines_end_while_the_store_is_away_and_are_recorded_later(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=2, decode_tps=40)
+    async with gateway_over(tmp_path, node) as running:
+        batch, feeder = await submit(running, lines(40)), running.gateway.background.feeder
+        assert feeder is not None
+        await until(lambda: node.requests >= 2)
+        away = StoreUnavailable("it is away", "wait")
+        with patch.object(Store, "run", side_effect=away):
+            # Those that were claimed before run to their end.
+            await until(lambda: feeder.claimed == feeder.running == node.slots.busy == 0, 20.0)
+            assert node.requests < 40
+        found = await ended(running, batch)
+        assert found["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
+        assert node.requests == 40
+        log = (tmp_path / "gateway.log").read_text()
+        assert log.count('"lines of batches wait"') == 1

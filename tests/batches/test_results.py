@@ -184,6 +184,40 @@ async def test_what_waits_at_the_end_is_kept_within_the_time(
         assert (await here.find(batch)).completed == 5
 
 
+class SilentLedger:
+    """A ledger that writes, and never tells that it has."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.has_written = asyncio.Event()
+
+    async def write_with(self, job: Callable[[Connection], Sequence[UsageRow]]) -> None:
+        await self._ledger.write_with(job)
+        self.has_written.set()
+        await asyncio.Event().wait()
+
+
+async def test_what_may_have_been_recorded_is_recorded_once(store_url: str, tmp_path: Path) -> None:
+    async with batch_place(store_url, tmp_path / "kept") as here:
+        batch = await begun(here, 5)
+        rows = await here.claim()
+        here.results.ledger = silent = SilentLedger(here.ledger)  # type: ignore[assignment]
+        running = asyncio.create_task(here.results.run())
+        added = [
+            asyncio.create_task(here.results.add(r, "openai", answer(r, here.process.id)))
+            for r in rows
+        ]
+        await silent.has_written.wait()
+        running.cancel()
+        assert (await here.find(batch)).completed == 5
+        here.results.ledger = here.ledger
+        await here.results.close(LIMIT)
+        assert all(await asyncio.gather(*added))
+        found = await here.find(batch)
+        assert (found.completed, found.cost) == (5, 2.5)
+        assert await here.store.run(count(usage)) == 5
+
+
 async def test_results_of_many_batches_need_few_open_files(
     store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

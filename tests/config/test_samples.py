@@ -71,6 +71,8 @@ def test_the_examples_in_the_sample_settings_work(tmp_path: Path) -> None:
     (tmp_path / "gateway.yaml").write_text(text)
     for name in ("cert.pem", "key.pem"):
         (tmp_path / name).write_text("x")
+    (tmp_path / "ca.pem").write_text("x")
+    (tmp_path / "hooks.secret").write_text(f"whsec_{'A' * 32}\n")
     settings = load_settings(tmp_path / "gateway.yaml", {})
     shown = settings.model_copy(
         update={
@@ -86,6 +88,7 @@ def test_the_examples_in_the_sample_settings_work(tmp_path: Path) -> None:
             "batches": settings.batches.model_copy(update={"folder": None}),
             "elastic": settings.elastic.model_copy(update={"max": None}),
             "limits": settings.limits.model_copy(update={"total": None}),
+            "webhooks": settings.webhooks.model_copy(update={"targets": ()}),
         }
     )
     assert shown == Settings(), "a sample shows another value than the default"
@@ -94,6 +97,9 @@ def test_the_examples_in_the_sample_settings_work(tmp_path: Path) -> None:
     assert settings.hybrid.spill is not None
     assert settings.store.url == f"sqlite:///{tmp_path}/gateway.db"
     assert settings.batches.folder == tmp_path / "batches"
+    assert [target.url for target in settings.webhooks.targets] == [
+        "https://hooks.example.org/llama"
+    ]
 
 
 def test_the_sample_settings_show_every_key() -> None:

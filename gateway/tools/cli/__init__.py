@@ -8,7 +8,18 @@ from typing import Annotated, NoReturn
 import typer
 
 from gateway import __version__
-from gateway.tools.cli import audit, keys, nodes, serve, simulate, topology, tune, up, usage
+from gateway.tools.cli import (
+    audit,
+    keys,
+    nodes,
+    serve,
+    simulate,
+    topology,
+    tune,
+    up,
+    usage,
+    webhooks,
+)
 from gateway.tools.cli.terminal import (
     CommandFailed,
     HelpCommand,
@@ -45,6 +56,7 @@ for command, examples in (
     app.command(cls=HelpCommand, epilog=examples)(command)
 
 app.add_typer(keys.app, name="keys")
+app.add_typer(webhooks.app, name="webhooks")
 
 
 def _show_version(wanted: bool) -> None:
