@@ -120,7 +120,6 @@ class BackgroundWork:
             price=self._token_price,
             on_end=self.webhook_events.batch_ended,
             on_rows=self.feeder.wake,
-            check_webhook=self.webhook_targets.check,
         )
         self._logs = EventLogs(folder, self._threads, lambda: settings().limits.response_bytes)
         self.requests = BackgroundRequests(

@@ -15,6 +15,7 @@ from gateway.events import (
     WebhookAttempted,
 )
 from gateway.observe.metrics import (
+    BatchSample,
     LedgerSample,
     Metrics,
     MetricsSnapshot,
@@ -81,6 +82,16 @@ def metrics_made() -> dict[str, tuple[str, set[str]]]:
         certificate_days_left={"listen.tls": 9.0},
         store=StoreSample(up=True, waiting=0),
         ledger=LedgerSample(0, 0, 0, 0),
+        batches=BatchSample(
+            {"completed": 1},
+            {"done": 1},
+            {"line": 1},
+            1,
+            1,
+            deferred=1,
+            retried=1,
+            oldest_seconds=1.0,
+        ),
     )
     metrics = Metrics(bus, lambda: snapshot)
     bus.publish(RequestFinished("r1", "/v1/completions", tier="cpu"))

@@ -105,11 +105,6 @@ class NewBatch:
     """Label of the highest class that its lines may be raised to."""
 
 
-WebhookCheck = Callable[[str, str | None, str], str]
-"""Checks the `webhook_url` of an owner and its group (`WebhookTargets.check`).
-Raises: GatewayError 400."""
-
-
 class BatchOutput:
     """The lines of a batch as a file. Its reader closes it."""
 
@@ -157,7 +152,6 @@ class BatchRegistry:
         price: TokenPrice = lambda _: None,
         on_end: EndListener | None = None,
         on_rows: Callable[[], None] = lambda: None,
-        check_webhook: WebhookCheck = lambda _owner, _group, url: url,
         token: Callable[[int], str] = secrets.token_hex,
     ) -> None:
         """`on_rows` is called when rows may run: `Feeder.wake`."""
@@ -168,7 +162,6 @@ class BatchRegistry:
         self._threads = threads or DiskThreads()
         self._price = price
         self._on_rows = on_rows
-        self._check_webhook = check_webhook
         self._token = token
         self._opening = asyncio.Lock()
         self._speeds = SpeedMeter()
@@ -347,9 +340,6 @@ class BatchRegistry:
                 param="endpoint",
             )
         window = _seconds_of(new.window, settings)
-        webhook_url = new.webhook_url
-        if webhook_url is not None:
-            webhook_url = self._check_webhook(new.owner, new.group_name, webhook_url)
         with folder_errors_told():
             folder = await self._open_folder()
         if new.requests is not None:
@@ -371,7 +361,7 @@ class BatchRegistry:
             group_name=new.group_name,
             user=new.user,
             output_seconds=new.output_seconds,
-            webhook_url=webhook_url,
+            webhook_url=new.webhook_url,
             metadata=new.metadata,
             idempotency_key=new.idempotency_key,
             request_digest=new.request_digest,

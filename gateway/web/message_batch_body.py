@@ -38,7 +38,8 @@ _SKIP = re.compile(rb"[ \t\n\r]*")
 
 _BRACKET_OR_QUOTE = re.compile(rb'["{}\[\]]')
 
-_QUOTE_OR_ESCAPE = re.compile(rb'["\\]')
+_STRING_REST = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+"""What a string has up to its quote, or up to a backslash that is the last byte."""
 
 _SCALAR_END = re.compile(rb"[,\]} \t\n\r]")
 
@@ -107,15 +108,16 @@ class _ValueEnd:
                 self._escaped = False
                 at += 1
             elif self._in_string:
-                found = _QUOTE_OR_ESCAPE.search(data, at)
-                if found is None:
-                    return None
+                found = _STRING_REST.match(data, at)
+                assert found is not None
                 at = found.end()
-                if found[0] == b"\\":
-                    self._escaped = True
-                    continue
-                self._in_string = False
-                if not self._depth:
+                if at == len(data):
+                    return None
+                # A quote, or a backslash as the last byte.
+                self._escaped = data[at] != _QUOTE
+                self._in_string = self._escaped
+                at += 1
+                if not self._in_string and not self._depth:
                     return at
             else:
                 found = _BRACKET_OR_QUOTE.search(data, at)

@@ -205,16 +205,16 @@ async def test_a_gateway_that_ends_puts_back_what_it_runs(tmp_path: Path) -> Non
 async def test_lines_end_while_the_store_is_away_and_are_recorded_later(tmp_path: Path) -> None:
     node = EmulatedNode(slots=2, decode_tps=40)
     async with gateway_over(tmp_path, node) as running:
-        batch = await submit(running, lines(12))
+        batch, feeder = await submit(running, lines(40)), running.gateway.background.feeder
+        assert feeder is not None
         await until(lambda: node.requests >= 2)
         away = StoreUnavailable("it is away", "wait")
         with patch.object(Store, "run", side_effect=away):
-            await until(lambda: node.slots.busy == 0, 20.0)
-            begun = node.requests
-            await asyncio.sleep(0.5)
-            assert node.requests == begun < 12
+            # Those that were claimed before run to their end.
+            await until(lambda: feeder.claimed == feeder.running == node.slots.busy == 0, 20.0)
+            assert node.requests < 40
         found = await ended(running, batch)
-        assert found["request_counts"] == {"total": 12, "completed": 12, "failed": 0}
-        assert node.requests == 12
+        assert found["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
+        assert node.requests == 40
         log = (tmp_path / "gateway.log").read_text()
         assert log.count('"lines of batches wait"') == 1

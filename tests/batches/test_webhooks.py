@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import select
+from structlog.testing import capture_logs
 
 from gateway.batches.webhook_post import WebhookPoster
 from gateway.batches.webhook_rows import (
@@ -266,20 +267,19 @@ async def test_old_deliveries_are_removed(store_url: str) -> None:
         await place.until(lambda: left() == 0)
 
 
-async def test_logs_name_the_receiver_without_its_path(
-    store_url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_logs_name_the_receiver_without_its_path(store_url: str) -> None:
     async with receiving(status(500), status(204)) as receiver:
         url = f"http://127.0.0.1:{receiver.port}/services/T0/hidden"
         async with sending(store_url, target(url)) as place:
-            await place.add(url)
-            await place.until(lambda: place.outcomes == ["failed", "delivered"])
-    shown = capsys.readouterr()
-    text = shown.out + shown.err
-    assert f"http://127.0.0.1:{receiver.port}" in text
-    assert "batch.completed" in text
-    assert "hidden" not in text
-    assert "whsec_" not in text
+            with capture_logs() as logged:
+                await place.add(url)
+                await place.until(lambda: place.outcomes == ["failed", "delivered"])
+    lines = [line for line in logged if line["event"] == "webhook"]
+    assert [line["outcome"] for line in lines] == ["failed", "delivered"]
+    assert {line["receiver"] for line in lines} == {f"http://127.0.0.1:{receiver.port}"}
+    assert {line["type"] for line in lines} == {"batch.completed"}
+    assert "hidden" not in str(logged)
+    assert "whsec_" not in str(logged)
 
 
 # Policy.
