@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 
@@ -101,12 +102,20 @@ class BackgroundWork:
         if self.files is not None:
             yield NamedLoop(self.files.run(), "remove expired files")
         if self.requests is not None:
-            yield NamedLoop(self._logs.run(), "write event logs")
             yield NamedLoop(self.requests.run(), "remove expired background requests")
-        if self._request_runner is not None:
-            yield NamedLoop(self._request_runner.run(), "run background requests")
+            yield NamedLoop(self._run_requests(), "run background requests")
         if self.webhook_sender is not None:
             yield NamedLoop(self.webhook_sender.run(), "deliver events to webhooks")
+
+    async def _run_requests(self) -> None:
+        """Run what waits and write its logs, which is to end last."""
+        logs = asyncio.create_task(self._logs.run())
+        try:
+            if self._request_runner is not None:
+                await self._request_runner.run()
+        finally:
+            logs.cancel()
+            await asyncio.gather(logs, return_exceptions=True)
 
     def close(self) -> None:
         """Begin nothing more; the loops have ended."""

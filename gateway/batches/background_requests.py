@@ -357,7 +357,8 @@ class BackgroundRequests:
                 elif row.state in _UNRUN:
                     await events.fail("server_error", EXPIRED_MESSAGE)
             finally:
-                await events.close()
+                with contextlib.suppress(LogBroken, FolderError):
+                    await events.close()
 
     # The gateway's own work.
 

@@ -168,6 +168,8 @@ class EventLog:
         Raises: FolderError.
         """
         while self._pending or self._writing:
+            if self._closed and not self._writing:
+                raise LogBroken  # Nobody will write it.
             written = asyncio.get_running_loop().create_future()
             self._rounds.append(written)
             await written

@@ -196,8 +196,7 @@ async def test_bad_requests_are_refused_and_keep_nothing(tmp_path: Path) -> None
         for wrong, param in (
             ({"background": "yes"}, "background"),
             ({"background": True, "metadata": {"a": 1}}, "metadata"),
-            ({"background": True, "input": 5, "previous_response_id": ""}, None),
-            ({"background": True, "max_output_tokens": "x"}, "max_output_tokens"),
+            ({"background": True, "max_output_tokens": "x"}, None),
             ({"background": True, "webhook_url": "http://127.0.0.1/"}, "webhook_url"),
             ({"background": True, "background_options": {"completion_window": "1m"}},
              "background_options"),
