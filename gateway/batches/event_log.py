@@ -47,8 +47,10 @@ TAIL_BYTES = 32 * 1024
 READ_BYTES = 64 * 1024
 """Bytes that a follower gets at once."""
 
+MOST_TOGETHER = 128
+"""Logs of one round: their followers wake together."""
+
 MOST_ENDINGS = 32
-"""Logs that end together."""
 
 
 class LogFull(Exception):  # noqa: N818 - said of the log
@@ -107,7 +109,7 @@ class EventLog:
 
     @property
     def event_count(self) -> int:
-        """Events that are written: those that followers may see."""
+        """Written events: followers may see these."""
         return self._extent.events
 
     @property
@@ -335,9 +337,7 @@ class EventLog:
         """What is to be written now, if anything is and nothing is being written."""
         if self._writing or not self._pending or self._failure is not None:
             return None
-        data = b"".join(self._pending)
-        self._pending.clear()
-        self._writing = True
+        data, self._pending, self._writing = b"".join(self._pending), [], True
         return Write(self.name, self._extent.size, data, sync=self._ending)
 
     def written(self, write: Write, failure: Exception | None) -> None:
@@ -527,15 +527,15 @@ class EventLogs:
             await asyncio.sleep(max(COMMIT_SECONDS, COMMIT_SHARE * took))
 
     async def _commit(self) -> None:
-        """Write what is pending. Ends are brought to the disk, which holds nobody else up."""
+        """Write what is pending. Ends go to the disk, which holds nobody else up."""
         endings = [log for log in self._dirty if log.ending]
         if endings and not self._ends:
             self._ends = True
             self._begin_round(endings[:MOST_ENDINGS]).add_done_callback(self._ends_written)
         others = [log for log in self._dirty if not log.ending]
-        if others:
+        for at in range(0, len(others), MOST_TOGETHER):
             # A cancellation must not leave it half done.
-            await asyncio.shield(self._begin_round(others))
+            await asyncio.shield(self._begin_round(others[at : at + MOST_TOGETHER]))
 
     def _ends_written(self, _: object) -> None:
         self._ends = False
@@ -551,8 +551,6 @@ class EventLogs:
 
     async def _write_round(self, logs: list[EventLog]) -> None:
         taken = [(log, write) for log in logs if (write := log.take()) is not None]
-        if not taken:
-            return
         writes = [write for _, write in taken]
         results: Sequence[Exception | None]
         try:
