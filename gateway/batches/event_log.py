@@ -16,12 +16,10 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from gateway.batches import log_file
 from gateway.batches.disk_threads import DiskThreads
 from gateway.batches.folder import Folder, FolderError
-from gateway.batches.log_file import TERMINAL_TYPES, Extent, Write
+from gateway.batches.log_file import TERMINAL_TYPES, Extent, Write, event_data
 from gateway.proxy.api.resuming import named_event
 from gateway.proxy.json_values import JsonObject
 
@@ -49,8 +47,10 @@ TAIL_BYTES = 32 * 1024
 READ_BYTES = 64 * 1024
 """Bytes that a follower gets at once."""
 
+MOST_TOGETHER = 128
+"""Logs of one round: their followers wake together."""
+
 MOST_ENDINGS = 32
-"""Logs that end together."""
 
 
 class LogFull(Exception):  # noqa: N818 - said of the log
@@ -65,8 +65,11 @@ class LogEnded(Exception):  # noqa: N818 - said of the log
     """The log has its terminal event already."""
 
 
-class LogBroken(Exception):  # noqa: N818 - said of the log
+class LogBroken(FolderError):  # noqa: N818 - said of the log
     """The log has no terminal event, and nobody here will write one."""
+
+    def __init__(self) -> None:
+        super().__init__("the log is closed without an end", "follow it again from where it broke")
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +86,8 @@ class EventLog:
     """What is written."""
     users: int = 0
     """Those that have not released it."""
-    _is_written_here: bool = False
+    _writers: int = 0
+    """Those in this process that write it."""
     _next_number: int = 0
     _pending: list[bytes] = field(default_factory=list)
     _pending_bytes: int = 0
@@ -105,7 +109,7 @@ class EventLog:
 
     @property
     def event_count(self) -> int:
-        """Events that are written: those that followers may see."""
+        """Written events: followers may see these."""
         return self._extent.events
 
     @property
@@ -168,8 +172,8 @@ class EventLog:
         Raises: FolderError.
         """
         while self._pending or self._writing:
-            if self._closed and not self._writing:
-                raise LogBroken  # Nobody will write it.
+            if self._closed:
+                raise LogBroken
             written = asyncio.get_running_loop().create_future()
             self._rounds.append(written)
             await written
@@ -185,15 +189,16 @@ class EventLog:
         await logs.threads.run(log_file.truncate, logs.folder, self.name, offset)
         self._extent = await logs.threads.run(log_file.scan, logs.folder, self.name)
         self._next_number = self._extent.events
-        self._tail.clear()
-        self._tail_bytes = 0
+        self._forget_tail()
 
     def _check_open(self) -> None:
         if self._failure is not None:
             raise self._failure
+        if self._closed:
+            raise LogBroken
         if self._ending:
             raise LogEnded
-        if not self._is_written_here:
+        if not self._writers:
             raise ValueError("the log was opened to be read")
 
     # Reading.
@@ -292,7 +297,9 @@ class EventLog:
         try:
             await self.flush()
         finally:
-            self._is_written_here = False
+            self._writers -= 1
+            if not self._writers:
+                self._forget_tail()
 
     async def release(self) -> None:
         """It is not needed any more by the one who got it."""
@@ -300,19 +307,21 @@ class EventLog:
         if not self.users:
             with contextlib.suppress(FolderError):
                 await self.flush()
-            self._logs.forget(self)
+            if not self.users:
+                self._logs.forget(self)
 
     # For `EventLogs`.
 
     def begin_writing(self, events: int) -> None:
         """This process writes it from now on; it holds so many events."""
-        self._is_written_here, self._next_number = True, events
-        self._ending = self._extent.ended
+        if not self._writers:
+            self._next_number, self._ending = events, self._extent.ended
+        self._writers += 1
 
     @property
     def is_written_here(self) -> bool:
         """Whether this process writes it."""
-        return self._is_written_here
+        return self._writers > 0
 
     @property
     def has_pending(self) -> bool:
@@ -328,9 +337,7 @@ class EventLog:
         """What is to be written now, if anything is and nothing is being written."""
         if self._writing or not self._pending or self._failure is not None:
             return None
-        data = b"".join(self._pending)
-        self._pending.clear()
-        self._writing = True
+        data, self._pending, self._writing = b"".join(self._pending), [], True
         return Write(self.name, self._extent.size, data, sync=self._ending)
 
     def written(self, write: Write, failure: Exception | None) -> None:
@@ -361,6 +368,7 @@ class EventLog:
         """Another process has written to it."""
         if extent.size > self._extent.size:
             self._extent = extent
+            self._forget_tail()
             self._wake()
 
     def extent(self) -> Extent:
@@ -379,6 +387,10 @@ class EventLog:
         self._closed = True
         self._wake()
         self._end_round()
+
+    def _forget_tail(self) -> None:
+        self._tail.clear()
+        self._tail_bytes = 0
 
     def _wake(self) -> None:
         for waiter in self._waiters:
@@ -414,7 +426,10 @@ class EventLogs:
         self._dirty: dict[EventLog, None] = {}
         self._wakes = asyncio.Event()
         self._unsynced: set[str] = set()
-        self._ending: asyncio.Task[None] | None = None
+        self._rounds: set[asyncio.Task[None]] = set()
+        """Rounds of writing under way: one of logs that end, one of others."""
+        self._ends = False
+        """Whether a round of logs that end is under way."""
         self._closed = False
 
     def __len__(self) -> int:
@@ -443,17 +458,18 @@ class EventLogs:
 
     async def _opened(self, name: str, *, to_write: bool) -> EventLog:
         log = self._open.get(name)
-        if log is None or (to_write and not log.is_written_here):
+        if log is not None and not log.is_written_here:
+            await self._look([log])
+        if log is None or log.broken:
             extent = await self.threads.run(log_file.scan, self.folder, name)
-            if log is None:
-                log = EventLog(name, self, extent)
-                self._open[name] = log
-            else:
-                log.grew(extent)
-            if to_write:
+            log = EventLog(name, self, extent)
+            self._open[name] = log
+        if to_write:
+            extent = log.extent()
+            if not log.is_written_here:
                 # What a crash left of an event would be in the way.
                 await self.threads.run(log_file.truncate, self.folder, name, extent.size)
-                log.begin_writing(extent.events)
+            log.begin_writing(extent.events)
         log.users += 1
         if self._closed:
             log.close()
@@ -495,10 +511,9 @@ class EventLogs:
     async def close(self) -> None:
         """Write what is pending; whoever follows a log that has not ended breaks."""
         self._closed = True
-        if self._ending is not None:
-            await asyncio.gather(self._ending, return_exceptions=True)
-        while self._dirty:
-            await self._write_round(list(self._dirty))
+        while self._dirty or self._rounds:
+            self._begin_round(list(self._dirty))
+            await asyncio.gather(*self._rounds)
         for log in list(self._open.values()):
             log.close()
 
@@ -512,27 +527,35 @@ class EventLogs:
             await asyncio.sleep(max(COMMIT_SECONDS, COMMIT_SHARE * took))
 
     async def _commit(self) -> None:
-        """Write what is pending. Ends are brought to the disk, which holds nobody else up."""
+        """Write what is pending. Ends go to the disk, which holds nobody else up."""
         endings = [log for log in self._dirty if log.ending]
-        if endings and (self._ending is None or self._ending.done()):
-            chosen = endings[:MOST_ENDINGS]
-            for log in chosen:
-                del self._dirty[log]
-            self._ending = asyncio.create_task(self._write_round(chosen))
-            self._ending.add_done_callback(lambda _: self._wakes.set())
-        await self._write_round([log for log in self._dirty if not log.ending])
+        if endings and not self._ends:
+            self._ends = True
+            self._begin_round(endings[:MOST_ENDINGS]).add_done_callback(self._ends_written)
+        others = [log for log in self._dirty if not log.ending]
+        for at in range(0, len(others), MOST_TOGETHER):
+            # A cancellation must not leave it half done.
+            await asyncio.shield(self._begin_round(others[at : at + MOST_TOGETHER]))
 
-    async def _write_round(self, logs: list[EventLog]) -> None:
+    def _ends_written(self, _: object) -> None:
+        self._ends = False
+        self._wakes.set()
+
+    def _begin_round(self, logs: list[EventLog]) -> asyncio.Task[None]:
         for log in logs:
             self._dirty.pop(log, None)
+        task = asyncio.create_task(self._write_round(logs))
+        self._rounds.add(task)
+        task.add_done_callback(self._rounds.discard)
+        return task
+
+    async def _write_round(self, logs: list[EventLog]) -> None:
         taken = [(log, write) for log in logs if (write := log.take()) is not None]
-        if not taken:
-            return
         writes = [write for _, write in taken]
         results: Sequence[Exception | None]
         try:
             results = await self.threads.run(log_file.write_all, self.folder, writes)
-        except FolderError as error:
+        except (FolderError, RuntimeError) as error:
             results = [error] * len(writes)
         for (log, write), failure in zip(taken, results, strict=True):
             log.written(write, failure)
@@ -556,22 +579,19 @@ class EventLogs:
             waited = [log for log in self._open.values() if log.is_waited_for]
             for log in waited:
                 log.beat(now)
-                if not log.is_written_here:
-                    await self._look(log)
+            await self._look([log for log in waited if not log.is_written_here])
 
-    async def _look(self, log: EventLog) -> None:
-        """Look for what another process has added to the log."""
-        extent = log.extent()
+    async def _look(self, logs: list[EventLog]) -> None:
+        """Look for what another process has added to these logs."""
+        extents = {log.name: log.extent() for log in logs}
+        if not extents:
+            return
         try:
-            await self.threads.run(log_file.grow, self.folder, log.name, extent)
-        except (FolderError, FileNotFoundError):
-            log.close()
-        else:
-            if not log.is_written_here:
-                log.grew(extent)
-
-
-def event_data(event: bytes) -> JsonObject:
-    """The data of an event of a log."""
-    value: JsonObject = msgspec.json.decode(event[event.index(b"\ndata: ") + 7 :])
-    return value
+            lost = await self.threads.run(log_file.grow_all, self.folder, extents)
+        except FolderError:
+            return
+        for log in logs:
+            if log.name in lost:
+                log.close()
+            elif not log.is_written_here:
+                log.grew(extents[log.name])

@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
+import msgspec
+
 from gateway.batches.folder import Folder, FolderError
+from gateway.proxy.json_values import JsonObject
 
 KIND = "events"
 """What the names of these files begin with."""
@@ -31,6 +34,12 @@ _HEAD = re.compile(
     rb'(?::[^\n]*\n)*event: ([a-z_.]+)\ndata: \{"type":"[a-z_.]+","sequence_number":(\d+)[,}]'
 )
 """The beginning of each event."""
+
+_NUMBERS = re.compile(
+    rb"(?:\A|(?<=\n\n))(?::[^\n]*\n)*event: [a-z_.]+\n"
+    rb'data: \{"type":"[a-z_.]+","sequence_number":(\d+)[,}]'
+)
+"""The numbers of all events that begin as they should."""
 
 
 class LogTaken(FolderError):  # noqa: N818 - said of the log
@@ -111,6 +120,18 @@ def grow(folder: Folder, name: str, extent: Extent) -> None:
             if not whole and end > 1:
                 break
             rest = data[len(whole) :]
+
+
+def grow_all(folder: Folder, extents: Mapping[str, Extent]) -> set[str]:
+    """Do that for all of these that have grown; returns the names of those that can't be read."""
+    lost = set()
+    for name, extent in extents.items():
+        try:
+            if folder.path(name).stat().st_size > extent.size:
+                grow(folder, name, extent)
+        except (OSError, FolderError):
+            lost.add(name)
+    return lost
 
 
 def find(folder: Folder, name: str, extent_offset: int, skipped: int) -> int:
@@ -227,16 +248,21 @@ def split_events(data: bytes) -> Iterator[bytes]:
         start = end
 
 
+def event_data(event: bytes) -> JsonObject:
+    """The data of an event of a log."""
+    value: JsonObject = msgspec.json.decode(event[event.index(b"\ndata: ") + 7 :])
+    return value
+
+
 def _read(file: BinaryIO, offset: int, length: int) -> bytes:
     return os.pread(file.fileno(), length, offset)
 
 
 def _valid_bytes(data: bytes, first_number: int) -> int:
     """Bytes of these whole events up to the first that has not the next number."""
-    last = data.rfind(b"\n\n", 0, -2) + 2
-    head = _HEAD.match(data, last if last > 1 else 0)
     count = data.count(b"\n\n")
-    if head is not None and int(head[2]) == first_number + count - 1:
+    numbers = [int(number) for number in _NUMBERS.findall(data)]
+    if numbers == list(range(first_number, first_number + count)):
         return len(data)
     end = 0
     for number, event in enumerate(split_events(data), first_number):

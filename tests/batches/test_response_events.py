@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gateway.app import Gateway
 from gateway.batches.response_events import ResponseEvents, partial_output, queued_response
 from gateway.errors import GatewayError
 from gateway.proxy import sse
@@ -26,7 +27,7 @@ from tests.batches.responses_over_nodes import (
 from tests.batches.test_runner import key
 from tests.emulator import EmulatedNode
 from tests.gateways import until
-from tests.proxy.proxy_over_nodes import A_FIRST, ProxyOverNodes, proxy_over
+from tests.proxy.proxy_over_nodes import A_FIRST, proxy_over
 
 _RESPONSE = {"id": "resp_n", "object": "response", "status": "in_progress"}
 
@@ -46,15 +47,15 @@ def node_events(count: int = 5, prefix: str = "n", *, tools: bool = False) -> by
     ]  # fmt: skip
     kind = "response.output_text.delta"
     values += [{"type": kind, "item_id": f"msg_{prefix}", "delta": word} for word in words]
-    output = [done]
+    output: list[dict[str, Any]] = [done]
     values += [
         {"type": "response.output_text.done", "item_id": f"msg_{prefix}", "text": part["text"]},
         {"type": "response.content_part.done", "item_id": f"msg_{prefix}", "part": part},
         {"type": "response.output_item.done", "item": done},
     ]
     if tools:
-        call = {"id": f"fc_{prefix}", "type": "function_call", "call_id": f"call_{prefix}",
-                "name": "f", "arguments": "{}"}  # fmt: skip
+        call: dict[str, Any] = {"id": f"fc_{prefix}", "type": "function_call", "name": "f"}
+        call |= {"call_id": f"call_{prefix}", "arguments": "{}"}
         output.append(call)
         values += [
             {"type": "response.output_item.added", "item": call | {"arguments": ""}},
@@ -158,7 +159,7 @@ async def test_an_error_event_becomes_a_failed_response(tmp_path: Path) -> None:
         open_logs(tmp_path) as logs,
     ):
         events = await begin(logs, tools=[{"type": "function", "name": "f"}])
-        node.faults.next("reset", after_tokens=5)
+        node.faults.next("reset", after_events=8)
         outcome = await run(proxy.app, events, tools=[{"type": "function", "name": "f"}])
         assert outcome.failed_on_nodes
         assert not events.ended
@@ -212,7 +213,7 @@ async def test_a_lost_run_goes_on_where_it_was(tmp_path: Path, cut: int) -> None
         await whole.close()
         expected = text_of(await logged(logs, whole.name))
         events = await begin(logs)
-        await cut_run(proxy, events, cut)
+        await cut_run(proxy.app, events, cut)
         events = await ResponseEvents.reopen(logs, events.name, now)
         assert events.begun is not None
         again = await run(proxy.app, events)
@@ -230,13 +231,13 @@ async def test_a_lost_run_goes_on_where_it_was(tmp_path: Path, cut: int) -> None
         assert outcome.record.prompt_tokens == again.record.prompt_tokens
 
 
-async def cut_run(proxy: ProxyOverNodes, events: ResponseEvents, tokens: int, **body: Any) -> None:
+async def cut_run(app: Gateway, events: ResponseEvents, tokens: int, **body: Any) -> None:
     """Run it, and end the run after so many tokens as the end of the process does."""
     stopped = asyncio.Event()
     written = events.write
 
-    async def write(data: bytes) -> None:
-        for event in sse.split(data):
+    async def write(events: bytes) -> None:
+        for event in sse.split(events):
             if stopped.is_set():
                 return
             await written(event)
@@ -247,7 +248,7 @@ async def cut_run(proxy: ProxyOverNodes, events: ResponseEvents, tokens: int, **
 
     seen: list[bytes] = []
     events.write = write  # type: ignore[method-assign]
-    running = asyncio.create_task(run(proxy.app, events, **body))
+    running = asyncio.create_task(run(app, events, **body))
     await until(stopped.is_set)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -266,7 +267,7 @@ async def test_what_no_node_can_continue_is_run_anew_and_must_be_the_same(tmp_pa
         await run(proxy.app, whole, tools=TOOLS)
         await whole.close()
         events = await begin(logs)
-        await cut_run(proxy, events, 7, tools=TOOLS)
+        await cut_run(proxy.app, events, 7, tools=TOOLS)
         events = await ResponseEvents.reopen(logs, events.name, now)
         await events.finish(await run(proxy.app, events, tools=TOOLS))
         await events.close()
@@ -281,7 +282,7 @@ async def test_what_may_come_out_otherwise_fails(tmp_path: Path) -> None:
         open_logs(tmp_path) as logs,
     ):
         events = await begin(logs)
-        await cut_run(proxy, events, 7, tools=TOOLS, temperature=1)
+        await cut_run(proxy.app, events, 7, tools=TOOLS, temperature=1)
         events = await ResponseEvents.reopen(logs, events.name, now)
         outcome = await run(proxy.app, events, tools=TOOLS, temperature=1)
         assert outcome.error_code == "response_interrupted"

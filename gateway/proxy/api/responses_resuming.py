@@ -94,12 +94,11 @@ class NativeToResponsesRewriter(EventRewriter):
         self._check_end()
         reasoning += self._splitter.flush()
         events = self._text_events("reasoning", reasoning) + self._text_events("message", content)
-        reason = "length" if value.get("stop_type") == "limit" else "stop"
         tokens = self._splice_point.prefix_tokens + as_count(value.get("tokens_predicted"))
-        return events + self._end_events(reason, tokens)
+        return events + self._end_events(tokens)
 
     def final_events(self, reason: str, *, usage: bool) -> bytes:
-        return self._end_events(reason, self._splice_point.sent_tokens)
+        return self._end_events(self._splice_point.sent_tokens)
 
     def _text_events(self, kind: str, text: str) -> bytes:
         """Text of the item of this type, which begins if there is none yet."""
@@ -122,15 +121,15 @@ class NativeToResponsesRewriter(EventRewriter):
             events += self._event("response.content_part.added", fields, kind)
         return events
 
-    def _end_events(self, reason: str, tokens: int) -> bytes:
-        """The ends of all items, as far as they are missing, and of the response."""
-        cut_off = reason == "length"
-        status = "incomplete" if cut_off else "completed"
+    def _end_events(self, tokens: int) -> bytes:
+        """The ends of all items, as far as they are missing, and of the response.
+
+        Like llama.cpp's they don't tell whether it was cut off; `ResponsesRepair` does.
+        """
         output: list[JsonObject] = []
         events = b""
         for kind, id_ in self._ids.items():
-            is_last = len(output) == len(self._ids) - 1
-            item = self._item(kind, status if is_last else "completed")
+            item = self._item(kind, "completed")
             output.append(item)
             fields: dict[str, JsonObject] = {"response.output_item.done": {"item": item}}
             if kind == "message":
@@ -145,7 +144,7 @@ class NativeToResponsesRewriter(EventRewriter):
                     events += self._event(name, value, kind)
         prompt = self._splice_point.prompt_tokens
         response = self._response | {
-            "status": status,
+            "status": "completed",
             "output": output,
             "usage": {
                 "input_tokens": prompt,
@@ -157,9 +156,7 @@ class NativeToResponsesRewriter(EventRewriter):
         if self._number is None:
             # llama.cpp tells the time of the end.
             response["created_at"] = int(time.time())
-        if cut_off:
-            response["incomplete_details"] = {"reason": "max_output_tokens"}
-        return events + self._event(f"response.{status}", {"response": response}, "")
+        return events + self._event("response.completed", {"response": response}, "")
 
     def _item(self, kind: str, status: str) -> JsonObject:
         text, id_ = "".join(self._texts[kind]), self._ids[kind]

@@ -12,7 +12,6 @@ from gateway.proxy.api.completions import COMPLETIONS
 from gateway.proxy.api.messages import MESSAGES
 from gateway.proxy.api.native import INFILL, NATIVE, native_body
 from gateway.proxy.api.relayed import RELAYED
-from gateway.proxy.api.responses import RESPONSES
 from gateway.proxy.api.resuming import remaining_tokens
 from gateway.proxy.resume.plan import is_greedy
 from gateway.proxy.transcript import Transcript
@@ -96,7 +95,7 @@ def test_the_transcripts_own_reason_comes_first() -> None:
     assert CHAT.unresumable_reason(HELLO, transcript) == "a tool call has begun"
 
 
-@pytest.mark.parametrize("api", [RESPONSES, INFILL, RELAYED])
+@pytest.mark.parametrize("api", [INFILL, RELAYED])
 def test_an_api_that_can_not_be_resumed_says_so(api: Api) -> None:
     assert api.transcript_reader is None
     assert api.event_rewriter is None
