@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 
@@ -158,14 +159,22 @@ class BackgroundWork:
             yield NamedLoop(self.batches.run(), "begin and end batches")
         if self.feeder is not None:
             yield NamedLoop(self.feeder.run(), "feed batches")
-        if self._logs is not None:
-            yield NamedLoop(self._logs.run(), "write event logs")
         if self.requests is not None:
             yield NamedLoop(self.requests.run(), "remove expired background requests")
-        if self._request_runner is not None:
-            yield NamedLoop(self._request_runner.run(), "run background requests")
+            yield NamedLoop(self._run_requests(), "run background requests")
         if self.webhook_sender is not None:
             yield NamedLoop(self.webhook_sender.run(), "deliver events to webhooks")
+
+    async def _run_requests(self) -> None:
+        """Run what waits and write its logs, which is to end last."""
+        assert self._logs is not None
+        assert self._request_runner is not None
+        logs = asyncio.create_task(self._logs.run())
+        try:
+            await self._request_runner.run()
+        finally:
+            logs.cancel()
+            await asyncio.gather(logs, return_exceptions=True)
 
     # The end.
 

@@ -21,7 +21,7 @@ from sqlalchemy import Connection
 from gateway.batches import background_rows, log_file
 from gateway.batches.background_rows import AddBackground, CancelBackground, ExpireBackground
 from gateway.batches.disk_threads import DiskThreads
-from gateway.batches.event_log import EventLogs
+from gateway.batches.event_log import EventLogs, LogBroken
 from gateway.batches.folder import Folder, FolderError, FolderFull, FoundFile
 from gateway.batches.followers import Followers
 from gateway.batches.request_rows import StoredRow
@@ -295,7 +295,7 @@ class BackgroundRequests:
             raise not_found(id_, kind)
         self._end_run(id_)
         if row.state is RequestState.CANCELLED and found.state is RequestState.WAITING:
-            await self._settle(row)
+            await self.settle(row)
         return row
 
     def cancel_soon(self, row: StoredRow) -> None:
@@ -343,13 +343,13 @@ class BackgroundRequests:
             row.ended_at is not None and self._now() >= row.ended_at + UNWRITTEN_SECONDS
         )
         if own_turn:
-            await self._settle(row)
+            await self.settle(row)
 
-    async def _settle(self, row: StoredRow) -> None:
+    async def settle(self, row: StoredRow) -> None:
         """Write the end of a response that has ended without a run."""
         if row.kind is not RequestKind.RESPONSE or row.result_place is None:
             return
-        with contextlib.suppress(FileNotFoundError, FolderError):
+        with contextlib.suppress(FileNotFoundError, FolderError, LogBroken):
             events = await ResponseEvents.reopen(self.logs, row.result_place, self._now)
             try:
                 if row.state is RequestState.CANCELLED:
@@ -357,7 +357,8 @@ class BackgroundRequests:
                 elif row.state in _UNRUN:
                     await events.fail("server_error", EXPIRED_MESSAGE)
             finally:
-                await events.close()
+                with contextlib.suppress(LogBroken, FolderError):
+                    await events.close()
 
     # The gateway's own work.
 
@@ -388,7 +389,7 @@ class BackgroundRequests:
         job = ExpireBackground(folder, self._now(), keep_seconds, self.ended, STEP_ROWS)
         for row in await self.store.run(job):
             self.has_ended(row.id)
-            await self._settle(row)
+            await self.settle(row)
         for _ in range(MOST_STEPS):
             due = await self.store.run(
                 partial(background_rows.due_background, folder=folder, now=self._now(),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import structlog
@@ -24,7 +24,7 @@ from gateway.batches.background_requests import (
 )
 from gateway.batches.claims import Claim, Pick
 from gateway.batches.deferred import DeferredHead, DeferredResult
-from gateway.batches.event_log import LogBroken, LogEnded
+from gateway.batches.event_log import LogBroken
 from gateway.batches.folder import FolderError
 from gateway.batches.recorded_results import RecordedResult, record
 from gateway.batches.request_rows import StoredRow
@@ -214,6 +214,8 @@ class BackgroundRunner:
             except asyncio.CancelledError:
                 if row.id not in self._unwanted:
                     raise
+                # Wherever its run was: nobody else writes its end.
+                await self._requests.settle(replace(row, state=RequestState.CANCELLED))
         except asyncio.CancelledError:
             raise
         except Exception:
@@ -264,11 +266,6 @@ class BackgroundRunner:
         except RowExpired:
             await events.fail("server_error", EXPIRED_MESSAGE)
             return await self._ended_response(row, events, None, RequestState.EXPIRED)
-        except asyncio.CancelledError:
-            if row.id in self._unwanted:
-                with contextlib.suppress(FolderError, FileNotFoundError, LogBroken, LogEnded):
-                    await events.cancel()
-            raise
         except (FolderError, FileNotFoundError, LogBroken) as error:
             if row.id in self._unwanted:
                 raise asyncio.CancelledError from None

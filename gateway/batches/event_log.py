@@ -16,12 +16,10 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from gateway.batches import log_file
 from gateway.batches.disk_threads import DiskThreads
 from gateway.batches.folder import Folder, FolderError
-from gateway.batches.log_file import TERMINAL_TYPES, Extent, Write
+from gateway.batches.log_file import TERMINAL_TYPES, Extent, Write, event_data
 from gateway.proxy.api.resuming import named_event
 from gateway.proxy.json_values import JsonObject
 
@@ -49,8 +47,10 @@ TAIL_BYTES = 32 * 1024
 READ_BYTES = 64 * 1024
 """Bytes that a follower gets at once."""
 
+MOST_TOGETHER = 128
+"""Logs of one round: their followers wake together."""
+
 MOST_ENDINGS = 32
-"""Logs that end together."""
 
 
 class LogFull(Exception):  # noqa: N818 - said of the log
@@ -109,7 +109,7 @@ class EventLog:
 
     @property
     def event_count(self) -> int:
-        """Events that are written: those that followers may see."""
+        """Written events: followers may see these."""
         return self._extent.events
 
     @property
@@ -172,7 +172,7 @@ class EventLog:
         Raises: FolderError.
         """
         while self._pending or self._writing:
-            if self._closed and not self._writing:
+            if self._closed:
                 raise LogBroken
             written = asyncio.get_running_loop().create_future()
             self._rounds.append(written)
@@ -337,9 +337,7 @@ class EventLog:
         """What is to be written now, if anything is and nothing is being written."""
         if self._writing or not self._pending or self._failure is not None:
             return None
-        data = b"".join(self._pending)
-        self._pending.clear()
-        self._writing = True
+        data, self._pending, self._writing = b"".join(self._pending), [], True
         return Write(self.name, self._extent.size, data, sync=self._ending)
 
     def written(self, write: Write, failure: Exception | None) -> None:
@@ -428,7 +426,10 @@ class EventLogs:
         self._dirty: dict[EventLog, None] = {}
         self._wakes = asyncio.Event()
         self._unsynced: set[str] = set()
-        self._ending: asyncio.Task[None] | None = None
+        self._rounds: set[asyncio.Task[None]] = set()
+        """Rounds of writing under way: one of logs that end, one of others."""
+        self._ends = False
+        """Whether a round of logs that end is under way."""
         self._closed = False
 
     def __len__(self) -> int:
@@ -458,7 +459,7 @@ class EventLogs:
     async def _opened(self, name: str, *, to_write: bool) -> EventLog:
         log = self._open.get(name)
         if log is not None and not log.is_written_here:
-            await self._look(log)
+            await self._look([log])
         if log is None or log.broken:
             extent = await self.threads.run(log_file.scan, self.folder, name)
             log = EventLog(name, self, extent)
@@ -510,10 +511,9 @@ class EventLogs:
     async def close(self) -> None:
         """Write what is pending; whoever follows a log that has not ended breaks."""
         self._closed = True
-        if self._ending is not None:
-            await asyncio.gather(self._ending, return_exceptions=True)
-        while self._dirty:
-            await self._write_round(list(self._dirty))
+        while self._dirty or self._rounds:
+            self._begin_round(list(self._dirty))
+            await asyncio.gather(*self._rounds)
         for log in list(self._open.values()):
             log.close()
 
@@ -527,27 +527,35 @@ class EventLogs:
             await asyncio.sleep(max(COMMIT_SECONDS, COMMIT_SHARE * took))
 
     async def _commit(self) -> None:
-        """Write what is pending. Ends are brought to the disk, which holds nobody else up."""
+        """Write what is pending. Ends go to the disk, which holds nobody else up."""
         endings = [log for log in self._dirty if log.ending]
-        if endings and (self._ending is None or self._ending.done()):
-            chosen = endings[:MOST_ENDINGS]
-            for log in chosen:
-                del self._dirty[log]
-            self._ending = asyncio.create_task(self._write_round(chosen))
-            self._ending.add_done_callback(lambda _: self._wakes.set())
-        await self._write_round([log for log in self._dirty if not log.ending])
+        if endings and not self._ends:
+            self._ends = True
+            self._begin_round(endings[:MOST_ENDINGS]).add_done_callback(self._ends_written)
+        others = [log for log in self._dirty if not log.ending]
+        for at in range(0, len(others), MOST_TOGETHER):
+            # A cancellation must not leave it half done.
+            await asyncio.shield(self._begin_round(others[at : at + MOST_TOGETHER]))
 
-    async def _write_round(self, logs: list[EventLog]) -> None:
+    def _ends_written(self, _: object) -> None:
+        self._ends = False
+        self._wakes.set()
+
+    def _begin_round(self, logs: list[EventLog]) -> asyncio.Task[None]:
         for log in logs:
             self._dirty.pop(log, None)
+        task = asyncio.create_task(self._write_round(logs))
+        self._rounds.add(task)
+        task.add_done_callback(self._rounds.discard)
+        return task
+
+    async def _write_round(self, logs: list[EventLog]) -> None:
         taken = [(log, write) for log in logs if (write := log.take()) is not None]
-        if not taken:
-            return
         writes = [write for _, write in taken]
         results: Sequence[Exception | None]
         try:
             results = await self.threads.run(log_file.write_all, self.folder, writes)
-        except FolderError as error:
+        except (FolderError, RuntimeError) as error:
             results = [error] * len(writes)
         for (log, write), failure in zip(taken, results, strict=True):
             log.written(write, failure)
@@ -571,22 +579,19 @@ class EventLogs:
             waited = [log for log in self._open.values() if log.is_waited_for]
             for log in waited:
                 log.beat(now)
-                if not log.is_written_here:
-                    await self._look(log)
+            await self._look([log for log in waited if not log.is_written_here])
 
-    async def _look(self, log: EventLog) -> None:
-        """Look for what another process has added to the log."""
-        extent = log.extent()
+    async def _look(self, logs: list[EventLog]) -> None:
+        """Look for what another process has added to these logs."""
+        extents = {log.name: log.extent() for log in logs}
+        if not extents:
+            return
         try:
-            await self.threads.run(log_file.grow, self.folder, log.name, extent)
-        except (FolderError, FileNotFoundError):
-            log.close()
-        else:
-            if not log.is_written_here:
-                log.grew(extent)
-
-
-def event_data(event: bytes) -> JsonObject:
-    """The data of an event of a log."""
-    value: JsonObject = msgspec.json.decode(event[event.index(b"\ndata: ") + 7 :])
-    return value
+            lost = await self.threads.run(log_file.grow_all, self.folder, extents)
+        except FolderError:
+            return
+        for log in logs:
+            if log.name in lost:
+                log.close()
+            elif not log.is_written_here:
+                log.grew(extents[log.name])

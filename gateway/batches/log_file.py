@@ -9,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
+import msgspec
+
 from gateway.batches.folder import Folder, FolderError
+from gateway.proxy.json_values import JsonObject
 
 KIND = "events"
 """What the names of these files begin with."""
@@ -117,6 +120,18 @@ def grow(folder: Folder, name: str, extent: Extent) -> None:
             if not whole and end > 1:
                 break
             rest = data[len(whole) :]
+
+
+def grow_all(folder: Folder, extents: Mapping[str, Extent]) -> set[str]:
+    """Do that for all of these that have grown; returns the names of those that can't be read."""
+    lost = set()
+    for name, extent in extents.items():
+        try:
+            if folder.path(name).stat().st_size > extent.size:
+                grow(folder, name, extent)
+        except (OSError, FolderError):
+            lost.add(name)
+    return lost
 
 
 def find(folder: Folder, name: str, extent_offset: int, skipped: int) -> int:
@@ -231,6 +246,12 @@ def split_events(data: bytes) -> Iterator[bytes]:
     while (end := data.find(b"\n\n", start) + 2) > 1:
         yield data[start:end]
         start = end
+
+
+def event_data(event: bytes) -> JsonObject:
+    """The data of an event of a log."""
+    value: JsonObject = msgspec.json.decode(event[event.index(b"\ndata: ") + 7 :])
+    return value
 
 
 def _read(file: BinaryIO, offset: int, length: int) -> bytes:

@@ -7,14 +7,15 @@ node, or another process after a crash, goes on with it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import msgspec
 
 from gateway import errors
-from gateway.batches.event_log import EventLog, EventLogs, LogEnded, LogFull, event_data
-from gateway.batches.log_file import TERMINAL_TYPES, split_events
+from gateway.batches.disk_threads import DiskThreads
+from gateway.batches.event_log import EventLog, EventLogs, LogEnded, LogFull
+from gateway.batches.log_file import TERMINAL_TYPES, event_data, split_events
 from gateway.batches.repetition import NotRepeated, Repetition
 from gateway.batches.runner import BegunResponse, Outcome
 from gateway.errors import GatewayError
@@ -103,8 +104,15 @@ class ResponseEvents:
     `response`: as in its first event. `now`: gives Unix time.
     """
 
-    def __init__(self, log: EventLog, response: JsonObject, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        log: EventLog,
+        response: JsonObject,
+        now: Callable[[], float],
+        threads: DiskThreads,
+    ) -> None:
         self._log = log
+        self._threads = threads
         self._response = response
         self._suffix = str(response.get("id") or "").rpartition("_")[2]
         self._now = now
@@ -140,7 +148,7 @@ class ResponseEvents:
         except BaseException:
             await log.release()
             raise
-        return cls(log, response, now)
+        return cls(log, response, now, logs.threads)
 
     @classmethod
     async def reopen(
@@ -153,15 +161,15 @@ class ResponseEvents:
         """
         log = await logs.open(name, to_write=True)
         try:
-            events = cls(log, {}, now)
-            await events._read(logs, most_text)
+            events = cls(log, {}, now, logs.threads)
+            await events._read(most_text)
         except BaseException:
             await log.stop_writing()
             await log.release()
             raise
         return events
 
-    async def _read(self, logs: EventLogs, most_text: int) -> None:
+    async def _read(self, most_text: int) -> None:
         """Read what the log has."""
         recorder = TranscriptRecorder(read_response, most_text)
         first_run, first = FirstRun("", None), True
@@ -173,9 +181,9 @@ class ResponseEvents:
                 self._in_progress = b"\nevent: response.in_progress\n" in events
             if _RUN_MARK in events:
                 first_run = _read_mark(events) or first_run
-            await logs.threads.run(recorder.add, events)
+            await self._threads.run(recorder.add, events)
         self._model = first_run.model
-        transcript = await logs.threads.run(recorder.transcript)
+        transcript = await self._threads.run(recorder.transcript)
         for id_, kind in transcript.item_types.items():
             self._places[id_] = len(self._items)
             self._items.append(OutputItem(id_, kind))
@@ -216,8 +224,8 @@ class ResponseEvents:
         transcript = self._begun.recorder.transcript()
         if not greedy and (transcript.token_count or transcript.unresumable is not None):
             raise _interrupted(reason)
-        values = [value async for value in self._values() if value["type"] not in _LIFECYCLE_TYPES]
-        self._repetition = Repetition(values)
+        pages = await self._pages()
+        self._repetition = await self._threads.run(_repetition, pages)
         self._items.clear()
         self._places.clear()
         self._begun = None
@@ -292,20 +300,17 @@ class ResponseEvents:
 
     async def _end(self, fields: JsonObject) -> None:
         if not self.ended:
-            await self._log.flush()
-            output = partial_output([value async for value in self._values()])
+            output = await self._threads.run(_partial_output, await self._pages())
             response = self._response | {"output": output} | fields
             await self._log.append([{"type": "response.failed", "response": response}])
         await self._log.flush()
 
     # The events.
 
-    async def _values(self) -> AsyncIterator[JsonObject]:
-        """The data of all written events."""
+    async def _pages(self) -> list[bytes]:
+        """All events, in pieces of whole ones."""
         await self._log.flush()
-        async for events in self._log.events():
-            for event in split_events(events):
-                yield event_data(event)
+        return [events async for events in self._log.events()]
 
     def _lifecycle(self, word: str) -> JsonObject:
         return {"type": f"response.{word}", "response": self._response | {"status": word}}
@@ -440,6 +445,19 @@ def partial_output(values: Iterable[JsonObject]) -> list[JsonObject]:
         content = [*(item.get("content") or []), part]
         items[index] = item | {"content": content, "status": "incomplete"}
     return [items[index] for index in sorted(items)]
+
+
+def _values(pages: list[bytes]) -> Iterator[JsonObject]:
+    """The data of the events in these pieces."""
+    return (event_data(event) for events in pages for event in split_events(events))
+
+
+def _partial_output(pages: list[bytes]) -> list[JsonObject]:
+    return partial_output(_values(pages))
+
+
+def _repetition(pages: list[bytes]) -> Repetition:
+    return Repetition(value for value in _values(pages) if value["type"] not in _LIFECYCLE_TYPES)
 
 
 def _interrupted(reason: str) -> GatewayError:

@@ -195,10 +195,13 @@ async def look(site: Site, found: Findings) -> None:
         await asyncio.sleep(0.5)
 
 
-async def kill_now_and_then(site: Site, every: float, found: Findings) -> None:
-    """Kill the gateway, and start it again."""
+async def kill_now_and_then(site: Site, every: float, found: Findings, over: asyncio.Event) -> None:
+    """Kill the gateway, and start it again, until it is over."""
     while True:
-        await asyncio.sleep(every)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(every):
+                await over.wait()
+            return
         await site.kill()
         found.kills += 1
         await site.start()
@@ -224,6 +227,8 @@ async def try_it(
         settings_file = folder / "gateway.yaml"
         settings = yaml.safe_load(settings_file.read_text())
         settings["batches"] = {"background_at_once": NODES * slots, "waiting_per_key": 100_000}
+        # The nodes share this process with all clients.
+        settings["timeouts"] = {"first_byte": 60.0, "silence": 60.0}
         settings_file.write_text(yaml.safe_dump(settings))
         await site.start()
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
@@ -234,25 +239,24 @@ async def try_it(
         )
         followers = [Follower(site, at, seed, tokens, found) for at in range(responses)]
         began = time.monotonic()
-        beside = [
-            asyncio.create_task(look(site, found)),
-            asyncio.create_task(kill_now_and_then(site, every, found)),
-        ]
+        over = asyncio.Event()
+        looking = asyncio.create_task(look(site, found))
+        killing = asyncio.create_task(kill_now_and_then(site, every, found, over))
         tasks = [asyncio.create_task(one.run(client)) for one in followers]
         try:
             await asyncio.wait(tasks, timeout=seconds)
             found.seconds = time.monotonic() - began
         finally:
-            for task in (*beside, *tasks):
+            over.set()
+            await killing
+            for task in (looking, *tasks):
                 task.cancel()
-            results = await asyncio.gather(*beside, *tasks, return_exceptions=True)
+            results = await asyncio.gather(looking, *tasks, return_exceptions=True)
         found.wrong += [
             repr(one)
             for one in results
             if isinstance(one, Exception) and not isinstance(one, asyncio.CancelledError)
         ]
-        if not site.up.is_set():
-            await site.start()
         for at, one in enumerate(followers):
             if one.ended:
                 one.check_text()

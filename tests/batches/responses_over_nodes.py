@@ -11,9 +11,9 @@ from typing import Any
 
 from gateway.app import Gateway
 from gateway.batches.disk_threads import DiskThreads
-from gateway.batches.event_log import EventLogs, event_data
+from gateway.batches.event_log import EventLogs
 from gateway.batches.folder import Folder
-from gateway.batches.log_file import TERMINAL_TYPES, split_events
+from gateway.batches.log_file import TERMINAL_TYPES, event_data, split_events
 from gateway.batches.response_events import ResponseEvents, queued_response
 from gateway.batches.runner import Outcome, StoredRequest
 from gateway.proxy.json_values import JsonObject

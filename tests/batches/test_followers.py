@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from gateway.batches import event_log
-from gateway.batches.event_log import EventLog, EventLogs, LogBroken, event_data
+from gateway.batches.event_log import EventLog, EventLogs, LogBroken
 from gateway.batches.followers import Followers
-from gateway.batches.log_file import split_events
+from gateway.batches.log_file import event_data, split_events
 from gateway.proxy import sse
 from tests.batches.responses_over_nodes import open_logs
 from tests.gateways import until

