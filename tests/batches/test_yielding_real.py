@@ -44,7 +44,9 @@ async def test_a_row_on_a_real_server_yields_and_loses_no_text(tmp_path: Path) -
 
         def start(number: int) -> asyncio.Task[Outcome]:
             row = StoredRequest(f"row_{number}", "anonymous:127.0.0.1", CHAT)
-            return asyncio.create_task(gateway.runner.run(row, json.dumps(body).encode()))
+            return asyncio.create_task(
+                gateway.background.runner.run(row, json.dumps(body).encode())
+            )
 
         def decodes() -> bool:
             return any(

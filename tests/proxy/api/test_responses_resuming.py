@@ -65,7 +65,7 @@ def normal(stream: Stream) -> list[dict[str, Any]]:
 async def test_a_cut_stream_goes_on_on_another_node(tmp_path: Path, cut: int) -> None:
     nodes = EmulatedNode(), EmulatedNode()
     async with proxy_over(tmp_path, *nodes, nodes=A_FIRST) as proxy:
-        body = {"temperature": 0, "max_output_tokens": 25}
+        body: dict[str, Any] = {"temperature": 0, "max_output_tokens": 25}
         whole = await proxy.stream(PATH, **body)
         nodes[0].faults.next("reset", after_events=cut)
         resumed = await proxy.stream(PATH, **body)
