@@ -541,15 +541,10 @@ class Gateway:
         routes = routes_of(self.settings)
         self._routes.clear()
         self._routes.update((path.encode(), route) for path, route in routes.items())
-        usage = self.metering.caller_usage()
         site = public_app(
-            self.handler,
-            self.fleet,
-            usage,
-            created=self._created,
-            files=self.background.files,
-            requests=self.background.requests,
-        )
+            self.handler, self.fleet, self.metering.caller_usage(), created=self._created,
+            files=self.background.files, requests=self.background.requests,
+        )  # fmt: skip
         return site if self.settings.cors is None else with_cors(site, self.settings.cors)
 
     def _handler_config(self, settings: Settings) -> HandlerConfig:

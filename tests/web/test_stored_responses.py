@@ -1,5 +1,7 @@
 """Stored responses of a whole gateway, by the official client."""
 
+# ruff: noqa: SIM117 - one level for the gateway, one for its clients
+
 from __future__ import annotations
 
 import asyncio
@@ -159,9 +161,7 @@ async def test_one_that_runs_is_cancelled_and_its_stream_ends(tmp_path: Path) ->
             cancelled = await alice.responses.cancel(one.id)
             assert cancelled.status == "cancelled"
             assert (await alice.responses.cancel(one.id)).status == "cancelled"
-            events = [
-                event async for event in await alice.responses.retrieve(one.id, stream=True)
-            ]
+            events = [event async for event in await alice.responses.retrieve(one.id, stream=True)]
             assert events[-1].type == "response.failed"
             assert events[-1].response.status == "cancelled"
         await until(lambda: node.busy == 0)
