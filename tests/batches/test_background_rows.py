@@ -33,6 +33,7 @@ def test_requests_are_bounded_cancelled_once_and_deleted(tmp_path: Path) -> None
     location = locate_store(None, tmp_path)
     assert location is not None
     store = Store(location)
+    store.start()
     ended: list[str] = []
 
     def also(_: Connection, found: StoredRow) -> None:
