@@ -19,6 +19,7 @@ from gateway.config.settings import Settings
 from gateway.observe.metrics import CONTENT_TYPE
 from gateway.proxy.inbound.routes import Route, api_of_path, pages_of, routes_of
 from gateway.web.admin.app import ADMIN_ROUTES, AdminRoute
+from gateway.web.openapi_background import BACKGROUND_SUMMARIES
 from gateway.web.openapi_batches import (
     BATCH_BODIES,
     BATCH_HEADERS,
@@ -141,6 +142,7 @@ _SUMMARIES = {
     "/v1/files/{id}/content": "its bytes",
     "DELETE /v1/files/{id}": "delete it; while an unfinished batch reads it, 409",
     **BATCH_SUMMARIES,
+    **BACKGROUND_SUMMARIES,
     "/health": "200 while the process lives",
     "/ready": "200 while some node can take or queue work, else 503",
 }

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from gateway.web.openapi_background import (
+    BACKGROUND_QUERY,
+    BACKGROUND_RESPONSES,
+    BACKGROUND_STATUSES,
+)
 from gateway.web.openapi_batches import (
     BATCH_CONTENT,
     BATCH_QUERY,
@@ -83,6 +88,7 @@ RESPONSES: dict[str, JsonSchema] = {
         "required": ["id", "object", "deleted"],
     },
     **BATCH_RESPONSES,
+    **BACKGROUND_RESPONSES,
     "/admin/usage": {"$ref": "#/components/schemas/Usage"},
     "/health": {"type": "object", "properties": {"status": {"const": "ok"}}},
     "/ready": {"type": "object", "properties": {"status": {"const": "ready"}}},
@@ -149,6 +155,7 @@ QUERY: dict[str, dict[str, tuple[JsonSchema, str]]] = {
         "purpose": ({"type": "string"}, "Only files for this purpose."),
     },
     **BATCH_QUERY,
+    **BACKGROUND_QUERY,
     "/admin/usage": {
         "by": (
             {"type": "string"},
@@ -265,6 +272,7 @@ STATUSES: dict[str, frozenset[int]] = {
     "/v1/files/{id}/content": frozenset({501}),
     "DELETE /v1/files/{id}": frozenset({409, 501}),
     **BATCH_STATUSES,
+    **BACKGROUND_STATUSES,
     "/admin/nodes/{name}": frozenset({404}),
     "/admin/nodes/{name}/drain": frozenset({404}),
     "/admin/nodes/{name}/resume": frozenset({404}),

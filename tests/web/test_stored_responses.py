@@ -1,5 +1,7 @@
 """Stored responses of a whole gateway, by the official client."""
 
+# ruff: noqa: SIM117 - one level for the gateway, one for its clients
+
 from __future__ import annotations
 
 import asyncio
