@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from sqlalchemy import Connection
@@ -56,7 +57,8 @@ def test_requests_are_bounded_cancelled_once_and_deleted(tmp_path: Path) -> None
         assert ended == [row(1).id]
         assert store.run_now(CancelBackground("k2", row(1).id, KIND, 5.0, 60.0, also)) is None
         for now, there in ((59.0, True), (61.0, False)):
-            found = store.run_now(lambda c, now=now: find_background(c, "k1", row(1).id, KIND, now))
+            find = partial(find_background, owner="k1", id_=row(1).id, kind=KIND, now=now)
+            found = store.run_now(find)
             assert (found is not None) is there
         for wanted in (row(2), None):
             gone = store.run_now(lambda c: delete_background(c, "k1", row(2).id, KIND, 5.0))
