@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import errors
 from gateway.access.callers import MOST_IDENTITY_BYTES, cache_policy_of, identify_caller
@@ -87,9 +88,9 @@ def public_app(
     own = _own_routes(site)
     settings = handler.config.settings
     own += [Route(page.path, site.page(page), methods=[page.method]) for page in pages_of(settings)]
-    routed = [Route(path, _served_by_protocol, methods=["POST"]) for path in routes_of(settings)]
+    routed = [Route(path, _ServedByProtocol()) for path in routes_of(settings)]
     suggest = partial(suggest_path, ollama=settings.ollama)
-    return asgi_app([*own, *routed], handler.next_id, suggest=suggest)
+    return asgi_app([*routed, *own], handler.next_id, suggest=suggest)
 
 
 def with_cors(app: ASGIApp, spec: CorsSpec) -> ASGIApp:
@@ -105,8 +106,11 @@ def with_cors(app: ASGIApp, spec: CorsSpec) -> ASGIApp:
     )
 
 
-async def _served_by_protocol(_: Request) -> Response:
-    raise AssertionError("POSTs to routed paths do not come here")
+class _ServedByProtocol:
+    """A routed path, whose POSTs do not come here: no other path's pattern is to match it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise HTTPException(405, headers={"Allow": "POST"})
 
 
 @dataclass(frozen=True, slots=True)

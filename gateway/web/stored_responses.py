@@ -44,8 +44,6 @@ class StoredResponseEndpoints:
 
     async def show(self, request: Request) -> Response:
         """The response as it is now, or its events."""
-        if request.path_params["id"] == "input_tokens":
-            raise errors.method_not_allowed(request.method, "POST")
         after = _after(request)
         requests, row = await self._row(request)
         if request.query_params.get("stream", "").lower() not in _TRUE:

@@ -236,7 +236,7 @@ async def test_rows_behind_a_recovery_that_nobody_could_confirm_are_counted_by_o
         world.clocks.advance(0.5)
         await killed.step()
         store: Any = heir.store
-        store.loses = ["recover"]
+        store.loses = ["work"]  # of `Ledger.write_with`
         for _ in range(int((DEAD_SECONDS + 2 * RECOVERY_SECONDS) / 5)):
             world.clocks.advance(5.0)
             await heir.step()

@@ -74,7 +74,7 @@ def test_every_served_path_is_suggested_however_it_is_spelt(path: str) -> None:
         ("/v1/uploads", "POST /v1/files"),
         ("/v1/batches/b1/retry", "A batch has only /cancel, /pause"),
         ("/v1/messages/batches/b1/retry", "A message batch has only /results, /cancel"),
-        ("/v1/responses/resp_1", "No response is kept"),
+        ("/v1/responses/resp_1/input", "A stored response has only"),
         ("/v1/chat/completions/id/messages", "No chat is kept"),
         ("/slots", "other people's requests"),
         ("/anything", "Served are"),

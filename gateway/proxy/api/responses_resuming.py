@@ -7,6 +7,7 @@ template renders it, with the text so far behind it.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from gateway.proxy.api import resuming
 from gateway.proxy.api.resuming import (
@@ -30,7 +31,7 @@ def read_response(transcript: Transcript, value: JsonObject) -> None:
     number = value.get("sequence_number")
     if number is not None:
         transcript.last_number = as_count(number)
-    kind = value["type"]
+    kind = str(value.get("type"))
     if kind == "response.output_text.delta":
         transcript.add_content(value.get("delta"))
         if value.get("logprobs"):
@@ -40,7 +41,7 @@ def read_response(transcript: Transcript, value: JsonObject) -> None:
     elif kind == "response.created":
         transcript.begin(value)
     elif kind == "response.output_item.added":
-        _begin_item(transcript, value["item"])
+        _begin_item(transcript, value.get("item"))
     elif kind in _TERMINAL_TYPES:
         transcript.finish(kind)
     elif kind in _TEXT_ENDS or kind == "response.output_item.done":
@@ -56,7 +57,9 @@ def read_response(transcript: Transcript, value: JsonObject) -> None:
 _MORE_THAN_TEXT = "it holds more than text"
 
 
-def _begin_item(transcript: Transcript, item: JsonObject) -> None:
+def _begin_item(transcript: Transcript, item: Any) -> None:
+    if not isinstance(item, dict):
+        raise TypeError("an item is no object")
     kind, types = str(item.get("type")), list(transcript.item_types.values())
     if kind not in {"message", "reasoning"} or "message" in types or kind in types:
         transcript.mark_unresumable(_MORE_THAN_TEXT)
