@@ -481,7 +481,9 @@ async def test_batches_outlive_the_gateway(tmp_path: Path) -> None:
         before = await reaches(alice, made.id, "in_progress")
     async with gateway(tmp_path) as running, client(running) as alice:
         after = await alice.batches.retrieve(made.id)
-        assert after.to_dict() == before.to_dict()
+        # Whether its lines wait or run depends on how far the gateway has come.
+        shown = [{**one.to_dict(), "llama_gateway": None} for one in (before, after)]
+        assert shown[0] == shown[1]
         await alice.batches.cancel(made.id)
         await reaches(alice, made.id, "cancelled")
 
