@@ -46,8 +46,7 @@ async def test_answers_are_as_the_document_says(tmp_path: Path) -> None:
         response = (await client.post("/v1/responses", json=body)).json()
         path = f"/v1/responses/{response['id']}"
         check("/v1/responses/{id}", (await client.get(path)).json())
-        query = {"limit": 1, "order": "asc"}
-        items = await client.get(f"{path}/input_items", params=query)
+        items = await client.get(f"{path}/input_items?limit=1&order=asc")
         check("/v1/responses/{id}/input_items", items.json())
         check("POST /v1/responses/{id}/cancel", (await client.post(f"{path}/cancel")).json())
         check("DELETE /v1/responses/{id}", (await client.delete(path)).json())
