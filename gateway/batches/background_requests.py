@@ -19,7 +19,12 @@ import structlog
 from sqlalchemy import Connection
 
 from gateway.batches import background_rows, log_file
-from gateway.batches.background_rows import AddBackground, CancelBackground, ExpireBackground
+from gateway.batches.background_rows import (
+    AddBackground,
+    CancelBackground,
+    ExpireBackground,
+    WaitingUse,
+)
 from gateway.batches.disk_threads import DiskThreads
 from gateway.batches.event_log import EventLogs, LogBroken
 from gateway.batches.folder import Folder, FolderError, FolderFull, FoundFile
@@ -45,6 +50,9 @@ POLL_SECONDS = 1.0
 
 CLEAN_SECONDS = 10.0
 """Between two rounds of ending what is late and removing what is due."""
+
+ADD_PAUSES = (0.2, 0.5, 1.0)
+"""Seconds after which it is tried again to add a request to a store that does not answer."""
 
 ORPHAN_SECONDS = 3600.0
 """Age of a file without a row from which on it counts as left over from a crash."""
@@ -137,10 +145,17 @@ class BackgroundRequests:
         log_name = None
         if new.kind is RequestKind.RESPONSE:
             response = queued_response(id_, created_at, new.echoed or {})
-            with told():
-                events = await ResponseEvents.create(self.logs, response, self._now)
-                log_name = events.name
-                await events.close()
+            try:
+                with told():
+                    events = await ResponseEvents.create(self.logs, response, self._now)
+                    log_name = events.name
+                    await events.close()
+            except GatewayError:
+                with contextlib.suppress(FolderError):
+                    await self.threads.run(self.folder.delete, name)
+                    if log_name is not None:
+                        await self.logs.delete(log_name)
+                raise
         deadline = created_at + new.seconds
         row = StoredRow(
             id_, new.kind, new.owner, new.path, name, 0, len(new.body), created_at,
@@ -149,16 +164,7 @@ class BackgroundRequests:
             webhook_url=new.webhook_url, prompt_tokens=new.prompt_tokens,
             max_tokens=new.max_tokens, deadline=deadline, result_place=log_name,
         )  # fmt: skip
-        try:
-            used = await self.store.run(
-                AddBackground(row, settings.waiting_per_key, settings.waiting_bytes_per_key)
-            )
-        except StoreUnavailable as error:
-            # It may have its row; if it has none, `run` removes its files.
-            raise store_error(error) from None
-        except StoreError as error:
-            await self._remove_files(row)
-            raise store_error(error) from None
+        used = await self._added(row, settings)
         if used is not None:
             await self._remove_files(row)
             raise GatewayError(
@@ -170,6 +176,23 @@ class BackgroundRequests:
             )
         self.wakes.set()
         return row
+
+    async def _added(self, row: StoredRow, settings: BatchSettings) -> WaitingUse | None:
+        """Add the row; what its owner has, if that is too much. Raises: GatewayError 503."""
+        job = AddBackground(row, settings.waiting_per_key, settings.waiting_bytes_per_key)
+        for pause in (*ADD_PAUSES, None):
+            try:
+                return await self.store.run(job)
+            except StoreUnavailable as error:
+                # It may have its row, and a client that is told otherwise would send it again. If
+                # it has none in the end, `run` removes its files.
+                if pause is None:
+                    raise store_error(error) from None
+                await asyncio.sleep(pause)
+            except StoreError as error:
+                await self._remove_files(row)
+                raise store_error(error) from None
+        raise AssertionError
 
     def _write(self, kind: str, data: bytes) -> str:
         new = self.folder.open_new(kind, len(data))

@@ -37,6 +37,9 @@ _ECHOED: JsonObject = {
 }  # fmt: skip
 """Fields of a response that repeat those of its request, with their values if it has none."""
 
+REPEATED = (*_ECHOED, "background", "model", "store")
+"""Fields of a request that `queued_response` reads."""
+
 _OF_NODES = ("status", "output", "usage", "incomplete_details", "error", "model", "service_tier")
 """Fields of a response that its nodes tell."""
 

@@ -6,7 +6,7 @@ next one needs only the body and the output of the one before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,13 @@ MOST_PAIRS, LONGEST_NAME, LONGEST_VALUE = 16, 64, 512
 
 COMPLETION_WINDOWS = {"soonest": None, "2h": 7200.0, "8h": 28800.0}
 """Values of `background_options.completion_window`, and their seconds."""
+
+LONGEST_OPTION = 128 * 1024
+"""Bytes of a field that is read for the gateway itself: the longest `metadata` has fewer."""
+
+MOST_ECHOED_BYTES = 256 * 1024
+"""Bytes of the fields that a response repeats, all together. It repeats them in several events, and
+each that is larger is left out."""
 
 CONTINUABLE = frozenset({"completed", "incomplete"})
 """Statuses of responses that a conversation can go on from."""
@@ -108,9 +115,16 @@ def check_metadata(metadata: object) -> None:
             )
 
 
-def echoed_fields(fields: Mapping[str, msgspec.Raw]) -> JsonObject:
-    """The request's fields but for the conversation, as the response repeats them."""
-    return {name: msgspec.json.decode(raw) for name, raw in fields.items() if name != "input"}
+def echoed_fields(fields: Mapping[str, msgspec.Raw], names: Collection[str]) -> JsonObject:
+    """Those of the request's fields with these names, as the response repeats them."""
+    echoed: JsonObject = {}
+    left = MOST_ECHOED_BYTES
+    for name in names:
+        raw = fields.get(name)
+        if raw is not None and len(bytes(raw)) <= left:
+            left -= len(bytes(raw))
+            echoed[name] = msgspec.json.decode(raw)
+    return echoed
 
 
 def body_to_run(
@@ -122,7 +136,7 @@ def body_to_run(
     """
     kept: dict[str, Any] = {name: raw for name, raw in fields.items() if name not in OWN_FIELDS}
     if before:
-        kept["input"] = [*before, *input_items(_value(fields, "input"))]
+        kept["input"] = [*before, *input_items(_input(fields))]
     body = msgspec.json.encode({**kept, "stream": True})
     if len(body) > most_bytes:
         raise too_long_a_conversation(most_bytes) if before else errors.body_too_large(most_bytes)
@@ -137,7 +151,7 @@ def plain_body(
     Raises: GatewayError (400, 413).
     """
     kept: dict[str, Any] = {k: raw for k, raw in fields.items() if k != "previous_response_id"}
-    kept["input"] = [*before, *input_items(_value(fields, "input"))]
+    kept["input"] = [*before, *input_items(_input(fields))]
     body = msgspec.json.encode(kept)
     if len(body) > most_bytes:
         raise too_long_a_conversation(most_bytes)
@@ -182,13 +196,13 @@ def conversation_of(body: bytes, response: JsonObject) -> list[Any]:
             f"The previous response {why}: a conversation goes on from completed ones.",
             "previous_response_id",
         )
-    said = input_items(_value(read_fields(body), "input"))
+    said = input_items(_input(read_fields(body)))
     return [*said, *(response.get("output") or [])]
 
 
 def listed_items(id_: str, body: bytes) -> list[JsonObject]:
     """The input items of a stored response, each with an id that stays the same."""
-    items = input_items(_value(read_fields(body), "input"))
+    items = input_items(_input(read_fields(body)))
     return [_listed(f"{id_.rpartition('_')[2]}{number:06x}", item) for number, item in
             enumerate(items)]  # fmt: skip
 
@@ -249,5 +263,16 @@ def _typed(fields: Mapping[str, msgspec.Raw], name: str, kind: type, words: str)
 
 
 def _value(fields: Mapping[str, msgspec.Raw], name: str) -> Any:
+    """A field that is short. Raises: GatewayError 400."""
     raw = fields.get(name)
+    if raw is None:
+        return None
+    if len(bytes(raw)) > LONGEST_OPTION:
+        raise errors.invalid_request(f"'{name}' has more than {LONGEST_OPTION} bytes.", name)
+    return msgspec.json.decode(raw)
+
+
+def _input(fields: Mapping[str, msgspec.Raw]) -> Any:
+    """The conversation, as long as the body's limits allow."""
+    raw = fields.get("input")
     return None if raw is None else msgspec.json.decode(raw)

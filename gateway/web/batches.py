@@ -126,6 +126,17 @@ class BatchAccess:
             else self.webhooks.check(new.owner, new.group_name, url),
         )
 
+    async def progress(self, batch: Batch) -> BatchProgress | None:
+        """How far it is; None while the store can't tell.
+
+        What was asked for is done: who had an error for it would ask again, for another batch.
+        """
+        try:
+            return await self.batches().progress(batch)
+        except GatewayError as error:
+            errors.drop_traceback(error)
+            return None
+
     def shows_cached_tokens(self, request: Request) -> bool:
         """Whether the caller may know how much of its prompts was cached."""
         return not cache_policy_of(self.identify(request), self.config().settings).hide
@@ -202,7 +213,7 @@ class BatchEndpoints:
         )
 
     async def _shown(self, request: Request, batch: Batch) -> Response:
-        progress = await self.access.batches().progress(batch)
+        progress = await self.access.progress(batch)
         shows_cached = self.access.shows_cached_tokens(request)
         return JsonResponse(batch_object(batch, progress, shows_cached=shows_cached))
 

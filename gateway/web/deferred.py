@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,14 +39,19 @@ _OF_CONNECTION = frozenset({"content-length", "transfer-encoding", "connection",
 async def background_object(
     row: StoredRow, requests: BackgroundRequests, queue: RequestQueue
 ) -> JsonObject:
-    """What is told of a request that waits or runs. Raises: GatewayError 503."""
+    """What is told of a request that waits or runs.
+
+    Its place is left out while the store can't tell it: the request itself is there, and who had an
+    error for it would send it again.
+    """
     place = queue.queue_position(row.id)
     position: int | None = None
     expected: float | None = None
     if place is not None:
         position, expected = place.position, place.expected_seconds
     elif row.state is RequestState.WAITING:
-        position = 1 + await requests.ahead_of(row)
+        with contextlib.suppress(GatewayError):
+            position = 1 + await requests.ahead_of(row)
     status = "queued" if place is not None else _STATUS.get(row.state, row.state.value)
     return {
         "id": row.id,

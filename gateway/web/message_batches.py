@@ -139,7 +139,7 @@ class MessageBatchEndpoints:
         return JsonResponse({"id": id_, "type": "message_batch_deleted"})
 
     async def _shown(self, request: Request, batch: Batch) -> Response:
-        progress = await self.access.batches().progress(batch)
+        progress = await self.access.progress(batch)
         return JsonResponse(message_batch_object(batch, progress, results_url(request, batch)))
 
     @contextlib.contextmanager

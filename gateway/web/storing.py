@@ -20,6 +20,7 @@ from gateway.batches.background_requests import BackgroundRequests, NewRequest
 from gateway.batches.event_log import LogBroken
 from gateway.batches.folder import FolderError
 from gateway.batches.request_rows import StoredRow
+from gateway.batches.response_events import REPEATED, queued_response
 from gateway.batches.states import RequestKind
 from gateway.batches.stored_responses import (
     RESPONSES_PATH,
@@ -37,7 +38,7 @@ from gateway.batches.webhook_targets import WebhookTargets
 from gateway.catalog import RequestQueue, ServedModels
 from gateway.errors import GatewayError
 from gateway.events import RequestFinished
-from gateway.proxy.inbound.large_body import BYTE_ORDER_MARK
+from gateway.proxy.inbound.large_body import BYTE_ORDER_MARK, is_slow_to_parse
 from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES, Route
 from gateway.proxy.json_values import JsonObject
@@ -55,6 +56,10 @@ STREAM_HEADER_LINES = (
 
 WAIT_SECONDS = 10.0
 """A client that waits for a whole response is served in steps of so many seconds at most."""
+
+MOST_FAILURES, FAILURE_SECONDS = 60, 1.0
+"""How often, and how long after each other, such a client's response is looked for in a store that
+can't be used."""
 
 
 class StorableRequest(Protocol):
@@ -98,6 +103,9 @@ class Storing:
         route = served.route
         if route.path == RESPONSES_PATH and may_ask_to_store(body):
             await ensure_task()
+            if is_slow_to_parse(body):
+                # Its fields are decoded at once: those of a body within the limits are few.
+                await served.check(context, body)
             found = await self._respond(served, context, body.removeprefix(BYTE_ORDER_MARK))
             if found is None:
                 return None
@@ -146,11 +154,11 @@ class Storing:
         new = _new_request(
             served, context, request, RequestKind.RESPONSE, owner, new_body, seconds, keep
         )
-        echoed = echoed_fields(fields) | {"model": request.lease_request.model}
+        echoed = echoed_fields(fields, REPEATED) | {"model": request.lease_request.model}
         row = await requests.add(
             replace(new, stream=options.stream, webhook_url=webhook_url, echoed=echoed)
         )
-        await self._answer(served, requests, row, options)
+        await self._answer(served, requests, row, options, echoed)
         return None
 
     async def _conversation(
@@ -176,13 +184,19 @@ class Storing:
         requests: BackgroundRequests,
         row: StoredRow,
         options: StoreOptions,
+        echoed: JsonObject,
     ) -> None:
         """Send what the client waits for: the events, the response as it is now, or its end."""
         try:
             if options.stream:
                 await self._stream(served, requests, row)
             elif options.background:
-                response = await requests.response(row)
+                try:
+                    response = await requests.response(row)
+                except GatewayError as error:
+                    # It is kept, and who had an error for it would send it again.
+                    errors.drop_traceback(error)
+                    response = queued_response(row.id, row.created_at, echoed)
                 _send_json(served, 200, response)
             else:
                 await self._wait(served, requests, row)
@@ -214,10 +228,21 @@ class Storing:
     ) -> None:
         """Send the whole response once it has ended, and white space before."""
         settings, exchange = served.config.settings, served.exchange
-        pads = settings.heartbeat > 0 and settings.heartbeat_plain
+        pads, failures = settings.heartbeat > 0 and settings.heartbeat_plain, 0
         while True:
             step = settings.heartbeat if pads else self.step_seconds()
-            found = await requests.wait_ended(row, step)
+            try:
+                found = await requests.wait_ended(row, step)
+            except GatewayError as error:
+                # It goes on while the store is away, and who had an error would send it again.
+                failures += 1
+                if error.status != 503 or failures > MOST_FAILURES:
+                    raise
+                errors.drop_traceback(error)
+                await asyncio.sleep(FAILURE_SECONDS)
+                found = row
+            else:
+                failures = 0
             if found.state.ended:
                 break
             if pads and not exchange.write_paused:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from gateway.batches.stored_responses import (
+    LONGEST_OPTION,
+    MOST_ECHOED_BYTES,
     body_to_run,
     conversation_of,
+    echoed_fields,
     listed_items,
     may_ask_to_store,
     read_fields,
@@ -78,3 +82,16 @@ def test_fields_of_a_wrong_form_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(GatewayError) as refused:
         read_options(fields(**wrong))
     assert refused.value.status == 400
+
+
+def test_a_response_repeats_no_more_than_some_bytes_of_its_request() -> None:
+    long = "x" * MOST_ECHOED_BYTES
+    fields = read_fields(msgspec.json.encode({"tools": [long], "user": "ann", "other": 1}))
+    assert echoed_fields(fields, ("tools", "user")) == {"user": "ann"}
+
+
+def test_an_option_of_the_gateways_own_is_short() -> None:
+    fields = read_fields(msgspec.json.encode({"metadata": {"a": "x" * LONGEST_OPTION}}))
+    with pytest.raises(GatewayError) as refused:
+        read_options(fields)
+    assert (refused.value.status, refused.value.param) == (400, "metadata")
