@@ -394,6 +394,7 @@ class Gateway:
             stopped = asyncio.create_task(self._stop_requested.wait())
             await asyncio.wait([closing, stopped], return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
+            self.background.end()
         else:
             self._notifier.notify("STOPPING=1")
             self.audit.record("signal", None, "stop")
@@ -402,6 +403,7 @@ class Gateway:
             self.background.stop()
             await self._unless_stopped(asyncio.sleep(shutdown.delay))
             self.handler.reject_requests()
+            self.background.end()
             closing = asyncio.create_task(self.public_listener.close())
         try:
             if not await self._unless_stopped(asyncio.wait([closing], timeout=shutdown.grace)):

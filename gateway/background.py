@@ -60,6 +60,7 @@ class BackgroundWork:
     ) -> None:
         self._fleet = fleet
         self._stopped = False
+        self._ends = asyncio.Event()
         bus, clock = context.bus, context.clock
         self.runner = Runner(
             settings(),
@@ -184,10 +185,28 @@ class BackgroundWork:
         if self.feeder is not None:
             self.feeder.stop()
 
+    def end(self) -> None:
+        """The process is to end: nobody waits for what runs, and those who follow it break."""
+        self.stop()
+        self._ends.set()
+        if self.requests is not None:
+            self.requests.followers.cut()
+
     async def drain(self) -> None:
-        """After `stop`: wait until what runs has ended."""
+        """After `stop`: wait until what runs has ended, or until `end`."""
+        waits = [asyncio.create_task(one) for one in (self._idle(), self._ends.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
+    async def _idle(self) -> None:
         if self.feeder is not None:
             await self.feeder.ended()
+        if self._request_runner is not None:
+            await self._request_runner.ended()
 
     async def aclose(self, seconds: float) -> None:
         """Record results that wait, within so many seconds; the loops have ended."""

@@ -26,9 +26,10 @@ from gateway.batches.background_rows import (
     WaitingUse,
 )
 from gateway.batches.disk_threads import DiskThreads
-from gateway.batches.event_log import EventLogs, LogBroken
+from gateway.batches.event_log import EventLogs
 from gateway.batches.folder import Folder, FolderError, FolderFull, FoundFile
 from gateway.batches.followers import Followers
+from gateway.batches.log_file import LogBroken
 from gateway.batches.request_rows import StoredRow
 from gateway.batches.response_events import ResponseEvents, current_response, queued_response
 from gateway.batches.states import RequestKind, RequestState
@@ -256,7 +257,9 @@ class BackgroundRequests:
             return response | _UNRUN[row.state]
         return response
 
-    async def follow(self, row: StoredRow, after: int = -1) -> AsyncGenerator[bytes, None]:
+    async def follow(
+        self, row: StoredRow, after: int = -1, *, can_return: bool = True
+    ) -> AsyncGenerator[bytes, None]:
         """The events of a response behind the one of this number, then those to come.
 
         Raises: as `Followers.follow`.
@@ -264,7 +267,8 @@ class BackgroundRequests:
         assert row.result_place is not None
         if row.state in _UNRUN:
             await self._settle_if_left(row)
-        async with contextlib.aclosing(self.followers.follow(row.result_place, after)) as pieces:
+        followed = self.followers.follow(row.result_place, after, can_return=can_return)
+        async with contextlib.aclosing(followed) as pieces:
             async for piece in pieces:
                 yield piece
 

@@ -24,8 +24,8 @@ from gateway.batches.background_requests import (
 )
 from gateway.batches.claims import Claim, Pick
 from gateway.batches.deferred import DeferredHead, DeferredResult
-from gateway.batches.event_log import LogBroken
 from gateway.batches.folder import FolderError
+from gateway.batches.log_file import LogBroken
 from gateway.batches.recorded_results import RecordedResult, record
 from gateway.batches.request_rows import StoredRow
 from gateway.batches.response_events import ResponseEvents
@@ -56,8 +56,8 @@ RETRY_SECONDS = 2.0
 STORE_SECONDS = 1.0
 """Before the store is tried again."""
 
-CLOSE_SECONDS = 5.0
-"""Most seconds to put back what runs, at the end."""
+CLOSE_SECONDS = 3.0
+"""Most seconds until what runs has ended, at the end, and again to put it back."""
 
 log = structlog.get_logger()
 
@@ -100,11 +100,19 @@ class BackgroundRunner:
         self._unwanted: set[str] = set()
         """Running requests that were cancelled or deleted."""
         self._problem = ""
+        self._idle = asyncio.Event()
+        """Set when nothing runs any more."""
         requests.unwanted.append(self._end_run)
 
     def __len__(self) -> int:
         """How many run."""
         return len(self._running)
+
+    async def ended(self) -> None:
+        """Wait until nothing runs any more; `is_closing` must be so."""
+        while self._running:
+            self._idle.clear()
+            await self._idle.wait()
 
     async def run(self) -> None:
         """Run requests until cancelled; what runs then waits again."""
@@ -136,11 +144,15 @@ class BackgroundRunner:
 
     async def _close(self) -> None:
         """End what runs, and let it wait again."""
-        tasks = list(self._running.items())
-        for _, task in tasks:
+        tasks = dict(self._running)
+        for task in tasks.values():
             task.cancel()
-        await asyncio.gather(*(task for _, task in tasks), return_exceptions=True)
-        ids = [id_ for id_, _ in tasks]
+        if tasks:
+            await asyncio.wait(tasks.values(), timeout=CLOSE_SECONDS)
+        # Who still writes keeps its claim: the log must not have a second writer.
+        ids = [id_ for id_, task in tasks.items() if task.done()]
+        if len(ids) < len(tasks):
+            log.warning("background requests do not end", requests=len(tasks) - len(ids))
         with contextlib.suppress(StoreError, TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._put_back(ids, 0.0)
@@ -225,6 +237,8 @@ class BackgroundRunner:
         finally:
             self._unwanted.discard(row.id)
             del self._running[row.id]
+            if not self._running:
+                self._idle.set()
             self._requests.has_ended(row.id)
             self._requests.wakes.set()
 

@@ -17,9 +17,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from gateway.batches import log_file
-from gateway.batches.disk_threads import DiskThreads
+from gateway.batches.disk_threads import DISK_SECONDS, DiskThreads
 from gateway.batches.folder import Folder, FolderError
-from gateway.batches.log_file import TERMINAL_TYPES, Extent, Write, event_data
+from gateway.batches.log_file import TERMINAL_TYPES, Extent, LogBroken, Write, event_data
 from gateway.proxy.api.resuming import named_event
 from gateway.proxy.json_values import JsonObject
 
@@ -52,24 +52,11 @@ MOST_TOGETHER = 128
 
 MOST_ENDINGS = 32
 
+FLUSH_SECONDS = 2 * DISK_SECONDS
+"""Most seconds to wait for what was appended: a round under way, and the next one."""
 
-class LogFull(Exception):  # noqa: N818 - said of the log
-    """The log may not hold so much."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__(f"The response takes more than {most} bytes (limits.response_bytes).")
-        self.most = most
-
-
-class LogEnded(Exception):  # noqa: N818 - said of the log
-    """The log has its terminal event already."""
-
-
-class LogBroken(FolderError):  # noqa: N818 - said of the log
-    """The log has no terminal event, and nobody here will write one."""
-
-    def __init__(self) -> None:
-        super().__init__("the log is closed without an end", "follow it again from where it broke")
+CLOSE_SECONDS = 3.0
+"""Most seconds to write what is pending, at the end."""
 
 
 @dataclass(slots=True, eq=False)
@@ -158,7 +145,7 @@ class EventLog:
         is_last = bool(values) and values[-1]["type"] in TERMINAL_TYPES
         most = self._logs.most_bytes()
         if not is_last and self._extent.size + self._pending_bytes + len(data) > most:
-            raise LogFull(most)
+            raise log_file.LogFull(most)
         self._next_number, self._ending = number, is_last
         self._pending.append(data)
         self._pending_bytes += len(data)
@@ -176,7 +163,13 @@ class EventLog:
                 raise LogBroken
             written = asyncio.get_running_loop().create_future()
             self._rounds.append(written)
-            await written
+            try:
+                async with asyncio.timeout(FLUSH_SECONDS):
+                    await written
+            except TimeoutError:
+                # What is late must not come behind what another process writes.
+                self.fail(LogBroken())
+                raise LogBroken from None
         if self._failure is not None:
             raise self._failure
 
@@ -197,7 +190,7 @@ class EventLog:
         if self._closed:
             raise LogBroken
         if self._ending:
-            raise LogEnded
+            raise log_file.LogEnded
         if not self._writers:
             raise ValueError("the log was opened to be read")
 
@@ -352,7 +345,7 @@ class EventLog:
         self._tail_bytes += len(write.data)
         while self._tail_bytes > TAIL_BYTES:
             self._tail_bytes -= len(self._tail.popleft()[1])
-        self._wake()
+        self.wake()
         if not self._pending:
             self._end_round()
 
@@ -361,7 +354,7 @@ class EventLog:
         self._failure = self._failure or failure
         self._pending.clear()
         self._pending_bytes = 0
-        self._wake()
+        self.wake()
         self._end_round()
 
     def grew(self, extent: Extent) -> None:
@@ -369,7 +362,7 @@ class EventLog:
         if extent.size > self._extent.size:
             self._extent = extent
             self._forget_tail()
-            self._wake()
+            self.wake()
 
     def extent(self) -> Extent:
         """What is written, for a look at what another process adds."""
@@ -385,14 +378,15 @@ class EventLog:
     def close(self) -> None:
         """Nothing more will be written or waited for in this process."""
         self._closed = True
-        self._wake()
+        self.wake()
         self._end_round()
 
     def _forget_tail(self) -> None:
         self._tail.clear()
         self._tail_bytes = 0
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let those that wait look again."""
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(True)
@@ -441,6 +435,8 @@ class EventLogs:
         log = EventLog(name, self, Extent(), users=1)
         log.begin_writing(0)
         self._open[name] = log
+        if self._closed:
+            log.close()
         return log
 
     async def open(self, name: str, *, to_write: bool = False) -> EventLog:
@@ -493,6 +489,11 @@ class EventLogs:
         if self._open.get(log.name) is log:
             del self._open[log.name]
 
+    def wake(self) -> None:
+        """Let all that wait for more look again."""
+        for log in self._open.values():
+            log.wake()
+
     # The loops.
 
     async def run(self) -> None:
@@ -511,9 +512,11 @@ class EventLogs:
     async def close(self) -> None:
         """Write what is pending; whoever follows a log that has not ended breaks."""
         self._closed = True
-        while self._dirty or self._rounds:
-            self._begin_round(list(self._dirty))
-            await asyncio.gather(*self._rounds)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                while self._dirty or self._rounds:
+                    self._begin_round(list(self._dirty))
+                    await asyncio.gather(*map(asyncio.shield, self._rounds))
         for log in list(self._open.values()):
             log.close()
 

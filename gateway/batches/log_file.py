@@ -42,6 +42,25 @@ _NUMBERS = re.compile(
 """The numbers of all events that begin as they should."""
 
 
+class LogFull(Exception):  # noqa: N818 - said of the log
+    """The log may not hold so much."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(f"The response takes more than {most} bytes (limits.response_bytes).")
+        self.most = most
+
+
+class LogEnded(Exception):  # noqa: N818 - said of the log
+    """The log has its terminal event already."""
+
+
+class LogBroken(FolderError):  # noqa: N818 - said of the log
+    """The log has no terminal event, and nobody here will write one."""
+
+    def __init__(self) -> None:
+        super().__init__("the log is closed without an end", "follow it again from where it broke")
+
+
 class LogTaken(FolderError):  # noqa: N818 - said of the log
     """Another process has written to the log."""
 

@@ -14,8 +14,8 @@ import msgspec
 
 from gateway import errors
 from gateway.batches.disk_threads import DiskThreads
-from gateway.batches.event_log import EventLog, EventLogs, LogEnded, LogFull
-from gateway.batches.log_file import TERMINAL_TYPES, event_data, split_events
+from gateway.batches.event_log import EventLog, EventLogs
+from gateway.batches.log_file import TERMINAL_TYPES, LogEnded, LogFull, event_data, split_events
 from gateway.batches.repetition import NotRepeated, Repetition
 from gateway.batches.runner import BegunResponse, Outcome
 from gateway.errors import GatewayError

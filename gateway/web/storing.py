@@ -17,8 +17,8 @@ import msgspec
 
 from gateway import errors
 from gateway.batches.background_requests import BackgroundRequests, NewRequest
-from gateway.batches.event_log import LogBroken
 from gateway.batches.folder import FolderError
+from gateway.batches.log_file import LogBroken
 from gateway.batches.request_rows import StoredRow
 from gateway.batches.response_events import REPEATED, queued_response
 from gateway.batches.states import RequestKind
@@ -189,7 +189,7 @@ class Storing:
         """Send what the client waits for: the events, the response as it is now, or its end."""
         try:
             if options.stream:
-                await self._stream(served, requests, row)
+                await self._stream(served, requests, row, can_return=options.background)
             elif options.background:
                 try:
                     response = await requests.response(row)
@@ -206,13 +206,18 @@ class Storing:
             raise
 
     async def _stream(
-        self, served: StorableRequest, requests: BackgroundRequests, row: StoredRow
+        self,
+        served: StorableRequest,
+        requests: BackgroundRequests,
+        row: StoredRow,
+        *,
+        can_return: bool,
     ) -> None:
         exchange = served.exchange
         head = STREAM_HEADER_LINES + served.early_header_lines()
         exchange.start_response(200, head)
         try:
-            async with contextlib.aclosing(requests.follow(row)) as pieces:
+            async with contextlib.aclosing(requests.follow(row, can_return=can_return)) as pieces:
                 async for piece in pieces:
                     if exchange.write(piece):
                         await exchange.wait_writable()

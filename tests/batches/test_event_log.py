@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from gateway.batches import event_log, log_file
-from gateway.batches.event_log import EventLogs, LogEnded, LogFull
-from gateway.batches.folder import FolderError
+from gateway.batches.disk_threads import DiskThreads
+from gateway.batches.event_log import EventLogs
+from gateway.batches.folder import Folder, FolderError
+from gateway.batches.log_file import LogBroken, LogEnded, LogFull
 from tests.batches.log_writer import delta
 from tests.batches.responses_over_nodes import logged, open_logs
 from tests.gateways import until
@@ -226,3 +228,32 @@ def test_the_limits_are_what_the_words_say() -> None:
     assert event_log.COMMIT_SECONDS <= 0.05
     assert event_log.TAIL_BYTES * 1000 <= 64 << 20
     assert EventLogs is not None
+
+
+async def test_nobody_waits_for_logs_that_have_closed(tmp_path: Path) -> None:
+    async with open_logs(tmp_path) as logs, asyncio.timeout(10):
+        early = await logs.create()
+        await logs.close()
+        late = await logs.create()
+        for log in (early, late):
+            with pytest.raises(LogBroken):
+                await log.append(values(1))
+            await log.flush()
+            await log.release()
+
+
+async def test_a_log_whose_flush_is_late_takes_nothing_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_log, "FLUSH_SECONDS", 0.1)
+    folder = Folder(tmp_path / "folder", most_bytes=lambda: 1 << 30, spare_bytes=0)
+    folder.open()
+    logs = EventLogs(folder, DiskThreads(), lambda: 1 << 20)
+    log = await logs.create()
+    await log.append(values(1))
+    with pytest.raises(LogBroken):
+        await log.flush()
+    with pytest.raises(LogBroken):
+        await log.append(values(1))
+    await log.release()
+    logs.threads.close()

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from gateway.batches import event_log
-from gateway.batches.event_log import EventLog, EventLogs, LogBroken
+from gateway.batches.event_log import EventLog, EventLogs
 from gateway.batches.followers import Followers
-from gateway.batches.log_file import event_data, split_events
+from gateway.batches.log_file import LogBroken, event_data, split_events
 from gateway.proxy import sse
 from tests.batches.responses_over_nodes import open_logs
 from tests.gateways import until
@@ -191,3 +191,27 @@ async def test_many_logs_with_clients_that_reconnect_at_random(tmp_path: Path) -
         assert (followers.count, len(logs)) == (0, 0)
     assert most <= files + 40
     assert isinstance(logs, EventLogs)
+
+
+async def test_followers_that_can_return_are_cut_the_others_stay(tmp_path: Path) -> None:
+    async with open_logs(tmp_path) as logs:
+        followers, log, done = Followers(logs), await logs.create(), await logs.create()
+        await log.append([value(0)])
+        await done.append([value(0), END])
+        await done.flush()
+        cut, kept = followers.follow(log.name), followers.follow(log.name, can_return=False)
+        for pieces in (cut, kept):
+            assert numbers(await anext(pieces)) == [0]
+        waits = [asyncio.ensure_future(anext(pieces)) for pieces in (cut, kept)]
+        await asyncio.sleep(0)
+        followers.cut()
+        with pytest.raises(LogBroken):
+            await waits[0]
+        with pytest.raises(LogBroken):
+            await read(followers, log.name, -1)
+        assert numbers(await read(followers, done.name, -1)) == [0, 1]
+        await log.append([END])
+        assert numbers(await waits[1]) == [1]
+        await kept.aclose()
+        for one in (log, done):
+            await one.release()
