@@ -409,7 +409,7 @@ _UNSUPPORTED = {
     "responses": "a stored response has only /cancel and /input_items",
     "background": "a request for later has only /v1/background/{id}",
     "chat/completions": "no chat is kept; send it whole to /v1/chat/completions",
-    "vector_stores": "nothing is stored; /v1/embeddings makes vectors",
+    "vector_stores": "no vectors are kept; /v1/embeddings makes them",
     "uploads": "files are not uploaded in parts; POST /v1/files takes a whole one",
     "batches": "a batch has only /cancel, /pause, /resume, /output and /errors",
     "messages/batches": "a message batch has only /results, /cancel, /pause and /resume",
