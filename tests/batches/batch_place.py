@@ -196,8 +196,9 @@ async def killed(
     try:
         assert await asyncio.to_thread(child.stdout.readline)
         async with asyncio.timeout(LIMIT):
-            while await here.store.run(count(table), write=False) < rows:  # noqa: ASYNC110
-                await asyncio.sleep(0)
+            while await here.store.run(count(table), write=False) < rows:
+                assert child.poll() is None, "it has ended before"
+                await asyncio.sleep(0.001)  # it needs the store, too
     finally:
         child.send_signal(signal.SIGKILL)
         child.wait(LIMIT)
