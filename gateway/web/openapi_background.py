@@ -69,3 +69,11 @@ BACKGROUND_STATUSES: dict[str, frozenset[int]] = {
     "DELETE /v1/background/{id}": _READ,
 }
 """Statuses besides those of all paths."""
+
+BACKGROUND_CONTENT: dict[str, JsonSchema] = {
+    "/v1/responses/{id}": {
+        "application/json": {"schema": _OBJECT},
+        "text/event-stream": {"schema": {"type": "string"}},
+    },
+}
+"""Answers that are not only JSON."""

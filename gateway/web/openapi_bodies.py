@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gateway.web.openapi_background import (
+    BACKGROUND_CONTENT,
     BACKGROUND_QUERY,
     BACKGROUND_RESPONSES,
     BACKGROUND_STATUSES,
@@ -201,6 +202,7 @@ QUERY: dict[str, dict[str, tuple[JsonSchema, str]]] = {
 OTHER_CONTENT: dict[str, JsonSchema] = {
     "/v1/files/{id}/content": {"application/octet-stream": {"schema": {}}},
     **BATCH_CONTENT,
+    **BACKGROUND_CONTENT,
 }
 """Responses that are no JSON, by path."""
 
