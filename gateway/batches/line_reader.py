@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -409,6 +410,11 @@ def check_line_count(file: BinaryIO, most: int, line_bytes: int) -> None:
         raise TooManyLines(most)
 
 
+_PREFIX_KEY = secrets.token_bytes(32)
+"""Of this process alone: nobody who reads the store can test what a prompt begins with. Lines that
+two processes have read of one batch are told apart, which costs no more than some cached tokens."""
+
+
 def prefix_of(parts: tuple[msgspec.Raw, ...]) -> int:
     """A number that prompts with the same beginning share; 0: too short to matter."""
     begin = b""
@@ -416,7 +422,7 @@ def prefix_of(parts: tuple[msgspec.Raw, ...]) -> int:
         if part is not MISSING:
             begin += bytes(memoryview(part)[: PREFIX_BYTES - len(begin)])
         if len(begin) >= PREFIX_BYTES:
-            digest = hashlib.blake2b(begin, digest_size=8).digest()
+            digest = hashlib.blake2b(begin, digest_size=8, key=_PREFIX_KEY).digest()
             # A positive number of the database's 64 bits.
             return int.from_bytes(digest, "big") >> 1 or 1
     return 0
