@@ -173,7 +173,7 @@ def test_broken_bytes_are_refused_where_json_is_and_in_every_cut_alike(seed: int
             "requests: custom_id's must be unique within a batch. Duplicate custom_id found: dup",
         ),
         (
-            b'{"requests":[{"custom_id":"a","params":' + b'{"a":' * 9000 + b"1" + b"}" * 9000
+            b'{"requests":[{"custom_id":"a","params":' + b'{"a":' * 90000 + b"1" + b"}" * 90000
             + b"}]}",
             "requests.0 can't be read",
         ),
