@@ -29,7 +29,14 @@ from gateway.batches.log_file import LogBroken
 from gateway.batches.recorded_results import RecordedResult, record
 from gateway.batches.request_rows import StoredRow
 from gateway.batches.response_events import ResponseEvents
-from gateway.batches.runner import Outcome, RowDeferred, RowExpired, Runner, StoredRequest
+from gateway.batches.runner import (
+    MOST_RUNS,
+    Outcome,
+    RowDeferred,
+    RowExpired,
+    Runner,
+    StoredRequest,
+)
 from gateway.batches.states import RequestKind, RequestState
 from gateway.batches.webhook_events import ResponseEnd
 from gateway.config.batches import BatchSettings
@@ -46,9 +53,6 @@ RENEW_SECONDS = 5.0
 
 LOOK_SECONDS = 1.0
 """Between two looks for requests, where nobody tells that there are some."""
-
-MOST_RUNS = 3
-"""Runs that nodes may fail, before that is the result."""
 
 RETRY_SECONDS = 2.0
 """Before the second of these; before the third, twice as many."""

@@ -30,6 +30,7 @@ from gateway.batches.folder import FolderError
 from gateway.batches.request_rows import StoredRow
 from gateway.batches.row_leases import RowLeases
 from gateway.batches.runner import (
+    MOST_RUNS,
     Outcome,
     RequestTarget,
     RowDeferred,
@@ -56,9 +57,6 @@ MOST_BODIES = 64 << 20
 
 MOST_UNRECORDED = 5000
 """Results that wait to be recorded; beyond them no row is offered."""
-
-MOST_RUNS = 3
-"""Runs that nodes may fail; then that is the result."""
 
 RETRY_SECONDS = 10.0
 """Seconds until a row that nodes have failed is run again, times its runs."""

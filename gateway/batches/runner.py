@@ -73,6 +73,9 @@ from gateway.usage.meter import Meter, MeteredRequest
 STORED_HEADERS: Headers = [(b"content-type", b"application/json")]
 """The header fields of a stored request that nodes get."""
 
+MOST_RUNS = 3
+"""Runs of a stored request that nodes may fail; then that is its result."""
+
 SETTLE_SECONDS = 30.0
 """Most seconds until the usage of a response that has ended is known."""
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import ssl
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
+
+from tests.tools.cli.local_server import serving
 
 
 def node(name: str, **changes: Any) -> dict[str, Any]:
@@ -100,16 +101,5 @@ def admin_api(tls: ssl.SSLContext | None = None) -> Iterator[AdminApi]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    if tls is not None:
-        server.socket = tls.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    scheme = "http" if tls is None else "https"
-    api.url = f"{scheme}://127.0.0.1:{server.server_address[1]}"
-    try:
+    with serving(Handler, tls) as api.url:
         yield api
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

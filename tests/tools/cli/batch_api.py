@@ -6,11 +6,12 @@ import json
 import re
 import socket
 import ssl
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from tests.tools.cli.local_server import serving
 
 NOW = 1_790_000_000
 
@@ -188,16 +189,5 @@ def batch_api(tls: ssl.SSLContext | None = None) -> Iterator[BatchApi]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    if tls is not None:
-        server.socket = tls.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    scheme = "http" if tls is None else "https"
-    api.url = f"{scheme}://127.0.0.1:{server.server_address[1]}"
-    try:
+    with serving(Handler, tls) as api.url:
         yield api
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
