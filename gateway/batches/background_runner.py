@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -29,6 +29,7 @@ from gateway.batches.log_file import LogBroken
 from gateway.batches.recorded_results import RecordedResult, record
 from gateway.batches.request_rows import StoredRow
 from gateway.batches.response_events import ResponseEvents
+from gateway.batches.row_leases import ClockJumps
 from gateway.batches.runner import (
     MOST_RUNS,
     Outcome,
@@ -106,6 +107,7 @@ class BackgroundRunner:
         self._problem = ""
         self._idle = asyncio.Event()
         """Set when nothing runs any more."""
+        self._jumps = ClockJumps()
         requests.unwanted.append(self._end_run)
 
     def __len__(self) -> int:
@@ -187,17 +189,32 @@ class BackgroundRunner:
     async def _renew(self) -> None:
         requests, ids = self._requests, list(self._running)
         folder = await requests.opened()
-        await requests.store.run(
-            partial(claims.release_lost, folder=folder, own=self._process, now=self._now())
-        )
+        if ids:
+            # First: the store may have been away for longer than a lease.
+            wanted = await requests.store.run(
+                partial(claims.renew, process=self._process.id, ids=ids, now=self._now(),
+                        lease_seconds=LEASE_SECONDS)
+            )  # fmt: skip
+            await self._end_unwanted(set(ids) - wanted)
+        now = self._now()
+        if not self._jumps.jumped(now):
+            await requests.store.run(
+                partial(claims.release_lost, folder=folder, own=self._process, now=now,
+                        own_kinds=[RequestKind.RESPONSE, RequestKind.DEFERRED])
+            )  # fmt: skip
+
+    async def _end_unwanted(self, ids: Collection[str]) -> None:
+        """End runs of requests that were cancelled, deleted, or taken by another process."""
         if not ids:
             return
-        wanted = await requests.store.run(
-            partial(claims.renew, process=self._process.id, ids=ids, now=self._now(),
-                    lease_seconds=LEASE_SECONDS)
-        )  # fmt: skip
-        for id_ in set(ids) - wanted:
-            self._end_run(id_)
+        job = partial(claims.still_unfinished, ids=ids)
+        taken = await self._requests.store.run(job, write=False)
+        for id_ in ids:
+            task = self._running.get(id_)
+            if id_ not in taken:
+                self._end_run(id_)
+            elif task is not None:
+                task.cancel()  # Its end is told by whoever runs it now.
 
     def _end_run(self, id_: str) -> None:
         """A request is not wanted any more."""

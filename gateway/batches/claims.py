@@ -55,7 +55,8 @@ class Claim:
     """A job of the store: claim waiting requests of a folder for a process, pick by pick.
 
     Returns those that nobody else has; each once, though several picks may want it. What was
-    claimed by a transaction whose commit nobody knows of waits again when its lease is over.
+    claimed by a transaction whose commit nobody knows of is to be taken back (`take_back`), or
+    waits again when its lease is over.
     """
 
     folder: str
@@ -164,6 +165,15 @@ def renew(
     return wanted
 
 
+def still_unfinished(connection: Connection, ids: Iterable[str]) -> set[str]:
+    """Those of the requests that wait or run."""
+    unfinished = _ROW.state.in_([RequestState.WAITING.value, RequestState.RUNNING.value])
+    asked = select(_ROW.id).where(unfinished)
+    return {
+        id_ for some in chunks(ids) for id_ in connection.scalars(asked.where(_ROW.id.in_(some)))
+    }
+
+
 def put_back(
     connection: Connection,
     process: str,
@@ -184,10 +194,30 @@ def put_back(
         )
 
 
-def release_lost(connection: Connection, folder: str, own: ProcessIdentity, now: float) -> int:
-    """Let requests wait whose lease is over or whose process is gone; how many."""
+def take_back(
+    connection: Connection, folder: str, process: str, claimed_at: Iterable[float]
+) -> int:
+    """Let requests wait that a process has claimed at these times, unknown to it; how many."""
+    at = _ROW.started_at.in_(sorted(set(claimed_at)))
+    return _let_wait(connection, [_ROW.folder == folder, _ROW.claimed_by == process, at], {})
+
+
+def release_lost(
+    connection: Connection,
+    folder: str,
+    own: ProcessIdentity,
+    now: float,
+    own_kinds: Iterable[RequestKind] = tuple(RequestKind),
+) -> int:
+    """Let requests wait whose lease is over or whose process is gone; how many.
+
+    `own_kinds`: the kinds whose claims the caller has just renewed. After the store was away, the
+    process may still run its requests of other kinds, though their leases are over.
+    """
     running = _ROW.folder == folder, IS_RUNNING
-    lost: list[ColumnElement[bool]] = [_ROW.claimed_until <= now]
+    kinds = [kind.value for kind in own_kinds]
+    is_mine = or_(_ROW.claimed_by != own.id, _ROW.kind.in_(kinds))
+    lost: list[ColumnElement[bool]] = [(_ROW.claimed_until <= now) & is_mine]
     claimers = set(connection.scalars(select(_ROW.claimed_by).where(*running).distinct()))
     if gone := _gone(connection, claimers - {own.id}, own.host):
         lost.append(_ROW.claimed_by.in_(gone))

@@ -192,7 +192,12 @@ class Folder:
         The caller closes it.
         """
         with _told(self.location):
-            descriptor = os.open(self.path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                descriptor = os.open(self.path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except FileNotFoundError:
+                # In the empty folder below a file system that isn't mounted nothing is missing.
+                self._check_in_place()
+                raise
             return os.fdopen(descriptor, "rb", buffering=0)
 
     def read(self, name: str, offset: int, length: int) -> bytes:

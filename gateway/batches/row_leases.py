@@ -7,17 +7,20 @@ and again until the store takes them: it may be away.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from sqlalchemy import Connection
 
-from gateway.batches.claims import Claim, Pick, put_back, release_lost, renew
+from gateway.batches.claims import Claim, Pick, put_back, release_lost, renew, take_back
 from gateway.batches.disk_threads import DiskThreads
 from gateway.batches.folder import Folder, FolderError
 from gateway.batches.request_rows import StoredRow
+from gateway.batches.states import RequestKind
+from gateway.store.failures import StoreError
 from gateway.store.store import Store
 from gateway.usage.processes import ProcessIdentity
 
@@ -26,6 +29,35 @@ LEASE_SECONDS = 60.0
 
 AWAY_SECONDS = 2.0
 """Seconds after which rows whose bodies could not be read are tried again."""
+
+CALM_SECONDS = 20.0
+"""Seconds for which no lease counts as over after this machine's clock was set forward: until then
+all processes have renewed theirs."""
+
+JUMP_SECONDS = 5.0
+"""Seconds by which the clock must have been set forward for that."""
+
+MOST_UNKNOWN = 100
+"""Claims that are to be taken back; the rows of earlier ones wait until their lease is over."""
+
+
+@dataclass(slots=True, eq=False)
+class ClockJumps:
+    """Tells whether Unix time was set forward of late. `clock` is monotonic."""
+
+    clock: Callable[[], float] = time.monotonic
+    _ahead: float | None = None
+    """Seconds by which Unix time was ahead of the clock when it was last looked at."""
+    _calm_until: float = 0.0
+
+    def jumped(self, now: float) -> bool:
+        """Whether leases that seem to be over may not be."""
+        clock = self.clock()
+        ahead = now - clock
+        if self._ahead is not None and ahead - self._ahead > JUMP_SECONDS:
+            self._calm_until = clock + CALM_SECONDS
+        self._ahead = ahead
+        return clock < self._calm_until
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +74,9 @@ class RowLeases:
         default_factory=lambda: defaultdict(set)
     )
     """Rows that are to wait again, by when, and by whether nodes failed them."""
+    _unknown: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_UNKNOWN))
+    """Times of claims that may have succeeded, though the store did not say so."""
+    _jumps: ClockJumps = field(default_factory=ClockJumps)
 
     async def open_folder(self) -> str:
         """The folder's id. Raises: FolderError."""
@@ -58,7 +93,11 @@ class RowLeases:
         claim = Claim(
             await self.open_folder(), self.process.id, picks, self.now(), self.lease_seconds
         )
-        rows, size = await self.store.run(claim), 0
+        try:
+            rows, size = await self.store.run(claim), 0
+        except (StoreError, asyncio.CancelledError):
+            self._unknown.append(claim.now)
+            raise
         for number, row in enumerate(rows):
             size += row.length
             if size > most_bytes and number:
@@ -88,10 +127,16 @@ class RowLeases:
         return waiting | await self.store.run(job)
 
     async def release_lost(self) -> int:
-        """Let rows of processes that are gone wait again; how many. Raises: StoreError."""
-        folder = await self.open_folder()
+        """Let rows of processes that are gone wait again; how many. Raises: StoreError.
+
+        To be called after `renew`.
+        """
+        folder, now = await self.open_folder(), self.now()
+        if self._jumps.jumped(now):
+            return 0
+        kinds = [RequestKind.LINE]
         return await self.store.run(
-            partial(release_lost, folder=folder, own=self.process, now=self.now())
+            partial(release_lost, folder=folder, own=self.process, now=now, own_kinds=kinds)
         )
 
     @property
@@ -105,7 +150,20 @@ class RowLeases:
             self._put_back[round(not_before, 1), failed] |= some
 
     async def write(self) -> bool:
-        """Write what was put back; whether there was something. Raises: StoreError."""
+        """Write what was put back, and what was claimed unknown to this process.
+
+        Returns whether there was something. Raises: StoreError.
+        """
+        taken = 0
+        if self._unknown:
+            job = partial(
+                take_back,
+                folder=await self.open_folder(),
+                process=self.process.id,
+                claimed_at=list(self._unknown),
+            )
+            taken = await self.store.run(job)
+            self._unknown.clear()
         for (not_before, failed), ids in (found := list(self._put_back.items())):
             chosen = frozenset(ids)
             await self.store.run(
@@ -114,7 +172,7 @@ class RowLeases:
             self._put_back[not_before, failed] -= chosen
             if not self._put_back[not_before, failed]:
                 del self._put_back[not_before, failed]
-        return bool(found)
+        return bool(found) or taken > 0
 
 
 def _put_rows_back(

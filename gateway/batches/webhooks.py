@@ -156,7 +156,7 @@ class WebhookSender:
                     # It tells of its failures itself. What waits in it stays there.
                     next_at = self._now() + self._poll_seconds
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(max(0.01, next_at - self._now())):
+                    async with asyncio.timeout(min(max(0.01, next_at - self._now()), IDLE_SECONDS)):
                         await self._woken.wait()
         finally:
             await self._close()

@@ -252,3 +252,14 @@ def test_processes_that_claim_at_once_take_every_row_once(store_url: str) -> Non
     assert sorted(id_ for ids in told for id_ in ids) == sorted(
         a_line(n).id for n in range(1, count + 1)
     )
+
+
+def test_own_requests_of_other_kinds_keep_their_claims_though_their_leases_are_over(
+    store: Store,
+) -> None:
+    begin(store, a_batch(), [a_line(1), a_line(2)])
+    claim(store, OWN.id, 2)
+    late = NOW + LEASE + 1
+    others = [RequestKind.RESPONSE, RequestKind.DEFERRED]
+    assert store.run_now(lambda c: release_lost(c, FOLDER, OWN, late, others)) == 0
+    assert store.run_now(lambda c: release_lost(c, FOLDER, OWN, late, [RequestKind.LINE])) == 2

@@ -6,16 +6,17 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gateway.batches.claims import Pick
 from gateway.batches.disk_threads import DiskThreads
-from gateway.batches.folder import Folder
+from gateway.batches.folder import Folder, FolderError
 from gateway.batches.request_rows import find_row
-from gateway.batches.row_leases import RowLeases
+from gateway.batches.row_leases import CALM_SECONDS, ClockJumps, RowLeases
 from gateway.batches.states import RequestKind, RequestState
-from gateway.store.failures import StoreError
+from gateway.store.failures import StoreError, StoreUnavailable
 from gateway.store.store import Store
 from gateway.usage.processes import ProcessIdentity, register
 from tests.batches.stored_rows import NOW, a_batch, a_line, begin, do
@@ -109,3 +110,65 @@ async def test_rows_of_lost_processes_wait_again(store: Store, tmp_path: Path) -
     assert await leases.release_lost() == 3
     assert len(await leases.claim(ANY, 1000)) == 3
     assert await lost.renew([a_line(1).id]) == set()
+
+
+async def test_rows_of_a_claim_that_nobody_was_told_of_wait_again_at_once(
+    store: Store, tmp_path: Path
+) -> None:
+    leases = leases_of(store, tmp_path)
+
+    class Deaf(Store):
+        """Its answers to claims are lost."""
+
+        async def run(self, job: Any, **options: Any) -> Any:
+            await store.run(job, **options)
+            raise StoreUnavailable("the store does not answer", "wait")
+
+    leases.store = Deaf(store.location)
+    with pytest.raises(StoreError):
+        await leases.claim(ANY, 1000)
+    assert states(store) == [RequestState.RUNNING] * 3
+    leases.store = store
+    assert await leases.write()
+    assert states(store) == [RequestState.WAITING] * 3
+    assert not await leases.write()
+    assert len(await leases.claim(ANY, 1000)) == 3
+
+
+async def test_a_clock_that_is_set_forward_ends_no_lease(store: Store, tmp_path: Path) -> None:
+    leases = leases_of(store, tmp_path)
+    other = replace(leases.process, id="other.1", host="elsewhere")
+    do(store, register, other, NOW)
+    neighbour = RowLeases(store, leases.folder, leases.threads, other, lambda: NOW)
+    assert len(await neighbour.claim(ANY, 1000)) == 3
+    assert await leases.release_lost() == 0
+    leases.now = lambda: NOW + 3600
+    assert await leases.release_lost() == 0
+    assert states(store) == [RequestState.RUNNING] * 3
+
+
+def test_a_jump_of_the_clock_matters_until_all_have_renewed_their_leases() -> None:
+    clock = 0.0
+    jumps = ClockJumps(lambda: clock)
+    assert not jumps.jumped(NOW)
+    clock = 5.0
+    assert not jumps.jumped(NOW + 5)
+    clock = 10.0
+    assert jumps.jumped(NOW + 3610)
+    clock = 10.0 + CALM_SECONDS
+    assert not jumps.jumped(NOW + 3610 + CALM_SECONDS)
+    clock += 5.0
+    assert not jumps.jumped(NOW)  # Set back: leases hold for longer than they should.
+
+
+async def test_lines_whose_folder_is_not_mounted_are_not_missing(
+    store: Store, tmp_path: Path
+) -> None:
+    leases = leases_of(store, tmp_path)
+    location = leases.folder.location
+    location.rename(tmp_path / "elsewhere")
+    location.mkdir(mode=0o700)
+    with pytest.raises(FolderError):
+        await leases.claim(ANY, 1000)
+    assert await leases.write()
+    assert states(store) == [RequestState.WAITING] * 3
