@@ -217,9 +217,10 @@ class TuningProgress:
 def print_report(report: TuningReport) -> None:
     """Print the table of all settings, the best first, and the verdict."""
     pinnings = len(report.session.search.space.pinning) > 1
+    energy = any(row.figures.decode_joules is not None for row in report.results)
     print_table(
-        (*REPORT_COLUMNS, "PINNED") if pinnings else REPORT_COLUMNS,
-        (_cells(row, pinning=pinnings) for row in report.results),
+        (*REPORT_COLUMNS, *(["J/TOK"] if energy else []), *(["PINNED"] if pinnings else [])),
+        (_cells(row, pinning=pinnings, energy=energy) for row in report.results),
         state_column=0,
     )
     request = report.session.request
@@ -227,7 +228,8 @@ def print_report(report: TuningReport) -> None:
         "\nREADS, WRITES (alone), BUSY (all slots): tokens/s of one server. STALL: seconds.\n"
         f"SCORE: seconds for {request.prompt} + {request.answer} tokens, goal "
         f"{report.session.goal}. GAIN: against the rule of thumb;\nin brackets where it may be "
-        "noise. N: times measured.\n"
+        "noise. N: times measured."
+        + (" J/TOK: joules for a token written in all slots.\n" if energy else "\n")
     )
     for setting, error in report.session.errors().items():
         print(f"Does not run: {setting}: {single_line(error)}")
@@ -235,7 +237,7 @@ def print_report(report: TuningReport) -> None:
         print(line)
 
 
-def _cells(row: SettingResult, *, pinning: bool) -> list[object]:
+def _cells(row: SettingResult, *, pinning: bool, energy: bool) -> list[object]:
     setting, figures = row.setting, row.figures
     gain = f"{row.gain:+.1%}"
     return [
@@ -250,8 +252,13 @@ def _cells(row: SettingResult, *, pinning: bool) -> list[object]:
         f"{row.score:.2f}",
         gain if row.significant else f"({gain})",
         str(row.repeats),
+        *([_joules(figures.decode_joules)] if energy else []),
         *([PINNING_LABELS[setting.pinning]] if pinning else []),
     ]
+
+
+def _joules(value: float | None) -> str | None:
+    return None if value is None else f"{value:.3g}"
 
 
 def _short(speed: float) -> str:

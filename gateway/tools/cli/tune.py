@@ -12,6 +12,7 @@ from gateway.tools.cli.options import examples_epilog
 from gateway.tools.cli.terminal import CommandFailed, print_json, print_note
 
 if TYPE_CHECKING:
+    from gateway.tools.local.energy import EnergyMeter
     from gateway.tools.local.plan import LocalFleetPlan
     from gateway.tools.local.topology import Topology
     from gateway.tools.tune.machine_benchmark import MachineBenchmark
@@ -169,9 +170,10 @@ def tune(
 
     One server is started on each NUMA node, again and again with other settings: threads,
     micro-batch, slots, batch, pinning. Measured are the speeds of prefill, of decode alone and of
-    decode with all slots busy, the stall of a stream during another prompt's prefill, and memory.
-    The search begins with the rule of thumb (a thread for each physical core), turns one knob
-    after the other, and repeats what seems better until it is known to be more than noise or not.
+    decode with all slots busy, the stall of a stream during another prompt's prefill, memory, and
+    joules for each token where the machine shows its energy counters (RAPL). The search begins
+    with the rule of thumb (a thread for each physical core), turns one knob after the other, and
+    repeats what seems better until it is known to be more than noise or not.
 
     Nothing else should run meanwhile. Ctrl-C keeps the measurements; the same command continues.
     """
@@ -208,16 +210,20 @@ def tune(
             chosen_goal,
             _earlier(records, remeasure=remeasure),
         )
+        meter = _energy_meter()
         machine = MachineBenchmark(
             plan,
             request,
             context=slot,
             force_memory=force_memory,
             known_memory=_known_memory(session, len(plan.specs)),
+            meter=meter,
         )
         status = _run(session, machine, records, minutes)
     except LocalFleetError as error:
         raise CommandFailed(str(error)) from None
+    if meter is not None and meter.failure is not None:
+        print_note(f"Energy was measured only in part: {meter.failure}")
     report = build_report(session)
     if report is None:
         raise _no_measurement(session, minutes, status)
@@ -236,6 +242,17 @@ def tune(
             f"Interrupted: the measurements are in {records.path}; the same command goes on."
         )
     raise typer.Exit(status)
+
+
+def _energy_meter() -> EnergyMeter | None:
+    """Return a meter of this machine; None, with a note, where it can't measure energy."""
+    from gateway.tools.local.energy import EnergyUnavailableError, open_meter
+
+    try:
+        return open_meter()
+    except EnergyUnavailableError as error:
+        print_note(f"Energy is not measured: {error}")
+        return None
 
 
 def _goal(name: str) -> Goal:

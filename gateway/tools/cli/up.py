@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gateway.tools.cli import options
+from gateway.tools.cli.download import MaxBytes, Sha256, TokenEnv, model_file
 from gateway.tools.cli.options import examples_epilog
 from gateway.tools.cli.terminal import CommandFailed, print_note
 
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 EXAMPLES = examples_epilog(
     ("llama-gateway up", "a tiny demo model: everything works, its words mean nothing"),
     ("llama-gateway up --model mistral-7b.gguf", "a real model, one server per NUMA node"),
+    (
+        "llama-gateway up --model https://HOST/mistral-7b.gguf --sha256 DIGEST",
+        "downloaded into the cache first; after a break the same command goes on",
+    ),
     ("llama-gateway up --model m.gguf --servers 2 --slots 4", "two servers of four slots each"),
     ("llama-gateway up --server-port 9081", "its servers on ports 9081, 9082, ..."),
 )
@@ -30,12 +35,12 @@ EXAMPLES = examples_epilog(
 _SERVERS = "Servers"
 
 Model = Annotated[
-    Path | None,
+    str | None,
     typer.Option(
         "--model",
-        metavar="FILE.gguf",
+        metavar="FILE.gguf|URL",
         show_default="a small demo model of random weights",
-        help="The model to serve.",
+        help="The model to serve: a file, or an https address that it is downloaded from once.",
         rich_help_panel=_SERVERS,
     ),
 ]
@@ -119,6 +124,9 @@ def up(
     server_bin: ServerBin = None,
     force_memory: ForceMemory = False,
     mlock: Mlock = False,
+    sha256: Sha256 = None,
+    token_env: TokenEnv = None,
+    max_bytes: MaxBytes = None,
     config: options.ConfigFile = None,
     host: options.Host = None,
     port: options.Port = None,
@@ -131,25 +139,36 @@ def up(
 
     Without --model it makes a small one of random weights, to try everything. The servers end with
     the gateway, however it ends; one that exits is restarted. Their logs are in the cache folder
-    (LLAMA_GATEWAY_CACHE, by default ~/.cache/llama-gateway).
+    (LLAMA_GATEWAY_CACHE, by default ~/.cache/llama-gateway), and so are downloaded models:
+    llama-gateway cache list shows them.
     """
     import asyncio
 
     from gateway.process import run_event_loop
     from gateway.startup import Options, StartError, state_folder
     from gateway.tools.local import LocalFleetError
-    from gateway.tools.local.plan import plan_local_fleet
+    from gateway.tools.local.cache import models_in_use
+    from gateway.tools.local.gguf_file import ModelFile, model_parts
+    from gateway.tools.local.plan import check_model_fits, find_server, plan_local_fleet
+
+    def check_fits(found: ModelFile) -> None:
+        check_model_fits(found, servers=servers, slots=slots, force_memory=force_memory)
 
     try:
+        find_server(server_bin)  # a missing program is told before a download, not after it
+        path = model_file(model, sha256, token_env, max_bytes, check_fits)
         plan = plan_local_fleet(
-            model,
+            path,
             servers=servers,
             slots=slots,
             server_bin=server_bin,
             force_memory=force_memory,
             mlock=mlock,
         )
-        with tempfile.TemporaryDirectory(prefix="llama-gateway-") as folder:
+        with (
+            models_in_use(model_parts(plan.model.path)),
+            tempfile.TemporaryDirectory(prefix="llama-gateway-") as folder,
+        ):
             given = Options(
                 inventory_file=_provisional_inventory(plan, Path(folder) / "nodes.yaml"),
                 settings_file=options.settings_file(config),

@@ -6,8 +6,8 @@ import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 LOCK_POLL_INTERVAL = 0.05  # seconds between two tries at a lock file
@@ -31,6 +31,11 @@ def cache_folder(env: Mapping[str, str] | None = None) -> Path:
 def models_folder(cache: Path) -> Path:
     """The folder of generated models."""
     return cache / "models"
+
+
+def downloads_folder(cache: Path) -> Path:
+    """The folder of downloaded models: a folder for each address."""
+    return cache / "downloads"
 
 
 def logs_folder(cache: Path) -> Path:
@@ -81,3 +86,31 @@ def file_lock(path: Path, *, timeout: float) -> Iterator[None]:
                     raise TimeoutError(message) from None
                 time.sleep(LOCK_POLL_INTERVAL)
         yield
+
+
+@contextmanager
+def models_in_use(paths: Sequence[Path]) -> Iterator[None]:
+    """Keep models from `cache remove` within this context, and note that they are used now.
+
+    The kernel releases the locks however this process ends. Raises OSError for a file that is
+    missing.
+    """
+    with ExitStack() as stack:
+        for path in paths:
+            handle = stack.enter_context(path.open("rb"))
+            fcntl.flock(handle, fcntl.LOCK_SH)
+            with suppress(OSError):  # another user's file
+                os.utime(path, (time.time(), path.stat().st_mtime))
+        yield
+
+
+@contextmanager
+def unused_file(path: Path) -> Iterator[bool]:
+    """Hold a file against `models_in_use`; yield False where some process uses it already."""
+    with path.open("rb") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True

@@ -63,6 +63,10 @@ class ModelFile:
     trained_context: int | None  # tokens; None: not in the file
 
 
+class EndsEarlyError(ValueError):
+    """The file ends within its head."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Head:
     trained_context: int | None
@@ -87,6 +91,19 @@ def read_model(path: Path, name: str | None = None) -> ModelFile:
         size=sum(sizes),
         trained_context=heads[0].trained_context,
     )
+
+
+def least_size(path: Path) -> int | None:
+    """Return the bytes that a model's head asks for; None while the file ends within its head.
+
+    Raises ModelFileError for a file that is no model, however much of it is missing.
+    """
+    try:
+        return _head(path).least_size
+    except ModelFileError as error:
+        if isinstance(error.__cause__, EndsEarlyError):
+            return None
+        raise
 
 
 def model_parts(path: Path) -> list[Path]:
@@ -198,7 +215,7 @@ def _unpack(file: BinaryIO, form: str) -> int:
 def _exactly(file: BinaryIO, size: int) -> bytes:
     data = file.read(size)
     if len(data) != size:
-        raise ValueError("it ends early")
+        raise EndsEarlyError("it ends early")
     return data
 
 

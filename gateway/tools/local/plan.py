@@ -64,9 +64,7 @@ def plan_local_fleet(
     """
     cache = cache or cache_folder()
     topology = topology or read_topology()
-    binary = find_binary(server_bin)
-    if binary is None:
-        _check_embedded()
+    binary = find_server(server_bin)
     chosen = read_model(model) if model else read_model(ensure_demo_model(cache), DEMO_MODEL_NAME)
     specs = plan_servers(
         topology, chosen, servers=servers, slots=slots, embedding=embedding, mlock=mlock
@@ -75,6 +73,28 @@ def plan_local_fleet(
     if mlock:
         check_memlock(chosen, read_memlock_limit())
     return LocalFleetPlan(chosen, model is None, specs, binary, logs_folder(cache))
+
+
+def find_server(server_bin: Path | None) -> ServerBinary | None:
+    """Return the program to start; None: the embedded server. Raises a LocalFleetError."""
+    binary = find_binary(server_bin)
+    if binary is None:
+        _check_embedded()
+    return binary
+
+
+def check_model_fits(
+    model: ModelFile,
+    *,
+    servers: int | None = None,
+    slots: int = DEFAULT_SLOTS,
+    force_memory: bool = False,
+    topology: Topology | None = None,
+) -> None:
+    """Raise MemoryShortError where `plan_local_fleet` would, for a model that is not there yet."""
+    topology = topology or read_topology()
+    specs = plan_servers(topology, model, servers=servers, slots=slots)
+    check_memory(topology, model, [spec.memory_node for spec in specs], force=force_memory)
 
 
 def plan_servers(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Collection
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import httpx
 
 from gateway.tools.local import LocalFleetError
+from gateway.tools.local.energy import EnergyMeter
 from gateway.tools.local.memory import MEMORY_RESERVE, check_memory, format_gib
 from gateway.tools.local.plan import LocalFleetPlan
 from gateway.tools.local.supervisor import LocalFleet
@@ -43,7 +45,8 @@ class MachineBenchmark:
     """Measures settings on this machine: one server on each NUMA node, all under the same load.
 
     `context`: tokens of one slot. `known_memory`: a setting, and the bytes that a server took with
-    it in an earlier run. `read_machine` reads the topology before each start.
+    it in an earlier run. `meter` measures the machine's energy; None where it shows none.
+    `read_machine` reads the topology before each start.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class MachineBenchmark:
         context: int,
         force_memory: bool = False,
         known_memory: tuple[Setting, int] | None = None,
+        meter: EnergyMeter | None = None,
         read_machine: Callable[[], Topology] = read_topology,
     ) -> None:
         self._plan = plan
@@ -62,6 +66,7 @@ class MachineBenchmark:
         self._force_memory = force_memory
         self._read_machine = read_machine
         self._known_memory = known_memory
+        self._meter = meter
 
     async def measure(self, setting: Setting, seconds: float) -> BenchmarkResult:
         """Start, benchmark and end the servers within `seconds`.
@@ -96,12 +101,24 @@ class MachineBenchmark:
     ) -> BenchmarkResult:
         cpus = [cpu for node in topology.nodes for cpu in node.cpus]
         before = read_cpu_times(cpus)
-        # A server is silent throughout a prefill, so only the whole has a limit.
-        async with httpx.AsyncClient(timeout=None, trust_env=False, limits=_NO_REUSE) as client:  # noqa: S113
+        meter = self._meter
+        async with AsyncExitStack() as stack:
+            # A server is silent throughout a prefill, so only the whole has a limit.
+            client = await stack.enter_async_context(
+                httpx.AsyncClient(timeout=None, trust_env=False, limits=_NO_REUSE)  # noqa: S113
+            )
+            if meter is not None:
+                await stack.enter_async_context(meter.sampling())
             results = await run_concurrently(
                 [
                     ServerBenchmark(
-                        url, client, self._request, slots=setting.slots, context=self._context
+                        url,
+                        client,
+                        self._request,
+                        slots=setting.slots,
+                        context=self._context,
+                        read_joules=meter.joules if meter is not None else lambda: None,
+                        servers=len(fleet.urls),
                     ).run()
                     for url in fleet.urls
                 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -90,13 +90,16 @@ class BenchmarkRequest:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Speeds and memory of one server; the mean where there are several."""
+    """Speeds, memory and energy of one server; the mean where there are several."""
 
     prefill: float  # prompt tokens/s, alone
     decode: float  # tokens/s of a request that is alone on its server
     decode_busy: float  # tokens/s of a server with all its slots busy
     stall: float | None  # longest silence in s during another prompt's prefill; None: one slot
     memory: int | None  # peak bytes of all servers; None: unknown on this system
+    # Joules of the machine's processors and memory; None: it shows no energy counters.
+    prefill_joules: float | None = None  # for a prompt token, alone on its server
+    decode_joules: float | None = None  # for a token written with all slots busy
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures as JSON values."""
@@ -145,6 +148,8 @@ def median_figures(repeats: Sequence[Figures]) -> Figures:
         decode_busy=statistics.median(one.decode_busy for one in repeats),
         stall=statistics.median(stalls) if stalls else None,
         memory=max((one.memory for one in repeats if one.memory is not None), default=None),
+        prefill_joules=_known(statistics.median, (one.prefill_joules for one in repeats)),
+        decode_joules=_known(statistics.median, (one.decode_joules for one in repeats)),
     )
 
 
@@ -158,7 +163,16 @@ def combine_servers(servers: Sequence[Figures]) -> Figures:
         decode_busy=statistics.fmean(one.decode_busy for one in servers),
         stall=max(stalls) if stalls else None,
         memory=sum(memories) if memories else None,
+        prefill_joules=_known(statistics.fmean, (one.prefill_joules for one in servers)),
+        decode_joules=_known(statistics.fmean, (one.decode_joules for one in servers)),
     )
+
+
+def _known(
+    combine: Callable[[Sequence[float]], float], values: Iterable[float | None]
+) -> float | None:
+    known = [value for value in values if value is not None]
+    return combine(known) if known else None
 
 
 PRIOR_NOISE = 0.02  # a share: seen on a quiet machine between two starts of a server

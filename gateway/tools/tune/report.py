@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from gateway.tools.local.energy import kwh_per_million
 from gateway.tools.local.system_files import format_kernel_list
 from gateway.tools.local.topology import Topology
 from gateway.tools.tune.machine_benchmark import MOST_OTHER_WORK
@@ -86,6 +87,7 @@ class TuningReport:
                 f"{', '.join(untried)}. The "
                 "same command goes on from here."
             )
+        sentences.extend(_energy_sentence(self.best))
         if self.disturbed_count:
             sentences.append(
                 f"Other work disturbed {self.disturbed_count} of "
@@ -149,6 +151,19 @@ def _row(row: SettingResult) -> dict[str, Any]:
         "gain": row.gain,
         "more_than_noise": row.significant,
     }
+
+
+def _energy_sentence(row: SettingResult) -> list[str]:
+    """Say what energy a setting takes, where it was measured."""
+    written, read = row.figures.decode_joules, row.figures.prefill_joules
+    if written is None or read is None:
+        return []
+    sentence = (
+        f"{row.setting} takes {written:.3g} J for a written token ({kwh_per_million(written):.3g} "
+        f"kWh a million) and {read:.3g} J for a prompt token: processors and memory by RAPL, idle "
+        "power included; not the rest of the machine."
+    )
+    return [sentence]
 
 
 def _named(rows: list[SettingResult]) -> str:
@@ -249,9 +264,12 @@ def format_figures(figures: Figures) -> str:
     """Describe figures in words."""
     stall = "" if figures.stall is None else f", stall {figures.stall:.2f} s"
     memory = "" if figures.memory is None else f", {figures.memory / (1 << 30):.1f} GiB"
+    joules = (
+        "" if figures.decode_joules is None else f", {figures.decode_joules:.3g} J a written token"
+    )
     return (
         f"reads {figures.prefill:.0f} tokens/s, writes {figures.decode:.1f} alone and "
-        f"{figures.decode_busy:.1f} in all slots{stall}{memory}"
+        f"{figures.decode_busy:.1f} in all slots{stall}{memory}{joules}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Benchmarks one idle server: prefill, decode alone, decode with all slots busy, stall.
+"""Benchmarks one idle server: prefill, decode alone, decode with all slots busy, stall, energy.
 
 Prompts are ordinary words as token ids, so that their length is exact; nothing is cached.
 """
@@ -58,8 +58,22 @@ class StreamSample:
     tokens_per_second: float
 
 
+@dataclass(frozen=True, slots=True)
+class RequestFigures:
+    """Figures of one request that is alone on its server."""
+
+    prefill: float  # tokens/s
+    decode: float
+    prefill_joules: float | None  # for a token; None: not measured
+    decode_joules: float | None
+
+
 class ServerBenchmark:
-    """Benchmarks the server at `url`; `context` is that of one slot, in tokens."""
+    """Benchmarks the server at `url`; `context` is that of one slot, in tokens.
+
+    `read_joules` returns the energy of the whole machine since some moment, None where that is not
+    known. `servers` of them are benchmarked at the same time, and each is taken to use its share.
+    """
 
     def __init__(
         self,
@@ -69,6 +83,8 @@ class ServerBenchmark:
         *,
         slots: int,
         context: int,
+        read_joules: Callable[[], float | None] = lambda: None,
+        servers: int = 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._url = url
@@ -76,6 +92,8 @@ class ServerBenchmark:
         self._request = request
         self._slots = slots
         self._context = context
+        self._read_joules = read_joules
+        self._servers = servers
         self._clock = clock
         self._text: list[int] = []
         self._prompts_made = 0
@@ -91,36 +109,77 @@ class ServerBenchmark:
         while len(repeats) < FIGURE_REPEATS and (
             not repeats or self._clock() - began < REPEATS_SECONDS
         ):
-            prefill, decode = await self._alone(self._request.prompt, self._request.answer)
+            alone = await self._alone(self._request.prompt, self._request.answer)
             several = self._slots > 1
-            busy = await self._all_busy() if several else decode
+            busy, joules = (
+                await self._all_busy() if several else (alone.decode, alone.decode_joules)
+            )
             stall = await self._stall() if several else None
-            repeats.append(Figures(prefill, decode, busy, stall, None))
+            repeats.append(
+                Figures(
+                    alone.prefill,
+                    alone.decode,
+                    busy,
+                    stall,
+                    None,
+                    prefill_joules=alone.prefill_joules,
+                    decode_joules=joules,
+                )
+            )
         return median_figures(repeats)
 
-    async def _alone(self, prompt: int, answer: int) -> tuple[float, float]:
-        """Return tokens/s of prefill and decode of one request, by the server's own clock."""
+    async def _alone(self, prompt: int, answer: int) -> RequestFigures:
+        """Measure one request; tokens/s by the server's own clock."""
+        first: dict[str, Any] = {}
         last: dict[str, Any] = {}
+        joules_at_send = self._read_joules()
+        joules_at_first = None
         async with aclosing(self._stream(prompt, answer)) as chunks:
             async for chunk in chunks:
+                if not first:
+                    first, joules_at_first = chunk, self._read_joules()
                 last = chunk
+        joules_at_end = self._read_joules()
         timings = last.get("timings") or {}
         prefill, decode = timings.get("prompt_per_second"), timings.get("predicted_per_second")
         if not prefill or not decode or timings.get("prompt_n", 0) < prompt:
             raise BenchmarkError(f"{self._url}: the end of an answer has no usable `timings`")
-        return float(prefill), float(decode)
+        written = timings.get("predicted_n", 0) - (first.get("timings") or {}).get("predicted_n", 0)
+        return RequestFigures(
+            float(prefill),
+            float(decode),
+            self._joules_per_token(joules_at_send, joules_at_first, prompt),
+            self._joules_per_token(joules_at_first, joules_at_end, written),
+        )
 
-    async def _all_busy(self) -> float:
-        """Return tokens/s of decode in all slots together."""
+    async def _all_busy(self) -> tuple[float, float | None]:
+        """Return tokens/s of decode in all slots together, and joules for a token."""
+        joules_at_first: list[float | None] = []
 
         async def one() -> list[StreamSample]:
-            return [sample async for sample in self._samples(SHORT_PROMPT, self._request.answer)]
+            samples = []
+            async for sample in self._samples(SHORT_PROMPT, self._request.answer):
+                if not joules_at_first:
+                    joules_at_first.append(self._read_joules())
+                samples.append(sample)
+            return samples
 
-        return combined_throughput(await run_concurrently([one() for _ in range(self._slots)]))
+        streams = await run_concurrently([one() for _ in range(self._slots)])
+        joules_at_end = self._read_joules()
+        throughput = combined_throughput(streams)
+        written = sum(stream[-1].tokens - stream[0].tokens for stream in streams)
+        return throughput, self._joules_per_token(joules_at_first[0], joules_at_end, written)
+
+    def _joules_per_token(
+        self, before: float | None, after: float | None, tokens: int
+    ) -> float | None:
+        if before is None or after is None or tokens <= 0:
+            return None
+        return (after - before) / (tokens * self._servers)
 
     async def _stall(self) -> float:
         """Return the longest silence of a stream during another slot's prefill, in seconds."""
-        neighbour: asyncio.Task[tuple[float, float]] | None = None
+        neighbour: asyncio.Task[RequestFigures] | None = None
         times: list[float] = []
         sent = 0.0
         room = self._context - SHORT_PROMPT - 1

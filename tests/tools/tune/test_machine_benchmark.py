@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.tools.local.energy import open_meter
 from gateway.tools.local.plan import LocalFleetPlan, plan_local_fleet
 from gateway.tools.local.topology import read_topology
 from gateway.tools.tune.machine_benchmark import (
@@ -15,6 +16,7 @@ from gateway.tools.tune.machine_benchmark import (
 from gateway.tools.tune.measurements import BenchmarkRequest
 from gateway.tools.tune.setting import Setting, rule_of_thumb
 from tests.tools.local.machine import make_machine
+from tests.tools.local.powercap import PowercapTree
 
 REQUEST = BenchmarkRequest(prompt=400, answer=24)
 
@@ -31,13 +33,23 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalFleetPlan:
 @pytest.mark.real
 @pytest.mark.slow
 async def test_servers_are_started_with_the_setting_measured_and_ended(
-    plan: LocalFleetPlan,
+    plan: LocalFleetPlan, tmp_path: Path
 ) -> None:
     machine = MachineBenchmark(plan, REQUEST, context=CONTEXT)
     # One thread: two of them wait for each other while other tests use the CPUs.
     start = rule_of_thumb(read_topology()).with_knob("threads", 1)
     two = await machine.measure(start, 200)
-    one = await machine.measure(start.with_knob("slots", 1), 200)
+    assert two.figures.decode_joules is None
+    tree = PowercapTree(tmp_path)
+    tree.add("intel-rapl:0", "package-0", 0)
+    with tree.drawing("intel-rapl:0", 50.0):
+        meter = open_meter(tree.root)
+        metered = MachineBenchmark(plan, REQUEST, context=CONTEXT, meter=meter)
+        one = await metered.measure(start.with_knob("slots", 1), 200)
+    # The demo model's tokens take less time than a step of the counter, so not more than this.
+    assert one.figures.decode_joules is not None
+    assert one.figures.prefill_joules is not None
+    assert (meter.joules() or 0.0) > 0
     assert two.figures.stall is not None
     assert one.figures.stall is None
     for measured in (one, two):

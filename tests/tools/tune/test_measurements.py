@@ -11,6 +11,8 @@ from gateway.tools.tune.measurements import (
     Measurement,
     MeasurementLog,
     ScoreHistory,
+    combine_servers,
+    median_figures,
 )
 from gateway.tools.tune.setting import Setting
 from tests.tools.tune.fake_machine import SUBJECT
@@ -53,6 +55,15 @@ class TestRecords:
         records.rotate()
         assert records.read() == ([], 0)
         assert len((tmp_path / "t.jsonl.1").read_text().splitlines()) == 1
+
+
+def test_figures_without_energy_do_not_hide_those_with_it() -> None:
+    """Measurements of an earlier run, from before the counters could be read, have none."""
+    old = Figures(1.0, 2.0, 3.0, None, None)
+    new = [Figures(1.0, 2.0, 3.0, None, None, 0.2, joules) for joules in (4.0, 6.0)]
+    assert median_figures([old, *new]).decode_joules == 5.0
+    assert combine_servers(new).prefill_joules == pytest.approx(0.2)
+    assert median_figures([old]).decode_joules is None
 
 
 START = Setting(16, 512, 256, 2, "free")

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gateway.tools.cli.progress import print_report
 from gateway.tools.tune.machine_benchmark import BenchmarkResult
 from gateway.tools.tune.measurements import Figures
 from gateway.tools.tune.report import (
     WriteError,
     check_target,
     draw_report,
+    format_figures,
     render_host_vars,
     role_variables,
     settings_along_knob,
@@ -52,6 +54,39 @@ async def test_the_verdict_says_when_nothing_is_better(bench: Bench) -> None:
     assert found.verdict()[0].startswith("Nothing that was tried is better than the rule of thumb")
     assert not found.as_dict()["better_than_rule_of_thumb"]
     assert not any(row.significant for row in found.results)
+
+
+async def test_energy_is_reported_where_it_was_measured(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def metered(setting: Setting, seconds: float) -> BenchmarkResult:
+        return BenchmarkResult(Figures(100.0, 10.0, 10.0, 1.0, None, 0.25, 7.2), None)
+
+    session = bench.session()
+    await session.run(metered, seconds=600, record=bench.records.append)
+    found = reported(session)
+    assert (
+        "takes 7.2 J for a written token (2 kWh a million) and 0.25 J for a prompt token"
+        in " ".join(found.verdict())
+    )
+    assert found.as_dict()["best"]["figures"]["decode_joules"] == 7.2
+    assert "7.2 J a written token" in format_figures(found.best.figures)
+    print_report(found)
+    shown = capsys.readouterr().out
+    assert "J/TOK" in shown
+    assert " 7.2 " in shown
+
+
+async def test_nothing_is_said_of_energy_where_none_was_measured(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = bench.session()
+    await bench.run(session, minutes=3)
+    print_report(reported(session))
+    shown = capsys.readouterr().out
+    assert "STALL" in shown
+    assert "J/TOK" not in shown
+    assert " J " not in shown
 
 
 class TestWriting:

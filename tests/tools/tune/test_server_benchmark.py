@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
@@ -45,16 +45,24 @@ def test_silence_counts_from_the_neighbour_s_prompt_on() -> None:
     assert longest_silence(times, since=9.0) == 0.0
 
 
-async def benchmark(answers: dict[str, httpx.Response], slots: int = 2) -> Figures:
+async def benchmark(
+    answers: dict[str, httpx.Response],
+    slots: int = 2,
+    read_joules: Callable[[], float | None] = lambda: None,
+    servers: int = 1,
+) -> Figures:
     def answer(request: httpx.Request) -> httpx.Response:
         found = answers[request.url.path]
         return httpx.Response(found.status_code, content=found.content)
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
         return await ServerBenchmark(
-            "http://node", client, REQUEST, slots=slots, context=CONTEXT
-        ).run()
+            "http://node", client, REQUEST, slots=slots, context=CONTEXT,
+            read_joules=read_joules, servers=servers,
+        ).run()  # fmt: skip
 
+
+IDLE = httpx.Response(200, json=[{"is_processing": False}])
 
 TOKENS = httpx.Response(200, json={"tokens": list(range(1000))})
 
@@ -93,6 +101,47 @@ async def test_prefill_and_decode_speeds_are_the_server_s_own() -> None:
     message = httpx.Response(200, text=f"data: {json.dumps({'timings': timings})}\n\n")
     found = await benchmark({"/tokenize": TOKENS, "/completion": message}, slots=1)
     assert found == Figures(900.0, 30.0, 30.0, None, None)
+
+
+def chunks(*written: int) -> httpx.Response:
+    timings = {"prompt_n": 400, "prompt_per_second": 900.0, "predicted_per_second": 30.0}
+    text = "".join(
+        f"data: {json.dumps({'timings': {**timings, 'predicted_n': number}})}\n\n"
+        for number in written
+    )
+    return httpx.Response(200, text=text)
+
+
+class TestEnergy:
+    async def test_each_server_takes_its_share_of_the_machines_energy(self) -> None:
+        """200 J for reading 400 tokens and 60 J for writing 6, by two servers at a time."""
+        readings = iter([0.0, 5.0, 5.0] + [100.0, 300.0, 360.0] * 3)
+        found = await benchmark(
+            {"/tokenize": TOKENS, "/completion": chunks(1, 4, 7)},
+            slots=1,
+            read_joules=lambda: next(readings),
+            servers=2,
+        )
+        assert (found.prefill_joules, found.decode_joules) == (0.25, 5.0)
+
+    async def test_all_busy_slots_share_the_energy(self) -> None:
+        readings = iter(range(0, 100_000, 10))  # 10 J from reading to reading
+        found = await benchmark(
+            {"/tokenize": TOKENS, "/completion": chunks(*range(1, 12)), "/slots": IDLE},
+            slots=2,
+            read_joules=lambda: next(readings),
+        )
+        assert found.decode_joules == 10 / 20
+
+    async def test_a_counter_that_fails_costs_only_the_energy(self) -> None:
+        readings = iter([0.0, 1.0, 2.0, 3.0] + [None] * 100)
+        found = await benchmark(
+            {"/tokenize": TOKENS, "/completion": chunks(1, 4, 7)},
+            slots=1,
+            read_joules=lambda: next(readings),
+        )
+        assert (found.prefill_joules, found.decode_joules) == (None, None)
+        assert found.prefill == 900.0
 
 
 @pytest.fixture(scope="module")
