@@ -63,8 +63,8 @@ class ClassRule(ConfigModel):
         Field(
             description=(
                 "Share of the slots of nodes that serve the same models, rounded down, that this "
-                "class leaves free for the other classes: whole nodes where it has as many slots, "
-                "the first of the inventory. For `batch` only. Unset: none."
+                "class leaves free for the other classes: whole nodes where it has as many "
+                "slots. For `batch` only. Unset: none."
             )
         ),
     ] = None

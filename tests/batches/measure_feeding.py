@@ -160,9 +160,8 @@ async def run_batch(running: Running, items: list[dict[str, Any]]) -> dict[str, 
         await asyncio.sleep(0.5)
 
 
-async def chat(running: Running, number: int, words: int, interval: float) -> float:
-    """Seconds until the first content of a chat that comes at its time."""
-    await asyncio.sleep(number * interval)
+async def chat(client: httpx.AsyncClient, number: int, words: int) -> float:
+    """Seconds until the first content of a chat."""
     began, seconds = now(), 0.0
     body = {
         "messages": [
@@ -173,12 +172,25 @@ async def chat(running: Running, number: int, words: int, interval: float) -> fl
         "temperature": 0,
     }
     url = "/v1/chat/completions"
-    async with running.client.stream("POST", url, json=body, headers=HEADERS) as reply:
+    async with client.stream("POST", url, json=body, headers=HEADERS) as reply:
         assert reply.status_code == 200, await reply.aread()
         async for line in reply.aiter_lines():
             if '"content":"' in line and not seconds:
                 seconds = now() - began
     return seconds
+
+
+async def chats_of(
+    client: httpx.AsyncClient, words: int, interval: float, numbers: range
+) -> list[float]:
+    """The same of so many chats, which come at their times, whether or not others have ended."""
+
+    async def one(number: int, after: float) -> float:
+        await asyncio.sleep(after)
+        return await chat(client, number, words)
+
+    began = enumerate(numbers)
+    return await asyncio.gather(*(one(number, index * interval) for index, number in began))
 
 
 def told(seconds: list[float]) -> str:
@@ -230,9 +242,7 @@ async def chats_beside(site: Site, number: int, words: int, chats: int = CHATS) 
             batch = asyncio.create_task(run_batch(running, items))
             await asyncio.sleep(20.0)
         task = asyncio.create_task(sampled(running, nodes, samples))
-        found = await asyncio.gather(
-            *(chat(running, index, words, site.interval) for index in range(chats))
-        )
+        found = await chats_of(running.client, words, site.interval, range(chats))
         task.cancel()
         metrics = (await running.client.get(f"{running.admin_url}/metrics")).text
         cuts = next(
