@@ -62,8 +62,9 @@ class ClassRule(ConfigModel):
         Fraction | None,
         Field(
             description=(
-                "Share of each node's slots, rounded down, that this class leaves free for the "
-                "other classes. For `batch` only. Unset: none."
+                "Share of the slots of nodes that serve the same models, rounded down, that this "
+                "class leaves free for the other classes: whole nodes where it has as many "
+                "slots. For `batch` only. Unset: none."
             )
         ),
     ] = None

@@ -43,7 +43,9 @@ def room_for_batch(
 
 
 def _unreserved(row: NodeSlots, free: int, *, busy: int) -> int:
-    """Slots that `batch` may take of a row with so many `free`; one of an idle row in any case."""
+    """Slots that `batch` may take of a row with so many `free`; of an idle row at least one."""
+    if row.kept_from_batch:
+        return 0
     return max(free - row.batch_reserve, 1 if free > 0 and busy <= 0 else 0, 0)
 
 

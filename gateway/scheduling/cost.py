@@ -33,6 +33,7 @@ from weakref import WeakKeyDictionary
 
 from gateway.scheduling.node_slots import (
     LEAST_UNCACHED_TOKENS,
+    MOST_SLOTS,
     CandidateSet,
     NodeSlots,
     QueuedRequest,
@@ -148,6 +149,9 @@ def row_cost_after(row: NodeSlots, queued: QueuedRequest, wait: float) -> float:
 LOOP_ROWS = 64
 """Rows up to which the loop of `row_costs` is as fast as numpy."""
 
+KEPT = 2.0 * MOST_SLOTS
+"""The reserve of rows that are kept from `batch`, in the columns: more than a row can have."""
+
 _FIELDS = 9
 
 
@@ -195,7 +199,7 @@ class CostColumns:
             costs[index] += seconds
         room = free >= queued.slots
         if queued.keeps_batch_reserve:
-            room &= (free - queued.slots >= reserve) | (running == 0)
+            room &= (free - queued.slots >= reserve) | ((running == 0) & (reserve < KEPT))
         costs[~room] = np.inf
         if len(candidate_set.rows) < self._state.node_count:
             costs[self._excluded_mask(candidate_set, len(rows))] = np.inf
@@ -253,7 +257,7 @@ class CostColumns:
                     len(row.running),
                     row.prefill_until,
                     row.penalty,
-                    row.batch_reserve,
+                    KEPT if row.kept_from_batch else row.batch_reserve,
                 )
                 for row in changed
             ]

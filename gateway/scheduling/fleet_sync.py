@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gateway.config.cache_privacy import NodeLabels
+from gateway.config.cache_privacy import NodeLabels, has_labels
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.health import ALIVE_STATES
 from gateway.fleet.model_index import CapableNodes
@@ -149,6 +149,8 @@ class FleetSync:
     """By row index."""
     services: dict[ServiceKey, Service] = field(default_factory=dict)
     """Those asked for; one whose `version` is not the model index's is out of date (`service`)."""
+    _pools: set[NodeLabels] = field(default_factory=set)
+    """The labels of the pools that requests have asked for."""
     _speed_versions: dict[NodeSlots, int] = field(default_factory=dict)
     """The version of the node's speed that a row has."""
     _cached_models: dict[NodeSlots, tuple[int, frozenset[str]]] = field(default_factory=dict)
@@ -226,6 +228,8 @@ class FleetSync:
             self._refresh_speed(node, row)
         if penalty != row.penalty:
             self.placement_state.set_penalty(row, penalty)
+        if self.placement_state.batch_reserve:
+            self._refresh_reserve_group(node, row)
         self._sync_prompt_cache(node, row, total)
 
     def _refresh_speed(self, node: Node, row: NodeSlots) -> None:
@@ -234,6 +238,12 @@ class FleetSync:
         self.placement_state.set_speed(
             row, speed.expected_prefill_tps, speed.token_base, speed.token_step
         )
+
+    def _refresh_reserve_group(self, node: Node, row: NodeSlots) -> None:
+        """Nodes share a reserve if they serve the same models and belong to the same pools."""
+        labels = node.spec.labels
+        pools = frozenset(pool for pool in self._pools if has_labels(labels, pool))
+        self.placement_state.set_reserve_group(row, (node.public_models, pools))
 
     def _sync_prompt_cache(self, node: Node, row: NodeSlots, total: int) -> None:
         """Forget a node's cached prompts when its server goes or serves other models."""
@@ -272,6 +282,12 @@ class FleetSync:
         if service is None:
             if len(self.services) >= MOST_SERVICES:
                 self.services.clear()
+                self._pools.clear()
+            if labels and labels not in self._pools:
+                self._pools.add(labels)
+                if self.placement_state.batch_reserve:
+                    for node, row in self._rows.items():
+                        self._refresh_reserve_group(node, row)
             state = self.placement_state
             service = self.services[key] = Service(state.candidate_set(), state.candidate_set())
         service.update(capable, self.rows, model_index.version)

@@ -118,6 +118,7 @@ class WaitForecast:
             wait
             for row in candidates.rows[:SAMPLED_ROWS]
             if row.running
+            and not (queued.keeps_batch_reserve and row.kept_from_batch)
             and (
                 wait := row.seconds_until_free(
                     _slots_short_of_reserve(row) if queued.keeps_batch_reserve else 1, now

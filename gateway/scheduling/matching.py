@@ -66,7 +66,7 @@ class DispatchRules:
     overdue_share: float = 0.1
     """Share of the placements that overdue requests get while there are any."""
     batch_reserve: float = 0.0
-    """Share of each node's slots that `batch` leaves free."""
+    """Share of the slots of alike nodes that `batch` leaves free."""
     slotless_limit: int = DEFAULT_SLOTLESS
     """Requests without a slot that a node runs at once."""
 
@@ -365,6 +365,8 @@ class SlotHolds:
             and row.reserved_for is None
             and row.index not in queued.excluded
         ]
+        if queued.keeps_batch_reserve:
+            rows = [row for row in rows if not row.kept_from_batch] or rows
         if not rows:
             return False
         row = max(rows, key=lambda row: (row.index not in queued.failed, row.free - row.foreign))
@@ -378,6 +380,7 @@ def _is_worth_waiting(row: NodeSlots, queued: QueuedRequest) -> bool:
         row.free < queued.slots <= row.capacity
         and index not in queued.excluded
         and index not in queued.failed
+        and not (row.kept_from_batch and queued.keeps_batch_reserve)
         and max(queued.cached.get(index, 0.0), queued.pending.get(index, 0.0))
         >= LEAST_CACHED_TOKENS
     )

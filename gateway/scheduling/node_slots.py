@@ -301,6 +301,10 @@ class NodeSlots:
     """Whether they are reserved from higher classes too."""
     batch_reserve: int = 0
     """Slots that `batch` must leave free."""
+    kept_from_batch: bool = False
+    """Whether that is all of them, so that `batch` has no place here even while it is idle."""
+    reserve_group: object = None
+    """Rows of equal groups, in the same tier, share their reserve."""
     last_placement: int = 0
     """The number of the last placement here."""
     per_prompt_token: float = 0.0
@@ -349,9 +353,14 @@ class NodeSlots:
         """As `PlacementState.set_penalty`."""
         self.penalty = clamp(seconds, -MOST_PENALTY_SECONDS, MOST_PENALTY_SECONDS, 0.0)
 
-    def set_batch_reserve(self, share: float) -> None:
-        """Share of its slots that `batch` leaves free."""
-        self.batch_reserve = int(share * self.total)
+    def set_batch_reserve(self, slots: int) -> None:
+        """As `PlacementState.spread_batch_reserve`."""
+        self.batch_reserve = slots
+        self.kept_from_batch = 0 < self.total <= slots
+
+    def set_reserve_group(self, group: object) -> None:
+        """As `PlacementState.set_reserve_group`."""
+        self.reserve_group = group
 
     def reserve(self, queued: QueuedRequest | None, *, from_all_classes: bool = False) -> None:
         """Reserve its free slots for a wide request; None: end the reservation."""
@@ -531,7 +540,7 @@ class CandidateSet:
         return self._count_slots(version)[1]
 
     def unreserved_slots(self, version: int) -> int:
-        """Those of them that `batch` may use: at least one of each row."""
+        """Those of them that `batch` may use."""
         return self._count_slots(version)[2]
 
     def _count_slots(self, version: int) -> tuple[int, int, int]:
@@ -540,7 +549,8 @@ class CandidateSet:
             self._slots = (
                 version,
                 sum([row.total for row in alive]),
-                sum([max(min(1, row.total), row.total - row.batch_reserve) for row in alive]),
+                # Where all rows are kept from it, it may use idle ones.
+                sum([row.total - row.batch_reserve for row in alive]) or len(alive),
             )
         return self._slots
 

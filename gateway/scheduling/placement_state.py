@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from weakref import WeakSet
 
 from gateway.config.scheduling import DEFAULT_SLOTLESS
+from gateway.scheduling.batch_reserve import spread_reserve
 from gateway.scheduling.node_slots import (
     UNMEASURED_PREFILL_TPS,
     UNMEASURED_TOKEN_SECONDS,
@@ -30,7 +31,7 @@ class PlacementState:
     """All rows, and what is kept about all of them together."""
 
     batch_reserve: float = 0.0
-    """Share of each node's slots that `batch` leaves free."""
+    """Share of the slots of alike nodes that `batch` leaves free."""
     slotless_limit: int = DEFAULT_SLOTLESS
     """Requests without a slot that one node runs at once."""
     rows: list[NodeSlots] = field(default_factory=list)
@@ -52,6 +53,8 @@ class PlacementState:
     """When a placement last ended, anywhere."""
     slots_version: int = 0
     """Changes with the number of slots of any row."""
+    _reserve_is_stale: bool = False
+    """Whether rows or slots have changed since `spread_batch_reserve`."""
     _changed: set[int] = field(default_factory=set)
     """Indexes of rows that have changed since `take_changed_rows`."""
     _unused: list[int] = field(default_factory=list)
@@ -75,7 +78,7 @@ class PlacementState:
             index = self._unused.pop() if self._unused else len(self.rows)
             row = self.by_name[name] = NodeSlots(index, name, zlib.crc32(name.encode()))
             self.rows[index : index + 1] = [row]
-        row.set_tier(gpu=gpu)
+        self.set_tier(row, gpu=gpu)
         self.set_speed(row, prefill_tps, token_base, token_step)
         self.set_slots(row, total, total, 0)
         return row
@@ -114,6 +117,13 @@ class PlacementState:
     def set_tier(self, row: NodeSlots, *, gpu: bool) -> None:
         """Whether the node is of tier `gpu`."""
         row.set_tier(gpu=gpu)
+        self._reserve_is_stale = True
+
+    def set_reserve_group(self, row: NodeSlots, group: object) -> None:
+        """Rows of equal groups, in the same tier, share their reserve."""
+        if row.reserve_group != group:
+            row.set_reserve_group(group)
+            self._reserve_is_stale = True
 
     def set_slots(
         self,
@@ -128,9 +138,11 @@ class PlacementState:
 
         `alive`: worth waiting for, though it may take nothing now; None: if it takes work.
         """
+        old_total, was_alive = row.total, row.alive
         row.set_slots(total, capacity, foreign, alive=alive)
         self.slots_version += 1
-        row.set_batch_reserve(self.batch_reserve)
+        if row.total != old_total or row.alive is not was_alive:
+            self._reserve_is_stale = True
         self._recompute(row)
 
     def set_speed(
@@ -153,10 +165,33 @@ class PlacementState:
         """Set `batch_reserve` (0..1) and `slotless_limit`."""
         self.slotless_limit = slotless_limit
         self.batch_reserve = clamp(batch_reserve, 0.0, 1.0, 0.0)
+        self._reserve_is_stale = True
+        self.spread_batch_reserve()
+
+    def spread_batch_reserve(self) -> None:
+        """Bring the reserve of each row up to date; before `batch` is given a slot.
+
+        Not with each change, since that would look at all rows for each of them. Rows that are not
+        alive have none: then others keep the reserve.
+        """
+        if not self._reserve_is_stale:
+            return
+        self._reserve_is_stale = False
         self.slots_version += 1
+        groups: dict[tuple[bool, object], list[NodeSlots]] = {}
         for row in self.rows:
-            row.set_batch_reserve(self.batch_reserve)
-            self._changed.add(row.index)
+            if row.alive and self.batch_reserve:
+                groups.setdefault((row.gpu, row.reserve_group), []).append(row)
+            else:
+                self._set_batch_reserve(row, 0)
+        for rows in groups.values():
+            reserve = spread_reserve(self.batch_reserve, [row.total for row in rows])
+            for row, slots in zip(rows, reserve, strict=True):
+                self._set_batch_reserve(row, slots)
+
+    def _set_batch_reserve(self, row: NodeSlots, slots: int) -> None:
+        row.set_batch_reserve(slots)
+        self._changed.add(row.index)
 
     # Requests on them.
 

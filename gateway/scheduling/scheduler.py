@@ -284,6 +284,7 @@ class Scheduler:
         node_labels: NodeLabels = (),
     ) -> BatchRoom:
         """The room for class `batch`, as in `BatchRoomService`."""
+        self.dispatcher.placement_state.spread_batch_reserve()
         rows = rows_for_batch(self.fleet_sync, model_names, endpoint, node_labels)
         waiting, ahead = slots_waited_for(self.waiters, model_names, node_labels)
         return room_for_batch(rows, seconds, self.clock(), waiting=waiting, ahead=ahead)

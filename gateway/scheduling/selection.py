@@ -157,6 +157,9 @@ def available_rows(placement_state: PlacementState, queued: QueuedRequest) -> Av
             candidates.set_available(_rows_with_room(placement_state, candidates, queued), version)
         if candidates.available is not None:
             return candidates.available
+    keeps_reserve = placement_state.batch_reserve > 0.0 and queued.keeps_batch_reserve
+    if keeps_reserve:
+        placement_state.spread_batch_reserve()
     avoided: Collection[int] = queued.failed if queued.failed and _another_is_alive(queued) else ()
     for group, tiers in enumerate(queued.groups):
         for candidates in tiers:
@@ -178,7 +181,39 @@ def available_rows(placement_state: PlacementState, queued: QueuedRequest) -> Av
             for row in candidates.rows
         ):
             break
+    return _idle_kept_rows(queued, avoided) if keeps_reserve and queued.slots else None
+
+
+def _idle_kept_rows(queued: QueuedRequest, avoided: Collection[int]) -> AvailableRows | None:
+    """Idle rows that are kept from `batch`, for a request that can go nowhere else.
+
+    For example a prompt for which only their context is long enough: it must not wait for ever.
+    """
+    for group, tiers in enumerate(queued.groups):
+        by_tier = [[row for row in one.rows if _may_take(row, queued, avoided)] for one in tiers]
+        for candidates, rows in zip(tiers, by_tier, strict=True):
+            if any(not row.kept_from_batch for row in rows):
+                return None
+            idle = [
+                row
+                for row in rows
+                if not row.busy and row.free >= queued.slots and _is_open_to(row, queued)
+            ]
+            if idle:
+                return AvailableRows(idle, candidates, group, unfiltered=False)
+        if any(by_tier):
+            break
     return None
+
+
+def _may_take(row: NodeSlots, queued: QueuedRequest, avoided: Collection[int]) -> bool:
+    """Whether a row could take the request at some time."""
+    return (
+        row.alive
+        and row.total >= queued.slots
+        and row.index not in queued.excluded
+        and row.index not in avoided
+    )
 
 
 def _rows_with_room(
@@ -201,9 +236,13 @@ def _rows_with_room(
     else:
         rows = [row for row in candidates.rows if row.free >= slots]
     if state.batch_reserve and queued.keeps_batch_reserve:
-        # An idle node is of use to nobody, so it takes a batch request of any width, also where the
-        # reserve is all of its slots.
-        rows = [row for row in rows if row.free - slots >= row.batch_reserve or not row.busy]
+        # An idle node with a part of the reserve takes a batch request of any width: it could have
+        # no place otherwise.
+        rows = [
+            row
+            for row in rows
+            if row.free - slots >= row.batch_reserve or not (row.busy or row.kept_from_batch)
+        ]
     return rows
 
 

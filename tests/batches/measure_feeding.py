@@ -33,16 +33,33 @@ from tests.virtual import VirtualLoop, in_virtual_time, now
 P = ParamSpec("P")
 T = TypeVar("T")
 
-NODES, SLOTS = 2, 4
 CHATS, INTERVAL = 80, 1.5
 SAMPLE_SECONDS = 0.25
 ANSWER = 20
-RESERVE = 0.25
 
 
-def a_node() -> EmulatedNode:
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A fleet, and what the lines of its batch are like."""
+
+    nodes: int = 2
+    slots: int = 4
+    reserve: float = 0.25
+    """`classes.batch.reserve_slots`."""
+    line_words: int = 0
+    """Words of a line's prompt, beside the few that tell lines apart."""
+    interval: float = INTERVAL
+    """Seconds between two chats."""
+
+    @property
+    def open_to_batch(self) -> int:
+        """Slots."""
+        return self.nodes * self.slots - int(self.reserve * self.nodes * self.slots)
+
+
+def a_node(slots: int) -> EmulatedNode:
     return EmulatedNode(
-        slots=SLOTS,
+        slots=slots,
         prefill_tps=500.0,
         decode_tps=10.0,
         decode_step=0.005,
@@ -79,23 +96,26 @@ def store_in_virtual_time() -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def a_fleet() -> AsyncIterator[tuple[Running, list[EmulatedNode]]]:
-    nodes = [a_node() for _ in range(NODES)]
+async def a_fleet(site: Site) -> AsyncIterator[tuple[Running, list[EmulatedNode]]]:
+    nodes = [a_node(site.slots) for _ in range(site.nodes)]
     with tempfile.TemporaryDirectory() as folder, store_in_virtual_time():
         store = {"url": f"sqlite:///{folder}/gateway.db"}
-        batch = {"reserve_slots": RESERVE}
+        batch = {"reserve_slots": site.reserve}
         settings: dict[str, Any] = {"store": store, "classes": {"batch": batch}}
         async with gateway_over(Path(folder), *nodes, **settings) as running:
             yield running, nodes
 
 
-def lines(number: int, groups: int = 0) -> list[dict[str, Any]]:
-    """Lines of 30 to 90 tokens each; of so many groups whose prompts begin alike, in turn."""
+def lines(number: int, groups: int = 0, words: int = 0) -> list[dict[str, Any]]:
+    """Lines of 30 to 90 tokens each; of so many groups whose prompts begin alike, in turn.
+
+    `words`: more of them in each prompt.
+    """
     found = []
     for index in range(number):
         group = index % groups if groups else 0
         head = f"Group {group}. " + f"These are the rules of group {group}. " * 60
-        text = (head if groups else "") + f"write text number {index}"
+        text = (head if groups else "") + f"write text number {index}" + " about it" * (words // 2)
         body = {
             "messages": [{"role": "user", "content": text}],
             "temperature": 0,
@@ -140,9 +160,8 @@ async def run_batch(running: Running, items: list[dict[str, Any]]) -> dict[str, 
         await asyncio.sleep(0.5)
 
 
-async def chat(running: Running, number: int, words: int) -> float:
-    """Seconds until the first content of a chat that comes at its time."""
-    await asyncio.sleep(number * INTERVAL)
+async def chat(client: httpx.AsyncClient, number: int, words: int) -> float:
+    """Seconds until the first content of a chat."""
     began, seconds = now(), 0.0
     body = {
         "messages": [
@@ -153,7 +172,7 @@ async def chat(running: Running, number: int, words: int) -> float:
         "temperature": 0,
     }
     url = "/v1/chat/completions"
-    async with running.client.stream("POST", url, json=body, headers=HEADERS) as reply:
+    async with client.stream("POST", url, json=body, headers=HEADERS) as reply:
         assert reply.status_code == 200, await reply.aread()
         async for line in reply.aiter_lines():
             if '"content":"' in line and not seconds:
@@ -161,28 +180,42 @@ async def chat(running: Running, number: int, words: int) -> float:
     return seconds
 
 
+async def chats_of(
+    client: httpx.AsyncClient, words: int, interval: float, numbers: range
+) -> list[float]:
+    """The same of so many chats, which come at their times, whether or not others have ended."""
+
+    async def one(number: int, after: float) -> float:
+        await asyncio.sleep(after)
+        return await chat(client, number, words)
+
+    began = enumerate(numbers)
+    return await asyncio.gather(*(one(number, index * interval) for index, number in began))
+
+
 def told(seconds: list[float]) -> str:
     p95 = quantiles(seconds, n=20)[-1]
     return f"p50 {median(seconds):.3f} s, p95 {p95:.3f} s, longest {max(seconds):.3f} s"
 
 
-async def measure_alone(number: int) -> None:
+async def measure_alone(site: Site, number: int) -> None:
     """The share of slots that are busy."""
-    async with a_fleet() as (running, nodes):
+    async with a_fleet(site) as (running, nodes):
         samples: list[tuple[float, int, int]] = []
         task = asyncio.create_task(sampled(running, nodes, samples))
         began = now()
-        found = await run_batch(running, lines(number))
+        found = await run_batch(running, lines(number, words=site.line_words))
         took = now() - began
         task.cancel()
-    allowed = NODES * (SLOTS - int(SLOTS * RESERVE))
+    allowed = site.open_to_batch
     first = next(index for index, (_, busy, _) in enumerate(samples) if busy)
     last = max(index for index, (_, busy, _) in enumerate(samples) if busy)
     fed = max(index for index, (_, _, left) in enumerate(samples) if left)
     whole = fmean(min(busy, allowed) for _, busy, _ in samples[first : last + 1]) / allowed
     share = fmean(min(busy, allowed) for _, busy, _ in samples[first : fed + 1]) / allowed
     print(
-        f"batch alone: {found['request_counts']}, {took:.1f} s; {allowed} of {NODES * SLOTS} slots "
+        f"batch alone: {found['request_counts']}, {took:.1f} s; {allowed} of "
+        f"{site.nodes * site.slots} slots "
         f"for batch; busy {share:.1%} while lines waited, {whole:.1%} with the tail of "
         f"{samples[last][0] - samples[fed][0]:.1f} s; most busy {max(b for _, b, _ in samples)}"
     )
@@ -199,16 +232,17 @@ class Beside:
     cuts: str
 
 
-async def chats_beside(number: int, words: int, chats: int = CHATS) -> Beside:
+async def chats_beside(site: Site, number: int, words: int, chats: int = CHATS) -> Beside:
     """Chats with prompts of about so many words, beside a batch of so many lines; 0: none."""
-    async with a_fleet() as (running, nodes):
+    async with a_fleet(site) as (running, nodes):
         samples: list[tuple[float, int, int]] = []
         batch = None
         if number:
-            batch = asyncio.create_task(run_batch(running, lines(number)))
+            items = lines(number, words=site.line_words)
+            batch = asyncio.create_task(run_batch(running, items))
             await asyncio.sleep(20.0)
         task = asyncio.create_task(sampled(running, nodes, samples))
-        found = await asyncio.gather(*(chat(running, index, words) for index in range(chats)))
+        found = await chats_of(running.client, words, site.interval, range(chats))
         task.cancel()
         metrics = (await running.client.get(f"{running.admin_url}/metrics")).text
         cuts = next(
@@ -222,23 +256,26 @@ async def chats_beside(number: int, words: int, chats: int = CHATS) -> Beside:
     return Beside(found, fmean(busy for _, busy, _ in samples), cuts)
 
 
-async def measure_beside(number: int, words: int) -> None:
+async def measure_beside(site: Site, number: int, words: int) -> None:
     """What chats notice."""
+    p95 = []
     for name, count in (("alone", 0), ("beside the batch", number)):
-        seen = await chats_beside(count, words)
+        seen = await chats_beside(site, count, words)
+        p95.append(quantiles(seen.seconds, n=20)[-1])
         print(
             f"chats of {words} words {name}: time to first token {told(seen.seconds)}; "
             f"{seen.busy:.2f} slots busy, {seen.cuts} cuts"
         )
+    print(f"chats of {words} words: p95 {p95[1] / p95[0]:.2f} times as long", flush=True)
 
 
-async def measure_prefixes(number: int, groups: int) -> None:
+async def measure_prefixes(site: Site, number: int, groups: int) -> None:
     """What grouping gains."""
     for grouped in (True, False):
         # Without a prefix that is long enough, all lines are one group.
         shortest = line_reader.PREFIX_BYTES if grouped else 1 << 30
         with patch.object(line_reader, "PREFIX_BYTES", shortest):
-            async with a_fleet() as (running, _):
+            async with a_fleet(site) as (running, _):
                 began = now()
                 found = await run_batch(running, lines(number, groups))
                 took = now() - began
@@ -262,16 +299,22 @@ async def main() -> None:
     parser.add_argument("parts", nargs="*", default=["alone", "beside", "prefixes"])
     parser.add_argument("--lines", type=int, default=1000)
     parser.add_argument("--groups", type=int, default=12)
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--slots", type=int, default=4, help="of each node")
+    parser.add_argument("--reserve", type=float, default=0.25, help="`reserve_slots`")
+    parser.add_argument("--line-words", type=int, default=0, help="of a line's prompt")
+    parser.add_argument("--interval", type=float, default=INTERVAL, help="between chats, seconds")
     given = parser.parse_args()
+    site = Site(given.nodes, given.slots, given.reserve, given.line_words, given.interval)
     for part in given.parts:
         began = time.monotonic()
         if part == "alone":
-            await measure_alone(given.lines)
+            await measure_alone(site, given.lines)
         elif part == "beside":
             for words in (0, 100, 300):
-                await measure_beside(given.lines, words)
+                await measure_beside(site, given.lines, words)
         else:
-            await measure_prefixes(min(given.lines, 480), given.groups)
+            await measure_prefixes(site, min(given.lines, 480), given.groups)
         print(f"({part}: {time.monotonic() - began:.0f} s of real time)", flush=True)
 
 

@@ -91,10 +91,10 @@ def test_a_tier_without_room_is_passed_over() -> None:
     assert [placement and placement.row for placement in rows] == sim.rows
 
 
-def test_batch_leaves_the_reserve_free_on_each_of_many_nodes() -> None:
+def test_the_reserve_of_many_nodes_is_made_of_whole_ones() -> None:
     sim = QueueSimulation((4,) * 100, DispatchRules(batch_reserve=0.5))
     placed = [sim.arrive(priority=Priority.BATCH)[1] for _ in range(201)]
-    assert [row.total - row.free for row in sim.rows] == [2] * 100
+    assert [row.total - row.free for row in sim.rows] == [0] * 50 + [4] * 50
     assert placed[-1] is None
 
 

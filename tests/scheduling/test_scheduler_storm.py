@@ -174,7 +174,9 @@ class World:
                 if one.capacity(now) and self.has_slotless_room(one, waiter.request):
                     return False
                 continue
-            spare = row.batch_reserve if queued.priority is Priority.BATCH and row.busy else 0
+            spare = 0
+            if queued.priority is Priority.BATCH and (row.busy or row.kept_from_batch):
+                spare = row.total if row.kept_from_batch else row.batch_reserve
             wide = row.reserved_for
             is_open = wide is None or wide is queued
             if wide is not None and not row.reserved_from_all:
