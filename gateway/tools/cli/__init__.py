@@ -11,6 +11,7 @@ from gateway import __version__
 from gateway.tools.cli import (
     audit,
     batch,
+    cache,
     keys,
     nodes,
     serve,
@@ -59,6 +60,7 @@ for command, examples in (
 app.add_typer(keys.app, name="keys")
 app.add_typer(webhooks.app, name="webhooks")
 app.add_typer(batch.app, name="batch")
+app.add_typer(cache.app, name="cache")
 
 
 def _show_version(wanted: bool) -> None:

@@ -178,7 +178,8 @@ def tune(
     Nothing else should run meanwhile. Ctrl-C keeps the measurements; the same command continues.
     """
     from gateway.tools.local import LocalFleetError
-    from gateway.tools.local.cache import cache_folder
+    from gateway.tools.local.cache import cache_folder, models_in_use
+    from gateway.tools.local.gguf_file import model_parts
     from gateway.tools.local.plan import plan_local_fleet
     from gateway.tools.local.topology import read_topology
     from gateway.tools.tune.machine_benchmark import MachineBenchmark, measurement_subject
@@ -219,7 +220,8 @@ def tune(
             known_memory=_known_memory(session, len(plan.specs)),
             meter=meter,
         )
-        status = _run(session, machine, records, minutes)
+        with models_in_use(model_parts(plan.model.path)):
+            status = _run(session, machine, records, minutes)
     except LocalFleetError as error:
         raise CommandFailed(str(error)) from None
     if meter is not None and meter.failure is not None:

@@ -9,8 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 LOCK_POLL_INTERVAL = 0.05  # seconds between two tries at a lock file
+
+
+SHARE_TIMEOUT = 5.0
+"""Seconds; `cache list` and `cache remove` hold a file for a moment."""
 
 
 def cache_folder(env: Mapping[str, str] | None = None) -> Path:
@@ -98,10 +103,22 @@ def models_in_use(paths: Sequence[Path]) -> Iterator[None]:
     with ExitStack() as stack:
         for path in paths:
             handle = stack.enter_context(path.open("rb"))
-            fcntl.flock(handle, fcntl.LOCK_SH)
+            _share(handle)
             with suppress(OSError):  # another user's file
                 os.utime(path, (time.time(), path.stat().st_mtime))
         yield
+
+
+def _share(handle: BinaryIO) -> None:
+    """Lock an open file against removal; go without where another program keeps it locked."""
+    until = time.monotonic() + SHARE_TIMEOUT
+    while time.monotonic() < until:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(LOCK_POLL_INTERVAL)
+        else:
+            return
 
 
 @contextmanager
