@@ -129,7 +129,8 @@ async def test_a_batch_is_created_shown_paused_resumed_and_cancelled(tmp_path: P
         assert runs.model == "m"
         own = runs.to_dict()["llama_gateway"]
         assert isinstance(own, dict)
-        assert (own["waiting"], own["running"], own["paused"], own["cost"]) == (2, 0, None, 0)
+        unfinished = int(own["waiting"]) + int(own["running"])  # lines may have been claimed by now
+        assert (unfinished, own["paused"], own["cost"]) == (2, None, 0)
 
         paused = (await ask(running, "POST", f"/v1/batches/{made.id}/pause")).json()
         assert paused["llama_gateway"]["paused"]["at"] >= made.created_at
