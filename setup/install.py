@@ -95,7 +95,10 @@ def install(files: list[Path], progress: Progress) -> bool:
     began = time.monotonic()
     of = f"of {files[0].relative_to(ROOT)}"
     progress.line(f"Getting {len(todo)} packages {of}")
-    command = [sys.executable, "-m", "pip", "install", "--require-hashes", "--progress-bar", "off"]
+    # The pins are complete. Resolving them again fails in pip 23 (Debian 12's) as soon as a pin
+    # that another package wants with an extra, as coverage[toml], is not the newest release.
+    command = [sys.executable, "-m", "pip", "install", "--require-hashes", "--no-deps"]
+    command += ["--progress-bar", "off"]
     command += [word for file in files for word in ("-r", str(file))]
     if not _run_pip(command, todo, progress):
         return False
