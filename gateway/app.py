@@ -39,9 +39,7 @@ from gateway.handover import (
 from gateway.lease import KeyedHash
 from gateway.metering import Metering
 from gateway.observe.audit import AuditTrail
-from gateway.observe.event_log import log_events
 from gateway.observe.logs import Logs
-from gateway.observe.metrics import Metrics
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry
@@ -61,6 +59,7 @@ from gateway.startup import (
 from gateway.store.failures import StoreError
 from gateway.store.store import Store
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
+from gateway.telemetry import Telemetry
 from gateway.transport.node_client import open_node_client
 from gateway.transport.resolver import Resolver
 from gateway.usage.ledger import Ledger
@@ -213,20 +212,19 @@ class Gateway:
             progress_seconds=timings.progress,
             storing=self.background.storing(self.fleet.model_index, self.scheduler),
         )
-        self.metrics = Metrics(
-            self.bus,
-            MetricsSource(
-                self.fleet,
-                self.scheduler,
-                self.registry,
-                lambda: self.inventory_error,
-                self.proxy_context.retries_left,
-                lambda: self.certificates.expiry,
-                self.store,
-                self.ledger,
-                self.background,
-            ),
+        snapshot = MetricsSource(
+            self.fleet,
+            self.scheduler,
+            self.registry,
+            lambda: self.inventory_error,
+            self.proxy_context.retries_left,
+            lambda: self.certificates.expiry,
+            self.store,
+            self.ledger,
+            self.background,
         )
+        self.telemetry = Telemetry(settings, bus=self.bus, logs=logs, snapshot=snapshot)
+        self.metrics = self.telemetry.metrics
         self.drain_deadlines = DrainDeadlines(self.registry)
         self.audit = AuditTrail(time.time, self.store)
         self.admin_keys = AdminKeys(had_keys=self._inherited.had_admin_keys)
@@ -240,8 +238,6 @@ class Gateway:
             audit=self.audit,
             certificates=self.certificates,
         )
-        self.event_log = log_events(self.bus, logs, access_log=settings.logging.access)
-        self._logs = logs
         self._routes: dict[bytes, Route] = {}
         """What clients may ask of nodes; shared with the public listener's connections."""
         self._created = int(time.time())
@@ -582,8 +578,7 @@ class Gateway:
         self.metering.configure(settings)
         self.handler.configure(self._handler_config(settings))
         self.background.configure(settings, self.handler.config.rules)
-        self.event_log.configure(access_log=settings.logging.access)
-        self._logs.configure(settings.logging.level)
+        self.telemetry.configure(settings)
         self._public_app = self._make_public_app()
         self.bus.publish(change)
         self._warn_of_empty_pools()

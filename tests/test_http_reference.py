@@ -14,10 +14,10 @@ from gateway.events import (
     RequestFinished,
     WebhookAttempted,
 )
-from gateway.observe.metrics import (
+from gateway.observe.metrics import Metrics
+from gateway.observe.snapshot import (
     BatchSample,
     LedgerSample,
-    Metrics,
     MetricsSnapshot,
     NodeSample,
     StoreSample,
@@ -94,7 +94,7 @@ def metrics_made() -> dict[str, tuple[str, set[str]]]:
         ),
     )
     metrics = Metrics(bus, lambda: snapshot)
-    bus.publish(RequestFinished("r1", "/v1/completions", tier="cpu"))
+    bus.publish(RequestFinished("r1", "/v1/completions", tier="cpu", ttft=0.1, attempts=1))
     bus.publish(AttemptEnded("r1", "a", "ok", 1.0))
     bus.publish(LimitReached("rpm", "key"))
     bus.publish(HookEnded("a", "start", "ok", 1.0, ""))

@@ -16,6 +16,7 @@ from gateway.config.cache_privacy import CacheSpec
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import (
     ConfigModel,
+    Fraction,
     Lowercased,
     NonEmptyText,
     PriorityName,
@@ -43,6 +44,7 @@ from gateway.config.routing import (
 )
 from gateway.config.scheduling import ClassRule, HybridSettings, QueueSettings
 from gateway.config.store import StoreSettings, masked_store_url
+from gateway.config.telemetry import TelemetrySettings
 from gateway.config.usage_limits import GroupName, GroupSpec
 from gateway.config.validation import find_duplicates, first_of_each_place, validate
 from gateway.config.webhook_url import WebhookUrl
@@ -74,6 +76,15 @@ class LoggingSettings(ConfigModel):
     access: Annotated[
         bool, Field(description="One line for each request."), TypeLabel("true or false")
     ] = True
+    access_share: Annotated[
+        Fraction,
+        Field(
+            description=(
+                "Share of requests that have a line, between 0 and 1. Requests that the gateway or "
+                "a node failed (5xx) always have one."
+            )
+        ),
+    ] = 1.0
 
 
 class ShutdownSettings(ConfigModel):
@@ -265,6 +276,9 @@ class Settings(ConfigModel):
         WebhookSettings, Field(description="Events of batches and responses, posted to receivers.")
     ] = WebhookSettings()
     logging: Annotated[LoggingSettings, Field(description="What is logged.")] = LoggingSettings()
+    telemetry: Annotated[TelemetrySettings, Field(description="What monitoring is told.")] = (
+        TelemetrySettings()
+    )
     shutdown: Annotated[ShutdownSettings, Field(description="From SIGTERM to the end.")] = (
         ShutdownSettings()
     )

@@ -41,8 +41,10 @@ class ProbeResponse:
             return None
 
 
-async def fetch(node: Node, path: str) -> ProbeResponse | ProbeResult:
-    """GET `path`, limited by the probe's timeout and in size; a ProbeResult if that failed."""
+async def fetch(
+    node: Node, path: str, *, largest: int = LARGEST_RESPONSE
+) -> ProbeResponse | ProbeResult:
+    """GET `path`, limited by the probe's timeout and in bytes; a ProbeResult if that failed."""
     began = node.clock()
     limit = node.settings.health.timeout
 
@@ -57,7 +59,7 @@ async def fetch(node: Node, path: str) -> ProbeResponse | ProbeResult:
             body = bytearray()
             async for part in response.aiter_bytes():
                 body += part
-                if len(body) > LARGEST_RESPONSE:
+                if len(body) > largest:
                     return ended(ProbeAnswer.FAILED, f"{path} answers without end")
             return ProbeResponse(response.status_code, bytes(body))
     except (TimeoutError, httpx.TimeoutException):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -36,9 +38,9 @@ _DEBUG = LEVELS["debug"]
 _BAD_STATES = frozenset({"down", "ejected", "mute", "degraded"})
 
 
-def log_events(bus: EventBus, logs: Logs, *, access_log: bool = True) -> EventLog:
-    """Log each event of `bus`; `access_log=False` leaves out the line per request."""
-    event_log = EventLog(logs, access_log=access_log)
+def log_events(bus: EventBus, logs: Logs, draw: Callable[[], float] = random.random) -> EventLog:
+    """Log each event of `bus`. `draw`: a number from 0 to 1, for `EventLog.configure`."""
+    event_log = EventLog(logs, draw)
     bus.subscribe(RequestFinished, event_log.request)
     bus.subscribe(AttemptEnded, event_log.attempt)
     bus.subscribe(StreamResumed, event_log.resumed)
@@ -54,17 +56,22 @@ def log_events(bus: EventBus, logs: Logs, *, access_log: bool = True) -> EventLo
 class EventLog:
     """Turns events into log lines."""
 
-    def __init__(self, logs: Logs, *, access_log: bool) -> None:
+    def __init__(self, logs: Logs, draw: Callable[[], float]) -> None:
         self._logs = logs
-        self._access_log = access_log
+        self._draw = draw
+        self._share = 1.0
 
-    def configure(self, *, access_log: bool) -> None:
-        """Write the access log, or stop writing it."""
-        self._access_log = access_log
+    def configure(self, share: float) -> None:
+        """Write the access log's line of so many requests, by chance; 0: of none.
+
+        Unless it is 0, requests that the gateway or a node failed always have their line.
+        """
+        self._share = share
 
     def request(self, event: RequestFinished) -> None:
         """The access log; a request that the gateway or a node failed is a warning."""
-        if not self._access_log:
+        share = self._share
+        if share < 1 and (not share or (event.status < 500 and self._draw() >= share)):
             return
         level = "warning" if event.status >= 500 else "info"
         if not self._logs.is_enabled_for(LEVELS[level]):

@@ -1,20 +1,19 @@
 """`GET /metrics`: counters fed by events, and the current state, which is read at each scrape.
 
-An event costs about a microsecond on the hot path, in plain dictionaries; text is made at the
+An event costs a few microseconds on the hot path, in plain dictionaries; text is made at the
 scrape. The number of series is bounded: nodes by the inventory, models by a cap.
 
-The text is Prometheus' format 0.0.4. A scrape runs on the event loop, and prometheus_client renders
-some 130,000 samples a second: a fleet of 1,000 nodes with nine states each would block every
-stream for 80 ms. So only the process's own metrics come from there.
+A scrape runs on the event loop, and prometheus_client renders some 130,000 samples a second: a
+fleet of 1,000 nodes with nine states each would block every stream for 80 ms. So only the
+process's own metrics come from there.
 """
 
 from __future__ import annotations
 
-import math
 import platform
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
@@ -30,6 +29,13 @@ from gateway.events import (
     StreamResumed,
     WebhookAttempted,
 )
+from gateway.observe.exposition import OTHER_LABEL, Histogram, MetricsPage, escape_label, labels
+from gateway.observe.request_histograms import (
+    SECONDS_UP_TO_AN_HOUR,
+    GenAiHistograms,
+    RequestHistograms,
+)
+from gateway.observe.snapshot import BatchSample, LedgerSample, MetricsSnapshot, NodeSample
 from gateway.request import Priority
 
 METRIC_PREFIX = "llama_gateway_"
@@ -50,15 +56,11 @@ NODE_STATES = (
 MOST_MODELS = 1000
 """Most distinct model labels; further models are counted as `other`."""
 
+NODES_OF_A_STEP = 200
+"""Nodes whose state is read at once: about a millisecond."""
+
 MOST_NODES = 10_000
 """Most distinct node labels; further nodes are counted as `other`."""
-
-OTHER_LABEL = "other"
-
-# A CPU node may take an hour for a response; a refusal takes a millisecond.
-_UP_TO_AN_HOUR = (1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600)
-
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, *_UP_TO_AN_HOUR)
 
 _OVERHEAD = (
     0.0001,
@@ -76,83 +78,6 @@ _OVERHEAD = (
     60,
     3600,
 )
-
-
-@dataclass(slots=True)
-class NodeSample:
-    """A node at the time of a scrape. Speeds in tokens per second, None until measured."""
-
-    name: str
-    state: str
-    slots_total: int
-    slots_busy: int
-    decode_tps: float | None = None
-    prefill_tps: float | None = None
-
-
-@dataclass(slots=True)
-class StoreSample:
-    """The store at the time of a scrape."""
-
-    up: bool
-    """Whether it can be read and written."""
-    waiting: int
-    """Jobs that wait for it."""
-
-
-@dataclass(slots=True)
-class LedgerSample:
-    """The ledger of requests at the time of a scrape; counts are of this process."""
-
-    pending: int
-    """Rows that wait to be written."""
-    written: int
-    recovered: int
-    """Of them, rows of requests whose process was killed."""
-    dropped: int
-    """Rows that were lost, since too many waited or none could store them."""
-
-
-@dataclass(slots=True)
-class BatchSample:
-    """Work that can wait, at the time of a scrape; counts are of this process."""
-
-    batches: Mapping[str, int]
-    """By state."""
-    lines: Mapping[str, int]
-    """Lines whose result was recorded, by outcome."""
-    waiting: Mapping[str, int]
-    """Stored requests that may run, by kind."""
-    running: int
-    """Lines that were offered to the scheduler."""
-    claimed: int
-    """Lines that are to be offered next."""
-    deferred: int
-    retried: int
-    oldest_seconds: float
-
-
-@dataclass(slots=True)
-class MetricsSnapshot:
-    """The gateway's state at the time of a scrape."""
-
-    nodes: Sequence[NodeSample] = ()
-    queue: Mapping[Priority, int] = field(default_factory=dict)
-    """Queued requests by class; a missing class has none."""
-    in_flight: int = 0
-    """Requests that are queued or run."""
-    inventory_error: bool = False
-    """The inventory on disk is invalid; an older one is in force."""
-    retry_budget: float | None = None
-    """Retries that the budget allows now."""
-    certificate_days_left: Mapping[str, float] = field(default_factory=dict)
-    """Days until the certificate of each listener with TLS expires."""
-    store: StoreSample | None = None
-    """None: there is no store."""
-    ledger: LedgerSample | None = None
-    batches: BatchSample | None = None
-    webhooks_waiting: int = 0
-    """Deliveries that wait in the store."""
 
 
 @dataclass(slots=True)
@@ -194,10 +119,13 @@ class Metrics:
         self._yielded = 0
         self._webhooks: dict[str, int] = {}
         self._limits_reached: dict[tuple[str, str], int] = {}
-        self._duration = Histogram(_SECONDS)
-        self._ttft = Histogram(_SECONDS)
-        self._queue = Histogram(_SECONDS)
+        self._duration = Histogram(SECONDS_UP_TO_AN_HOUR)
+        self._ttft = Histogram(SECONDS_UP_TO_AN_HOUR)
+        self._queue = Histogram(SECONDS_UP_TO_AN_HOUR)
         self._overhead = Histogram(_OVERHEAD)
+        self._labelled = RequestHistograms()
+        self._gen_ai = GenAiHistograms()
+        self._with_gen_ai = False
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
         bus.subscribe(RequestFinished, self.finished)
@@ -208,6 +136,10 @@ class Metrics:
         bus.subscribe(LimitReached, self.limit_reached)
         bus.subscribe(WebhookAttempted, self.webhook_attempted)
         bus.subscribe(NodeChanged, self.node_changed)
+
+    def configure(self, *, gen_ai: bool) -> None:
+        """Count requests under OpenTelemetry's names too, or stop it."""
+        self._with_gen_ai = gen_ai
 
     def finished(self, event: RequestFinished) -> None:
         """Count a request that has ended."""
@@ -224,6 +156,9 @@ class Metrics:
             self._queue.observe(event.queue_seconds)
         if event.tier is not None:
             self._cost[event.tier] = self._cost.get(event.tier, 0.0) + event.cost
+        self._labelled.count(event)
+        if self._with_gen_ai:
+            self._gen_ai.count(event)
 
     def _counts_for(self, event: RequestFinished) -> RequestCounts:
         """The counts for the first event of its kind; those of `other` if there are too many."""
@@ -278,11 +213,23 @@ class Metrics:
 
     def render(self) -> bytes:
         """The text for Prometheus, of type `CONTENT_TYPE`."""
+        return b"".join(self.steps())
+
+    def steps(self) -> Iterator[bytes]:
+        """The text in pieces; other work may go on between two of them.
+
+        The state is that of the first steps, and counts are those at the time of their piece.
+        """
         self._flush()
         snapshot = self._snapshot()
+        nodes = []
+        for node in snapshot.nodes:
+            nodes.append(node)
+            if len(nodes) % NODES_OF_A_STEP == 0:
+                yield b""
         page = MetricsPage(METRIC_PREFIX)
         self._add_requests(page)
-        self._add_fleet(page, snapshot.nodes)
+        self._add_fleet(page, nodes)
         page.add_family(
             "queue_depth",
             "gauge",
@@ -291,6 +238,15 @@ class Metrics:
                 (labels(**{"class": priority.label}), snapshot.queue.get(priority, 0))
                 for priority in Priority
             ),
+        )
+        page.add_family(
+            "queue_oldest_seconds",
+            "gauge",
+            "How long the request has waited that waits longest for a slot; 0: none waits.",
+            [
+                (labels(**{"class": priority.label}), snapshot.oldest.get(priority, 0.0))
+                for priority in Priority
+            ],
         )
         page.add_family(
             "in_flight", "gauge", "Requests that wait or run.", [("", snapshot.in_flight)]
@@ -338,7 +294,11 @@ class Metrics:
         self._add_webhooks(page, snapshot.webhooks_waiting)
         build = labels(version=__version__, python=platform.python_version())
         page.add_family("build_info", "gauge", "The version that runs.", [(build, 1)])
-        return page.render().encode() + generate_latest(self._process)
+        if self._with_gen_ai:
+            self._gen_ai.add_to(page)
+        for text in page.steps():
+            yield text.encode()
+        yield generate_latest(self._process)
 
     def _add_requests(self, page: MetricsPage) -> None:
         page.add_family(
@@ -350,11 +310,11 @@ class Metrics:
                     labels(**{"class": priority.label}, model=model, code=str(status)),
                     counts.requests,
                 )
-                for (priority, model, status), counts in self._requests.items()
+                for (priority, model, status), counts in list(self._requests.items())
             ),
         )
         page.add_family(
-            "tokens_total", "counter", "Tokens of requests that ended.", self._token_samples()
+            "tokens_total", "counter", "Tokens of requests that ended.", list(self._token_samples())
         )
         page.add_family(
             "resumed_streams_total",
@@ -374,14 +334,14 @@ class Metrics:
             "Requests that a limit on use refused.",
             (
                 (labels(limit=limit, scope=scope), count)
-                for (limit, scope), count in self._limits_reached.items()
+                for (limit, scope), count in list(self._limits_reached.items())
             ),
         )
         page.add_family(
             "cost_total",
             "counter",
             "Cost of requests that ended, in the settings' currency.",
-            ((labels(tier=tier), cost) for tier, cost in self._cost.items()),
+            [(labels(tier=tier), cost) for tier, cost in self._cost.items()],
         )
         for name, meaning, histogram in (
             ("request_duration_seconds", "From arrival to the last byte.", self._duration),
@@ -389,14 +349,15 @@ class Metrics:
             ("queue_seconds", "Time spent waiting for a slot.", self._queue),
             ("overhead_seconds", "From arrival to dispatch, less the wait.", self._overhead),
         ):
-            page.add_histogram(name, meaning, histogram)
+            page.add_histogram(name, meaning, [({}, histogram)])
+        self._labelled.add_to(page)
 
     def _add_webhooks(self, page: MetricsPage, waiting: int) -> None:
         page.add_family(
             "webhook_attempts_total",
             "counter",
             "Attempts to deliver an event to a webhook, by their outcome.",
-            ((labels(outcome=outcome), count) for outcome, count in self._webhooks.items()),
+            [(labels(outcome=outcome), count) for outcome, count in self._webhooks.items()],
         )
         page.add_family(
             "webhook_deliveries_waiting",
@@ -421,8 +382,8 @@ class Metrics:
             "Attempts on a node that are over.",
             (
                 (labels(node=node, outcome=outcome), count)
-                for node, outcomes in self._attempts.items()
-                for outcome, count in outcomes.items()
+                for node, outcomes in list(self._attempts.items())
+                for outcome, count in list(outcomes.items())
             ),
         )
         page.add_family(
@@ -431,7 +392,7 @@ class Metrics:
             "Hooks that have started or stopped a standby node, or failed to.",
             (
                 (labels(node=node, hook=hook, outcome=outcome), count)
-                for (node, hook, outcome), count in self._hooks.items()
+                for (node, hook, outcome), count in list(self._hooks.items())
             ),
         )
         page.add_family(
@@ -440,31 +401,25 @@ class Metrics:
             "1 for the state a node is in, 0 for the others.",
             (
                 (f'{{node="{name}",state="{state}"}}', int(state == current))
-                for name, current in [(escape_label(node.name), node.state) for node in nodes]
+                for name, current in ((escape_label(node.name), node.state) for node in nodes)
                 for state in NODE_STATES
             ),
         )
-        braces = [labels(node=node.name) for node in nodes]
-        for family, meaning, values in (
-            ("node_slots_total", "Slots a node has.", [n.slots_total for n in nodes]),
-            ("node_slots_busy", "Slots in use.", [n.slots_busy for n in nodes]),
+        for family, meaning, read in (
+            ("node_slots_total", "Slots a node has.", attrgetter("slots_total")),
+            ("node_slots_busy", "Slots in use.", attrgetter("slots_busy")),
             (
                 "node_decode_tokens_per_second",
                 "Measured speed of writing, for one request.",
-                [n.decode_tps for n in nodes],
+                attrgetter("decode_tps"),
             ),
             (
                 "node_prefill_tokens_per_second",
                 "Measured speed of reading a prompt.",
-                [n.prefill_tps for n in nodes],
+                attrgetter("prefill_tps"),
             ),
         ):
-            known = [
-                (brace, value)
-                for brace, value in zip(braces, values, strict=True)
-                if value is not None
-            ]
-            page.add_family(family, "gauge", meaning, known)
+            page.add_family(family, "gauge", meaning, _known(nodes, read))
 
     def _forget_others(self, names: Iterable[str]) -> None:
         """Drop nodes that have left; attempts that ended after that have added them again."""
@@ -475,78 +430,14 @@ class Metrics:
             del self._hooks[key]
 
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
-
-
-def labels(**values: str) -> str:
-    """The labels of a sample, with escaped values: `{node="a",state="ready"}`."""
-    return "{" + ",".join(f'{name}="{escape_label(value)}"' for name, value in values.items()) + "}"
-
-
-def escape_label(value: str) -> str:
-    """A label's escaped value, without quotes."""
-    return value.translate(_ESCAPES)
-
-
-def format_value(value: float) -> str:
-    """A sample's value as text."""
-    if math.isfinite(value):
-        return repr(value)
-    return "NaN" if math.isnan(value) else ("+Inf" if value > 0 else "-Inf")
-
-
-class MetricsPage:
-    """The text of one scrape, family by family."""
-
-    __slots__ = ("_lines", "_prefix")
-
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-        self._lines: list[str] = []
-
-    def add_family(
-        self, name: str, metric_type: str, help_text: str, samples: Iterable[tuple[str, float]]
-    ) -> None:
-        """Add a family; a sample is its labels with braces (or an empty text) and its value."""
-        full = self._prefix + name
-        self._lines.append(f"# HELP {full} {help_text}\n# TYPE {full} {metric_type}\n")
-        self._lines.extend(f"{full}{braces} {format_value(value)}\n" for braces, value in samples)
-
-    def add_histogram(self, name: str, help_text: str, histogram: Histogram) -> None:
-        """Add a histogram without labels."""
-        full = self._prefix + name
-        self._lines.append(f"# HELP {full} {help_text}\n# TYPE {full} histogram\n")
-        below = 0
-        for bound, count in zip(histogram.bounds, histogram.counts, strict=False):
-            below += count
-            self._lines.append(f'{full}_bucket{{le="{bound!r}"}} {below}\n')
-        total = below + histogram.counts[-1]
-        self._lines.append(
-            f'{full}_bucket{{le="+Inf"}} {total}\n'
-            f"{full}_sum {histogram.sum!r}\n{full}_count {total}\n"
-        )
-
-    def render(self) -> str:
-        """The whole text."""
-        return "".join(self._lines)
-
-
-class Histogram:
-    """Counts values up to each bound; bounds are in ascending order."""
-
-    __slots__ = ("bounds", "counts", "sum")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = [float(bound) for bound in bounds]
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count one value."""
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
+def _known(
+    nodes: Sequence[NodeSample], read: Callable[[NodeSample], float | None]
+) -> Iterator[tuple[str, float]]:
+    """A sample of each node for which the value is known."""
+    for node in nodes:
+        value = read(node)
+        if value is not None:
+            yield labels(node=node.name), value
 
 
 def _add_ledger(page: MetricsPage, ledger: LedgerSample) -> None:

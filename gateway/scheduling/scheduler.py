@@ -275,6 +275,15 @@ class Scheduler:
         """How many requests of each class wait."""
         return self.dispatcher.depths()
 
+    def longest_waits(self) -> dict[Priority, float]:
+        """Seconds for which the oldest waiting request of each class has waited."""
+        since: dict[Priority, float] = {}
+        for waiter in self.waiters:
+            priority = waiter.request.priority
+            since[priority] = min(waiter.queued_at, since.get(priority, math.inf))
+        now = self.clock()
+        return {priority: max(0.0, now - queued_at) for priority, queued_at in since.items()}
+
     def batch_room(
         self,
         model_names: Sequence[str],

@@ -16,7 +16,7 @@ from gateway import __version__, errors
 from gateway.config.admin import AdminSettings
 from gateway.config.listeners import ListenSettings
 from gateway.config.settings import Settings
-from gateway.observe.metrics import CONTENT_TYPE
+from gateway.observe.exposition import CONTENT_TYPE
 from gateway.proxy.inbound.routes import Route, api_of_path, pages_of, routes_of
 from gateway.web.admin.app import ADMIN_ROUTES, AdminRoute
 from gateway.web.openapi_background import BACKGROUND_SUMMARIES
@@ -243,7 +243,7 @@ def _routed(path: str, route: Route) -> Operation:
 
 def _admin(route: AdminRoute) -> Operation:
     path = _shown(route.path)
-    if path == "/metrics":
+    if path in ("/metrics", "/metrics/nodes"):
         content: JsonSchema = {CONTENT_TYPE.partition(";")[0]: {"schema": {"type": "string"}}}
     elif path == "/":
         content = {"text/plain": {"schema": {"type": "string"}}}

@@ -61,10 +61,19 @@ def test_a_failed_request_says_why(written: Written) -> None:
 def test_the_access_log_can_be_switched_off_while_it_runs(written: Written) -> None:
     written.set_up()
     written.bus.publish(finished(x_request_id="first"))
-    written.event_log.configure(access_log=False)
+    written.event_log.configure(0.0)
     written.bus.publish(finished(x_request_id="second"))
     written.bus.publish(NodeChanged("a", "ready", "down", "connection refused"))
     assert [line.get("id", line["event"]) for line in written.lines()] == ["first", "node"]
+
+
+def test_a_share_of_the_requests_has_a_line_and_every_failed_one(written: Written) -> None:
+    written.set_up(draws=[0.24, 0.25, 0.99])
+    written.event_log.configure(0.25)
+    for name in ("first", "second", "third"):
+        written.bus.publish(finished(x_request_id=name))
+    written.bus.publish(finished(x_request_id="failed", status=502, reason="node_failed"))
+    assert [line["id"] for line in written.lines()] == ["first", "failed"]
 
 
 def test_a_nodes_change_of_state_is_logged_with_its_reason(written: Written) -> None:

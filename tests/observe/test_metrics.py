@@ -7,7 +7,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.events import AttemptEnded, EventBus, NodeChanged, RequestFinished
-from gateway.observe.metrics import MOST_MODELS, NODE_STATES, Metrics, MetricsSnapshot, NodeSample
+from gateway.observe.metrics import MOST_MODELS, NODE_STATES, Metrics
+from gateway.observe.snapshot import MetricsSnapshot, NodeSample
 from gateway.request import Priority
 
 P = "llama_gateway_"
@@ -230,6 +231,32 @@ def test_queue_depth_has_every_class(gateway: Gateway) -> None:
     assert page.value("in_flight") == 5
     assert page.value("inventory_error") == 1
     assert page.value("retry_budget") is None
+
+
+def test_the_age_of_the_queue_has_every_class(gateway: Gateway) -> None:
+    gateway.snapshot = MetricsSnapshot(oldest={Priority.BATCH: 61.5})
+    page = gateway.scrape()
+    assert page.value("queue_oldest_seconds", **{"class": "batch"}) == 61.5
+    assert page.value("queue_oldest_seconds", **{"class": "urgent"}) == 0
+    assert page.count("queue_oldest_seconds") == 4
+
+
+def test_events_between_the_steps_of_a_page_leave_it_readable(gateway: Gateway) -> None:
+    gateway.nodes(*(f"node-{n}" for n in range(400)))
+    gateway.publish(finished(), AttemptEnded("r", "node-1", "ok", 1.0))
+    text = bytearray()
+    steps = 0
+    for step in gateway.metrics.steps():
+        text += step
+        steps += 1
+        gateway.publish(finished(model=f"m{steps}", tier=f"t{steps}"))
+        gateway.publish(AttemptEnded("r", f"node-{steps}", f"o{steps}", 1.0))
+        gateway.publish(NodeChanged(f"node-{steps}", "ready", None, "removed"))
+    assert steps > 5
+    page = Scraped(bytes(text))
+    assert page.value("node_slots_total", node="node-399") == 2
+    count = page.value("request_duration_seconds_count")
+    assert page.value("request_duration_seconds_bucket", le="+Inf") == count
 
 
 def test_models_beyond_the_cap_are_counted_as_other(gateway: Gateway) -> None:

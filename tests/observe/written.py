@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ class Written:
         self.logs: Logs | None = None
         self.bus = EventBus()
 
-    def set_up(self, level: str = "info", form: LogFormat = "auto", *, access: bool = True) -> Logs:
+    def set_up(
+        self, level: str = "info", form: LogFormat = "auto", *, draws: Iterable[float] = ()
+    ) -> Logs:
         self.logs = set_up_logging(
             level, form, fd=self.fd, environment={}, flush_seconds=PATIENT_SECONDS
         )
-        self.event_log = log_events(self.bus, self.logs, access_log=access)
+        self.event_log = log_events(self.bus, self.logs, iter(draws).__next__)
         return self.logs
 
     def text(self) -> str:

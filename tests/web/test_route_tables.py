@@ -207,6 +207,7 @@ CONTRACT = {
     None: {"GET /", "GET /health", "GET /ready"},
     AdminRole.VIEWER: {
         "GET /metrics",
+        "GET /metrics/nodes",
         "GET /openapi.json",
         "GET /admin/status",
         "GET /admin/nodes",

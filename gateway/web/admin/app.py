@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -18,13 +19,15 @@ from gateway.access.keys import without_secret
 from gateway.errors import GatewayError, truncate_echo
 from gateway.fleet.fleet import Fleet
 from gateway.observe.audit import AuditTrail
-from gateway.observe.metrics import CONTENT_TYPE, Metrics
+from gateway.observe.exposition import CONTENT_TYPE
+from gateway.observe.metrics import Metrics
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.scheduling.scheduler import Scheduler
 from gateway.usage.reports import Reporter
 from gateway.web.admin.audit import AUDIT_TARGET_KEY, AuditEndpoints
 from gateway.web.admin.configuration import ConfigEndpoints, GatewayControl
 from gateway.web.admin.keys import KeyEndpoints
+from gateway.web.admin.node_metrics import NodeMetricsEndpoint
 from gateway.web.admin.nodes import DrainDeadlines, NodeEndpoints
 from gateway.web.admin.requests import RequestEndpoints
 from gateway.web.admin.status import StatusEndpoints
@@ -45,6 +48,7 @@ class AdminEndpoints:
     health: HealthEndpoints
     status: StatusEndpoints
     nodes: NodeEndpoints
+    node_metrics: NodeMetricsEndpoint
     requests: RequestEndpoints
     usage: UsageEndpoints
     configuration: ConfigEndpoints
@@ -70,6 +74,13 @@ class AdminRoute:
 ADMIN_ROUTES = (
     AdminRoute("GET", "/", None, lambda e: e.pages.index, "this list"),
     AdminRoute("GET", "/metrics", VIEWER, lambda e: e.pages.metrics, "Prometheus"),
+    AdminRoute(
+        "GET",
+        "/metrics/nodes",
+        VIEWER,
+        lambda e: e.node_metrics.show,
+        "Prometheus: what llama.cpp's servers say, by node",
+    ),
     AdminRoute("GET", "/health", None, lambda e: e.health.health, "the process lives"),
     AdminRoute("GET", "/ready", None, lambda e: e.health.ready, "work may be sent here"),
     AdminRoute(
@@ -198,8 +209,12 @@ class PlainPages:
         return PlainTextResponse(INDEX_PAGE)
 
     async def metrics(self, _: Request) -> Response:
-        """Prometheus' exposition format."""
-        return Response(self.registry.render(), headers={"content-type": CONTENT_TYPE})
+        """Prometheus' exposition format; streams go on while it is written."""
+        text = bytearray()
+        for step in self.registry.steps():
+            text += step
+            await asyncio.sleep(0)
+        return Response(bytes(text), headers={"content-type": CONTENT_TYPE})
 
     async def openapi(self, request: Request) -> Response:
         """The OpenAPI document."""
@@ -233,6 +248,7 @@ def admin_app(
         health=health,
         status=StatusEndpoints(fleet, scheduler, registry, gateway, metrics, health, audit),
         nodes=NodeEndpoints(fleet, drain_deadlines),
+        node_metrics=NodeMetricsEndpoint(fleet, lambda: gateway.settings, gateway.clock),
         requests=RequestEndpoints(registry, scheduler),
         usage=UsageEndpoints(reporter, time.time),
         configuration=ConfigEndpoints(gateway),

@@ -14,10 +14,10 @@ from starlette.responses import Response
 
 from gateway.fleet.fleet import Fleet
 from gateway.observe.audit import AuditTrail
-from gateway.observe.metrics import (
+from gateway.observe.metrics import Metrics
+from gateway.observe.snapshot import (
     BatchSample,
     LedgerSample,
-    Metrics,
     MetricsSnapshot,
     NodeSample,
     StoreSample,
@@ -181,7 +181,7 @@ class MetricsSource:
         """The state now."""
         background = self.background
         return MetricsSnapshot(
-            nodes=[
+            nodes=(
                 NodeSample(
                     name=node.name,
                     state=node.state.value,
@@ -190,9 +190,10 @@ class MetricsSource:
                     decode_tps=node.speed.decode_tps,
                     prefill_tps=node.speed.prefill_tps,
                 )
-                for node in self.fleet.nodes.values()
-            ],
+                for node in list(self.fleet.nodes.values())
+            ),
             queue=self.scheduler.depths(),
+            oldest=self.scheduler.longest_waits(),
             in_flight=len(self.registry),
             inventory_error=self.inventory_error() is not None,
             retry_budget=self.retries_left(),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.observe.metrics import Histogram, MetricsPage, labels
+from gateway.observe.exposition import Histogram, MetricsPage, labels
 
 
 @given(st.lists(st.floats(min_value=0, max_value=1e6), max_size=50))
@@ -17,7 +17,7 @@ def test_a_histograms_buckets_hold_values_up_to_their_bound(values: list[float])
     for value in values:
         histogram.observe(value)
     page = MetricsPage("")
-    page.add_histogram("h", "meaning", histogram)
+    page.add_histogram("h", "meaning", [({}, histogram)])
     (family,) = text_string_to_metric_families(page.render())
     read = {sample.labels.get("le", sample.name): sample.value for sample in family.samples}
     for bound in (0.1, 1.0, 10.0, math.inf):

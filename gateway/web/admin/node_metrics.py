@@ -1,0 +1,103 @@
+"""`/metrics/nodes`: the metrics of all llama.cpp servers on one page, each with its node's name."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.config.settings import Settings
+from gateway.errors import GatewayError
+from gateway.fleet.fleet import Fleet
+from gateway.fleet.node import Node
+from gateway.fleet.probe_history import ProbeResult
+from gateway.fleet.probes import fetch
+from gateway.observe.exposition import CONTENT_TYPE, MetricsPage, labels
+from gateway.observe.metrics import METRIC_PREFIX
+from gateway.observe.node_metrics import NodeFamilies, add_node_metrics, read_node_metrics
+
+AT_ONCE = 64
+"""Nodes that are asked at the same time."""
+
+WHOLE_SECONDS = 6.0
+"""Time for all nodes; Prometheus waits 10 seconds for a page unless told otherwise."""
+
+FRESH_SECONDS = 5.0
+"""For so long a page is shown again instead of asking the nodes anew."""
+
+LARGEST_PAGE = 64 << 10
+"""Bytes of a node's page; llama.cpp's has 4,000."""
+
+
+@dataclass(slots=True)
+class NodeMetricsEndpoint:
+    """Asks all nodes, at most once in `FRESH_SECONDS`, whoever reads the page."""
+
+    fleet: Fleet
+    settings: Callable[[], Settings]
+    clock: Callable[[], float]
+    _asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _text: bytes = b""
+    _made_at: float = -math.inf
+
+    async def show(self, _: Request) -> Response:
+        """The page. Raises: GatewayError if the settings have switched it off."""
+        if not self.settings().telemetry.node_metrics:
+            raise GatewayError(
+                404, "not_found", "Metrics of nodes are off: set telemetry.node_metrics to true."
+            )
+        async with self._asking:
+            if self.clock() - self._made_at >= FRESH_SECONDS:
+                self._text = await self._page()
+                self._made_at = self.clock()
+        return Response(self._text, headers={"content-type": CONTENT_TYPE})
+
+    async def _page(self) -> bytes:
+        nodes = [node for node in self.fleet.nodes.values() if node.spec.kind == "llama.cpp"]
+        found = await self._ask(nodes)
+        page = MetricsPage("")
+        page.add_family(
+            f"{METRIC_PREFIX}node_metrics_up",
+            "gauge",
+            "1 for nodes that have shown their metrics.",
+            ((labels(node=node.name), int(node.name in found)) for node in nodes),
+        )
+        add_node_metrics(page, found)
+        text = bytearray()
+        for step in page.steps():
+            text += step.encode()
+            await asyncio.sleep(0)
+        return bytes(text)
+
+    async def _ask(self, nodes: list[Node]) -> dict[str, NodeFamilies]:
+        """What the nodes say, in their order; those that do not answer in time are missing."""
+        gate = asyncio.Semaphore(AT_ONCE)
+        tasks = {
+            node.name: asyncio.create_task(_read(node, gate), name=f"metrics of {node.name}")
+            for node in nodes
+            if node.in_service and node.probe_history.up and not node.probe_history.mute
+        }
+        try:
+            if tasks:
+                await asyncio.wait(tasks.values(), timeout=WHOLE_SECONDS)
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            results = await asyncio.gather(*tasks.values(), return_exceptions=True)
+        return {
+            name: result
+            for name, result in zip(tasks, results, strict=True)
+            if isinstance(result, NodeFamilies)
+        }
+
+
+async def _read(node: Node, gate: asyncio.Semaphore) -> NodeFamilies | None:
+    async with gate:
+        reply = await fetch(node, "/metrics", largest=LARGEST_PAGE)
+    if isinstance(reply, ProbeResult) or reply.status != 200:
+        return None
+    return read_node_metrics(reply.body)
