@@ -241,6 +241,8 @@ class BackgroundWork:
             deferred=counts.deferred,
             retried=counts.retried,
             oldest_seconds=0.0 if counts.oldest is None else max(0.0, time.time() - counts.oldest),
+            results_blocked=self._results is not None and self._results.problem is not None,
+            folder_refusals=0 if self.files is None else self.files.folder.refusals,
         )
 
     def _token_price(self, model: str | None) -> float | None:

@@ -79,6 +79,7 @@ def metrics_made() -> dict[str, tuple[str, set[str]]]:
     snapshot = MetricsSnapshot(
         [node],
         retry_budget=1.0,
+        spill_money_left=1.0,
         certificate_days_left={"listen.tls": 9.0},
         store=StoreSample(up=True, waiting=0),
         ledger=LedgerSample(0, 0, 0, 0),
@@ -95,6 +96,7 @@ def metrics_made() -> dict[str, tuple[str, set[str]]]:
     )
     metrics = Metrics(bus, lambda: snapshot)
     bus.publish(RequestFinished("r1", "/v1/completions", tier="cpu", ttft=0.1, attempts=1))
+    bus.publish(RequestFinished("r2", "/v1/completions", status=429, reason="queue_full"))
     bus.publish(AttemptEnded("r1", "a", "ok", 1.0))
     bus.publish(LimitReached("rpm", "key"))
     bus.publish(HookEnded("a", "start", "ok", 1.0, ""))

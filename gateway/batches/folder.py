@@ -101,6 +101,7 @@ class Folder:
         self._lock = threading.Lock()
         """Held while `_open_files` is read or changed."""
         self._open_files: set[NewFile] = set()
+        self._refusals = 0
         self._beginning = threading.Lock()
         """Held from the check of the room for a new file until the file counts."""
 
@@ -108,6 +109,11 @@ class Folder:
     def id(self) -> str | None:
         """The folder's own id; None: it was not opened."""
         return self._id
+
+    @property
+    def refusals(self) -> int:
+        """How often there was no room, since the start."""
+        return self._refusals
 
     def open(self) -> str:
         """Make the folder if there is none, remove what a crash left over, and return its id.
@@ -253,12 +259,17 @@ class Folder:
             size += sum(new.missing_bytes for new in self._open_files)
         most = self._most_bytes()
         if self.used_bytes() + size > most:
-            raise FolderFull(
+            raise self._full(
                 f"the files of this gateway may take {most} bytes together",
                 "delete files, or raise batches.folder_bytes",
             )
         if self.free_bytes() < size + self._spare_bytes:
-            raise FolderFull("the disk of the files is full", "free space on it, or delete files")
+            raise self._full("the disk of the files is full", "free space on it, or delete files")
+
+    def _full(self, message: str, remedy: str) -> FolderFull:
+        with self._lock:
+            self._refusals += 1
+        return FolderFull(message, remedy)
 
     def closed(self, new: NewFile) -> None:
         """For `NewFile` itself: it is complete or gone."""

@@ -59,6 +59,9 @@ MOST_MODELS = 1000
 NODES_OF_A_STEP = 200
 """Nodes whose state is read at once: about a millisecond."""
 
+MOST_REFUSED = 200
+"""Most pairs of a caller and a reason of refusals; further ones are counted as `other`."""
+
 MOST_NODES = 10_000
 """Most distinct node labels; further nodes are counted as `other`."""
 
@@ -78,6 +81,9 @@ _OVERHEAD = (
     60,
     3600,
 )
+
+
+REFUSED_STATUS = 429
 
 
 @dataclass(slots=True)
@@ -119,6 +125,7 @@ class Metrics:
         self._yielded = 0
         self._webhooks: dict[str, int] = {}
         self._limits_reached: dict[tuple[str, str], int] = {}
+        self._refused: dict[tuple[str, str], int] = {}
         self._duration = Histogram(SECONDS_UP_TO_AN_HOUR)
         self._ttft = Histogram(SECONDS_UP_TO_AN_HOUR)
         self._queue = Histogram(SECONDS_UP_TO_AN_HOUR)
@@ -156,6 +163,8 @@ class Metrics:
             self._queue.observe(event.queue_seconds)
         if event.tier is not None:
             self._cost[event.tier] = self._cost.get(event.tier, 0.0) + event.cost
+        if event.status == REFUSED_STATUS:
+            self._count_refusal(event.caller, event.reason or "unknown")
         self._labelled.count(event)
         if self._with_gen_ai:
             self._gen_ai.count(event)
@@ -169,6 +178,12 @@ class Metrics:
             else:
                 model = OTHER_LABEL
         return self._requests.setdefault((event.priority, model, event.status), RequestCounts())
+
+    def _count_refusal(self, caller: str, reason: str) -> None:
+        key = (caller, reason)
+        if key not in self._refused and len(self._refused) >= MOST_REFUSED:
+            key = (OTHER_LABEL, reason)
+        self._refused[key] = self._refused.get(key, 0) + 1
 
     def counts_by_status(self) -> Iterator[tuple[int, RequestCounts]]:
         """Counts of requests that have ended, by status; a status may come several times."""
@@ -248,6 +263,19 @@ class Metrics:
                 for priority in Priority
             ],
         )
+        page.add_family(
+            "queue_places",
+            "gauge",
+            "Requests that may wait at once.",
+            [("", snapshot.queue_places)],
+        )
+        if snapshot.spill_money_left is not None:
+            page.add_family(
+                "spill_money_left",
+                "gauge",
+                "What spill-over to GPUs may still cost in its window.",
+                [("", snapshot.spill_money_left)],
+            )
         page.add_family(
             "in_flight", "gauge", "Requests that wait or run.", [("", snapshot.in_flight)]
         )
@@ -338,6 +366,15 @@ class Metrics:
             ),
         )
         page.add_family(
+            "refused_requests_total",
+            "counter",
+            "Requests that were refused with 429, by their caller.",
+            [
+                (labels(caller=caller, reason=reason), count)
+                for (caller, reason), count in self._refused.items()
+            ],
+        )
+        page.add_family(
             "cost_total",
             "counter",
             "Cost of requests that ended, in the settings' currency.",
@@ -408,6 +445,11 @@ class Metrics:
         for family, meaning, read in (
             ("node_slots_total", "Slots a node has.", attrgetter("slots_total")),
             ("node_slots_busy", "Slots in use.", attrgetter("slots_busy")),
+            (
+                "node_differs",
+                "1 while a node differs from what the inventory declares.",
+                lambda node: int(node.differs),
+            ),
             (
                 "node_decode_tokens_per_second",
                 "Measured speed of writing, for one request.",
@@ -484,6 +526,18 @@ def _add_batches(page: MetricsPage, batches: BatchSample) -> None:
             "gauge",
             "Age of the oldest batch with lines that wait.",
             batches.oldest_seconds,
+        ),
+        (
+            "batch_results_blocked",
+            "gauge",
+            "1 while results wait, since the disk or the store takes none.",
+            int(batches.results_blocked),
+        ),
+        (
+            "folder_refusals_total",
+            "counter",
+            "Files for which the folder of files and results had no room.",
+            batches.folder_refusals,
         ),
     ):
         page.add_family(name, kind, text, [("", number)])

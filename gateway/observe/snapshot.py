@@ -18,6 +18,8 @@ class NodeSample:
     slots_busy: int
     decode_tps: float | None = None
     prefill_tps: float | None = None
+    differs: bool = False
+    """Whether it differs from what the inventory declares."""
 
 
 @dataclass(slots=True)
@@ -60,6 +62,10 @@ class BatchSample:
     deferred: int
     retried: int
     oldest_seconds: float
+    results_blocked: bool = False
+    """Whether results wait, since the disk or the store does not take them."""
+    folder_refusals: int = 0
+    """Files for which the folder had no room."""
 
 
 @dataclass(slots=True)
@@ -72,6 +78,10 @@ class MetricsSnapshot:
     """Queued requests by class; a missing class has none."""
     oldest: Mapping[Priority, float] = field(default_factory=dict)
     """Seconds that the longest waiting request of each class has waited."""
+    queue_places: int = 0
+    """Requests that may wait at once."""
+    spill_money_left: float | None = None
+    """What spill-over to GPUs may still cost in its window; None: money does not limit it."""
     in_flight: int = 0
     """Requests that are queued or run."""
     inventory_error: bool = False

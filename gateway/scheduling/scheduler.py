@@ -275,6 +275,11 @@ class Scheduler:
         """How many requests of each class wait."""
         return self.dispatcher.depths()
 
+    @property
+    def queue_places(self) -> int:
+        """How many requests may wait at once."""
+        return self.settings.queue.max
+
     def longest_waits(self) -> dict[Priority, float]:
         """Seconds for which the oldest waiting request of each class has waited."""
         since: dict[Priority, float] = {}

@@ -153,6 +153,13 @@ class TierPolicy:
             return _CPU_ALONE
         return TierRoute("cpu", ("gpu",), reason=reason, reservation=reservation)
 
+    def money_left(self, now: float) -> float | None:
+        """What spill-over may still cost in its window; None: money does not limit it."""
+        budget = self._budget
+        if self._settings.spill is None or budget is None or math.isinf(budget.money_limit):
+            return None
+        return max(0.0, budget.money_limit - budget.paid.value(now) - budget.reserved)
+
     def view(self, now: float) -> dict[str, object]:
         """The rules and the budget's state, for the admin API."""
         spill, budget = self._settings.spill, self._budget

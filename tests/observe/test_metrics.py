@@ -7,7 +7,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.events import AttemptEnded, EventBus, NodeChanged, RequestFinished
-from gateway.observe.metrics import MOST_MODELS, NODE_STATES, Metrics
+from gateway.observe.metrics import MOST_MODELS, MOST_REFUSED, NODE_STATES, Metrics
 from gateway.observe.snapshot import MetricsSnapshot, NodeSample
 from gateway.request import Priority
 
@@ -239,6 +239,17 @@ def test_the_age_of_the_queue_has_every_class(gateway: Gateway) -> None:
     assert page.value("queue_oldest_seconds", **{"class": "batch"}) == 61.5
     assert page.value("queue_oldest_seconds", **{"class": "urgent"}) == 0
     assert page.count("queue_oldest_seconds") == 4
+
+
+def test_refusals_are_told_by_caller_within_a_bound(gateway: Gateway) -> None:
+    for number in range(MOST_REFUSED + 5):
+        gateway.publish(finished(caller=f"key-{number}", status=429, reason="queue_full"))
+    gateway.publish(finished(caller="key-0", status=429, reason="queue_full"), finished(status=503))
+    page = gateway.scrape()
+    refused = "refused_requests_total"
+    assert page.value(refused, caller="key-0", reason="queue_full") == 2
+    assert page.value(refused, caller="other", reason="queue_full") == 5
+    assert page.count(refused) == MOST_REFUSED + 1
 
 
 def test_events_between_the_steps_of_a_page_leave_it_readable(gateway: Gateway) -> None:

@@ -189,11 +189,14 @@ class MetricsSource:
                     slots_busy=node.slots_busy,
                     decode_tps=node.speed.decode_tps,
                     prefill_tps=node.speed.prefill_tps,
+                    differs=bool(node.drift),
                 )
                 for node in list(self.fleet.nodes.values())
             ),
             queue=self.scheduler.depths(),
             oldest=self.scheduler.longest_waits(),
+            queue_places=self.scheduler.queue_places,
+            spill_money_left=self.scheduler.tier_policy.money_left(self.scheduler.clock()),
             in_flight=len(self.registry),
             inventory_error=self.inventory_error() is not None,
             retry_budget=self.retries_left(),
