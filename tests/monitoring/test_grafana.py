@@ -1,0 +1,102 @@
+"""Grafana's dashboard: every query runs against a real Prometheus that scrapes a real gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.emulator import EmulatedNode
+from tests.gateway_processes import serving
+from tests.gateways import NO_TLS
+from tests.monitoring.prometheus import needs_prometheus, running_prometheus
+from tests.monitoring.rules import RENDERED, ROOT
+from tests.polling import eventually
+
+GRAFANA = ROOT / "deploy" / "monitoring" / "grafana"
+
+VARIABLES = {"$gateway": ".*", "$model": ".*", "$__rate_interval": "30s"}
+"""What Grafana puts in place of them."""
+
+
+def dashboard() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((GRAFANA / "dashboards" / "llama-gateway.json").read_text())
+    return found
+
+
+def queries() -> list[str]:
+    """Every query of the panels, the variables and the annotations, as Prometheus gets it."""
+    made = dashboard()
+    found = [target["expr"] for panel in made["panels"] for target in panel["targets"]]
+    found += [one["expr"] for one in made["annotations"]["list"]]
+    for variable in made["templating"]["list"]:
+        if variable["type"] == "query":
+            metric = variable["query"].removeprefix("label_values(").partition(",")[0]
+            found.append(metric)
+    for name, value in VARIABLES.items():
+        found = [query.replace(name, value) for query in found]
+    return found
+
+
+def test_panels_have_titles_units_and_places_of_their_own() -> None:
+    panels = dashboard()["panels"]
+    assert len({panel["title"] for panel in panels}) == len(panels)
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, panel["title"]
+        assert all(x < 24 for x, _ in cells)
+        taken |= cells
+
+
+def test_provisioning_names_the_folder_to_which_the_playbooks_copy_the_dashboard() -> None:
+    folder = GRAFANA / "provisioning" / "dashboards" / "llama-gateway.yml"
+    path = yaml.safe_load(folder.read_text())["providers"][0]["options"]["path"]
+    tasks = ROOT / "deploy" / "ansible" / "roles" / "monitoring" / "tasks" / "grafana.yml"
+    assert path in tasks.read_text()
+
+
+@pytest.mark.slow
+@needs_prometheus
+async def test_every_query_runs_against_a_real_prometheus(tmp_path: Path) -> None:
+    settings = {"telemetry": {"gen_ai_metrics": True}}
+    async with (
+        EmulatedNode(model="demo") as node,
+        serving(tmp_path / "gateway", node, settings=settings) as gateway,
+        running_prometheus(
+            tmp_path / "prometheus", {"gw": gateway.admin_url}, RENDERED.read_text()
+        ) as prometheus,
+        httpx.AsyncClient(base_url=gateway.url, trust_env=False, verify=NO_TLS) as client,
+    ):
+
+        async def counted(expression: str) -> bool | None:
+            found = await prometheus.query(expression)
+            return bool(found and float(found[0]["value"][1]) > 0) or None
+
+        async def ask() -> None:
+            messages = [{"role": "user", "content": "Hello"}]
+            body = {"messages": messages, "max_tokens": 4, "stream": True}
+            response = await client.post("/v1/chat/completions", json=body, timeout=60.0)
+            assert response.text.endswith("[DONE]\n\n")
+
+        # A rate takes two scrapes of a series.
+        await ask()
+        await eventually(lambda: counted("llama_gateway_requests_total"))
+        await ask()
+        rate = 'rate(llama_gateway_tokens_total{kind="prompt"}[30s])'
+        await eventually(lambda: counted(rate))
+        answers = await asyncio.gather(*(prometheus.query(query) for query in queries()))
+        empty = [query for query, found in zip(queries(), answers, strict=True) if not found]
+        assert empty == [dashboard()["annotations"]["list"][0]["expr"]], "nothing fires"
+        assert await prometheus.query("llama_gateway_node_metrics_up") == []
