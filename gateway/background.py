@@ -136,6 +136,7 @@ class BackgroundWork:
         self._request_runner = BackgroundRunner(
             self.requests,
             self.runner,
+            scheduler,
             ledger,
             lambda: settings().batches,
             time.time,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import secrets
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -154,9 +154,12 @@ class LeaseRequest(msgspec.Struct, frozen=True, eq=False):
     """Whether it is part of an admitted request, so that a full queue does not refuse it."""
     resume_key: tuple[object, ...] | None = None
     """For a node of the same kind: its `ServerProperties.resume_key`; None: any will do."""
+    patient: bool = False
+    """Whether it waits until its time limit, however long that is. In a full queue it gives way to
+    other requests of its caller."""
     yields: bool = False
     """Whether it gives up its slot to a higher class that would have to wait, and goes on later. It
-    waits until its time limit, however long that is."""
+    is patient, too."""
     times_yielded: int = 0
     """How often it has done so."""
 
@@ -227,6 +230,12 @@ class BatchRoom(msgspec.Struct, frozen=True, eq=False):
 
 class BatchRoomService(Protocol):
     """The scheduler, as it is seen by those who feed it with work that can wait."""
+
+    def raise_class(self, request_ids: Collection[str], priority: Priority) -> set[str]:
+        """Let requests wait in this class if theirs is lower, and yield no more while they run.
+
+        Returns the ids of those that wait; some may not be known.
+        """
 
     def batch_room(
         self,

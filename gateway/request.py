@@ -78,6 +78,15 @@ class Caller:
     cache: CacheSpec | None = None
     """What its key says of prompt caches; None: its group and the settings say all."""
 
+    @property
+    def late_priority(self) -> Priority:
+        """The class of its work that could wait and whose deadline has come near.
+
+        That of its requests that ask for none, but at least `normal`, if it may have that: what is
+        late is treated as if its client waited for it now.
+        """
+        return max(self.max_priority, min(self.default_priority, Priority.NORMAL))
+
     def may_use(self, model: str) -> bool:
         """Whether this caller may use the model of this public name."""
         return self.models is None or model in self.models

@@ -29,3 +29,20 @@ def test_a_caller_may_use_all_models_or_the_listed_ones() -> None:
     assert some.may_use("x")
     assert not some.may_use("y")
     assert not Caller("a", "a", Priority.NORMAL, frozenset()).may_use("x")
+
+
+@pytest.mark.parametrize(
+    ("highest", "usual", "late"),
+    [
+        (Priority.BATCH, Priority.BATCH, Priority.BATCH),
+        (Priority.NORMAL, Priority.BATCH, Priority.NORMAL),
+        (Priority.URGENT, Priority.BATCH, Priority.NORMAL),
+        (Priority.URGENT, Priority.NORMAL, Priority.NORMAL),
+        (Priority.URGENT, Priority.PREMIUM, Priority.PREMIUM),
+        (Priority.NORMAL, Priority.URGENT, Priority.NORMAL),
+    ],
+)
+def test_late_work_has_the_class_that_its_callers_requests_have(
+    highest: Priority, usual: Priority, late: Priority
+) -> None:
+    assert Caller("a", "a", highest, default_priority=usual).late_priority is late

@@ -42,6 +42,7 @@ from gateway.batches.states import RequestKind, RequestState
 from gateway.batches.webhook_events import ResponseEnd
 from gateway.config.batches import BatchSettings
 from gateway.errors import GatewayError
+from gateway.lease import BatchRoomService
 from gateway.request import Priority
 from gateway.store.failures import StoreError
 from gateway.usage.ledger import Ledger, UsageRow
@@ -60,6 +61,9 @@ RETRY_SECONDS = 2.0
 
 STORE_SECONDS = 1.0
 """Before the store is tried again."""
+
+NEAR_SHARE, NEAR_SECONDS = 0.25, 60.0
+"""A deadline is near in the last quarter of the time until it, and in the last minute."""
 
 CLOSE_SECONDS = 3.0
 """Most seconds until what runs has ended, at the end, and again to put it back."""
@@ -83,12 +87,17 @@ class _Result:
 
 
 class BackgroundRunner:
-    """Runs what `requests` has. `is_closing` tells when it should claim no more."""
+    """Runs what `requests` has. `is_closing` tells when it should claim no more.
+
+    Those of class `batch` whose deadline is near are raised to the class that their owner's
+    requests have, so that others of that class do not keep them waiting.
+    """
 
     def __init__(
         self,
         requests: BackgroundRequests,
         runner: Runner,
+        rooms: BatchRoomService,
         ledger: Ledger,
         settings: Callable[[], BatchSettings],
         now: Callable[[], float],
@@ -96,12 +105,15 @@ class BackgroundRunner:
     ) -> None:
         self._requests = requests
         self._runner = runner
+        self._rooms = rooms
         self._ledger = ledger
         self._process = ledger.own
         self._settings = settings
         self._now = now
         self._is_closing = is_closing
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._can_raise: dict[str, StoredRow] = {}
+        """Those of class `batch` that run or have been handed to the scheduler."""
         self._unwanted: set[str] = set()
         """Running requests that were cancelled or deleted."""
         self._problem = ""
@@ -130,6 +142,7 @@ class BackgroundRunner:
                     if loop.time() >= renew_at:
                         renew_at = loop.time() + RENEW_SECONDS
                         await self._renew()
+                    self._raise_class()
                     if not self._is_closing():
                         await self._claim()
                     self._problem = ""
@@ -178,13 +191,26 @@ class BackgroundRunner:
         if not owners:
             return
         share = max(1, room // len(owners))
-        picks = [Pick(share, kind, owner=owner) for owner, kind in owners[:room]]
+        picks = [Pick(share, kind, owner=owner, by_deadline=True) for owner, kind in owners[:room]]
         rows = await requests.store.run(Claim(folder, self._process.id, picks, now, LEASE_SECONDS))
         for row in rows:
             task = asyncio.create_task(self._serve(row))
             self._running[row.id] = task
+            if row.class_ == Priority.BATCH.label:
+                self._can_raise[row.id] = row
         if rows and len(rows) < room:
             requests.wakes.set()  # Others may have left some of their share.
+
+    def _raise_class(self) -> None:
+        """Raise the class of those whose deadline is near."""
+        now, ids = self._now(), dict[Priority, set[str]]()
+        for row in list(self._can_raise.values()):
+            if is_near(row, now):
+                priority = self._runner.late_priority(row.owner)
+                ids.setdefault(priority, set()).add(row.id)
+                self._runner.note_raised(row.id, priority)
+        for priority, some in ids.items():
+            self._rooms.raise_class(some, priority)
 
     async def _renew(self) -> None:
         requests, ids = self._requests, list(self._running)
@@ -258,6 +284,7 @@ class BackgroundRunner:
         finally:
             self._unwanted.discard(row.id)
             del self._running[row.id]
+            self._can_raise.pop(row.id, None)
             if not self._running:
                 self._idle.set()
             self._requests.has_ended(row.id)
@@ -391,6 +418,14 @@ class _FailedRun(Exception):  # noqa: N818 - it is tried again
     def __init__(self, row: StoredRow) -> None:
         super().__init__(row.id)
         self.seconds = RETRY_SECONDS * 2**row.attempts
+
+
+def is_near(row: StoredRow, now: float) -> bool:
+    """Whether the deadline of a request is near."""
+    if row.deadline is None:
+        return False
+    near = max(NEAR_SECONDS, NEAR_SHARE * (row.deadline - row.created_at))
+    return row.deadline - now <= near
 
 
 def _failed(row: StoredRow, code: str) -> _Result:

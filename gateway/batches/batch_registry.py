@@ -154,7 +154,7 @@ class BatchRegistry:
         on_rows: Callable[[], None] = lambda: None,
         token: Callable[[int], str] = secrets.token_hex,
     ) -> None:
-        """`on_rows` is called when rows may run: `Feeder.wake`."""
+        """`on_rows` is called when rows may run, or may not any more: `Feeder.wake`."""
         self.folder = folder
         self._store = store
         self._settings = settings
@@ -245,6 +245,7 @@ class BatchRegistry:
         batch = _found(await self._run(job), id_, api)
         if batch.state.ended:
             raise _has_ended("pause", batch)
+        self._on_rows()  # Those that were claimed are put back.
         return batch
 
     async def resume(self, owner: str, id_: str, api: str) -> Batch:

@@ -85,6 +85,8 @@ class Claim:
         if pick.kind is not RequestKind.LINE:
             return self._picked_alone(connection, pick, wanted)
         ids: list[str] = []
+        # What is late is about to be ended (`expire_lines`).
+        wanted.append(or_(_ROW.deadline.is_(None), _ROW.deadline > self.now))
         for batch in connection.scalars(self._batches(pick, wanted)).all():
             lines = select(_ROW.id).where(_ROW.batch == batch, *wanted)
             lines = lines.order_by(_ROW.prefix, _ROW.max_tokens.desc(), _ROW.number)
@@ -163,6 +165,16 @@ def renew(
         renewed = renewed.values(claimed_until=now + lease_seconds)
         wanted.update(connection.scalars(renewed.returning(_ROW.id)))
     return wanted
+
+
+def paused(connection: Connection, ids: Iterable[str]) -> set[str]:
+    """Those of the batches that are paused."""
+    asked = select(batches.c.id).where(batches.c.paused_at.is_not(None))
+    return {
+        id_
+        for some in chunks(ids)
+        for id_ in connection.scalars(asked.where(batches.c.id.in_(some)))
+    }
 
 
 def still_unfinished(connection: Connection, ids: Iterable[str]) -> set[str]:

@@ -20,13 +20,17 @@ import structlog
 
 from gateway.batches.claims import Pick
 from gateway.batches.feeding import (
+    MOST_LATE,
     Lane,
     Pace,
     in_danger,
+    late_places,
     ready_wanted,
     rows_to_offer,
 )
 from gateway.batches.folder import FolderError
+from gateway.batches.late_rows import LateRows
+from gateway.batches.progress import FeederCounts
 from gateway.batches.request_rows import StoredRow
 from gateway.batches.row_leases import RowLeases
 from gateway.batches.runner import (
@@ -91,24 +95,6 @@ class Results(Protocol):
         """Returns when the result is recorded; False: the row was taken meanwhile."""
 
 
-@dataclass(slots=True)
-class FeederCounts:
-    """What the feeder has done, and what it knows of what waits."""
-
-    outcomes: Counter[str] = field(default_factory=Counter)
-    """Lines whose result this process has recorded: `done`, `failed`, or `lost` (taken)."""
-    deferred: int = 0
-    """Runs after which a row waits again: a limit of its owner, no room, no node."""
-    retried: int = 0
-    """Runs that nodes have failed and that are repeated."""
-    waiting: Counter[str] = field(default_factory=Counter)
-    """Stored requests that may run, by kind."""
-    batches: dict[str, int] = field(default_factory=dict)
-    """By state."""
-    oldest: float | None = None
-    """When the oldest batch with waiting lines was created; None: nothing waits."""
-
-
 @dataclass(slots=True, eq=False)
 class _Held:
     """A claimed row."""
@@ -122,6 +108,8 @@ class _Held:
     """Whether it counts as running in its lane."""
     recording: bool = False
     """Whether it has a result, which is being recorded."""
+    in_late_place: bool = False
+    """Whether it was offered as late, without room for class `batch`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -134,6 +122,9 @@ class _TargetRows:
     """Rows that may be offered now."""
     slots: int = 0
     urgent: list[str] = field(default_factory=list)
+    """Batches whose deadline is in danger, the nearest first."""
+    late: LateRows = field(default_factory=LateRows)
+    """Those of them whose class is raised."""
     arriving: set[str] = field(default_factory=set)
     """Rows that were offered and that the scheduler has not seen yet."""
     probes: int = 1
@@ -294,10 +285,14 @@ class Feeder:
         if not state.slots:
             wanted = state.probes
         wanted += max(0, state.credit)
+        works = [work for work in self.supply.works_of(target) if not self._is_paused(work.owner)]
         # Half of it is enough to go on with: a claim for each row would be a load on the store.
         if state.lane.ready > wanted // 2:
-            return []
-        works = [work for work in self.supply.works_of(target) if not self._is_paused(work.owner)]
+            lane, late = state.lane, state.late.batches
+            works = [one for one in works if one.batch in late and not lane.ready_of(one.batch)]
+            if not works:
+                return []
+            wanted = lane.ready + MOST_LATE
         works = await self.supply.with_groups(works, state.lane.held())
         return self.supply.picks(target, state.lane.wants(works, wanted, state.urgent))
 
@@ -343,8 +338,10 @@ class Feeder:
 
     async def _offer_step(self) -> None:
         for target, state in list(self._targets.items()):
+            if late := state.lane.drop_late(self.now()):
+                self._give_back(late, self.now())
             if state.lane.ready or state.lane.running:
-                state.pace.tick(busy=state.lane.running > 0)
+                state.pace.tick(busy=True)
                 self._look(target, state)
                 self._offer(target, state)
                 # What is offered here takes room that the next target may have too.
@@ -372,9 +369,18 @@ class Feeder:
             state.credit = rows_to_offer(room, len(state.arriving))
         else:
             state.credit = state.probes - lane.running
+        works = {work.batch: work for work in (*lane.works(), *self.supply.works_of(target))}
+        pace = state.pace
         state.urgent = in_danger(
-            self.supply.works_of(target), lane.held(), state.pace.rows_a_second, self.now()
-        )
+            works.values(), lane.held(), pace.rows_a_second, self.now(),
+            slots=state.slots, row_seconds=pace.row_seconds,
+        )  # fmt: skip
+        found = {id_: (works[id_].owner, self.supply.class_of(id_)) for id_ in state.urgent}
+        state.late.update(found, self.runner)
+        if state.late.batches:
+            rows = (one for one in self._held.values() if one.target == target)
+            offered = [one.row for one in rows if one.has_slot]
+            state.late.raise_class(offered, state.arriving, self.rooms, self.runner)
 
     def _offer(self, target: RequestTarget | None, state: _TargetRows) -> None:
         """Start rows, as many as there is room for."""
@@ -383,8 +389,12 @@ class Feeder:
         left_out = {owner for owner in list(self._paused) if self._is_paused(owner)}
         if sum(held.recording for held in self._held.values()) >= MOST_UNRECORDED:
             return
-        while state.credit > 0:
-            row = state.lane.next(left_out, state.urgent)
+        while True:
+            has_room = state.credit > 0
+            if has_room:
+                row = state.lane.next(left_out, state.urgent)
+            else:
+                row = self._next_late(state, left_out)
             if row is None:
                 break
             if row.owner in self._careful:
@@ -392,13 +402,27 @@ class Feeder:
                     del self._careful[row.owner]
                 else:
                     left_out.add(row.owner)  # The next one when this one was admitted.
-            state.credit -= 1
             held = self._held[row.id]
-            held.has_slot = True
+            held.has_slot, held.in_late_place = True, not has_room
+            if has_room:
+                state.credit -= 1
+            else:
+                state.late.waiting[row.owner] += 1
             state.arriving.add(row.id)
             held.task = asyncio.create_task(self._run(held, state), name="run a stored request")
         if self.supply.works_of(target) and state.lane.ready <= max(1, state.slots):
             self._claims.set()
+
+    def _next_late(self, state: _TargetRows, left_out: set[str]) -> StoredRow | None:
+        """The late row that may wait for a slot; None: there is none, or enough wait."""
+        late = state.late
+        if not late.batches or not state.slots or self.clock() < late.paused_until:
+            return None
+        of_owner, of_all = late_places(state.slots, self.runner.settings.queue.max)
+        if sum(one.late.waiting.total() for one in self._targets.values()) >= of_all:
+            return None
+        full = late.owners_with(of_owner)
+        return state.lane.next_late(late.batches, left_out | full, late.waiting)
 
     def _is_paused(self, owner: str) -> bool:
         until = self._paused.get(owner)
@@ -415,7 +439,7 @@ class Feeder:
             return
         held.has_slot = False
         state.lane.ended(held.row)
-        state.credit += 1
+        state.credit += not held.in_late_place
         self._offer(held.target, state)
 
     # Running.
@@ -424,9 +448,7 @@ class Feeder:
         """Run one row to its result, or let it wait again."""
         row, runner = held.row, self.runner
         body, held.body = held.body or b"", None
-        priority = Priority.BATCH
-        if row.batch in state.urgent:
-            priority = Priority.parse(self.supply.class_of(row.batch)) or Priority.BATCH
+        priority = state.late.batches.get(row.batch or "", Priority.BATCH)
         request = StoredRequest(
             row.id, row.owner, row.path, priority, row.user, deadline=row.deadline
         )
@@ -446,7 +468,8 @@ class Feeder:
             log.exception("a stored request can't be run", request=row.id)
             self.leases.put_back([row.id], self.now() + RETRY_SECONDS, failed=True)
         else:
-            state.pace.ended()
+            ran = outcome.record
+            state.pace.ended(ran.duration_seconds - ran.queue_seconds if ran.attempts else None)
             if self._paused.pop(row.owner, None) is not None:
                 self._offer(held.target, state)  # It may have one more again.
             if outcome.failed_on_nodes and row.attempts + 1 < MOST_RUNS:
@@ -490,10 +513,7 @@ class Feeder:
             self._paused[row.owner] = now + seconds
             self._careful[row.owner] = now + seconds + CAREFUL_SECONDS
             if seconds <= HOLD_SECONDS and not self._stopped:
-                # It keeps its claim, and goes first when the pause is over.
-                self._slot_free(held, state)
-                held.task, held.body = None, body
-                state.lane.add(row)
+                self._keep(held, state, body)
                 return
             ready = [
                 other
@@ -503,10 +523,25 @@ class Feeder:
             self._give_back(ready, self.now() + seconds)
             self.leases.put_back([row.id], self.now() + seconds)
             return
+        seconds = deferred.seconds
+        if held.in_late_place and deferred.reason == "queue_full" and not self._stopped:
+            # The others of its class were more.
+            state.late.refused(now, seconds)
+            self._keep(held, state, body)
+            return
         if not state.slots or deferred.reason in {"queue_full", "starting"}:
             state.probes = 1
-            state.paused_until = now + min(deferred.seconds, MOST_PAUSE)
-        self.leases.put_back([row.id], self.now() + deferred.seconds)
+            state.paused_until = now + min(seconds, MOST_PAUSE)
+        if deferred.reason == "queue_timeout" and row.deadline is not None:
+            # Its prompt is too long for the time left, it seems: that hardly changes.
+            seconds = max(seconds, (row.deadline - self.now()) / 4)
+        self.leases.put_back([row.id], self.now() + seconds)
+
+    def _keep(self, held: _Held, state: _TargetRows, body: bytes) -> None:
+        """A row that could not run keeps its claim, and is offered again."""
+        self._slot_free(held, state)
+        held.task, held.body = None, body
+        state.lane.add(held.row)
 
     # Leases.
 
@@ -524,11 +559,20 @@ class Feeder:
         ids = set(self._held)
         wanted = await self.leases.renew(ids)
         self._drop_unwanted(ids - wanted)
+        await self._stop_paused()
         released = await self.leases.release_lost()
         if released:
             log.info("stored requests of lost processes wait again", requests=released)
             self.supply.read_soon()
             self._claims.set()
+
+    async def _stop_paused(self) -> None:
+        """Put back rows of paused batches that have not begun."""
+        batches, has_begun = {held.row.batch for held in self._held.values()}, self.runner.has_begun
+        paused = await self.leases.paused(one for one in batches if one is not None)
+        of_paused = [held for held in self._held.values() if held.row.batch in paused]
+        waiting = (one.row.id for one in of_paused if one.has_slot and not has_begun(one.row.id))
+        self._drop_unwanted({*waiting, *(one.row.id for one in of_paused if one.task is None)})
 
     def _drop_unwanted(self, ids: set[str]) -> None:
         """End rows that were cancelled, or taken by another process."""

@@ -1,9 +1,11 @@
 """What is fed to the scheduler, how much and in which order: the policy, on plain numbers.
 
 Lines of batches are offered only where slots are free that class `batch` may use, or are just about
-to be: whatever waits longer than that waits in the store, where it delays nobody. `Lane` has the
-claimed rows of one target (model, endpoint, pool) and decides which goes next; the functions say
-how many are offered and claimed, and which batches are in danger of missing their deadline.
+to be: whatever waits longer than that waits in the store, where it delays nobody. Only of batches
+in danger of missing their deadline some more are offered: in a higher class they wait for a slot as
+any other request of that class does. `Lane` has the claimed rows of one target (model, endpoint,
+pool) and decides which goes next; the functions say how many are offered and claimed, and which
+batches are in danger.
 """
 
 from __future__ import annotations
@@ -30,11 +32,27 @@ DANGER_SHARE = 0.8
 """A deadline is in danger when the work before it takes more than this share of the time left."""
 
 DANGER_SECONDS = 30.0
-"""So near, a deadline is in danger as long as the speed is unknown."""
+"""So near, a deadline is in danger as long as the speed is unknown; also what a row is believed to
+take as long as none has ended."""
+
+NEAR_FACTOR = 3
+"""A deadline is near when the time left is less than so many times what the work before it takes on
+all slots. Until then slots may yet come free, in the evening for one."""
+
+LATE_SLOTS_DIVISOR, LEAST_LATE, MOST_LATE = 8, 2, 16
+"""Late rows of one owner that wait for a slot of a target: a slot in so many, within these bounds.
+So many that one is there when a slot comes free, so few that the owner's own clients hardly wait
+for them."""
+
+LATE_QUEUE_DIVISOR = 8
+"""Late rows of all owners that wait: one place in so many of the queue (`queue.max`)."""
 
 TURNS_SHARE = 4
 """Each fourth row goes by turns, whatever deadlines are in danger: nobody starves for those that
 can't be kept any more."""
+
+MEAN_OF = 32
+"""Rows over which the time that one takes is averaged, about."""
 
 MOST_FREED = 64
 """Slots that have come free for which it is remembered which prompts they have cached."""
@@ -98,12 +116,20 @@ def ready_wanted(slots: int, ended_a_second: float) -> int:
 
 
 def in_danger(
-    works: Iterable[BatchWork], held: Mapping[str, int], rows_a_second: float | None, now: float
+    works: Iterable[BatchWork],
+    held: Mapping[str, int],
+    rows_a_second: float | None,
+    now: float,
+    *,
+    slots: int = 0,
+    row_seconds: float | None = None,
 ) -> list[str]:
     """Batches that may miss their deadline, the nearest first.
 
-    Whether they can be kept is counted as if all were worked on in the order of their deadlines.
-    `held`: rows of each batch that are claimed; `rows_a_second` None: unknown.
+    Whether they can be kept is counted as if all were worked on in the order of their deadlines:
+    at the present pace they are not, and the deadline is near. `held`: rows of each batch that are
+    claimed; `rows_a_second`: None, if unknown; `slots`: those that the class may use, 0 if unknown;
+    `row_seconds`: for which a row holds a slot, None if unknown.
     """
     found, before = [], 0.0
     for work in sorted(works, key=lambda one: (one.deadline, one.batch)):
@@ -113,12 +139,25 @@ def in_danger(
         left = work.deadline - now
         before += rows
         if rows_a_second is None or rows_a_second <= 0:
-            late = left < DANGER_SECONDS
+            slow, near = True, left < DANGER_SECONDS
         else:
-            late = before / rows_a_second > left * DANGER_SHARE
-        if late:
+            needed = before / rows_a_second + (row_seconds or 0.0)
+            slow, near = needed > left * DANGER_SHARE, True
+        if slots > 0 and left >= DANGER_SECONDS:
+            rounds = math.ceil(before / slots)
+            near = rounds * (row_seconds or DANGER_SECONDS) * NEAR_FACTOR > left
+        if slow and near:
             found.append(work.batch)
     return found
+
+
+def late_places(slots: int, queue_places: int) -> tuple[int, int]:
+    """Late rows that may wait: of one owner for a target of so many slots, and of all owners.
+
+    `queue_places`: `queue.max`.
+    """
+    most = min(queue_places, max(1, queue_places // LATE_QUEUE_DIVISOR))
+    return min(most, MOST_LATE, max(LEAST_LATE, slots // LATE_SLOTS_DIVISOR)), most
 
 
 @dataclass(slots=True)
@@ -134,9 +173,11 @@ class Pace:
     _seconds: float = 0.0
     _ends: int = 0
     _at: float | None = None
+    row_seconds: float | None = None
+    """For which a row holds a slot, on average; None: unknown."""
 
     def tick(self, *, busy: bool) -> None:
-        """Time passes; it counts only while rows run."""
+        """Time passes; it counts only while there are rows, whether or not they get slots."""
         now = self.clock()
         if self._at is not None and busy:
             passed = max(0.0, now - self._at)
@@ -145,11 +186,14 @@ class Pace:
             self._seconds = self._seconds * kept + passed
         self._at = now
 
-    def ended(self) -> None:
-        """A row has got its result."""
+    def ended(self, seconds: float | None = None) -> None:
+        """A row has got its result; `seconds`: for which it held its slot, None if it had none."""
         self.tick(busy=True)
         self._weight += 1
         self._ends += 1
+        if seconds is not None:
+            mean = seconds if self.row_seconds is None else self.row_seconds
+            self.row_seconds = mean + (seconds - mean) / min(self._ends, MEAN_OF)
 
     @property
     def rows_a_second(self) -> float | None:
@@ -167,6 +211,8 @@ class _BatchRows:
     """The claimed rows of one batch."""
 
     owner: str
+    deadline: float = math.inf
+    """Unix time."""
     ready: dict[int, list[StoredRow]] = field(default_factory=dict)
     """By prefix; each list ends with the row that goes next."""
     running: Counter[int] = field(default_factory=Counter)
@@ -219,13 +265,31 @@ class Lane:
         """Rows that are ready or run, by batch."""
         return {batch: rows.count + rows.running.total() for batch, rows in self._batches.items()}
 
+    def ready_of(self, batch: str) -> int:
+        """Rows of a batch that could be offered now."""
+        rows = self._batches.get(batch)
+        return 0 if rows is None else rows.count
+
+    def works(self) -> list[BatchWork]:
+        """The batches that it has rows of."""
+        return [
+            BatchWork(batch, rows.owner, 0, rows.deadline) for batch, rows in self._batches.items()
+        ]
+
+    def drop_late(self, now: float) -> list[StoredRow]:
+        """Take out ready rows whose deadline has passed, and return them."""
+        if all(rows.deadline > now for rows in self._batches.values()):
+            return []
+        return self.drop(lambda row: row.deadline is not None and row.deadline <= now)
+
     def running_of(self, owner: str) -> int:
         """Rows of an owner that run."""
         return self._of_owner[owner]
 
     def add(self, row: StoredRow) -> None:
         """A row was claimed and can be offered."""
-        rows = self._batches.setdefault(_batch_of(row), _BatchRows(row.owner))
+        deadline = math.inf if row.deadline is None else row.deadline
+        rows = self._batches.setdefault(_batch_of(row), _BatchRows(row.owner, deadline))
         ready = rows.ready.setdefault(row.prefix, [])
         ready.append(row)
         if len(ready) > 1 and _length(ready[-2]) < _length(row):
@@ -276,8 +340,27 @@ class Lane:
         `paused`: owners that are left out; `urgent`: batches in danger, the nearest deadline first.
         """
         batch = self._next_batch(paused, urgent)
-        if batch is None:
+        return None if batch is None else self._take(batch)
+
+    def next_late(
+        self, late: Iterable[str], paused: Collection[str], waiting: Mapping[str, int]
+    ) -> StoredRow | None:
+        """Take the row of a late batch that is to wait next for a slot; None: there is none.
+
+        `late`: the nearest deadline first; `waiting`: late rows that wait already, by owner. The
+        owner with the fewest goes next.
+        """
+        open_ = [
+            batch
+            for batch in late
+            if self.ready_of(batch) and self._batches[batch].owner not in paused
+        ]
+        if not open_:
             return None
+        return self._take(min(open_, key=lambda batch: waiting.get(self._batches[batch].owner, 0)))
+
+    def _take(self, batch: str) -> StoredRow:
+        """Take the batch's next row."""
         rows = self._batches[batch]
         prefix = self._next_prefix(batch, rows)
         ready = rows.ready[prefix]

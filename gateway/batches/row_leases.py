@@ -15,7 +15,15 @@ from functools import partial
 
 from sqlalchemy import Connection
 
-from gateway.batches.claims import Claim, Pick, put_back, release_lost, renew, take_back
+from gateway.batches.claims import (
+    Claim,
+    Pick,
+    paused,
+    put_back,
+    release_lost,
+    renew,
+    take_back,
+)
 from gateway.batches.disk_threads import DiskThreads
 from gateway.batches.folder import Folder, FolderError
 from gateway.batches.request_rows import StoredRow
@@ -125,6 +133,11 @@ class RowLeases:
             lease_seconds=self.lease_seconds,
         )
         return waiting | await self.store.run(job)
+
+    async def paused(self, batches: Iterable[str]) -> set[str]:
+        """Those of the batches that are paused. Raises: StoreError."""
+        ids = frozenset(batches)
+        return await self.store.run(partial(paused, ids=ids), write=False) if ids else set()
 
     async def release_lost(self) -> int:
         """Let rows of processes that are gone wait again; how many. Raises: StoreError.

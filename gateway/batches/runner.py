@@ -239,6 +239,26 @@ class Runner:
             return None
         return RequestTarget(tuple(one.name for one in models), route.endpoint, labels)
 
+    def late_priority(self, owner: str) -> Priority:
+        """The class to which this owner's requests are raised when their deadline comes near."""
+        allow_anonymous = self.settings.allow_anonymous
+        try:
+            caller = owner_of_stored(owner, self.key_ring, allow_anonymous=allow_anonymous)
+        except GatewayError as error:
+            errors.drop_traceback(error)
+            return Priority.BATCH
+        return caller.late_priority
+
+    def note_raised(self, request_id: str, priority: Priority) -> None:
+        """A request that was begun in a lower class has this one now."""
+        if request_id in self.registry and (found := self.registry.find(request_id)) is not None:
+            found.record.classify(min(found.record.priority, priority))
+
+    def has_begun(self, request_id: str) -> bool:
+        """Whether a request in flight has been at a node."""
+        found = self.registry.find(request_id) if request_id in self.registry else None
+        return found is not None and found.record.attempts > 0
+
     async def run(
         self,
         stored: StoredRequest,
@@ -456,9 +476,9 @@ class _Run:
         )
         request = prepare(incoming, parsed, priority, runner.rules, runner.catalog)
         lease_request = request.lease_request
-        if priority is Priority.BATCH:
-            # It can wait: a request of a higher class that would have to may have its slot.
-            request = replace(request, lease_request=replace(lease_request, yields=True))
+        # It can wait: of class `batch`, one of a higher class that would have to may have its slot.
+        lease_request = replace(lease_request, patient=True, yields=priority is Priority.BATCH)
+        request = replace(request, lease_request=lease_request)
         is_served = any(runner.catalog.serves(name) for name in lease_request.model_names)
         record.describe(stream=request.stream, model=lease_request.model if is_served else None)
         return request

@@ -87,7 +87,7 @@ class Admission:
         Raises: GatewayError, as `refusal`, or when its client will have stopped waiting before.
         """
         until = now + self.limits(request.priority).max_wait
-        if request.yields:
+        if request.yields or request.patient:
             # Work that can wait, as long as its deadline allows.
             until, predicted = math.inf, None
         if deadline is not None:
@@ -171,6 +171,8 @@ def queue_room(request: LeaseRequest, waiters: Waiters, admission: Admission) ->
     if fair_share.held_by(caller) >= soft_limit(most) or not fair_share.fits(caller, 1, count):
         # Its caller has its share; within that, another of the caller's users may have more.
         displaced = _newest(waiters, fair_share.larger_user(caller, 1, user))
+        if displaced is None and not request.patient:
+            displaced = waiters.newest_patient(caller)
         return QueueRoom(max(waiting, count) if displaced is None else count - 1, displaced)
     if waiting < count:
         return QueueRoom(waiting)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from gateway import errors
@@ -71,6 +71,12 @@ class LeaseGranter:
     yielding: dict[int, LeaseRecord] = field(default_factory=dict)
     """Those of them that run and may be asked to yield, the oldest first."""
     _lease_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def keep_slots(self, request_ids: Collection[str]) -> None:
+        """Running requests with these ids are not asked to yield any more."""
+        for lease_id, record in list(self.yielding.items()):
+            if record.request.id in request_ids:
+                del self.yielding[lease_id]
 
     # Where a request may go.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -302,6 +302,19 @@ class Scheduler:
         rows = rows_for_batch(self.fleet_sync, model_names, endpoint, node_labels)
         waiting, ahead = slots_waited_for(self.waiters, model_names, node_labels)
         return room_for_batch(rows, seconds, self.clock(), waiting=waiting, ahead=ahead)
+
+    def raise_class(self, request_ids: Collection[str], priority: Priority) -> set[str]:
+        """Let requests wait in a higher class, as in `BatchRoomService`."""
+        found = [self.waiters.by_request_id(id_) for id_ in request_ids]
+        waiting = [one for one in found if one is not None and not one.granted.done()]
+        for waiter in waiting:
+            if waiter.request.priority > priority:
+                self._remove(waiter)
+                waiter.raise_to(priority)
+                self._update_candidates(waiter, self.clock(), requeue=True)
+        self.granter.keep_slots(request_ids)
+        self._match_soon()
+        return {waiter.request.id for waiter in waiting if not waiter.granted.done()}
 
     def has_room(self) -> bool:
         """Whether one more request could be taken: at once, or into the queue."""

@@ -11,10 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from msgspec.structs import replace
+
 from gateway import errors
 from gateway.access.fair_share import FairShare
 from gateway.config.settings import Settings
 from gateway.lease import GrantedLease, LeaseRequest, Tried
+from gateway.request import Priority
 from gateway.scheduling.fleet_sync import NodeCandidates, NodesByModel
 from gateway.scheduling.node_slots import QueuedRequest
 
@@ -71,6 +74,11 @@ class Waiter:
         """Set `shed_key`, the first time that it waits."""
         if not self.shed_key[2]:
             self.shed_key = (int(self.request.priority), self.queued_at, serial)
+
+    def raise_to(self, priority: Priority) -> None:
+        """Let it wait in this class, and yield no more; it is not in the queue meanwhile."""
+        self.request = replace(self.request, priority=priority, patient=True, yields=False)
+        self.shed_key = (int(priority), *self.shed_key[1:])
 
     def note_yield_asked(self, now: float) -> None:
         """Running requests were asked to yield to it."""
@@ -131,6 +139,8 @@ class Waiters:
     _by_request_id: dict[str, Waiter] = field(default_factory=dict)
     _by_user: dict[tuple[str, str], list[Waiter]] = field(default_factory=dict)
     """By caller and user: the highest class first, within a class the oldest."""
+    _patient: dict[str, dict[Waiter, None]] = field(default_factory=dict)
+    """Those that are patient, by caller, in the order in which they came."""
     _serials: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _by_timer: dict[int, Waiter] = field(default_factory=dict)
     """Those that have not fallen due."""
@@ -164,6 +174,8 @@ class Waiters:
         user = caller_and_user(waiter.request)
         self.fair_share.add(user[0], 1, user[1])
         insort(self._by_user.setdefault(user, []), waiter, key=_shed_key)
+        if waiter.request.patient:
+            self._patient.setdefault(user[0], {})[waiter] = None
 
     def pop(self, queued: QueuedRequest) -> Waiter | None:
         """Take out the waiter of this entry; it does not wait any more."""
@@ -177,6 +189,10 @@ class Waiters:
             del waiting[bisect_left(waiting, waiter.shed_key, key=_shed_key)]
             if not waiting:
                 del self._by_user[user]
+            if waiter.request.patient:
+                del self._patient[user[0]][waiter]
+                if not self._patient[user[0]]:
+                    del self._patient[user[0]]
         return waiter
 
     def newest_sheddable(self, caller: str, user: str) -> Waiter | None:
@@ -193,6 +209,11 @@ class Waiters:
                 return waiter
             begun = begun or waiter
         return begun
+
+    def newest_patient(self, caller: str) -> Waiter | None:
+        """A caller's newest patient request that can be shed."""
+        patient = reversed(self._patient.get(caller, {}))
+        return next((waiter for waiter in patient if waiter.can_shed), None)
 
     def set_candidates(self, waiter: Waiter, candidates: NodeCandidates) -> None:
         """Replace the candidates of one that waits."""

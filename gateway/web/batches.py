@@ -111,7 +111,7 @@ class BatchAccess:
             idempotency_key=idempotency_key(request),
             group_name=caller.group,
             user=user,
-            class_=limited.max_priority.label,
+            class_=limited.late_priority.label,
         )
 
     def checked(self, new: NewBatch, fields: JsonObject) -> NewBatch:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gateway.batches.batch_rows import begin_finalizing, cancel_batch, find_batch, pause_batch
-from gateway.batches.claims import Claim, Pick, put_back, release_lost, renew
+from gateway.batches.claims import Claim, Pick, paused, put_back, release_lost, renew
 from gateway.batches.request_rows import StoredRow, WorkLeft, add_rows, find_row, work_left
 from gateway.batches.states import BatchState, RequestKind, RequestState
 from gateway.store.store import Store
@@ -263,3 +263,18 @@ def test_own_requests_of_other_kinds_keep_their_claims_though_their_leases_are_o
     others = [RequestKind.RESPONSE, RequestKind.DEFERRED]
     assert store.run_now(lambda c: release_lost(c, FOLDER, OWN, late, others)) == 0
     assert store.run_now(lambda c: release_lost(c, FOLDER, OWN, late, [RequestKind.LINE])) == 2
+
+
+def test_lines_are_not_claimed_behind_their_deadline(store: Store) -> None:
+    begin(store, a_batch(), [a_line(1, deadline=NOW), a_line(2, deadline=NOW + 1)])
+    assert numbers(claim(store)) == [2]
+    assert left(store) == (1, 1)
+
+
+def test_paused_batches_are_known(store: Store) -> None:
+    begin(store, a_batch(1), [a_line(1)])
+    begin(store, a_batch(2), [a_line(1, batch=a_batch(2))])
+    ids = [a_batch(1).id, a_batch(2).id, "batch_unknown"]
+    assert store.run_now(lambda c: paused(c, ids)) == set()
+    store.run_now(lambda c: pause_batch(c, a_batch(2).owner, ids[1], NOW, "paused"))
+    assert store.run_now(lambda c: paused(c, ids)) == {ids[1]}

@@ -18,6 +18,7 @@ from gateway.batches.feeding import (
     PrefixGroup,
     Want,
     in_danger,
+    late_places,
     ready_wanted,
     rows_to_offer,
 )
@@ -172,7 +173,69 @@ def test_a_deadline_is_in_danger_if_the_rows_before_it_take_too_long() -> None:
     assert in_danger([replace(works[0], rows=0)], {}, 0.001, now=999.0) == []
 
 
-def test_the_pace_counts_only_while_rows_run() -> None:
+def test_a_deadline_is_near_when_all_slots_would_need_a_third_of_the_time_left() -> None:
+    works = [BatchWork("b1", "k1", 100, deadline=1000.0)]
+    # 100 rows of 10 s on 8 slots: 13 rounds, 130 s.
+    slow: dict[str, float | int] = {"slots": 8, "row_seconds": 10.0}
+    assert in_danger(works, {}, 0.01, now=0.0, **slow) == []  # type: ignore[arg-type]
+    assert in_danger(works, {}, 0.01, now=611.0, **slow) == ["b1"]  # type: ignore[arg-type]
+    assert in_danger(works, {}, 10.0, now=611.0, **slow) == []  # type: ignore[arg-type]
+    assert in_danger(works, {}, None, now=611.0, **slow) == ["b1"]  # type: ignore[arg-type]
+    # As long as no row has ended, one is believed to take 30 s.
+    assert in_danger(works, {}, None, now=0.0, slots=8) == ["b1"]
+    assert in_danger(works, {}, None, now=0.0, slots=100) == []
+
+
+def test_a_few_late_rows_may_wait() -> None:
+    assert late_places(4, 256) == (2, 32)
+    assert late_places(64, 256) == (8, 32)
+    assert late_places(4000, 256) == (16, 32)
+    assert late_places(64, 16) == (2, 2)
+    assert late_places(64, 3) == (1, 1)
+    assert late_places(64, 0) == (0, 0)
+
+
+def test_the_owner_with_fewest_late_rows_waits_next() -> None:
+    rows = [a_row(batch, owner=owner) for batch, owner in (("b", "k1"), ("c", "k2"), ("d", "k1"))]
+    lane = a_lane(*rows)
+    late = {"d": 1, "b": 1, "c": 1}
+
+    def next_late(paused: Iterable[str] = (), **waiting: int) -> str | None:
+        row = lane.next_late(late, set(paused), waiting)
+        return None if row is None else row.batch
+
+    assert next_late(["k1", "k2"]) is None
+    assert next_late(k1=1) == "c"
+    assert next_late() == "d"
+    assert next_late(k1=1) == "b"
+    assert next_late() is None
+    assert lane.running == 3
+
+
+def test_ready_rows_are_dropped_when_their_deadline_has_passed() -> None:
+    soon, later, never = (
+        replace(a_row(batch), deadline=deadline)
+        for batch, deadline in (("b", 10.0), ("c", 20.0), ("d", None))
+    )
+    lane = a_lane(soon, later, never)
+    assert [work.deadline for work in lane.works()] == [10.0, 20.0, math.inf]
+    assert lane.drop_late(9.9) == []
+    assert lane.drop_late(10.0) == [soon]
+    assert (lane.ready, lane.ready_of("b"), lane.ready_of("c")) == (2, 0, 1)
+
+
+def test_the_time_that_a_row_takes_is_a_mean_of_the_last_ones() -> None:
+    pace = Pace(lambda: 0.0)
+    assert pace.row_seconds is None
+    for seconds in (10.0, 20.0, None):
+        pace.ended(seconds)
+    assert pace.row_seconds == pytest.approx(15.0)
+    for _ in range(200):
+        pace.ended(40.0)
+    assert pace.row_seconds == pytest.approx(40.0, rel=0.05)
+
+
+def test_the_pace_counts_only_while_there_are_rows() -> None:
     now = [0.0]
     pace = Pace(lambda: now[0])
     pace.tick(busy=True)

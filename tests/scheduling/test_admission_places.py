@@ -123,6 +123,20 @@ async def test_of_the_largest_caller_the_lowest_class_is_shed_first() -> None:
         ]
 
 
+async def test_work_that_can_wait_gives_way_to_its_own_callers_requests() -> None:
+    async with BusyNode(max=4) as busy:
+        early, late = of("a", patient=True), of("a", patient=True)
+        sent = [early, of("a"), late, of("a")]
+        assert [await busy.send(one) for one in sent] == ["waits"] * 4
+        assert await busy.send(of("a", patient=True)) == "queue_full"
+        assert await busy.send(of("a")) == "waits"
+        assert [busy.outcome(one) for one in (early, late)] == ["waits", "queue_full"]
+        assert await busy.send(of("a")) == "waits"
+        assert busy.outcome(early) == "queue_full"
+        assert await busy.send(of("a")) == "queue_full"
+        assert busy.waiting() == {"a": 4}
+
+
 async def test_nothing_is_shed_while_the_queue_has_room_for_both() -> None:
     async with BusyNode(max=100) as busy:
         first = [of("a", priority=Priority.PREMIUM) for _ in range(60)]

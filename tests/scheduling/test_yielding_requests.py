@@ -201,6 +201,49 @@ async def test_a_lease_that_has_ended_is_not_asked() -> None:
     assert world.scheduler.granter.yielding == {}
 
 
+async def test_waiting_work_that_is_raised_goes_before_lower_classes() -> None:
+    world = World((node("a", slots=1),))
+    running = lease_at_once(world.scheduler, a_request())
+    plain = await start_lease(world.scheduler, a_request(priority=Priority.BATCH))
+    request = a_request(priority=Priority.BATCH, yields=True)
+    raised = await start_lease(world.scheduler, request)
+    unknown = {"row of another process"}
+    assert world.scheduler.raise_class({request.id, *unknown}, Priority.NORMAL) == {request.id}
+    assert world.scheduler.depths()[Priority.NORMAL] == 1
+    assert world.scheduler.raise_class({request.id}, Priority.BATCH) == {request.id}
+    assert world.scheduler.depths()[Priority.NORMAL] == 1, "it never falls"
+    running.lease.release()
+    await settle()
+    assert raised.done()
+    assert not plain.done()
+    assert world.scheduler.raise_class({request.id}, Priority.NORMAL) == set()
+    await world.end(plain, raised)
+
+
+async def test_raised_work_keeps_its_slot() -> None:
+    world = World((node("a", slots=2),))
+    raised, other = world.row(), world.row(prompt_tokens=900, exact_tokens=900)
+    world.scheduler.raise_class({raised.id}, Priority.NORMAL)
+    waiting = await start_lease(world.scheduler, a_request())
+    assert world.asked == [other.id]
+    await world.end(waiting)
+
+
+async def test_patient_work_waits_whatever_is_predicted_until_its_time_limit() -> None:
+    world = World((node("a", slots=1),), {"queue": {"max_wait": 2}})
+    lease_at_once(world.scheduler, a_request())
+    patient = await start_lease(world.scheduler, a_request(patient=True, time_limit=60.0))
+    world.clock.passes(50.0)
+    world.scheduler.check_all()
+    await settle()
+    assert not patient.done()
+    world.clock.passes(10.1)
+    world.scheduler.check_due()
+    await settle()
+    assert patient.done()
+    await world.end(patient)
+
+
 async def test_work_that_yields_waits_longer_than_its_class_may() -> None:
     world = World((node("a", slots=1),), {"classes": {"batch": {"max_wait": 2}}})
     lease_at_once(world.scheduler, a_request())
