@@ -117,6 +117,8 @@ class BackgroundRunner:
         self._unwanted: set[str] = set()
         """Running requests that were cancelled or deleted."""
         self._problem = ""
+        self._given_back: set[str] = set()
+        """Requests that are to wait again, as their run has not begun."""
         self._idle = asyncio.Event()
         """Set when nothing runs any more."""
         self._jumps = ClockJumps()
@@ -143,7 +145,9 @@ class BackgroundRunner:
                         renew_at = loop.time() + RENEW_SECONDS
                         await self._renew()
                     self._raise_class()
-                    if not self._is_closing():
+                    if self._is_closing():
+                        self._give_back_waiting()
+                    else:
                         await self._claim()
                     self._problem = ""
                 except (StoreError, FolderError) as error:
@@ -249,6 +253,14 @@ class BackgroundRunner:
             self._unwanted.add(id_)
             task.cancel()
 
+    def _give_back_waiting(self) -> None:
+        """Let others run what has been at no node yet: this process is to end."""
+        for id_, task in self._running.items():
+            can_wait = id_ in self._runner.registry and not self._runner.has_begun(id_)
+            if can_wait and id_ not in self._unwanted | self._given_back:
+                self._given_back.add(id_)
+                task.cancel()
+
     async def _put_back(
         self, ids: Sequence[str], not_before: float, *, failed: bool = False
     ) -> None:
@@ -271,6 +283,9 @@ class BackgroundRunner:
                     partial(self._put_back, [row.id], not_before, failed=failed)
                 )
             except asyncio.CancelledError:
+                if row.id in self._given_back and row.id not in self._unwanted:
+                    await self._until_stored(partial(self._put_back, [row.id], 0.0))
+                    return
                 if row.id not in self._unwanted:
                     raise
                 # Wherever its run was: nobody else writes its end.
@@ -283,6 +298,7 @@ class BackgroundRunner:
                 await self._put_back([row.id], self._now() + LEASE_SECONDS, failed=True)
         finally:
             self._unwanted.discard(row.id)
+            self._given_back.discard(row.id)
             del self._running[row.id]
             self._can_raise.pop(row.id, None)
             if not self._running:

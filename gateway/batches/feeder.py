@@ -181,8 +181,7 @@ class Feeder:
         """Claim and offer no more; rows that run go on, the others are put back."""
         if not self._stopped:
             self._stopped = True
-            for state in self._targets.values():
-                self._give_back(state.lane.drop(lambda _: True), self.now())
+            self._drop_unwanted(self._not_begun(self._held.values()))
             self._claims.set()
 
     async def ended(self) -> None:
@@ -380,7 +379,7 @@ class Feeder:
         if state.late.batches:
             rows = (one for one in self._held.values() if one.target == target)
             offered = [one.row for one in rows if one.has_slot]
-            state.late.raise_class(offered, state.arriving, self.rooms, self.runner)
+            state.late.raise_class(offered, self.rooms, self.runner)
 
     def _offer(self, target: RequestTarget | None, state: _TargetRows) -> None:
         """Start rows, as many as there is room for."""
@@ -568,11 +567,15 @@ class Feeder:
 
     async def _stop_paused(self) -> None:
         """Put back rows of paused batches that have not begun."""
-        batches, has_begun = {held.row.batch for held in self._held.values()}, self.runner.has_begun
+        batches = {held.row.batch for held in self._held.values()}
         paused = await self.leases.paused(one for one in batches if one is not None)
-        of_paused = [held for held in self._held.values() if held.row.batch in paused]
-        waiting = (one.row.id for one in of_paused if one.has_slot and not has_begun(one.row.id))
-        self._drop_unwanted({*waiting, *(one.row.id for one in of_paused if one.task is None)})
+        of_paused = (held for held in self._held.values() if held.row.batch in paused)
+        self._drop_unwanted(self._not_begun(of_paused))
+
+    def _not_begun(self, some: Iterable[_Held]) -> set[str]:
+        """Those of the rows that are ready or wait for a slot."""
+        ready = (held for held in some if held.task is None or held.has_slot)
+        return {held.row.id for held in ready if not self.runner.has_begun(held.row.id)}
 
     def _drop_unwanted(self, ids: set[str]) -> None:
         """End rows that were cancelled, or taken by another process."""

@@ -35,6 +35,9 @@ DANGER_SECONDS = 30.0
 """So near, a deadline is in danger as long as the speed is unknown; also what a row is believed to
 take as long as none has ended."""
 
+LEAST_PACE = 1e-9
+"""Rows a second; so few are none."""
+
 NEAR_FACTOR = 3
 """A deadline is near when the time left is less than so many times what the work before it takes on
 all slots. Until then slots may yet come free, in the evening for one."""
@@ -138,15 +141,15 @@ def in_danger(
             continue
         left = work.deadline - now
         before += rows
-        if rows_a_second is None or rows_a_second <= 0:
-            slow, near = True, left < DANGER_SECONDS
+        if rows_a_second is None:
+            late = left < DANGER_SECONDS
         else:
-            needed = before / rows_a_second + (row_seconds or 0.0)
-            slow, near = needed > left * DANGER_SHARE, True
-        if slots > 0 and left >= DANGER_SECONDS:
+            pace = max(rows_a_second, LEAST_PACE)
+            late = before / pace + (row_seconds or 0.0) > left * DANGER_SHARE
+        if late and slots > 0 and left >= DANGER_SECONDS:
             rounds = math.ceil(before / slots)
-            near = rounds * (row_seconds or DANGER_SECONDS) * NEAR_FACTOR > left
-        if slow and near:
+            late = rounds * (row_seconds or DANGER_SECONDS) * NEAR_FACTOR > left
+        if late:
             found.append(work.batch)
     return found
 
@@ -168,7 +171,9 @@ class Pace:
     halves_in: float = 60.0
     """Seconds after which an end counts half."""
     least_ends: int = 5
-    """Ends without which nothing is known."""
+    """Ends without which nothing is known ..."""
+    least_seconds: float = 10.0
+    """... before so many seconds have passed."""
     _weight: float = 0.0
     _seconds: float = 0.0
     _ends: int = 0
@@ -198,7 +203,9 @@ class Pace:
     @property
     def rows_a_second(self) -> float | None:
         """None: unknown."""
-        if self._ends < self.least_ends or self._seconds <= 0:
+        if self._seconds <= 0 or (
+            self._ends < self.least_ends and self._seconds < self.least_seconds
+        ):
             return None
         return self._weight / self._seconds
 

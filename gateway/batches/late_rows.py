@@ -9,7 +9,7 @@ class, and are ended by their deadline, wherever they are. How many may wait is 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gateway.batches.request_rows import StoredRow
@@ -45,16 +45,9 @@ class LateRows:
         self.waiting.clear()
 
     def raise_class(
-        self,
-        offered: Iterable[StoredRow],
-        arriving: Collection[str],
-        rooms: BatchRoomService,
-        runner: Runner,
+        self, offered: Iterable[StoredRow], rooms: BatchRoomService, runner: Runner
     ) -> None:
-        """Raise those of the offered rows that were offered before; count those that wait.
-
-        `arriving`: ids of those that the scheduler has not seen yet.
-        """
+        """Raise those of the rows that were offered before, and count those that wait."""
         by_priority: defaultdict[Priority, list[StoredRow]] = defaultdict(list)
         for row in offered:
             if (priority := self.batches.get(row.batch or "")) is not None:
@@ -63,7 +56,8 @@ class LateRows:
             waiting = rooms.raise_class({row.id for row in rows}, priority)
             for row in rows:
                 runner.note_raised(row.id, priority)
-                self.waiting[row.owner] += row.id in waiting or row.id in arriving
+                # The scheduler has not seen all of them, or knows their prompts by other ids.
+                self.waiting[row.owner] += row.id in waiting or not runner.has_begun(row.id)
 
     def owners_with(self, rows: int) -> set[str]:
         """Owners of whom so many rows wait."""

@@ -257,7 +257,10 @@ class Runner:
     def has_begun(self, request_id: str) -> bool:
         """Whether a request in flight has been at a node."""
         found = self.registry.find(request_id) if request_id in self.registry else None
-        return found is not None and found.record.attempts > 0
+        if found is None:
+            return False
+        parts = (found.sub_requests or {}).values()
+        return any(one.record.attempts > 0 for one in (found, *parts))
 
     async def run(
         self,

@@ -367,9 +367,9 @@ class BoundedProtocol(HttpToolsProtocol):
         url, headers, expects = self.url, self.headers, self.expect_100_continue
         super().on_message_begin()
         self.url, self.expect_100_continue = url, expects
-        self.headers += headers
-        if self._content_length:
-            self.headers.append((b"content-length", self._content_length))
+        length = [(b"content-length", self._content_length)] if self._content_length else []
+        self.headers += [*headers, *length]
+        self.scope["state"]["abort"] = self.transport.abort
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()

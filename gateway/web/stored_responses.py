@@ -10,9 +10,11 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from gateway import errors
 from gateway.batches.background_requests import BackgroundRequests
+from gateway.batches.log_file import LogBroken
 from gateway.batches.request_rows import StoredRow
 from gateway.batches.states import RequestKind
 from gateway.batches.stored_responses import listed_items, response_not_found
@@ -50,7 +52,7 @@ class StoredResponseEndpoints:
             return JsonResponse(await requests.response(row))
         if request.method == "HEAD":
             return Response(media_type="text/event-stream", headers=_STREAM_HEADERS)
-        return StreamingResponse(
+        return _FollowedResponse(
             _followed(requests, row, after),
             media_type="text/event-stream",
             headers=_STREAM_HEADERS,
@@ -102,10 +104,26 @@ class StoredResponseEndpoints:
         return self.requests, await self.requests.find(owner, id_, RequestKind.RESPONSE)
 
 
+class _FollowedResponse(StreamingResponse):
+    """Events of a stored response. Where they break off, so does the connection.
+
+    That is no fault of the gateway's, which may just end: its client follows it again.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them."""
+        try:
+            await super().__call__(scope, receive, send)
+        except (LogBroken, FileNotFoundError):
+            scope["state"]["abort"]()
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+
 async def _followed(
     requests: BackgroundRequests, row: StoredRow, after: int
 ) -> AsyncIterator[bytes]:
-    """Its events; an error breaks the connection, as a polite end would read as the response's."""
+    """Its events; an error where they break off: a polite end would read as the response's."""
     async with contextlib.aclosing(requests.follow(row, after)) as pieces:
         async for piece in pieces:
             yield piece

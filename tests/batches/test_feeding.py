@@ -180,10 +180,24 @@ def test_a_deadline_is_near_when_all_slots_would_need_a_third_of_the_time_left()
     assert in_danger(works, {}, 0.01, now=0.0, **slow) == []  # type: ignore[arg-type]
     assert in_danger(works, {}, 0.01, now=611.0, **slow) == ["b1"]  # type: ignore[arg-type]
     assert in_danger(works, {}, 10.0, now=611.0, **slow) == []  # type: ignore[arg-type]
-    assert in_danger(works, {}, None, now=611.0, **slow) == ["b1"]  # type: ignore[arg-type]
     # As long as no row has ended, one is believed to take 30 s.
-    assert in_danger(works, {}, None, now=0.0, slots=8) == ["b1"]
-    assert in_danger(works, {}, None, now=0.0, slots=100) == []
+    assert in_danger(works, {}, 0.0, now=0.0, slots=8) == ["b1"]
+    assert in_danger(works, {}, 0.0, now=0.0, slots=100) == []
+    # The pace is not known yet.
+    assert in_danger(works, {}, None, now=611.0, **slow) == []  # type: ignore[arg-type]
+    assert in_danger(works, {}, None, now=971.0, **slow) == ["b1"]  # type: ignore[arg-type]
+
+
+def test_rows_that_get_no_slots_have_no_pace() -> None:
+    now = [0.0]
+    pace = Pace(lambda: now[0])
+    for _ in range(10):
+        assert pace.rows_a_second is None
+        pace.tick(busy=True)
+        now[0] += 1.0
+    now[0] += 5.0
+    pace.tick(busy=True)
+    assert pace.rows_a_second == 0.0
 
 
 def test_a_few_late_rows_may_wait() -> None:

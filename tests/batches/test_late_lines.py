@@ -328,3 +328,44 @@ async def test_a_background_request_of_class_batch_is_not_starved(tmp_path: Path
                     break
                 await asyncio.sleep(0.5)
         assert got.status_code == 200
+
+
+@in_virtual_time
+async def test_a_gateway_that_is_succeeded_leaves_late_lines_that_wait_to_the_next(
+    tmp_path: Path,
+) -> None:
+    async with a_site(tmp_path, a_node(2)) as running, chats(running, 6, tokens=100):
+        await asyncio.sleep(8.0)
+        batch = await submit(running, lines(20, max_tokens=100), completion_window="60s")
+        feeder = running.gateway.background.feeder
+        assert feeder is not None
+        await until(lambda: len(queued_of(running)) == 2 and feeder.running > 2)
+        running.gateway.background.stop()
+        await until(lambda: not queued_of(running), 1.0)
+        assert feeder.running > 0
+        await asyncio.wait_for(running.gateway.background.drain(), 10.0)
+        shown = await show(running, batch)
+        assert shown["request_counts"]["completed"] >= 1
+        assert shown["llama_gateway"]["running"] == 0
+
+
+@in_virtual_time
+async def test_a_gateway_that_is_succeeded_leaves_waiting_responses_to_the_next(
+    tmp_path: Path,
+) -> None:
+    node = a_node(1)
+    async with a_site(tmp_path, node) as running:
+        body = {"input": "tell", "background": True, "max_output_tokens": 100}
+        made = [
+            (await running.client.post("/v1/responses", json=body, headers=HEADERS)).json()
+            for _ in range(2)
+        ]
+        await until(lambda: node.slots.busy == 1 and len(queued_of(running)) == 1)
+        running.gateway.background.stop()
+        await until(lambda: not queued_of(running), 3.0)
+        await asyncio.wait_for(running.gateway.background.drain(), 10.0)
+        found = [
+            (await running.client.get(f"/v1/responses/{one['id']}", headers=HEADERS)).json()
+            for one in made
+        ]
+        assert sorted(one["status"] in {"queued", "in_progress"} for one in found) == [False, True]
