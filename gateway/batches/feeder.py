@@ -406,7 +406,7 @@ class Feeder:
             if has_room:
                 state.credit -= 1
             else:
-                state.late.waiting[row.owner] += 1
+                state.late.note_offered(row.owner)
             state.arriving.add(row.id)
             held.task = asyncio.create_task(self._run(held, state), name="run a stored request")
         if self.supply.works_of(target) and state.lane.ready <= max(1, state.slots):

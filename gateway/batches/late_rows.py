@@ -59,6 +59,10 @@ class LateRows:
                 # The scheduler has not seen all of them, or knows their prompts by other ids.
                 self.waiting[row.owner] += row.id in waiting or not runner.has_begun(row.id)
 
+    def note_offered(self, owner: str) -> None:
+        """One more is about to wait."""
+        self.waiting[owner] += 1
+
     def owners_with(self, rows: int) -> set[str]:
         """Owners of whom so many rows wait."""
         return {owner for owner, waiting in self.waiting.items() if waiting >= rows}

@@ -244,10 +244,10 @@ class Runner:
         allow_anonymous = self.settings.allow_anonymous
         try:
             caller = owner_of_stored(owner, self.key_ring, allow_anonymous=allow_anonymous)
+            return self.meter.book.accounts(caller, None).caller.late_priority
         except GatewayError as error:
             errors.drop_traceback(error)
             return Priority.BATCH
-        return caller.late_priority
 
     def note_raised(self, request_id: str, priority: Priority) -> None:
         """A request that was begun in a lower class has this one now."""

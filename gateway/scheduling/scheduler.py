@@ -312,8 +312,8 @@ class Scheduler:
                 self._remove(waiter)
                 waiter.raise_to(priority)
                 self._update_candidates(waiter, self.clock(), requeue=True)
+                self._match_soon()
         self.granter.keep_slots(request_ids)
-        self._match_soon()
         return {waiter.request.id for waiter in waiting if not waiter.granted.done()}
 
     def has_room(self) -> bool:

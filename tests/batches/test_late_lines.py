@@ -114,6 +114,20 @@ async def test_late_lines_are_not_starved_by_chats_of_their_class(tmp_path: Path
 
 
 @in_virtual_time
+async def test_a_late_batch_does_not_stand_behind_lines_that_have_time(tmp_path: Path) -> None:
+    async with a_site(tmp_path, a_node()) as running, chats(running, 8):
+        await asyncio.sleep(3.0)
+        early = await submit(running, lines(50))
+        feeder = running.gateway.background.feeder
+        assert feeder is not None
+        await until(lambda: feeder.claimed >= 4)
+        late = await submit(running, lines(8), completion_window="40s")
+        found = await ended(running, late)
+        assert found["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
+        assert (await show(running, early))["request_counts"]["completed"] == 0
+
+
+@in_virtual_time
 async def test_lines_of_a_key_that_may_have_no_higher_class_wait_and_expire(tmp_path: Path) -> None:
     own = {"class": "batch", "max_class": "batch"}
     async with a_site(tmp_path, a_node(), own=own) as running:
