@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from gateway.batches.disk_threads import DiskThreads
 from gateway.batches.event_log import EventLogs
 from gateway.batches.folder import Folder, FolderError, FolderFull, FoundFile
 from gateway.batches.followers import Followers
+from gateway.batches.kept_bytes import Kept, correct_log_sizes, kept_too_much, note_log_sizes
 from gateway.batches.log_file import LogBroken
 from gateway.batches.request_rows import StoredRow
 from gateway.batches.response_events import ResponseEvents, current_response, queued_response
@@ -143,13 +144,13 @@ class BackgroundRequests:
             folder = await self.opened()
             name = await self.threads.run(self._write, REQUEST, new.body)
         id_ = f"{_PREFIXES[new.kind]}{name.rpartition('-')[2]}"
-        log_name = None
+        log_name, log_bytes = None, 0
         if new.kind is RequestKind.RESPONSE:
             response = queued_response(id_, created_at, new.echoed or {})
             try:
                 with told():
                     events = await ResponseEvents.create(self.logs, response, self._now)
-                    log_name = events.name
+                    log_name, log_bytes = events.name, events.size
                     await events.close()
             except GatewayError:
                 with contextlib.suppress(FolderError):
@@ -165,9 +166,13 @@ class BackgroundRequests:
             webhook_url=new.webhook_url, prompt_tokens=new.prompt_tokens,
             max_tokens=new.max_tokens, deadline=deadline, result_place=log_name,
         )  # fmt: skip
+        if log_name is not None:
+            row = replace(row, result_offset=0, result_length=log_bytes)
         used = await self._added(row, settings)
         if used is not None:
             await self._remove_files(row)
+            if isinstance(used, Kept):
+                raise kept_too_much(used, settings)
             raise GatewayError(
                 429,
                 "rate_limit_exceeded",
@@ -178,9 +183,14 @@ class BackgroundRequests:
         self.wakes.set()
         return row
 
-    async def _added(self, row: StoredRow, settings: BatchSettings) -> WaitingUse | None:
+    async def _added(self, row: StoredRow, settings: BatchSettings) -> WaitingUse | Kept | None:
         """Add the row; what its owner has, if that is too much. Raises: GatewayError 503."""
-        job = AddBackground(row, settings.waiting_per_key, settings.waiting_bytes_per_key)
+        job = AddBackground(
+            row,
+            settings.waiting_per_key,
+            settings.waiting_bytes_per_key,
+            settings.bytes_per_key,
+        )
         for pause in (*ADD_PAUSES, None):
             try:
                 return await self.store.run(job)
@@ -386,6 +396,9 @@ class BackgroundRequests:
             finally:
                 with contextlib.suppress(LogBroken, FolderError):
                     await events.close()
+            # If that fails, `clean` does it later.
+            with contextlib.suppress(StoreError):
+                await self.store.run(partial(note_log_sizes, sizes={row.id: events.size}))
 
     # The gateway's own work.
 
@@ -433,20 +446,24 @@ class BackgroundRequests:
             if len(due) < STEP_ROWS:
                 break
         if orphans:
-            await self._remove_orphans()
+            await self._remove_orphans(folder)
 
-    async def _remove_orphans(self) -> None:
+    async def _remove_orphans(self, folder: str) -> None:
         before = self._now() - ORPHAN_SECONDS
         for kind in (REQUEST, ANSWER, log_file.KIND):
             found = await self.threads.run(_listed, self.folder, kind)
-            names = [one.name for one in found if one.changed_at < before]
-            for start in range(0, len(names), STEP_ROWS):
-                some = names[start : start + STEP_ROWS]
+            old = [one for one in found if one.changed_at < before]
+            for start in range(0, len(old), STEP_ROWS):
+                sizes = {one.name: one.size for one in old[start : start + STEP_ROWS]}
                 known = await self.store.run(
-                    partial(background_rows.known_places, places=some), write=False
+                    partial(background_rows.known_places, folder=folder, places=list(sizes)),
+                    write=False,
                 )
-                for name in set(some) - known:
+                for name in sizes.keys() - known:
                     await self.threads.run(self.folder.delete, name)
+                if kind == log_file.KIND:
+                    right = {name: size for name, size in sizes.items() if name in known}
+                    await self.store.run(partial(correct_log_sizes, folder=folder, sizes=right))
 
     async def _remove_files(self, row: StoredRow) -> None:
         """Remove what is kept of a request; what stays is left over, and removed later."""

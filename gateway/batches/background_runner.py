@@ -25,6 +25,7 @@ from gateway.batches.background_requests import (
 from gateway.batches.claims import Claim, Pick
 from gateway.batches.deferred import DeferredHead, DeferredResult
 from gateway.batches.folder import FolderError
+from gateway.batches.kept_bytes import full_owners, note_log_sizes
 from gateway.batches.log_file import LogBroken
 from gateway.batches.recorded_results import RecordedResult, record
 from gateway.batches.request_rows import StoredRow
@@ -104,6 +105,13 @@ class BackgroundRunner:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._unwanted: set[str] = set()
         """Running requests that were cancelled or deleted."""
+        self._log_sizes: dict[str, tuple[str, int]] = {}
+        """The logs of responses that run, by their ids, and the sizes that the store knows."""
+        self._full: set[str] = set()
+        """Owners that keep as much as they may: their requests wait."""
+        self._looked_at: set[str] = set()
+        """The owners of which that is known, until `_look_again_at`."""
+        self._look_again_at = 0.0
         self._problem = ""
         self._idle = asyncio.Event()
         """Set when nothing runs any more."""
@@ -175,6 +183,8 @@ class BackgroundRunner:
         owners = await requests.store.run(
             partial(background_rows.waiting_owners, folder=folder, now=now), write=False
         )
+        full = await self._full_owners({owner for owner, _ in owners})
+        owners = [one for one in owners if one[0] not in full]
         if not owners:
             return
         share = max(1, room // len(owners))
@@ -183,8 +193,21 @@ class BackgroundRunner:
         for row in rows:
             task = asyncio.create_task(self._serve(row))
             self._running[row.id] = task
+            if row.kind is RequestKind.RESPONSE and row.result_place is not None:
+                self._log_sizes[row.id] = row.result_place, row.result_length or 0
         if rows and len(rows) < room:
             requests.wakes.set()  # Others may have left some of their share.
+
+    async def _full_owners(self, owners: set[str]) -> set[str]:
+        """Those that keep as much as they may, as they were a second ago at most."""
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._look_again_at or not owners <= self._looked_at:
+            most = self._settings().bytes_per_key
+            job = partial(full_owners, owners=owners, most_bytes=most, now=self._now())
+            self._full = await self._requests.store.run(job, write=False)
+            self._looked_at = owners
+            self._look_again_at = loop.time() + LOOK_SECONDS
+        return self._full
 
     async def _renew(self) -> None:
         requests, ids = self._requests, list(self._running)
@@ -196,12 +219,26 @@ class BackgroundRunner:
                         lease_seconds=LEASE_SECONDS)
             )  # fmt: skip
             await self._end_unwanted(set(ids) - wanted)
+            await self._note_sizes()
         now = self._now()
         if not self._jumps.jumped(now):
             await requests.store.run(
                 partial(claims.release_lost, folder=folder, own=self._process, now=now,
                         own_kinds=[RequestKind.RESPONSE, RequestKind.DEFERRED])
             )  # fmt: skip
+
+    async def _note_sizes(self) -> None:
+        """Tell the store how much the logs have grown."""
+        grown: dict[str, int] = {}
+        for id_, (name, known) in self._log_sizes.items():
+            size = self._requests.logs.size_of(name)
+            if size is not None and size != known:
+                grown[id_] = size
+        if grown:
+            await self._requests.store.run(partial(note_log_sizes, sizes=grown, running=True))
+        for id_, size in grown.items():
+            if id_ in self._log_sizes:
+                self._log_sizes[id_] = self._log_sizes[id_][0], size
 
     async def _end_unwanted(self, ids: Collection[str]) -> None:
         """End runs of requests that were cancelled, deleted, or taken by another process."""
@@ -257,6 +294,7 @@ class BackgroundRunner:
                 await self._put_back([row.id], self._now() + LEASE_SECONDS, failed=True)
         finally:
             self._unwanted.discard(row.id)
+            self._log_sizes.pop(row.id, None)
             del self._running[row.id]
             if not self._running:
                 self._idle.set()
@@ -332,7 +370,7 @@ class BackgroundRunner:
         status = 200 if end != "failed" else 500 if outcome is None else max(outcome.status, 400)
         code = str(error.get("code") or "server_error") if end == "failed" else None
         usage = None if outcome is None else outcome.usage
-        recorded = RecordedResult(row.id, state, status, code, events.name, 0, 0, usage)
+        recorded = RecordedResult(row.id, state, status, code, events.name, 0, events.size, usage)
         return _Result(recorded, end)
 
     async def _defer(self, row: StoredRow, body: bytes) -> _Result:
@@ -396,7 +434,9 @@ class _FailedRun(Exception):  # noqa: N818 - it is tried again
 def _failed(row: StoredRow, code: str) -> _Result:
     end: ResponseEnd | None = "failed" if row.kind is RequestKind.RESPONSE else None
     place = None if end is None else row.result_place
-    return _Result(RecordedResult(row.id, RequestState.FAILED, 500, code, place), end)
+    length = row.result_length or 0
+    recorded = RecordedResult(row.id, RequestState.FAILED, 500, code, place, length=length)
+    return _Result(recorded, end)
 
 
 def _to_run(row: StoredRow) -> StoredRequest:

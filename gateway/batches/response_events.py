@@ -199,6 +199,11 @@ class ResponseEvents:
         return self._log.name
 
     @property
+    def size(self) -> int:
+        """Bytes that are written."""
+        return self._log.size
+
+    @property
     def ended(self) -> bool:
         """Whether it has its terminal event."""
         return self._log.ending

@@ -41,12 +41,12 @@ def test_requests_are_bounded_cancelled_once_and_deleted(tmp_path: Path) -> None
         ended.append(found.id)
 
     try:
-        assert store.run_now(AddBackground(row(1), 2, 100)) is None
-        assert store.run_now(AddBackground(row(1), 2, 100)) is None
-        assert store.run_now(AddBackground(row(2), 2, 15)) == WaitingUse(1, 10)
-        assert store.run_now(AddBackground(row(2), 2, 100)) is None
-        assert store.run_now(AddBackground(row(3), 2, 100)) == WaitingUse(2, 20)
-        assert store.run_now(AddBackground(row(3, "k2"), 2, 100)) is None
+        assert store.run_now(AddBackground(row(1), 2, 100, 1 << 40)) is None
+        assert store.run_now(AddBackground(row(1), 2, 100, 1 << 40)) is None
+        assert store.run_now(AddBackground(row(2), 2, 15, 1 << 40)) == WaitingUse(1, 10)
+        assert store.run_now(AddBackground(row(2), 2, 100, 1 << 40)) is None
+        assert store.run_now(AddBackground(row(3), 2, 100, 1 << 40)) == WaitingUse(2, 20)
+        assert store.run_now(AddBackground(row(3, "k2"), 2, 100, 1 << 40)) is None
         owners = store.run_now(lambda c: waiting_owners(c, "folder", 5.0))
         assert sorted(owners) == [("k1", KIND), ("k2", KIND)]
         for _ in range(2):
