@@ -199,7 +199,7 @@ class BackgroundRunner:
             requests.wakes.set()  # Others may have left some of their share.
 
     async def _full_owners(self, owners: set[str]) -> set[str]:
-        """Those that keep as much as they may, as they were a second ago at most."""
+        """Those that keep as much as they may; what others add is seen a second later at most."""
         loop = asyncio.get_running_loop()
         if loop.time() >= self._look_again_at or not owners <= self._looked_at:
             most = self._settings().bytes_per_key
@@ -296,6 +296,7 @@ class BackgroundRunner:
             self._unwanted.discard(row.id)
             self._log_sizes.pop(row.id, None)
             del self._running[row.id]
+            self._look_again_at = 0.0  # Its result takes room.
             if not self._running:
                 self._idle.set()
             self._requests.has_ended(row.id)
