@@ -140,6 +140,7 @@ class BackgroundWork:
             lambda: settings().batches,
             time.time,
             lambda: self._stopped,
+            lambda: ((node.name, node.spec.tier) for node in fleet.nodes.values()),
         )
 
     def configure(self, settings: Settings, rules: RequestRules) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -84,7 +84,10 @@ class _Result:
 
 
 class BackgroundRunner:
-    """Runs what `requests` has. `is_closing` tells when it should claim no more."""
+    """Runs what `requests` has.
+
+    `is_closing` tells when it should claim no more; `nodes` gives the names and tiers of nodes.
+    """
 
     def __init__(
         self,
@@ -94,6 +97,7 @@ class BackgroundRunner:
         settings: Callable[[], BatchSettings],
         now: Callable[[], float],
         is_closing: Callable[[], bool] = lambda: False,
+        nodes: Callable[[], Iterable[tuple[str, str]]] = tuple,
     ) -> None:
         self._requests = requests
         self._runner = runner
@@ -102,11 +106,12 @@ class BackgroundRunner:
         self._settings = settings
         self._now = now
         self._is_closing = is_closing
+        self._nodes = nodes
         self._running: dict[str, asyncio.Task[None]] = {}
         self._unwanted: set[str] = set()
         """Running requests that were cancelled or deleted."""
-        self._log_sizes: dict[str, tuple[str, int]] = {}
-        """The logs of responses that run, by their ids, and the sizes that the store knows."""
+        self._log_sizes: dict[str, tuple[ResponseEvents, int]] = {}
+        """Responses that run, by their ids, and the sizes of their logs that the store knows."""
         self._full: set[str] = set()
         """Owners that keep as much as they may: their requests wait."""
         self._looked_at: set[str] = set()
@@ -193,8 +198,6 @@ class BackgroundRunner:
         for row in rows:
             task = asyncio.create_task(self._serve(row))
             self._running[row.id] = task
-            if row.kind is RequestKind.RESPONSE and row.result_place is not None:
-                self._log_sizes[row.id] = row.result_place, row.result_length or 0
         if rows and len(rows) < room:
             requests.wakes.set()  # Others may have left some of their share.
 
@@ -229,11 +232,11 @@ class BackgroundRunner:
 
     async def _note_sizes(self) -> None:
         """Tell the store how much the logs have grown."""
-        grown: dict[str, int] = {}
-        for id_, (name, known) in self._log_sizes.items():
-            size = self._requests.logs.size_of(name)
-            if size is not None and size != known:
-                grown[id_] = size
+        grown = {
+            id_: events.size
+            for id_, (events, known) in self._log_sizes.items()
+            if events.size != known
+        }
         if grown:
             await self._requests.store.run(partial(note_log_sizes, sizes=grown, running=True))
         for id_, size in grown.items():
@@ -333,6 +336,7 @@ class BackgroundRunner:
         except FolderError as error:
             raise RowDeferred(str(error), LEASE_SECONDS) from None
         outcome: Outcome | None = None
+        self._log_sizes[row.id] = events, row.result_length or 0
         try:
             if not events.ended:
                 outcome = await self._run_events(row, body, events)
@@ -371,6 +375,11 @@ class BackgroundRunner:
         status = 200 if end != "failed" else 500 if outcome is None else max(outcome.status, 400)
         code = str(error.get("code") or "server_error") if end == "failed" else None
         usage = None if outcome is None else outcome.usage
+        if outcome is None and state is RequestState.DONE and events.run_end is not None:
+            usage = self._runner.recover_usage(
+                _to_run(row), events.run_end, events.usage(response),
+                model=row.model, group=row.group_name, nodes=self._nodes(),
+            )  # fmt: skip
         recorded = RecordedResult(row.id, state, status, code, events.name, 0, events.size, usage)
         return _Result(recorded, end)
 

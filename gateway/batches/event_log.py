@@ -471,11 +471,6 @@ class EventLogs:
             log.close()
         return log
 
-    def size_of(self, name: str) -> int | None:
-        """Bytes that are written of a log that is open; None: it is not."""
-        log = self._open.get(name)
-        return None if log is None else log.size
-
     async def delete(self, name: str) -> None:
         """Remove the log; those who follow it break. Raises: FolderError."""
         log = self._open.get(name)

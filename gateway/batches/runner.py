@@ -8,7 +8,8 @@ has no result was run in vain: it costs the caller nothing, and is run again und
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -23,6 +24,7 @@ from gateway.config.cache_privacy import SHARED_CACHE, NodeLabels
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.events import EventBus, RequestFinished
+from gateway.lease import Usage
 from gateway.proxy.api.base import Api, ResponseRewriter
 from gateway.proxy.api.relayed import RELAYED
 from gateway.proxy.client_response import (
@@ -68,7 +70,7 @@ from gateway.request import Endpoint, Headers, Priority
 from gateway.transport.errors import UpstreamError
 from gateway.usage.accounts import Accounts
 from gateway.usage.ledger import UsageRow
-from gateway.usage.meter import Meter, MeteredRequest
+from gateway.usage.meter import Meter, MeteredRequest, TokensSoFar, UsedBefore
 
 STORED_HEADERS: Headers = [(b"content-type", b"application/json")]
 """The header fields of a stored request that nodes get."""
@@ -153,11 +155,32 @@ class ResumableSink(EventSink, Protocol):
     def runs_on(self, first_run: FirstRun) -> None:
         """The events to come are from such a node, and the first of the response."""
 
+    def measured_by(self, measure: Callable[[TokensSoFar], RunEnd]) -> None:
+        """`measure` tells what the run has used, once it is known how many tokens those are."""
+
     async def run_anew(self, reason: str, *, greedy: bool) -> None:
         """The run can't go on with the response, and begins anew; `reason`: why.
 
         `greedy`: the same response will come again. Raises: GatewayError, if it must not.
         """
+
+
+class RunEnd(NamedTuple):
+    """What a run has used until its response ended, beside tokens: kept with the response."""
+
+    started_at: float
+    """Unix time, as the next one."""
+    ended_at: float
+    node: str
+    """`node_word` of the last node."""
+    attempts: int
+    slot_seconds: float
+    cost: float
+
+
+def node_word(id_: str, node: str | None) -> str:
+    """A word for a node's name that does not tell it to the owner of the request `id_`."""
+    return hashlib.sha256(f"{id_} {node}".encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +261,39 @@ class Runner:
             errors.drop_traceback(error)
             return None
         return RequestTarget(tuple(one.name for one in models), route.endpoint, labels)
+
+    def recover_usage(
+        self,
+        stored: StoredRequest,
+        end: RunEnd,
+        tokens: Usage,
+        *,
+        model: str | None,
+        group: str | None,
+        nodes: Iterable[tuple[str, str]],
+    ) -> UsageRow:
+        """The ledger's row of a response whose process ended before it could record it.
+
+        `nodes`: names and tiers of those that it may have run on; others are not named.
+        """
+        record = RequestFinished(stored.id, stored.path, model or "unknown", stored.priority)
+        for name, tier in nodes:
+            if node_word(stored.id, name) == end.node:
+                record.node, record.tier = name, tier
+        record.stream, record.attempts = True, end.attempts
+        record.count_tokens(tokens.prompt_tokens, tokens.cached_tokens, tokens.completion_tokens)
+        record.charge(end.cost, end.slot_seconds)
+        accounts = None
+        try:
+            caller = owner_of_stored(
+                stored.owner, self.key_ring, allow_anonymous=self.settings.allow_anonymous
+            )
+            accounts = self.meter.book.accounts(caller, stored.user)
+            record.classify(max(stored.priority, caller.max_priority))
+        except GatewayError as error:
+            errors.drop_traceback(error)  # Its key is gone; its use was all the same.
+        used = UsedBefore(stored.id, stored.owner, group, stored.user, end.started_at, end.ended_at)
+        return self.meter.recovered_row(used, record, accounts)
 
     async def run(
         self,
@@ -404,6 +460,7 @@ class _Run:
         forwarder, sink = self._runner.forwarder, self._sink
         if not isinstance(sink, ResumableSink):
             return await forwarder.forward(in_flight)
+        sink.measured_by(self._measure)
         if (begun := sink.begun) is not None:
             try:
                 response = await forwarder.resume(in_flight, begun.recorder, begun.first_run)
@@ -419,6 +476,13 @@ class _Run:
             lease = in_flight.attempt.lease
             sink.runs_on(FirstRun(lease.model, node_kind(response.node.resume_key)))
         return response
+
+    def _measure(self, tokens: TokensSoFar) -> RunEnd:
+        runner, record, metered, id_ = self._runner, self._record, self._metered, self._stored.id
+        assert metered is not None
+        cost = runner.meter.cost_so_far(id_, record.node, tokens)
+        started_at, now = metered.reservation.admitted_at, runner.wall_clock()
+        return RunEnd(started_at, now, node_word(id_, record.node), record.attempts, *cost)
 
     async def _prepare(self, route: Route, accounts: Accounts, body: bytes) -> Request:
         """The request that the body describes. Raises: GatewayError."""
