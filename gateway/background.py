@@ -193,6 +193,11 @@ class BackgroundWork:
         if self.requests is not None:
             self.requests.followers.cut()
 
+    async def give_up(self) -> None:
+        """End stored responses whose clients wait for them here, and would send them again."""
+        if self.requests is not None:
+            await self.requests.give_up()
+
     async def drain(self) -> None:
         """After `stop`: wait until what runs has ended, or until `end`."""
         waits = [asyncio.create_task(one) for one in (self._idle(), self._ends.wait())]

@@ -21,7 +21,7 @@ from sqlalchemy import Connection
 from gateway.batches import background_rows, log_file
 from gateway.batches.background_rows import (
     AddBackground,
-    CancelBackground,
+    EndBackground,
     ExpireBackground,
     WaitingUse,
 )
@@ -70,6 +70,9 @@ UNWRITTEN_SECONDS = 60.0
 
 RETRY_AFTER = 5.0
 """`Retry-After` in seconds, where nothing better is known."""
+
+GIVE_UP_SECONDS = 2.0
+"""Most seconds to end what clients wait for, at the end."""
 
 MOST_ENDING = 1024
 """Cancellations under way whose clients have gone."""
@@ -132,6 +135,10 @@ class BackgroundRequests:
         self._settings = settings
         self._now = now
         self._opening = asyncio.Lock()
+        self.waited_for: dict[str, StoredRow] = {}
+        """Requests whose clients wait in this process, by their ids."""
+        self._given_up: dict[str, StoredRow] = {}
+        """Those of them that have ended since this process ends."""
         self._waiters: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -262,9 +269,9 @@ class BackgroundRequests:
                     await opened.release()
             except FileNotFoundError:
                 raise not_found(row.id, row.kind) from None
-        if not ended and row.state in _UNRUN:
+        if not ended and (end := _end_without_run(row)) is not None:
             await self._settle_if_left(row)
-            return response | _UNRUN[row.state]
+            return response | end
         return response
 
     async def follow(
@@ -275,7 +282,7 @@ class BackgroundRequests:
         Raises: as `Followers.follow`.
         """
         assert row.result_place is not None
-        if row.state in _UNRUN:
+        if _end_without_run(row) is not None:
             await self._settle_if_left(row)
         followed = self.followers.follow(row.result_place, after, can_return=can_return)
         async with contextlib.aclosing(followed) as pieces:
@@ -309,6 +316,15 @@ class BackgroundRequests:
                 if not self._waiters[row.id]:
                     del self._waiters[row.id]
 
+    @contextlib.contextmanager
+    def client_waits(self, row: StoredRow) -> Iterator[None]:
+        """A client waits in this process for the request's end, and would send it again."""
+        self.waited_for[row.id] = row
+        try:
+            yield
+        finally:
+            del self.waited_for[row.id]
+
     def has_ended(self, id_: str) -> None:
         """A request has ended in this process."""
         for waiter in self._waiters.get(id_, ()):
@@ -323,7 +339,7 @@ class BackgroundRequests:
         if found.state.ended:
             return found
         now = self._now()
-        job = CancelBackground(owner, id_, kind, now, now + keep_seconds(found), self.ended)
+        job = EndBackground(owner, id_, kind, now, now + keep_seconds(found), self.ended)
         try:
             row = await self.store.run(job)
         except StoreError as error:
@@ -334,6 +350,28 @@ class BackgroundRequests:
         if row.state is RequestState.CANCELLED and found.state is RequestState.WAITING:
             await self.settle(row)
         return row
+
+    async def give_up(self) -> None:
+        """This process ends: so do the requests whose clients wait in it, which get an error."""
+        with contextlib.suppress(StoreError, TimeoutError):
+            async with asyncio.timeout(GIVE_UP_SECONDS):
+                for row in list(self.waited_for.values()):
+                    now = self._now()
+                    end = EndBackground(
+                        row.owner, row.id, row.kind, now, now + keep_seconds(row), self.ended,
+                        RequestState.FAILED, 503, SHUTTING_DOWN,
+                    )  # fmt: skip
+                    ended = await self.store.run(end)
+                    if ended is not None and ended.error_code == SHUTTING_DOWN:
+                        self._given_up[row.id] = ended
+                        self._end_run(row.id)
+                        if ended.claimed_by is None:
+                            await self.settle(ended)
+
+    async def settle_unwanted(self, row: StoredRow) -> None:
+        """Write the end of a response whose run has been ended."""
+        given_up = self._given_up.pop(row.id, None)
+        await self.settle(given_up or replace(row, state=RequestState.CANCELLED))
 
     def cancel_soon(self, row: StoredRow) -> None:
         """End a request that its client, which is gone, has waited for."""
@@ -389,10 +427,9 @@ class BackgroundRequests:
         with contextlib.suppress(FileNotFoundError, FolderError, LogBroken):
             events = await ResponseEvents.reopen(self.logs, row.result_place, self._now)
             try:
-                if row.state is RequestState.CANCELLED:
-                    await events.cancel()
-                elif row.state in _UNRUN:
-                    await events.fail("server_error", EXPIRED_MESSAGE)
+                if (end := _end_without_run(row)) is not None:
+                    error = end.get("error")
+                    await (events.fail(**error) if error else events.cancel())
             finally:
                 with contextlib.suppress(LogBroken, FolderError):
                     await events.close()
@@ -491,14 +528,23 @@ class BackgroundRequests:
 
 EXPIRED_MESSAGE = "The time was over before there was a response."
 
-_UNRUN: dict[RequestState, dict[str, Any]] = {
-    RequestState.CANCELLED: {"status": "cancelled"},
-    RequestState.EXPIRED: {
-        "status": "failed",
-        "error": {"code": "server_error", "message": EXPIRED_MESSAGE},
-    },
-}
-"""What a response is whose row has ended so, though its log may not say it yet."""
+SHUTTING_DOWN = "shutting_down"
+"""The error of a request whose client has waited in a process that ended."""
+
+SHUT_DOWN_MESSAGE = "The gateway was shut down before the response had ended: send it again."
+
+
+def _end_without_run(row: StoredRow) -> dict[str, Any] | None:
+    """What a response is whose row has ended so, though its log may not say it yet."""
+    if row.state is RequestState.CANCELLED:
+        return {"status": "cancelled"}
+    if row.state is RequestState.EXPIRED:
+        message = EXPIRED_MESSAGE
+    elif row.error_code == SHUTTING_DOWN:
+        message = SHUT_DOWN_MESSAGE
+    else:
+        return None
+    return {"status": "failed", "error": {"code": "server_error", "message": message}}
 
 
 def keep_seconds(row: StoredRow) -> float:

@@ -90,7 +90,7 @@ def find_background(
 
 
 @dataclass(frozen=True, slots=True)
-class CancelBackground:
+class EndBackground:
     """A job of the store: end the owner's request if it waits or runs; returns it as it is then.
 
     Whoever runs it notices when it renews its claim.
@@ -101,8 +101,11 @@ class CancelBackground:
     kind: RequestKind
     now: float
     keep_until: float
-    """Of the cancelled request."""
+    """Of the request that has ended."""
     also: EndListener
+    state: RequestState = RequestState.CANCELLED
+    status: int | None = None
+    error_code: str | None = None
 
     def __call__(self, connection: Connection) -> StoredRow | None:
         """Run within the transaction of `connection`."""
@@ -113,16 +116,18 @@ class CancelBackground:
             IS_WAITING | IS_RUNNING,
         )
         values = {
-            "state": RequestState.CANCELLED.value,
+            "state": self.state.value,
+            "status": self.status,
+            "error_code": self.error_code,
             "ended_at": self.now,
             "claimed_until": None,
             "keep_until": self.keep_until,
         }
         row = connection.execute(ended.values(values).returning(*COLUMNS)).one_or_none()
         if row is not None:
-            cancelled = row_of(row)
-            self.also(connection, cancelled)
-            return cancelled
+            found = row_of(row)
+            self.also(connection, found)
+            return found
         return find_background(connection, self.owner, self.id, self.kind, self.now)
 
 

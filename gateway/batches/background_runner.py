@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import structlog
@@ -143,8 +143,7 @@ class BackgroundRunner:
                     if loop.time() >= renew_at:
                         renew_at = loop.time() + RENEW_SECONDS
                         await self._renew()
-                    if not self._is_closing():
-                        await self._claim()
+                    await self._claim()
                     self._problem = ""
                 except (StoreError, FolderError) as error:
                     if self._problem != str(error):
@@ -184,7 +183,14 @@ class BackgroundRunner:
         if room <= 0:
             return
         requests, now = self._requests, self._now()
+        if self._is_closing() and requests.waited_for.keys() <= self._running.keys():
+            return
         folder = await requests.opened()
+        if self._is_closing():
+            # Their clients wait here, as those of other requests do.
+            pick = Pick(room, RequestKind.RESPONSE, ids=list(requests.waited_for))
+            await self._begin(Claim(folder, self._process.id, [pick], now, LEASE_SECONDS))
+            return
         owners = await requests.store.run(
             partial(background_rows.waiting_owners, folder=folder, now=now), write=False
         )
@@ -194,12 +200,16 @@ class BackgroundRunner:
             return
         share = max(1, room // len(owners))
         picks = [Pick(share, kind, owner=owner) for owner, kind in owners[:room]]
-        rows = await requests.store.run(Claim(folder, self._process.id, picks, now, LEASE_SECONDS))
-        for row in rows:
-            task = asyncio.create_task(self._serve(row))
-            self._running[row.id] = task
-        if rows and len(rows) < room:
+        begun = await self._begin(Claim(folder, self._process.id, picks, now, LEASE_SECONDS))
+        if begun and begun < room:
             requests.wakes.set()  # Others may have left some of their share.
+
+    async def _begin(self, claim: Claim) -> int:
+        """Begin what can be claimed; how many those are."""
+        rows = await self._requests.store.run(claim)
+        for row in rows:
+            self._running[row.id] = asyncio.create_task(self._serve(row))
+        return len(rows)
 
     async def _full_owners(self, owners: set[str]) -> set[str]:
         """Those that keep as much as they may; what others add is seen a second later at most."""
@@ -288,7 +298,7 @@ class BackgroundRunner:
                 if row.id not in self._unwanted:
                     raise
                 # Wherever its run was: nobody else writes its end.
-                await self._requests.settle(replace(row, state=RequestState.CANCELLED))
+                await self._requests.settle_unwanted(row)
         except asyncio.CancelledError:
             raise
         except Exception:
