@@ -64,16 +64,16 @@ async def serving(folder: Path, node: EmulatedNode, store_url: str) -> AsyncIter
     made = await asyncio.create_subprocess_exec(
         sys.executable, "-c", SERVE, folder, node.url, store_url, stdout=asyncio.subprocess.PIPE
     )
-    served = None
     try:
         assert made.stdout is not None
         async with asyncio.timeout(90):
             url = (await made.stdout.readline()).decode().strip()
             async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
-                served = Served(client, made)
-                yield served
+                yield Served(client, made)
     finally:
-        await (served or Served(httpx.AsyncClient(), made)).kill()
+        with contextlib.suppress(ProcessLookupError):
+            made.kill()
+        await made.wait()
 
 
 @contextmanager

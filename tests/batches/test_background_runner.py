@@ -58,8 +58,9 @@ async def test_requests_of_a_key_that_keeps_as_much_as_it_may_wait_until_there_i
             job = partial(kept_by, owner=owner, now=time.time())
             return (await requests.store.run(job, write=False)).bytes
 
-        form = {"purpose": (None, "user_data"), "file": ("x", b"x" * 50_000)}
-        file = (await api.post("/v1/files", files=form)).json()["id"]
+        upload = {"file": ("x", b"x" * 50_000)}
+        sent = await api.post("/v1/files", data={"purpose": "user_data"}, files=upload)
+        file = sent.json()["id"]
         first, second = [(await api.post("/v1/responses", json=ask)).json()["id"] for _ in range(2)]
         assert (await ended(running, first))["status"] == "incomplete"
         owner = ANONYMOUS_OWNER

@@ -125,7 +125,9 @@ async def test_a_key_at_its_bound_gets_429_for_everything_and_others_do_not(
     async with batch_place(store_url, tmp_path / "kept", **bounds) as here:
         input_file = await here.upload(jsonl([line("a")]))
         await here.upload(b"x" * (2 * KB - await kept(here)), purpose="user_data")
-        given = {"owner": "alice", "api": "openai", "endpoint": "/v1/chat/completions"}
+        given: dict[str, Any] = {
+            "owner": "alice", "api": "openai", "endpoint": "/v1/chat/completions",
+        }  # fmt: skip
         for asked in (
             here.upload(b"x"),
             messages(here, 1),

@@ -77,14 +77,19 @@ async def test_what_outlasts_the_grace_ends_for_its_client_and_in_the_store(
             (plain_id,) = re.findall(r"'(resp_[0-9a-f]+)'", error.message)
             assert await line.first.wait() == 0
         ids = [*(event.response.id for event in seen), plain_id]
-        node.decode_tps = 500.0
-        async with serving(tmp_path, node, settings=settings) as line, client(line) as api:
-            for id_, known in zip(ids, [*seen, None], strict=True):
-                found = await api.responses.retrieve(id_)
-                assert (found.status, found.error.code) == ("failed", "server_error")
-                assert known is None or found.to_dict() == known.response.to_dict()
-            assert (await ended(api, later.id)).status == "incomplete"
-        assert node.requests == 2  # the one that was cut, and the one in the background
+    async with (
+        EmulatedNode(decode_tps=500, answer_tokens=1000) as other,
+        serving(tmp_path, other, settings=settings) as line,
+        client(line) as api,
+    ):
+        for id_, known in zip(ids, [*seen, None], strict=True):
+            found = await api.responses.retrieve(id_)
+            assert found.error is not None
+            assert (found.status, found.error.code) == ("failed", "server_error")
+            assert known is None or found.to_dict() == known.response.to_dict()
+        assert (await ended(api, later.id)).status == "incomplete"
+    # The one that was cut, and the one in the background.
+    assert (node.requests, other.requests) == (1, 1)
 
 
 async def test_what_is_queued_runs_within_the_grace_as_if_it_were_not_stored(
