@@ -137,8 +137,6 @@ class BackgroundRequests:
         self._opening = asyncio.Lock()
         self.waited_for: dict[str, StoredRow] = {}
         """Requests whose clients wait in this process, by their ids."""
-        self._given_up: dict[str, StoredRow] = {}
-        """Those of them that have ended since this process ends."""
         self._waiters: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -363,15 +361,18 @@ class BackgroundRequests:
                     )  # fmt: skip
                     ended = await self.store.run(end)
                     if ended is not None and ended.error_code == SHUTTING_DOWN:
-                        self._given_up[row.id] = ended
                         self._end_run(row.id)
                         if ended.claimed_by is None:
                             await self.settle(ended)
 
     async def settle_unwanted(self, row: StoredRow) -> None:
-        """Write the end of a response whose run has been ended."""
-        given_up = self._given_up.pop(row.id, None)
-        await self.settle(given_up or replace(row, state=RequestState.CANCELLED))
+        """Write the end of a response whose run was ended, as its row tells it."""
+        found = None
+        with contextlib.suppress(GatewayError):
+            found = await self.find(row.owner, row.id, row.kind)
+        if found is None or not found.state.ended:
+            found = replace(row, state=RequestState.CANCELLED)
+        await self.settle(found)
 
     def cancel_soon(self, row: StoredRow) -> None:
         """End a request that its client, which is gone, has waited for."""

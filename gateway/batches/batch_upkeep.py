@@ -163,9 +163,9 @@ class BatchUpkeep:
                 del noted[id_]
         await self._resume(found)
         await self._hold(found)
-        await self._remove_requests(folder)
         for batch in found:
             self._begin(batch)
+        await self._remove_requests(folder)
         if self._clock() >= self._remove_at:
             await self.remove_due()
             self._remove_at = self._clock() + REMOVE_SECONDS

@@ -203,7 +203,7 @@ class FileRegistry:
             raise store_unavailable(error) from None
         if kept_before is not None:
             await self.on_disk(self.folder.delete, id_)
-            raise kept_too_much(kept_before, settings)
+            raise kept_too_much(kept_before, settings, for_file=True)
         return file
 
     async def find(self, owner: str, id_: str) -> StoredFile:
@@ -348,7 +348,7 @@ class FileRegistry:
         settings = self._settings()
         kept = await self._read(partial(kept_by, owner=owner, now=self._now()))
         if kept.files + 1 > settings.files_per_key or kept.bytes + size > settings.bytes_per_key:
-            raise kept_too_much(kept, settings)
+            raise kept_too_much(kept, settings, for_file=True)
         return kept
 
 

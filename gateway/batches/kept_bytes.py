@@ -97,9 +97,12 @@ def correct_log_sizes(connection: Connection, folder: str, sizes: Mapping[str, i
     note_log_sizes(connection, wrong)
 
 
-def kept_too_much(kept: Kept, settings: BatchSettings) -> GatewayError:
-    """429: the key keeps as much as it may. Clients do not repeat the request."""
-    if kept.files >= settings.files_per_key:
+def kept_too_much(kept: Kept, settings: BatchSettings, *, for_file: bool = False) -> GatewayError:
+    """429: the key keeps as much as it may, or has no room `for_file`, one file more.
+
+    Clients do not repeat the request.
+    """
+    if for_file and kept.files >= settings.files_per_key:
         message = (
             f"This key has {kept.files} files and may have {settings.files_per_key} "
             "('batches.files_per_key'): delete some first."
