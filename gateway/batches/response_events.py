@@ -7,6 +7,7 @@ node, or another process after a crash, goes on with it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -341,7 +342,9 @@ class ResponseEvents:
         if not self.ended:
             output = await self._threads.run(_partial_output, await self._pages())
             response = self._response | {"output": output} | fields
-            await self._log.append([{"type": "response.failed", "response": response}])
+            # Of two that end it at the same time one is first.
+            with contextlib.suppress(LogEnded):
+                await self._log.append([{"type": "response.failed", "response": response}])
         await self._log.flush()
 
     # The events.
