@@ -71,7 +71,7 @@ UNWRITTEN_SECONDS = 60.0
 RETRY_AFTER = 5.0
 """`Retry-After` in seconds, where nothing better is known."""
 
-GIVE_UP_SECONDS = 2.0
+GIVE_UP_SECONDS = 5.0
 """Most seconds to end what clients wait for, at the end."""
 
 MOST_ENDING = 1024
@@ -353,17 +353,19 @@ class BackgroundRequests:
         """This process ends: so do the requests whose clients wait in it, which get an error."""
         with contextlib.suppress(StoreError, TimeoutError):
             async with asyncio.timeout(GIVE_UP_SECONDS):
-                for row in list(self.waited_for.values()):
-                    now = self._now()
-                    end = EndBackground(
+                now, waited = self._now(), list(self.waited_for.values())
+                ends = [
+                    EndBackground(
                         row.owner, row.id, row.kind, now, now + keep_seconds(row), self.ended,
                         RequestState.FAILED, 503, SHUTTING_DOWN,
-                    )  # fmt: skip
-                    ended = await self.store.run(end)
-                    if ended is not None and ended.error_code == SHUTTING_DOWN:
-                        self._end_run(row.id)
-                        if ended.claimed_by is None:
-                            await self.settle(ended)
+                    )
+                    for row in waited
+                ]  # fmt: skip
+                rows = await self.store.run(lambda connection: [end(connection) for end in ends])
+                ended = [row for row in rows if row is not None and row.state.ended]
+                for row in ended:
+                    self._end_run(row.id)  # Whoever runs it writes its end.
+                await asyncio.gather(*(self.settle(row) for row in ended if row.claimed_by is None))
 
     async def settle_unwanted(self, row: StoredRow) -> None:
         """Write the end of a response whose run was ended, as its row tells it."""
