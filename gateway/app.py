@@ -405,6 +405,7 @@ class Gateway:
             if not await self._unless_stopped(asyncio.wait([closing], timeout=shutdown.grace)):
                 return 1
             if not closing.done():
+                await self._unless_stopped(self.background.give_up())
                 left = self.registry.cancel_where(lambda _: True, errors.shutting_down())
                 self.scheduler.refuse_all(errors.shutting_down)
                 log.warning("the grace is over", ended=left)

@@ -141,6 +141,7 @@ class BackgroundWork:
             lambda: settings().batches,
             time.time,
             lambda: self._stopped,
+            lambda: ((node.name, node.spec.tier) for node in fleet.nodes.values()),
         )
 
     def configure(self, settings: Settings, rules: RequestRules) -> None:
@@ -192,6 +193,11 @@ class BackgroundWork:
         self._ends.set()
         if self.requests is not None:
             self.requests.followers.cut()
+
+    async def give_up(self) -> None:
+        """End stored responses whose clients wait for them here, and would send them again."""
+        if self.requests is not None:
+            await self.requests.give_up()
 
     async def drain(self) -> None:
         """After `stop`: wait until what runs has ended, or until `end`."""

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,7 +21,7 @@ from sqlalchemy import Connection
 from gateway.batches import background_rows, log_file
 from gateway.batches.background_rows import (
     AddBackground,
-    CancelBackground,
+    EndBackground,
     ExpireBackground,
     WaitingUse,
 )
@@ -29,6 +29,7 @@ from gateway.batches.disk_threads import DiskThreads
 from gateway.batches.event_log import EventLogs
 from gateway.batches.folder import Folder, FolderError, FolderFull, FoundFile
 from gateway.batches.followers import Followers
+from gateway.batches.kept_bytes import Kept, correct_log_sizes, kept_too_much, note_log_sizes
 from gateway.batches.log_file import LogBroken
 from gateway.batches.request_rows import StoredRow
 from gateway.batches.response_events import ResponseEvents, current_response, queued_response
@@ -69,6 +70,9 @@ UNWRITTEN_SECONDS = 60.0
 
 RETRY_AFTER = 5.0
 """`Retry-After` in seconds, where nothing better is known."""
+
+GIVE_UP_SECONDS = 5.0
+"""Most seconds to end what clients wait for, at the end."""
 
 MOST_ENDING = 1024
 """Cancellations under way whose clients have gone."""
@@ -131,6 +135,8 @@ class BackgroundRequests:
         self._settings = settings
         self._now = now
         self._opening = asyncio.Lock()
+        self.waited_for: dict[str, StoredRow] = {}
+        """Requests whose clients wait in this process, by their ids."""
         self._waiters: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -143,13 +149,13 @@ class BackgroundRequests:
             folder = await self.opened()
             name = await self.threads.run(self._write, REQUEST, new.body)
         id_ = f"{_PREFIXES[new.kind]}{name.rpartition('-')[2]}"
-        log_name = None
+        log_name, log_bytes = None, 0
         if new.kind is RequestKind.RESPONSE:
             response = queued_response(id_, created_at, new.echoed or {})
             try:
                 with told():
                     events = await ResponseEvents.create(self.logs, response, self._now)
-                    log_name = events.name
+                    log_name, log_bytes = events.name, events.size
                     await events.close()
             except GatewayError:
                 with contextlib.suppress(FolderError):
@@ -165,9 +171,13 @@ class BackgroundRequests:
             webhook_url=new.webhook_url, prompt_tokens=new.prompt_tokens,
             max_tokens=new.max_tokens, deadline=deadline, result_place=log_name,
         )  # fmt: skip
+        if log_name is not None:
+            row = replace(row, result_offset=0, result_length=log_bytes)
         used = await self._added(row, settings)
         if used is not None:
             await self._remove_files(row)
+            if isinstance(used, Kept):
+                raise kept_too_much(used, settings)
             raise GatewayError(
                 429,
                 "rate_limit_exceeded",
@@ -178,9 +188,14 @@ class BackgroundRequests:
         self.wakes.set()
         return row
 
-    async def _added(self, row: StoredRow, settings: BatchSettings) -> WaitingUse | None:
+    async def _added(self, row: StoredRow, settings: BatchSettings) -> WaitingUse | Kept | None:
         """Add the row; what its owner has, if that is too much. Raises: GatewayError 503."""
-        job = AddBackground(row, settings.waiting_per_key, settings.waiting_bytes_per_key)
+        job = AddBackground(
+            row,
+            settings.waiting_per_key,
+            settings.waiting_bytes_per_key,
+            settings.bytes_per_key,
+        )
         for pause in (*ADD_PAUSES, None):
             try:
                 return await self.store.run(job)
@@ -252,9 +267,9 @@ class BackgroundRequests:
                     await opened.release()
             except FileNotFoundError:
                 raise not_found(row.id, row.kind) from None
-        if not ended and row.state in _UNRUN:
+        if not ended and (end := _end_without_run(row)) is not None:
             await self._settle_if_left(row)
-            return response | _UNRUN[row.state]
+            return response | end
         return response
 
     async def follow(
@@ -265,7 +280,7 @@ class BackgroundRequests:
         Raises: as `Followers.follow`.
         """
         assert row.result_place is not None
-        if row.state in _UNRUN:
+        if _end_without_run(row) is not None:
             await self._settle_if_left(row)
         followed = self.followers.follow(row.result_place, after, can_return=can_return)
         async with contextlib.aclosing(followed) as pieces:
@@ -299,6 +314,15 @@ class BackgroundRequests:
                 if not self._waiters[row.id]:
                     del self._waiters[row.id]
 
+    @contextlib.contextmanager
+    def client_waits(self, row: StoredRow) -> Iterator[None]:
+        """A client waits in this process for the request's end, and would send it again."""
+        self.waited_for[row.id] = row
+        try:
+            yield
+        finally:
+            del self.waited_for[row.id]
+
     def has_ended(self, id_: str) -> None:
         """A request has ended in this process."""
         for waiter in self._waiters.get(id_, ()):
@@ -313,7 +337,7 @@ class BackgroundRequests:
         if found.state.ended:
             return found
         now = self._now()
-        job = CancelBackground(owner, id_, kind, now, now + keep_seconds(found), self.ended)
+        job = EndBackground(owner, id_, kind, now, now + keep_seconds(found), self.ended)
         try:
             row = await self.store.run(job)
         except StoreError as error:
@@ -324,6 +348,33 @@ class BackgroundRequests:
         if row.state is RequestState.CANCELLED and found.state is RequestState.WAITING:
             await self.settle(row)
         return row
+
+    async def give_up(self) -> None:
+        """This process ends: so do the requests whose clients wait in it, which get an error."""
+        with contextlib.suppress(StoreError, TimeoutError):
+            async with asyncio.timeout(GIVE_UP_SECONDS):
+                now, waited = self._now(), list(self.waited_for.values())
+                ends = [
+                    EndBackground(
+                        row.owner, row.id, row.kind, now, now + keep_seconds(row), self.ended,
+                        RequestState.FAILED, 503, SHUTTING_DOWN,
+                    )
+                    for row in waited
+                ]  # fmt: skip
+                rows = await self.store.run(lambda connection: [end(connection) for end in ends])
+                ended = [row for row in rows if row is not None and row.state.ended]
+                for row in ended:
+                    self._end_run(row.id)  # Whoever runs it writes its end.
+                await asyncio.gather(*(self.settle(row) for row in ended if row.claimed_by is None))
+
+    async def settle_unwanted(self, row: StoredRow) -> None:
+        """Write the end of a response whose run was ended, as its row tells it."""
+        found = None
+        with contextlib.suppress(GatewayError):
+            found = await self.find(row.owner, row.id, row.kind)
+        if found is None or not found.state.ended:
+            found = replace(row, state=RequestState.CANCELLED)
+        await self.settle(found)
 
     def cancel_soon(self, row: StoredRow) -> None:
         """End a request that its client, which is gone, has waited for."""
@@ -379,13 +430,15 @@ class BackgroundRequests:
         with contextlib.suppress(FileNotFoundError, FolderError, LogBroken):
             events = await ResponseEvents.reopen(self.logs, row.result_place, self._now)
             try:
-                if row.state is RequestState.CANCELLED:
-                    await events.cancel()
-                elif row.state in _UNRUN:
-                    await events.fail("server_error", EXPIRED_MESSAGE)
+                if (end := _end_without_run(row)) is not None:
+                    error = end.get("error")
+                    await (events.fail(**error) if error else events.cancel())
             finally:
                 with contextlib.suppress(LogBroken, FolderError):
                     await events.close()
+            # If that fails, `clean` does it later.
+            with contextlib.suppress(StoreError):
+                await self.store.run(partial(note_log_sizes, sizes={row.id: events.size}))
 
     # The gateway's own work.
 
@@ -433,20 +486,24 @@ class BackgroundRequests:
             if len(due) < STEP_ROWS:
                 break
         if orphans:
-            await self._remove_orphans()
+            await self._remove_orphans(folder)
 
-    async def _remove_orphans(self) -> None:
+    async def _remove_orphans(self, folder: str) -> None:
         before = self._now() - ORPHAN_SECONDS
         for kind in (REQUEST, ANSWER, log_file.KIND):
             found = await self.threads.run(_listed, self.folder, kind)
-            names = [one.name for one in found if one.changed_at < before]
-            for start in range(0, len(names), STEP_ROWS):
-                some = names[start : start + STEP_ROWS]
+            old = [one for one in found if one.changed_at < before]
+            for start in range(0, len(old), STEP_ROWS):
+                sizes = {one.name: one.size for one in old[start : start + STEP_ROWS]}
                 known = await self.store.run(
-                    partial(background_rows.known_places, places=some), write=False
+                    partial(background_rows.known_places, folder=folder, places=list(sizes)),
+                    write=False,
                 )
-                for name in set(some) - known:
+                for name in sizes.keys() - known:
                     await self.threads.run(self.folder.delete, name)
+                if kind == log_file.KIND:
+                    right = {name: size for name, size in sizes.items() if name in known}
+                    await self.store.run(partial(correct_log_sizes, folder=folder, sizes=right))
 
     async def _remove_files(self, row: StoredRow) -> None:
         """Remove what is kept of a request; what stays is left over, and removed later."""
@@ -474,14 +531,23 @@ class BackgroundRequests:
 
 EXPIRED_MESSAGE = "The time was over before there was a response."
 
-_UNRUN: dict[RequestState, dict[str, Any]] = {
-    RequestState.CANCELLED: {"status": "cancelled"},
-    RequestState.EXPIRED: {
-        "status": "failed",
-        "error": {"code": "server_error", "message": EXPIRED_MESSAGE},
-    },
-}
-"""What a response is whose row has ended so, though its log may not say it yet."""
+SHUTTING_DOWN = "shutting_down"
+"""The error of a request whose client has waited in a process that ended."""
+
+SHUT_DOWN_MESSAGE = "The gateway was shut down before the response had ended: send it again."
+
+
+def _end_without_run(row: StoredRow) -> dict[str, Any] | None:
+    """What a response is whose row has ended so, though its log may not say it yet."""
+    if row.state is RequestState.CANCELLED:
+        return {"status": "cancelled"}
+    if row.state is RequestState.EXPIRED:
+        message = EXPIRED_MESSAGE
+    elif row.error_code == SHUTTING_DOWN:
+        message = SHUT_DOWN_MESSAGE
+    else:
+        return None
+    return {"status": "failed", "error": {"code": "server_error", "message": message}}
 
 
 def keep_seconds(row: StoredRow) -> float:

@@ -12,6 +12,8 @@ from typing import Final, NamedTuple
 
 from sqlalchemy import Connection, delete, func, select, update
 
+from gateway.batches.file_rows import raise_revision
+from gateway.batches.kept_bytes import Kept, kept_by
 from gateway.batches.request_rows import (
     COLUMNS,
     IS_RUNNING,
@@ -45,27 +47,33 @@ class WaitingUse(NamedTuple):
 class AddBackground:
     """A job of the store: add a request, unless its owner would have more than it may.
 
-    Returns None if it is added, else what the owner has. Two processes that add at the same time
-    may pass a limit by one request each.
+    `most` requests of `most_bytes` may wait or run, and `most_kept` bytes be kept. Returns None if
+    it is added, else what the owner has.
     """
 
     row: StoredRow
     most: int
     most_bytes: int
+    most_kept: int
 
-    def __call__(self, connection: Connection) -> WaitingUse | None:
+    def __call__(self, connection: Connection) -> WaitingUse | Kept | None:
         """Run within the transaction of `connection`."""
         row = self.row
+        raise_revision(connection)
+        if connection.scalar(select(_ROW.id).where(_ROW.id == row.id)) is not None:
+            return None  # Done again.
         sums = select(func.count(), func.coalesce(func.sum(_ROW.length), 0)).where(
             _ROW.owner == row.owner,
             _ROW.folder == row.folder,
             _ROW.batch.is_(None),
             IS_WAITING | IS_RUNNING,
-            _ROW.id != row.id,
         )
         number, size = connection.execute(sums).one()
         if number + 1 > self.most or int(size) + row.length > self.most_bytes:
             return WaitingUse(number, int(size))
+        kept = kept_by(connection, row.owner, row.created_at)
+        if kept.bytes + row.length + (row.result_length or 0) > self.most_kept:
+            return kept
         add_rows(connection, [row])
         return None
 
@@ -82,7 +90,7 @@ def find_background(
 
 
 @dataclass(frozen=True, slots=True)
-class CancelBackground:
+class EndBackground:
     """A job of the store: end the owner's request if it waits or runs; returns it as it is then.
 
     Whoever runs it notices when it renews its claim.
@@ -93,8 +101,11 @@ class CancelBackground:
     kind: RequestKind
     now: float
     keep_until: float
-    """Of the cancelled request."""
+    """Of the request that has ended."""
     also: EndListener
+    state: RequestState = RequestState.CANCELLED
+    status: int | None = None
+    error_code: str | None = None
 
     def __call__(self, connection: Connection) -> StoredRow | None:
         """Run within the transaction of `connection`."""
@@ -105,16 +116,18 @@ class CancelBackground:
             IS_WAITING | IS_RUNNING,
         )
         values = {
-            "state": RequestState.CANCELLED.value,
+            "state": self.state.value,
+            "status": self.status,
+            "error_code": self.error_code,
             "ended_at": self.now,
             "claimed_until": None,
             "keep_until": self.keep_until,
         }
         row = connection.execute(ended.values(values).returning(*COLUMNS)).one_or_none()
         if row is not None:
-            cancelled = row_of(row)
-            self.also(connection, cancelled)
-            return cancelled
+            found = row_of(row)
+            self.also(connection, found)
+            return found
         return find_background(connection, self.owner, self.id, self.kind, self.now)
 
 
@@ -142,12 +155,13 @@ def remove_background(connection: Connection, ids: Sequence[str]) -> None:
         connection.execute(delete(stored_requests).where(_ROW.id.in_(some), _IS_BACKGROUND))
 
 
-def known_places(connection: Connection, places: Sequence[str]) -> set[str]:
-    """Those of the files that a request needs."""
+def known_places(connection: Connection, folder: str, places: Sequence[str]) -> set[str]:
+    """Those of the folder's files that a request needs."""
     known: set[str] = set()
+    alone = _ROW.folder == folder, _ROW.batch.is_(None)
     for some in chunks(places):
         for column in (_ROW.place, _ROW.result_place):
-            known.update(connection.scalars(select(column).where(column.in_(some))))
+            known.update(connection.scalars(select(column).where(*alone, column.in_(some))))
     return known
 
 

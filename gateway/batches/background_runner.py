@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import structlog
@@ -25,8 +25,10 @@ from gateway.batches.background_requests import (
 from gateway.batches.claims import Claim, Pick
 from gateway.batches.deferred import DeferredHead, DeferredResult
 from gateway.batches.folder import FolderError
+from gateway.batches.kept_bytes import full_owners, note_log_sizes
 from gateway.batches.log_file import LogBroken
 from gateway.batches.recorded_results import RecordedResult, record
+from gateway.batches.recovered_usage import recovered_usage
 from gateway.batches.request_rows import StoredRow
 from gateway.batches.response_events import ResponseEvents
 from gateway.batches.row_leases import ClockJumps
@@ -87,9 +89,10 @@ class _Result:
 
 
 class BackgroundRunner:
-    """Runs what `requests` has. `is_closing` tells when it should claim no more.
+    """Runs what `requests` has.
 
-    Those of class `batch` whose deadline is near are raised to the class that their owner's
+    `is_closing` tells when it should claim no more; `nodes` gives the names and tiers of nodes.
+    Requests of class `batch` whose deadline is near are raised to the class that their owner's
     requests have, so that others of that class do not keep them waiting.
     """
 
@@ -102,6 +105,7 @@ class BackgroundRunner:
         settings: Callable[[], BatchSettings],
         now: Callable[[], float],
         is_closing: Callable[[], bool] = lambda: False,
+        nodes: Callable[[], Iterable[tuple[str, str]]] = tuple,
     ) -> None:
         self._requests = requests
         self._runner = runner
@@ -111,11 +115,19 @@ class BackgroundRunner:
         self._settings = settings
         self._now = now
         self._is_closing = is_closing
+        self._nodes = nodes
         self._running: dict[str, asyncio.Task[None]] = {}
         self._can_raise: dict[str, StoredRow] = {}
         """Those of class `batch` that run or have been handed to the scheduler."""
         self._unwanted: set[str] = set()
         """Running requests that were cancelled or deleted."""
+        self._log_sizes: dict[str, tuple[ResponseEvents, int]] = {}
+        """Responses that run, by their ids, and the sizes of their logs that the store knows."""
+        self._full: set[str] = set()
+        """Owners that keep as much as they may: their requests wait."""
+        self._looked_at: set[str] = set()
+        """The owners of which that is known, until `_look_again_at`."""
+        self._look_again_at = 0.0
         self._problem = ""
         self._given_back: set[str] = set()
         """Requests that are to wait again, as their run has not begun."""
@@ -147,8 +159,7 @@ class BackgroundRunner:
                     self._raise_class()
                     if self._is_closing():
                         self._give_back_waiting()
-                    else:
-                        await self._claim()
+                    await self._claim()
                     self._problem = ""
                 except (StoreError, FolderError) as error:
                     if self._problem != str(error):
@@ -188,22 +199,46 @@ class BackgroundRunner:
         if room <= 0:
             return
         requests, now = self._requests, self._now()
+        if self._is_closing() and requests.waited_for.keys() <= self._running.keys():
+            return
         folder = await requests.opened()
+        if self._is_closing():
+            # Their clients wait here, as those of other requests do.
+            pick = Pick(room, RequestKind.RESPONSE, ids=list(requests.waited_for))
+            await self._begin(Claim(folder, self._process.id, [pick], now, LEASE_SECONDS))
+            return
         owners = await requests.store.run(
             partial(background_rows.waiting_owners, folder=folder, now=now), write=False
         )
+        full = await self._full_owners({owner for owner, _ in owners})
+        owners = [one for one in owners if one[0] not in full]
         if not owners:
             return
         share = max(1, room // len(owners))
         picks = [Pick(share, kind, owner=owner, by_deadline=True) for owner, kind in owners[:room]]
-        rows = await requests.store.run(Claim(folder, self._process.id, picks, now, LEASE_SECONDS))
+        begun = await self._begin(Claim(folder, self._process.id, picks, now, LEASE_SECONDS))
+        if begun and begun < room:
+            requests.wakes.set()  # Others may have left some of their share.
+
+    async def _begin(self, claim: Claim) -> int:
+        """Begin what can be claimed; how many those are."""
+        rows = await self._requests.store.run(claim)
         for row in rows:
-            task = asyncio.create_task(self._serve(row))
-            self._running[row.id] = task
+            self._running[row.id] = asyncio.create_task(self._serve(row))
             if row.class_ == Priority.BATCH.label:
                 self._can_raise[row.id] = row
-        if rows and len(rows) < room:
-            requests.wakes.set()  # Others may have left some of their share.
+        return len(rows)
+
+    async def _full_owners(self, owners: set[str]) -> set[str]:
+        """Those that keep as much as they may; what others add is seen a second later at most."""
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._look_again_at or not owners <= self._looked_at:
+            most = self._settings().bytes_per_key
+            job = partial(full_owners, owners=owners, most_bytes=most, now=self._now())
+            self._full = await self._requests.store.run(job, write=False)
+            self._looked_at = owners
+            self._look_again_at = loop.time() + LOOK_SECONDS
+        return self._full
 
     def _raise_class(self) -> None:
         """Raise the class of those whose deadline is near."""
@@ -226,12 +261,26 @@ class BackgroundRunner:
                         lease_seconds=LEASE_SECONDS)
             )  # fmt: skip
             await self._end_unwanted(set(ids) - wanted)
+            await self._note_sizes()
         now = self._now()
         if not self._jumps.jumped(now):
             await requests.store.run(
                 partial(claims.release_lost, folder=folder, own=self._process, now=now,
                         own_kinds=[RequestKind.RESPONSE, RequestKind.DEFERRED])
             )  # fmt: skip
+
+    async def _note_sizes(self) -> None:
+        """Tell the store how much the logs have grown."""
+        grown = {
+            id_: events.size
+            for id_, (events, known) in self._log_sizes.items()
+            if events.size != known
+        }
+        if grown:
+            await self._requests.store.run(partial(note_log_sizes, sizes=grown, running=True))
+        for id_, size in grown.items():
+            if id_ in self._log_sizes:
+                self._log_sizes[id_] = self._log_sizes[id_][0], size
 
     async def _end_unwanted(self, ids: Collection[str]) -> None:
         """End runs of requests that were cancelled, deleted, or taken by another process."""
@@ -254,10 +303,14 @@ class BackgroundRunner:
             task.cancel()
 
     def _give_back_waiting(self) -> None:
-        """Let others run what has been at no node yet: this process is to end."""
+        """Let others run what has been at no node yet: this process is to end.
+
+        Requests whose clients wait here stay.
+        """
+        kept = self._unwanted | self._given_back | self._requests.waited_for.keys()
         for id_, task in self._running.items():
             can_wait = id_ in self._runner.registry and not self._runner.has_begun(id_)
-            if can_wait and id_ not in self._unwanted | self._given_back:
+            if can_wait and id_ not in kept:
                 self._given_back.add(id_)
                 task.cancel()
 
@@ -289,7 +342,7 @@ class BackgroundRunner:
                 if row.id not in self._unwanted:
                     raise
                 # Wherever its run was: nobody else writes its end.
-                await self._requests.settle(replace(row, state=RequestState.CANCELLED))
+                await self._requests.settle_unwanted(row)
         except asyncio.CancelledError:
             raise
         except Exception:
@@ -299,8 +352,10 @@ class BackgroundRunner:
         finally:
             self._unwanted.discard(row.id)
             self._given_back.discard(row.id)
+            self._log_sizes.pop(row.id, None)
             del self._running[row.id]
             self._can_raise.pop(row.id, None)
+            self._look_again_at = 0.0  # Its result takes room.
             if not self._running:
                 self._idle.set()
             self._requests.has_ended(row.id)
@@ -337,6 +392,7 @@ class BackgroundRunner:
         except FolderError as error:
             raise RowDeferred(str(error), LEASE_SECONDS) from None
         outcome: Outcome | None = None
+        self._log_sizes[row.id] = events, row.result_length or 0
         try:
             if not events.ended:
                 outcome = await self._run_events(row, body, events)
@@ -375,7 +431,12 @@ class BackgroundRunner:
         status = 200 if end != "failed" else 500 if outcome is None else max(outcome.status, 400)
         code = str(error.get("code") or "server_error") if end == "failed" else None
         usage = None if outcome is None else outcome.usage
-        recorded = RecordedResult(row.id, state, status, code, events.name, 0, 0, usage)
+        if outcome is None and state is RequestState.DONE and events.run_end is not None:
+            usage = recovered_usage(
+                self._runner, _to_run(row), events.run_end, events.usage(response),
+                model=row.model, group=row.group_name, nodes=self._nodes(),
+            )  # fmt: skip
+        recorded = RecordedResult(row.id, state, status, code, events.name, 0, events.size, usage)
         return _Result(recorded, end)
 
     async def _defer(self, row: StoredRow, body: bytes) -> _Result:
@@ -447,7 +508,9 @@ def is_near(row: StoredRow, now: float) -> bool:
 def _failed(row: StoredRow, code: str) -> _Result:
     end: ResponseEnd | None = "failed" if row.kind is RequestKind.RESPONSE else None
     place = None if end is None else row.result_place
-    return _Result(RecordedResult(row.id, RequestState.FAILED, 500, code, place), end)
+    length = row.result_length or 0
+    recorded = RecordedResult(row.id, RequestState.FAILED, 500, code, place, length=length)
+    return _Result(recorded, end)
 
 
 def _to_run(row: StoredRow) -> StoredRequest:

@@ -35,6 +35,7 @@ from gateway.batches.file_rows import DeleteFile
 from gateway.batches.files import folder_errors_told, store_unavailable
 from gateway.batches.folder import Folder, FolderError, NewFile
 from gateway.batches.intake import REQUESTS, Intake
+from gateway.batches.kept_bytes import kept_by, kept_too_much
 from gateway.batches.progress import BatchProgress, SpeedMeter, progress_of
 from gateway.batches.request_rows import StoredRow, result_rows, work_left
 from gateway.batches.result_lines import ANTHROPIC
@@ -91,6 +92,8 @@ class NewBatch:
     requests: str | None = None
     """Name of a complete file of the folder, of `BatchRegistry.new_requests`, in the form of an
     input file. It belongs to the batch from now on; if `create` raises, it is removed."""
+    requests_bytes: int = 0
+    """Of that file."""
     window: str | None = None
     """Its `completion_window`, such as `24h`; None: the settings' default."""
     metadata: dict[str, str] | None = None
@@ -192,7 +195,16 @@ class BatchRegistry:
         if done.outcome == "again":
             assert done.batch is not None
             return done.batch
+        if done.kept is not None:
+            raise kept_too_much(done.kept, self._settings())
         raise _refusal(done.outcome, new, self._settings())
+
+    async def check_room(self, owner: str, size: int) -> None:
+        """Refuse requests that there is no room for. Raises: GatewayError 429, 503."""
+        settings = self._settings()
+        kept = await self._run(partial(kept_by, owner=owner, now=self._now()), write=False)
+        if kept.bytes + max(1, size) > settings.bytes_per_key:
+            raise kept_too_much(kept, settings)
 
     async def new_requests(self, size: int | None = None) -> NewFile:
         """A file of the folder for the lines of a batch without an input file.
@@ -366,11 +378,13 @@ class BatchRegistry:
             metadata=new.metadata,
             idempotency_key=new.idempotency_key,
             request_digest=new.request_digest,
+            requests_bytes=new.requests_bytes,
         )
 
     async def _added(self, batch: Batch, new: NewBatch) -> BatchAdded:
         """Add the row. Raises: GatewayError 503."""
-        job = AddBatch(batch, self._settings().batches_per_key)
+        settings = self._settings()
+        job = AddBatch(batch, settings.batches_per_key, settings.bytes_per_key)
         for pause in (*ADD_PAUSES, None):
             try:
                 return await self._store.run(job)

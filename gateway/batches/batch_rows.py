@@ -15,6 +15,7 @@ from sqlalchemy import Column, Connection, Row, delete, func, select, update
 
 from gateway.batches import file_rows
 from gateway.batches.file_rows import StoredFile
+from gateway.batches.kept_bytes import HAS_REQUESTS, Kept, kept_by
 from gateway.batches.request_rows import (
     IS_WAITING,
     STEP_ROWS,
@@ -93,6 +94,10 @@ class Batch:
     """Of the request that created it: the same idempotency key with another request is refused."""
     errors: list[dict[str, Any]] | None = None
     """Why it failed as a whole: objects with code, message, param and line."""
+    requests_bytes: int = 0
+    """Of the file with its lines, where there is no input file; 0 once that is removed."""
+    result_bytes: int = 0
+    """Of all recorded results, errors of broken lines included."""
 
     @property
     def ended_lines(self) -> int:
@@ -104,10 +109,11 @@ EndListener = Callable[[Connection, Batch], None]
 """Is told of a batch that ends, in the transaction in which it does."""
 
 AddOutcome = Literal[
-    "added", "again", "conflict", "no_file", "wrong_purpose", "elsewhere", "too_many"
+    "added", "again", "conflict", "no_file", "wrong_purpose", "elsewhere", "too_many", "full"
 ]
 """`again`: the same idempotency key with the same request; `conflict`: with another one;
-`elsewhere`: the input file is in the folder of another gateway."""
+`elsewhere`: the input file is in the folder of another gateway; `full`: its owner keeps as much as
+it may."""
 
 
 class BatchAdded(NamedTuple):
@@ -116,6 +122,8 @@ class BatchAdded(NamedTuple):
     outcome: AddOutcome
     batch: Batch | None
     """The new one, or the earlier one with the same idempotency key."""
+    kept: Kept | None = None
+    """What the owner keeps, if it is `full`."""
 
 
 class BatchPage(NamedTuple):
@@ -147,10 +155,14 @@ _SHOWN: Final = _BATCH.deleted_at.is_(None)
 
 @dataclass(frozen=True, slots=True)
 class AddBatch:
-    """A job of the store: add a batch, unless its owner has too many unfinished ones."""
+    """A job of the store: add a batch, unless its owner has too many unfinished ones, or no room.
+
+    `most_bytes`: of all that the owner keeps.
+    """
 
     batch: Batch
     most_unfinished: int
+    most_bytes: int
 
     def __call__(self, connection: Connection) -> BatchAdded:
         """Run within the transaction of `connection`."""
@@ -165,6 +177,10 @@ class AddBatch:
             return BatchAdded("again" if is_same else "conflict", earlier)
         if (refused := self._refused(connection)) is not None:
             return BatchAdded(refused, None)
+        kept = kept_by(connection, batch.owner, batch.created_at)
+        # Its results need room too.
+        if kept.bytes + max(1, batch.requests_bytes) > self.most_bytes:
+            return BatchAdded("full", None, kept)
         connection.execute(insert_for(connection)(batches).values(**_values_of(batch)))
         return BatchAdded("added", batch)
 
@@ -247,6 +263,7 @@ def begin_batch(
     """All its lines are there: they may run. Nothing, if it isn't `validating` any more."""
     changes: dict[str, Any] = {
         "total": total, "failed": failed, "model": model, "in_progress_at": now,
+        "result_bytes": _result_bytes(connection, id_) if failed else 0,
     }  # fmt: skip
     if lock_batch(connection, id_) is not BatchState.VALIDATING:
         return _find(connection, _BATCH.id == id_)
@@ -290,6 +307,7 @@ def cancel_batch(
         changes |= {
             "total": connection.scalar(of_batch) or 0,
             "failed": connection.scalar(failed) or 0,
+            "result_bytes": _result_bytes(connection, id_),
         }
     cancelled = _move(connection, id_, BatchState.CANCELLING, changes)
     if cancelled is not None and cancelled.state is BatchState.CANCELLING:
@@ -459,7 +477,27 @@ def _places(connection: Connection, id_: str, input_file: str | None) -> list[st
     return sorted(names - {input_file})
 
 
+def with_requests(connection: Connection, folder: str, limit: int) -> list[Batch]:
+    """Ended batches of the folder whose requests, which nobody reads any more, are still there."""
+    asked = select(*_COLUMNS).where(
+        HAS_REQUESTS, _BATCH.folder == folder, _BATCH.ended_at.is_not(None)
+    )
+    return [_batch_of(row) for row in connection.execute(asked.limit(limit))]
+
+
+def requests_removed(connection: Connection, ids: Iterable[str]) -> None:
+    """The files with the requests of these batches are gone."""
+    for some in chunks(ids):
+        connection.execute(update(batches).where(_BATCH.id.in_(some)).values(requests_bytes=0))
+
+
 # Rows.
+
+
+def _result_bytes(connection: Connection, id_: str) -> int:
+    """Bytes of the results that the batch's lines have."""
+    asked = select(func.sum(_ROW.result_length)).where(_ROW.batch == id_)
+    return int(connection.scalar(asked) or 0)
 
 
 def _move(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from functools import partial
 from typing import Any
 
@@ -20,13 +20,16 @@ from gateway.batches.batch_rows import (
     find_batch,
     pause_batch,
     remove_batches,
+    requests_removed,
     resume_batch,
     take_due_batches,
     unfinished,
+    with_requests,
 )
 from gateway.batches.disk_threads import DiskThreads
 from gateway.batches.folder import STEP_BYTES, Folder, FolderError, FolderFull, FoundFile
 from gateway.batches.intake import REQUESTS, Intake, input_place
+from gateway.batches.kept_bytes import KEY_STORAGE_FULL, full_owners
 from gateway.batches.progress import SpeedMeter
 from gateway.batches.request_rows import STEP_ROWS
 from gateway.batches.results import RESULTS, STORAGE_FULL, STORAGE_UNAVAILABLE
@@ -159,8 +162,10 @@ class BatchUpkeep:
             for id_ in noted.keys() - known - {""}:
                 del noted[id_]
         await self._resume(found)
+        await self._hold(found)
         for batch in found:
             self._begin(batch)
+        await self._remove_requests(folder)
         if self._clock() >= self._remove_at:
             await self.remove_due()
             self._remove_at = self._clock() + REMOVE_SECONDS
@@ -263,10 +268,36 @@ class BatchUpkeep:
         except FolderError:
             return
         for batch in waiting:
-            await self._store.run(partial(_resume_batch, batch))
+            await self._store.run(partial(_resume_batch, batch, _STORAGE))
             self._retry_at.pop(batch.id, None)
         log.info("batches go on: there is room again", batches=len(waiting))
         self._on_rows()
+
+    async def _hold(self, found: Iterable[Batch]) -> None:
+        """Pause the batches of keys that keep as much as they may, until there is room again.
+
+        Lines that run go on to their end, and their results are kept. Raises: StoreError.
+        """
+        running = [
+            one
+            for one in found
+            if one.state is BatchState.IN_PROGRESS
+            and (one.paused_at is None or one.pause_reason == KEY_STORAGE_FULL)
+        ]
+        if not running:
+            return
+        owners, most = {one.owner for one in running}, self.intake.settings().bytes_per_key
+        job = partial(full_owners, owners=owners, most_bytes=most, now=self._now())
+        full = await self._store.run(job, write=False)
+        for batch in running:
+            if batch.owner in full and batch.paused_at is None:
+                job_of = partial(pause_batch, owner=batch.owner, id_=batch.id, now=self._now())
+                await self._store.run(partial(job_of, reason=KEY_STORAGE_FULL))
+                log.info("a batch waits: its key keeps as much as it may", batch=batch.id)
+            elif batch.owner not in full and batch.paused_at is not None:
+                await self._store.run(partial(_resume_batch, batch, {KEY_STORAGE_FULL}))
+                log.info("a batch goes on: its key has room again", batch=batch.id)
+                self._on_rows()
 
     def _failed(self, id_: str, why: str) -> None:
         """Tell it once, and not for each batch."""
@@ -291,6 +322,16 @@ class BatchUpkeep:
         if gone:
             log.info("batches removed", batches=gone)
         return gone
+
+    async def _remove_requests(self, folder: str) -> None:
+        """Remove the requests of batches that have ended. Raises: FolderError, StoreError."""
+        job = partial(with_requests, folder=folder, limit=STEP_BATCHES)
+        if not (ended := await self._store.run(job, write=False)):
+            return
+        for batch in ended:
+            if batch.input_file is None:
+                await self._threads.run(self._folder.delete, input_place(batch))
+        await self._store.run(partial(requests_removed, ids=[one.id for one in ended]))
 
     async def remove(self, id_: str, places: Iterable[str]) -> None:
         """Remove a batch that is nobody's any more. Raises: FolderError, StoreError."""
@@ -354,8 +395,8 @@ def _needed(folder: str, connection: Connection) -> set[str]:
     return names - {None}
 
 
-def _resume_batch(batch: Batch, connection: Connection) -> None:
-    """Resume the batch, unless it was paused for another reason meanwhile."""
+def _resume_batch(batch: Batch, reasons: Collection[str], connection: Connection) -> None:
+    """Resume the batch, unless it was paused for another reason than these meanwhile."""
     reason = connection.scalar(select(batches.c.pause_reason).where(batches.c.id == batch.id))
-    if reason in _STORAGE:
+    if reason in reasons:
         resume_batch(connection, batch.owner, batch.id)

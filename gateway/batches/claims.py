@@ -46,6 +46,8 @@ class Pick:
     owner: str | None = None
     model: str | None = None
     prefix: int | None = None
+    ids: Sequence[str] | None = None
+    """Of these requests alone, which have no batch."""
     by_deadline: bool = False
     """The nearest deadline first; all lines of a batch have the same."""
 
@@ -115,6 +117,8 @@ class Claim:
         )
         if pick.owner is not None:
             asked = asked.where(_ROW.owner == pick.owner)
+        if pick.ids is not None:
+            asked = asked.where(_ROW.id.in_(pick.ids))
         if pick.by_deadline:
             asked = asked.order_by(_ROW.deadline.is_(None), _ROW.deadline)
         return _free(connection, asked.order_by(_ROW.id), pick.limit)

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
+from gateway.batches.kept_bytes import Kept, kept_by
 from gateway.store.schema import batches, files, revisions
 
 FILES = "files"
@@ -52,13 +53,6 @@ class FilePage(NamedTuple):
     has_more: bool
 
 
-class FilesUsed(NamedTuple):
-    """What one owner has."""
-
-    number: int
-    bytes: int
-
-
 _COLUMNS = tuple(files.c[name] for name in StoredFile.__dataclass_fields__)
 
 
@@ -74,13 +68,6 @@ def find(connection: Connection, owner: str, id_: str, now: float) -> StoredFile
     asked = select(*_COLUMNS).where(files.c.id == id_, files.c.owner == owner, visible(now))
     row = connection.execute(asked).one_or_none()
     return None if row is None else _file_of(row)
-
-
-def used_by(connection: Connection, owner: str, now: float) -> FilesUsed:
-    """What the owner has."""
-    sums = select(func.count(), func.coalesce(func.sum(files.c.bytes), 0))
-    number, size = connection.execute(sums.where(files.c.owner == owner, visible(now))).one()
-    return FilesUsed(number, int(size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,20 +100,20 @@ class ReadPage:
 class AddFile:
     """A job of the store: add a file, unless its owner would have more than it may.
 
-    Returns None if it is added, else what the owner has.
+    `most_bytes`: of all that it keeps. Returns None if it is added, else what the owner has.
     """
 
     file: StoredFile
     most_files: int
     most_bytes: int
 
-    def __call__(self, connection: Connection) -> FilesUsed | None:
+    def __call__(self, connection: Connection) -> Kept | None:
         """Run within the transaction of `connection`."""
         raise_revision(connection)
-        used = used_by(connection, self.file.owner, self.file.created_at)
-        if used.number + 1 > self.most_files or used.bytes + self.file.bytes > self.most_bytes:
+        kept = kept_by(connection, self.file.owner, self.file.created_at)
+        if kept.files + 1 > self.most_files or kept.bytes + self.file.bytes > self.most_bytes:
             known = connection.scalar(select(files.c.id).where(files.c.id == self.file.id))
-            return None if known is not None else used
+            return None if known is not None else kept
         add(connection, self.file)
         return None
 
@@ -200,7 +187,7 @@ def known(connection: Connection, ids: Sequence[str]) -> set[str]:
 
 
 def raise_revision(connection: Connection) -> None:
-    """Take the turn among the processes that change files, until the transaction ends."""
+    """Take the turn of the processes that add to what owners keep, until the transaction ends."""
     dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
     raised = dialect.insert(revisions).values(name=FILES, number=1)
     connection.execute(

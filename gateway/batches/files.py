@@ -27,11 +27,11 @@ from gateway.batches.file_rows import (
     AddFile,
     DeleteFile,
     FilePage,
-    FilesUsed,
     ReadPage,
     StoredFile,
 )
 from gateway.batches.folder import Folder, FolderError, FolderFull, FoundFile, NewFile
+from gateway.batches.kept_bytes import Kept, kept_by, kept_too_much
 from gateway.config.batches import BatchSettings
 from gateway.errors import GatewayError
 from gateway.store.failures import StoreError, StoreUnavailable
@@ -72,10 +72,12 @@ T = TypeVar("T")
 class Upload:
     """A file that a caller is sending. Blocks: call it on a thread."""
 
-    def __init__(self, owner: str, new: NewFile, most_bytes: int) -> None:
+    def __init__(self, owner: str, new: NewFile, kept: Kept, settings: BatchSettings) -> None:
         self.owner = owner
         self.new = new
-        self._most_bytes = most_bytes
+        self._kept = kept
+        """What the owner had at the beginning."""
+        self._settings = settings
         self._digest = hashlib.sha256()
 
     @property
@@ -84,9 +86,12 @@ class Upload:
         return self._digest.hexdigest()
 
     def write(self, data: bytes) -> None:
-        """Add bytes. Raises: GatewayError 413, FolderError."""
-        if self.new.size + len(data) > self._most_bytes:
-            raise file_too_large(self._most_bytes)
+        """Add bytes. Raises: GatewayError 413, 429, FolderError."""
+        size, settings = self.new.size + len(data), self._settings
+        if size > settings.file_bytes:
+            raise file_too_large(settings.file_bytes)
+        if self._kept.bytes + size > settings.bytes_per_key:
+            raise kept_too_much(self._kept, settings)
         self.new.write(data)
         self._digest.update(data)
 
@@ -150,14 +155,14 @@ class FileRegistry:
             raise errors.queue_full("Too many uploads at one time.", UPLOAD_RETRY_AFTER)
         self._uploads[owner] += 1
         try:
-            await self._check_quota(owner, size or 0)
+            kept = await self._check_quota(owner, size or 0)
             with folder_errors_told():
                 await self._open_folder()
                 new = await self._threads.open(
                     self.folder.open_new, FILE, size or 0, close=NewFile.discard
                 )
             try:
-                yield Upload(owner, new, settings.file_bytes)
+                yield Upload(owner, new, kept, settings)
             finally:
                 with contextlib.suppress(FolderError):
                     await self._threads.run(new.discard)
@@ -189,16 +194,16 @@ class FileRegistry:
         )  # fmt: skip
         try:
             job = AddFile(file, settings.files_per_key, settings.bytes_per_key)
-            used = await self._store.run(job)
+            kept_before = await self._store.run(job)
         except StoreUnavailable as error:
             # It may have its row; if it has none, `run` removes it.
             raise store_unavailable(error) from None
         except StoreError as error:
             await self.on_disk(self.folder.delete, id_)
             raise store_unavailable(error) from None
-        if used is not None:
+        if kept_before is not None:
             await self.on_disk(self.folder.delete, id_)
-            raise _quota_error(used, settings)
+            raise kept_too_much(kept_before, settings, for_file=True)
         return file
 
     async def find(self, owner: str, id_: str) -> StoredFile:
@@ -338,13 +343,13 @@ class FileRegistry:
         except StoreError as error:
             raise store_unavailable(error) from None
 
-    async def _check_quota(self, owner: str, size: int) -> None:
+    async def _check_quota(self, owner: str, size: int) -> Kept:
         """Refuse what could not be kept, before it is sent. Raises: GatewayError 429, 503."""
         settings = self._settings()
-        job = partial(file_rows.used_by, owner=owner, now=self._now())
-        used = await self._read(job)
-        if used.number + 1 > settings.files_per_key or used.bytes + size > settings.bytes_per_key:
-            raise _quota_error(used, settings)
+        kept = await self._read(partial(kept_by, owner=owner, now=self._now()))
+        if kept.files + 1 > settings.files_per_key or kept.bytes + size > settings.bytes_per_key:
+            raise kept_too_much(kept, settings, for_file=True)
+        return kept
 
 
 def file_not_found(id_: str) -> GatewayError:
@@ -360,16 +365,6 @@ def file_too_large(most_bytes: int) -> GatewayError:
         "request_too_large",
         f"The file is larger than {most_bytes} bytes ('batches.file_bytes').",
         param="file",
-    )
-
-
-def _quota_error(used: FilesUsed, settings: BatchSettings) -> GatewayError:
-    return GatewayError(
-        429,
-        "insufficient_quota",
-        f"This key has {used.number} files of {used.bytes} bytes and may have "
-        f"{settings.files_per_key} of {settings.bytes_per_key} bytes: delete some first.",
-        retryable=False,
     )
 
 

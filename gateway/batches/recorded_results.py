@@ -134,6 +134,7 @@ def _is_same(row: Any, result: RecordedResult) -> bool:
 
 def _add(sums: _Sums, result: RecordedResult) -> None:
     sums.add(COUNTED_AS[result.state], 1)
+    sums.add(batches.c.result_bytes, result.length)
     if result.usage is not None:
         for index, column in _COUNTED:
             sums.add(column, result.usage[index])

@@ -7,6 +7,7 @@ node, or another process after a crash, goes on with it.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -17,14 +18,17 @@ from gateway.batches.disk_threads import DiskThreads
 from gateway.batches.event_log import EventLog, EventLogs
 from gateway.batches.log_file import TERMINAL_TYPES, LogEnded, LogFull, event_data, split_events
 from gateway.batches.repetition import NotRepeated, Repetition
-from gateway.batches.runner import BegunResponse, Outcome
+from gateway.batches.runner import BegunResponse, Outcome, RunEnd
 from gateway.errors import GatewayError
+from gateway.lease import Usage
 from gateway.proxy import sse
 from gateway.proxy.api.responses_resuming import read_response
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
 from gateway.proxy.resume.resumer import FirstRun
 from gateway.proxy.transcript import TranscriptRecorder
+from gateway.proxy.usage import read_openai_usage
 from gateway.transport.errors import InvalidResponse
+from gateway.usage.meter import TokensSoFar
 
 _ITEM_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 
@@ -50,6 +54,9 @@ _LIFECYCLE_TYPES = frozenset({"response.created", "response.queued", "response.i
 
 _RUN_MARK = b": run "
 """Begins the comment that tells where a response has begun, before its first event with content."""
+
+_END_MARK = b": end "
+"""Begins the comment that tells what its run has used, before its last event."""
 
 
 def queued_response(id_: str, created_at: float, body: JsonObject) -> JsonObject:
@@ -128,6 +135,10 @@ class ResponseEvents:
         self._model = ""
         """The model that answers, as far as the nodes have not told."""
         self._in_progress = False
+        self._measure: Callable[[TokensSoFar], RunEnd] | None = None
+        self._run_end: RunEnd | None = None
+        self._tokens = 0
+        """Tokens of the output that the log had when it was opened."""
         self._repetition: Repetition | None = None
         self._error: tuple[str, str] | None = None
         """Code and message of the error with which the run has ended."""
@@ -184,9 +195,12 @@ class ResponseEvents:
                 self._in_progress = b"\nevent: response.in_progress\n" in events
             if _RUN_MARK in events:
                 first_run = _read_mark(events) or first_run
+            if _END_MARK in events:
+                self._run_end = _read_end(events)
             await self._threads.run(recorder.add, events)
         self._model = first_run.model
         transcript = await self._threads.run(recorder.transcript)
+        self._tokens = transcript.token_count
         for id_, kind in transcript.item_types.items():
             self._places[id_] = len(self._items)
             self._items.append(OutputItem(id_, kind))
@@ -197,6 +211,11 @@ class ResponseEvents:
     def name(self) -> str:
         """The log's file, to be kept in the row."""
         return self._log.name
+
+    @property
+    def size(self) -> int:
+        """Bytes that are written."""
+        return self._log.size
 
     @property
     def ended(self) -> bool:
@@ -216,6 +235,20 @@ class ResponseEvents:
         if self._repetition is None:
             mark = {"model": first_run.model, "kind": first_run.node_kind}
             self._mark = _RUN_MARK + msgspec.json.encode(mark) + b"\n"
+
+    def measured_by(self, measure: Callable[[TokensSoFar], RunEnd]) -> None:
+        """`measure` tells what the run has used, once it is known how many tokens those are."""
+        self._measure = measure
+
+    @property
+    def run_end(self) -> RunEnd | None:
+        """What the run has used that has ended the response; None: the log does not tell."""
+        return self._run_end
+
+    def usage(self, response: JsonObject) -> Usage:
+        """The tokens of the response, which has ended; about how many, if it does not tell."""
+        told, counted = response.get("usage"), Usage(0, 0, self._tokens)
+        return read_openai_usage(told, counted) if isinstance(told, dict) else counted
 
     async def run_anew(self, reason: str, *, greedy: bool) -> None:
         """The next events are those of a run from the beginning; they must repeat what there is.
@@ -261,6 +294,10 @@ class ResponseEvents:
         mark = b""
         if self._mark and any(value["type"] not in _LIFECYCLE_TYPES for value in values):
             mark, self._mark = self._mark, b""
+        if self._measure is not None and values[-1]["type"] in TERMINAL_TYPES:
+            tokens = self.usage(values[-1]["response"])
+            end = self._measure(TokensSoFar(tokens.prompt_tokens, tokens.completion_tokens))
+            mark += _END_MARK + msgspec.json.encode(end) + b"\n"
         try:
             await self._log.append(values, comment=mark)
         except LogFull as full:
@@ -305,7 +342,9 @@ class ResponseEvents:
         if not self.ended:
             output = await self._threads.run(_partial_output, await self._pages())
             response = self._response | {"output": output} | fields
-            await self._log.append([{"type": "response.failed", "response": response}])
+            # Of two that end it at the same time one is first.
+            with contextlib.suppress(LogEnded):
+                await self._log.append([{"type": "response.failed", "response": response}])
         await self._log.flush()
 
     # The events.
@@ -476,6 +515,15 @@ def _error_of(outcome: Outcome) -> tuple[str, str]:
         return str(error.get("code") or code), str(error.get("message") or message)
     except (InvalidJson, KeyError, AttributeError):
         return code, message
+
+
+def _read_end(events: bytes) -> RunEnd | None:
+    """What a run has used, as the last comment says."""
+    start = events.rfind(_END_MARK) + len(_END_MARK)
+    try:
+        return msgspec.json.decode(events[start : events.index(b"\n", start)], type=RunEnd)
+    except (msgspec.MsgspecError, ValueError):
+        return None
 
 
 def _read_mark(events: bytes) -> FirstRun | None:

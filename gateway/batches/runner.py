@@ -8,6 +8,7 @@ has no result was run in vain: it costs the caller nothing, and is run again und
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -68,7 +69,7 @@ from gateway.request import Endpoint, Headers, Priority
 from gateway.transport.errors import UpstreamError
 from gateway.usage.accounts import Accounts
 from gateway.usage.ledger import UsageRow
-from gateway.usage.meter import Meter, MeteredRequest
+from gateway.usage.meter import Meter, MeteredRequest, TokensSoFar
 
 STORED_HEADERS: Headers = [(b"content-type", b"application/json")]
 """The header fields of a stored request that nodes get."""
@@ -153,11 +154,32 @@ class ResumableSink(EventSink, Protocol):
     def runs_on(self, first_run: FirstRun) -> None:
         """The events to come are from such a node, and the first of the response."""
 
+    def measured_by(self, measure: Callable[[TokensSoFar], RunEnd]) -> None:
+        """`measure` tells what the run has used, once it is known how many tokens those are."""
+
     async def run_anew(self, reason: str, *, greedy: bool) -> None:
         """The run can't go on with the response, and begins anew; `reason`: why.
 
         `greedy`: the same response will come again. Raises: GatewayError, if it must not.
         """
+
+
+class RunEnd(NamedTuple):
+    """What a run has used until its response ended, beside tokens: kept with the response."""
+
+    started_at: float
+    """Unix time, as the next one."""
+    ended_at: float
+    node: str
+    """`node_word` of the last node."""
+    attempts: int
+    slot_seconds: float
+    cost: float
+
+
+def node_word(id_: str, node: str | None) -> str:
+    """A word for a node's name that does not tell it to the owner of the request `id_`."""
+    return hashlib.sha256(f"{id_} {node}".encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,6 +449,7 @@ class _Run:
         forwarder, sink = self._runner.forwarder, self._sink
         if not isinstance(sink, ResumableSink):
             return await forwarder.forward(in_flight)
+        sink.measured_by(self._measure)
         if (begun := sink.begun) is not None:
             try:
                 response = await forwarder.resume(in_flight, begun.recorder, begun.first_run)
@@ -442,6 +465,13 @@ class _Run:
             lease = in_flight.attempt.lease
             sink.runs_on(FirstRun(lease.model, node_kind(response.node.resume_key)))
         return response
+
+    def _measure(self, tokens: TokensSoFar) -> RunEnd:
+        runner, record, metered, id_ = self._runner, self._record, self._metered, self._stored.id
+        assert metered is not None
+        cost = runner.meter.cost_so_far(id_, record.node, tokens)
+        started_at, now = metered.reservation.admitted_at, runner.wall_clock()
+        return RunEnd(started_at, now, node_word(id_, record.node), record.attempts, *cost)
 
     async def _prepare(self, route: Route, accounts: Accounts, body: bytes) -> Request:
         """The request that the body describes. Raises: GatewayError."""

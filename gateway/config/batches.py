@@ -88,7 +88,12 @@ class BatchSettings(ConfigModel):
     bytes_per_key: Annotated[
         ByteCount,
         Field(
-            description="All files of one key together; beyond it, 429 until one is deleted.",
+            description=(
+                "All that one key keeps in the folder: files, batches and their results, "
+                "background requests and their responses. Beyond it, 429 until something is "
+                "deleted or expires, and its batches pause. Well below `folder_bytes` it leaves "
+                "room for other keys."
+            ),
             validate_default=True,
         ),
     ] = 2 << 30

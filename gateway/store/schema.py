@@ -27,7 +27,7 @@ from sqlalchemy import (
     text,
 )
 
-SCHEMA_LEVEL = 2
+SCHEMA_LEVEL = 3
 """The level of the tables below: the number of the newest migration."""
 
 metadata = MetaData(
@@ -279,6 +279,8 @@ batches = Table(
     Column("idempotency_key", Text),
     Column("request_digest", Text),
     Column("errors", Text),
+    Column("requests_bytes", BigInteger, nullable=False, server_default=text("0")),
+    Column("result_bytes", BigInteger, nullable=False, server_default=text("0")),
     Column("keep_until", Float, nullable=False),
     Column("deleted_at", Float),
     Column("class", Text, key="class_", nullable=False),
@@ -296,7 +298,9 @@ batches = Table(
 """Batches of both APIs (`api`: `openai` or `anthropic`). `expires_at` is the deadline. A batch
 without an `ended_at` is unfinished. Only the processes that have its `folder` work on it. One with
 a `deleted_at` is nobody's any more, and is removed with its lines and files, as is one whose
-`keep_until` is over."""
+`keep_until` is over. `requests_bytes` is the size of a file that holds the lines of this batch
+alone, 0 once that is removed; `result_bytes` that of the recorded results: after the end they are
+in files that have rows."""
 
 _UNFINISHED = text("ended_at IS NULL")
 
@@ -306,6 +310,16 @@ Index(
     batches.c.expires_at,
     sqlite_where=_UNFINISHED,
     postgresql_where=_UNFINISHED,
+)
+
+_WITH_REQUESTS = text("requests_bytes > 0")
+
+Index(
+    "ix_batches_with_requests",
+    batches.c.owner,
+    batches.c.requests_bytes,
+    sqlite_where=_WITH_REQUESTS,
+    postgresql_where=_WITH_REQUESTS,
 )
 
 stored_requests = Table(
@@ -414,6 +428,17 @@ Index(
     postgresql_where=_WITHOUT_BATCH,
 )
 """Lines are removed with their batch."""
+
+Index(
+    "ix_stored_requests_kept",
+    stored_requests.c.owner,
+    stored_requests.c.length,
+    stored_requests.c.result_length,
+    sqlite_where=_WITHOUT_BATCH,
+    postgresql_where=_WITHOUT_BATCH,
+)
+"""All that the sum of an owner's bytes needs. `result_length` of a response is the size of its log.
+"""
 
 webhook_deliveries = Table(
     "webhook_deliveries",

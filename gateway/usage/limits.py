@@ -371,6 +371,17 @@ class LimitBook:
             account.give_back(reservation.tokens, reservation.cost)
             account.count(tokens, cost, ended, self._calendar)
 
+    def count_recovered(
+        self, accounts: Accounts, tokens: int, cost: float, ended_at: float
+    ) -> None:
+        """Count a request that an earlier process has run, and this one records."""
+        caller, ended = accounts.caller, self.monotonic(ended_at)
+        self._calendar.look_up(ended_at)
+        for scope, account in self.existing(caller.id, caller.group, accounts.user):
+            # Others are read from the ledger, with its row.
+            if ended_at >= self._unloaded.get(scope, 0.0):
+                account.count(tokens, cost, ended, self._calendar)
+
     def _count_on_newer(
         self, reservation: Reservation, tokens: int, cost: float, ended_at: float
     ) -> None:

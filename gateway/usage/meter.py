@@ -27,6 +27,25 @@ class TokensSoFar(NamedTuple):
 NO_TOKENS = TokensSoFar(0, 0)
 
 
+class CostSoFar(NamedTuple):
+    """What a request that still runs has cost."""
+
+    slot_seconds: float
+    cost: float
+
+
+class UsedBefore(NamedTuple):
+    """A stored request that an earlier process has run to its end."""
+
+    id: str
+    key: str
+    group: str | None
+    user: str | None
+    started_at: float
+    """Unix time, as the next one."""
+    ended_at: float
+
+
 class MeteredRequest:
     """One admitted request."""
 
@@ -132,6 +151,24 @@ class Meter:
         metered.end(now)
         metered.reservation.settle(0, 0.0, now)
 
+    def cost_so_far(self, request_id: str, node: str | None, tokens: TokensSoFar) -> CostSoFar:
+        """What the request with this id, which runs on this node, has cost with these tokens."""
+        seconds = self._slot_seconds_so_far(request_id)
+        cost = self._cost_of_use(node, tokens.prompt, tokens.completion, seconds)
+        return CostSoFar(seconds, cost)
+
+    def recovered_row(
+        self, used: UsedBefore, record: RequestFinished, accounts: Accounts | None
+    ) -> UsageRow:
+        """The ledger's row of a stored request whose process ended before it could record it."""
+        prompt, completion = record.prompt_tokens, record.completion_tokens
+        if accounts is not None:
+            self.book.count_recovered(accounts, prompt + completion, record.cost, used.ended_at)
+        return self._row(
+            used.id, record.model, used.started_at, used.ended_at, used.key, used.group, used.user,
+            record, prompt, completion,
+        )  # fmt: skip
+
     def open_requests(self, before: float) -> Iterator[OpenRequest]:
         """The requests that run and were admitted before this Unix time, for the ledger."""
         for metered in self._open.values():
@@ -181,33 +218,51 @@ class Meter:
         reservation.settle(prompt + completion, cost, ended_at)
         if add_row is None:
             return
-        caller, status = metered.accounts.caller, record.status
-        # Positional, in the order of `ROW_COLUMNS`: there is one for each request.
+        caller = metered.accounts.caller
         add_row(
-            (
-                request.id,
-                self._process,
-                reservation.admitted_at,
-                ended_at,
-                caller.id,
-                caller.group,
-                metered.accounts.user,
-                record.model,
-                record.priority.label,
-                record.tier,
-                record.node,
-                record.path,
-                record.stream,
-                prompt,
-                record.cached_tokens if prompt else 0,
-                completion,
-                record.slot_seconds,
-                cost,
-                self._gpu_cost(request.model, prompt, record.cached_tokens, completion)
-                if prompt or completion
-                else 0.0,
-                record.attempts,
-                status,
-                record.reason or "ok",
+            self._row(
+                request.id, request.model, reservation.admitted_at, ended_at, caller.id,
+                caller.group, metered.accounts.user, record, prompt, completion,
             )
+        )  # fmt: skip
+
+    def _row(
+        self,
+        request_id: str,
+        model: str,
+        started_at: float,
+        ended_at: float,
+        key: str,
+        group: str | None,
+        user: str | None,
+        record: RequestFinished,
+        prompt: int,
+        completion: int,
+    ) -> UsageRow:
+        # Positional, in the order of `ROW_COLUMNS`: there is one for each request.
+        return (
+            request_id,
+            self._process,
+            started_at,
+            ended_at,
+            key,
+            group,
+            user,
+            record.model,
+            record.priority.label,
+            record.tier,
+            record.node,
+            record.path,
+            record.stream,
+            prompt,
+            record.cached_tokens if prompt else 0,
+            completion,
+            record.slot_seconds,
+            record.cost,
+            self._gpu_cost(model, prompt, record.cached_tokens, completion)
+            if prompt or completion
+            else 0.0,
+            record.attempts,
+            record.status,
+            record.reason or "ok",
         )

@@ -54,6 +54,9 @@ class MessageBatchEndpoints:
         if length is not None and length > largest:
             raise _too_large(largest)
         with self._one_more(new.owner):
+            if new.idempotency_key is None:
+                # Else it may be one that there is already.
+                await batches.check_room(new.owner, length or 0)
             lines = await batches.new_requests(length)
             try:
                 body = MessageBatchBody(
@@ -76,7 +79,8 @@ class MessageBatchEndpoints:
             finally:
                 with contextlib.suppress(FolderError, GatewayError):
                     await batches.on_disk(lines.discard)
-            batch = await batches.create(replace(asked, requests=name))
+            asked = replace(asked, requests=name, requests_bytes=lines.size)
+            batch = await batches.create(asked)
         if not batch.total:
             # Its lines are counted when they are read again, a moment later.
             batch = replace(batch, total=body.count)

@@ -121,7 +121,7 @@ ERRORS = (
         429,
         "insufficient_quota",
         "the tokens of the day, or the money of the day or month, of one of these are used up; the "
-        "key has as many files as it may; with `x-should-retry: false`",
+        "key has as many files, or keeps as many bytes, as it may; with `x-should-retry: false`",
     ),
     ErrorRow(
         431,

@@ -16,7 +16,12 @@ from typing import Protocol
 import msgspec
 
 from gateway import errors
-from gateway.batches.background_requests import BackgroundRequests, NewRequest
+from gateway.batches.background_requests import (
+    RETRY_AFTER,
+    SHUTTING_DOWN,
+    BackgroundRequests,
+    NewRequest,
+)
 from gateway.batches.folder import FolderError
 from gateway.batches.log_file import LogBroken
 from gateway.batches.request_rows import StoredRow
@@ -187,23 +192,35 @@ class Storing:
         echoed: JsonObject,
     ) -> None:
         """Send what the client waits for: the events, the response as it is now, or its end."""
+        waits = contextlib.nullcontext() if options.background else requests.client_waits(row)
         try:
-            if options.stream:
-                await self._stream(served, requests, row, can_return=options.background)
-            elif options.background:
-                try:
-                    response = await requests.response(row)
-                except GatewayError as error:
-                    # It is kept, and who had an error for it would send it again.
-                    errors.drop_traceback(error)
-                    response = queued_response(row.id, row.created_at, echoed)
-                _send_json(served, 200, response)
-            else:
-                await self._wait(served, requests, row)
+            with waits:
+                await self._send(served, requests, row, options, echoed)
         except asyncio.CancelledError:
             if not options.background and served.exchange.disconnected:
                 requests.cancel_soon(row)
             raise
+
+    async def _send(
+        self,
+        served: StorableRequest,
+        requests: BackgroundRequests,
+        row: StoredRow,
+        options: StoreOptions,
+        echoed: JsonObject,
+    ) -> None:
+        if options.stream:
+            await self._stream(served, requests, row, can_return=options.background)
+        elif options.background:
+            try:
+                response = await requests.response(row)
+            except GatewayError as error:
+                # It is kept, and who had an error for it would send it again.
+                errors.drop_traceback(error)
+                response = queued_response(row.id, row.created_at, echoed)
+            _send_json(served, 200, response)
+        else:
+            await self._wait(served, requests, row)
 
     async def _stream(
         self,
@@ -351,6 +368,14 @@ def _error_of(row: StoredRow, response: JsonObject) -> GatewayError:
     """The error of a response that a client has waited for."""
     if response["status"] == "cancelled":
         return GatewayError(409, "cancelled", "The response was cancelled.", retryable=False)
+    if row.error_code == SHUTTING_DOWN:
+        return GatewayError(
+            503,
+            SHUTTING_DOWN,
+            f"The gateway is shutting down, and has ended the response '{row.id}': send the "
+            "request again.",
+            retry_after=RETRY_AFTER,
+        )
     error = response.get("error") or {}
     return GatewayError(
         row.status if row.status is not None and row.status >= 400 else 504,

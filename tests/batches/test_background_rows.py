@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 
 from gateway.batches.background_rows import (
     AddBackground,
-    CancelBackground,
+    EndBackground,
     WaitingUse,
     delete_background,
     find_background,
@@ -41,21 +41,21 @@ def test_requests_are_bounded_cancelled_once_and_deleted(tmp_path: Path) -> None
         ended.append(found.id)
 
     try:
-        assert store.run_now(AddBackground(row(1), 2, 100)) is None
-        assert store.run_now(AddBackground(row(1), 2, 100)) is None
-        assert store.run_now(AddBackground(row(2), 2, 15)) == WaitingUse(1, 10)
-        assert store.run_now(AddBackground(row(2), 2, 100)) is None
-        assert store.run_now(AddBackground(row(3), 2, 100)) == WaitingUse(2, 20)
-        assert store.run_now(AddBackground(row(3, "k2"), 2, 100)) is None
+        assert store.run_now(AddBackground(row(1), 2, 100, 1 << 40)) is None
+        assert store.run_now(AddBackground(row(1), 2, 100, 1 << 40)) is None
+        assert store.run_now(AddBackground(row(2), 2, 15, 1 << 40)) == WaitingUse(1, 10)
+        assert store.run_now(AddBackground(row(2), 2, 100, 1 << 40)) is None
+        assert store.run_now(AddBackground(row(3), 2, 100, 1 << 40)) == WaitingUse(2, 20)
+        assert store.run_now(AddBackground(row(3, "k2"), 2, 100, 1 << 40)) is None
         owners = store.run_now(lambda c: waiting_owners(c, "folder", 5.0))
         assert sorted(owners) == [("k1", KIND), ("k2", KIND)]
         for _ in range(2):
-            job = CancelBackground("k1", row(1).id, KIND, 5.0, 60.0, also)
+            job = EndBackground("k1", row(1).id, KIND, 5.0, 60.0, also)
             cancelled = store.run_now(job)
             assert cancelled is not None
             assert cancelled.state is RequestState.CANCELLED
         assert ended == [row(1).id]
-        assert store.run_now(CancelBackground("k2", row(1).id, KIND, 5.0, 60.0, also)) is None
+        assert store.run_now(EndBackground("k2", row(1).id, KIND, 5.0, 60.0, also)) is None
         for now, there in ((59.0, True), (61.0, False)):
             find = partial(find_background, owner="k1", id_=row(1).id, kind=KIND, now=now)
             found = store.run_now(find)

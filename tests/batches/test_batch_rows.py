@@ -62,15 +62,15 @@ def test_a_batch_comes_back_as_it_was_added(store: Store) -> None:
         metadata={"team": "ü"}, errors=[{"code": "x", "line": None}], idempotency_key="k",
         request_digest="d", webhook_url="https://example.org/", output_seconds=3600.0, user="ann",
     )  # fmt: skip
-    assert store.run_now(AddBatch(batch, 1)) == ("added", batch)
+    assert store.run_now(AddBatch(batch, 1, 1 << 40))[:2] == ("added", batch)
     assert find(store) == batch
-    assert store.run_now(AddBatch(batch, 1)) == ("added", batch)
+    assert store.run_now(AddBatch(batch, 1, 1 << 40))[:2] == ("added", batch)
     assert store.run_now(lambda c: batch_rows.unfinished(c, FOLDER)) == [batch]
     assert store.run_now(lambda c: batch_rows.unfinished(c, "other")) == []
 
 
 def test_another_key_or_api_has_no_such_batch(store: Store) -> None:
-    store.run_now(AddBatch(a_batch(), 1))
+    store.run_now(AddBatch(a_batch(), 1, 1 << 40))
     for owner, api in (("bob", "openai"), ("alice", "anthropic")):
         assert do(store, batch_rows.find_batch, owner, batch_id(), api) is None
         page = store.run_now(ReadBatches(owner, api, 9))
@@ -83,22 +83,22 @@ def test_another_key_or_api_has_no_such_batch(store: Store) -> None:
 
 def test_the_same_idempotency_key_gives_the_earlier_batch_or_a_conflict(store: Store) -> None:
     first = a_batch(1, idempotency_key="k", request_digest="d1")
-    assert store.run_now(AddBatch(first, 1)).outcome == "added"
+    assert store.run_now(AddBatch(first, 1, 1 << 40)).outcome == "added"
     again = a_batch(2, idempotency_key="k", request_digest="d1")
-    assert store.run_now(AddBatch(again, 1)) == ("again", first)
+    assert store.run_now(AddBatch(again, 1, 1 << 40))[:2] == ("again", first)
     other = a_batch(3, idempotency_key="k", request_digest="d2")
-    assert store.run_now(AddBatch(other, 1)) == ("conflict", first)
+    assert store.run_now(AddBatch(other, 1, 1 << 40))[:2] == ("conflict", first)
     of_bob = a_batch(4, idempotency_key="k", request_digest="d2", owner="bob")
-    assert store.run_now(AddBatch(of_bob, 1)).outcome == "added"
+    assert store.run_now(AddBatch(of_bob, 1, 1 << 40)).outcome == "added"
 
 
 def test_an_owner_has_at_most_so_many_unfinished_batches(store: Store) -> None:
-    assert store.run_now(AddBatch(a_batch(1), 2)).outcome == "added"
-    assert store.run_now(AddBatch(a_batch(2), 2)).outcome == "added"
-    assert store.run_now(AddBatch(a_batch(3), 2)) == ("too_many", None)
-    assert store.run_now(AddBatch(a_batch(4, owner="bob"), 2)).outcome == "added"
+    assert store.run_now(AddBatch(a_batch(1), 2, 1 << 40)).outcome == "added"
+    assert store.run_now(AddBatch(a_batch(2), 2, 1 << 40)).outcome == "added"
+    assert store.run_now(AddBatch(a_batch(3), 2, 1 << 40))[:2] == ("too_many", None)
+    assert store.run_now(AddBatch(a_batch(4, owner="bob"), 2, 1 << 40)).outcome == "added"
     store.run_now(lambda c: batch_rows.fail_batch(c, batch_id(1), [], NOW))
-    assert store.run_now(AddBatch(a_batch(3), 2)).outcome == "added"
+    assert store.run_now(AddBatch(a_batch(3), 2, 1 << 40)).outcome == "added"
 
 
 def test_the_input_file_must_be_the_owners_of_the_right_purpose_and_here(store: Store) -> None:
@@ -113,7 +113,7 @@ def test_the_input_file_must_be_the_owners_of_the_right_purpose_and_here(store: 
 
     def outcome(number: int) -> str:
         batch = a_batch(number, input_file=f"file-{number}")
-        return store.run_now(AddBatch(batch, 9)).outcome
+        return store.run_now(AddBatch(batch, 9, 1 << 40)).outcome
 
     assert [outcome(number) for number in range(1, 7)] == [
         "added", "wrong_purpose", "no_file", "elsewhere", "no_file", "no_file",
@@ -125,7 +125,7 @@ def test_the_input_file_must_be_the_owners_of_the_right_purpose_and_here(store: 
 def test_lists_are_read_page_by_page_though_batches_vanish(store: Store) -> None:
     ids = [batch_id(number) for number in range(1, 8)]
     for number in range(1, 8):
-        store.run_now(AddBatch(a_batch(number), 9))
+        store.run_now(AddBatch(a_batch(number), 9, 1 << 40))
 
     def page(**values: Any) -> tuple[list[int], bool]:
         found = store.run_now(ReadBatches("alice", "openai", 3, **values))
@@ -162,7 +162,7 @@ def test_a_batch_of_broken_lines_goes_straight_on_to_its_end(store: Store) -> No
 
 
 def test_a_batch_that_fails_as_a_whole_tells_its_listener_once(store: Store) -> None:
-    store.run_now(AddBatch(a_batch(), 1))
+    store.run_now(AddBatch(a_batch(), 1, 1 << 40))
     errors = [{"code": "empty_file", "message": "…", "param": None, "line": None}]
     told: list[Batch] = []
 
@@ -253,7 +253,7 @@ def cancel(store: Store, now: float = NOW) -> Batch:
 
 
 def test_a_batch_that_is_read_can_be_cancelled_and_ends_so(store: Store) -> None:
-    store.run_now(AddBatch(a_batch(), 1))
+    store.run_now(AddBatch(a_batch(), 1, 1 << 40))
     store.run_now(lambda c: add_rows(c, [a_line(1), a_line(2, state=RequestState.FAILED)]))
     batch = cancel(store)
     assert (batch.state, batch.total, batch.cancelled, batch.failed) == (
@@ -282,7 +282,7 @@ def test_a_batch_that_is_being_finalized_can_be_cancelled(store: Store) -> None:
 
 
 def test_a_batch_that_has_ended_is_not_cancelled(store: Store) -> None:
-    store.run_now(AddBatch(a_batch(), 1))
+    store.run_now(AddBatch(a_batch(), 1, 1 << 40))
     failed = store.run_now(lambda c: batch_rows.fail_batch(c, batch_id(), [], NOW))
     assert cancel(store) == failed
 
@@ -329,7 +329,7 @@ def test_a_deleted_batch_is_gone_at_once_and_removed_with_its_lines(store: Store
     assert store.run_now(delete) == ["file-1", "results-1"]
     assert store.run_now(delete) is None
     assert store.run_now(ReadBatches("alice", "openai", 9)).batches == []
-    assert store.run_now(AddBatch(a_batch(2, idempotency_key="k"), 9)).outcome == "added"
+    assert store.run_now(AddBatch(a_batch(2, idempotency_key="k"), 9, 1 << 40)).outcome == "added"
     remove = lambda c: batch_rows.remove_batches(c, [batch.id], limit=3)  # noqa: E731
     assert [store.run_now(remove) for _ in range(3)] == [False, True, True]
     assert store.run_now(lambda c: find_row(c, "alice", a_line(1).id, RequestKind.LINE)) is None

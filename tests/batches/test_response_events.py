@@ -138,6 +138,20 @@ async def test_a_cancelled_response_ends_as_failed_with_what_it_has(tmp_path: Pa
         await events.close()
 
 
+async def test_of_two_that_end_a_response_at_the_same_time_one_is_first(tmp_path: Path) -> None:
+    async with open_logs(tmp_path) as logs:
+        first = await begin(logs)
+        name = first.name
+        await first.close()
+        both = [await ResponseEvents.reopen(logs, name, now) for _ in range(2)]
+        ends = [events.fail("server_error", "an end") for events in both]
+        await asyncio.gather(*ends)
+        for events in both:
+            await events.close()
+        values = await logged(logs, name)
+        assert [one["type"] for one in values].count("response.failed") == 1
+
+
 async def test_a_response_that_never_ran_is_cancelled_too(tmp_path: Path) -> None:
     async with open_logs(tmp_path) as logs:
         events = await begin(logs)

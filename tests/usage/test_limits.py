@@ -391,3 +391,15 @@ def a_calendar(when: float) -> Calendar:
     calendar = Calendar()
     calendar.look_up(when)
     return calendar
+
+
+def test_what_an_earlier_process_used_and_this_one_records_counts_once() -> None:
+    book, alice = Book(), a_caller(limits={"tokens_per_day": 100})
+    accounts, ended_at = book.accounts(alice), book.clocks.wall()
+    scopes = dict(book.unloaded())
+    assert scopes
+    book.count_recovered(accounts, 100, 0.0, ended_at - 1.0)
+    book.use(alice, 0)  # The ledger's sums, which are to come, have it.
+    book.loaded(scopes)
+    book.count_recovered(accounts, 100, 0.0, ended_at - 1.0)
+    assert book.refusal(alice).code == "insufficient_quota"

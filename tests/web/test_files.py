@@ -265,14 +265,20 @@ async def test_ten_gigabytes_are_refused_by_their_length_before_a_byte_is_stored
         assert not any("file-" in name for name in kept(tmp_path))
 
 
-async def test_a_chunked_upload_is_refused_where_it_exceeds_the_limit(tmp_path: Path) -> None:
-    piece = b"10000\r\n%b\r\n" % bytes(1 << 16)
+@pytest.mark.parametrize("chunk", [1 << 16, 10 << 30], ids=["small chunks", "one of 10 GiB"])
+async def test_a_chunked_upload_is_refused_where_it_exceeds_the_limit(
+    tmp_path: Path, chunk: int
+) -> None:
+    data, small = bytes(1 << 16), chunk == 1 << 16
+    piece = b"%x\r\n%b\r\n" % (chunk, data) if small else data
     async with (
         gateway(tmp_path, batches={"file_bytes": "4MiB"}) as running,
         raw_connection(running.url) as wire,
     ):
         begin = form(b"x").partition(b"x\r\n")[0]
         await wire.send(head("Transfer-Encoding: chunked") + b"%x\r\n%b\r\n" % (len(begin), begin))
+        if not small:
+            await wire.send(b"%x\r\n" % chunk)
         refused = asyncio.create_task(answer(wire))
         sent = 0
         while not refused.done():

@@ -227,6 +227,37 @@ async def test_the_same_idempotency_key_makes_one_batch(tmp_path: Path) -> None:
         assert len((await ask(running, "GET")).json()["data"]) == 1
 
 
+async def test_a_key_that_keeps_as_much_as_it_may_is_told_without_being_asked_to_repeat_it(
+    tmp_path: Path,
+) -> None:
+    limits = {"file_bytes": 5_000, "bytes_per_key": 5_000}
+    async with (
+        gateway(tmp_path, batches=limits) as running,
+        client(running) as alice,
+        client(running, BOB) as bob,
+    ):
+        requests = [request("a", metadata={"user_id": "x" * 3_000})]
+        asked, key = {"requests": requests}, {"idempotency-key": "k"}
+        first = await ask(running, "POST", json=asked, headers=key)
+        assert first.status_code == 200
+        # Asked again it is that one, whatever is kept.
+        again = await ask(running, "POST", json=asked, headers=key)
+        assert again.json()["id"] == first.json()["id"]
+        before = kept(tmp_path)
+        with pytest.raises(anthropic.RateLimitError, match="5000 bytes") as refused:
+            await alice.messages.batches.create(requests=requests)
+        assert refused.value.response.headers["x-should-retry"] == "false"
+        assert refused.value.response.headers["x-gateway-reason"] == "insufficient_quota"
+        assert "retry-after" not in refused.value.response.headers
+        assert kept(tmp_path) == before
+        await bob.messages.batches.create(requests=requests)
+        # Its lines have no node here: it ends by a cancellation, and leaves room.
+        await alice.messages.batches.cancel(first.json()["id"])
+        await reaches(alice, first.json()["id"], "ended")
+        await until(lambda: not set(before) & set(kept(tmp_path)))
+        await alice.messages.batches.create(requests=requests)
+
+
 def head(*fields: str) -> bytes:
     lines = [f"POST {PATH} HTTP/1.1", "Host: localhost", f"X-Api-Key: {ALICE.text}", *fields]
     return "\r\n".join(lines).encode() + b"\r\n\r\n"

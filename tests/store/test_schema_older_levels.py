@@ -1,4 +1,4 @@
-"""A program of level 1 on a store that this version has brought to its own level."""
+"""A program of an older level on a store that this version has brought to its own level."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ from gateway.store.database import THIS_PROGRAM, Program
 from gateway.store.schema import SCHEMA_LEVEL
 from tests.store.stores import opened
 
+NEW_TABLES = {
+    1: {"files", "batches", "stored_requests", "webhook_deliveries"},
+    2: set[str](),
+}
+"""What later levels have added."""
 
-@pytest.fixture
-def level_1(tmp_path: Path) -> Program:
-    """What the version before knew of the tables."""
-    folder = tmp_path / "before"
+
+def program_of(level: int, folder: Path) -> Program:
+    """Return what a version of this level knew of the tables."""
     shutil.copytree(THIS_PROGRAM.migrations, folder, ignore=shutil.ignore_patterns("__pycache__"))
     for later in (folder / "versions").glob("level_*.py"):
-        if later.name != "level_0001.py":
+        if int(later.stem.rpartition("_")[2]) > level:
             later.unlink()
-    return Program(1, folder)
+    return Program(level, folder)
 
 
 def described(connection: Connection) -> dict[str, Any]:
@@ -68,12 +72,28 @@ def a_row(table: Table, word: str) -> Mapping[str, Any]:
     }
 
 
-def test_it_goes_on_writing_and_reading_all_of_its_tables(store_url: str, level_1: Program) -> None:
-    with opened(store_url, program=level_1, check_seconds=0.1) as old:
-        assert old.status().level == 1
+def as_before(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
+    """Return of these tables what there was before."""
+    return {
+        table: (
+            [one for one in now[table][0] if one in columns],
+            now[table][1],
+            [one for one in now[table][2] if one in indexes],
+        )
+        for table, (columns, _, indexes) in before.items()
+    }
+
+
+@pytest.mark.parametrize("level", range(1, SCHEMA_LEVEL))
+def test_it_goes_on_writing_and_reading_all_of_its_tables(
+    store_url: str, tmp_path: Path, level: int
+) -> None:
+    program = program_of(level, tmp_path / "before")
+    with opened(store_url, program=program, check_seconds=0.1) as old:
+        assert old.status().level == level
         tables = old.run_now(reflected)
         before = old.run_now(described)
-        assert "files" not in tables
+        assert not NEW_TABLES[level] & set(tables)
 
         def write(word: str) -> None:
             def job(connection: Connection) -> None:
@@ -83,19 +103,21 @@ def test_it_goes_on_writing_and_reading_all_of_its_tables(store_url: str, level_
             old.run_now(job)
 
         def counts(connection: Connection) -> dict[str, int]:
-            return {name: len(connection.execute(select(t)).all()) for name, t in tables.items()}
+            return {
+                name: len(connection.execute(select(table)).all()) for name, table in tables.items()
+            }
 
         write("a")
         with opened(store_url) as new:
             assert new.status().level == SCHEMA_LEVEL
             after = new.run_now(described)
-            assert {name: after[name] for name in before} == before
-            assert {"files", "batches", "stored_requests", "webhook_deliveries"} <= set(after)
+            assert as_before(after, before) == before
+            assert NEW_TABLES[level] <= set(after)
             write("bb")
             assert old.run_now(counts) == new.run_now(counts) == dict.fromkeys(tables, 2)
             assert (old.status().state, old.status().level) == ("up", SCHEMA_LEVEL)
         write("ccc")
     # And one that is put back in the place of the new one.
-    with opened(store_url, program=level_1) as again:
+    with opened(store_url, program=program) as again:
         assert (again.status().state, again.status().level) == ("up", SCHEMA_LEVEL)
         assert again.run_now(counts) == dict.fromkeys(tables, 3)
