@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from gateway.batches.background_requests import BackgroundRequests
-from gateway.batches.background_runner import BackgroundRunner
+from gateway.batches.background_rows import BACKGROUND_KINDS
+from gateway.batches.background_runner import LEASE_SECONDS, BackgroundRunner
 from gateway.batches.batch_registry import BatchRegistry
 from gateway.batches.disk_threads import DiskThreads
 from gateway.batches.event_log import EventLogs
@@ -135,6 +136,9 @@ class BackgroundWork:
         )
         self._request_runner = BackgroundRunner(
             self.requests,
+            RowLeases(
+                store, folder, self._threads, process, time.time, LEASE_SECONDS, BACKGROUND_KINDS
+            ),
             self.runner,
             ledger,
             lambda: settings().batches,

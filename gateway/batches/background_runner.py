@@ -22,14 +22,14 @@ from gateway.batches.background_requests import (
     BackgroundRequests,
     keep_seconds,
 )
-from gateway.batches.claims import Claim, Pick
+from gateway.batches.claims import Pick
 from gateway.batches.deferred import DeferredHead, DeferredResult
 from gateway.batches.folder import FolderError
 from gateway.batches.log_file import LogBroken
 from gateway.batches.recorded_results import RecordedResult, record
 from gateway.batches.request_rows import StoredRow
 from gateway.batches.response_events import ResponseEvents
-from gateway.batches.row_leases import ClockJumps
+from gateway.batches.row_leases import RowLeases
 from gateway.batches.runner import (
     MOST_RUNS,
     Outcome,
@@ -88,6 +88,7 @@ class BackgroundRunner:
     def __init__(
         self,
         requests: BackgroundRequests,
+        leases: RowLeases,
         runner: Runner,
         ledger: Ledger,
         settings: Callable[[], BatchSettings],
@@ -95,6 +96,7 @@ class BackgroundRunner:
         is_closing: Callable[[], bool] = lambda: False,
     ) -> None:
         self._requests = requests
+        self._leases = leases
         self._runner = runner
         self._ledger = ledger
         self._process = ledger.own
@@ -107,7 +109,6 @@ class BackgroundRunner:
         self._problem = ""
         self._idle = asyncio.Event()
         """Set when nothing runs any more."""
-        self._jumps = ClockJumps()
         requests.unwanted.append(self._end_run)
 
     def __len__(self) -> int:
@@ -130,6 +131,7 @@ class BackgroundRunner:
                     if loop.time() >= renew_at:
                         renew_at = loop.time() + RENEW_SECONDS
                         await self._renew()
+                    await self._leases.write()
                     if not self._is_closing():
                         await self._claim()
                     self._problem = ""
@@ -159,9 +161,10 @@ class BackgroundRunner:
         ids = [id_ for id_, task in tasks.items() if task.done()]
         if len(ids) < len(tasks):
             log.warning("background requests do not end", requests=len(tasks) - len(ids))
-        with contextlib.suppress(StoreError, TimeoutError):
+        self._leases.put_back(ids, 0.0)
+        with contextlib.suppress(StoreError, FolderError, TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS):
-                await self._put_back(ids, 0.0)
+                await self._leases.write()
 
     # Claims.
 
@@ -179,7 +182,7 @@ class BackgroundRunner:
             return
         share = max(1, room // len(owners))
         picks = [Pick(share, kind, owner=owner) for owner, kind in owners[:room]]
-        rows = await requests.store.run(Claim(folder, self._process.id, picks, now, LEASE_SECONDS))
+        rows = await self._leases.claim_rows(picks)
         for row in rows:
             task = asyncio.create_task(self._serve(row))
             self._running[row.id] = task
@@ -187,21 +190,10 @@ class BackgroundRunner:
             requests.wakes.set()  # Others may have left some of their share.
 
     async def _renew(self) -> None:
-        requests, ids = self._requests, list(self._running)
-        folder = await requests.opened()
-        if ids:
+        if ids := set(self._running):
             # First: the store may have been away for longer than a lease.
-            wanted = await requests.store.run(
-                partial(claims.renew, process=self._process.id, ids=ids, now=self._now(),
-                        lease_seconds=LEASE_SECONDS)
-            )  # fmt: skip
-            await self._end_unwanted(set(ids) - wanted)
-        now = self._now()
-        if not self._jumps.jumped(now):
-            await requests.store.run(
-                partial(claims.release_lost, folder=folder, own=self._process, now=now,
-                        own_kinds=[RequestKind.RESPONSE, RequestKind.DEFERRED])
-            )  # fmt: skip
+            await self._end_unwanted(ids - await self._leases.renew(ids))
+        await self._leases.release_lost()
 
     async def _end_unwanted(self, ids: Collection[str]) -> None:
         """End runs of requests that were cancelled, deleted, or taken by another process."""
@@ -223,14 +215,10 @@ class BackgroundRunner:
             self._unwanted.add(id_)
             task.cancel()
 
-    async def _put_back(
-        self, ids: Sequence[str], not_before: float, *, failed: bool = False
-    ) -> None:
-        if ids:
-            await self._requests.store.run(
-                partial(claims.put_back, process=self._process.id, ids=ids,
-                        not_before=not_before, failed=failed)
-            )  # fmt: skip
+    async def _put_back(self, id_: str, not_before: float, *, failed: bool) -> None:
+        """Let a request wait again. Returns when the store knows it."""
+        self._leases.put_back([id_], not_before, failed=failed)
+        await self._until_stored(self._leases.write)
 
     # One request.
 
@@ -241,9 +229,7 @@ class BackgroundRunner:
                 await self._run_once(row)
             except (RowDeferred, _FailedRun) as again:
                 not_before, failed = self._now() + again.seconds, isinstance(again, _FailedRun)
-                await self._until_stored(
-                    partial(self._put_back, [row.id], not_before, failed=failed)
-                )
+                await self._put_back(row.id, not_before, failed=failed)
             except asyncio.CancelledError:
                 if row.id not in self._unwanted:
                     raise
@@ -253,8 +239,7 @@ class BackgroundRunner:
             raise
         except Exception:
             log.exception("a background request failed", request=row.id)
-            with contextlib.suppress(StoreError):
-                await self._put_back([row.id], self._now() + LEASE_SECONDS, failed=True)
+            self._leases.put_back([row.id], self._now() + LEASE_SECONDS, failed=True)
         finally:
             self._unwanted.discard(row.id)
             del self._running[row.id]
@@ -373,12 +358,12 @@ class BackgroundRunner:
             with contextlib.suppress(FolderError):
                 await self._requests.threads.run(self._requests.folder.delete, result.file)
 
-    async def _until_stored(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
+    async def _until_stored(self, work: Callable[[], Coroutine[None, None, object]]) -> None:
         """Do this work of the store, however long the store can't be used."""
         while True:
             try:
                 await work()
-            except StoreError as error:
+            except (StoreError, FolderError) as error:
                 log.warning("a background result waits for the store", why=str(error))
                 await asyncio.sleep(STORE_SECONDS)
             else:
