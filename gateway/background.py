@@ -19,6 +19,7 @@ from gateway.batches.results import LineResults
 from gateway.batches.row_leases import RowLeases
 from gateway.batches.runner import Runner
 from gateway.batches.supply import Supply
+from gateway.batches.unfinished_work import UnfinishedWork
 from gateway.batches.webhook_events import WebhookEvents
 from gateway.batches.webhook_post import WebhookPoster
 from gateway.batches.webhook_targets import WebhookTargets
@@ -106,12 +107,14 @@ class BackgroundWork:
             lambda: settings().webhooks,
             WebhookPoster(self._resolver, time.time),
             bus,
+            recorded=lambda: self.webhook_events.recorded,
         )
         self._results = LineResults(store, ledger, folder, self._threads, process, time.time, clock)
+        work = UnfinishedWork(store, folder, self._threads, clock)
         leases = RowLeases(store, folder, self._threads, process, time.time)
         supply = Supply(store, self.runner, clock, time.time)
         self.feeder = Feeder(
-            supply, leases, self.runner, self._results, scheduler, clock, time.time
+            supply, leases, self.runner, self._results, scheduler, work, clock, time.time
         )
         self.batches = BatchRegistry(
             store,
@@ -120,6 +123,7 @@ class BackgroundWork:
             time.time,
             clock,
             self._threads,
+            work,
             price=self._token_price,
             on_end=self.webhook_events.batch_ended,
             on_rows=self.feeder.wake,
@@ -133,12 +137,14 @@ class BackgroundWork:
             self.webhook_events,
             lambda: settings().batches,
             time.time,
+            work,
         )
         self._request_runner = BackgroundRunner(
             self.requests,
             RowLeases(
                 store, folder, self._threads, process, time.time, LEASE_SECONDS, BACKGROUND_KINDS
             ),
+            work,
             self.runner,
             ledger,
             lambda: settings().batches,

@@ -34,6 +34,7 @@ from gateway.batches.request_rows import StoredRow
 from gateway.batches.response_events import ResponseEvents, current_response, queued_response
 from gateway.batches.states import RequestKind, RequestState
 from gateway.batches.stored_responses import RESPONSE_PREFIX, response_not_found
+from gateway.batches.unfinished_work import UnfinishedWork
 from gateway.batches.webhook_events import ResponseEnd, WebhookEvents
 from gateway.config.batches import BatchSettings
 from gateway.errors import GatewayError
@@ -51,6 +52,9 @@ POLL_SECONDS = 1.0
 
 CLEAN_SECONDS = 10.0
 """Between two rounds of ending what is late and removing what is due."""
+
+IDLE_CLEAN_SECONDS = 60.0
+"""The same while nothing waits or runs: only what was kept becomes due."""
 
 ADD_PAUSES = (0.2, 0.5, 1.0)
 """Seconds after which it is tried again to add a request to a store that does not answer."""
@@ -117,6 +121,7 @@ class BackgroundRequests:
         webhooks: WebhookEvents,
         settings: Callable[[], BatchSettings],
         now: Callable[[], float],
+        work: UnfinishedWork,
     ) -> None:
         self.store = store
         self.folder = folder
@@ -130,6 +135,7 @@ class BackgroundRequests:
         """Called with the id of a request whose run is to end."""
         self._settings = settings
         self._now = now
+        self._work = work
         self._opening = asyncio.Lock()
         self._waiters: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
         self._ending: set[asyncio.Task[None]] = set()
@@ -165,7 +171,10 @@ class BackgroundRequests:
             webhook_url=new.webhook_url, prompt_tokens=new.prompt_tokens,
             max_tokens=new.max_tokens, deadline=deadline, result_place=log_name,
         )  # fmt: skip
-        used = await self._added(row, settings)
+        try:
+            used = await self._added(row, settings)
+        finally:
+            self._work.added()  # It may have its row, though the store has not said so.
         if used is not None:
             await self._remove_files(row)
             raise GatewayError(
@@ -391,12 +400,14 @@ class BackgroundRequests:
 
     async def run(self) -> None:
         """End what is late, and remove what is due or left over, until cancelled."""
-        orphans_at, problem = self._now(), ""
+        orphans_at, clean_at, problem = self._now(), 0.0, ""
         try:
             while True:
                 try:
                     orphans = self._now() >= orphans_at
-                    await self.clean(orphans=orphans)
+                    if orphans or self._now() >= clean_at or await self._work.exists():
+                        await self.clean(orphans=orphans)
+                        clean_at = self._now() + IDLE_CLEAN_SECONDS
                     problem = ""
                     if orphans:
                         orphans_at = self._now() + ORPHAN_SECONDS

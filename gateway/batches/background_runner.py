@@ -39,6 +39,7 @@ from gateway.batches.runner import (
     StoredRequest,
 )
 from gateway.batches.states import RequestKind, RequestState
+from gateway.batches.unfinished_work import UnfinishedWork
 from gateway.batches.webhook_events import ResponseEnd
 from gateway.config.batches import BatchSettings
 from gateway.errors import GatewayError
@@ -53,7 +54,7 @@ RENEW_SECONDS = 5.0
 """Between two times that the process says what it runs."""
 
 LOOK_SECONDS = 1.0
-"""Between two looks for requests, where nobody tells that there are some."""
+"""Between two looks for requests while there is work, where nobody tells that some have come."""
 
 RETRY_SECONDS = 2.0
 """Before the second of these; before the third, twice as many."""
@@ -89,6 +90,7 @@ class BackgroundRunner:
         self,
         requests: BackgroundRequests,
         leases: RowLeases,
+        work: UnfinishedWork,
         runner: Runner,
         ledger: Ledger,
         settings: Callable[[], BatchSettings],
@@ -97,6 +99,7 @@ class BackgroundRunner:
     ) -> None:
         self._requests = requests
         self._leases = leases
+        self._work = work
         self._runner = runner
         self._ledger = ledger
         self._process = ledger.own
@@ -128,12 +131,13 @@ class BackgroundRunner:
         try:
             while True:
                 try:
-                    if loop.time() >= renew_at:
-                        renew_at = loop.time() + RENEW_SECONDS
-                        await self._renew()
                     await self._leases.write()
-                    if not self._is_closing():
-                        await self._claim()
+                    if self._running or await self._work.exists():
+                        if loop.time() >= renew_at:
+                            renew_at = loop.time() + RENEW_SECONDS
+                            await self._renew()
+                        if not self._is_closing():
+                            await self._claim()
                     self._problem = ""
                 except (StoreError, FolderError) as error:
                     if self._problem != str(error):

@@ -39,6 +39,7 @@ from gateway.batches.runner import (
     StoredRequest,
 )
 from gateway.batches.supply import IDLE_SECONDS, READ_SECONDS, Supply
+from gateway.batches.unfinished_work import UnfinishedWork
 from gateway.lease import BatchRoom, BatchRoomService
 from gateway.request import Priority
 from gateway.store.failures import StoreError
@@ -75,6 +76,9 @@ MOST_PROBES = 64
 
 AWAY_SECONDS = 2.0
 """Seconds after which a store or folder that has failed is tried again."""
+
+COUNT_SECONDS = 60.0
+"""Seconds after which batches are counted again while none is unfinished: some are removed."""
 
 END_SECONDS = 3.0
 """Most seconds to put back what is left, at the end."""
@@ -150,6 +154,7 @@ class Feeder:
     runner: Runner
     results: Results
     rooms: BatchRoomService
+    work: UnfinishedWork
     clock: Callable[[], float]
     now: Callable[[], float]
     counts: FeederCounts = field(default_factory=FeederCounts)
@@ -168,6 +173,10 @@ class Feeder:
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when no row is held."""
     _stopped: bool = False
+    _is_work: bool = True
+    """Whether anything was unfinished when it was last asked."""
+    _count_at: float = 0.0
+    """When it is counted what is in the store, though nothing is unfinished."""
     _problem: str | None = None
 
     @property
@@ -265,7 +274,12 @@ class Feeder:
         if self._stopped:
             return
         if self.clock() >= self.supply.read_at:
-            await self._read_waiting()
+            # Once more behind the last work: its counts have changed.
+            was_work, self._is_work = self._is_work, await self.work.exists()
+            if self._is_work or was_work or self._held or self.clock() >= self._count_at:
+                await self._read_waiting()
+            else:
+                self.supply.read_at = self.clock() + IDLE_SECONDS
         for target, state in list(self._targets.items()):
             self._look(target, state)
             if picks := await self._picks(target, state):
@@ -281,6 +295,7 @@ class Feeder:
         for group in waiting.groups:
             counts.waiting[group.kind.value] += group.rows
         counts.batches, counts.oldest = waiting.batches, waiting.oldest
+        self._count_at = self.clock() + COUNT_SECONDS
         for target in self.supply.known_targets():
             if target not in self._targets:
                 self._targets[target] = _TargetRows(Pace(self.clock))
@@ -522,6 +537,8 @@ class Feeder:
     async def _renew_step(self) -> None:
         """Say that this process still runs its rows; take back what lost processes had."""
         ids = set(self._held)
+        if not ids and not await self.work.exists():
+            return
         wanted = await self.leases.renew(ids)
         self._drop_unwanted(ids - wanted)
         released = await self.leases.release_lost()
