@@ -58,7 +58,8 @@ class UnfinishedWork:
                 return False
             # Before the look: what comes after it counts as new.
             seen = self.store.changes, self._additions
-            folder = self.folder.id or await self.threads.run(self.folder.open)
+            opened = self.folder.id
+            folder = opened if opened is not None else await self.threads.run(self.folder.open)
             found = await self.store.run(partial(has_unfinished, folder=folder), write=False)
             self._none_since, self._read_at = None if found else seen, self.clock()
             return found

@@ -14,15 +14,15 @@ from sqlalchemy import Connection, update
 from gateway.batches.background_rows import AddBackground
 from gateway.batches.batch_rows import AddBatch
 from gateway.batches.disk_threads import DiskThreads
-from gateway.batches.folder import Folder
+from gateway.batches.folder import ID_FILE, Folder
 from gateway.batches.request_rows import add_rows
 from gateway.batches.states import RequestKind
 from gateway.batches.unfinished_work import LONGEST_UNREAD, UNTOLD_SECONDS, UnfinishedWork
 from gateway.store.schema import batches, stored_requests
 from gateway.store.store import Store
-from tests.batches.stored_rows import NOW, a_batch, a_line, alone, begin, claim, do
+from tests.batches.stored_rows import FOLDER, NOW, a_batch, a_line, alone, begin, claim, do
 from tests.polling import eventually
-from tests.store.stores import opened
+from tests.store.stores import opened, wait_until
 
 
 class CountingStore(Store):
@@ -47,17 +47,23 @@ class Place:
         return UnfinishedWork(self.store, self.folder, DiskThreads(), lambda: self.seconds[0])
 
 
+def a_folder(path: Path, id_: str) -> Folder:
+    path.mkdir(0o700)
+    (path / ID_FILE).write_text(id_)
+    folder = Folder(path, most_bytes=lambda: 1 << 30)
+    assert folder.open() == id_
+    return folder
+
+
 @pytest.fixture
 def place(store_url: str, tmp_path: Path) -> Iterator[Place]:
     with opened(store_url) as plain:
         made = CountingStore(plain.location, look_seconds=0.01)
         made.start()
         try:
-            folder = Folder(tmp_path / "batches", most_bytes=lambda: 1 << 30)
-            folder.open()
-            # Rows of these tests are of this folder.
-            folder.id = a_batch().folder
-            yield Place(made, folder)
+            # It is open, and has looked at its version for the first time.
+            wait_until(lambda: made.status().up and made.changes >= 2, made)
+            yield Place(made, a_folder(tmp_path / "batches", FOLDER))
         finally:
             made.close(30.0)
 
@@ -130,8 +136,8 @@ async def test_what_waits_runs_or_has_not_ended_is_work(place: Place) -> None:
     assert await exists()
 
 
-async def test_work_of_another_folder_is_none(place: Place) -> None:
-    place.folder.id = "another"
+async def test_work_of_another_folder_is_none(place: Place, tmp_path: Path) -> None:
+    place.folder = a_folder(tmp_path / "another", "e" * 32)
     begin(place.store, a_batch(), [a_line(1)])
     add_background(place.store)
     assert not await place.work().exists()
