@@ -2,9 +2,10 @@
 
 So many background responses run over emulated nodes, and a client follows each: it leaves at
 random, in the middle of an event too, and goes on with `starting_after`. Meanwhile the gateway is
-killed (SIGKILL) and started again. At the end each client must have had every event once and in
-order, the text must be the one that the model gives, and the stored response must have it as well;
-those that are read again from the beginning must be the same, byte for byte.
+killed (SIGKILL) and started again; a PostgreSQL server is restarted twice besides. At the end each
+client must have had every event once and in order, the text must be the one that the model gives,
+and the stored response must have it as well; those that are read again from the beginning must be
+the same, byte for byte.
 """
 
 from __future__ import annotations
@@ -29,13 +30,19 @@ import yaml
 
 from gateway.batches.log_file import TERMINAL_TYPES, split_events
 from gateway.tools.local.server_process import claim_port, claimed_port
+from tests.batches.kills import a_store
 from tests.emulator import EmulatedNode
 from tests.emulator.language_model import expected_text
 from tests.emulator.request_body import render_chat
+from tests.gateways import until
+from tests.postgres import PostgresServer
 from tests.usage.kills import HOST, Site
 
 DECODE_TPS = 8.0
 NODES = 4
+WEEK = 7 * 86_400.0  # the run itself ends before
+AWAY_SECONDS = 1.0
+"""For which the store is away, besides the time of its start."""
 AGAIN = 50
 """Responses that are read again from the beginning."""
 
@@ -48,6 +55,7 @@ class Findings:
     complete: int = 0
     events: int = 0
     kills: int = 0
+    store_restarts: int = 0
     follows: int = 0
     left: int = 0
     broken: int = 0
@@ -207,10 +215,31 @@ async def kill_now_and_then(site: Site, every: float, found: Findings, over: asy
         await site.start()
 
 
+async def restart_store(server: PostgresServer, found: Findings) -> None:
+    """Restart PostgreSQL when a third of the responses are complete, and two thirds."""
+    for third in (1, 2):
+        await until(lambda share=third / 3: found.complete >= found.responses * share, WEEK)
+        await asyncio.to_thread(server.stop)
+        await asyncio.sleep(AWAY_SECONDS)
+        await asyncio.to_thread(server.start)
+        found.store_restarts += 1
+
+
 async def try_it(
-    folder: Path, responses: int, seconds: float, every: float, tokens: int, slots: int, seed: int
+    folder: Path,
+    store_url: str,
+    responses: int,
+    seconds: float,
+    every: float,
+    tokens: int,
+    slots: int,
+    seed: int,
+    server: PostgresServer | None = None,
 ) -> Findings:
-    """One run, which takes at most about so many seconds."""
+    """One run, which takes at most about so many seconds, on an empty store.
+
+    `server`: the PostgreSQL server that is to be restarted.
+    """
     found = Findings(responses=responses)
     async with AsyncExitStack() as stack:
         nodes = [
@@ -223,7 +252,7 @@ async def try_it(
         claim = claim_port(HOST)
         stack.callback(claim.close)
         port = claimed_port(claim)
-        site = Site(folder, nodes, f"sqlite:///{folder}/store.db", port, 0)
+        site = Site(folder, nodes, store_url, port, 0)
         settings_file = folder / "gateway.yaml"
         settings = yaml.safe_load(settings_file.read_text())
         settings["batches"] = {"background_at_once": NODES * slots, "waiting_per_key": 100_000}
@@ -243,15 +272,18 @@ async def try_it(
         looking = asyncio.create_task(look(site, found))
         killing = asyncio.create_task(kill_now_and_then(site, every, found, over))
         tasks = [asyncio.create_task(one.run(client)) for one in followers]
+        beside = [looking]
+        if server is not None:
+            beside.append(asyncio.create_task(restart_store(server, found)))
         try:
             await asyncio.wait(tasks, timeout=seconds)
             found.seconds = time.monotonic() - began
         finally:
             over.set()
             await killing
-            for task in (looking, *tasks):
+            for task in (*beside, *tasks):
                 task.cancel()
-            results = await asyncio.gather(looking, *tasks, return_exceptions=True)
+            results = await asyncio.gather(*beside, *tasks, return_exceptions=True)
         found.wrong += [
             repr(one)
             for one in results
@@ -273,6 +305,7 @@ async def try_it(
 def main(arguments: Sequence[str]) -> int:
     """Run it, and tell what was found."""
     parser = argparse.ArgumentParser(prog="python -m tests.batches.follow_kills")
+    parser.add_argument("--store", choices=["sqlite", "postgresql"], default="sqlite")
     parser.add_argument("--responses", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=240.0, help="at most")
     parser.add_argument("--kill-every", type=float, default=20.0)
@@ -280,17 +313,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--slots", type=int, default=64, help=f"of each of the {NODES} nodes")
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, a_store(chosen.store) as (url, server):
         found = asyncio.run(
-            try_it(Path(folder), chosen.responses, chosen.seconds, chosen.kill_every,
-                   chosen.tokens, chosen.slots, chosen.seed)
+            try_it(Path(folder), url, chosen.responses, chosen.seconds, chosen.kill_every,
+                   chosen.tokens, chosen.slots, chosen.seed, server)
         )  # fmt: skip
         kinds = Counter(line.partition(": ")[2].split(" ")[0] for line in found.wrong)
         if found.wrong:
             print((Path(folder) / "log").read_text()[-3000:])
     print(
         f"{found.complete} of {found.responses} responses complete in {found.seconds:.0f} s, "
-        f"{found.kills} kills, {found.interrupted} were followed through one\n"
+        f"{found.kills} kills, {found.interrupted} were followed through one; "
+        f"the store was restarted {found.store_restarts} times\n"
         f"{found.events} events, {found.follows} connections of followers: {found.left} left, "
         f"{found.broken} broke; {found.created_twice} creations were asked for again\n"
         f"gateway: at most {found.most_rss >> 20} MiB, {found.most_files} open files\n"
