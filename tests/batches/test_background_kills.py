@@ -18,8 +18,9 @@ from sqlalchemy import select
 from gateway.batches.log_file import TERMINAL_TYPES, split_events
 from gateway.store.schema import stored_requests
 from gateway.tools.local.server_process import claim_port, claimed_port
-from tests.batches.follow_kills import expected_text, render_chat
 from tests.emulator import EmulatedNode, expected_chat_text
+from tests.emulator.language_model import expected_text
+from tests.emulator.request_body import render_chat
 from tests.gateways import until
 from tests.polling import eventually
 from tests.store.stores import opened
