@@ -27,6 +27,9 @@ LONGEST_UNREAD = 30.0
 UNTOLD_SECONDS = 5.0
 """The same on PostgreSQL, which does not tell what other processes commit."""
 
+BUSY_SECONDS = 5.0
+"""Seconds for which work that was found counts as still there."""
+
 _ROW: Final = stored_requests.c
 
 
@@ -38,10 +41,11 @@ class UnfinishedWork:
     folder: Folder
     threads: DiskThreads
     clock: Callable[[], float]
-    _none_since: tuple[int, int] | None = None
-    """The changes of the store and the additions of this process before the look that found
-    nothing; None: there was something."""
+    _found: bool | None = None
+    """What the last look found; None: there was none."""
     _read_at: float = 0.0
+    _seen: tuple[int, int] = -1, -1
+    """The additions of this process, and the changes of the store, before that look."""
     _additions: int = 0
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -51,28 +55,32 @@ class UnfinishedWork:
 
     async def exists(self) -> bool:
         """Whether something waits, runs, or has not ended. Raises: StoreError, FolderError."""
-        if self._is_idle():
-            return False
+        if (known := self._known()) is not None:
+            return known
         async with self._reading:
-            if self._is_idle():  # Somebody else has looked meanwhile.
-                return False
-            # Before the look: what comes after it counts as new.
-            seen = self.store.changes, self._additions
+            if (known := self._known()) is not None:  # Somebody else has looked meanwhile.
+                return known
+            # Before the look: what comes after it is new.
+            seen = self._additions, self.store.changes
             opened = self.folder.id
             folder = opened if opened is not None else await self.threads.run(self.folder.open)
             found = await self.store.run(partial(has_unfinished, folder=folder), write=False)
-            self._none_since, self._read_at = None if found else seen, self.clock()
+            self._found, self._read_at, self._seen = found, self.clock(), seen
             return found
 
-    def _is_idle(self) -> bool:
-        if self._none_since is None:
-            return False
-        changes, additions = self._none_since
+    def _known(self) -> bool | None:
+        """What is known without a look; None: it must be looked."""
+        additions, changes = self._seen
         age = self.clock() - self._read_at
-        if additions != self._additions or age >= LONGEST_UNREAD:
-            return False
+        if self._found is None or additions != self._additions:
+            return None
+        if self._found:
+            return True if age < BUSY_SECONDS else None
+        if age >= LONGEST_UNREAD:
+            return None
         tells = self.store.location.path is not None
-        return changes == self.store.changes or (not tells and age < UNTOLD_SECONDS)
+        quiet = changes == self.store.changes or (not tells and age < UNTOLD_SECONDS)
+        return False if quiet else None
 
 
 def has_unfinished(connection: Connection, folder: str) -> bool:

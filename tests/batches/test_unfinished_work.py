@@ -17,7 +17,12 @@ from gateway.batches.disk_threads import DiskThreads
 from gateway.batches.folder import ID_FILE, Folder
 from gateway.batches.request_rows import add_rows
 from gateway.batches.states import RequestKind
-from gateway.batches.unfinished_work import LONGEST_UNREAD, UNTOLD_SECONDS, UnfinishedWork
+from gateway.batches.unfinished_work import (
+    BUSY_SECONDS,
+    LONGEST_UNREAD,
+    UNTOLD_SECONDS,
+    UnfinishedWork,
+)
 from gateway.store.schema import batches, stored_requests
 from gateway.store.store import Store
 from tests.batches.stored_rows import FOLDER, NOW, a_batch, a_line, alone, begin, claim, do
@@ -86,7 +91,11 @@ async def test_the_store_is_not_asked_again_until_this_process_has_added_somethi
     work.added()
     assert await work.exists()
     assert await work.exists()
-    assert place.store.jobs == asked + 2
+    assert place.store.jobs == asked + 1
+    do(place.store, set_state, "done")
+    assert await work.exists()
+    place.seconds[0] += BUSY_SECONDS
+    assert not await work.exists()
 
 
 async def test_what_another_process_adds_is_seen(place: Place, store_url: str) -> None:
