@@ -34,13 +34,11 @@ from tests.batches.kills import a_store
 from tests.emulator import EmulatedNode
 from tests.emulator.language_model import expected_text
 from tests.emulator.request_body import render_chat
-from tests.gateways import until
 from tests.postgres import PostgresServer
 from tests.usage.kills import HOST, Site
 
 DECODE_TPS = 8.0
 NODES = 4
-WEEK = 7 * 86_400.0  # the run itself ends before
 AWAY_SECONDS = 1.0
 """For which the store is away, besides the time of its start."""
 AGAIN = 50
@@ -215,10 +213,16 @@ async def kill_now_and_then(site: Site, every: float, found: Findings, over: asy
         await site.start()
 
 
-async def restart_store(server: PostgresServer, found: Findings) -> None:
-    """Restart PostgreSQL when a third of the responses are complete, and two thirds."""
+async def restart_store(server: PostgresServer, found: Findings, over: asyncio.Event) -> None:
+    """Restart PostgreSQL when a third of the responses are complete, and two thirds.
+
+    It ends with a server that runs.
+    """
     for third in (1, 2):
-        await until(lambda share=third / 3: found.complete >= found.responses * share, WEEK)
+        while found.complete < found.responses * third / 3:
+            if over.is_set():
+                return
+            await asyncio.sleep(0.1)
         await asyncio.to_thread(server.stop)
         await asyncio.sleep(AWAY_SECONDS)
         await asyncio.to_thread(server.start)
@@ -272,18 +276,19 @@ async def try_it(
         looking = asyncio.create_task(look(site, found))
         killing = asyncio.create_task(kill_now_and_then(site, every, found, over))
         tasks = [asyncio.create_task(one.run(client)) for one in followers]
-        beside = [looking]
+        restarting = []
         if server is not None:
-            beside.append(asyncio.create_task(restart_store(server, found)))
+            restarting.append(asyncio.create_task(restart_store(server, found, over)))
         try:
             await asyncio.wait(tasks, timeout=seconds)
             found.seconds = time.monotonic() - began
         finally:
             over.set()
             await killing
-            for task in (*beside, *tasks):
+            await asyncio.gather(*restarting)
+            for task in (looking, *tasks):
                 task.cancel()
-            results = await asyncio.gather(*beside, *tasks, return_exceptions=True)
+            results = await asyncio.gather(looking, *tasks, return_exceptions=True)
         found.wrong += [
             repr(one)
             for one in results
