@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from gateway.batches.background_requests import BackgroundRequests
-from gateway.batches.background_runner import BackgroundRunner
+from gateway.batches.background_rows import BACKGROUND_KINDS
+from gateway.batches.background_runner import LEASE_SECONDS, BackgroundRunner
 from gateway.batches.batch_registry import BatchRegistry
 from gateway.batches.disk_threads import DiskThreads
 from gateway.batches.event_log import EventLogs
@@ -18,6 +19,7 @@ from gateway.batches.results import LineResults
 from gateway.batches.row_leases import RowLeases
 from gateway.batches.runner import Runner
 from gateway.batches.supply import Supply
+from gateway.batches.unfinished_work import UnfinishedWork
 from gateway.batches.webhook_events import WebhookEvents
 from gateway.batches.webhook_post import WebhookPoster
 from gateway.batches.webhook_targets import WebhookTargets
@@ -105,12 +107,14 @@ class BackgroundWork:
             lambda: settings().webhooks,
             WebhookPoster(self._resolver, time.time),
             bus,
+            recorded=lambda: self.webhook_events.recorded,
         )
         self._results = LineResults(store, ledger, folder, self._threads, process, time.time, clock)
+        work = UnfinishedWork(store, folder, self._threads, clock)
         leases = RowLeases(store, folder, self._threads, process, time.time)
         supply = Supply(store, self.runner, clock, time.time)
         self.feeder = Feeder(
-            supply, leases, self.runner, self._results, scheduler, clock, time.time
+            supply, leases, self.runner, self._results, scheduler, work, clock, time.time
         )
         self.batches = BatchRegistry(
             store,
@@ -119,6 +123,7 @@ class BackgroundWork:
             time.time,
             clock,
             self._threads,
+            work,
             price=self._token_price,
             on_end=self.webhook_events.batch_ended,
             on_rows=self.feeder.wake,
@@ -132,9 +137,14 @@ class BackgroundWork:
             self.webhook_events,
             lambda: settings().batches,
             time.time,
+            work,
         )
         self._request_runner = BackgroundRunner(
             self.requests,
+            RowLeases(
+                store, folder, self._threads, process, time.time, LEASE_SECONDS, BACKGROUND_KINDS
+            ),
+            work,
             self.runner,
             scheduler,
             ledger,

@@ -27,14 +27,20 @@ from gateway.batches.background_rows import (
 )
 from gateway.batches.disk_threads import DiskThreads
 from gateway.batches.event_log import EventLogs
-from gateway.batches.folder import Folder, FolderError, FolderFull, FoundFile
+from gateway.batches.folder import Folder, FolderError, FoundFile
 from gateway.batches.followers import Followers
 from gateway.batches.kept_bytes import Kept, correct_log_sizes, kept_too_much, note_log_sizes
 from gateway.batches.log_file import LogBroken
 from gateway.batches.request_rows import StoredRow
 from gateway.batches.response_events import ResponseEvents, current_response, queued_response
 from gateway.batches.states import RequestKind, RequestState
+from gateway.batches.storage_errors import (
+    RETRY_AFTER,
+    folder_errors_told,
+    store_unavailable,
+)
 from gateway.batches.stored_responses import RESPONSE_PREFIX, response_not_found
+from gateway.batches.unfinished_work import UnfinishedWork
 from gateway.batches.webhook_events import ResponseEnd, WebhookEvents
 from gateway.config.batches import BatchSettings
 from gateway.errors import GatewayError
@@ -53,6 +59,9 @@ POLL_SECONDS = 1.0
 CLEAN_SECONDS = 10.0
 """Between two rounds of ending what is late and removing what is due."""
 
+IDLE_CLEAN_SECONDS = 60.0
+"""The same while nothing waits or runs: only what was kept becomes due."""
+
 ADD_PAUSES = (0.2, 0.5, 1.0)
 """Seconds after which it is tried again to add a request to a store that does not answer."""
 
@@ -67,9 +76,6 @@ MOST_STEPS = 50
 
 UNWRITTEN_SECONDS = 60.0
 """After a response's end was recorded by a process that then wrote nothing, another one writes."""
-
-RETRY_AFTER = 5.0
-"""`Retry-After` in seconds, where nothing better is known."""
 
 GIVE_UP_SECONDS = 5.0
 """Most seconds to end what clients wait for, at the end."""
@@ -121,6 +127,7 @@ class BackgroundRequests:
         webhooks: WebhookEvents,
         settings: Callable[[], BatchSettings],
         now: Callable[[], float],
+        work: UnfinishedWork,
     ) -> None:
         self.store = store
         self.folder = folder
@@ -134,6 +141,7 @@ class BackgroundRequests:
         """Called with the id of a request whose run is to end."""
         self._settings = settings
         self._now = now
+        self._work = work
         self._opening = asyncio.Lock()
         self.waited_for: dict[str, StoredRow] = {}
         """Requests whose clients wait in this process, by their ids."""
@@ -145,7 +153,7 @@ class BackgroundRequests:
     async def add(self, new: NewRequest) -> StoredRow:
         """Take a request. Raises: GatewayError 429, 503, 507."""
         settings, created_at = self._settings(), self._now()
-        with told():
+        with folder_errors_told("request"):
             folder = await self.opened()
             name = await self.threads.run(self._write, REQUEST, new.body)
         id_ = f"{_PREFIXES[new.kind]}{name.rpartition('-')[2]}"
@@ -153,7 +161,7 @@ class BackgroundRequests:
         if new.kind is RequestKind.RESPONSE:
             response = queued_response(id_, created_at, new.echoed or {})
             try:
-                with told():
+                with folder_errors_told("request"):
                     events = await ResponseEvents.create(self.logs, response, self._now)
                     log_name, log_bytes = events.name, events.size
                     await events.close()
@@ -173,7 +181,10 @@ class BackgroundRequests:
         )  # fmt: skip
         if log_name is not None:
             row = replace(row, result_offset=0, result_length=log_bytes)
-        used = await self._added(row, settings)
+        try:
+            used = await self._added(row, settings)
+        finally:
+            self._work.added()  # It may have its row, though the store has not said so.
         if used is not None:
             await self._remove_files(row)
             if isinstance(used, Kept):
@@ -203,11 +214,11 @@ class BackgroundRequests:
                 # It may have its row, and a client that is told otherwise would send it again. If
                 # it has none in the end, `run` removes its files.
                 if pause is None:
-                    raise store_error(error) from None
+                    raise store_unavailable(error) from None
                 await asyncio.sleep(pause)
             except StoreError as error:
                 await self._remove_files(row)
-                raise store_error(error) from None
+                raise store_unavailable(error) from None
         raise AssertionError
 
     def _write(self, kind: str, data: bytes) -> str:
@@ -236,7 +247,7 @@ class BackgroundRequests:
 
     async def body(self, row: StoredRow) -> bytes:
         """The request's body. Raises: GatewayError 404, 503."""
-        with told():
+        with folder_errors_told("request"):
             try:
                 return await self.threads.run(self.folder.read, row.place, row.offset, row.length)
             except FileNotFoundError:
@@ -246,7 +257,7 @@ class BackgroundRequests:
         """The result of a deferred request. Raises: GatewayError 404, 503."""
         assert row.result_place is not None
         assert row.result_length is not None
-        with told():
+        with folder_errors_told("request"):
             try:
                 return await self.threads.run(
                     self.folder.read, row.result_place, row.result_offset, row.result_length
@@ -257,7 +268,7 @@ class BackgroundRequests:
     async def response(self, row: StoredRow) -> JsonObject:
         """A response as it is now. Raises: GatewayError 404, 503."""
         assert row.result_place is not None
-        with told():
+        with folder_errors_told("request"):
             try:
                 opened = await self.logs.open(row.result_place)
                 try:
@@ -341,7 +352,7 @@ class BackgroundRequests:
         try:
             row = await self.store.run(job)
         except StoreError as error:
-            raise store_error(error) from None
+            raise store_unavailable(error) from None
         if row is None:
             raise not_found(id_, kind)
         self._end_run(id_)
@@ -397,7 +408,7 @@ class BackgroundRequests:
         try:
             row = await self.store.run(job)
         except StoreError as error:
-            raise store_error(error) from None
+            raise store_unavailable(error) from None
         if row is None:
             raise not_found(id_, kind)
         self._end_run(id_)
@@ -444,12 +455,14 @@ class BackgroundRequests:
 
     async def run(self) -> None:
         """End what is late, and remove what is due or left over, until cancelled."""
-        orphans_at, problem = self._now(), ""
+        orphans_at, clean_at, problem = self._now(), 0.0, ""
         try:
             while True:
                 try:
                     orphans = self._now() >= orphans_at
-                    await self.clean(orphans=orphans)
+                    if orphans or self._now() >= clean_at or await self._work.exists():
+                        await self.clean(orphans=orphans)
+                        clean_at = self._now() + IDLE_CLEAN_SECONDS
                     problem = ""
                     if orphans:
                         orphans_at = self._now() + ORPHAN_SECONDS
@@ -526,7 +539,7 @@ class BackgroundRequests:
         try:
             return await self.store.run(job, write=False)
         except StoreError as error:
-            raise store_error(error) from None
+            raise store_unavailable(error) from None
 
 
 EXPIRED_MESSAGE = "The time was over before there was a response."
@@ -562,36 +575,6 @@ def not_found(id_: str, kind: RequestKind) -> GatewayError:
     return GatewayError(
         404, "background_not_found", "There is no such background request, or it has expired."
     )
-
-
-def store_error(error: StoreError) -> GatewayError:
-    """503: the store can't be used now."""
-    return GatewayError(
-        503,
-        "store_unavailable",
-        f"The gateway's store can't be used now ({error.state}).",
-        retry_after=RETRY_AFTER,
-    )
-
-
-@contextlib.contextmanager
-def told() -> Iterator[None]:
-    """Turn the folder's errors into responses; paths and remedies are for the log alone."""
-    try:
-        yield
-    except FolderFull as error:
-        log.warning("no room for a request", why=str(error))
-        raise GatewayError(
-            507, "storage_full", "The gateway has no room for this request.", retryable=False
-        ) from None
-    except FolderError as error:
-        log.warning("the folder of requests can't be used", why=str(error))
-        raise GatewayError(
-            503,
-            "storage_unavailable",
-            "The gateway's folder of requests can't be used now.",
-            retry_after=RETRY_AFTER,
-        ) from None
 
 
 def _listed(folder: Folder, kind: str) -> list[FoundFile]:

@@ -22,7 +22,7 @@ from gateway.batches.background_requests import (
     BackgroundRequests,
     keep_seconds,
 )
-from gateway.batches.claims import Claim, Pick
+from gateway.batches.claims import Pick
 from gateway.batches.deferred import DeferredHead, DeferredResult
 from gateway.batches.folder import FolderError
 from gateway.batches.kept_bytes import full_owners, note_log_sizes
@@ -31,7 +31,7 @@ from gateway.batches.recorded_results import RecordedResult, record
 from gateway.batches.recovered_usage import recovered_usage
 from gateway.batches.request_rows import StoredRow
 from gateway.batches.response_events import ResponseEvents
-from gateway.batches.row_leases import ClockJumps
+from gateway.batches.row_leases import RowLeases
 from gateway.batches.runner import (
     MOST_RUNS,
     Outcome,
@@ -41,6 +41,7 @@ from gateway.batches.runner import (
     StoredRequest,
 )
 from gateway.batches.states import RequestKind, RequestState
+from gateway.batches.unfinished_work import UnfinishedWork
 from gateway.batches.webhook_events import ResponseEnd
 from gateway.config.batches import BatchSettings
 from gateway.errors import GatewayError
@@ -56,7 +57,7 @@ RENEW_SECONDS = 5.0
 """Between two times that the process says what it runs."""
 
 LOOK_SECONDS = 1.0
-"""Between two looks for requests, where nobody tells that there are some."""
+"""Between two looks for requests while there is work, where nobody tells that some have come."""
 
 RETRY_SECONDS = 2.0
 """Before the second of these; before the third, twice as many."""
@@ -99,6 +100,8 @@ class BackgroundRunner:
     def __init__(
         self,
         requests: BackgroundRequests,
+        leases: RowLeases,
+        work: UnfinishedWork,
         runner: Runner,
         rooms: BatchRoomService,
         ledger: Ledger,
@@ -108,6 +111,8 @@ class BackgroundRunner:
         nodes: Callable[[], Iterable[tuple[str, str]]] = tuple,
     ) -> None:
         self._requests = requests
+        self._leases = leases
+        self._work = work
         self._runner = runner
         self._rooms = rooms
         self._ledger = ledger
@@ -133,7 +138,6 @@ class BackgroundRunner:
         """Requests that are to wait again, as their run has not begun."""
         self._idle = asyncio.Event()
         """Set when nothing runs any more."""
-        self._jumps = ClockJumps()
         requests.unwanted.append(self._end_run)
 
     def __len__(self) -> int:
@@ -153,13 +157,15 @@ class BackgroundRunner:
         try:
             while True:
                 try:
-                    if loop.time() >= renew_at:
-                        renew_at = loop.time() + RENEW_SECONDS
-                        await self._renew()
+                    await self._leases.write()
                     self._raise_class()
                     if self._is_closing():
                         self._give_back_waiting()
-                    await self._claim()
+                    if self._running or await self._work.exists():
+                        if loop.time() >= renew_at:
+                            renew_at = loop.time() + RENEW_SECONDS
+                            await self._renew()
+                        await self._claim()
                     self._problem = ""
                 except (StoreError, FolderError) as error:
                     if self._problem != str(error):
@@ -187,9 +193,10 @@ class BackgroundRunner:
         ids = [id_ for id_, task in tasks.items() if task.done()]
         if len(ids) < len(tasks):
             log.warning("background requests do not end", requests=len(tasks) - len(ids))
-        with contextlib.suppress(StoreError, TimeoutError):
+        self._leases.put_back(ids, 0.0)
+        with contextlib.suppress(StoreError, FolderError, TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS):
-                await self._put_back(ids, 0.0)
+                await self._leases.write()
 
     # Claims.
 
@@ -205,7 +212,7 @@ class BackgroundRunner:
         if self._is_closing():
             # Their clients wait here, as those of other requests do.
             pick = Pick(room, RequestKind.RESPONSE, ids=list(requests.waited_for))
-            await self._begin(Claim(folder, self._process.id, [pick], now, LEASE_SECONDS))
+            await self._begin([pick])
             return
         owners = await requests.store.run(
             partial(background_rows.waiting_owners, folder=folder, now=now), write=False
@@ -216,13 +223,13 @@ class BackgroundRunner:
             return
         share = max(1, room // len(owners))
         picks = [Pick(share, kind, owner=owner, by_deadline=True) for owner, kind in owners[:room]]
-        begun = await self._begin(Claim(folder, self._process.id, picks, now, LEASE_SECONDS))
+        begun = await self._begin(picks)
         if begun and begun < room:
             requests.wakes.set()  # Others may have left some of their share.
 
-    async def _begin(self, claim: Claim) -> int:
+    async def _begin(self, picks: Sequence[Pick]) -> int:
         """Begin what can be claimed; how many those are."""
-        rows = await self._requests.store.run(claim)
+        rows = await self._leases.claim_rows(picks)
         for row in rows:
             self._running[row.id] = asyncio.create_task(self._serve(row))
             if row.class_ == Priority.BATCH.label:
@@ -252,22 +259,11 @@ class BackgroundRunner:
             self._rooms.raise_class(some, priority)
 
     async def _renew(self) -> None:
-        requests, ids = self._requests, list(self._running)
-        folder = await requests.opened()
-        if ids:
+        if ids := set(self._running):
             # First: the store may have been away for longer than a lease.
-            wanted = await requests.store.run(
-                partial(claims.renew, process=self._process.id, ids=ids, now=self._now(),
-                        lease_seconds=LEASE_SECONDS)
-            )  # fmt: skip
-            await self._end_unwanted(set(ids) - wanted)
+            await self._end_unwanted(ids - await self._leases.renew(ids))
             await self._note_sizes()
-        now = self._now()
-        if not self._jumps.jumped(now):
-            await requests.store.run(
-                partial(claims.release_lost, folder=folder, own=self._process, now=now,
-                        own_kinds=[RequestKind.RESPONSE, RequestKind.DEFERRED])
-            )  # fmt: skip
+        await self._leases.release_lost()
 
     async def _note_sizes(self) -> None:
         """Tell the store how much the logs have grown."""
@@ -314,14 +310,10 @@ class BackgroundRunner:
                 self._given_back.add(id_)
                 task.cancel()
 
-    async def _put_back(
-        self, ids: Sequence[str], not_before: float, *, failed: bool = False
-    ) -> None:
-        if ids:
-            await self._requests.store.run(
-                partial(claims.put_back, process=self._process.id, ids=ids,
-                        not_before=not_before, failed=failed)
-            )  # fmt: skip
+    async def _put_back(self, id_: str, not_before: float, *, failed: bool = False) -> None:
+        """Let a request wait again. Returns when the store knows it."""
+        self._leases.put_back([id_], not_before, failed=failed)
+        await self._until_stored(self._leases.write)
 
     # One request.
 
@@ -332,12 +324,10 @@ class BackgroundRunner:
                 await self._run_once(row)
             except (RowDeferred, _FailedRun) as again:
                 not_before, failed = self._now() + again.seconds, isinstance(again, _FailedRun)
-                await self._until_stored(
-                    partial(self._put_back, [row.id], not_before, failed=failed)
-                )
+                await self._put_back(row.id, not_before, failed=failed)
             except asyncio.CancelledError:
                 if row.id in self._given_back and row.id not in self._unwanted:
-                    await self._until_stored(partial(self._put_back, [row.id], 0.0))
+                    await self._put_back(row.id, 0.0)
                     return
                 if row.id not in self._unwanted:
                     raise
@@ -347,8 +337,7 @@ class BackgroundRunner:
             raise
         except Exception:
             log.exception("a background request failed", request=row.id)
-            with contextlib.suppress(StoreError):
-                await self._put_back([row.id], self._now() + LEASE_SECONDS, failed=True)
+            self._leases.put_back([row.id], self._now() + LEASE_SECONDS, failed=True)
         finally:
             self._unwanted.discard(row.id)
             self._given_back.discard(row.id)
@@ -477,12 +466,12 @@ class BackgroundRunner:
             with contextlib.suppress(FolderError):
                 await self._requests.threads.run(self._requests.folder.delete, result.file)
 
-    async def _until_stored(self, work: Callable[[], Coroutine[None, None, None]]) -> None:
+    async def _until_stored(self, work: Callable[[], Coroutine[None, None, object]]) -> None:
         """Do this work of the store, however long the store can't be used."""
         while True:
             try:
                 await work()
-            except StoreError as error:
+            except (StoreError, FolderError) as error:
                 log.warning("a background result waits for the store", why=str(error))
                 await asyncio.sleep(STORE_SECONDS)
             else:

@@ -32,7 +32,6 @@ from gateway.batches.batch_rows import (
 from gateway.batches.batch_upkeep import BatchUpkeep
 from gateway.batches.disk_threads import DiskThreads
 from gateway.batches.file_rows import DeleteFile
-from gateway.batches.files import folder_errors_told, store_unavailable
 from gateway.batches.folder import Folder, FolderError, NewFile
 from gateway.batches.intake import REQUESTS, Intake
 from gateway.batches.kept_bytes import kept_by, kept_too_much
@@ -40,6 +39,8 @@ from gateway.batches.progress import BatchProgress, SpeedMeter, progress_of
 from gateway.batches.request_rows import StoredRow, result_rows, work_left
 from gateway.batches.result_lines import ANTHROPIC
 from gateway.batches.states import new_id
+from gateway.batches.storage_errors import folder_errors_told, store_unavailable
+from gateway.batches.unfinished_work import UnfinishedWork
 from gateway.config.batches import BatchSettings
 from gateway.config.fields import format_duration, parse_duration
 from gateway.errors import GatewayError
@@ -151,6 +152,7 @@ class BatchRegistry:
         now: Callable[[], float],
         clock: Callable[[], float],
         threads: DiskThreads | None = None,
+        work: UnfinishedWork | None = None,
         *,
         price: TokenPrice = lambda _: None,
         on_end: EndListener | None = None,
@@ -170,9 +172,11 @@ class BatchRegistry:
         self._speeds = SpeedMeter()
         intake = Intake(store, folder, self._threads, settings, now, on_end)
         end = BatchEnd(store, folder, self._threads, settings, now, on_end)
+        self._work = work or UnfinishedWork(store, folder, self._threads, clock)
         self.upkeep = BatchUpkeep(
-            store, folder, self._threads, intake, end, self._speeds, now, clock, on_rows, on_end
-        )
+            store, folder, self._threads, intake, end, self._speeds, now, clock, self._work,
+            on_rows, on_end,
+        )  # fmt: skip
 
     # For callers. All raise GatewayError 503 while the store or the folder can't be used.
 
@@ -186,7 +190,10 @@ class BatchRegistry:
         except GatewayError:
             await self._discard(new)
             raise
-        done = await self._added(batch, new)
+        try:
+            done = await self._added(batch, new)
+        finally:
+            self._work.added()  # It may be there, though the store has not said so.
         if done.outcome == "added":
             assert done.batch is not None
             self.upkeep.wake()

@@ -34,6 +34,7 @@ from gateway.batches.progress import SpeedMeter
 from gateway.batches.request_rows import STEP_ROWS
 from gateway.batches.results import RESULTS, STORAGE_FULL, STORAGE_UNAVAILABLE
 from gateway.batches.states import BatchState
+from gateway.batches.unfinished_work import UnfinishedWork
 from gateway.store.failures import StoreError
 from gateway.store.schema import batches, stored_requests
 from gateway.store.store import Store
@@ -90,6 +91,7 @@ class BatchUpkeep:
         speeds: SpeedMeter,
         now: Callable[[], float],
         clock: Callable[[], float],
+        work: UnfinishedWork,
         on_rows: Callable[[], None],
         on_end: EndListener | None = None,
     ) -> None:
@@ -102,6 +104,7 @@ class BatchUpkeep:
         self._speeds = speeds
         self._now = now
         self._clock = clock
+        self._work = work
         self._on_end = on_end
         self._wakes = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -125,7 +128,8 @@ class BatchUpkeep:
         try:
             while True:
                 try:
-                    await self.round()
+                    if await self._is_due():
+                        await self.round()
                 except (FolderError, StoreError) as error:
                     self._failed("", str(error))
                 else:
@@ -139,6 +143,13 @@ class BatchUpkeep:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _is_due(self) -> bool:
+        """Whether a round may have something to do. Raises: FolderError, StoreError."""
+        if await self._work.exists() or self._tasks:
+            return True
+        was_idle, self._is_idle = self._is_idle, True
+        return not was_idle or self._clock() >= min(self._remove_at, self._clean_at)
 
     async def round(self) -> None:
         """Begin what is due. Raises: FolderError, StoreError."""

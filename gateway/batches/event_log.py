@@ -20,6 +20,7 @@ from gateway.batches import log_file
 from gateway.batches.disk_threads import DISK_SECONDS, DiskThreads
 from gateway.batches.folder import Folder, FolderError
 from gateway.batches.log_file import TERMINAL_TYPES, Extent, LogBroken, Write, event_data
+from gateway.batches.log_syncs import LogSyncs
 from gateway.proxy.api.resuming import named_event
 from gateway.proxy.json_values import JsonObject
 
@@ -28,9 +29,6 @@ COMMIT_SECONDS = 0.03
 
 COMMIT_SHARE = 2.0
 """After a round the loop rests for so many times its duration: the disk is not kept busy."""
-
-SYNC_SECONDS = 1.0
-"""Least seconds between two rounds that bring what was written to the disk."""
 
 BEAT_SECONDS = 0.25
 """Between two looks at those who wait."""
@@ -227,6 +225,7 @@ class EventLog:
             return True
         changed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiters[changed] = self._logs.clock()
+        self._logs.waited_for.set()
         try:
             return await changed
         finally:
@@ -419,7 +418,9 @@ class EventLogs:
         self._opening: dict[str, asyncio.Lock] = {}
         self._dirty: dict[EventLog, None] = {}
         self._wakes = asyncio.Event()
-        self._unsynced: set[str] = set()
+        self.waited_for = asyncio.Event()
+        """Set while somebody waits for more of a log."""
+        self._syncs = LogSyncs(folder, threads)
         self._rounds: set[asyncio.Task[None]] = set()
         """Rounds of writing under way: one of logs that end, one of others."""
         self._ends = False
@@ -499,7 +500,8 @@ class EventLogs:
     async def run(self) -> None:
         """Write, sync and wake, until it is cancelled; then what is pending is written."""
         loops = [
-            asyncio.create_task(loop) for loop in (self._commits(), self._syncs(), self._beats())
+            asyncio.create_task(loop)
+            for loop in (self._commits(), self._syncs.run(), self._beats())
         ]
         try:
             await asyncio.gather(*loops)
@@ -563,23 +565,18 @@ class EventLogs:
         for (log, write), failure in zip(taken, results, strict=True):
             log.written(write, failure)
             if failure is None and not write.sync:
-                self._unsynced.add(log.name)
+                self._syncs.add(log.name)
             if log.has_pending:
                 self.mark_dirty(log)
 
-    async def _syncs(self) -> None:
-        while True:
-            await asyncio.sleep(SYNC_SECONDS)
-            names, self._unsynced = sorted(self._unsynced), set()
-            if names:
-                with contextlib.suppress(FolderError):
-                    await self.threads.run(log_file.sync_all, self.folder, names)
-
     async def _beats(self) -> None:
         while True:
+            await self.waited_for.wait()
             await asyncio.sleep(BEAT_SECONDS)
             now = self.clock()
             waited = [log for log in self._open.values() if log.is_waited_for]
+            if not waited:
+                self.waited_for.clear()
             for log in waited:
                 log.beat(now)
             await self._look([log for log in waited if not log.is_written_here])

@@ -21,7 +21,6 @@ import structlog
 from gateway.batches.claims import Pick
 from gateway.batches.feeding import (
     MOST_LATE,
-    Lane,
     Pace,
     in_danger,
     late_places,
@@ -29,7 +28,7 @@ from gateway.batches.feeding import (
     rows_to_offer,
 )
 from gateway.batches.folder import FolderError
-from gateway.batches.late_rows import LateRows
+from gateway.batches.held_rows import HeldRow, TargetRows
 from gateway.batches.progress import FeederCounts
 from gateway.batches.request_rows import StoredRow
 from gateway.batches.row_leases import RowLeases
@@ -43,6 +42,7 @@ from gateway.batches.runner import (
     StoredRequest,
 )
 from gateway.batches.supply import IDLE_SECONDS, READ_SECONDS, Supply
+from gateway.batches.unfinished_work import UnfinishedWork
 from gateway.lease import BatchRoom, BatchRoomService
 from gateway.request import Priority
 from gateway.store.failures import StoreError
@@ -80,6 +80,9 @@ MOST_PROBES = 64
 AWAY_SECONDS = 2.0
 """Seconds after which a store or folder that has failed is tried again."""
 
+COUNT_SECONDS = 60.0
+"""Seconds after which batches are counted again while none is unfinished: some are removed."""
+
 END_SECONDS = 3.0
 """Most seconds to put back what is left, at the end."""
 
@@ -96,43 +99,6 @@ class Results(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
-    """A claimed row."""
-
-    row: StoredRow
-    target: RequestTarget | None
-    body: bytes | None
-    """None: it runs or has run."""
-    task: asyncio.Task[None] | None = None
-    has_slot: bool = False
-    """Whether it counts as running in its lane."""
-    recording: bool = False
-    """Whether it has a result, which is being recorded."""
-    in_late_place: bool = False
-    """Whether it was offered as late, without room for class `batch`."""
-
-
-@dataclass(slots=True, eq=False)
-class _TargetRows:
-    """The lane of one target, and what is known of its room."""
-
-    pace: Pace
-    lane: Lane = field(default_factory=Lane)
-    credit: int = 0
-    """Rows that may be offered now."""
-    slots: int = 0
-    urgent: list[str] = field(default_factory=list)
-    """Batches whose deadline is in danger, the nearest first."""
-    late: LateRows = field(default_factory=LateRows)
-    """Those of them whose class is raised."""
-    arriving: set[str] = field(default_factory=set)
-    """Rows that were offered and that the scheduler has not seen yet."""
-    probes: int = 1
-    """Rows that are tried at a time while no node is there."""
-    paused_until: float = 0.0
-
-
-@dataclass(slots=True, eq=False)
 class Feeder:
     """Feeds the lines of batches to the scheduler. `clock` is monotonic, `now` gives Unix time."""
 
@@ -141,12 +107,13 @@ class Feeder:
     runner: Runner
     results: Results
     rooms: BatchRoomService
+    work: UnfinishedWork
     clock: Callable[[], float]
     now: Callable[[], float]
     counts: FeederCounts = field(default_factory=FeederCounts)
     renew_seconds: float = RENEW_SECONDS
-    _held: dict[str, _Held] = field(default_factory=dict)
-    _targets: dict[RequestTarget | None, _TargetRows] = field(default_factory=dict)
+    _held: dict[str, HeldRow] = field(default_factory=dict)
+    _targets: dict[RequestTarget | None, TargetRows] = field(default_factory=dict)
     _paused: dict[str, float] = field(default_factory=dict)
     """Owners whose limits are reached, and until when they are left alone."""
     _careful: dict[str, float] = field(default_factory=dict)
@@ -159,6 +126,10 @@ class Feeder:
     _ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when no row is held."""
     _stopped: bool = False
+    _is_work: bool = True
+    """Whether anything was unfinished when it was last asked."""
+    _count_at: float = 0.0
+    """When it is counted what is in the store, though nothing is unfinished."""
     _problem: str | None = None
 
     @property
@@ -255,7 +226,12 @@ class Feeder:
         if self._stopped:
             return
         if self.clock() >= self.supply.read_at:
-            await self._read_waiting()
+            # Once more behind the last work: its counts have changed.
+            was_work, self._is_work = self._is_work, await self.work.exists()
+            if self._is_work or was_work or self._held or self.clock() >= self._count_at:
+                await self._read_waiting()
+            else:
+                self.supply.read_at = self.clock() + IDLE_SECONDS
         for target, state in list(self._targets.items()):
             self._look(target, state)
             if picks := await self._picks(target, state):
@@ -271,11 +247,12 @@ class Feeder:
         for group in waiting.groups:
             counts.waiting[group.kind.value] += group.rows
         counts.batches, counts.oldest = waiting.batches, waiting.oldest
+        self._count_at = self.clock() + COUNT_SECONDS
         for target in self.supply.known_targets():
             if target not in self._targets:
-                self._targets[target] = _TargetRows(Pace(self.clock))
+                self._targets[target] = TargetRows(Pace(self.clock))
 
-    async def _picks(self, target: RequestTarget | None, state: _TargetRows) -> list[Pick]:
+    async def _picks(self, target: RequestTarget | None, state: TargetRows) -> list[Pick]:
         """What to claim for a target."""
         bodies = sum(len(held.body) for held in self._held.values() if held.body is not None)
         if self.clock() < state.paused_until or bodies >= MOST_BODIES:
@@ -314,10 +291,10 @@ class Feeder:
             return
         if body is None:
             log.warning("the input of a batch is missing", batch=row.batch)
-        held = self._held[row.id] = _Held(row, target, body or b"")
+        held = self._held[row.id] = HeldRow(row, target, body or b"")
         state = self._targets.get(target)
         if state is None:
-            state = self._targets[target] = _TargetRows(Pace(self.clock))
+            state = self._targets[target] = TargetRows(Pace(self.clock))
         state.lane.add(held.row)
 
     # Offering.
@@ -346,7 +323,7 @@ class Feeder:
                 # What is offered here takes room that the next target may have too.
                 await asyncio.sleep(0)
 
-    def _look(self, target: RequestTarget | None, state: _TargetRows) -> None:
+    def _look(self, target: RequestTarget | None, state: TargetRows) -> None:
         """See how much room there is."""
         lane, registry = state.lane, self.runner.registry
         state.arriving = {
@@ -381,7 +358,7 @@ class Feeder:
             offered = [one.row for one in rows if one.has_slot]
             state.late.raise_class(offered, self.rooms, self.runner)
 
-    def _offer(self, target: RequestTarget | None, state: _TargetRows) -> None:
+    def _offer(self, target: RequestTarget | None, state: TargetRows) -> None:
         """Start rows, as many as there is room for."""
         if self._stopped or self.clock() < state.paused_until:
             return
@@ -412,7 +389,7 @@ class Feeder:
         if self.supply.works_of(target) and state.lane.ready <= max(1, state.slots):
             self._claims.set()
 
-    def _next_late(self, state: _TargetRows, left_out: set[str]) -> StoredRow | None:
+    def _next_late(self, state: TargetRows, left_out: set[str]) -> StoredRow | None:
         """The late row that may wait for a slot; None: there is none, or enough wait."""
         late = state.late
         if not late.batches or not state.slots or self.clock() < late.paused_until:
@@ -432,7 +409,7 @@ class Feeder:
             return False
         return True
 
-    def _slot_free(self, held: _Held, state: _TargetRows) -> None:
+    def _slot_free(self, held: HeldRow, state: TargetRows) -> None:
         """A row has left its slot: the next one goes there."""
         if not held.has_slot:
             return
@@ -443,7 +420,7 @@ class Feeder:
 
     # Running.
 
-    async def _run(self, held: _Held, state: _TargetRows) -> None:
+    async def _run(self, held: HeldRow, state: TargetRows) -> None:
         """Run one row to its result, or let it wait again."""
         row, runner = held.row, self.runner
         body, held.body = held.body or b"", None
@@ -482,7 +459,7 @@ class Feeder:
             if held.body is None:
                 self._let_go(held)
 
-    async def _record(self, held: _Held, state: _TargetRows, outcome: Outcome) -> None:
+    async def _record(self, held: HeldRow, state: TargetRows, outcome: Outcome) -> None:
         held.recording = True
         if not state.slots:
             # Without a node it has a result all the same: so have others, likely.
@@ -494,7 +471,7 @@ class Feeder:
         else:
             self.counts.outcomes["done" if outcome.status < 400 else "failed"] += 1
 
-    def _let_go(self, held: _Held) -> None:
+    def _let_go(self, held: HeldRow) -> None:
         self._held.pop(held.row.id, None)
         if self.leases.has_put_back:
             self._claims.set()
@@ -502,7 +479,7 @@ class Feeder:
             self._ended.set()
 
     def _deferred(
-        self, held: _Held, state: _TargetRows, body: bytes, deferred: RowDeferred
+        self, held: HeldRow, state: TargetRows, body: bytes, deferred: RowDeferred
     ) -> None:
         """A row that could not be run now waits again."""
         self.counts.deferred += 1
@@ -536,7 +513,7 @@ class Feeder:
             seconds = max(seconds, (row.deadline - self.now()) / 4)
         self.leases.put_back([row.id], self.now() + seconds)
 
-    def _keep(self, held: _Held, state: _TargetRows, body: bytes) -> None:
+    def _keep(self, held: HeldRow, state: TargetRows, body: bytes) -> None:
         """A row that could not run keeps its claim, and is offered again."""
         self._slot_free(held, state)
         held.task, held.body = None, body
@@ -556,6 +533,8 @@ class Feeder:
     async def _renew_step(self) -> None:
         """Say that this process still runs its rows; take back what lost processes had."""
         ids = set(self._held)
+        if not ids and not await self.work.exists():
+            return
         wanted = await self.leases.renew(ids)
         self._drop_unwanted(ids - wanted)
         await self._stop_paused()
@@ -572,7 +551,7 @@ class Feeder:
         of_paused = (held for held in self._held.values() if held.row.batch in paused)
         self._drop_unwanted(self._not_begun(of_paused))
 
-    def _not_begun(self, some: Iterable[_Held]) -> set[str]:
+    def _not_begun(self, some: Iterable[HeldRow]) -> set[str]:
         """Those of the rows that are ready or wait for a slot."""
         ready = (held for held in some if held.task is None or held.has_slot)
         return {held.row.id for held in ready if not self.runner.has_begun(held.row.id)}

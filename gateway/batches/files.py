@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from itertools import islice
 from typing import Any, BinaryIO, TypeVar
@@ -30,8 +30,9 @@ from gateway.batches.file_rows import (
     ReadPage,
     StoredFile,
 )
-from gateway.batches.folder import Folder, FolderError, FolderFull, FoundFile, NewFile
+from gateway.batches.folder import Folder, FolderError, FoundFile, NewFile
 from gateway.batches.kept_bytes import Kept, kept_by, kept_too_much
+from gateway.batches.storage_errors import folder_errors_told, store_unavailable
 from gateway.config.batches import BatchSettings
 from gateway.errors import GatewayError
 from gateway.store.failures import StoreError, StoreUnavailable
@@ -48,9 +49,6 @@ MOST_UPLOADS_OF_OWNER = 8
 
 UPLOAD_RETRY_AFTER = 2.0
 """`Retry-After` in seconds when there are too many uploads."""
-
-STORE_RETRY_AFTER = 5.0
-"""`Retry-After` in seconds while the store or the folder can't be used."""
 
 CLEAN_SECONDS = 60.0
 """Seconds between two rounds of removing what has expired."""
@@ -366,39 +364,6 @@ def file_too_large(most_bytes: int) -> GatewayError:
         f"The file is larger than {most_bytes} bytes ('batches.file_bytes').",
         param="file",
     )
-
-
-def store_unavailable(error: StoreError) -> GatewayError:
-    """503: the store can't be used now."""
-    return GatewayError(
-        503,
-        "store_unavailable",
-        f"The gateway's store can't be used now ({error.state}).",
-        retry_after=STORE_RETRY_AFTER,
-    )
-
-
-@contextlib.contextmanager
-def folder_errors_told() -> Iterator[None]:
-    """Turn the folder's errors into responses; paths and remedies are for the log alone."""
-    try:
-        yield
-    except FolderFull as error:
-        log.warning("no room for a file", why=str(error))
-        raise GatewayError(
-            507,
-            "storage_full",
-            "The gateway has no room for this file. Delete files, or ask its operator.",
-            retryable=False,
-        ) from None
-    except FolderError as error:
-        log.warning("the folder of files can't be used", why=str(error))
-        raise GatewayError(
-            503,
-            "storage_unavailable",
-            "The gateway's folder of files can't be used now.",
-            retry_after=STORE_RETRY_AFTER,
-        ) from None
 
 
 def _listed(folder: Folder) -> list[FoundFile]:

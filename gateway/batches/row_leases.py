@@ -70,7 +70,7 @@ class ClockJumps:
 
 @dataclass(slots=True, eq=False)
 class RowLeases:
-    """Claims rows of a folder for one process. `now` gives Unix time."""
+    """Claims rows of a folder for one process, all of these kinds. `now` gives Unix time."""
 
     store: Store
     folder: Folder
@@ -78,6 +78,7 @@ class RowLeases:
     process: ProcessIdentity
     now: Callable[[], float]
     lease_seconds: float = LEASE_SECONDS
+    kinds: Sequence[RequestKind] = (RequestKind.LINE,)
     _put_back: defaultdict[tuple[float, bool], set[str]] = field(
         default_factory=lambda: defaultdict(set)
     )
@@ -91,6 +92,17 @@ class RowLeases:
         opened = self.folder.id
         return opened if opened is not None else await self.threads.run(self.folder.open)
 
+    async def claim_rows(self, picks: Sequence[Pick]) -> list[StoredRow]:
+        """Claim rows; their bodies are for others to read. Raises: StoreError, FolderError."""
+        claim = Claim(
+            await self.open_folder(), self.process.id, picks, self.now(), self.lease_seconds
+        )
+        try:
+            return await self.store.run(claim)
+        except (StoreError, asyncio.CancelledError):
+            self._unknown.append(claim.now)
+            raise
+
     async def claim(
         self, picks: Sequence[Pick], most_bytes: int
     ) -> list[tuple[StoredRow, bytes | None]]:
@@ -98,14 +110,7 @@ class RowLeases:
 
         Raises: StoreError, FolderError.
         """
-        claim = Claim(
-            await self.open_folder(), self.process.id, picks, self.now(), self.lease_seconds
-        )
-        try:
-            rows, size = await self.store.run(claim), 0
-        except (StoreError, asyncio.CancelledError):
-            self._unknown.append(claim.now)
-            raise
+        rows, size = await self.claim_rows(picks), 0
         for number, row in enumerate(rows):
             size += row.length
             if size > most_bytes and number:
@@ -147,9 +152,8 @@ class RowLeases:
         folder, now = await self.open_folder(), self.now()
         if self._jumps.jumped(now):
             return 0
-        kinds = [RequestKind.LINE]
         return await self.store.run(
-            partial(release_lost, folder=folder, own=self.process, now=now, own_kinds=kinds)
+            partial(release_lost, folder=folder, own=self.process, now=now, own_kinds=self.kinds)
         )
 
     @property

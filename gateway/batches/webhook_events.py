@@ -36,6 +36,8 @@ class WebhookEvents:
     def __init__(self, targets: WebhookTargets, now: Callable[[], float]) -> None:
         self._targets = targets
         self._now = now
+        self.recorded = 0
+        """Deliveries that jobs have added; those of a job that fails are counted, too."""
 
     def batch_ended(self, connection: Connection, batch: Batch) -> None:
         """A batch of either API has ended."""
@@ -54,4 +56,4 @@ class WebhookEvents:
 
     def _add(self, connection: Connection, event: WebhookEvent, named: str | None) -> None:
         urls = self._targets.receivers(event.owner, event.group_name, event.type, named)
-        add_deliveries(connection, urls, event, self._now())
+        self.recorded += len(add_deliveries(connection, urls, event, self._now()))

@@ -120,7 +120,9 @@ class WebhookSender:
         policy: RetryPolicy | None = None,
         now: Callable[[], float] = time.time,
         poll_seconds: float = POLL_SECONDS,
+        recorded: Callable[[], int] | None = None,
     ) -> None:
+        """`recorded`: how many deliveries this process has added; None: that is not known."""
         self.waiting = 0
         """Deliveries that wait in the store, of all processes, when it was last looked at."""
         self._store = store
@@ -131,6 +133,11 @@ class WebhookSender:
         self._policy = policy or RetryPolicy()
         self._now = now
         self._poll_seconds = poll_seconds
+        self._recorded = recorded
+        self._none_since: tuple[int, int] | None = None
+        """The changes of the store and `recorded` before the look that found nothing."""
+        self._next_look = 0.0
+        """When to look though nothing is new."""
         self._woken = asyncio.Event()
         self._running: dict[asyncio.Task[None], Delivery] = {}
         self._of_origin: Counter[str] = Counter()
@@ -151,7 +158,9 @@ class WebhookSender:
             while True:
                 self._woken.clear()
                 try:
-                    next_at = await self._look()
+                    next_at = (
+                        await self._look() if self._may_have() else self._now() + self._pause(0)
+                    )
                 except StoreError:
                     # It tells of its failures itself. What waits in it stays there.
                     next_at = self._now() + self._poll_seconds
@@ -161,18 +170,33 @@ class WebhookSender:
         finally:
             await self._close()
 
+    def _news(self) -> tuple[int, int] | None:
+        return None if self._recorded is None else (self._store.changes, self._recorded())
+
+    def _may_have(self) -> bool:
+        """Whether something may be there to be delivered."""
+        nothing = self._none_since is not None and self._none_since == self._news()
+        return not nothing or self._now() >= self._next_look
+
+    def _pause(self, waiting: int) -> float:
+        """Seconds until the next look, of which `wake` may take some."""
+        idle = not self._settings().targets and not waiting
+        return IDLE_SECONDS if idle else self._poll_seconds
+
     async def _look(self) -> float:
         """Begin what is due and has a place; returns when to look again at the latest."""
         now = self._now()
         if now >= self._next_removal:
             await self._remove_ended(now)
+        news = self._news()  # before the look: what comes after it is new
         origins = await self._store.run(waiting_origins, write=False)
+        self._none_since = None if origins else news
+        self._next_look = now + IDLE_SECONDS
         self.waiting = sum(origin.number for origin in origins)
         places = self._places(origins, now)
         if places:
             await self._begin(ClaimDeliveries(places, now, self._lease_end(now)))
-        idle = not self._settings().targets and not origins
-        return now + (IDLE_SECONDS if idle else self._poll_seconds)
+        return now + self._pause(len(origins))
 
     def _places(self, origins: Sequence[WaitingOrigin], now: float) -> dict[str, int]:
         """How many deliveries of which origin may begin now."""

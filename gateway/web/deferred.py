@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.batches.background_requests import BackgroundRequests, not_found, told
+from gateway.batches.background_requests import BackgroundRequests, not_found
 from gateway.batches.deferred import DEFERRED_PATH, decode_result
 from gateway.batches.request_rows import StoredRow
 from gateway.batches.states import RequestKind, RequestState
+from gateway.batches.storage_errors import folder_errors_told
 from gateway.catalog import RequestQueue
 from gateway.errors import GatewayError
 from gateway.proxy.json_values import JsonObject
@@ -106,7 +107,7 @@ class DeferredEndpoints:
             error = GatewayError(500, row.error_code or "internal_error", "The response is lost.")
             response = error_response(error, {**request.scope, "path": row.path})
         else:
-            with told():
+            with folder_errors_told("request"):
                 result = decode_result(await requests.answer(row))
             response = Response(result.content, result.head.status)
             lines = result.head.header_lines.split("\r\n")

@@ -17,7 +17,6 @@ import msgspec
 
 from gateway import errors
 from gateway.batches.background_requests import (
-    RETRY_AFTER,
     SHUTTING_DOWN,
     BackgroundRequests,
     NewRequest,
@@ -27,6 +26,7 @@ from gateway.batches.log_file import LogBroken
 from gateway.batches.request_rows import StoredRow
 from gateway.batches.response_events import REPEATED, queued_response
 from gateway.batches.states import RequestKind
+from gateway.batches.storage_errors import RETRY_AFTER
 from gateway.batches.stored_responses import (
     RESPONSES_PATH,
     StoreOptions,

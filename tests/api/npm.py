@@ -40,10 +40,12 @@ def install_script(config: pytest.Config, folder: Path, script: str) -> Path:
 
 
 @asynccontextmanager
-async def running_script(script: Path, url: str, work: str) -> AsyncIterator[Process]:
+async def running_script(
+    script: Path, url: str, work: str, *more: str | Path
+) -> AsyncIterator[Process]:
     """A script at work with a client of this base URL; it is killed at the end."""
     process = await asyncio.create_subprocess_exec(
-        node(), script, url, work, stdin=PIPE, stdout=PIPE, stderr=PIPE
+        node(), script, url, work, *more, stdin=PIPE, stdout=PIPE, stderr=PIPE
     )
     try:
         yield process
@@ -66,9 +68,9 @@ async def script_result(process: Process) -> Any:
     return json.loads(out)
 
 
-async def run_script(script: Path, url: str, work: str) -> Any:
+async def run_script(script: Path, url: str, work: str, *more: str | Path) -> Any:
     """The result of a script's work."""
-    async with running_script(script, url, work) as process:
+    async with running_script(script, url, work, *more) as process:
         return await script_result(process)
 
 

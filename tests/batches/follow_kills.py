@@ -2,9 +2,10 @@
 
 So many background responses run over emulated nodes, and a client follows each: it leaves at
 random, in the middle of an event too, and goes on with `starting_after`. Meanwhile the gateway is
-killed (SIGKILL) and started again. At the end each client must have had every event once and in
-order, the text must be the one that the model gives, and the stored response must have it as well;
-those that are read again from the beginning must be the same, byte for byte.
+killed (SIGKILL) and started again; a PostgreSQL server is restarted twice besides. At the end each
+client must have had every event once and in order, the text must be the one that the model gives,
+and the stored response must have it as well; those that are read again from the beginning must be
+the same, byte for byte.
 """
 
 from __future__ import annotations
@@ -29,13 +30,17 @@ import yaml
 
 from gateway.batches.log_file import TERMINAL_TYPES, split_events
 from gateway.tools.local.server_process import claim_port, claimed_port
+from tests.batches.kills import a_store
 from tests.emulator import EmulatedNode
 from tests.emulator.language_model import expected_text
 from tests.emulator.request_body import render_chat
+from tests.postgres import PostgresServer
 from tests.usage.kills import HOST, Site
 
 DECODE_TPS = 8.0
 NODES = 4
+AWAY_SECONDS = 1.0
+"""For which the store is away, besides the time of its start."""
 AGAIN = 50
 """Responses that are read again from the beginning."""
 
@@ -48,6 +53,7 @@ class Findings:
     complete: int = 0
     events: int = 0
     kills: int = 0
+    store_restarts: int = 0
     follows: int = 0
     left: int = 0
     broken: int = 0
@@ -196,8 +202,15 @@ async def look(site: Site, found: Findings) -> None:
 
 
 async def kill_now_and_then(site: Site, every: float, found: Findings, over: asyncio.Event) -> None:
-    """Kill the gateway, and start it again, until it is over."""
+    """Kill the gateway, and start it again, until it is over.
+
+    Its time counts from the first event on: a busy machine may need long for as many creations at
+    once, and would never get behind them.
+    """
     while True:
+        seen = found.events
+        while found.events == seen and not over.is_set():  # noqa: ASYNC110 - nothing tells it
+            await asyncio.sleep(0.1)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(every):
                 await over.wait()
@@ -207,10 +220,37 @@ async def kill_now_and_then(site: Site, every: float, found: Findings, over: asy
         await site.start()
 
 
+async def restart_store(server: PostgresServer, found: Findings, over: asyncio.Event) -> None:
+    """Restart PostgreSQL when a third of the responses are complete, and two thirds.
+
+    It ends with a server that runs.
+    """
+    for third in (1, 2):
+        while found.complete < found.responses * third / 3:
+            if over.is_set():
+                return
+            await asyncio.sleep(0.1)
+        await asyncio.to_thread(server.stop)
+        await asyncio.sleep(AWAY_SECONDS)
+        await asyncio.to_thread(server.start)
+        found.store_restarts += 1
+
+
 async def try_it(
-    folder: Path, responses: int, seconds: float, every: float, tokens: int, slots: int, seed: int
+    folder: Path,
+    store_url: str,
+    responses: int,
+    seconds: float,
+    every: float,
+    tokens: int,
+    slots: int,
+    seed: int,
+    server: PostgresServer | None = None,
 ) -> Findings:
-    """One run, which takes at most about so many seconds."""
+    """One run, which takes at most about so many seconds, on an empty store.
+
+    `server`: the PostgreSQL server that is to be restarted.
+    """
     found = Findings(responses=responses)
     async with AsyncExitStack() as stack:
         nodes = [
@@ -223,7 +263,7 @@ async def try_it(
         claim = claim_port(HOST)
         stack.callback(claim.close)
         port = claimed_port(claim)
-        site = Site(folder, nodes, f"sqlite:///{folder}/store.db", port, 0)
+        site = Site(folder, nodes, store_url, port, 0)
         settings_file = folder / "gateway.yaml"
         settings = yaml.safe_load(settings_file.read_text())
         settings["batches"] = {"background_at_once": NODES * slots, "waiting_per_key": 100_000}
@@ -243,12 +283,16 @@ async def try_it(
         looking = asyncio.create_task(look(site, found))
         killing = asyncio.create_task(kill_now_and_then(site, every, found, over))
         tasks = [asyncio.create_task(one.run(client)) for one in followers]
+        restarting = []
+        if server is not None:
+            restarting.append(asyncio.create_task(restart_store(server, found, over)))
         try:
             await asyncio.wait(tasks, timeout=seconds)
             found.seconds = time.monotonic() - began
         finally:
             over.set()
             await killing
+            await asyncio.gather(*restarting)
             for task in (looking, *tasks):
                 task.cancel()
             results = await asyncio.gather(looking, *tasks, return_exceptions=True)
@@ -273,6 +317,7 @@ async def try_it(
 def main(arguments: Sequence[str]) -> int:
     """Run it, and tell what was found."""
     parser = argparse.ArgumentParser(prog="python -m tests.batches.follow_kills")
+    parser.add_argument("--store", choices=["sqlite", "postgresql"], default="sqlite")
     parser.add_argument("--responses", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=240.0, help="at most")
     parser.add_argument("--kill-every", type=float, default=20.0)
@@ -280,17 +325,18 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--slots", type=int, default=64, help=f"of each of the {NODES} nodes")
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, a_store(chosen.store) as (url, server):
         found = asyncio.run(
-            try_it(Path(folder), chosen.responses, chosen.seconds, chosen.kill_every,
-                   chosen.tokens, chosen.slots, chosen.seed)
+            try_it(Path(folder), url, chosen.responses, chosen.seconds, chosen.kill_every,
+                   chosen.tokens, chosen.slots, chosen.seed, server)
         )  # fmt: skip
         kinds = Counter(line.partition(": ")[2].split(" ")[0] for line in found.wrong)
         if found.wrong:
             print((Path(folder) / "log").read_text()[-3000:])
     print(
         f"{found.complete} of {found.responses} responses complete in {found.seconds:.0f} s, "
-        f"{found.kills} kills, {found.interrupted} were followed through one\n"
+        f"{found.kills} kills, {found.interrupted} were followed through one; "
+        f"the store was restarted {found.store_restarts} times\n"
         f"{found.events} events, {found.follows} connections of followers: {found.left} left, "
         f"{found.broken} broke; {found.created_twice} creations were asked for again\n"
         f"gateway: at most {found.most_rss >> 20} MiB, {found.most_files} open files\n"

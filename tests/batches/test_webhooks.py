@@ -40,7 +40,7 @@ from gateway.store.schema import webhook_deliveries as rows
 from gateway.store.store import Store
 from gateway.transport.resolver import Resolver
 from tests.batches.receivers import LIMIT, Receiver, never, receiving, status, target
-from tests.store.stores import opened
+from tests.store.stores import opened, wait_until
 
 DAY = 86400.0
 
@@ -48,7 +48,13 @@ DAY = 86400.0
 class Sending:
     """A sender on a store, with quick retries, and what became of its attempts."""
 
-    def __init__(self, store: Store, *targets: WebhookTarget, **settings: Any) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *targets: WebhookTarget,
+        recorded: Callable[[], int] | None = None,
+        **settings: Any,
+    ) -> None:
         self.settings = WebhookSettings(targets=targets, **settings)
         self.store = store
         self.outcomes: list[str] = []
@@ -66,6 +72,7 @@ class Sending:
             policy=RetryPolicy((0.05,)),
             now=self.now,
             poll_seconds=0.02,
+            recorded=recorded,
         )
 
     def now(self) -> float:
@@ -328,6 +335,53 @@ def test_a_gateway_that_was_down_for_a_day_still_tries_some_times() -> None:
 
 
 # Kill.
+
+
+class CountingStore(Store):
+    """Counts the jobs that it is asked for."""
+
+    jobs = 0
+
+    async def run(self, *values: Any, **named: Any) -> Any:
+        self.jobs += 1
+        return await super().run(*values, **named)
+
+
+async def test_the_store_is_asked_when_something_was_recorded_and_not_before(
+    tmp_path: Path,
+) -> None:
+    """Two processes on one SQLite file: each knows of its own, and the store tells of the other."""
+    url, recorded = f"sqlite:///{tmp_path}/store.db", [0]
+    with opened(url) as other, opened(url) as plain:
+        assert plain.status().up
+        store = CountingStore(plain.location, look_seconds=0.01)
+        store.start()
+        try:
+            wait_until(lambda: store.status().up and store.changes >= 2, store)
+            async with receiving(status(204), status(204)) as receiver:
+                looks = 0
+
+                def count_look() -> int:
+                    nonlocal looks
+                    looks += 1
+                    return recorded[0]
+
+                place = Sending(store, target(at(receiver)), recorded=count_look)
+                async with place.running():
+                    await place.until(lambda: looks > 20)
+                    asked = store.jobs
+                    assert asked <= 4  # to remove old ones, and to look when the store tells
+                    await place.until(lambda: looks > 40)
+                    assert store.jobs == asked
+                    await place.add(at(receiver), 1)
+                    recorded[0] += 1
+                    await place.until(lambda: place.outcomes == ["delivered"])
+                    there = Sending(other, target(at(receiver)))
+                    await there.add(at(receiver), 2)
+                    await place.until(lambda: place.outcomes == ["delivered"] * 2)
+        finally:
+            store.close(30.0)
+
 
 _PROCESS = """
 import asyncio, sys, time

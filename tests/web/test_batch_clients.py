@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import shutil
-from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,8 +21,6 @@ from tests.polling import eventually
 
 CHAT: Final = "/v1/chat/completions"
 KEY = new_key("alice")
-NODE_MODULES = os.environ.get("TESTS_NODE_MODULES")
-"""A folder `node_modules` with the npm package `openai`."""
 
 
 @asynccontextmanager
@@ -265,49 +259,3 @@ async def test_anthropic_creates_polls_reads_cancels_and_deletes(tmp_path: Path)
         types = [one.result.type async for one in await batches.results(second.id)]
         assert len(types) == 40
         assert types.count("canceled") == done.request_counts.canceled
-
-
-SCRIPT = """
-import OpenAI, { toFile } from 'openai';
-import fs from 'node:fs';
-const client = new OpenAI({ baseURL: process.argv[2], apiKey: process.argv[3] });
-const file = await client.files.create({
-  file: fs.createReadStream(process.argv[4]), purpose: 'batch',
-});
-let batch = await client.batches.create({
-  input_file_id: file.id, endpoint: '/v1/chat/completions', completion_window: '24h',
-});
-const over = ['completed', 'failed', 'cancelled', 'expired'];
-for (let left = 600; left && !over.includes(batch.status); left--) {
-  await new Promise((done) => setTimeout(done, 100));
-  batch = await client.batches.retrieve(batch.id);
-}
-const output = await (await client.files.content(batch.output_file_id)).text();
-const listed = [];
-for await (const one of client.batches.list({ limit: 1 })) listed.push(one.id);
-let conflict = null;
-try { await client.batches.cancel(batch.id); } catch (error) { conflict = error.status; }
-console.log(JSON.stringify({ batch, output, listed, conflict }));
-"""
-
-
-@pytest.mark.skipif(
-    NODE_MODULES is None or shutil.which("node") is None,
-    reason="TESTS_NODE_MODULES names no folder with the npm package openai",
-)
-async def test_openai_of_npm_uploads_creates_polls_reads_and_lists(tmp_path: Path) -> None:
-    (tmp_path / "in.jsonl").write_text("".join(chat_line(number) for number in range(5)))
-    (tmp_path / "run.mjs").write_text(SCRIPT)
-    (tmp_path / "node_modules").symlink_to(str(NODE_MODULES))
-    async with gateway(tmp_path) as url:
-        process = await asyncio.create_subprocess_exec(
-            *("node", "run.mjs", f"{url}/v1", KEY.text, "in.jsonl"), cwd=tmp_path, stdout=PIPE
-        )
-        async with asyncio.timeout(120):
-            written, _ = await process.communicate()
-    assert process.returncode == 0
-    told = json.loads(written)
-    assert told["batch"]["status"] == "completed"
-    assert told["batch"]["request_counts"] == {"total": 5, "completed": 5, "failed": 0}
-    assert len(told["output"].splitlines()) == 5
-    assert (told["listed"], told["conflict"]) == ([told["batch"]["id"]], 409)

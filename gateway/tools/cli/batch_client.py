@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar
 from urllib.parse import quote, urlsplit
 
+from gateway.tools.cli.http_client import is_untrusted, open_client, reason
 from gateway.tools.cli.terminal import CommandFailed, print_note
 
 if TYPE_CHECKING:
@@ -107,14 +108,8 @@ class BatchClient:
         import httpx
 
         self.url = url
-        # With an explicit transport httpx takes no proxy from the environment, as the admin's
-        # client: the key goes to the gateway alone.
-        self._client = httpx.Client(
-            base_url=url,
-            headers={"authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS),
-            transport=httpx.HTTPTransport() if tls is None else httpx.HTTPTransport(verify=tls),
-        )
+        timeout = httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
+        self._client = open_client(url, key, timeout, tls)
 
     # Files.
 
@@ -216,20 +211,20 @@ class BatchClient:
         try:
             yield
         except httpx.ConnectError as error:
-            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            if is_untrusted(error):
                 raise CommandFailed(
                     f"the certificate of the gateway at {self.url} is not trusted "
-                    f"({_reason(error)}): name it, or the authority behind it, with --ca"
+                    f"({reason(error)}): name it, or the authority behind it, with --ca"
                 ) from None
             raise GatewayAway(
-                f"no gateway answers at {self.url} ({_reason(error)}): is it running? "
+                f"no gateway answers at {self.url} ({reason(error)}): is it running? "
                 "--url names its address"
             ) from None
         except (httpx.UnsupportedProtocol, httpx.LocalProtocolError):
             raise
         except httpx.HTTPError as error:
             raise GatewayAway(
-                f"the gateway at {self.url} did not answer ({_reason(error)})"
+                f"the gateway at {self.url} did not answer ({reason(error)})"
             ) from None
 
     def __enter__(self) -> Self:
@@ -306,10 +301,6 @@ def _remedy(code: int, error_code: object, path: str) -> str | None:
     if error_code == "insufficient_quota":
         return "files expire, or DELETE /v1/files/ID removes one"
     return None
-
-
-def _reason(error: httpx.HTTPError) -> str:
-    return str(error).partition("] ")[2] or str(error) or type(error).__name__
 
 
 def _read(response: httpx.Response) -> bytes:

@@ -15,6 +15,7 @@ from urllib.parse import quote, urlsplit
 import typer
 
 from gateway.tools.cli import options
+from gateway.tools.cli.http_client import is_untrusted, open_client, reason
 from gateway.tools.cli.options import examples_epilog
 from gateway.tools.cli.terminal import (
     CommandFailed,
@@ -239,17 +240,8 @@ class AdminClient:
     """A client of the admin API. Its methods raise CommandFailed, with words for people."""
 
     def __init__(self, url: str, key: str | None, tls: ssl.SSLContext | None = None) -> None:
-        import httpx
-
         self.url = url
-        # With an explicit transport httpx takes no proxy from the environment: the gateway is on
-        # loopback or in a private network.
-        self._client = httpx.Client(
-            base_url=url,
-            headers={"authorization": f"Bearer {key}"} if key else {},
-            timeout=REQUEST_TIMEOUT,
-            transport=httpx.HTTPTransport() if tls is None else httpx.HTTPTransport(verify=tls),
-        )
+        self._client = open_client(url, key, REQUEST_TIMEOUT, tls)
 
     def nodes(self) -> list[dict[str, Any]]:
         """Return all nodes."""
@@ -306,18 +298,18 @@ class AdminClient:
                 method, path, params=parameters, json=body, timeout=timeout
             )
         except httpx.ConnectError as error:
-            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            if is_untrusted(error):
                 raise CommandFailed(
                     f"the certificate of the gateway at {self.url} is not trusted "
-                    f"({_reason(error)}): name it, or the authority behind it, with --admin-ca"
+                    f"({reason(error)}): name it, or the authority behind it, with --admin-ca"
                 ) from None
             raise NoGateway(
-                f"no gateway answers at {self.url} ({_reason(error)}): is it running? "
+                f"no gateway answers at {self.url} ({reason(error)}): is it running? "
                 "--admin-url names its admin listener"
             ) from None
         except httpx.HTTPError as error:
             raise CommandFailed(
-                f"the gateway at {self.url} did not answer ({_reason(error)})"
+                f"the gateway at {self.url} did not answer ({reason(error)})"
             ) from None
         if response.is_success:
             return response
@@ -346,10 +338,6 @@ class AdminClient:
         tb: TracebackType | None,
     ) -> None:
         self._client.close()
-
-
-def _reason(error: httpx.HTTPError) -> str:
-    return str(error).partition("] ")[2] or str(error) or type(error).__name__
 
 
 def _object(response: httpx.Response, *, strict: bool = True) -> dict[str, Any]:

@@ -1,0 +1,39 @@
+"""The HTTP client of commands that ask a gateway, and words for why it can't."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import ssl
+
+    import httpx
+
+
+def open_client(
+    url: str, key: str | None, timeout: httpx.Timeout | float, tls: ssl.SSLContext | None = None
+) -> httpx.Client:
+    """A client of the gateway at this URL, which sends the key to it alone.
+
+    `timeout` in seconds; `tls`: how to check its certificate, else as usual.
+    """
+    import httpx  # commands that ask no gateway start without it
+
+    return httpx.Client(
+        base_url=url,
+        headers={"authorization": f"Bearer {key}"} if key else {},
+        timeout=timeout,
+        # With an explicit transport httpx takes no proxy from the environment: the gateway is on
+        # loopback or in a private network, and the key is for nobody else.
+        transport=httpx.HTTPTransport() if tls is None else httpx.HTTPTransport(verify=tls),
+    )
+
+
+def reason(error: httpx.HTTPError) -> str:
+    """Why no answer came, in a few words."""
+    return str(error).partition("] ")[2] or str(error) or type(error).__name__
+
+
+def is_untrusted(error: httpx.ConnectError) -> bool:
+    """Whether the gateway's certificate is not trusted."""
+    return "CERTIFICATE_VERIFY_FAILED" in str(error)
