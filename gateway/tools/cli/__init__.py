@@ -14,6 +14,7 @@ from gateway.tools.cli import (
     cache,
     keys,
     nodes,
+    plan,
     serve,
     simulate,
     topology,
@@ -52,6 +53,7 @@ for command, examples in (
     (usage.usage, usage.EXAMPLES),
     (audit.audit, audit.EXAMPLES),
     (simulate.simulate, simulate.EXAMPLES),
+    (plan.plan, plan.EXAMPLES),
     (topology.topology, topology.EXAMPLES),
     (tune.tune, tune.EXAMPLES),
 ):

@@ -1,0 +1,259 @@
+"""The catalogue: node types with their speeds and prices, from a commented YAML file.
+
+A mistake in it is reported with its line and key, as in the gateway's other files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from gateway.config.errors import ConfigError, Problem
+from gateway.config.fields import ConfigModel, validation_error
+from gateway.config.validation import find_duplicates, first_of_each_place, validate
+from gateway.config.yaml_file import YamlList, YamlMapping, read_yaml
+from gateway.tools.plan.pricing import HOURS_PER_MONTH, MOST_PRICE, NodePrice
+from gateway.tools.simulate.server import (
+    BATCH_COST,
+    CACHE_RAM_MIB,
+    KV_BYTES_PER_TOKEN,
+    SimulatedMachine,
+)
+
+Tier = Literal["cpu", "gpu"]
+
+FASTEST_TPS = 1e7
+
+SLOWEST_TPS = 1e-3
+
+MOST_SLOTS_OF_A_SERVER = 256
+"""Below the 512 tokens of a step, of which each busy slot takes one."""
+
+MOST_SERVERS_OF_A_MACHINE = 64
+
+MOST_TYPES = 1000
+
+MIB_PER_GIB = 1024
+
+CONTEXT_TOKENS = 4096
+"""Tokens of a slot for which memory is counted."""
+
+MEMORY_HEADROOM = 1.1
+"""Memory of a server by that of weights and keys and values: compute buffers and the system."""
+
+_Speed = Annotated[float, Field(ge=SLOWEST_TPS, le=FASTEST_TPS, allow_inf_nan=False)]
+_Price = Annotated[float, Field(ge=0, le=MOST_PRICE, allow_inf_nan=False)]
+_Watts = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+_Gib = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+
+_PRICES = ("price_per_hour", "price_per_month", "price_per_million_tokens")
+
+
+class TokenPrice(ConfigModel):
+    """The price of a million tokens."""
+
+    prompt: _Price = 0.0
+    completion: _Price = 0.0
+
+
+class NodeType(ConfigModel):
+    """A machine, or an endpoint, as one would order it."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    about: Annotated[str, Field(max_length=400)] = ""
+    tier: Tier = "cpu"
+    servers: Annotated[int, Field(ge=1, le=MOST_SERVERS_OF_A_MACHINE)] = 1
+    """llama.cpp servers on it; the figures are of each."""
+    slots: Annotated[int, Field(ge=1, le=MOST_SLOTS_OF_A_SERVER)] = 1
+    decode_tps: _Speed
+    """Tokens per second of one request alone."""
+    prefill_tps: _Speed
+    batch_cost: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = BATCH_COST
+    memory_gib: _Gib | None = None
+    """Of each server; None: enough."""
+    price_per_hour: _Price | None = None
+    price_per_month: _Price | None = None
+    price_per_million_tokens: TokenPrice | None = None
+    watts: _Watts = 0.0
+    idle_watts: _Watts = 0.0
+    sources: dict[str, str] = Field(default_factory=dict)
+    """Where a figure is from, by its key."""
+
+    @field_validator("sources")
+    @classmethod
+    def _sources_of_figures(cls, sources: dict[str, str]) -> dict[str, str]:
+        for key in sources:
+            if key not in cls.model_fields:
+                raise validation_error(
+                    f"{key!r} is no figure of a type", "name the key whose source it is"
+                )
+        return sources
+
+    @field_validator("price_per_month", "price_per_million_tokens")
+    @classmethod
+    def _one_price(cls, value: object, info: ValidationInfo) -> object:
+        for other in _PRICES:
+            if value is not None and info.data.get(other) is not None:
+                raise validation_error(f"can't stand beside {other}", "keep one price")
+        return value
+
+    @field_validator("idle_watts")
+    @classmethod
+    def _idle_below_busy(cls, idle: float, info: ValidationInfo) -> float:
+        if idle > (watts := info.data.get("watts", idle)):
+            raise validation_error(
+                f"must not be above watts ({watts:g})",
+                "watts is what it takes while all slots are busy",
+            )
+        return idle
+
+    @property
+    def price(self) -> NodePrice:
+        """What one costs."""
+        hour = self.price_per_hour
+        if self.price_per_month is not None:
+            hour = self.price_per_month / HOURS_PER_MONTH
+        tokens = self.price_per_million_tokens
+        if tokens is None:
+            return NodePrice(hour, watts=self.watts, idle_watts=self.idle_watts)
+        return NodePrice(0.0, tokens.prompt, tokens.completion, self.watts, self.idle_watts)
+
+    def machines(self, count: int) -> list[SimulatedMachine]:
+        """The servers of so many of it, to be simulated."""
+        return [
+            self.machine(f"{self.name}-{number}") for number in range(1, count * self.servers + 1)
+        ]
+
+    def machine(self, name: str) -> SimulatedMachine:
+        """One of its servers."""
+        kept = CACHE_RAM_MIB
+        if self.memory_gib is not None:
+            kept = min(kept, int(self.memory_gib * MIB_PER_GIB / 4))
+        return SimulatedMachine(
+            name,
+            self.slots,
+            self.prefill_tps,
+            self.decode_tps,
+            self.batch_cost,
+            cache_tokens=kept * MIB_PER_GIB * MIB_PER_GIB // KV_BYTES_PER_TOKEN,
+        )
+
+    def for_model(self, gib: float, reference_gib: float) -> NodeType:
+        """The same with a model of another size: speeds in inverse proportion to it."""
+        factor = reference_gib / gib
+
+        def scaled(speed: float) -> float:
+            return min(max(speed * factor, SLOWEST_TPS), FASTEST_TPS)
+
+        return self.model_copy(
+            update={
+                "decode_tps": scaled(self.decode_tps),
+                "prefill_tps": scaled(self.prefill_tps),
+            }
+        )
+
+    def memory_needed(self, model_gib: float) -> float:
+        """GiB that a server takes: weights, and keys and values of every slot, with headroom."""
+        cells = self.slots * CONTEXT_TOKENS * KV_BYTES_PER_TOKEN / MIB_PER_GIB**3
+        return (model_gib + cells) * MEMORY_HEADROOM
+
+
+class ReferenceModel(ConfigModel):
+    """The model that a catalogue's speeds are for."""
+
+    name: Annotated[str, Field(max_length=200)] = ""
+    gib: _Gib
+
+
+class _CatalogueFile(ConfigModel):
+    currency: Annotated[str, Field(max_length=20)] = ""
+    model: ReferenceModel | None = None
+    types: Annotated[tuple[NodeType, ...], Field(max_length=MOST_TYPES)]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCatalogue:
+    """Node types, and what their speeds and prices are in."""
+
+    types: tuple[NodeType, ...]
+    currency: str = ""
+    model: ReferenceModel | None = None
+
+
+def packaged_catalogue() -> NodeCatalogue:
+    """The catalogue that comes with the package."""
+    with as_file(files("gateway.tools.plan").joinpath("catalogue.yaml")) as path:
+        return read_catalogue(path)
+
+
+def read_catalogue(path: Path, env: Mapping[str, str] | None = None) -> NodeCatalogue:
+    """Read a catalogue. Raises ConfigError with every problem of the file."""
+    source = read_yaml(path, env or {})
+    problems = list(source.problems)
+    root = source.root
+    if not isinstance(root.tree, YamlMapping):
+        raise ConfigError([Problem(path, root.line, "", "must be a mapping", "write types: [...]")])
+    found, wrong = validate(_CatalogueFile, source, root, env or {})
+    problems += wrong
+    listed = root.tree.entries.get("types")
+    if listed is not None and isinstance(listed.tree, YamlList):
+        if not listed.tree.entries:
+            problems.append(Problem(path, listed.line, "types", "is empty", "write one type"))
+        entries = listed.tree.entries
+        problems += find_duplicates(source, entries, "name", "the type")
+        for entry in entries:
+            keys = entry.tree.entries if isinstance(entry.tree, YamlMapping) else {}
+            if keys and not any(key in keys for key in _PRICES):
+                remedy = f"write {', '.join(_PRICES[:2])} or {_PRICES[2]}; 0 if it costs nothing"
+                problems.append(Problem(path, entry.line, entry.key, "has no price", remedy))
+    if problems or found is None:
+        raise ConfigError(first_of_each_place(problems))
+    return NodeCatalogue(found.types, found.currency, found.model)
+
+
+class NoTypeFitsError(Exception):
+    """No type of a catalogue can be planned with; the message has the remedy."""
+
+
+def fitting_types(
+    catalogue: NodeCatalogue, model_gib: float | None, names: tuple[str, ...] = ()
+) -> tuple[tuple[NodeType, ...], tuple[str, ...]]:
+    """The types to plan with, for a model of so many GiB, and notes on those left out.
+
+    `names`: only these. Raises NoTypeFitsError.
+    """
+    chosen = catalogue.types
+    if names:
+        known = {one.name: one for one in catalogue.types}
+        if missing := [name for name in names if name not in known]:
+            raise NoTypeFitsError(
+                f"the catalogue has no type {missing[0]!r}; it has {', '.join(known)}"
+            )
+        chosen = tuple(known[name] for name in dict.fromkeys(names))
+    reference = catalogue.model.gib if catalogue.model is not None else None
+    size = model_gib or reference
+    if model_gib is not None:
+        if not (math.isfinite(model_gib) and 0 < model_gib <= 1e6):
+            raise NoTypeFitsError("a model has more than 0 and at most 1,000,000 GiB")
+        if reference is None:
+            raise NoTypeFitsError("the catalogue says for no model what its speeds are: model.gib")
+        chosen = tuple(one.for_model(model_gib, reference) for one in chosen)
+    notes, fitting = [], []
+    for one in chosen:
+        needed = one.memory_needed(size) if size is not None else 0.0
+        if one.memory_gib is not None and needed > one.memory_gib:
+            notes.append(
+                f"{one.name} is left out: the model needs {needed:.1f} GiB, "
+                f"it has {one.memory_gib:g}"
+            )
+        else:
+            fitting.append(one)
+    if not fitting:
+        raise NoTypeFitsError(f"no type has the memory for it: {'; '.join(notes)}")
+    return tuple(fitting), tuple(notes)

@@ -1,0 +1,182 @@
+"""The traffic that is planned for: figures, or a recorded trace, and the requests to simulate."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import fmean, pvariance
+
+from gateway.tools.plan.queueing import lognormal_scv
+from gateway.tools.simulate.trace import Job, Trace, TracePrompt, build_trace
+from gateway.tools.simulate.traffic import LENGTH_SIGMA, MOST_LENGTH_FACTOR
+
+SECONDS_PER_HOUR = 3600.0
+
+MOST_REQUESTS_PER_HOUR = 1e9
+
+MOST_PEAK = 1000.0
+
+LEAST_TOKENS_OF_A_REQUEST = 1
+
+MOST_TOKENS_OF_A_REQUEST = 1_000_000
+"""Of a mean prompt or completion; more is a mistake."""
+
+MOST_SIMULATED_TOKENS = 200_000_000
+"""Of all requests of a trial: what is known of their prompts takes some 100 MB of memory."""
+
+LEAST_REQUESTS_OF_A_TRIAL = 100
+
+SHARED_PREFIX = 1
+"""Name of the beginning that all prompts share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Traffic in figures: means, tokens. Raises ValueError for what can't be."""
+
+    requests_per_hour: float
+    """Over all hours that are paid for; of a backlog: the requests there are."""
+    prompt: float
+    completion: float
+    repeat: float = 0.0
+    """Share of the prompt with which all begin, such as a system prompt: read once by a node."""
+    peak: float = 1.0
+    """Requests of the busiest hour, as a multiple of the mean."""
+    backlog_hours: float | None = None
+    """All requests wait from the start and are to be done in so many hours; None: they arrive."""
+    lengths_scv: float = lognormal_scv(LENGTH_SIGMA, MOST_LENGTH_FACTOR)[1]
+    """Squared coefficient of variation of the lengths, for the estimate."""
+    arrival_scv: float = 1.0
+    """The same of the times between arrivals; 1: a Poisson process."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.requests_per_hour <= MOST_REQUESTS_PER_HOUR:
+            raise ValueError(
+                f"requests per hour must be above 0, at most {MOST_REQUESTS_PER_HOUR:g}"
+            )
+        if not 0 <= self.prompt <= MOST_TOKENS_OF_A_REQUEST:
+            raise ValueError(f"tokens of a prompt must be from 0 to {MOST_TOKENS_OF_A_REQUEST}")
+        if not LEAST_TOKENS_OF_A_REQUEST <= self.completion <= MOST_TOKENS_OF_A_REQUEST:
+            raise ValueError(f"tokens of a completion must be from 1 to {MOST_TOKENS_OF_A_REQUEST}")
+        if not 0 <= self.repeat < 1:
+            raise ValueError("the share that repeats must be at least 0 and below 1")
+        if not 1 <= self.peak <= MOST_PEAK:
+            raise ValueError(f"the peak must be from 1 to {MOST_PEAK:g} times the mean")
+        if self.backlog_hours is not None and not 0 < self.backlog_hours <= 10_000:
+            raise ValueError("the hours of a backlog must be above 0, at most 10,000")
+
+    @property
+    def arrivals(self) -> float:
+        """Requests per second in the busiest hour; of a backlog: that must end per second."""
+        hours = self.backlog_hours or 1.0
+        return self.requests_per_hour * self.peak / hours / SECONDS_PER_HOUR
+
+    @property
+    def uncached(self) -> float:
+        """Prompt tokens that a node has to read, once it knows the shared beginning."""
+        return max(1.0, self.prompt * (1.0 - self.repeat))
+
+    @property
+    def tokens_per_hour(self) -> float:
+        """Prompt and completion tokens of a mean hour; of a backlog: of all of it."""
+        return self.requests_per_hour * (self.prompt + self.completion)
+
+    def with_requests(self, requests_per_hour: float) -> Workload:
+        """The same at another rate."""
+        return replace(self, requests_per_hour=requests_per_hour)
+
+
+def make_trace(workload: Workload, requests: int, seed: int) -> Trace:
+    """Requests of the busiest hour, as a Poisson process; of a backlog all at once.
+
+    Lengths are log-normal as in `traffic`. No front is told how long answers will be. Very long
+    requests are fewer: see MOST_SIMULATED_TOKENS.
+    """
+    rng = random.Random(seed)
+    fit = int(MOST_SIMULATED_TOKENS / (workload.prompt + workload.completion))
+    requests = min(requests, max(fit, LEAST_REQUESTS_OF_A_TRIAL))
+    shared = round(workload.prompt * workload.repeat)
+    own = workload.prompt - shared
+    jobs: list[Job] = []
+    time = 0.0
+    for number in range(requests):
+        if workload.backlog_hours is None:
+            time += rng.expovariate(workload.arrivals)
+        prompt = TracePrompt(
+            -1 - number, shared + length(rng, own), SHARED_PREFIX if shared else 0, shared
+        )
+        jobs.append(Job(0, time, prompt, length(rng, workload.completion)))
+    return build_trace(jobs)
+
+
+def length(rng: random.Random, mean: float) -> int:
+    """A log-normal length, at least 1 and at most `MOST_LENGTH_FACTOR` times its mean."""
+    if mean <= 1:
+        return 1
+    drawn = rng.lognormvariate(math.log(mean) - LENGTH_SIGMA**2 / 2, LENGTH_SIGMA)
+    return max(1, round(min(drawn, MOST_LENGTH_FACTOR * mean)))
+
+
+class TraceTooShortError(Exception):
+    """A trace from which no rate can be read."""
+
+
+def from_trace(trace: Trace, *, busiest_hour: bool = True) -> Workload:
+    """The figures of a trace: of its mean, and its busiest hour as the peak.
+
+    The share that repeats is what a cache could know: shared beginnings, and earlier turns of a
+    conversation. Raises TraceTooShortError and ValueError.
+    """
+    jobs = trace.jobs
+    tokens = sum(job.prompt.tokens + job.output for job in jobs)
+    if tokens > MOST_SIMULATED_TOKENS * 10:
+        raise ValueError(
+            f"{tokens:,} tokens are more than can be simulated: take fewer requests (--limit N)"
+        )
+    span = max(job.time for job in jobs) - min(job.time for job in jobs)
+    if len(jobs) < 2 or span <= 0:
+        raise TraceTooShortError("it needs two requests at different times, to tell a rate")
+    # The last gap is as long as the others: n requests have n - 1 gaps.
+    rate = (len(jobs) - 1) / span * SECONDS_PER_HOUR
+    peak = 1.0
+    if busiest_hour and span >= 2 * SECONDS_PER_HOUR:
+        hours = Counter(int(job.time // SECONDS_PER_HOUR) for job in jobs)
+        peak = max(1.0, min(MOST_PEAK, max(hours.values()) / rate))
+    prompt = fmean(job.prompt.tokens for job in jobs)
+    completion = fmean(job.output for job in jobs)
+    gaps = [after.time - before.time for before, after in pairwise(jobs)]
+    return Workload(
+        rate,
+        prompt,
+        completion,
+        repeat=min(0.999, 1.0 - sum(unread_tokens(jobs)) / (prompt * len(jobs))),
+        peak=peak,
+        lengths_scv=max(_scv([job.output for job in jobs]), 0.0),
+        arrival_scv=_scv(gaps),
+    )
+
+
+def unread_tokens(jobs: Sequence[Job]) -> list[int]:
+    """Prompt tokens of each request that no earlier one has had: what a node must read at least."""
+    known: dict[int, int] = {}
+    heads: set[int] = set()
+    found = []
+    for job in jobs:
+        prompt = job.prompt
+        there = known.get(prompt.stream, 0)
+        if prompt.prefix in heads:
+            there = max(there, prompt.prefix_tokens)
+        if prompt.prefix:
+            heads.add(prompt.prefix)
+        found.append(max(1, prompt.tokens - there))
+        known[prompt.stream] = prompt.tokens + job.output
+    return found
+
+
+def _scv(values: Sequence[float]) -> float:
+    mean = fmean(values)
+    return pvariance(values, mean) / mean**2 if mean > 0 else 0.0
