@@ -332,7 +332,9 @@ class _Run:
         """By the monotonic clock."""
         if stored.deadline is not None:
             self._deadline = self._received_at + stored.deadline - runner.wall_clock()
-        self._record = RequestFinished(stored.x_request_id or stored.id, stored.path)
+        self._record = RequestFinished(
+            stored.x_request_id or stored.id, stored.path, request_id=stored.id
+        )
         self._metered: MeteredRequest | None = None
         """None: it was not admitted."""
         self._in_flight: InFlightRequest | None = None

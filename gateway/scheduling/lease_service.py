@@ -182,6 +182,7 @@ class LocalLeaseService:
         else:
             record.lease.abandon()
         now = self.scheduler.clock()
+        record.grant.ended(report.outcome, report.status, now)
         if report.response_began:
             lease = record.lease
             if record.request.prompt_key is not None:
@@ -213,6 +214,7 @@ class LocalLeaseService:
         lease, complete = record.lease, report.complete
         now = lease.abandoned_at or lease.released_at or self.scheduler.clock()
         usage, reported = report.attempt, report.reported
+        record.grant.settled(usage, reported=reported is not None)
         is_sample = False
         if reported is not None and complete:
             name = lease.node.name

@@ -33,6 +33,7 @@ from gateway.scheduling.admission import Admission, CompletionRate, combine_wait
 from gateway.scheduling.batch_room import room_for_batch, rows_for_batch, slots_waited_for
 from gateway.scheduling.budget import dearest_token
 from gateway.scheduling.candidates import CandidateFinder
+from gateway.scheduling.decision_log import DecisionLog
 from gateway.scheduling.demand_model import DemandModel, has_long_prompt
 from gateway.scheduling.dispatcher import Dispatcher, dispatch_rules
 from gateway.scheduling.fleet_sync import FleetSync, NodeCandidates
@@ -79,6 +80,7 @@ class Scheduler:
     tier_router: TierRouter = field(init=False)
     granter: LeaseGranter = field(init=False)
     yield_requests: YieldRequests = field(init=False)
+    decision_log: DecisionLog = field(init=False)
     _check_all_at: float = 0.0
     """When every waiting request is checked; until then only those that fall due."""
     _positions: dict[str, QueuePosition] | None = None
@@ -90,7 +92,9 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         state = PlacementState()
-        self.dispatcher = Dispatcher(state, dispatch_rules(self.settings), self.rng)
+        rules = dispatch_rules(self.settings)
+        self.dispatcher = Dispatcher(state, rules, self.rng, keeps_comparisons=True)
+        self.decision_log = DecisionLog(self.clock)
         self.fleet_sync = FleetSync(self.fleet, state, self.prompt_cache, self.clock)
         self.admission = Admission(self.settings)
         self.demand_model = DemandModel(self.dispatcher, self.prompt_cache)
@@ -104,6 +108,7 @@ class Scheduler:
             CandidateFinder(self.fleet.model_index, self.fleet_sync),
             self.demand_model,
             self.tier_router,
+            self.decision_log,
             self.clock,
         )
         self.yield_requests = YieldRequests(self.granter.yielding, self.yield_slot)
@@ -134,9 +139,13 @@ class Scheduler:
         now = self.clock()
         if self.fleet_sync.has_gpu_tier and request.slots and not tried.failed_nodes:
             self.tier_policy.arrived(request.priority, now)
-        candidates, queued = self.granter.begin(request, tried, now - age, now)
-        if queued.deadline is not None:
-            self.granter.check_deadline(queued, candidates, now)
+        try:
+            candidates, queued = self.granter.begin(request, tried, now - age, now)
+            if queued.deadline is not None:
+                self.granter.check_deadline(queued, candidates, now)
+        except errors.GatewayError as error:
+            self.decision_log.refused(request, error, now - age, now)
+            raise
         granted = self._place(queued, request, tried, candidates, now)
         if granted is None:
             self.tier_router.cancel_reservation(candidates)
@@ -161,7 +170,19 @@ class Scheduler:
         if self.closing:
             raise errors.shutting_down()
         now = self.clock()
-        candidates, queued = self.granter.begin(request, tried, now - age, now)
+        received_at = now - age
+        try:
+            return await self._wait(request, tried, received_at, response_started=response_started)
+        except errors.GatewayError as error:
+            self.decision_log.refused(request, error, received_at, self.clock())
+            raise
+
+    async def _wait(
+        self, request: LeaseRequest, tried: Tried, received_at: float, *, response_started: bool
+    ) -> GrantedLease:
+        """Queue, and wait for a slot. Raises: GatewayError."""
+        now = self.clock()
+        candidates, queued = self.granter.begin(request, tried, received_at, now)
         room = queue_room(request, self.waiters, self.admission)
         try:
             expires_at = self._admit(
@@ -385,13 +406,13 @@ class Scheduler:
         retried: bool,
     ) -> float:
         """Until when the request may wait beside `waiting` others. Raises: GatewayError."""
-        predicted = None
+        ahead = predicted = None
         if request.slots and candidates.any_alive():
             measured = self.fleet_sync.is_measured(queued)
             by_work = self.dispatcher.predicted_wait(queued, now) if measured else None
             ahead, slots = self.dispatcher.count_ahead(queued), self.fleet_sync.slots(queued)
             predicted = combine_waits(self.completion_rate, slots, ahead, by_work, now)
-        return self.admission.admit(
+        expires_at = self.admission.admit(
             request,
             waiting,
             predicted,
@@ -400,6 +421,9 @@ class Scheduler:
             queued.deadline,
             retried=retried,
         )
+        others = len(self.waiters)
+        self.decision_log.queued(queued, now, ahead, predicted, others, expires_at)
+        return expires_at
 
     def _displaced_error(self, now: float) -> errors.GatewayError:
         """For a request that makes room for another's: its caller has most places."""

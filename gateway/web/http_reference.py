@@ -21,6 +21,7 @@ from gateway.web.openapi_parts import (
     STATUS_FIELDS,
     USAGE_FIELDS,
 )
+from gateway.web.openapi_why import COMPARED_FIELDS, DECISION_FIELDS, WHY_FIELDS
 
 PAGE = Path("docs/reference/http.md")
 
@@ -64,6 +65,9 @@ def tables() -> dict[str, str]:
         "status": _fields(STATUS_FIELDS),
         "node": _fields(NODE_FIELDS),
         "request": _fields(REQUEST_FIELDS),
+        "why": _fields(WHY_FIELDS),
+        "decision": _fields(DECISION_FIELDS),
+        "compared node": _fields(COMPARED_FIELDS),
         "audit": _fields(AUDIT_FIELDS),
         "usage": _fields(USAGE_FIELDS),
         "caller usage": _fields(CALLER_USAGE_FIELDS),

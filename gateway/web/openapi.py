@@ -54,6 +54,7 @@ from gateway.web.openapi_parts import (
     routed_body,
     settings_schemas,
 )
+from gateway.web.openapi_why import WHY_SCHEMAS
 from gateway.web.site import SITE_ROUTES
 
 ListenerName = Literal["public", "admin"]
@@ -342,6 +343,7 @@ def openapi_document(
                 "Model": MODEL,
                 "File": FILE,
                 **BATCH_SCHEMAS,
+                **WHY_SCHEMAS,
                 "Node": fields_schema(NODE_FIELDS),
                 "Status": fields_schema(STATUS_FIELDS),
                 "Request": fields_schema(REQUEST_FIELDS),

@@ -110,6 +110,7 @@ RESPONSES: dict[str, JsonSchema] = {
         },
         "required": ["requests"],
     },
+    "/admin/requests/{id}/why": {"$ref": "#/components/schemas/Why"},
     "/admin/keys": {
         "type": "object",
         "properties": {
@@ -280,6 +281,7 @@ STATUSES: dict[str, frozenset[int]] = {
     "/admin/nodes/{name}/resume": frozenset({404}),
     "/admin/nodes/{name}/probe": frozenset({404}),
     "/admin/requests/{id}": frozenset({404}),
+    "/admin/requests/{id}/why": frozenset({404}),
     "/admin/reload": frozenset({422}),
     "/admin/audit": frozenset({503}),
     "/admin/usage": frozenset({501, 503}),

@@ -17,10 +17,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.access.admin_keys import LOCAL_ADMIN, AdminIdentity, AdminKeys, AdminRole
 from gateway.access.keys import without_secret
 from gateway.errors import GatewayError, truncate_echo
+from gateway.events import EventBus
 from gateway.fleet.fleet import Fleet
 from gateway.observe.audit import AuditTrail
 from gateway.observe.exposition import CONTENT_TYPE
 from gateway.observe.metrics import Metrics
+from gateway.observe.recent_requests import RecentRequests
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.scheduling.scheduler import Scheduler
 from gateway.usage.reports import Reporter
@@ -32,6 +34,7 @@ from gateway.web.admin.nodes import DrainDeadlines, NodeEndpoints
 from gateway.web.admin.requests import RequestEndpoints
 from gateway.web.admin.status import StatusEndpoints
 from gateway.web.admin.usage import UsageEndpoints
+from gateway.web.admin.why import WhyEndpoints
 from gateway.web.asgi import HealthEndpoints, asgi_app, error_response
 from gateway.web.origins import AllowedHosts, is_same_origin
 
@@ -50,6 +53,7 @@ class AdminEndpoints:
     nodes: NodeEndpoints
     node_metrics: NodeMetricsEndpoint
     requests: RequestEndpoints
+    why: WhyEndpoints
     usage: UsageEndpoints
     configuration: ConfigEndpoints
     audit: AuditEndpoints
@@ -114,6 +118,13 @@ ADMIN_ROUTES = (
     ),
     AdminRoute(
         "GET", "/admin/requests", OPERATOR, lambda e: e.requests.list, "what waits and runs"
+    ),
+    AdminRoute(
+        "GET",
+        "/admin/requests/{id:path}/why",
+        OPERATOR,
+        lambda e: e.why.why,
+        "why it went where it went, and what came of it",
     ),
     AdminRoute(
         "DELETE",
@@ -227,6 +238,7 @@ def admin_app(
     fleet: Fleet,
     scheduler: Scheduler,
     registry: InFlightRegistry,
+    bus: EventBus,
     metrics: Metrics,
     drain_deadlines: DrainDeadlines,
     gateway: GatewayControl,
@@ -250,6 +262,7 @@ def admin_app(
         nodes=NodeEndpoints(fleet, drain_deadlines),
         node_metrics=NodeMetricsEndpoint(fleet, lambda: gateway.settings, gateway.clock),
         requests=RequestEndpoints(registry, scheduler),
+        why=WhyEndpoints(scheduler, registry, RecentRequests(bus, scheduler.clock), time.time),
         usage=UsageEndpoints(reporter, time.time),
         configuration=ConfigEndpoints(gateway),
         audit=AuditEndpoints(audit),
