@@ -21,6 +21,7 @@ from gateway.tools.cli import (
     up,
     usage,
     webhooks,
+    why,
 )
 from gateway.tools.cli.terminal import (
     CommandFailed,
@@ -49,6 +50,7 @@ for command, examples in (
     (serve.serve, serve.SERVE_EXAMPLES),
     (serve.check, serve.CHECK_EXAMPLES),
     (nodes.nodes, nodes.EXAMPLES),
+    (why.why, why.EXAMPLES),
     (usage.usage, usage.EXAMPLES),
     (audit.audit, audit.EXAMPLES),
     (simulate.simulate, simulate.EXAMPLES),
