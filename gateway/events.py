@@ -244,6 +244,14 @@ class NodeDrift:
 
 
 @dataclass(slots=True)
+class ModelsDiffer:
+    """The differences between nodes that serve the same model have changed."""
+
+    differences: tuple[str, ...]
+    """Those that there are now, a sentence each."""
+
+
+@dataclass(slots=True)
 class HookEnded:
     """A hook that starts or stops a standby node has ended or was aborted."""
 

@@ -16,6 +16,7 @@ from gateway.web.openapi_errors import ADMIN_ERRORS, ERRORS
 from gateway.web.openapi_parts import (
     AUDIT_FIELDS,
     CALLER_USAGE_FIELDS,
+    MODEL_FIELDS,
     NODE_FIELDS,
     REQUEST_FIELDS,
     STATUS_FIELDS,
@@ -64,6 +65,7 @@ def tables() -> dict[str, str]:
         ),
         "status": _fields(STATUS_FIELDS),
         "node": _fields(NODE_FIELDS),
+        "model": _fields(MODEL_FIELDS),
         "request": _fields(REQUEST_FIELDS),
         "why": _fields(WHY_FIELDS),
         "decision": _fields(DECISION_FIELDS),

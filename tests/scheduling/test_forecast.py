@@ -67,5 +67,6 @@ def test_the_rows_that_a_waiting_request_may_go_to_are_told_with_their_waits() -
     assert {one.row.name for one in found} == {"node-0", "node-1"}, "one is down"
     assert [one.cost for one in found] == sorted(one.cost for one in found)
     for one in found:
+        assert one.wait is not None
         assert one.wait == pytest.approx(one.row.running[0].ends)
         assert one.cost > one.wait

@@ -29,6 +29,7 @@ from gateway.usage.reports import Reporter
 from gateway.web.admin.audit import AUDIT_TARGET_KEY, AuditEndpoints
 from gateway.web.admin.configuration import ConfigEndpoints, GatewayControl
 from gateway.web.admin.keys import KeyEndpoints
+from gateway.web.admin.models import ModelEndpoints
 from gateway.web.admin.node_metrics import NodeMetricsEndpoint
 from gateway.web.admin.nodes import DrainDeadlines, NodeEndpoints
 from gateway.web.admin.requests import RequestEndpoints
@@ -52,6 +53,7 @@ class AdminEndpoints:
     status: StatusEndpoints
     nodes: NodeEndpoints
     node_metrics: NodeMetricsEndpoint
+    models: ModelEndpoints
     requests: RequestEndpoints
     why: WhyEndpoints
     usage: UsageEndpoints
@@ -115,6 +117,23 @@ ADMIN_ROUTES = (
         lambda e: e.nodes.probe,
         "ask it now; trusted again if it answers",
         action="probe",
+    ),
+    AdminRoute("GET", "/admin/models", VIEWER, lambda e: e.models.list, "every public model name"),
+    AdminRoute(
+        "POST",
+        "/admin/models/{name:path}/pause",
+        OPERATOR,
+        lambda e: e.models.pause,
+        "no new requests for it: 503 `model_paused`",
+        action="models.pause",
+    ),
+    AdminRoute(
+        "POST",
+        "/admin/models/{name:path}/resume",
+        OPERATOR,
+        lambda e: e.models.resume,
+        "requests for it again",
+        action="models.resume",
     ),
     AdminRoute(
         "GET", "/admin/requests", OPERATOR, lambda e: e.requests.list, "what waits and runs"
@@ -261,6 +280,7 @@ def admin_app(
         status=StatusEndpoints(fleet, scheduler, registry, gateway, metrics, health, audit),
         nodes=NodeEndpoints(fleet, drain_deadlines),
         node_metrics=NodeMetricsEndpoint(fleet, lambda: gateway.settings, gateway.clock),
+        models=ModelEndpoints(fleet, scheduler, gateway),
         requests=RequestEndpoints(registry, scheduler),
         why=WhyEndpoints(scheduler, registry, RecentRequests(bus, scheduler.clock), time.time),
         usage=UsageEndpoints(reporter, time.time),
