@@ -86,9 +86,15 @@ class LocalLeaseService:
 
         `response_started`: the client has the head of a response. Raises: GatewayError.
         """
-        return await self.scheduler.wait_for_lease(
-            request, tried, age, response_started=response_started
-        )
+        scheduler = self.scheduler
+        received_at = scheduler.clock() - age
+        try:
+            return await scheduler.wait_for_lease(
+                request, tried, age, response_started=response_started
+            )
+        except GatewayError as error:
+            scheduler.decision_log.refused(request, error, received_at, scheduler.clock())
+            raise
 
     def keep_in_queue(self, request_id: str) -> None:
         """The client has the head of a response: it is displaced last."""

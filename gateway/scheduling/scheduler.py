@@ -170,19 +170,7 @@ class Scheduler:
         if self.closing:
             raise errors.shutting_down()
         now = self.clock()
-        received_at = now - age
-        try:
-            return await self._wait(request, tried, received_at, response_started=response_started)
-        except errors.GatewayError as error:
-            self.decision_log.refused(request, error, received_at, self.clock())
-            raise
-
-    async def _wait(
-        self, request: LeaseRequest, tried: Tried, received_at: float, *, response_started: bool
-    ) -> GrantedLease:
-        """Queue, and wait for a slot. Raises: GatewayError."""
-        now = self.clock()
-        candidates, queued = self.granter.begin(request, tried, received_at, now)
+        candidates, queued = self.granter.begin(request, tried, now - age, now)
         room = queue_room(request, self.waiters, self.admission)
         try:
             expires_at = self._admit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 
 import msgspec
@@ -123,9 +124,11 @@ async def test_a_refusal_is_remembered_at_once_and_after_a_wait() -> None:
     scheduler = a_scheduler(node(slots=1), queue={"max": 1})
     lease(scheduler, a_request())
     waiting, late, unknown = a_request(), a_request(), a_request("nothing")
-    task = await start_lease(scheduler, waiting)
+    leases = LocalLeaseService(scheduler, scheduler.fleet)
+    task = asyncio.create_task(leases.wait_for_lease(waiting, NOTHING_TRIED, 0.0))
+    await settle()
     with pytest.raises(errors.GatewayError):
-        await scheduler.wait_for_lease(late)
+        await leases.wait_for_lease(late, NOTHING_TRIED, 0.0)
     with pytest.raises(errors.GatewayError):
         scheduler.lease_now(unknown)
     scheduler.refuse(waiting.id, errors.no_node("Gone." + "x" * 1000, 1.0))
