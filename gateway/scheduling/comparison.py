@@ -19,6 +19,8 @@ class RowFigures(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A row with room, just before the request was placed. Letters as in `cost.py`."""
 
     name: str
+    measured: bool
+    """Whether its speeds were measured; else they are guesses."""
     total: int
     """Its slots."""
     busy: int

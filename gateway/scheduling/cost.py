@@ -156,6 +156,7 @@ def row_figures(row: NodeSlots, queued: QueuedRequest, now: float) -> RowFigures
     cached, penalties = queued.cached, queued.penalties
     return RowFigures(
         row.name,
+        row.measured,
         row.total,
         row.busy,
         row.prefill_tps,

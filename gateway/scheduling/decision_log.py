@@ -83,8 +83,6 @@ class Grant(msgspec.Struct, eq=False):
     """Seconds from the grant until the answer was expected to end."""
     comparison: Comparison | None
     """What its node was compared with; None: nothing was kept."""
-    measured: bool
-    """Whether its node had shown its speed; else the figures are guesses."""
     tier: str
     fallback: str | None
     """Why it is not of the tier of its class."""
@@ -155,8 +153,6 @@ class DecisionLog:
         fallback: str | None,
         fleet_size: int,
         out: Mapping[str, int],
-        *,
-        measured: bool,
     ) -> Grant:
         """A placement has become a lease."""
         queued, now = placement.queued, placement.placed_at
@@ -172,7 +168,6 @@ class DecisionLog:
             placement.prefill_ends - now,
             placement.ends - now,
             placement.comparison,
-            measured,
             tier,
             fallback,
             None if tried is NOTHING_TRIED else tried,

@@ -256,6 +256,9 @@ class FleetSync:
         self.placement_state.set_speed(
             row, speed.expected_prefill_tps, speed.token_base, speed.token_step
         )
+        measured = speed.prefill_tps is not None and speed.decode_tps is not None
+        if measured is not row.measured:
+            self.placement_state.set_measured(row, measured=measured)
 
     def _refresh_reserve_group(self, node: Node, row: NodeSlots) -> None:
         """Nodes share a reserve if they serve the same models and belong to the same pools."""

@@ -190,7 +190,6 @@ class LeaseGranter:
             fallback,
             self.dispatcher.placement_state.node_count,
             self._nodes_without_room(placement, now),
-            measured=prefill_tps is not None,
         )
         record = LeaseRecord(request, placement, reservation, self.dispatcher, self.clock, grant)
         lease = node.take_lease(

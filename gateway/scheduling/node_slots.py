@@ -291,6 +291,8 @@ class NodeSlots:
     prefill_tps: float = UNMEASURED_PREFILL_TPS
     token_base: float = UNMEASURED_TOKEN_SECONDS
     token_step: float = 0.0
+    measured: bool = True
+    """Whether these speeds were measured; else they are guesses. No decision depends on it."""
     penalty: float = 0.0
     """Seconds by which it is made to look slower; negative: faster."""
     prefill_until: float = 0.0
@@ -353,6 +355,10 @@ class NodeSlots:
         prefill_ratio, base_ratio = prefill_tps / self.prefill_tps, token_base / self.token_base
         self.prefill_tps, self.token_base, self.token_step = prefill_tps, token_base, token_step
         return not (0.5 <= prefill_ratio <= 2.0 and 0.5 <= base_ratio <= 2.0)
+
+    def set_measured(self, *, measured: bool) -> None:
+        """As `PlacementState.set_measured`."""
+        self.measured = measured
 
     def set_penalty(self, seconds: float) -> None:
         """As `PlacementState.set_penalty`."""

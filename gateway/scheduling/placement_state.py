@@ -153,6 +153,10 @@ class PlacementState:
         self.speed_changes += row.set_speed(prefill_tps, token_base, token_step)
         self._recompute(row)
 
+    def set_measured(self, row: NodeSlots, *, measured: bool) -> None:
+        """Whether the speeds of `row` were measured, or are guesses."""
+        row.set_measured(measured=measured)
+
     def clear_speed_changes(self) -> None:
         """Count `speed_changes` from 0 again."""
         self.speed_changes = 0

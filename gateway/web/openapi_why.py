@@ -94,7 +94,6 @@ DECISION_FIELDS: Mapping[str, tuple[str, str]] = {
             "that was closed to it)"
         ),
     ),
-    "measured": ("boolean", "whether the node had shown its speed; else the figures are guesses"),
     "predicted": (
         "object",
         (
@@ -115,6 +114,7 @@ DECISION_FIELDS: Mapping[str, tuple[str, str]] = {
 COMPARED_FIELDS: Mapping[str, tuple[str, str]] = {
     "name": ("string", "of the node"),
     "chosen": ("boolean", "whether it was"),
+    "measured": ("boolean", "whether it had shown its speed; else its figures are guesses"),
     "expected_seconds": (
         "number",
         (

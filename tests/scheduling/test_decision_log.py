@@ -61,7 +61,7 @@ def test_a_grant_has_the_prediction_and_then_what_came_of_it() -> None:
     assert grant.comparison is not None
     assert grant.comparison.chosen.name == granted.node.name
     assert len(grant.comparison.others) == 1
-    assert (grant.outcome, grant.used, grant.measured) == (None, None, False)
+    assert (grant.outcome, grant.used, grant.comparison.chosen.measured) == (None, None, False)
     clock.passes(2.0)
     leases.content_began(granted.id)
     clock.passes(3.0)

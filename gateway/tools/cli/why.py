@@ -159,6 +159,8 @@ def _print_decision(decision: Json, *, alone: bool) -> None:
 def _node_row(node: Json, prompt: int) -> list[object]:
     terms = node["terms"]
     notes = [*(["chosen"] if node["chosen"] else []), *node["doubts"]]
+    if not node["measured"]:
+        notes.append("a guess: its speed is not measured")
     return [
         node["name"],
         _seconds(node["expected_seconds"]),

@@ -51,6 +51,10 @@ def of_doubts(penalty: float, own_penalty: float) -> list[str]:
     return found
 
 
+def _seconds(value: float) -> str:
+    return f"{value:.1f} s" if value >= 1 or not value else f"{value:.2f} s"
+
+
 def of_request(request: Json) -> str:
     """The whole story in one or two sentences."""
     decisions, waiting, outcome = request["decisions"], request["waiting"], request["outcome"]
@@ -85,7 +89,9 @@ def of_waiting(waiting: Json) -> str:
     """Why a request waits."""
     place = f"place {waiting['position']} of the queue" if waiting["position"] else "the queue"
     start = waiting["expected_start"]
-    when = "it is not known when it starts" if start is None else f"starts in about {start:.1f} s"
+    when = (
+        "it is not known when it starts" if start is None else f"starts in about {_seconds(start)}"
+    )
     nodes = waiting["nodes"]
     if waiting["deferred_to"] is not None:
         why = (
@@ -113,8 +119,8 @@ def _of_queueing(queueing: Json) -> str:
     if queueing["ahead"] is not None:
         text += f" behind {queueing['ahead']} of its class or above"
     predicted = queueing["predicted_wait"]
-    text += "" if predicted is None else f", with {predicted:.1f} s to wait as predicted"
-    return f"{text}; it waited {queueing['waited']:.1f} s."
+    text += "" if predicted is None else f", with {_seconds(predicted)} to wait as predicted"
+    return f"{text}; it waited {_seconds(queueing['waited'])}."
 
 
 def _of_refusal(refusal: Json) -> str:
@@ -131,13 +137,14 @@ def _of_grant(grant: Json) -> str:
     if grant["deferral"] is not None and grant["deferral"]["node"] == chosen:
         deferral = grant["deferral"]
         text += (
-            f" It waited for this node though another was free: {deferral['expected_seconds']:.1f} "
-            f"s with the wait, against {deferral['expected_seconds_at_once']:.1f} s, since "
+            " It waited for this node though another was free: "
+            f"{_seconds(deferral['expected_seconds'])} with the wait, against "
+            f"{_seconds(deferral['expected_seconds_at_once'])}, since "
             f"{deferral['cached_tokens']} tokens of its prompt are cached here."
         )
     if grant["fallback"]:
         text += f" It left its class's tier, since {_FALLBACKS[grant['fallback']]}."
-    if not grant["measured"]:
+    if any(one["chosen"] and not one["measured"] for one in nodes):
         text += " The node's speed was not measured yet: the figures are guesses."
     return f"{text} {_came_of(grant)}"
 
@@ -159,11 +166,11 @@ def _why_chosen(chosen: str, nodes: list[Json], grant: Json) -> str:
     cost, next_cost = mine["expected_seconds"], other["expected_seconds"]
     if next_cost == cost:
         return (
-            f"{chosen} was taken at random among nodes that cost the same: {cost:.1f} s with what "
-            "the request costs its neighbours."
+            f"{chosen} was taken at random among nodes that cost the same, {_seconds(cost)} with "
+            "what the request costs its neighbours."
         )
     text = (
-        f"{chosen} was expected to cost least: {cost:.1f} s, against {next_cost:.1f} s on "
+        f"{chosen} was expected to cost least: {_seconds(cost)}, against {_seconds(next_cost)} on "
         f"{other['name']}"
     )
     reason = _main_reason(mine, other)
@@ -196,7 +203,7 @@ def _of_doubt(mine: Json, other: Json) -> str:
 
 _REASONS: dict[str, Callable[[Json, Json], str]] = {
     "queue": lambda _, other: (
-        f"{other['name']} had other prompts to read for {other['terms']['queue']:.1f} s"
+        f"{other['name']} had other prompts to read for {_seconds(other['terms']['queue'])}"
     ),
     "reading": _of_reading,
     "writing": lambda mine, other: (
@@ -215,11 +222,11 @@ def _came_of(grant: Json) -> str:
     actual, predicted = grant["actual"], grant["predicted"]
     outcome = actual["outcome"]
     if outcome is None:
-        return f"It runs there for {actual['seconds']:.1f} s now."
+        return f"It runs there for {_seconds(actual['seconds'])} now."
     word = _OUTCOMES.get(outcome, f"failed ({outcome})")
-    text = f"It {word} after {actual['seconds']:.1f} s"
+    text = f"It {word} after {_seconds(actual['seconds'])}"
     if outcome == "ok":
-        text += f" ({predicted['seconds']:.1f} s predicted)"
+        text += f" ({_seconds(predicted['seconds'])} predicted)"
     expected, cached = predicted["cached_tokens"], actual["cached_tokens"]
     if cached is not None and actual["reported"]:
         missed = max(LEAST_CACHE_MISS, LEAST_CACHE_MISS_SHARE * (actual["prompt_tokens"] or 0))

@@ -250,7 +250,6 @@ def grant_json(grant: Grant, now: float) -> Json:
         "by_cost": comparison is None or comparison.by_cost,
         "nodes": [] if comparison is None else _compared(comparison, prompt, completion),
         "not_listed": _not_listed(grant),
-        "measured": grant.measured,
         "predicted": {
             "ttft": _rounded(grant.expected_ttft),
             "seconds": _rounded(grant.expected_seconds),
@@ -318,6 +317,7 @@ def _row_json(row: RowFigures, prompt: float, completion: float, *, chosen: bool
     return {
         "name": row.name,
         "chosen": chosen,
+        "measured": row.measured,
         "expected_seconds": _rounded(cost_of_figures(row, prompt, completion)),
         "terms": {
             "queue": _rounded(row.prefill_wait),
