@@ -128,6 +128,16 @@ class Grant(msgspec.Struct, eq=False):
 Decision = Queueing | Refusal | Grant
 
 
+@dataclass(slots=True)
+class RememberedRequest:
+    """What the log has of one request."""
+
+    decisions: list[Decision] = field(default_factory=list)
+    """The oldest first."""
+    parts: set[str] = field(default_factory=set)
+    """Of a request of several prompts: the ids of those that it was run in."""
+
+
 @dataclass(slots=True, eq=False)
 class DecisionLog:
     """The newest decisions of each kind, the oldest first."""
@@ -214,16 +224,20 @@ class DecisionLog:
 
     # Read by those who explain.
 
-    def find(self, request_ids: Iterable[str]) -> list[Decision]:
-        """The decisions about these requests, the oldest first. Looks at the whole log."""
-        wanted = frozenset(request_ids)
-        found = [one for one in self._all() if one.request_id in wanted]
-        return sorted(found, key=lambda one: one.at)
-
-    def parts_of(self, request_id: str) -> list[str]:
-        """The ids of the parts that a request of several prompts was run in, in no order."""
-        prefix = f"{request_id}."
-        return list({one.request_id for one in self._all() if one.request_id.startswith(prefix)})
+    def find(self, request_ids: Iterable[str]) -> dict[str, RememberedRequest]:
+        """What is remembered about each of these requests. One look at the whole log."""
+        found = {request_id: RememberedRequest() for request_id in request_ids}
+        for one in self._all():
+            known = found.get(one.request_id)
+            if known is not None:
+                known.decisions.append(one)
+            elif "." in one.request_id:
+                whole = found.get(one.request_id.rpartition(".")[0])
+                if whole is not None:
+                    whole.parts.add(one.request_id)
+        for request in found.values():
+            request.decisions.sort(key=lambda one: one.at)
+        return found
 
     def reaches_back_to(self) -> float:
         """Since when every grant is remembered."""

@@ -22,6 +22,7 @@ from gateway.lease import (
 )
 from gateway.scheduling.decision_log import (
     LONGEST_REASON,
+    Decision,
     DecisionLog,
     Grant,
     Queueing,
@@ -41,8 +42,12 @@ def lease(
     return granted
 
 
+def decisions(log: DecisionLog, request: LeaseRequest) -> list[Decision]:
+    return log.find([request.id])[request.id].decisions
+
+
 def only_grant(scheduler: Scheduler, request: LeaseRequest) -> Grant:
-    (grant,) = scheduler.decision_log.find([request.id])
+    (grant,) = decisions(scheduler.decision_log, request)
     assert isinstance(grant, Grant)
     return grant
 
@@ -79,7 +84,7 @@ def test_each_attempt_is_a_grant_of_its_own() -> None:
     request = a_request()
     first = lease(scheduler, request)
     second = lease(scheduler, request, failed_on(first.node.name))
-    one, two = scheduler.decision_log.find([request.id])
+    one, two = decisions(scheduler.decision_log, request)
     assert isinstance(one, Grant)
     assert isinstance(two, Grant)
     assert (one.tried, two.out) == (None, {"failed": 1})
@@ -113,7 +118,7 @@ async def test_a_wait_is_remembered_with_its_prediction_until_the_grant() -> Non
     leases.ended(AttemptReport(running.id, "ok", 200, True, True, True))
     await settle()
     assert task.done()
-    queued, granted = scheduler.decision_log.find([request.id])
+    queued, granted = decisions(scheduler.decision_log, request)
     assert isinstance(queued, Queueing)
     assert (queued.ahead, queued.waiting) == (0, 0)
     assert isinstance(granted, Grant)
@@ -134,13 +139,13 @@ async def test_a_refusal_is_remembered_at_once_and_after_a_wait() -> None:
     scheduler.refuse(waiting.id, errors.no_node("Gone." + "x" * 1000, 1.0))
     await settle()
     assert task.exception() is not None
-    (refused,) = scheduler.decision_log.find([late.id])
+    (refused,) = decisions(scheduler.decision_log, late)
     assert isinstance(refused, Refusal)
     assert (refused.status, refused.code) == (429, "queue_full")
-    (refused,) = scheduler.decision_log.find([unknown.id])
+    (refused,) = decisions(scheduler.decision_log, unknown)
     assert isinstance(refused, Refusal)
     assert refused.code == "model_not_found"
-    _, refused = scheduler.decision_log.find([waiting.id])
+    _, refused = decisions(scheduler.decision_log, waiting)
     assert isinstance(refused, Refusal)
     assert refused.code == "no_node"
     assert len(refused.message) == LONGEST_REASON
@@ -164,8 +169,8 @@ def test_the_log_is_bounded_and_says_how_far_it_reaches_back() -> None:
     for request in requests:
         clock.passes(1.0)
         lease(scheduler, request)
-    assert log.find([requests[1].id]) == []
-    assert log.find([requests[4].id]) != []
+    assert decisions(log, requests[1]) == []
+    assert decisions(log, requests[4]) != []
     assert log.reaches_back_to() == pytest.approx(started + 3.0)
 
 
@@ -178,7 +183,7 @@ def test_a_flood_of_refusals_pushes_no_grant_out() -> None:
     log.grants.extend(scheduler.decision_log.grants)
     for _ in range(2000):
         log.refused(a_request(), errors.queue_full("Full.", 1.0), 0.0, 1.0)
-    assert log.find([request.id]) != []
+    assert decisions(log, request) != []
     assert len(log.refusals) == log.refusals.maxlen
 
 

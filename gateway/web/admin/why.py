@@ -21,7 +21,13 @@ from gateway.observe.recent_requests import RecentRequests
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.scheduling.comparison import MOST_COMPARED_ROWS, Comparison, Deferral, RowFigures
 from gateway.scheduling.cost import cost_of_figures, uncached_tokens
-from gateway.scheduling.decision_log import MOST_GRANTS, Decision, Grant, Queueing
+from gateway.scheduling.decision_log import (
+    MOST_GRANTS,
+    Decision,
+    Grant,
+    Queueing,
+    RememberedRequest,
+)
 from gateway.scheduling.forecast import prospects
 from gateway.scheduling.scheduler import Scheduler
 from gateway.scheduling.waiters import Waiter
@@ -67,6 +73,7 @@ class WhyEndpoints:
         name = request.path_params["id"]
         log = self.scheduler.decision_log
         found = self._matches(name)
+        remembered = log.find(one.id for one in found)
         since = self._time(log.reaches_back_to())
         if not found:
             raise GatewayError(
@@ -81,7 +88,7 @@ class WhyEndpoints:
             {
                 "id": truncate_echo(name),
                 "remembered_since": since,
-                "requests": [self._request_json(one) for one in found],
+                "requests": [self._request_json(one, remembered[one.id]) for one in found],
             }
         )
 
@@ -90,9 +97,8 @@ class WhyEndpoints:
         matches: dict[str, _Found] = {}
         for one in self._all_matches(name):
             matches.setdefault(one.id, one)
-        log = self.scheduler.decision_log
-        if not matches and (decisions := log.find([name])):
-            last = decisions[-1]
+        if not matches and (known := self.scheduler.decision_log.find([name])[name].decisions):
+            last = known[-1]
             ended_at = last.ended_at if isinstance(last, Grant) else last.at
             matches[name] = _Found(name, None, ended_at)
         newest = sorted(matches.values(), key=lambda one: -(one.ended_at or math.inf))
@@ -108,16 +114,15 @@ class WhyEndpoints:
 
     # As JSON. Times are in seconds, sizes in tokens.
 
-    def _request_json(self, found: _Found) -> Json:
+    def _request_json(self, found: _Found, remembered: RememberedRequest) -> Json:
         now, record = self.scheduler.clock(), found.record
-        decisions = self.scheduler.decision_log.find([found.id])
+        decisions = remembered.decisions
         waiter = self.scheduler.waiters.by_request_id(found.id)
         state = _state(found, waiter)
         ended_at = now if found.ended_at is None else found.ended_at
         received_at = decisions[0].received_at if decisions else None
         if record is not None and found.ended_at is not None:
             received_at = found.ended_at - record.duration_seconds
-        parts = sorted(self.scheduler.decision_log.parts_of(found.id))
         answer: Json = {
             "id": found.id,
             "request_id": found.id if record is None else record.x_request_id,
@@ -131,7 +136,7 @@ class WhyEndpoints:
             "outcome": None if record is None or found.ended_at is None else _outcome(record),
             "waiting": None if waiter is None else self._waiting(waiter, now),
             "decisions": [*self._decisions(decisions, now)],
-            "parts": parts[:MOST_PARTS],
+            "parts": sorted(remembered.parts)[:MOST_PARTS],
         }
         answer["summary"] = explanation.of_request(answer)
         return answer
