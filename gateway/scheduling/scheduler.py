@@ -92,8 +92,9 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         state = PlacementState()
-        rules = dispatch_rules(self.settings)
-        self.dispatcher = Dispatcher(state, rules, self.rng, keeps_comparisons=True)
+        self.dispatcher = Dispatcher(
+            state, dispatch_rules(self.settings), self.rng, keeps_comparisons=True
+        )
         self.decision_log = DecisionLog(self.clock)
         self.fleet_sync = FleetSync(self.fleet, state, self.prompt_cache, self.clock)
         self.admission = Admission(self.settings)
@@ -284,20 +285,6 @@ class Scheduler:
         """How many requests of each class wait."""
         return self.dispatcher.depths()
 
-    @property
-    def queue_places(self) -> int:
-        """How many requests may wait at once."""
-        return self.settings.queue.max
-
-    def longest_waits(self) -> dict[Priority, float]:
-        """Seconds for which the oldest waiting request of each class has waited."""
-        since: dict[Priority, float] = {}
-        for waiter in self.waiters:
-            priority = waiter.request.priority
-            since[priority] = min(waiter.queued_at, since.get(priority, math.inf))
-        now = self.clock()
-        return {priority: max(0.0, now - queued_at) for priority, queued_at in since.items()}
-
     def batch_room(
         self,
         model_names: Sequence[str],
@@ -409,8 +396,7 @@ class Scheduler:
             queued.deadline,
             retried=retried,
         )
-        others = len(self.waiters)
-        self.decision_log.queued(queued, now, ahead, predicted, others, expires_at)
+        self.decision_log.queued(queued, now, ahead, predicted, len(self.waiters), expires_at)
         return expires_at
 
     def _displaced_error(self, now: float) -> errors.GatewayError:

@@ -197,8 +197,8 @@ class MetricsSource:
                 for node in list(self.fleet.nodes.values())
             ),
             queue=self.scheduler.depths(),
-            oldest=self.scheduler.longest_waits(),
-            queue_places=self.scheduler.queue_places,
+            oldest=self.scheduler.waiters.longest_waits(self.scheduler.clock()),
+            queue_places=self.scheduler.settings.queue.max,
             spill_money_left=self.scheduler.tier_policy.money_left(self.scheduler.clock()),
             in_flight=len(self.registry),
             paused_models=sorted(self.fleet.model_index.paused),
