@@ -64,7 +64,7 @@ class Refusal(msgspec.Struct, frozen=True, eq=False, gc=False):
     """For the client: names of models and nodes, and numbers, of at most `LONGEST_REASON`."""
 
 
-class Grant(msgspec.Struct, eq=False):
+class Grant(msgspec.Struct, eq=False, gc=False):
     """A request was granted a lease: one attempt, and what came of it."""
 
     request_id: str
