@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway import __version__, errors
+from gateway import __version__, errors, startup
 from gateway.access.admin_keys import AdminKeys
 from gateway.access.exposure import is_loopback
 from gateway.access.key_sync import KeySync
@@ -26,7 +26,7 @@ from gateway.config.listeners import LimitSettings
 from gateway.config.settings import Settings, changed_restart_keys
 from gateway.events import EventBus, InventoryChanged, SettingsChanged
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.state_files import DrainedNodes, PropertiesStore
+from gateway.fleet.state_files import DrainedNodes, PausedModels, PropertiesStore
 from gateway.handover import (
     READY_TIMEOUT,
     HandoverFailed,
@@ -49,13 +49,7 @@ from gateway.reload import FileReloader, load_certificates
 from gateway.scheduling.autoscaler import Autoscaler
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
-from gateway.startup import (
-    Options,
-    drains_file,
-    empty_pools,
-    properties_file,
-    read_admin_key,
-)
+from gateway.startup import Options
 from gateway.store.failures import StoreError
 from gateway.store.store import Store
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
@@ -152,8 +146,9 @@ class Gateway:
             bus=self.bus,
             clock=self.clock,
             rng=rng,
-            drained_nodes=DrainedNodes(drains_file(options)),
-            properties_store=PropertiesStore(properties_file(options)),
+            paused_models=PausedModels(startup.pauses_file(options)),
+            drained_nodes=DrainedNodes(startup.drains_file(options)),
+            properties_store=PropertiesStore(startup.properties_file(options)),
         )
         self.registry = InFlightRegistry()
         self.scheduler = Scheduler(
@@ -482,7 +477,7 @@ class Gateway:
             log.warning(
                 "fewer connections than the settings say", most=most_public, open_files=open_files
             )
-        file_key = None if admin.key_file is None else read_admin_key(admin.key_file)
+        file_key = None if admin.key_file is None else startup.read_admin_key(admin.key_file)
         self.admin_keys.configure(admin.keys, file_key)
         public_sock, admin_sock = bind_listeners(self.settings, self._inherited)
         public = Listener(
@@ -502,6 +497,7 @@ class Gateway:
             fleet=self.fleet,
             scheduler=self.scheduler,
             registry=self.registry,
+            bus=self.bus,
             metrics=self.metrics,
             drain_deadlines=self.drain_deadlines,
             gateway=self,
@@ -587,7 +583,7 @@ class Gateway:
 
     def _warn_of_empty_pools(self) -> None:
         labels = (node.spec.labels for node in self.fleet.nodes.values())
-        for warning in empty_pools(self.settings, labels):
+        for warning in startup.empty_pools(self.settings, labels):
             log.warning("pool", warning=warning)
 
 

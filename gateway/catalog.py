@@ -45,6 +45,10 @@ class ServedModels(Protocol):
     `labels`: those of the nodes that the caller may use; empty: all nodes.
     """
 
+    @property
+    def paused(self) -> frozenset[str]:
+        """Public model names that an operator has paused."""
+
     def model_names(self, labels: NodeLabels = ()) -> tuple[str, ...]:
         """The public model names that nodes serve, declared or reported, down or not."""
 

@@ -19,6 +19,9 @@ UNREPORTED_RETRY_AFTER = 5.0
 LONGEST_ECHO = 200
 """Most characters of a client's own text that an error message repeats."""
 
+PAUSED_RETRY_SECONDS = 30.0
+"""Seconds after which a request for a paused model is worth another try."""
+
 
 class GatewayError(Exception):
     """The request ends with this status instead of a response.
@@ -389,6 +392,18 @@ def cut_for_others() -> GatewayError:
 def no_node(message: str, retry_after: float) -> GatewayError:
     """503: every node that could serve it is out of service."""
     return GatewayError(503, "no_node", message, retry_after=retry_after)
+
+
+def model_paused(model: str) -> GatewayError:
+    """503: an operator has paused this model; nobody knows for how long."""
+    return GatewayError(
+        503,
+        "model_paused",
+        f"An operator has paused the model '{truncate_echo(model)}'. Try again later.",
+        param="model",
+        retry_after=PAUSED_RETRY_SECONDS,
+        retryable=False,
+    )
 
 
 def no_node_reported(

@@ -48,6 +48,8 @@ class RequestFinished:
     slot_seconds: float = 0.0
     """Seconds for which its attempts held slots, times their number; like tokens and cost, without
     attempts that failed and were retried."""
+    request_id: str = ""
+    """The gateway's own id, unique in this process."""
     _open_parts: int = 0
     """Sub-requests whose tokens are not yet counted."""
     _on_complete: Callable[[], None] | None = None
@@ -239,6 +241,14 @@ class NodeDrift:
 
     node: str
     differences: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class ModelsDiffer:
+    """The differences between nodes that serve the same model have changed."""
+
+    differences: tuple[str, ...]
+    """Those that there are now, a sentence each."""
 
 
 @dataclass(slots=True)

@@ -243,6 +243,11 @@ def drains_file(options: Options) -> Path:
     return _state_file(options, "drains")
 
 
+def pauses_file(options: Options) -> Path:
+    """The file that keeps the paused models of this inventory over a restart."""
+    return _state_file(options, "paused")
+
+
 def properties_file(options: Options) -> Path:
     """The file that keeps what the nodes of this inventory last reported over a restart."""
     return _state_file(options, "seen")

@@ -78,6 +78,7 @@ def metrics_made() -> dict[str, tuple[str, set[str]]]:
     node = NodeSample("a", "ready", 2, 1, decode_tps=10.0, prefill_tps=100.0)
     snapshot = MetricsSnapshot(
         [node],
+        paused_models=["demo"],
         retry_budget=1.0,
         spill_money_left=1.0,
         certificate_days_left={"listen.tls": 9.0},

@@ -90,10 +90,12 @@ _WAITING_CODES = frozenset(
     {
         *("rate_limit_exceeded", "insufficient_quota"),
         *("queue_full", "queue_timeout", "no_node", "starting", "shutting_down"),
+        "model_paused",
     }
 )
 """Codes of the gateway's own errors after which a stored request waits and is run again: a limit of
-its caller is reached, or there is no room or no node at this time."""
+its caller is reached, there is no room or no node at this time, or an operator has paused the
+model."""
 
 _LATE_CODES = frozenset({"queue_timeout", "node_timeout"})
 """Codes of errors that a deadline brings about."""
@@ -255,11 +257,15 @@ class Runner:
         try:
             caller = owner_of_stored(owner, self.key_ring, allow_anonymous=settings.allow_anonymous)
             labels = cache_policy_of(caller, settings).node_labels
-            _, models = resolve_model(model, self.rules, caller, labels, self.catalog)
+            name, models = resolve_model(model, self.rules, caller, labels, self.catalog)
         except GatewayError as error:
             errors.drop_traceback(error)
             return None
-        return RequestTarget(tuple(one.name for one in models), route.endpoint, labels)
+        paused = self.catalog.paused
+        names = tuple(one.name for one in models if one.name not in paused)
+        if name in paused:
+            names = ()  # Without a node for now: its rows wait apart from those of others.
+        return RequestTarget(names, route.endpoint, labels)
 
     def late_priority(self, owner: str) -> Priority:
         """The class to which this owner's requests are raised when their deadline comes near."""
@@ -332,7 +338,9 @@ class _Run:
         """By the monotonic clock."""
         if stored.deadline is not None:
             self._deadline = self._received_at + stored.deadline - runner.wall_clock()
-        self._record = RequestFinished(stored.x_request_id or stored.id, stored.path)
+        self._record = RequestFinished(
+            stored.x_request_id or stored.id, stored.path, request_id=stored.id
+        )
         self._metered: MeteredRequest | None = None
         """None: it was not admitted."""
         self._in_flight: InFlightRequest | None = None

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from gateway.config.inventory import Inventory, NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
-from gateway.events import EventBus, InventoryChanged, NodeChanged, NodeDrift
+from gateway.events import EventBus, InventoryChanged, ModelsDiffer, NodeChanged, NodeDrift
 from gateway.fleet.circuit import Circuit
 from gateway.fleet.health import ALIVE_STATES, HealthMonitor, judge_state
+from gateway.fleet.model_differences import ComparedServer, ModelDifference, model_differences
 from gateway.fleet.model_index import ModelIndex
 from gateway.fleet.node import Lease, Node, NodeSettings, NodeState
 from gateway.fleet.probe_history import ProbeAnswer, ProbeResult
@@ -20,7 +21,7 @@ from gateway.fleet.probes import key_rejected_reason
 from gateway.fleet.reclaim import Reclaimer
 from gateway.fleet.server_properties import server_identity
 from gateway.fleet.speed import SpeedSample, compare_speeds
-from gateway.fleet.state_files import DrainedNodes, PropertiesStore
+from gateway.fleet.state_files import DrainedNodes, PausedModels, PropertiesStore
 from gateway.request import Endpoint
 from gateway.transport.node_client import NodeClient, OpenNodeClient, connection_key, tls_files
 
@@ -50,6 +51,7 @@ class Fleet:
         rng: random.Random,
         drained_nodes: DrainedNodes,
         properties_store: PropertiesStore | None = None,
+        paused_models: PausedModels | None = None,
     ) -> None:
         self.nodes: dict[str, Node] = {}
         self.model_index = ModelIndex()
@@ -62,6 +64,9 @@ class Fleet:
         self._clock = clock
         self._rng = rng
         self._drained_nodes = drained_nodes
+        self._paused_models = paused_models or PausedModels()
+        self.model_index.set_paused(self._paused_models.names)
+        self._differences: tuple[ModelDifference, ...] = ()
         self._reclaimer = Reclaimer()
         self._probe_gate = asyncio.Semaphore(PROBES_AT_ONCE)
         self._monitors: dict[Node, HealthMonitor] = {}
@@ -282,6 +287,32 @@ class Fleet:
         node.resume()
         self.refresh_state(node)
 
+    def pause_model(self, name: str) -> None:
+        """No new requests for this public model name until `resume_model`, even after a restart."""
+        self._paused_models.add(name)
+        self.model_index.set_paused(self._paused_models.names)
+
+    def resume_model(self, name: str) -> None:
+        """End a pause."""
+        self._paused_models.remove(name)
+        self.model_index.set_paused(self._paused_models.names)
+
+    def differences(self) -> tuple[ModelDifference, ...]:
+        """Where nodes that serve one model differ, as their servers have reported."""
+        return model_differences(
+            ComparedServer(
+                node.name, tuple(sorted(node.public_models)), node.context, node.properties
+            )
+            for node in self.nodes.values()
+            if node.in_service and node.spec.kind == "llama.cpp"
+        )
+
+    def compare_models(self) -> None:
+        """Tell of differences that are new, or gone."""
+        before, self._differences = self._differences, self.differences()
+        if self._differences != before:
+            self._bus.publish(ModelsDiffer(tuple(one.in_words() for one in self._differences)))
+
     async def probe(self, name: str) -> ProbeResult:
         """Probe now; closes the node's circuit if it answers. Raises KeyError."""
         node = self.nodes[name]
@@ -462,6 +493,7 @@ class Fleet:
         while True:
             await asyncio.sleep(COMPARE_SPEEDS_EVERY)
             compare_speeds(self.nodes.values())
+            self.compare_models()
             now = self._clock()
             for node in self.nodes.values():
                 if node.degradation.refresh(now):

@@ -53,6 +53,12 @@ class ModelIndex:
         """Nodes of which no model is known; as old as `_serving`."""
         self.cached_lookups: dict[tuple[str, str, bool, bool, NodeLabels], CapableNodes] = {}
         """Results of `capable_nodes` by its arguments."""
+        self.paused: frozenset[str] = frozenset()
+        """Public model names that an operator has paused."""
+
+    def set_paused(self, names: frozenset[str]) -> None:
+        """An operator has paused these public model names, and no others."""
+        self.paused = names
 
     def set_nodes(self, nodes: Iterable[Node]) -> None:
         """Index these nodes."""

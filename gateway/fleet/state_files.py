@@ -1,6 +1,6 @@
-"""What the fleet keeps over a restart: drained nodes and servers' properties, in JSON files.
+"""What the fleet keeps over a restart: drained nodes, paused models and servers' properties.
 
-A file is replaced as a whole, and read without trust.
+Each has a JSON file of its own, which is replaced as a whole, and read without trust.
 """
 
 from __future__ import annotations
@@ -20,53 +20,66 @@ from gateway.system import read_state, write_state
 
 log = logging.getLogger(__name__)
 
-LARGEST_DRAIN_FILE = 1 << 20
+LARGEST_NAMES_FILE = 1 << 20
 """Bytes; ten thousand long names."""
 
 
-class _DrainFile(msgspec.Struct):
-    drained: list[str]
+class _StoredNames:
+    """Names in a file of their own. `path` None: kept in memory only."""
 
-
-class DrainedNodes:
-    """The names of drained nodes. `path` None: kept in memory only.
-
-    A node that leaves the inventory keeps its entry: it is drained if it comes back.
-    """
+    key: str
+    """Of the list in the file."""
+    lost: str
+    """What it means that the file can't be read."""
+    unsaved: str
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self._names = set() if path is None else _read_drained(path)
+        self.names: frozenset[str] = frozenset()
+        """All of them; replaced at each change."""
+        if path is not None:
+            found = read_state(path, dict[str, list[str]], LARGEST_NAMES_FILE, self.lost)
+            self.names = frozenset((found or {}).get(self.key, ()))
 
     def __contains__(self, name: str) -> bool:
-        return name in self._names
+        return name in self.names
 
     def add(self, name: str) -> None:
-        """This node is drained."""
-        if name not in self._names:
-            self._names.add(name)
+        """Keep this name."""
+        if name not in self.names:
+            self.names |= {name}
             self._write()
 
     def remove(self, name: str) -> None:
-        """This node is no longer drained."""
-        if name in self._names:
-            self._names.discard(name)
+        """Keep it no longer."""
+        if name in self.names:
+            self.names -= {name}
             self._write()
 
     def _write(self) -> None:
         if self._path is None:
             return
         try:
-            write_state(self._path, _DrainFile(sorted(self._names)))
+            write_state(self._path, {self.key: sorted(self.names)})
         except OSError as error:
-            log.warning(
-                "Drained nodes could not be saved and will be forgotten at a restart: %s", error
-            )
+            log.warning("%s and will be forgotten at a restart: %s", self.unsaved, error)
 
 
-def _read_drained(path: Path) -> set[str]:
-    found = read_state(path, _DrainFile, LARGEST_DRAIN_FILE, "no node is drained")
-    return set() if found is None else set(found.drained)
+class DrainedNodes(_StoredNames):
+    """The names of drained nodes.
+
+    A node that leaves the inventory keeps its entry: it is drained if it comes back.
+    """
+
+    key, lost = "drained", "no node is drained"
+    unsaved = "Drained nodes could not be saved"
+
+
+class PausedModels(_StoredNames):
+    """The public names of paused models. One that nobody serves keeps its entry."""
+
+    key, lost = "paused", "no model is paused"
+    unsaved = "Paused models could not be saved"
 
 
 PROPERTIES_VERSION = 1

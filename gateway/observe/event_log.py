@@ -15,6 +15,7 @@ from gateway.events import (
     EventBus,
     HookEnded,
     InventoryChanged,
+    ModelsDiffer,
     NodeChanged,
     NodeDrift,
     RequestFinished,
@@ -47,6 +48,7 @@ def log_events(bus: EventBus, logs: Logs, draw: Callable[[], float] = random.ran
     bus.subscribe(SlotYielded, event_log.yielded)
     bus.subscribe(NodeChanged, event_log.node)
     bus.subscribe(NodeDrift, event_log.drift)
+    bus.subscribe(ModelsDiffer, event_log.models_differ)
     bus.subscribe(HookEnded, event_log.hook)
     bus.subscribe(InventoryChanged, event_log.inventory)
     bus.subscribe(SettingsChanged, event_log.settings)
@@ -154,6 +156,13 @@ class EventLog:
             self._log("warning", "node differs from the inventory", fields)
         else:
             self._log("info", "node is as the inventory says again", {"node": event.node})
+
+    def models_differ(self, event: ModelsDiffer) -> None:
+        """Nodes that serve one model differ, or do so no longer."""
+        for difference in event.differences:
+            self._log("warning", "nodes of one model differ", {"difference": difference})
+        if not event.differences:
+            self._log("info", "nodes of each model are alike again", {})
 
     def hook(self, event: HookEnded) -> None:
         """A standby node was started or stopped, or that failed."""

@@ -280,6 +280,12 @@ class Metrics:
             "in_flight", "gauge", "Requests that wait or run.", [("", snapshot.in_flight)]
         )
         page.add_family(
+            "model_paused",
+            "gauge",
+            "1 for each model that an operator has paused.",
+            [(labels(model=name), 1) for name in snapshot.paused_models],
+        )
+        page.add_family(
             "inventory_error",
             "gauge",
             "1 while the inventory on disk is invalid and an older one is in force.",

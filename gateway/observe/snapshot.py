@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gateway.request import Priority
@@ -84,6 +84,8 @@ class MetricsSnapshot:
     """What spill-over to GPUs may still cost in its window; None: money does not limit it."""
     in_flight: int = 0
     """Requests that are queued or run."""
+    paused_models: Sequence[str] = ()
+    """Public names that an operator has paused."""
     inventory_error: bool = False
     """The inventory on disk is invalid; an older one is in force."""
     retry_budget: float | None = None

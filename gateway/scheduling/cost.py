@@ -31,6 +31,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 from weakref import WeakKeyDictionary
 
+from gateway.scheduling.comparison import RowFigures
 from gateway.scheduling.node_slots import (
     LEAST_UNCACHED_TOKENS,
     MOST_SLOTS,
@@ -146,6 +147,50 @@ def row_cost_after(row: NodeSlots, queued: QueuedRequest, wait: float) -> float:
     )
 
 
+def row_figures(row: NodeSlots, queued: QueuedRequest, now: float) -> RowFigures:
+    """The terms of `row_cost`, to be kept. It runs for each request."""
+    index, slowdown, remaining = row.index, row.decode_slowdown, 0.0
+    if slowdown:
+        remaining = max(0.0, row.ends_sum - now * len(row.running))
+    wait = row.prefill_until - now
+    cached, penalties = queued.cached, queued.penalties
+    return RowFigures(
+        row.name,
+        row.measured,
+        row.total,
+        row.busy,
+        row.prefill_tps,
+        row.token_base,
+        row.token_step,
+        slowdown,
+        remaining,
+        max(0.0, wait),
+        row.penalty,
+        penalties.get(index, 0.0) if penalties else 0.0,
+        cached.get(index, 0.0) if cached else 0.0,
+    )
+
+
+def cost_of_figures(figures: RowFigures, prompt_tokens: float, completion_tokens: float) -> float:
+    """T of a request of so many tokens, as `row_cost` had it when the figures were taken."""
+    return expected_cost(
+        uncached_tokens(figures, prompt_tokens),
+        completion_tokens,
+        (1 + figures.busy) / figures.prefill_tps,
+        figures.token_base + figures.token_step * figures.busy,
+        figures.prefill_wait + figures.penalty + figures.own_penalty,
+        figures.decode_slowdown,
+        figures.remaining,
+    )
+
+
+def uncached_tokens(figures: RowFigures, prompt_tokens: float) -> float:
+    """u: tokens of a prompt that the row would have to read."""
+    if not figures.cached:
+        return prompt_tokens
+    return max(LEAST_UNCACHED_TOKENS, prompt_tokens - figures.cached)
+
+
 LOOP_ROWS = 64
 """Rows up to which the loop of `row_costs` is as fast as numpy."""
 
@@ -169,6 +214,8 @@ class CostColumns:
             CandidateSet, tuple[frozenset[int], NDArray[np.bool_]]
         ] = WeakKeyDictionary()
         """For candidate sets: their indexes, and a mask of the rows that are not among them."""
+        self._last: tuple[QueuedRequest, float, Floats] | None = None
+        """The costs that were computed last: whose and when."""
 
     def least_finish(
         self, candidate_set: CandidateSet, queued: QueuedRequest, now: float, rng: random.Random
@@ -179,10 +226,41 @@ class CostColumns:
         """
         import numpy as np
 
+        costs = self._costs(candidate_set, queued, now)
+        best = int(costs.argmin())
+        least = costs[best]
+        if least == np.inf:
+            return None
+        ties = np.flatnonzero(costs == least)
+        rows = self._state.rows
+        return rows[int(ties[int(rng.random() * len(ties))]) if len(ties) > 1 else best]
+
+    def least_costs(
+        self, candidate_set: CandidateSet, queued: QueuedRequest, now: float, most: int
+    ) -> list[NodeSlots]:
+        """Up to `most` rows of the least T among those with room, in no order."""
+        import numpy as np
+
+        last = self._last
+        if last is not None and last[0] is queued and last[1] == now:
+            costs = last[2]
+        else:
+            costs = self._costs(candidate_set, queued, now)
+        rows = self._state.rows
+        if len(costs) > most:
+            found = np.argpartition(costs, most)[:most].tolist()
+        else:
+            found = range(len(costs))
+        return [rows[index] for index in found if costs[index] < np.inf]
+
+    def _costs(self, candidate_set: CandidateSet, queued: QueuedRequest, now: float) -> Floats:
+        """T of each row, by index; infinity for those without room."""
+        import numpy as np
+
         columns = self._columns()
         free, per_prompt, per_output, slowdown, ends, running, prefill, penalty, reserve = columns
         rows = self._state.rows
-        costs = expected_cost(
+        costs: Floats = expected_cost(
             max(LEAST_UNCACHED_TOKENS, queued.prompt_tokens)
             if queued.cached
             else queued.prompt_tokens,
@@ -203,12 +281,8 @@ class CostColumns:
         costs[~room] = np.inf
         if len(candidate_set.rows) < self._state.node_count:
             costs[self._excluded_mask(candidate_set, len(rows))] = np.inf
-        best = int(costs.argmin())
-        least = costs[best]
-        if least == np.inf:
-            return None
-        ties = np.flatnonzero(costs == least)
-        return rows[int(ties[int(rng.random() * len(ties))]) if len(ties) > 1 else best]
+        self._last = queued, now, costs
+        return costs
 
     def _subtract_cached(self, costs: Floats, per_prompt: Floats, queued: QueuedRequest) -> None:
         """Take off what prefilling the cached tokens would cost."""

@@ -24,6 +24,7 @@ from gateway.scheduling.forecast import WaitForecast
 from gateway.scheduling.matching import DispatchRules, Match, Matcher, SlotHolds
 from gateway.scheduling.node_slots import (
     MOST_TOKENS_PER_REQUEST,
+    AvailableRows,
     FairnessAccount,
     NodeSlots,
     Placement,
@@ -31,7 +32,7 @@ from gateway.scheduling.node_slots import (
     clamp,
 )
 from gateway.scheduling.placement_state import PlacementState
-from gateway.scheduling.selection import POLICIES, available_rows
+from gateway.scheduling.selection import POLICIES, available_rows, compare
 from gateway.scheduling.wait_queue import VirtualTokenCounters, WaitQueue
 
 
@@ -39,10 +40,17 @@ class Dispatcher:
     """Places requests on the rows of a placement state; those that find no room wait."""
 
     def __init__(
-        self, placement_state: PlacementState, rules: DispatchRules, rng: random.Random
+        self,
+        placement_state: PlacementState,
+        rules: DispatchRules,
+        rng: random.Random,
+        *,
+        keeps_comparisons: bool = False,
     ) -> None:
+        """`keeps_comparisons`: each placement has what it was compared with, to explain it."""
         self.placement_state = placement_state
         self._rng = rng
+        self._keeps_comparisons = keeps_comparisons
         self._wait_queue, self._slotless_queue = WaitQueue(), WaitQueue()
         self._holds = SlotHolds(placement_state)
         self._matcher = Matcher(placement_state, self._wait_queue, self._holds, rng)
@@ -101,7 +109,7 @@ class Dispatcher:
                 return None
         counters = queue.levels[queued.priority].counters
         account = counters.account(queued.fairness_key)
-        return self._start(queued, counters, account, row, available.group, now)
+        return self._start(queued, counters, account, row, available, now)
 
     def match(self, now: float) -> list[Placement]:
         """Give free slots to waiting requests; to be called when capacity has changed."""
@@ -235,7 +243,7 @@ class Dispatcher:
         self.waiting -= 1
         self._holds.drop(queued)
         counters = queue.levels[queued.priority].counters
-        return self._start(queued, counters, account, match.row, match.available.group, now)
+        return self._start(queued, counters, account, match.row, match.available, now)
 
     def _start(
         self,
@@ -243,14 +251,19 @@ class Dispatcher:
         counters: VirtualTokenCounters,
         account: FairnessAccount,
         row: NodeSlots,
-        group: int,
+        available: AvailableRows,
         now: float,
     ) -> Placement:
         state, forecast = self.placement_state, self._forecast
         number = state.placement_count + 1
         if number >= forecast.refresh_at or state.speed_changes:
             forecast.refresh_if_due(number)
-        placement = state.start(queued, row, group, now, account, forecast.token_weight)
+        comparison = None
+        if self._keeps_comparisons:
+            comparison = compare(available, queued, row, self._policy, now)
+        placement = state.start(
+            queued, row, available.group, now, account, forecast.token_weight, comparison
+        )
         counters.started(account, placement.charge)
         return placement
 

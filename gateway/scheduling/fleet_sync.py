@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from gateway.config.cache_privacy import NodeLabels, has_labels
 from gateway.fleet.fleet import Fleet
@@ -34,6 +37,9 @@ trial: else it would get none while others are idle, and be missing when they ar
 that would end there later by more than this goes elsewhere."""
 
 MOST_SERVICES = 10_000
+
+MOST_COUNTED_AT_ONCE, RECOUNT_SECONDS = 64, 0.5
+"""Rows whose states are counted whenever any has changed; of more, only so often."""
 
 ModelGroups = tuple[TierSets, ...]
 """For each model name of a request: its candidate sets, by tier."""
@@ -129,6 +135,15 @@ class Service:
             self.groups = (tiers,)
 
 
+class _OutOfService(NamedTuple):
+    """`FleetSync.out_of_service` of one candidate set."""
+
+    by_state: Mapping[str, int]
+    version: int
+    """The `PlacementState.slots_version` for which it was counted."""
+    counted_at: float
+
+
 @dataclass(slots=True, eq=False)
 class FleetSync:
     """Keeps a placement state in step with a fleet, which calls `node_changed`.
@@ -153,6 +168,9 @@ class FleetSync:
     """The labels of the pools that requests have asked for."""
     _speed_versions: dict[NodeSlots, int] = field(default_factory=dict)
     """The version of the node's speed that a row has."""
+    _out_of_service: WeakKeyDictionary[CandidateSet, _OutOfService] = field(
+        default_factory=WeakKeyDictionary
+    )
     _cached_models: dict[NodeSlots, tuple[int, frozenset[str]]] = field(default_factory=dict)
     """The slots and models for which a row's prompt cache is indexed."""
 
@@ -238,6 +256,9 @@ class FleetSync:
         self.placement_state.set_speed(
             row, speed.expected_prefill_tps, speed.token_base, speed.token_step
         )
+        measured = speed.prefill_tps is not None and speed.decode_tps is not None
+        if measured is not row.measured:
+            self.placement_state.set_measured(row, measured=measured)
 
     def _refresh_reserve_group(self, node: Node, row: NodeSlots) -> None:
         """Nodes share a reserve if they serve the same models and belong to the same pools."""
@@ -308,6 +329,30 @@ class FleetSync:
                     if speed.prefill_tps is not None and (not decodes or speed.decode_tps):
                         return True
         return False
+
+    def out_of_service(self, candidates: CandidateSet, now: float) -> Mapping[str, int]:
+        """How many of these rows take no work, by their nodes' state; `paused`: as asked for (429).
+
+        For more than `MOST_COUNTED_AT_ONCE` rows it may be `RECOUNT_SECONDS` old.
+        """
+        version, known = self.placement_state.slots_version, self._out_of_service.get(candidates)
+        if known is not None and (
+            known.version == version
+            or (
+                now - known.counted_at < RECOUNT_SECONDS
+                and len(candidates.rows) > MOST_COUNTED_AT_ONCE
+            )
+        ):
+            return known.by_state
+        states = Counter(self._state_word(row, now) for row in candidates.rows if not row.capacity)
+        self._out_of_service[candidates] = _OutOfService(states, version, now)
+        return states
+
+    def _state_word(self, row: NodeSlots, now: float) -> str:
+        node = self.nodes.get(row.index)
+        if node is None:
+            return "removed"
+        return "paused" if node.paused(now) else node.state.value
 
     def slots(self, queued: QueuedRequest) -> int:
         """Slots of the nodes of the request's first group."""

@@ -8,7 +8,9 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from gateway.scheduling.cost import row_cost_after
 from gateway.scheduling.node_slots import (
     LEAST_UNCACHED_TOKENS,
     CandidateSet,
@@ -172,6 +174,32 @@ class WaitForecast:
         ) / len(rows)
         weight = self._output_token_seconds / self._prompt_token_seconds
         self.token_weight = min(max(weight, LEAST_TOKEN_WEIGHT), MOST_TOKEN_WEIGHT)
+
+
+class Prospect(NamedTuple):
+    """A row that a waiting request may go to, as it is now."""
+
+    row: NodeSlots
+    wait: float | None
+    """Seconds until it is expected to have room for this request alone; None: unknown."""
+    cost: float
+    """The request's expected cost there, that wait included, in seconds; infinity: unknown."""
+
+
+def prospects(queued: QueuedRequest, now: float) -> list[Prospect]:
+    """The rows that a waiting request may go to, the least cost first; others wait for them too."""
+    found = []
+    for tiers in queued.groups:
+        for candidates in tiers:
+            for row in candidates.rows:
+                if not row.alive or row.index in queued.excluded:
+                    continue
+                wait: float | None = 0.0
+                if row.free < queued.slots:
+                    wait = row.seconds_until_free(queued.slots - row.free, now)
+                cost = math.inf if wait is None else row_cost_after(row, queued, wait)
+                found.append(Prospect(row, wait, cost))
+    return sorted(found, key=lambda one: (one.cost, one.row.name))
 
 
 def _slots_short_of_reserve(row: NodeSlots) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from gateway import errors
@@ -12,6 +13,7 @@ from gateway.fleet.node import Lease
 from gateway.lease import GrantedLease, LeaseRequest, Tried
 from gateway.scheduling.budget import SpillReservation
 from gateway.scheduling.candidates import CandidateFinder
+from gateway.scheduling.decision_log import DecisionLog, Grant
 from gateway.scheduling.demand_model import DemandModel
 from gateway.scheduling.dispatcher import Dispatcher
 from gateway.scheduling.fleet_sync import FleetSync, NodeCandidates
@@ -21,6 +23,9 @@ from gateway.scheduling.tier_router import TierRouter
 PESSIMISTIC_PREFILL_TPS = 25.0
 """Prompt tokens/s assumed of a node that has not shown its speed: slow on purpose, since it bounds
 a wait (one busy thread read 140 tokens/s of a 768 wide model when measured)."""
+
+NOTHING_OUT: Mapping[str, int] = {}
+"""No node had no room; never written to."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,12 +42,16 @@ class LeaseRecord:
     """The share of the budget that it holds."""
     dispatcher: Dispatcher
     clock: Callable[[], float]
+    grant: Grant
+    """What is kept of it to explain it."""
     lease: Lease = field(init=False)
 
     def prefill_done(self) -> None:
         """The first content came: replace the predicted prefill by the real one."""
         assert self.placement is not None
-        self.dispatcher.prefill_done(self.placement, self.clock())
+        now = self.clock()
+        self.grant.content_began(now)
+        self.dispatcher.prefill_done(self.placement, now)
 
     def slots_freed(self) -> bool:
         """The slots are free. Returns whether the row is still the node's."""
@@ -65,6 +74,7 @@ class LeaseGranter:
     candidate_finder: CandidateFinder
     demand_model: DemandModel
     tier_router: TierRouter
+    decision_log: DecisionLog
     clock: Callable[[], float]
     records: dict[int, LeaseRecord] = field(default_factory=dict)
     """Those of leases whose attempts have not been accounted for, by lease id."""
@@ -170,7 +180,18 @@ class LeaseGranter:
         total: float | None = None
         if request.max_tokens is not None and (decode_tps := speed.decode_tps) is not None:
             total = prefill + request.max_tokens / decode_tps
-        record = LeaseRecord(request, placement, reservation, self.dispatcher, self.clock)
+        model = candidates.by_model[placement.group][0]
+        grant = self.decision_log.granted(
+            placement,
+            request,
+            tried,
+            model,
+            node.spec.tier,
+            fallback,
+            self.dispatcher.placement_state.node_count,
+            self._nodes_without_room(placement, now),
+        )
+        record = LeaseRecord(request, placement, reservation, self.dispatcher, self.clock, grant)
         lease = node.take_lease(
             slots,
             now,
@@ -188,7 +209,6 @@ class LeaseGranter:
             self.fleet_sync.node_changed(node)
         if request.prompt_key is not None or request.session is not None:
             self.demand_model.placed(placement, request)
-        model = candidates.by_model[placement.group][0]
         return GrantedLease(
             lease_id,
             node.info,
@@ -201,9 +221,35 @@ class LeaseGranter:
             fallback,
         )
 
+    def _nodes_without_room(self, placement: Placement, now: float) -> Mapping[str, int]:
+        """Other nodes that serve the model of a placement and had no room for it, by the reason."""
+        comparison, queued = placement.comparison, placement.queued
+        tiers = queued.groups[placement.group]
+        if comparison is None or (
+            comparison.with_room == comparison.candidates and len(tiers) == 1
+        ):
+            return NOTHING_OUT  # Nearly always.
+        found: Counter[str] = Counter()
+        for candidates in tiers:
+            if queued.excluded or queued.failed:
+                rows = [row for row in candidates.rows if row.index not in queued.excluded]
+                found["excluded"] += len(candidates.rows) - len(rows)
+                count = len([row for row in rows if row.index not in queued.failed])
+                found["failed"] += len(rows) - count
+            else:
+                count = len(candidates.rows)
+            out = self.fleet_sync.out_of_service(candidates, now)
+            found.update(out)
+            if placement.row.index in candidates.row_indexes:
+                found["full"] += max(0, count - comparison.with_room - sum(out.values()))
+                break
+            found["full"] += max(0, count - sum(out.values()))
+        return {reason: number for reason, number in found.items() if number}
+
     def release_unused(self, lease_id: int) -> None:
         """Release a lease whose request was cancelled before it could be sent."""
         record = self.records.pop(lease_id)
+        record.grant.ended("cancelled", 0, self.clock())
         self.yielding.pop(lease_id, None)
         self.demand_model.abandoned(record.placement, refund=True)
         if record.reservation is not None:

@@ -86,9 +86,15 @@ class LocalLeaseService:
 
         `response_started`: the client has the head of a response. Raises: GatewayError.
         """
-        return await self.scheduler.wait_for_lease(
-            request, tried, age, response_started=response_started
-        )
+        scheduler = self.scheduler
+        received_at = scheduler.clock() - age
+        try:
+            return await scheduler.wait_for_lease(
+                request, tried, age, response_started=response_started
+            )
+        except GatewayError as error:
+            scheduler.decision_log.refused(request, error, received_at, scheduler.clock())
+            raise
 
     def keep_in_queue(self, request_id: str) -> None:
         """The client has the head of a response: it is displaced last."""
@@ -182,6 +188,7 @@ class LocalLeaseService:
         else:
             record.lease.abandon()
         now = self.scheduler.clock()
+        record.grant.ended(report.outcome, report.status, now)
         if report.response_began:
             lease = record.lease
             if record.request.prompt_key is not None:
@@ -213,6 +220,7 @@ class LocalLeaseService:
         lease, complete = record.lease, report.complete
         now = lease.abandoned_at or lease.released_at or self.scheduler.clock()
         usage, reported = report.attempt, report.reported
+        record.grant.settled(usage, reported=reported is not None)
         is_sample = False
         if reported is not None and complete:
             name = lease.node.name

@@ -20,6 +20,7 @@ from itertools import islice
 
 from gateway.config.scheduling import DEFAULT_PATIENCE, DEFAULT_SLOTLESS
 from gateway.request import Priority
+from gateway.scheduling.comparison import Deferral
 from gateway.scheduling.cost import row_cost, row_cost_after
 from gateway.scheduling.node_slots import (
     AvailableRows,
@@ -348,7 +349,12 @@ class SlotHolds:
                 best, least, longest = row, cost, wait
         if best is None:
             return False
-        queued.defer_to(best, now + longest * (1.0 + DEFERRAL_MARGIN) + LEAST_DEFERRAL_MARGIN)
+        cached = max(queued.cached.get(best.index, 0.0), queued.pending.get(best.index, 0.0))
+        queued.defer_to(
+            best,
+            now + longest * (1.0 + DEFERRAL_MARGIN) + LEAST_DEFERRAL_MARGIN,
+            Deferral(best.name, longest, least, cost_now, cached),
+        )
         self.deferred.append(queued)
         return True
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from gateway.request import Priority
+from gateway.scheduling.comparison import Comparison, Deferral
 
 MOST_TOKENS_PER_REQUEST = 1e7
 """Tokens of a prompt or an answer; more is a mistake and is clamped."""
@@ -127,6 +128,8 @@ class QueuedRequest(msgspec.Struct, eq=False):
     """The busy node that it waits for while others may pass it."""
     deferred_until: float = 0.0
     """When that node was predicted to have a slot, with a margin; 0: never deferred."""
+    deferral: Deferral | None = None
+    """Why it was last deferred."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.prompt_tokens <= MOST_TOKENS_PER_REQUEST:
@@ -184,10 +187,10 @@ class QueuedRequest(msgspec.Struct, eq=False):
         """Set `work_tokens`."""
         self.work_tokens = prompt_tokens, completion_tokens
 
-    def defer_to(self, row: NodeSlots, until: float) -> None:
+    def defer_to(self, row: NodeSlots, until: float, deferral: Deferral) -> None:
         """Let it wait for this row. `until` holds from the first time on."""
         row.deferred.append(self)
-        self.deferred_to = row
+        self.deferred_to, self.deferral = row, deferral
         if not self.deferred_until:
             self.deferred_until = until
 
@@ -248,6 +251,8 @@ class Placement:
     """Price of an output token when it was placed: it is settled at the same price."""
     released: bool = False
     """Whether its slots are free again."""
+    comparison: Comparison | None = None
+    """What it was compared with, if that is kept."""
 
     def take_account(self) -> FairnessAccount | None:
         """The account that pays for it, the first time; then None."""
@@ -286,6 +291,8 @@ class NodeSlots:
     prefill_tps: float = UNMEASURED_PREFILL_TPS
     token_base: float = UNMEASURED_TOKEN_SECONDS
     token_step: float = 0.0
+    measured: bool = True
+    """Whether these speeds were measured; else they are guesses. No decision depends on it."""
     penalty: float = 0.0
     """Seconds by which it is made to look slower; negative: faster."""
     prefill_until: float = 0.0
@@ -349,6 +356,10 @@ class NodeSlots:
         self.prefill_tps, self.token_base, self.token_step = prefill_tps, token_base, token_step
         return not (0.5 <= prefill_ratio <= 2.0 and 0.5 <= base_ratio <= 2.0)
 
+    def set_measured(self, *, measured: bool) -> None:
+        """As `PlacementState.set_measured`."""
+        self.measured = measured
+
     def set_penalty(self, seconds: float) -> None:
         """As `PlacementState.set_penalty`."""
         self.penalty = clamp(seconds, -MOST_PENALTY_SECONDS, MOST_PENALTY_SECONDS, 0.0)
@@ -387,6 +398,7 @@ class NodeSlots:
         number: int,
         account: FairnessAccount,
         token_weight: float,
+        comparison: Comparison | None = None,
     ) -> Placement:
         """Start a request: its prefill holds up what decodes, its decoding slows that down.
 
@@ -415,7 +427,18 @@ class NodeSlots:
         ends = prefill_ends + completion * self.per_output_token
         charge = uncached + completion * token_weight
         placement = Placement(
-            queued, self, group, now, prefill_ends, ends, uncached, account, charge, token_weight
+            queued,
+            self,
+            group,
+            now,
+            prefill_ends,
+            ends,
+            uncached,
+            account,
+            charge,
+            token_weight,
+            False,
+            comparison,
         )
         running.append(placement)
         self.decoding += decodes

@@ -14,6 +14,7 @@ from weakref import WeakSet
 
 from gateway.config.scheduling import DEFAULT_SLOTLESS
 from gateway.scheduling.batch_reserve import spread_reserve
+from gateway.scheduling.comparison import Comparison
 from gateway.scheduling.node_slots import (
     UNMEASURED_PREFILL_TPS,
     UNMEASURED_TOKEN_SECONDS,
@@ -152,6 +153,10 @@ class PlacementState:
         self.speed_changes += row.set_speed(prefill_tps, token_base, token_step)
         self._recompute(row)
 
+    def set_measured(self, row: NodeSlots, *, measured: bool) -> None:
+        """Whether the speeds of `row` were measured, or are guesses."""
+        row.set_measured(measured=measured)
+
     def clear_speed_changes(self) -> None:
         """Count `speed_changes` from 0 again."""
         self.speed_changes = 0
@@ -203,11 +208,15 @@ class PlacementState:
         now: float,
         account: FairnessAccount,
         token_weight: float,
+        comparison: Comparison | None = None,
     ) -> Placement:
-        """Place a request on a row; `account` pays, for an output token `token_weight`."""
+        """Place a request on a row; `account` pays, for an output token `token_weight`.
+
+        `comparison`: what the row was compared with, if that is kept.
+        """
         self.placement_count = number = self.placement_count + 1
         before = row.free
-        placement = row.start(queued, group, now, number, account, token_weight)
+        placement = row.start(queued, group, now, number, account, token_weight, comparison)
         if before and not row.free:
             self.free_rows_version += 1
             self.free_rows.pop(row.index, None)

@@ -33,6 +33,7 @@ from gateway.scheduling.admission import Admission, CompletionRate, combine_wait
 from gateway.scheduling.batch_room import room_for_batch, rows_for_batch, slots_waited_for
 from gateway.scheduling.budget import dearest_token
 from gateway.scheduling.candidates import CandidateFinder
+from gateway.scheduling.decision_log import DecisionLog
 from gateway.scheduling.demand_model import DemandModel, has_long_prompt
 from gateway.scheduling.dispatcher import Dispatcher, dispatch_rules
 from gateway.scheduling.fleet_sync import FleetSync, NodeCandidates
@@ -79,6 +80,7 @@ class Scheduler:
     tier_router: TierRouter = field(init=False)
     granter: LeaseGranter = field(init=False)
     yield_requests: YieldRequests = field(init=False)
+    decision_log: DecisionLog = field(init=False)
     _check_all_at: float = 0.0
     """When every waiting request is checked; until then only those that fall due."""
     _positions: dict[str, QueuePosition] | None = None
@@ -90,7 +92,10 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         state = PlacementState()
-        self.dispatcher = Dispatcher(state, dispatch_rules(self.settings), self.rng)
+        self.dispatcher = Dispatcher(
+            state, dispatch_rules(self.settings), self.rng, keeps_comparisons=True
+        )
+        self.decision_log = DecisionLog(self.clock)
         self.fleet_sync = FleetSync(self.fleet, state, self.prompt_cache, self.clock)
         self.admission = Admission(self.settings)
         self.demand_model = DemandModel(self.dispatcher, self.prompt_cache)
@@ -104,6 +109,7 @@ class Scheduler:
             CandidateFinder(self.fleet.model_index, self.fleet_sync),
             self.demand_model,
             self.tier_router,
+            self.decision_log,
             self.clock,
         )
         self.yield_requests = YieldRequests(self.granter.yielding, self.yield_slot)
@@ -134,9 +140,13 @@ class Scheduler:
         now = self.clock()
         if self.fleet_sync.has_gpu_tier and request.slots and not tried.failed_nodes:
             self.tier_policy.arrived(request.priority, now)
-        candidates, queued = self.granter.begin(request, tried, now - age, now)
-        if queued.deadline is not None:
-            self.granter.check_deadline(queued, candidates, now)
+        try:
+            candidates, queued = self.granter.begin(request, tried, now - age, now)
+            if queued.deadline is not None:
+                self.granter.check_deadline(queued, candidates, now)
+        except errors.GatewayError as error:
+            self.decision_log.refused(request, error, now - age, now)
+            raise
         granted = self._place(queued, request, tried, candidates, now)
         if granted is None:
             self.tier_router.cancel_reservation(candidates)
@@ -275,20 +285,6 @@ class Scheduler:
         """How many requests of each class wait."""
         return self.dispatcher.depths()
 
-    @property
-    def queue_places(self) -> int:
-        """How many requests may wait at once."""
-        return self.settings.queue.max
-
-    def longest_waits(self) -> dict[Priority, float]:
-        """Seconds for which the oldest waiting request of each class has waited."""
-        since: dict[Priority, float] = {}
-        for waiter in self.waiters:
-            priority = waiter.request.priority
-            since[priority] = min(waiter.queued_at, since.get(priority, math.inf))
-        now = self.clock()
-        return {priority: max(0.0, now - queued_at) for priority, queued_at in since.items()}
-
     def batch_room(
         self,
         model_names: Sequence[str],
@@ -385,13 +381,13 @@ class Scheduler:
         retried: bool,
     ) -> float:
         """Until when the request may wait beside `waiting` others. Raises: GatewayError."""
-        predicted = None
+        ahead = predicted = None
         if request.slots and candidates.any_alive():
             measured = self.fleet_sync.is_measured(queued)
             by_work = self.dispatcher.predicted_wait(queued, now) if measured else None
             ahead, slots = self.dispatcher.count_ahead(queued), self.fleet_sync.slots(queued)
             predicted = combine_waits(self.completion_rate, slots, ahead, by_work, now)
-        return self.admission.admit(
+        expires_at = self.admission.admit(
             request,
             waiting,
             predicted,
@@ -400,6 +396,8 @@ class Scheduler:
             queued.deadline,
             retried=retried,
         )
+        self.decision_log.queued(queued, now, ahead, predicted, len(self.waiters), expires_at)
+        return expires_at
 
     def _displaced_error(self, now: float) -> errors.GatewayError:
         """For a request that makes room for another's: its caller has most places."""

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import heapq
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from gateway.scheduling.cost import LOOP_ROWS, CostColumns, row_costs
+from gateway.scheduling.comparison import MOST_COMPARED_ROWS, Comparison, RowFigures
+from gateway.scheduling.cost import LOOP_ROWS, CostColumns, row_costs, row_figures
 from gateway.scheduling.node_slots import (
     AvailableRows,
     CandidateSet,
@@ -37,6 +39,11 @@ class SelectionPolicy(Protocol):
     ) -> NodeSlots:
         """One of the rows."""
 
+    def best_rows(
+        self, available: AvailableRows, queued: QueuedRequest, now: float, most: int
+    ) -> Sequence[NodeSlots]:
+        """Up to `most` of the rows, the best by what the policy compares, in no order."""
+
 
 class LeastFinish:
     """Where the request and the requests that it holds up end first; ties at random."""
@@ -45,6 +52,8 @@ class LeastFinish:
 
     def __init__(self, placement_state: PlacementState) -> None:
         self._columns = CostColumns(placement_state)
+        self._last: tuple[QueuedRequest, float, list[float]] | None = None
+        """The costs of the rows that were compared last, for `best_rows`: whose and when."""
 
     def choose(
         self, available: AvailableRows, queued: QueuedRequest, now: float, rng: random.Random
@@ -56,11 +65,27 @@ class LeastFinish:
             assert row is not None
             return row
         costs = row_costs(rows, queued, now)
+        self._last = queued, now, costs
         least = min(costs)
         if costs.count(least) == 1:
             return rows[costs.index(least)]
         ties = [row for row, cost in zip(rows, costs, strict=True) if cost == least]
         return ties[int(rng.random() * len(ties))]
+
+    def best_rows(
+        self, available: AvailableRows, queued: QueuedRequest, now: float, most: int
+    ) -> Sequence[NodeSlots]:
+        """Those of the least cost."""
+        rows, last = available.rows, self._last
+        if len(rows) >= LOOP_ROWS and available.unfiltered:
+            return self._columns.least_costs(available.candidate_set, queued, now, most)
+        if last is not None and last[0] is queued and last[1] == now and len(last[2]) == len(rows):
+            costs = last[2]
+        else:
+            costs = row_costs(rows, queued, now)
+        # Of so few rows sorting all is faster than looking for the least.
+        best = sorted(range(len(rows)), key=costs.__getitem__)
+        return [rows[index] for index in best[:most]]
 
 
 class LeastLoaded:
@@ -85,6 +110,12 @@ class LeastLoaded:
                     best = row
         return best
 
+    def best_rows(
+        self, available: AvailableRows, queued: QueuedRequest, _now: float, most: int
+    ) -> Sequence[NodeSlots]:
+        """Those that are least loaded."""
+        return heapq.nsmallest(most, available.rows, lambda row: _load(row, queued))
+
 
 def _load(row: NodeSlots, queued: QueuedRequest) -> float:
     return (row.busy + queued.slots) / max(1, row.total)
@@ -101,6 +132,13 @@ class RoundRobin:
         """The next row in turn."""
         return min(available.rows, key=lambda row: (row.last_placement, row.index))
 
+    def best_rows(
+        self, available: AvailableRows, _queued: QueuedRequest, _now: float, most: int
+    ) -> Sequence[NodeSlots]:
+        """The next rows in turn."""
+        rows = available.rows
+        return heapq.nsmallest(most, rows, lambda row: (row.last_placement, row.index))
+
 
 class PrefixHash:
     """The highest row by rendezvous hashing of the prompt's shared beginning.
@@ -115,12 +153,17 @@ class PrefixHash:
         self, available: AvailableRows, queued: QueuedRequest, _now: float, _rng: random.Random
     ) -> NodeSlots:
         """The row that the prompt's beginning belongs to, of those with room."""
-        return max(
-            available.rows,
-            key=lambda row: _mix64(
-                queued.affinity_hash ^ row.name_hash * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
-            ),
-        )
+        return max(available.rows, key=lambda row: _rendezvous(row, queued))
+
+    def best_rows(
+        self, available: AvailableRows, queued: QueuedRequest, _now: float, most: int
+    ) -> Sequence[NodeSlots]:
+        """The first rows in the order of the prompt's beginning."""
+        return heapq.nlargest(most, available.rows, lambda row: _rendezvous(row, queued))
+
+
+def _rendezvous(row: NodeSlots, queued: QueuedRequest) -> int:
+    return _mix64(queued.affinity_hash ^ row.name_hash * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF)
 
 
 def _mix64(value: int) -> int:
@@ -137,6 +180,32 @@ POLICIES: Final[dict[str, Callable[[PlacementState], SelectionPolicy]]] = {
     "prefix_hash": lambda _: PrefixHash(),
 }
 """Makes the policy of each name, for one placement state."""
+
+
+def compare(
+    available: AvailableRows,
+    queued: QueuedRequest,
+    chosen: NodeSlots,
+    policy: SelectionPolicy,
+    now: float,
+) -> Comparison:
+    """What a request is compared with that is about to be placed on `chosen`."""
+    rows = available.rows
+    count = len(rows)
+    others: tuple[RowFigures, ...] = ()
+    if count > 1:
+        best: Sequence[NodeSlots] = rows
+        if count > MOST_COMPARED_ROWS:
+            best = policy.best_rows(available, queued, now, MOST_COMPARED_ROWS)
+        found = [row_figures(row, queued, now) for row in best if row is not chosen]
+        others = tuple(found[: MOST_COMPARED_ROWS - 1])
+    return Comparison(
+        row_figures(chosen, queued, now),
+        others,
+        count,
+        len(available.candidate_set.rows),
+        policy.by_cost,
+    )
 
 
 def available_rows(placement_state: PlacementState, queued: QueuedRequest) -> AvailableRows | None:

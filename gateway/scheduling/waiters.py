@@ -195,6 +195,14 @@ class Waiters:
                     del self._patient[user[0]]
         return waiter
 
+    def longest_waits(self, now: float) -> dict[Priority, float]:
+        """Seconds for which the oldest waiting request of each class has waited."""
+        since: dict[Priority, float] = {}
+        for waiter in self:
+            priority = waiter.request.priority
+            since[priority] = min(waiter.queued_at, since.get(priority, math.inf))
+        return {priority: max(0.0, now - queued_at) for priority, queued_at in since.items()}
+
     def newest_sheddable(self, caller: str, user: str) -> Waiter | None:
         """A user's newest request that can be shed, of its lowest class.
 

@@ -164,7 +164,9 @@ class _HandledRequest:
         self.received_at = handler.clock()
         self.request_id = handler.next_id()
         x_request_id = exchange.context_cache.x_request_id_for(exchange.headers)
-        self.record = RequestFinished(x_request_id or self.request_id, route.path)
+        self.record = RequestFinished(
+            x_request_id or self.request_id, route.path, request_id=self.request_id
+        )
 
     async def serve(self) -> None:  # noqa: PLR0912, PLR0915 - each call costs
         """Read the request, forward it, and send the response."""

@@ -16,11 +16,13 @@ from gateway.web.openapi_errors import ADMIN_ERRORS, ERRORS
 from gateway.web.openapi_parts import (
     AUDIT_FIELDS,
     CALLER_USAGE_FIELDS,
+    MODEL_FIELDS,
     NODE_FIELDS,
     REQUEST_FIELDS,
     STATUS_FIELDS,
     USAGE_FIELDS,
 )
+from gateway.web.openapi_why import COMPARED_FIELDS, DECISION_FIELDS, WHY_FIELDS
 
 PAGE = Path("docs/reference/http.md")
 
@@ -63,7 +65,11 @@ def tables() -> dict[str, str]:
         ),
         "status": _fields(STATUS_FIELDS),
         "node": _fields(NODE_FIELDS),
+        "model": _fields(MODEL_FIELDS),
         "request": _fields(REQUEST_FIELDS),
+        "why": _fields(WHY_FIELDS),
+        "decision": _fields(DECISION_FIELDS),
+        "compared node": _fields(COMPARED_FIELDS),
         "audit": _fields(AUDIT_FIELDS),
         "usage": _fields(USAGE_FIELDS),
         "caller usage": _fields(CALLER_USAGE_FIELDS),

@@ -42,6 +42,7 @@ from gateway.web.openapi_parts import (
     CALLER_USAGE_FIELDS,
     ERROR_HEADERS,
     KEY_FIELDS,
+    MODEL_FIELDS,
     NODE_FIELDS,
     REQUEST_FIELDS,
     REQUEST_HEADERS,
@@ -54,6 +55,7 @@ from gateway.web.openapi_parts import (
     routed_body,
     settings_schemas,
 )
+from gateway.web.openapi_why import WHY_SCHEMAS
 from gateway.web.site import SITE_ROUTES
 
 ListenerName = Literal["public", "admin"]
@@ -342,7 +344,9 @@ def openapi_document(
                 "Model": MODEL,
                 "File": FILE,
                 **BATCH_SCHEMAS,
+                **WHY_SCHEMAS,
                 "Node": fields_schema(NODE_FIELDS),
+                "ServedModel": fields_schema(MODEL_FIELDS),
                 "Status": fields_schema(STATUS_FIELDS),
                 "Request": fields_schema(REQUEST_FIELDS),
                 "AuditEntry": fields_schema(AUDIT_FIELDS),

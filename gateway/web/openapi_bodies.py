@@ -103,6 +103,15 @@ RESPONSES: dict[str, JsonSchema] = {
     "/admin/nodes/{name}/drain": {"$ref": "#/components/schemas/Node"},
     "/admin/nodes/{name}/resume": {"$ref": "#/components/schemas/Node"},
     "/admin/nodes/{name}/probe": {"$ref": "#/components/schemas/Node"},
+    "/admin/models": {
+        "type": "object",
+        "properties": {
+            "models": {"type": "array", "items": {"$ref": "#/components/schemas/ServedModel"}}
+        },
+        "required": ["models"],
+    },
+    "/admin/models/{name}/pause": {"$ref": "#/components/schemas/ServedModel"},
+    "/admin/models/{name}/resume": {"$ref": "#/components/schemas/ServedModel"},
     "/admin/requests": {
         "type": "object",
         "properties": {
@@ -110,6 +119,7 @@ RESPONSES: dict[str, JsonSchema] = {
         },
         "required": ["requests"],
     },
+    "/admin/requests/{id}/why": {"$ref": "#/components/schemas/Why"},
     "/admin/keys": {
         "type": "object",
         "properties": {
@@ -279,7 +289,10 @@ STATUSES: dict[str, frozenset[int]] = {
     "/admin/nodes/{name}/drain": frozenset({404}),
     "/admin/nodes/{name}/resume": frozenset({404}),
     "/admin/nodes/{name}/probe": frozenset({404}),
+    "/admin/models/{name}/pause": frozenset({400, 404}),
+    "/admin/models/{name}/resume": frozenset({404}),
     "/admin/requests/{id}": frozenset({404}),
+    "/admin/requests/{id}/why": frozenset({404}),
     "/admin/reload": frozenset({422}),
     "/admin/audit": frozenset({503}),
     "/admin/usage": frozenset({501, 503}),

@@ -145,6 +145,11 @@ ERRORS = (
         "with its state)",
         _LATER,
     ),
+    ErrorRow(
+        503,
+        "model_paused",
+        "an operator has paused this model; with `x-should-retry: false`",
+    ),
     ErrorRow(503, "queue_timeout", "waited as long as it may, or could not meet its deadline"),
     ErrorRow(
         503,

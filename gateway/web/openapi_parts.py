@@ -182,6 +182,18 @@ NODE_FIELDS: Mapping[str, tuple[str, str]] = {
 }
 """Type and meaning of a node's fields; `?`: or null."""
 
+MODEL_FIELDS: Mapping[str, tuple[str, str]] = {
+    "name": ("string", "that clients ask for"),
+    "stands_for": ("array", "of an alias: the models, in order of preference"),
+    "paused": ("boolean", "whether requests for it get 503 `model_paused`"),
+    "nodes": ("object", "that serve it, by state"),
+    "slots_total": ("integer", "their slots"),
+    "slots_busy": ("integer", "of these busy"),
+    "waiting": ("integer", "requests for it that wait"),
+    "differences": ("array", "in what its nodes differ, in words"),
+}
+"""Fields of a model, as the admin API shows it."""
+
 STATUS_FIELDS: Mapping[str, tuple[str, str]] = {
     "version": ("string", "of this process"),
     "started_at": ("string", "of this process"),
@@ -206,6 +218,14 @@ STATUS_FIELDS: Mapping[str, tuple[str, str]] = {
         (
             "with GPU nodes: which classes go there first, and the [budget](../hybrid.md) for the "
             "others; else null"
+        ),
+    ),
+    "models_paused": ("array", "public names that an operator has paused"),
+    "model_differences": (
+        "array",
+        (
+            "where nodes of one model differ: `model`, `what` (`quantisation`, `build`, `context` "
+            "or `template`), `summary`, `values` with the nodes of each"
         ),
     ),
     "inventory_error": (

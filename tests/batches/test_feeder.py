@@ -218,3 +218,22 @@ async def test_lines_end_while_the_store_is_away_and_are_recorded_later(tmp_path
         assert node.requests == 40
         log = (tmp_path / "gateway.log").read_text()
         assert log.count('"lines of batches wait"') == 1
+
+
+async def test_lines_of_a_paused_model_wait_and_go_on(tmp_path: Path) -> None:
+    nodes = [
+        EmulatedNode(slots=2, decode_tps=200),
+        EmulatedNode(slots=2, decode_tps=200, model="other"),
+    ]
+    async with gateway_over(tmp_path, *nodes) as running:
+        fleet = running.gateway.fleet
+        fleet.pause_model("demo")
+        with patch("gateway.errors.PAUSED_RETRY_SECONDS", 1.0):
+            paused = await submit(running, lines(20, model="demo"))
+            others = await submit(running, lines(20, model="other"))
+            assert (await ended(running, others))["request_counts"]["completed"] == 20
+            found = await show(running, paused)
+            assert found["status"] == "in_progress"
+            assert found["request_counts"] == {"total": 20, "completed": 0, "failed": 0}
+            fleet.resume_model("demo")
+            assert (await ended(running, paused))["request_counts"]["completed"] == 20

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from gateway.config.inventory import Inventory, NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
-from gateway.events import EventBus, NodeChanged, NodeDrift
+from gateway.events import EventBus, ModelsDiffer, NodeChanged, NodeDrift
 from gateway.fleet.circuit import Circuit
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Lease, Node, NodeSettings, NodeState
@@ -103,6 +103,7 @@ class Running:
     fleet: Fleet
     changes: list[NodeChanged] = field(default_factory=list)
     drifts: list[NodeDrift] = field(default_factory=list)
+    model_differences: list[ModelsDiffer] = field(default_factory=list)
     capacity: int = 0
     """How often a slot may have become free."""
 
@@ -157,6 +158,7 @@ async def a_fleet(
     running = Running(fleet)
     bus.subscribe(NodeChanged, running.changes.append)
     bus.subscribe(NodeDrift, running.drifts.append)
+    bus.subscribe(ModelsDiffer, running.model_differences.append)
 
     def count() -> None:
         running.capacity += 1

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.fleet.state_files import LARGEST_DRAIN_FILE, DrainedNodes
+from gateway.fleet.state_files import LARGEST_NAMES_FILE, DrainedNodes, PausedModels
 
 
 def test_drains_last_over_a_restart(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_a_damaged_file_is_set_aside_and_logged(
 
 def test_an_enormous_file_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "drains.json"
-    path.write_bytes(b'{"drained": ["' + b"a" * LARGEST_DRAIN_FILE + b'"]}')
+    path.write_bytes(b'{"drained": ["' + b"a" * LARGEST_NAMES_FILE + b'"]}')
     DrainedNodes(path)
     assert not path.exists()
 
@@ -73,3 +73,14 @@ def test_any_name_is_read_back(names: set[str], tmp_path_factory: pytest.TempPat
     for name in names:
         drains.add(name)
     assert all(name in DrainedNodes(path) for name in names)
+
+
+def test_paused_models_last_over_a_restart_in_a_file_of_their_own(tmp_path: Path) -> None:
+    drains, pauses = tmp_path / "drains.json", tmp_path / "paused.json"
+    DrainedNodes(drains).add("a")
+    models = PausedModels(pauses)
+    models.add("org/model:7b")
+    models.add("other")
+    models.remove("other")
+    assert PausedModels(pauses).names == {"org/model:7b"}
+    assert DrainedNodes(drains).names == {"a"}

@@ -3,6 +3,7 @@ from __future__ import annotations
 from gateway.events import (
     AttemptEnded,
     InventoryChanged,
+    ModelsDiffer,
     NodeChanged,
     NodeDrift,
     SettingsChanged,
@@ -98,6 +99,16 @@ def test_failed_attempts_are_logged(written: Written) -> None:
     written.bus.publish(AttemptEnded("r", "b", "reset", 0.5))
     (line,) = written.lines()
     assert (line["event"], line["node"], line["outcome"]) == ("attempt", "b", "reset")
+
+
+def test_differences_between_nodes_of_a_model_are_logged_until_they_end(written: Written) -> None:
+    written.set_up()
+    written.bus.publish(ModelsDiffer(("demo: build: b1 on a; b2 on b", "demo: context: …")))
+    written.bus.publish(ModelsDiffer(()))
+    first, second, third = written.lines()
+    assert (first["level"], first["difference"]) == ("warning", "demo: build: b1 on a; b2 on b")
+    assert second["event"] == "nodes of one model differ"
+    assert (third["level"], third["event"]) == ("info", "nodes of each model are alike again")
 
 
 def test_drift_and_reloads_are_logged(written: Written) -> None:

@@ -4,7 +4,14 @@ import random
 
 import pytest
 
-from gateway.scheduling.cost import CostColumns, row_cost, row_cost_after, row_costs
+from gateway.scheduling.cost import (
+    CostColumns,
+    cost_of_figures,
+    row_cost,
+    row_cost_after,
+    row_costs,
+    row_figures,
+)
 from tests.scheduling.queue_simulation import QueueSimulation
 
 
@@ -103,3 +110,37 @@ def test_numpy_and_the_loop_choose_rows_of_the_same_cost(seed: int) -> None:
             sim.running.append(placement)
         if rng.random() < 0.4 and sim.running:
             sim.finish(rng.choice(sim.running), now)
+
+
+def test_kept_figures_give_the_cost_by_which_the_row_was_chosen() -> None:
+    rng = random.Random(5)
+    sim = QueueSimulation((4,) * 6)
+    for row in sim.rows:
+        sim.state.set_speed(row, rng.uniform(50, 500), rng.uniform(0.02, 0.2), rng.uniform(0, 0.02))
+        sim.state.set_penalty(row, rng.choice([0.0, 5.0, -5.0]))
+    for _ in range(30):
+        queued = sim.request(
+            prompt_tokens=rng.uniform(1, 3000),
+            completion_tokens=rng.choice([1.0, rng.uniform(2, 400)]),
+            cached=rng.choice([{}, {0: 50.0, 3: 5000.0}]),
+            penalties=rng.choice([{}, {1: 7.0, 2: -1.5}]),
+        )
+        now = rng.uniform(0, 20)
+        for row in sim.rows:
+            figures = row_figures(row, queued, now)
+            assert cost_of_figures(
+                figures, queued.prompt_tokens, queued.completion_tokens
+            ) == pytest.approx(row_cost(row, queued, now), rel=1e-12)
+        if sim.state.free_rows:
+            sim.dispatcher.place(queued, now)
+
+
+def test_the_rows_of_the_least_cost_are_found_at_once_in_a_large_fleet() -> None:
+    rng = random.Random(6)
+    sim = QueueSimulation((1,) * 200)
+    for row in sim.rows:
+        sim.state.set_speed(row, rng.uniform(50, 500), rng.uniform(0.02, 0.2), 0.0)
+    queued = sim.request(prompt_tokens=700, completion_tokens=60, cached={7: 600.0})
+    found = CostColumns(sim.state).least_costs(sim.candidates, queued, 0.0, 8)
+    costs = sorted(row_cost(row, queued, 0.0) for row in sim.rows)
+    assert sorted(row_cost(row, queued, 0.0) for row in found) == pytest.approx(costs[:8])

@@ -290,3 +290,17 @@ def test_the_cached_prompts_go_with_the_server() -> None:
     one.probe_history.up = True
     scheduler.fleet_sync.node_changed(one)
     assert remembers()
+
+
+def test_nodes_out_of_service_are_counted_by_state_and_anew_when_one_changes() -> None:
+    nodes = [node(name) for name in "abc"]
+    scheduler = a_scheduler(*nodes)
+    queued = scheduler.granter.begin(a_request(), NOTHING_TRIED, 0.0, 0.0)[1]
+    candidates = queued.groups[0][0]
+    count = scheduler.fleet_sync.out_of_service
+    assert count(candidates, 0.0) == {}
+    nodes[0].state = NodeState.DOWN
+    scheduler.fleet_sync.node_changed(nodes[0])
+    nodes[1].state = NodeState.DRAINING
+    scheduler.fleet_sync.node_changed(nodes[1])
+    assert count(candidates, 0.0) == {"down": 1, "draining": 1}

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.request import Priority
-from gateway.scheduling.forecast import WaitForecast
+from gateway.scheduling.forecast import WaitForecast, prospects
 from gateway.scheduling.node_slots import LEAST_UNCACHED_TOKENS, QueuedRequest
 from gateway.scheduling.placement_state import PlacementState
 from gateway.scheduling.wait_queue import LEAST_TOKEN_WEIGHT, MOST_TOKEN_WEIGHT, WaitQueue
@@ -55,3 +55,18 @@ def test_nobody_waits_while_nothing_runs() -> None:
     sim = QueueSimulation()
     forecast = WaitForecast(sim.state, WaitQueue())
     assert forecast.predicted_wait(sim.request(), 0.0) == 0.0
+
+
+def test_the_rows_that_a_waiting_request_may_go_to_are_told_with_their_waits() -> None:
+    sim = QueueSimulation((1, 1, 1), speeds=(300.0, 100.0, 300.0))
+    sim.fill()
+    sim.state.set_slots(sim.rows[2], 1, 0, 0, alive=False)
+    queued, placed = sim.arrive()
+    assert placed is None
+    found = prospects(queued, 0.0)
+    assert {one.row.name for one in found} == {"node-0", "node-1"}, "one is down"
+    assert [one.cost for one in found] == sorted(one.cost for one in found)
+    for one in found:
+        assert one.wait is not None
+        assert one.wait == pytest.approx(one.row.running[0].ends)
+        assert one.cost > one.wait

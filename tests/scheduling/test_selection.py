@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from gateway.scheduling.comparison import MOST_COMPARED_ROWS
+from gateway.scheduling.cost import cost_of_figures, row_cost
 from gateway.scheduling.matching import DispatchRules
 from gateway.scheduling.node_slots import AvailableRows
-from gateway.scheduling.selection import POLICIES
+from gateway.scheduling.selection import POLICIES, available_rows, compare
 from tests.scheduling.queue_simulation import QueueSimulation
 
 
@@ -68,3 +70,45 @@ def test_prefix_hash_spreads_different_prefixes() -> None:
         row = policy.choose(available, sim.request(affinity_hash=rng.getrandbits(63)), 0.0, rng)
         counts[row.name] += 1
     assert min(counts.values()) > 150
+
+
+@pytest.mark.parametrize("nodes", [1, 3, 8, 9, 40, 64, 300])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_comparison_has_the_chosen_row_and_a_bounded_number_of_the_best(
+    policy: str, nodes: int
+) -> None:
+    rng = random.Random(nodes)
+    sim = QueueSimulation((2,) * nodes)
+    for row in sim.rows:
+        sim.state.set_speed(row, rng.uniform(50, 500), rng.uniform(0.02, 0.2), 0.01)
+    for _ in range(nodes // 2):
+        sim.dispatcher.place(sim.request(prompt_tokens=rng.uniform(1, 900)), 0.0)
+    queued = sim.request(prompt_tokens=400, completion_tokens=80)
+    made = POLICIES[policy](sim.state)
+    available = available_rows(sim.state, queued)
+    assert available is not None
+    row = made.choose(available, queued, 1.0, rng)
+    found = compare(available, queued, row, made, 1.0)
+    names = [found.chosen.name, *(one.name for one in found.others)]
+    assert names[0] == row.name
+    assert len(set(names)) == len(names) == min(len(available.rows), MOST_COMPARED_ROWS)
+    assert (found.with_room, found.candidates) == (len(available.rows), nodes)
+    assert found.by_cost is made.by_cost
+    if found.by_cost:
+        costs = sorted(row_cost(one, queued, 1.0) for one in available.rows)
+        kept = [cost_of_figures(one, 400, 80) for one in (found.chosen, *found.others)]
+        assert kept[0] == pytest.approx(costs[0])
+        assert sorted(kept) == pytest.approx(costs[: len(kept)])
+
+
+def test_a_comparison_after_another_request_was_compared_is_not_mixed_up_with_it() -> None:
+    sim = QueueSimulation((1,) * 20)
+    policy = POLICIES["least_finish"](sim.state)
+    rng = random.Random(1)
+    first = sim.request(cached=dict.fromkeys(range(10), 90.0))
+    second = sim.request(cached=dict.fromkeys(range(10, 20), 90.0))
+    available = available_rows(sim.state, first)
+    assert available is not None
+    row = policy.choose(available, first, 0.0, rng)
+    policy.choose(available, second, 0.0, rng)
+    assert {one.cached for one in compare(available, first, row, policy, 0.0).others} == {90.0}

@@ -115,6 +115,8 @@ def prepare(
     model, targets = resolve_model(
         parsed.model, rules, incoming.caller, incoming.cache.node_labels, catalog
     )
+    if catalog.paused:
+        targets = unpaused(model, targets, catalog)
     most_tokens = limits.max_tokens
     if incoming.max_tokens is not None:
         most_tokens = min(incoming.max_tokens, most_tokens or incoming.max_tokens)
@@ -155,6 +157,8 @@ def prepare_multipart(
     model, targets = resolve_model(
         parsed.model, rules, incoming.caller, incoming.cache.node_labels, catalog
     )
+    if catalog.paused:
+        targets = unpaused(model, targets, catalog)
     bodies = {target.name: incoming.body for target in targets}
     return _new_request(incoming, parsed.model, priority, model, bodies)
 
@@ -212,6 +216,20 @@ def resolve_model(
     if caller.models is not None and not caller.may_use(model):
         raise errors.model_not_allowed(model)
     return model, aliases.resolve(model)
+
+
+def unpaused(
+    model: str, targets: tuple[ResolvedModel, ...], catalog: ServedModels
+) -> tuple[ResolvedModel, ...]:
+    """Those of the targets of a public model name that are not paused.
+
+    Raises: GatewayError, if it is paused itself, or all of them are.
+    """
+    paused = catalog.paused
+    left = tuple(target for target in targets if target.name not in paused)
+    if model in paused or not left:
+        raise errors.model_paused(model)
+    return left
 
 
 def _edited_bodies(

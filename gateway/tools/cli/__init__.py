@@ -13,6 +13,7 @@ from gateway.tools.cli import (
     batch,
     cache,
     keys,
+    models,
     nodes,
     plan,
     serve,
@@ -22,6 +23,7 @@ from gateway.tools.cli import (
     up,
     usage,
     webhooks,
+    why,
 )
 from gateway.tools.cli.terminal import (
     CommandFailed,
@@ -50,6 +52,8 @@ for command, examples in (
     (serve.serve, serve.SERVE_EXAMPLES),
     (serve.check, serve.CHECK_EXAMPLES),
     (nodes.nodes, nodes.EXAMPLES),
+    (models.models, models.EXAMPLES),
+    (why.why, why.EXAMPLES),
     (usage.usage, usage.EXAMPLES),
     (audit.audit, audit.EXAMPLES),
     (simulate.simulate, simulate.EXAMPLES),

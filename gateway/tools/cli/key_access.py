@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import quote
 
 from gateway.tools.cli import options
-from gateway.tools.cli.nodes import AdminClient, AdminRefused, NoGateway, connect_admin
+from gateway.tools.cli.admin_client import AdminClient, AdminRefused, NoGateway, connect_admin
 from gateway.tools.cli.terminal import CommandFailed, print_note
 
 if TYPE_CHECKING:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from gateway.config.inventory import Inventory, NodeSpec
 from gateway.config.settings import Settings
 from gateway.fleet.circuit import Circuit
+from gateway.fleet.model_differences import ComparedServer, model_differences
 from gateway.fleet.node import Node, NodeSettings
 from gateway.fleet.probes import check_alive, discover
 from gateway.fleet.server_properties import ServerProperties, inventory_drift
@@ -71,8 +72,22 @@ class NodeCheck:
             "context": self.properties.context,
             "models": list(self.properties.models),
             "build": self.properties.build,
+            "quantisation": self.properties.ftype,
+            "template": self.properties.template,
             "drift": list(self.drift),
         }
+
+
+def differences(checks: Iterable[NodeCheck]) -> list[str]:
+    """Where nodes that serve one model differ, a sentence each."""
+    servers = []
+    for one in checks:
+        spec, properties = one.spec, one.properties
+        if one.up and spec.kind == "llama.cpp":
+            models = properties.models if spec.models is None else tuple(spec.models)
+            context = properties.context if spec.context is None else spec.context
+            servers.append(ComparedServer(spec.name, models, context, properties))
+    return [one.in_words() for one in model_differences(servers)]
 
 
 async def check_nodes(inventory: Inventory, settings: Settings) -> list[NodeCheck]:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import enum
-import os
-import ssl
 import sys
 import time
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self
-from urllib.parse import quote, urlsplit
+from typing import Annotated, Any
 
 import typer
 
 from gateway.tools.cli import options
-from gateway.tools.cli.http_client import is_untrusted, open_client, reason
+from gateway.tools.cli.admin_client import AdminClient, NoGateway, connect_admin
+from gateway.tools.cli.node_selection import (
+    NodeSelection,
+    in_words,
+    models_left_without,
+    read_labels,
+)
 from gateway.tools.cli.options import examples_epilog
 from gateway.tools.cli.terminal import (
     CommandFailed,
@@ -24,14 +25,6 @@ from gateway.tools.cli.terminal import (
     print_note,
     print_table,
 )
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    import httpx
-
-    from gateway.config.admin import AdminSettings
-
 
 EXAMPLES = examples_epilog(
     ("llama-gateway nodes", "every node, its state and the reason"),
@@ -42,6 +35,9 @@ EXAMPLES = examples_epilog(
     ),
     ("llama-gateway nodes resume epyc-a", "new requests for it again"),
     ("llama-gateway nodes probe epyc-a", "probe it now; a good probe closes its circuit"),
+    ("llama-gateway nodes drain --host epyc-a --dry-run", "what a drain of a host would touch"),
+    ("llama-gateway nodes drain --label rack=b --wait", "a rack, until it is idle"),
+    ("llama-gateway nodes resume --all-but epyc-b", "all the others again"),
     ("llama-gateway nodes --json | jq -r '.nodes[].name'", "for scripts"),
 )
 
@@ -52,6 +48,8 @@ LONGEST_POLL_INTERVAL = 0.5
 
 MOST_FAILED_POLLS = 5
 """Polls in a row that may fail before the command gives up."""
+
+_WHICH = "Which nodes"
 
 _NOT_ANSWERING = frozenset({"down", "loading", "mute"})
 
@@ -83,15 +81,52 @@ def nodes(
     action: Annotated[
         NodeAction, typer.Argument(metavar="|".join(NodeAction), help="What to do.")
     ] = NodeAction.LIST,
-    name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="The node; needed for all but list.")
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="The nodes; or choose them by the options below."),
     ] = None,
+    hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--host",
+            metavar="HOST",
+            help="Nodes of this host, as the inventory says; repeat it for several.",
+            rich_help_panel=_WHICH,
+        ),
+    ] = None,
+    labels: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--label",
+            metavar="KEY=VALUE",
+            help="Nodes with this label; of several they must have all.",
+            rich_help_panel=_WHICH,
+        ),
+    ] = None,
+    all_but: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--all-but",
+            metavar="NAME",
+            help="All nodes but this one; repeat it for several.",
+            rich_help_panel=_WHICH,
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show the nodes that it would touch.")
+    ] = False,
+    yes: Annotated[
+        bool,
+        typer.Option(
+            "--yes", help="Drain a group though nobody else serves a model of it; do not ask."
+        ),
+    ] = False,
     admin_url: options.AdminUrl = None,
     admin_key_file: options.AdminKeyFile = None,
     admin_ca: options.AdminCa = None,
     config: options.ConfigFile = None,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Drain: end only when the node is idle.")
+        bool, typer.Option("--wait", help="Drain: end only when the nodes are idle.")
     ] = False,
     timeout: Annotated[
         float, typer.Option("--timeout", min=0.0, metavar="SECONDS", help="Longest --wait.")
@@ -110,32 +145,132 @@ def nodes(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show the nodes of the running gateway; drain, resume or probe one.
+    """Show the nodes of the running gateway; drain, resume or probe some.
 
     A drained node gets no new requests and finishes those that it has; it stays drained, over
     restarts of the gateway too, until it is resumed.
     """
-    if (name is None) != (action is NodeAction.LIST):
-        need = "takes no node's name" if action is NodeAction.LIST else "needs the name of a node"
-        raise typer.BadParameter(f"{action.value} {need}", param_hint="NAME")
+    selection = NodeSelection(names or (), hosts or (), read_labels(labels or ()), all_but or ())
+    listing = action is NodeAction.LIST
+    if listing and selection.names:
+        raise typer.BadParameter("list takes no node's name", param_hint="NAME")
+    if not listing and selection.is_empty:
+        raise typer.BadParameter(
+            f"{action.value} needs the name of a node, --host, --label or --all-but",
+            param_hint="NAME",
+        )
+    if selection.names and (selection.hosts or selection.labels or selection.all_but):
+        raise typer.BadParameter(
+            "name the nodes, or choose them by --host, --label and --all-but", param_hint="NAME"
+        )
     if action is not NodeAction.DRAIN and (wait or deadline is not None):
         raise typer.BadParameter("only a drain has it", param_hint="--wait, --deadline")
+    parameters = {} if deadline is None else {"deadline": deadline}
     with connect_admin(admin_url, admin_key_file, config, ca=admin_ca) as admin:
-        if name is None:
-            _list(admin.nodes(), as_json=as_json)
-            return
-        admin.node_action(
-            name, action.value, **({} if deadline is None else {"deadline": deadline})
-        )
-        node = admin.node(name)
-        if wait:
-            node = _wait(admin, node, timeout)
+        if listing:
+            found = admin.nodes()
+            _list(found if selection.is_empty else selection.choose(found), as_json=as_json)
+        elif selection.is_group or dry_run:
+            everything = admin.nodes()
+            chosen = selection.choose(everything)
+            if not as_json or dry_run:
+                _list(chosen, as_json=as_json)
+            if dry_run:
+                return
+            if action is NodeAction.DRAIN and not yes:
+                _confirm(models_left_without(chosen, everything))
+            _act_on_all(
+                admin, chosen, action, parameters, timeout if wait else None, as_json=as_json
+            )
+        else:
+            _act(
+                admin,
+                selection.names[0],
+                action,
+                parameters,
+                timeout if wait else None,
+                as_json=as_json,
+            )
+
+
+def _act(
+    admin: AdminClient,
+    name: str,
+    action: NodeAction,
+    parameters: dict[str, float],
+    wait: float | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Do it to one node; `wait`: most seconds until a drained node is idle, None: do not wait."""
+    admin.node_action(name, action.value, **parameters)
+    node = admin.node(name)
+    if wait is not None:
+        node = _wait(admin, node, wait)
     if as_json:
         print_json(node)
     else:
         print(f"{format_cell(name)}: {_summary(node)}")
     if action is NodeAction.PROBE and node.get("state") in _NOT_ANSWERING:
         raise typer.Exit(1)
+
+
+def _confirm(models: list[str]) -> None:
+    """Ask before models are left without a node. Raises: CommandFailed."""
+    if not models:
+        return
+    problem = f"no other node serves {in_words(models)}: requests would wait, and then fail"
+    if not sys.stdin.isatty():
+        raise CommandFailed(f"{problem}; --yes drains them all the same")
+    print_note(f"warning: {problem}")
+    if not typer.confirm("Drain them all the same?", err=True):
+        raise CommandFailed("nothing was drained")
+
+
+def _act_on_all(
+    admin: AdminClient,
+    chosen: list[dict[str, Any]],
+    action: NodeAction,
+    parameters: dict[str, float],
+    wait: float | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Do it to each of them, whatever becomes of the others. Raises: CommandFailed."""
+    done: list[dict[str, Any]] = []
+    failed: dict[str, str] = {}
+    for name in [str(node.get("name")) for node in chosen]:
+        try:
+            admin.node_action(name, action.value, **parameters)
+            node = admin.node(name)
+        except NoGateway:
+            left = len(chosen) - len(done) - len(failed)
+            print_note(f"{len(done)} done, {len(failed)} failed, {left} not tried")
+            raise
+        except CommandFailed as error:
+            failed[name] = str(error)
+            continue
+        if action is NodeAction.PROBE and node.get("state") in _NOT_ANSWERING:
+            failed[name] = f"it does not answer: {_summary(node)}"
+        done.append(node)
+        if not as_json and wait is None:
+            print(f"{format_cell(name)}: {_summary(node)}")
+    if wait is not None:
+        end = time.monotonic() + wait
+        for index, node in enumerate(done):
+            name = str(node.get("name"))
+            try:
+                done[index] = _wait(admin, node, max(0.0, end - time.monotonic()))
+            except CommandFailed as error:
+                failed[name] = str(error)
+            if not as_json and name not in failed:
+                print(f"{format_cell(name)}: {_summary(done[index])}")
+    if as_json:
+        errors = [{"name": name, "error": error} for name, error in failed.items()]
+        print_json({"nodes": done, "failed": errors})
+    if failed:
+        told = "; ".join(f"{name}: {error}" for name, error in failed.items())
+        raise CommandFailed(f"{len(failed)} of {len(chosen)} nodes failed: {told}")
 
 
 def _list(nodes: list[dict[str, Any]], *, as_json: bool) -> None:
@@ -211,235 +346,3 @@ def _wait(admin: AdminClient, node: dict[str, Any], timeout: float) -> dict[str,
                 raise CommandFailed(f"{name} is no longer drained: {_summary(node)}")
             status.update(f"{format_cell(name)}: {_summary(node)}")
     return node
-
-
-LONGEST_ADMIN_KEY = 4096
-
-REQUEST_TIMEOUT = 30.0
-"""Seconds; longer than a probe of a node that hangs."""
-
-_EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-
-
-class NoGateway(CommandFailed):
-    """Nothing listens at the address of the admin API."""
-
-
-class AdminRefused(CommandFailed):
-    """The admin API answers with an error."""
-
-    def __init__(self, message: str, code: int, body: dict[str, Any]) -> None:
-        # What the command's user has written wrongly is wrong usage.
-        super().__init__(message, 2 if code == 400 else 1)
-        self.code = code
-        """The HTTP status."""
-        self.body = body
-
-
-class AdminClient:
-    """A client of the admin API. Its methods raise CommandFailed, with words for people."""
-
-    def __init__(self, url: str, key: str | None, tls: ssl.SSLContext | None = None) -> None:
-        self.url = url
-        self._client = open_client(url, key, REQUEST_TIMEOUT, tls)
-
-    def nodes(self) -> list[dict[str, Any]]:
-        """Return all nodes."""
-        nodes = self.request("GET", "/admin/nodes").get("nodes")
-        return [node for node in nodes if isinstance(node, dict)] if isinstance(nodes, list) else []
-
-    def node(self, name: str) -> dict[str, Any]:
-        """Return one node."""
-        return self.request("GET", f"/admin/nodes/{quote(name, safe='')}")
-
-    def node_action(self, name: str, action: str, **parameters: float) -> None:
-        """Drain, resume or probe a node."""
-        path = f"/admin/nodes/{quote(name, safe='')}/{action}"
-        self.request("POST", path, {key: f"{value:g}" for key, value in parameters.items()})
-
-    def status(self) -> dict[str, Any]:
-        """Return the gateway's status."""
-        return self.request("GET", "/admin/status")
-
-    def request(
-        self,
-        method: str,
-        path: str,
-        parameters: dict[str, str] | None = None,
-        *,
-        body: Mapping[str, Any] | None = None,
-        timeout: float = REQUEST_TIMEOUT,
-    ) -> dict[str, Any]:
-        """Return what the admin API answers. Raises AdminRefused or NoGateway, too."""
-        return _object(self._send(method, path, parameters, body, timeout))
-
-    def text(
-        self,
-        path: str,
-        parameters: dict[str, str] | None = None,
-        *,
-        timeout: float = REQUEST_TIMEOUT,
-    ) -> str:
-        """Return the text at this path."""
-        return self._send("GET", path, parameters, None, timeout).text
-
-    def _send(
-        self,
-        method: str,
-        path: str,
-        parameters: dict[str, str] | None,
-        body: Mapping[str, Any] | None,
-        timeout: float,
-    ) -> httpx.Response:
-        import httpx
-
-        try:
-            response = self._client.request(
-                method, path, params=parameters, json=body, timeout=timeout
-            )
-        except httpx.ConnectError as error:
-            if is_untrusted(error):
-                raise CommandFailed(
-                    f"the certificate of the gateway at {self.url} is not trusted "
-                    f"({reason(error)}): name it, or the authority behind it, with --admin-ca"
-                ) from None
-            raise NoGateway(
-                f"no gateway answers at {self.url} ({reason(error)}): is it running? "
-                "--admin-url names its admin listener"
-            ) from None
-        except httpx.HTTPError as error:
-            raise CommandFailed(
-                f"the gateway at {self.url} did not answer ({reason(error)})"
-            ) from None
-        if response.is_success:
-            return response
-        raise AdminRefused(
-            self._error(response), response.status_code, _object(response, strict=False)
-        )
-
-    def _error(self, response: httpx.Response) -> str:
-        if response.status_code == 401:
-            return (
-                f"the gateway at {self.url} refuses (401): "
-                "name a file that holds its admin key with --admin-key-file"
-            )
-        error = _object(response, strict=False).get("error")
-        message = error.get("message") if isinstance(error, dict) else error
-        detail = f": {message}" if message else ""
-        return f"the gateway at {self.url} answers {response.status_code}{detail}"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        self._client.close()
-
-
-def _object(response: httpx.Response, *, strict: bool = True) -> dict[str, Any]:
-    try:
-        value = response.json()
-    except ValueError:
-        value = None
-    if isinstance(value, dict):
-        return value
-    if strict:
-        raise CommandFailed(
-            f"the server at {response.url} is no gateway's admin API: --admin-url names its address"
-        )
-    return {}
-
-
-def connect_admin(
-    url: str | None,
-    key_file: Path | None,
-    config: Path | None,
-    environment: Mapping[str, str] = os.environ,
-    *,
-    ca: Path | None = None,
-) -> AdminClient:
-    """Open the admin API by flag, environment and settings, in this order.
-
-    `ca`: PEM file of its certificate, or of the authority behind it. Raises CommandFailed.
-    """
-    if url is not None and urlsplit(url).scheme not in {"http", "https"}:
-        raise CommandFailed(f"--admin-url {url}: must be like http://127.0.0.1:8001", status=2)
-    admin = _settings(config) if url is None or key_file is None else None
-    own = None
-    if url is None:
-        own = admin.tls.cert if admin is not None and admin.tls is not None else None
-        host = environment.get("LLAMA_GATEWAY_ADMIN_HOST") or (admin.host if admin else "127.0.0.1")
-        port = environment.get("LLAMA_GATEWAY_ADMIN_PORT") or (admin.port if admin else 8001)
-        host = _EVERY_ADDRESS.get(host, host)
-        scheme = "http" if own is None else "https"
-        url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-    if key_file is None and admin is not None:
-        key_file = admin.key_file
-    if ca is None and (named := environment.get("LLAMA_GATEWAY_ADMIN_CA")):
-        ca = Path(named)
-    tls = _tls(ca, own) if urlsplit(url).scheme == "https" else None
-    return AdminClient(url.rstrip("/"), _key(key_file) if key_file else None, tls)
-
-
-def _tls(ca: Path | None, own: Path | None) -> ssl.SSLContext:
-    """How to check the listener's certificate: by `ca`, else by `own` of the settings."""
-    path = ca or own
-    context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH)
-    if path is None:
-        return context
-    try:
-        if ca is None:
-            # Exactly this certificate, whatever its names: the command may use another one, such as
-            # 127.0.0.1. Authorities in the same file vouch for others, too, and are left out.
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            context.check_hostname = False
-            begin, end, _ = path.read_text(encoding="ascii").partition(_PEM_END)
-            context.load_verify_locations(cadata=begin + end)
-        else:
-            context.load_verify_locations(cafile=ca)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or "it holds no certificate in PEM form"
-        raise CommandFailed(
-            f"{path}: the admin listener's certificate can't be read: {why}; name it, or the "
-            "authority behind it, with --admin-ca",
-            status=2,
-        ) from None
-    # A certificate that is no authority's may be trusted, too.
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    return context
-
-
-_PEM_END = "-----END CERTIFICATE-----"
-
-
-def _settings(config: Path | None) -> AdminSettings | None:
-    path = options.settings_file(config)
-    if path is None:
-        return None
-    from gateway.config.errors import ConfigError
-    from gateway.config.settings import load_settings
-
-    try:
-        return load_settings(path).admin
-    except ConfigError as error:
-        if config is not None:
-            raise
-        # The running gateway still has older settings, and the operator must be able to reach it.
-        print_note(f"note: {path} is invalid and was ignored ({error.problems[0]})")
-        return None
-
-
-def _key(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            key = file.read(LONGEST_ADMIN_KEY).decode().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not a text"
-        raise CommandFailed(f"the admin key file {path} can't be read: {why}", status=2) from None
-    if not key or not key.isascii() or not key.isprintable():
-        raise CommandFailed(f"the admin key file {path} holds no key", status=2)
-    return key

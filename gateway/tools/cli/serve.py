@@ -130,7 +130,10 @@ def check(
     if as_json:
         result: dict[str, Any] = {"valid": True, "problems": [], "warnings": warnings}
         if checks is not None:
+            from gateway.tools.cli.node_checks import differences
+
             result["nodes"] = [one.as_dict() for one in checks]
+            result["differences"] = differences(checks)
         print_json(result)
     else:
         _report(nodes, found.inventory, given.settings_file, warnings, checks)
@@ -185,3 +188,7 @@ def _report(
         print()
         columns = ("NAME", "ANSWER", "SLOTS", "CONTEXT", "MODELS", "BUILD", "LATENCY", "REMARKS")
         print_table(columns, (one.table_row(format_cell) for one in checks), state_column=1)
+        from gateway.tools.cli.node_checks import differences
+
+        for difference in differences(checks):
+            print_note(f"warning: nodes of one model differ: {difference}")

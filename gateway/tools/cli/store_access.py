@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gateway.tools.cli.admin_client import AdminClient, connect_admin
 from gateway.tools.cli.key_access import (
     is_gateway_running,
     named_store,
     open_alone,
     read_settings,
 )
-from gateway.tools.cli.nodes import AdminClient, connect_admin
 from gateway.tools.cli.terminal import CommandFailed, print_note
 
 if TYPE_CHECKING:

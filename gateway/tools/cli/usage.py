@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gateway.tools.cli import options
-from gateway.tools.cli.nodes import AdminClient
+from gateway.tools.cli.admin_client import AdminClient
 from gateway.tools.cli.options import examples_epilog
 from gateway.tools.cli.store_access import gateway_or_store
 from gateway.tools.cli.terminal import CommandFailed, print_json, print_note, print_table

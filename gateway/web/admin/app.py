@@ -17,21 +17,25 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.access.admin_keys import LOCAL_ADMIN, AdminIdentity, AdminKeys, AdminRole
 from gateway.access.keys import without_secret
 from gateway.errors import GatewayError, truncate_echo
+from gateway.events import EventBus
 from gateway.fleet.fleet import Fleet
 from gateway.observe.audit import AuditTrail
 from gateway.observe.exposition import CONTENT_TYPE
 from gateway.observe.metrics import Metrics
+from gateway.observe.recent_requests import RecentRequests
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.scheduling.scheduler import Scheduler
 from gateway.usage.reports import Reporter
 from gateway.web.admin.audit import AUDIT_TARGET_KEY, AuditEndpoints
 from gateway.web.admin.configuration import ConfigEndpoints, GatewayControl
 from gateway.web.admin.keys import KeyEndpoints
+from gateway.web.admin.models import ModelEndpoints
 from gateway.web.admin.node_metrics import NodeMetricsEndpoint
 from gateway.web.admin.nodes import DrainDeadlines, NodeEndpoints
 from gateway.web.admin.requests import RequestEndpoints
 from gateway.web.admin.status import StatusEndpoints
 from gateway.web.admin.usage import UsageEndpoints
+from gateway.web.admin.why import WhyEndpoints
 from gateway.web.asgi import HealthEndpoints, asgi_app, error_response
 from gateway.web.origins import AllowedHosts, is_same_origin
 
@@ -49,7 +53,9 @@ class AdminEndpoints:
     status: StatusEndpoints
     nodes: NodeEndpoints
     node_metrics: NodeMetricsEndpoint
+    models: ModelEndpoints
     requests: RequestEndpoints
+    why: WhyEndpoints
     usage: UsageEndpoints
     configuration: ConfigEndpoints
     audit: AuditEndpoints
@@ -112,8 +118,32 @@ ADMIN_ROUTES = (
         "ask it now; trusted again if it answers",
         action="probe",
     ),
+    AdminRoute("GET", "/admin/models", VIEWER, lambda e: e.models.list, "every public model name"),
+    AdminRoute(
+        "POST",
+        "/admin/models/{name:path}/pause",
+        OPERATOR,
+        lambda e: e.models.pause,
+        "no new requests for it: 503 `model_paused`",
+        action="models.pause",
+    ),
+    AdminRoute(
+        "POST",
+        "/admin/models/{name:path}/resume",
+        OPERATOR,
+        lambda e: e.models.resume,
+        "requests for it again",
+        action="models.resume",
+    ),
     AdminRoute(
         "GET", "/admin/requests", OPERATOR, lambda e: e.requests.list, "what waits and runs"
+    ),
+    AdminRoute(
+        "GET",
+        "/admin/requests/{id:path}/why",
+        OPERATOR,
+        lambda e: e.why.why,
+        "why it went where it went, and what came of it",
     ),
     AdminRoute(
         "DELETE",
@@ -227,6 +257,7 @@ def admin_app(
     fleet: Fleet,
     scheduler: Scheduler,
     registry: InFlightRegistry,
+    bus: EventBus,
     metrics: Metrics,
     drain_deadlines: DrainDeadlines,
     gateway: GatewayControl,
@@ -249,7 +280,9 @@ def admin_app(
         status=StatusEndpoints(fleet, scheduler, registry, gateway, metrics, health, audit),
         nodes=NodeEndpoints(fleet, drain_deadlines),
         node_metrics=NodeMetricsEndpoint(fleet, lambda: gateway.settings, gateway.clock),
+        models=ModelEndpoints(fleet, scheduler, gateway),
         requests=RequestEndpoints(registry, scheduler),
+        why=WhyEndpoints(scheduler, registry, RecentRequests(bus, scheduler.clock), time.time),
         usage=UsageEndpoints(reporter, time.time),
         configuration=ConfigEndpoints(gateway),
         audit=AuditEndpoints(audit),

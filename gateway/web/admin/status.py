@@ -28,6 +28,7 @@ from gateway.scheduling.scheduler import Scheduler
 from gateway.store.store import Store
 from gateway.usage.ledger import Ledger
 from gateway.web.admin.configuration import GatewayControl
+from gateway.web.admin.models import differences_json
 from gateway.web.asgi import HealthEndpoints, JsonResponse
 
 MOST_LISTED_WAITING = 100
@@ -70,6 +71,8 @@ class StatusEndpoints:
                 "nodes": dict(Counter(node.state.value for node in nodes)),
                 "slots_total": sum(node.slots_total for node in nodes),
                 "slots_busy": sum(node.slots_busy for node in nodes),
+                "models_paused": sorted(self.fleet.model_index.paused),
+                "model_differences": differences_json(self.fleet.differences()),
                 "inventory_error": gateway.inventory_error,
                 "settings_error": gateway.settings_error,
                 "keys_lost": gateway.keys_lost,
@@ -194,10 +197,11 @@ class MetricsSource:
                 for node in list(self.fleet.nodes.values())
             ),
             queue=self.scheduler.depths(),
-            oldest=self.scheduler.longest_waits(),
-            queue_places=self.scheduler.queue_places,
+            oldest=self.scheduler.waiters.longest_waits(self.scheduler.clock()),
+            queue_places=self.scheduler.settings.queue.max,
             spill_money_left=self.scheduler.tier_policy.money_left(self.scheduler.clock()),
             in_flight=len(self.registry),
+            paused_models=sorted(self.fleet.model_index.paused),
             inventory_error=self.inventory_error() is not None,
             retry_budget=self.retries_left(),
             certificate_days_left={

@@ -44,6 +44,8 @@ class AdminApi:
         self.requests: list[str] = []
         self.polls_that_fail = 0
         self.drains_end = True
+        self.refused: set[str] = set()
+        """Nodes of which every change fails."""
         self.host_is_allowed = True
         self.url = ""
 
@@ -63,6 +65,8 @@ class AdminApi:
         found = self.nodes.get(parts[2])
         if found is None:
             return 404, error("not_found", f"There is no node '{parts[2]}'.")
+        if method == "POST" and parts[2] in self.refused:
+            return 500, error("server_error", "It broke.")
         if method == "POST":
             self.act(found, parts[3], parse_qs(url.query))
         elif self.polls_that_fail:

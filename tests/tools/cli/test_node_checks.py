@@ -47,6 +47,20 @@ async def test_a_node_that_differs_from_the_inventory_is_reported(folder: Path) 
     assert (answer["answer"], answer["slots"], len(answer["drift"])) == ("up", 3, 2)
 
 
+async def test_nodes_of_one_model_that_differ_are_a_warning(folder: Path) -> None:
+    async with EmulatedNode(build="b1-one") as one, EmulatedNode(build="b2-two") as other:
+        inventory = f"nodes:\n- {{name: a, url: '{one.url}'}}\n- {{name: b, url: '{other.url}'}}\n"
+        ran = await check_nodes(folder, inventory)
+        as_json = await check_nodes(folder, inventory, "--json")
+    assert ran.status == 0
+    assert (
+        "nodes of one model differ: demo: build of llama.cpp: b1-one on a; b2-two on b" in ran.err
+    )
+    assert json.loads(as_json.out)["differences"] == [
+        "demo: build of llama.cpp: b1-one on a; b2-two on b"
+    ]
+
+
 async def test_a_node_that_does_not_answer_is_status_1_and_hides_no_other(folder: Path) -> None:
     async with EmulatedNode() as node, EmulatedNode(api_key="secret") as locked:
         inventory = (

@@ -1,0 +1,250 @@
+"""The decision log: recent decisions about requests, kept in numbers so that they can be explained.
+
+A request's decisions are those of one id: that it was queued, that it was granted a lease (once for
+each attempt), that it was refused. They hold no text, and the log holds a bounded number of each
+kind, the newest. Refusals have a place of their own, so that a flood of them pushes nothing else
+out. What runs for each request costs next to nothing: words are found when somebody asks
+(`web/admin/why.py`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from gateway.errors import GatewayError
+from gateway.lease import NOTHING_TRIED, LeaseRequest, Tried, Usage
+from gateway.request import Priority
+from gateway.scheduling.comparison import Comparison, Deferral
+from gateway.scheduling.node_slots import Placement, QueuedRequest
+
+MOST_GRANTS = 4096
+"""Leases that are remembered: at 5 requests a second, those of a quarter of an hour."""
+
+MOST_QUEUEINGS = 2048
+"""Requests that were queued."""
+
+MOST_REFUSALS = 1024
+"""Requests that were refused."""
+
+LONGEST_REASON = 500
+"""Characters of the message of a refusal."""
+
+
+class Queueing(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """A request found no room, and waits."""
+
+    request_id: str
+    at: float
+    """Monotonic seconds; so are all times here."""
+    received_at: float
+    priority: Priority
+    ahead: int | None
+    """About how many go before it; None: not counted, as none of its nodes is alive."""
+    predicted_wait: float | None
+    """Seconds; None: nothing measured to predict it from."""
+    waiting: int
+    """How many others waited."""
+    expires_at: float
+    """Until when it may wait."""
+
+
+class Refusal(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """A request was refused by the scheduler, at once or after a wait."""
+
+    request_id: str
+    at: float
+    received_at: float
+    status: int
+    code: str
+    message: str
+    """For the client: names of models and nodes, and numbers, of at most `LONGEST_REASON`."""
+
+
+class Grant(msgspec.Struct, eq=False, gc=False):
+    """A request was granted a lease: one attempt, and what came of it."""
+
+    request_id: str
+    at: float
+    received_at: float
+    model: str
+    """The name for which it was granted."""
+    slots: int
+    prompt_tokens: float
+    """Expected tokens of the prompt."""
+    completion_tokens: float
+    """Expected tokens of the answer."""
+    expected_ttft: float
+    """Seconds from the grant until the prompt was expected to have been read."""
+    expected_seconds: float
+    """Seconds from the grant until the answer was expected to end."""
+    comparison: Comparison | None
+    """What its node was compared with; None: nothing was kept."""
+    tier: str
+    fallback: str | None
+    """Why it is not of the tier of its class."""
+    tried: Tried | None
+    """What earlier attempts have shown; None: it was the first."""
+    resumes: bool
+    """Whether it continues a response on another node."""
+    times_yielded: int
+    deferral: Deferral | None
+    """The last time that it was deferred to a busy node."""
+    fleet_size: int
+    """Nodes of the inventory."""
+    out: Mapping[str, int]
+    """Nodes that serve its model and had no room for it, by the reason."""
+    first_content_at: float | None = None
+    ended_at: float | None = None
+    """When its slots were free."""
+    outcome: str | None = None
+    """How the attempt ended, in the word of metrics and logs; None: it runs."""
+    status: int = 0
+    """Of its response; 0: none."""
+    used: tuple[int, int, int] | None = None
+    """Tokens of the prompt, those of them that were cached, and of the answer; None: no response,
+    or not counted yet."""
+    reported: bool = False
+    """Whether the node has reported these tokens; else they are estimates."""
+
+    def content_began(self, now: float) -> None:
+        """The first content has come."""
+        if self.first_content_at is None:
+            self.first_content_at = now
+
+    def ended(self, outcome: str, status: int, now: float) -> None:
+        """The attempt is over."""
+        self.outcome, self.status, self.ended_at = outcome, status, now
+
+    def settled(self, usage: Usage, *, reported: bool) -> None:
+        """It is known what its response took."""
+        self.used = usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
+        self.reported = reported
+
+
+Decision = Queueing | Refusal | Grant
+
+
+@dataclass(slots=True)
+class RememberedRequest:
+    """What the log has of one request."""
+
+    decisions: list[Decision] = field(default_factory=list)
+    """The oldest first."""
+    parts: set[str] = field(default_factory=set)
+    """Of a request of several prompts: the ids of those that it was run in."""
+
+
+@dataclass(slots=True, eq=False)
+class DecisionLog:
+    """The newest decisions of each kind, the oldest first."""
+
+    clock: Callable[[], float]
+    grants: deque[Grant] = field(default_factory=lambda: deque(maxlen=MOST_GRANTS))
+    queueings: deque[Queueing] = field(default_factory=lambda: deque(maxlen=MOST_QUEUEINGS))
+    refusals: deque[Refusal] = field(default_factory=lambda: deque(maxlen=MOST_REFUSALS))
+    started_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.started_at = self.clock()
+
+    # Written by the scheduler.
+
+    def granted(
+        self,
+        placement: Placement,
+        request: LeaseRequest,
+        tried: Tried,
+        model: str,
+        tier: str,
+        fallback: str | None,
+        fleet_size: int,
+        out: Mapping[str, int],
+    ) -> Grant:
+        """A placement has become a lease."""
+        queued, now = placement.queued, placement.placed_at
+        # By position: this runs for each request.
+        grant = Grant(
+            request.id,
+            now,
+            queued.received_at,
+            model,
+            queued.slots,
+            queued.prompt_tokens,
+            queued.completion_tokens,
+            placement.prefill_ends - now,
+            placement.ends - now,
+            placement.comparison,
+            tier,
+            fallback,
+            None if tried is NOTHING_TRIED else tried,
+            request.resume_key is not None,
+            request.times_yielded,
+            queued.deferral,
+            fleet_size,
+            out,
+        )
+        self.grants.append(grant)
+        return grant
+
+    def queued(
+        self,
+        queued: QueuedRequest,
+        now: float,
+        ahead: int | None,
+        predicted_wait: float | None,
+        waiting: int,
+        expires_at: float,
+    ) -> None:
+        """A request waits from now on."""
+        self.queueings.append(
+            Queueing(
+                queued.id,
+                now,
+                queued.received_at,
+                queued.priority,
+                ahead,
+                predicted_wait,
+                waiting,
+                expires_at,
+            )
+        )
+
+    def refused(
+        self, request: LeaseRequest, error: GatewayError, received_at: float, now: float
+    ) -> None:
+        """A request is refused, at once or after a wait."""
+        message = error.message[:LONGEST_REASON]
+        self.refusals.append(
+            Refusal(request.id, now, received_at, error.status, error.code, message)
+        )
+
+    # Read by those who explain.
+
+    def find(self, request_ids: Iterable[str]) -> dict[str, RememberedRequest]:
+        """What is remembered about each of these requests. One look at the whole log."""
+        found = {request_id: RememberedRequest() for request_id in request_ids}
+        for one in self._all():
+            known = found.get(one.request_id)
+            if known is not None:
+                known.decisions.append(one)
+            elif "." in one.request_id:
+                whole = found.get(one.request_id.rpartition(".")[0])
+                if whole is not None:
+                    whole.parts.add(one.request_id)
+        for request in found.values():
+            request.decisions.sort(key=lambda one: one.at)
+        return found
+
+    def reaches_back_to(self) -> float:
+        """Since when every grant is remembered."""
+        grants = self.grants
+        return grants[0].at if len(grants) == grants.maxlen else self.started_at
+
+    def _all(self) -> Iterator[Decision]:
+        yield from self.queueings
+        yield from self.refusals
+        yield from self.grants

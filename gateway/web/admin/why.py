@@ -1,0 +1,347 @@
+"""`GET /admin/requests/{id}/why`: why a request went where it went, and what came of it.
+
+The numbers are the scheduler's own, from its decision log and, for a request that waits, from the
+queue as it is now. The sentences are in `explanation.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.errors import GatewayError, truncate_echo
+from gateway.events import RequestFinished
+from gateway.observe.recent_requests import RecentRequests
+from gateway.proxy.in_flight import InFlightRegistry
+from gateway.scheduling.comparison import MOST_COMPARED_ROWS, Comparison, Deferral, RowFigures
+from gateway.scheduling.cost import cost_of_figures, uncached_tokens
+from gateway.scheduling.decision_log import (
+    MOST_GRANTS,
+    Decision,
+    Grant,
+    Queueing,
+    RememberedRequest,
+)
+from gateway.scheduling.forecast import prospects
+from gateway.scheduling.scheduler import Scheduler
+from gateway.scheduling.waiters import Waiter
+from gateway.web.admin import explanation
+from gateway.web.asgi import JsonResponse
+
+MOST_MATCHES = 20
+"""Requests of one `X-Request-ID` that are explained."""
+
+MOST_DECISIONS = 50
+"""Decisions about one request that are told, the newest."""
+
+MOST_PARTS = 100
+"""Parts of a request of several prompts that are named."""
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A request of the id that was asked for."""
+
+    id: str
+    record: RequestFinished | None
+    """None: only the scheduler remembers it."""
+    ended_at: float | None
+    """None: it waits or runs."""
+    caller: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WhyEndpoints:
+    """The endpoint that explains requests."""
+
+    scheduler: Scheduler
+    registry: InFlightRegistry
+    recent: RecentRequests
+    wall_clock: Callable[[], float]
+    """Seconds since 1970."""
+
+    async def why(self, request: Request) -> Response:
+        """Why requests of this id, or with this `X-Request-ID`, went where they went."""
+        name = request.path_params["id"]
+        log = self.scheduler.decision_log
+        found = self._matches(name)
+        remembered = log.find(one.id for one in found)
+        since = self._time(log.reaches_back_to())
+        if not found:
+            raise GatewayError(
+                404,
+                "request_not_found",
+                f"No request '{truncate_echo(name)}' is remembered. Ask for the id in the log or "
+                f"for the response's X-Request-ID. The last {MOST_GRANTS} decisions are kept, now "
+                f"those since {since}; the log and the ledger reach further back.",
+                param="id",
+            )
+        return JsonResponse(
+            {
+                "id": truncate_echo(name),
+                "remembered_since": since,
+                "requests": [self._request_json(one, remembered[one.id]) for one in found],
+            }
+        )
+
+    def _matches(self, name: str) -> list[_Found]:
+        """The newest first: those in flight, then those that have ended."""
+        matches: dict[str, _Found] = {}
+        for one in self._all_matches(name):
+            matches.setdefault(one.id, one)
+        if not matches and (known := self.scheduler.decision_log.find([name])[name].decisions):
+            last = known[-1]
+            ended_at = last.ended_at if isinstance(last, Grant) else last.at
+            matches[name] = _Found(name, None, ended_at)
+        newest = sorted(matches.values(), key=lambda one: -(one.ended_at or math.inf))
+        return newest[:MOST_MATCHES]
+
+    def _all_matches(self, name: str) -> Iterator[_Found]:
+        for in_flight in self.registry:
+            request = in_flight.request
+            if name in {request.id, request.x_request_id}:
+                yield _Found(request.id, in_flight.record, None)
+        for record, ended_at in self.recent.find(name):
+            yield _Found(record.request_id, record, ended_at)
+
+    # As JSON. Times are in seconds, sizes in tokens.
+
+    def _request_json(self, found: _Found, remembered: RememberedRequest) -> Json:
+        now, record = self.scheduler.clock(), found.record
+        decisions = remembered.decisions
+        waiter = self.scheduler.waiters.by_request_id(found.id)
+        state = _state(found, waiter)
+        ended_at = now if found.ended_at is None else found.ended_at
+        received_at = decisions[0].received_at if decisions else None
+        if record is not None and found.ended_at is not None:
+            received_at = found.ended_at - record.duration_seconds
+        answer: Json = {
+            "id": found.id,
+            "request_id": found.id if record is None else record.x_request_id,
+            "state": state,
+            "path": None if record is None else record.path,
+            "class": None if record is None else record.priority.label,
+            "model": None if record is None else record.model,
+            "caller": None if record is None else record.caller,
+            "received_at": None if received_at is None else self._time(received_at),
+            "seconds": None if received_at is None else _rounded(ended_at - received_at),
+            "outcome": None if record is None or found.ended_at is None else _outcome(record),
+            "waiting": None if waiter is None else self._waiting(waiter, now),
+            "decisions": [*self._decisions(decisions, now)],
+            "parts": sorted(remembered.parts)[:MOST_PARTS],
+        }
+        answer["summary"] = explanation.of_request(answer)
+        return answer
+
+    def _decisions(self, decisions: list[Decision], now: float) -> Iterator[Json]:
+        attempt = 0
+        for index, one in enumerate(decisions):
+            attempt += isinstance(one, Grant)
+            if index < len(decisions) - MOST_DECISIONS:
+                continue
+            later = decisions[index + 1].at if index + 1 < len(decisions) else now
+            told: Json = {"at": self._time(one.at), "seconds": _rounded(one.at - one.received_at)}
+            if isinstance(one, Grant):
+                told |= {"kind": "granted", "attempt": attempt, **grant_json(one, now)}
+            elif isinstance(one, Queueing):
+                told |= {"kind": "queued", **_queueing_json(one, later)}
+            else:
+                status, code = one.status, one.code
+                told |= {"kind": "refused", "status": status, "code": code, "message": one.message}
+            told["summary"] = explanation.of_decision(told)
+            yield told
+
+    def _waiting(self, waiter: Waiter, now: float) -> Json:
+        """The place of a request in the queue now, and the nodes that it waits for."""
+        queued = waiter.queued
+        place = self.scheduler.queue_position(waiter.request.id)
+        found = prospects(queued, now)
+        nodes, deferred_to = self.scheduler.fleet_sync.nodes, queued.deferred_to
+        return {
+            "position": None if place is None else place.position,
+            "expected_start": None if place is None else _rounded(place.expected_seconds),
+            "waited": _rounded(now - waiter.queued_at),
+            "expires_in": _rounded(max(0.0, waiter.expires_at - now)),
+            "deferred_to": None if deferred_to is None else deferred_to.name,
+            "nodes_alive": len(found),
+            "nodes": [
+                {
+                    "name": row.name,
+                    "state": nodes[row.index].state.value if row.index in nodes else "removed",
+                    "slots_busy": row.busy,
+                    "slots_total": row.total,
+                    "free_in": _rounded(wait),
+                    "cached_tokens": round(queued.cached.get(row.index, 0.0)),
+                    "expected_seconds": _rounded(cost),
+                }
+                for row, wait, cost in found[:MOST_COMPARED_ROWS]
+            ],
+        }
+
+    def _time(self, at: float) -> str:
+        """A monotonic time as people and programs read it."""
+        seconds = self.wall_clock() - (self.scheduler.clock() - at)
+        text = datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+        return text.replace("+00:00", "Z")
+
+
+def _state(found: _Found, waiter: Waiter | None) -> str:
+    record = found.record
+    if waiter is not None:
+        return "waiting"
+    if found.ended_at is None:
+        return "running"
+    if record is not None and record.status == 499:
+        return "left"
+    if record is not None and record.status >= 400:
+        return "failed" if record.attempts else "refused"
+    return "finished"
+
+
+def _outcome(record: RequestFinished) -> Json:
+    return {
+        "status": record.status,
+        "reason": record.reason,
+        "node": record.node,
+        "tier": record.tier,
+        "attempts": record.attempts,
+        "queue_seconds": _rounded(record.queue_seconds),
+        "ttft": _rounded(record.ttft),
+        "seconds": _rounded(record.duration_seconds),
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "completion_tokens": record.completion_tokens,
+        "cost": round(record.cost, 6),
+    }
+
+
+def _queueing_json(queueing: Queueing, later: float) -> Json:
+    return {
+        "class": queueing.priority.label,
+        "ahead": queueing.ahead,
+        "waiting": queueing.waiting,
+        "predicted_wait": _rounded(queueing.predicted_wait),
+        "may_wait": _rounded(queueing.expires_at - queueing.at),
+        "waited": _rounded(later - queueing.at),
+    }
+
+
+def grant_json(grant: Grant, now: float) -> Json:
+    """A lease that was granted: what its node was compared with, predicted and actual figures."""
+    comparison = grant.comparison
+    chosen = None if comparison is None else comparison.chosen
+    prompt, completion = grant.prompt_tokens, grant.completion_tokens
+    cached = 0.0 if chosen is None else min(chosen.cached, prompt)
+    tried = grant.tried
+    return {
+        "node": None if chosen is None else chosen.name,
+        "model": grant.model,
+        "tier": grant.tier,
+        "fallback": grant.fallback,
+        "slots": grant.slots,
+        "resumes": grant.resumes,
+        "yielded": grant.times_yielded,
+        "failed_nodes": [] if tried is None else sorted(tried.failed_nodes),
+        "excluded_nodes": [] if tried is None else sorted(tried.excluded_nodes),
+        "deferral": None if grant.deferral is None else _deferral_json(grant.deferral),
+        "by_cost": comparison is None or comparison.by_cost,
+        "nodes": [] if comparison is None else _compared(comparison, prompt, completion),
+        "not_listed": _not_listed(grant),
+        "predicted": {
+            "ttft": _rounded(grant.expected_ttft),
+            "seconds": _rounded(grant.expected_seconds),
+            "prompt_tokens": round(prompt),
+            "cached_tokens": round(cached),
+            "completion_tokens": round(completion),
+        },
+        "actual": _actual(grant, now),
+    }
+
+
+def _actual(grant: Grant, now: float) -> Json:
+    first, ended, used = grant.first_content_at, grant.ended_at, grant.used
+    prompt, cached, completion = (None, None, None) if used is None else used
+    return {
+        "outcome": grant.outcome,
+        "status": grant.status or None,
+        "ttft": None if first is None else _rounded(first - grant.at),
+        "seconds": _rounded((now if ended is None else ended) - grant.at),
+        "prompt_tokens": prompt,
+        "cached_tokens": cached,
+        "completion_tokens": completion,
+        "reported": grant.reported,
+    }
+
+
+def _deferral_json(deferral: Deferral) -> Json:
+    return {
+        "node": deferral.node,
+        "wait": _rounded(deferral.wait_seconds),
+        "expected_seconds": _rounded(deferral.cost_there),
+        "expected_seconds_at_once": _rounded(deferral.cost_at_once),
+        "cached_tokens": round(deferral.cached),
+    }
+
+
+def _not_listed(grant: Grant) -> Json:
+    """Nodes that are not listed, by the reason."""
+    comparison = grant.comparison
+    if comparison is None:
+        return {}
+    listed = 1 + len(comparison.others)
+    candidates = comparison.with_room + sum(grant.out.values())
+    found = {
+        "slower": comparison.with_room - listed,
+        **grant.out,
+        "not_candidates": grant.fleet_size - candidates,
+    }
+    return {reason: count for reason, count in found.items() if count > 0}
+
+
+def _compared(comparison: Comparison, prompt: float, completion: float) -> list[Json]:
+    """The rows of a comparison, the least cost first."""
+    rows = [comparison.chosen, *comparison.others]
+    told = [_row_json(row, prompt, completion, chosen=row is comparison.chosen) for row in rows]
+    return sorted(told, key=lambda one: (one["expected_seconds"], not one["chosen"]))
+
+
+def _row_json(row: RowFigures, prompt: float, completion: float, *, chosen: bool) -> Json:
+    """A row's expected cost and its terms, which add up to it (`cost.py`)."""
+    uncached, busy = uncached_tokens(row, prompt), row.busy
+    reading = uncached / row.prefill_tps
+    slowed = completion * row.token_step * busy
+    held_up = reading * busy + row.decode_slowdown * row.remaining
+    return {
+        "name": row.name,
+        "chosen": chosen,
+        "measured": row.measured,
+        "expected_seconds": _rounded(cost_of_figures(row, prompt, completion)),
+        "terms": {
+            "queue": _rounded(row.prefill_wait),
+            "reading": _rounded(reading),
+            "writing": _rounded(completion * row.token_base),
+            "neighbours": _rounded(slowed + held_up),
+            "doubt": _rounded(row.penalty + row.own_penalty),
+        },
+        "slowed_by_neighbours": _rounded(slowed),
+        "holds_up_neighbours": _rounded(held_up),
+        "doubts": explanation.of_doubts(row.penalty, row.own_penalty),
+        "cached_tokens": round(min(row.cached, prompt)),
+        "cached_saves": _rounded((prompt - uncached) / row.prefill_tps),
+        "prefill_tps": _rounded(row.prefill_tps),
+        "decode_tps": _rounded(1 / row.token_base),
+        "slots_busy": busy,
+        "slots_total": row.total,
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, 3)

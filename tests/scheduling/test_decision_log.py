@@ -1,0 +1,197 @@
+"""What the scheduler remembers of its decisions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+import msgspec
+import pytest
+
+from gateway import errors
+from gateway.fleet.node import NodeState
+from gateway.lease import (
+    NOTHING_TRIED,
+    AttemptReport,
+    GrantedLease,
+    LeaseRequest,
+    PromptKey,
+    Tried,
+    Usage,
+    UsageReport,
+)
+from gateway.scheduling.decision_log import (
+    LONGEST_REASON,
+    Decision,
+    DecisionLog,
+    Grant,
+    Queueing,
+    Refusal,
+)
+from gateway.scheduling.lease_service import LocalLeaseService
+from gateway.scheduling.scheduler import Scheduler
+from tests.fleet.build import Clock
+from tests.scheduling.build import a_request, a_scheduler, failed_on, node, settle, start_lease
+
+
+def lease(
+    scheduler: Scheduler, request: LeaseRequest, tried: Tried = NOTHING_TRIED
+) -> GrantedLease:
+    granted = scheduler.lease_now(request, tried)
+    assert granted is not None
+    return granted
+
+
+def decisions(log: DecisionLog, request: LeaseRequest) -> list[Decision]:
+    return log.find([request.id])[request.id].decisions
+
+
+def only_grant(scheduler: Scheduler, request: LeaseRequest) -> Grant:
+    (grant,) = decisions(scheduler.decision_log, request)
+    assert isinstance(grant, Grant)
+    return grant
+
+
+def test_a_grant_has_the_prediction_and_then_what_came_of_it() -> None:
+    clock = Clock()
+    scheduler = a_scheduler(node("a"), node("b"), clock=clock)
+    leases = LocalLeaseService(scheduler, scheduler.fleet)
+    request = a_request(text_bytes=4000, max_tokens=20)
+    granted = lease(scheduler, request)
+    grant = only_grant(scheduler, request)
+    placement = scheduler.granter.records[granted.id].placement
+    assert placement is not None
+    assert grant.at + grant.expected_ttft == pytest.approx(placement.prefill_ends)
+    assert grant.at + grant.expected_seconds == pytest.approx(placement.ends)
+    assert grant.comparison is not None
+    assert grant.comparison.chosen.name == granted.node.name
+    assert len(grant.comparison.others) == 1
+    assert (grant.outcome, grant.used, grant.comparison.chosen.measured) == (None, None, False)
+    clock.passes(2.0)
+    leases.content_began(granted.id)
+    clock.passes(3.0)
+    leases.ended(AttemptReport(granted.id, "ok", 200, True, True, True))
+    usage = Usage(1000, 10, 20)
+    leases.settle(UsageReport(granted.id, usage, usage, 20), request)
+    assert grant.first_content_at == pytest.approx(grant.at + 2.0)
+    assert grant.ended_at == pytest.approx(grant.at + 5.0)
+    assert (grant.outcome, grant.status) == ("ok", 200)
+    assert (grant.used, grant.reported) == ((1000, 10, 20), True)
+
+
+def test_each_attempt_is_a_grant_of_its_own() -> None:
+    scheduler = a_scheduler(node("a"), node("b"))
+    request = a_request()
+    first = lease(scheduler, request)
+    second = lease(scheduler, request, failed_on(first.node.name))
+    one, two = decisions(scheduler.decision_log, request)
+    assert isinstance(one, Grant)
+    assert isinstance(two, Grant)
+    assert (one.tried, two.out) == (None, {"failed": 1})
+    assert two.tried is not None
+    assert two.tried.failed_nodes == {first.node.name}
+    assert second.node.name != first.node.name
+
+
+def test_why_the_others_had_no_room_is_counted() -> None:
+    nodes = [node(name, slots=1) for name in "abcd"]
+    nodes[1].state = NodeState.DRAINING
+    nodes[2].state = NodeState.DOWN
+    scheduler = a_scheduler(*nodes, node("other", models=("another",)))
+    first, second = a_request(), a_request()
+    lease(scheduler, first)
+    lease(scheduler, second)
+    assert only_grant(scheduler, first).out == {"draining": 1, "down": 1}
+    grant = only_grant(scheduler, second)
+    assert grant.out == {"draining": 1, "down": 1, "full": 1}
+    assert grant.fleet_size == 5
+
+
+async def test_a_wait_is_remembered_with_its_prediction_until_the_grant() -> None:
+    clock = Clock()
+    scheduler = a_scheduler(node(slots=1), clock=clock)
+    leases = LocalLeaseService(scheduler, scheduler.fleet)
+    running = lease(scheduler, a_request())
+    request = a_request()
+    task = await start_lease(scheduler, request)
+    clock.passes(4.0)
+    leases.ended(AttemptReport(running.id, "ok", 200, True, True, True))
+    await settle()
+    assert task.done()
+    queued, granted = decisions(scheduler.decision_log, request)
+    assert isinstance(queued, Queueing)
+    assert (queued.ahead, queued.waiting) == (0, 0)
+    assert isinstance(granted, Grant)
+    assert granted.at - queued.at == pytest.approx(4.0)
+
+
+async def test_a_refusal_is_remembered_at_once_and_after_a_wait() -> None:
+    scheduler = a_scheduler(node(slots=1), queue={"max": 1})
+    lease(scheduler, a_request())
+    waiting, late, unknown = a_request(), a_request(), a_request("nothing")
+    leases = LocalLeaseService(scheduler, scheduler.fleet)
+    task = asyncio.create_task(leases.wait_for_lease(waiting, NOTHING_TRIED, 0.0))
+    await settle()
+    with pytest.raises(errors.GatewayError):
+        await leases.wait_for_lease(late, NOTHING_TRIED, 0.0)
+    with pytest.raises(errors.GatewayError):
+        scheduler.lease_now(unknown)
+    scheduler.refuse(waiting.id, errors.no_node("Gone." + "x" * 1000, 1.0))
+    await settle()
+    assert task.exception() is not None
+    (refused,) = decisions(scheduler.decision_log, late)
+    assert isinstance(refused, Refusal)
+    assert (refused.status, refused.code) == (429, "queue_full")
+    (refused,) = decisions(scheduler.decision_log, unknown)
+    assert isinstance(refused, Refusal)
+    assert refused.code == "model_not_found"
+    _, refused = decisions(scheduler.decision_log, waiting)
+    assert isinstance(refused, Refusal)
+    assert refused.code == "no_node"
+    assert len(refused.message) == LONGEST_REASON
+
+
+def test_a_lease_that_was_not_used_is_told_so() -> None:
+    scheduler = a_scheduler(node())
+    request = a_request()
+    scheduler.granter.release_unused(lease(scheduler, request).id)
+    assert only_grant(scheduler, request).outcome == "cancelled"
+
+
+def test_the_log_is_bounded_and_says_how_far_it_reaches_back() -> None:
+    clock = Clock()
+    scheduler = a_scheduler(node(slots=64), clock=clock)
+    log = scheduler.decision_log
+    started = clock()
+    assert log.reaches_back_to() == started
+    log.grants = deque(maxlen=3)
+    requests = [a_request() for _ in range(5)]
+    for request in requests:
+        clock.passes(1.0)
+        lease(scheduler, request)
+    assert decisions(log, requests[1]) == []
+    assert decisions(log, requests[4]) != []
+    assert log.reaches_back_to() == pytest.approx(started + 3.0)
+
+
+def test_a_flood_of_refusals_pushes_no_grant_out() -> None:
+    log = DecisionLog(Clock())
+    scheduler = a_scheduler(node())
+    scheduler.decision_log.grants.clear()
+    request = a_request()
+    lease(scheduler, request)
+    log.grants.extend(scheduler.decision_log.grants)
+    for _ in range(2000):
+        log.refused(a_request(), errors.queue_full("Full.", 1.0), 0.0, 1.0)
+    assert decisions(log, request) != []
+    assert len(log.refusals) == log.refusals.maxlen
+
+
+def test_nothing_of_a_prompt_is_kept_alive() -> None:
+    scheduler = a_scheduler(node("a"), node("b"))
+    blocks = tuple(range(1 << 60, (1 << 60) + 1000))
+    request = a_request(prompt_key=PromptKey(blocks, 4000.0), text_bytes=16_000)
+    lease(scheduler, request)
+    kept = msgspec.json.encode(msgspec.to_builtins(only_grant(scheduler, request)))
+    assert str(blocks[0]).encode() not in kept
+    assert len(kept) < 2000
