@@ -11,6 +11,7 @@ from gateway import __version__
 from gateway.tools.cli import (
     audit,
     batch,
+    bench,
     cache,
     keys,
     nodes,
@@ -54,6 +55,7 @@ for command, examples in (
     (simulate.simulate, simulate.EXAMPLES),
     (topology.topology, topology.EXAMPLES),
     (tune.tune, tune.EXAMPLES),
+    (bench.bench, bench.EXAMPLES),
 ):
     app.command(cls=HelpCommand, epilog=examples)(command)
 
