@@ -2,8 +2,8 @@
 
 For each figure of each load that both runs have, requests are drawn again and again from those that
 were measured (bootstrap): the middle 95 % of the differences between such draws are the interval.
-A difference counts where the interval leaves out 0, and it is at least 1 %. It speaks of these two runs: what made one run
-as a whole faster (a warmer cache, other work on the machine) is not in it.
+A difference counts where the interval leaves out 0, and it is at least 1 %. It speaks of these two
+runs: what made one run as a whole faster (a warmer cache, other work on the machine) is not in it.
 """
 
 from __future__ import annotations

@@ -174,6 +174,7 @@ class TestEndpoints:
         assert found.succeeded == 4
         assert found.ttft is None
         assert found.completion is not None
+        assert found.prompt_tokens is not None
         assert found.prompt_tokens == pytest.approx(100, rel=0.15)
         assert found.completion.mean == pytest.approx(found.prompt_tokens / 1000, rel=0.02)
         assert report.loads[0].verdict.limit is Limit.UNKNOWN
