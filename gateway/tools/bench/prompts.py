@@ -77,8 +77,16 @@ class PromptWriter:
 
 
 def random_words(seed: str, count: int) -> str:
-    """So many words; the same seed and a larger count only add words."""
-    return " ".join(random.Random(seed).choices(WORDS, k=count))
+    """So many words; the same seed and a larger count only add words.
+
+    Each run of `len(WORDS)` words has each word once, so that two texts of a length hardly differ
+    in tokens.
+    """
+    rng = random.Random(seed)
+    words: list[str] = []
+    while len(words) < count:
+        words += rng.sample(WORDS, len(WORDS))
+    return " ".join(words[:count])
 
 
 _prefix_words = lru_cache(maxsize=KEPT_PREFIXES)(random_words)

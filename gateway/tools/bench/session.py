@@ -110,7 +110,7 @@ class BenchSession:
         ignores = self._server.ignores_eos if plan.ignore_eos is None else plan.ignore_eos
         self._probe = await Calibrator(
             sender, plan.endpoint, self._server, plan.extra, ignores, plan.seed, self.clock
-        ).run(plan.workload.prompt_tokens)
+        ).run()
         runner = Runner(
             sender,
             PromptWriter(plan.seed, self._probe.calibration),

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from gateway.tools.bench.endpoint import Endpoint
 from gateway.tools.bench.exchange import ExchangeError, RequestResult, Sender, read_object
-from gateway.tools.bench.prompts import Calibration, fit, random_words
+from gateway.tools.bench.prompts import WORDS, Calibration, fit, random_words
 from gateway.transport.errors import ConnectFailed, ConnectTimedOut, UpstreamError
 from gateway.transport.pool import ConnectionPool, NodeAddress
 
@@ -28,14 +28,12 @@ MOST_ANSWER_BYTES = 4 << 20
 ROUND_TRIPS = 5
 """Questions by which the distance is measured."""
 
-PROBE_WORDS = 16
-"""Words of the shorter prompt of a calibration."""
+PROBE_WORDS = len(WORDS)
+"""Words of the shorter prompt of a calibration, in which each word is once; the longer one has
+each twice."""
 
 PROBE_TOKENS = 4
 """Tokens asked for by a calibration: a first one may be special and empty."""
-
-LEAST_SPREAD = 32
-"""Words by which the longer prompt of a calibration is longer."""
 
 MOST_MODELS_NAMED = 5
 
@@ -175,8 +173,8 @@ class Calibrator:
     seed: int
     clock: Callable[[], float] = time.monotonic
 
-    async def run(self, prompt_tokens: int) -> Probe:
-        """Calibrate for prompts of about so many tokens. Raises TargetError where all is vain."""
+    async def run(self) -> Probe:
+        """Calibrate. Raises TargetError where the server takes no such request at all."""
         extra, short = await self._accepted_fields()
         if short.error not in {None, "empty"}:
             note = f"The server fails from the first request on ({_shown(short)})"
@@ -184,7 +182,7 @@ class Calibrator:
         notes = []
         if self.endpoint.is_stream and short.server.completion_tokens is None:
             notes.append("The server sends no usage: each event is counted as one token.")
-        return Probe(await self._calibration(extra, short, prompt_tokens, notes), extra, notes)
+        return Probe(await self._calibration(extra, short, notes), extra, notes)
 
     async def _accepted_fields(self) -> tuple[dict[str, Any], RequestResult]:
         """Try the fields that help, and leave out those that are refused."""
@@ -217,10 +215,9 @@ class Calibrator:
         self,
         extra: dict[str, Any],
         short: RequestResult,
-        prompt_tokens: int,
         notes: list[str],
     ) -> Calibration:
-        words = PROBE_WORDS + max(LEAST_SPREAD, prompt_tokens // 2)
+        words = 2 * PROBE_WORDS
         first = short.server.prompt_tokens
         try:
             if first is not None:

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from gateway.tools.bench.prompts import Calibration, PromptWriter, Text, fit, random_words
+from gateway.tools.bench.prompts import WORDS, PromptWriter, Text, fit, random_words
 from tests.emulator.language_model import count_tokens
 from tests.emulator.request_body import render_chat
 
@@ -131,8 +131,9 @@ def write_prompts(path: Path, count: int, prompt: int, max_tokens: int) -> None:
     def counted(text: str) -> int:
         return count_tokens(render_chat([{"role": "user", "content": text}]))
 
-    few, many = (random_words("calibration", words) for words in (16, 1000))
-    calibration: Calibration = fit((16, counted(few)), (1000, counted(many)), "the emulator")
+    once, twice = len(WORDS), 2 * len(WORDS)
+    few, many = (random_words("calibration", words) for words in (once, twice))
+    calibration = fit((once, counted(few)), (twice, counted(many)), "the emulator")
     writer = PromptWriter(2, calibration)
     with path.open("w") as file:
         for number in range(count):
