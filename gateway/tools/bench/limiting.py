@@ -41,6 +41,12 @@ class Verdict:
 
 def judge(figures: LoadFigures, server: ServerDescription, baseline: Baseline) -> Verdict:
     """What limits a load: the client if it is too slow, else the longest part of a request."""
+    if exhausted := figures.errors.get("exhausted"):
+        return Verdict(
+            Limit.CLIENT,
+            f"{exhausted} connections could not be opened for lack of descriptors or ports on this "
+            "machine: raise `ulimit -n`, or measure with a smaller load",
+        )
     if not figures.succeeded:
         return Verdict(Limit.ERRORS, _errors(figures))
     if (found := _client(figures)) is not None:

@@ -143,6 +143,7 @@ def _measure(plan: BenchPlan) -> tuple[BenchReport, list[LoadRun], int]:
 
     import uvloop
 
+    from gateway.system import raise_open_file_limit
     from gateway.tools.bench.session import BenchSession, FitError, TargetError
     from gateway.tools.cli.bench_progress import BenchProgress
 
@@ -153,6 +154,7 @@ def _measure(plan: BenchPlan) -> tuple[BenchReport, list[LoadRun], int]:
         await session.run()
 
     status = 0
+    raise_open_file_limit()
     with BenchProgress() as progress:
         session = BenchSession(
             plan,

@@ -71,6 +71,13 @@ def test_a_busy_or_late_client_limits_before_anything_else() -> None:
     assert limit(figures(request(), client=slight))[0] is not Limit.CLIENT
 
 
+def test_a_machine_without_descriptors_left_is_a_client_that_limits() -> None:
+    failed = RequestResult(1, 0.0, error="exhausted", ended=1.0)
+    found, reason = limit(figures(request(), failed))
+    assert found is Limit.CLIENT
+    assert reason.startswith("1 connections could not be opened")
+
+
 def test_where_nothing_succeeds_the_errors_limit() -> None:
     failed = RequestResult(1, 0.0, error="http_500", detail="full", ended=1.0)
     found, reason = limit(figures(failed))
