@@ -24,7 +24,7 @@ COLOURS = ("#0b6e75", "#c2571a", "#4b4ba8", "#8a6d00", "#a3195b", "#3f7d20", "#5
 
 STYLE = """
 :root { color-scheme: light dark; font: 15px/1.5 system-ui, sans-serif; }
-body { max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
+body { max-width: 90rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; width: 100%; display: block; overflow-x: auto; }
 th, td { padding: .25rem .7rem .25rem 0; text-align: right; white-space: nowrap; }
 th:first-child, td:first-child, th:last-child, td:last-child { text-align: left; }

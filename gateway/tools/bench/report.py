@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 from gateway.tools.bench.figures import Goal, LoadFigures
 from gateway.tools.bench.limiting import Verdict
+from gateway.tools.bench.load import Loop
 from gateway.tools.bench.runner import LoadRun
 from gateway.tools.bench.target import Baseline, ServerDescription
 from gateway.tools.simulate.report import Percentiles
@@ -213,9 +214,13 @@ def _client_line(loads: Sequence[LoadResult]) -> str:
     clients = [one.figures.client for one in loads if one.figures.client is not None]
     lag = max((one.lag.p95 for one in clients), default=0.0)
     share = max((one.cpu_share for one in clients), default=0.0)
-    starts = max((one.start_lag.p95 for one in clients), default=0.0)
+    starts = [
+        one.figures.client.start_lag.p95
+        for one in loads
+        if one.figures.client is not None and one.figures.load.loop is not Loop.CLOSED
+    ]
+    late = f"requests started at most {milliseconds(max(starts))} late, " if starts else ""
     return (
         f"The load generator itself: lag at most {milliseconds(lag)} (95th percentile; a timer's "
-        f"step is 1 ms), requests of an open loop started at most {milliseconds(starts)} late, "
-        f"{share:.0%} of a CPU."
+        f"step is 1 ms), {late}{share:.0%} of a CPU."
     )
