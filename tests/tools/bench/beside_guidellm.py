@@ -198,18 +198,19 @@ def main() -> None:
                         chosen.guidellm.absolute(), url, levels, chosen.requests, prompts, folder
                     )
                 )
-            print(f"round {number + 1} of {chosen.rounds} done", file=sys.stderr)
-    truth: Measured = {}
-    for level in levels:
-        truth |= true_figures(
-            level,
-            statistics.mean(lengths),
-            chosen.max_tokens,
-            chosen.prefill_tps,
-            chosen.decode_tps,
-        )
-    print(f"Python {platform.python_version()}, prompts of {statistics.mean(lengths):.0f} tokens")
-    print_table(truth, median_of(ours), median_of(theirs) if theirs else {})
+            # After each round, so that a run that is cut short leaves something.
+            length = statistics.mean(lengths)
+            print(
+                f"\n{number + 1} rounds, prompts of {length:.0f} tokens, "
+                f"Python {platform.python_version()}:\n"
+            )
+            truth: Measured = {}
+            for level in levels:
+                truth |= true_figures(
+                    level, length, chosen.max_tokens, chosen.prefill_tps, chosen.decode_tps
+                )
+            print_table(truth, median_of(ours), median_of(theirs) if theirs else {})
+            sys.stdout.flush()
 
 
 if __name__ == "__main__":
