@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import statistics
 import subprocess
@@ -66,12 +67,20 @@ def emulated_node(slots: int, prefill_tps: float, decode_tps: float) -> Iterator
 
 
 def true_figures(
-    level: int, prompt: float, tokens: int, prefill_tps: float, decode_tps: float
+    level: int,
+    requests: int,
+    prompt: float,
+    tokens: int,
+    prefill_tps: float,
+    decode_tps: float,
 ) -> Measured:
-    """The truth, where each request has a slot."""
+    """The truth, where each request has a slot. They run in rounds, of which the last may be
+    smaller.
+    """
     ttft, gap = prompt / prefill_tps, 1 / decode_tps
     completion = ttft + (tokens - 1) * gap
-    found = (ttft, gap, completion, level * tokens / completion)
+    seconds = math.ceil(requests / level) * completion
+    found = (ttft, gap, completion, requests * tokens / seconds)
     return dict(zip(((level, name) for name in FIGURES), found, strict=True))
 
 
@@ -207,7 +216,12 @@ def main() -> None:
             truth: Measured = {}
             for level in levels:
                 truth |= true_figures(
-                    level, length, chosen.max_tokens, chosen.prefill_tps, chosen.decode_tps
+                    level,
+                    chosen.requests,
+                    length,
+                    chosen.max_tokens,
+                    chosen.prefill_tps,
+                    chosen.decode_tps,
                 )
             print_table(truth, median_of(ours), median_of(theirs) if theirs else {})
             sys.stdout.flush()
