@@ -11,6 +11,7 @@ from gateway import __version__
 from gateway.tools.cli import (
     audit,
     batch,
+    bench,
     cache,
     keys,
     models,
@@ -60,6 +61,7 @@ for command, examples in (
     (plan.plan, plan.EXAMPLES),
     (topology.topology, topology.EXAMPLES),
     (tune.tune, tune.EXAMPLES),
+    (bench.bench, bench.EXAMPLES),
 ):
     app.command(cls=HelpCommand, epilog=examples)(command)
 

@@ -247,11 +247,16 @@ def connect(
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.netloc or "@" in parts.netloc:
         raise CommandFailed(f"--url {url}: must be like {DEFAULT_URL}", status=2)
+    tls = tls_context(ca) if parts.scheme == "https" else None
+    return BatchClient(url, find_key(key_file, environment), tls)
+
+
+def find_key(key_file: Path | None, environment: Mapping[str, str]) -> str | None:
+    """The API key by flag or environment. Raises CommandFailed."""
     key = _key_of_file(key_file) if key_file else environment.get(KEY_VARIABLE, "").strip()
     if key and not (key.isascii() and key.isprintable()):
         raise CommandFailed(f"{KEY_VARIABLE} holds no key", status=2)
-    tls = _tls(ca) if parts.scheme == "https" else None
-    return BatchClient(url, key or None, tls)
+    return key or None
 
 
 def environment() -> Mapping[str, str]:
@@ -271,7 +276,8 @@ def _key_of_file(path: Path) -> str:
     return key
 
 
-def _tls(ca: Path | None) -> ssl.SSLContext:
+def tls_context(ca: Path | None) -> ssl.SSLContext:
+    """What https is checked by: `ca`, and the system's authorities. Raises CommandFailed."""
     context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH)
     if ca is not None:
         try:

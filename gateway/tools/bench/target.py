@@ -1,0 +1,328 @@
+"""What the server is: its model, slots and distance; and how long prompts are in its tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import ssl
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from gateway.tools.bench.endpoint import Endpoint
+from gateway.tools.bench.exchange import ExchangeError, RequestResult, Sender, read_object
+from gateway.tools.bench.prompts import WORDS, Calibration, fit, random_words
+from gateway.transport.errors import ConnectFailed, ConnectTimedOut, UpstreamError
+from gateway.transport.pool import ConnectionPool, NodeAddress
+
+QUESTION_SECONDS = 15.0
+"""Limit of a question that costs the server nothing."""
+
+MOST_ANSWER_BYTES = 4 << 20
+
+ROUND_TRIPS = 5
+"""Questions by which the distance is measured."""
+
+PROBE_WORDS = len(WORDS)
+"""Words of the shorter prompt of a calibration, in which each word is once; the longer one has
+each twice."""
+
+PROBE_TOKENS = 4
+"""Tokens asked for by a calibration: a first one may be special and empty."""
+
+MOST_MODELS_NAMED = 5
+
+MOST_ADDRESSES = 8
+
+
+class TargetError(Exception):
+    """The server can't be measured. The text says why, and the remedy."""
+
+
+@dataclass(slots=True)
+class ServerDescription:
+    """What the server says of itself. None: it does not."""
+
+    model: str | None = None
+    slots: int | None = None
+    context: int | None = None
+    """Tokens of one slot."""
+    round_trip: float | None = None
+    """Seconds of the fastest of a few trivial requests, while the server was idle."""
+    ignores_eos: bool = False
+    """Whether it knows `ignore_eos`, as llama.cpp and vLLM do."""
+    notes: list[str] = field(default_factory=list)
+
+
+def server_address(url: str, key: str | None, tls: ssl.SSLContext | None) -> NodeAddress:
+    """Where the server of a URL is; without `/v1`. `tls`: for https."""
+    parts = urlsplit(url)
+    host, secure = parts.hostname or "", parts.scheme == "https"
+    authority = parts.netloc
+    lines = f"host: {authority}\r\n" + (f"authorization: Bearer {key}\r\n" if key else "")
+    return NodeAddress(
+        host=host,
+        port=parts.port or (443 if secure else 80),
+        path_prefix=parts.path.rstrip("/").encode(),
+        header_lines=lines.encode(),
+        tls=tls if secure else None,
+        server_name=host,
+    )
+
+
+def is_this_machine(host: str) -> bool:
+    """Whether an address of this name is one of this machine."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return False
+    for family, kind, _, _, address in found[:MOST_ADDRESSES]:
+        # Only an address of its own can be bound.
+        with contextlib.suppress(OSError), socket.socket(family, kind) as one:
+            one.bind(address)
+            return True
+    return False
+
+
+async def describe_server(
+    pool: ConnectionPool,
+    model: str | None,
+    *,
+    connect_timeout: float,
+    timeout: float = QUESTION_SECONDS,
+    clock: Callable[[], float] = time.monotonic,
+) -> ServerDescription:
+    """Ask the server for its models and its slots. Raises TargetError if there is none."""
+    found = ServerDescription(model=model)
+    timeout = min(timeout, QUESTION_SECONDS)
+    questions = _Questions(pool, connect_timeout, timeout, clock)
+    try:
+        status, models, first_trip = await questions.get(b"/v1/models")
+    except (ConnectFailed, ConnectTimedOut) as error:
+        raise TargetError(f"can't be reached: {error}. Is the server running?") from None
+    except (UpstreamError, TimeoutError, ExchangeError) as error:
+        reason = str(error) or f"no answer within {timeout:g} s"
+        found.notes.append(f"/v1/models does not answer ({reason}).")
+        return found
+    if status in {401, 403}:
+        raise TargetError(
+            f"it refuses us ({status}). Remedy: --key-file FILE, or the key in LLAMA_GATEWAY_KEY"
+        )
+    _choose_model(found, status, models)
+    listed = _objects(models.get("data"))
+    found.round_trip = first_trip
+    try:
+        for _ in range(ROUND_TRIPS - 1):
+            found.round_trip = min(found.round_trip, (await questions.get(b"/v1/models"))[2])
+        status, props, _ = await questions.get(b"/props")
+    except (UpstreamError, TimeoutError, ExchangeError):
+        status, props = 0, {}
+    if status == 200:
+        slots, settings = props.get("total_slots"), props.get("default_generation_settings")
+        found.slots = slots if isinstance(slots, int) and 0 < slots < 1_000_000 else None
+        context = settings.get("n_ctx") if isinstance(settings, dict) else None
+        found.context = context if isinstance(context, int) and context > 0 else None
+    owners = {str(one.get("owned_by")) for one in listed}
+    found.ignores_eos = found.slots is not None or bool(owners & {"llamacpp", "vllm"})
+    return found
+
+
+def _choose_model(found: ServerDescription, status: int, reply: Mapping[str, Any]) -> None:
+    names = [one["id"] for one in _objects(reply.get("data")) if isinstance(one.get("id"), str)]
+    if not names:
+        if found.model is None:
+            found.notes.append(
+                f"/v1/models names no model (status {status}): requests name none. --model NAME"
+            )
+        return
+    if found.model is None:
+        found.model = names[0]
+        if len(names) > 1:
+            shown = ", ".join(names[:MOST_MODELS_NAMED])
+            more = ", ..." if len(names) > MOST_MODELS_NAMED else ""
+            found.notes.append(f"Of several models ({shown}{more}) the first: --model chooses.")
+    elif found.model not in names:
+        found.notes.append(f"/v1/models does not list {found.model}.")
+
+
+@dataclass(slots=True)
+class Probe:
+    """What a few first requests have shown."""
+
+    calibration: Calibration
+    extra: dict[str, Any]
+    """Fields that every body gets."""
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Calibrator:
+    """Finds by a few short requests which fields the server takes, and how it counts tokens."""
+
+    sender: Sender
+    endpoint: Endpoint
+    server: ServerDescription
+    extra: dict[str, Any]
+    """Fields that the user wants in every body; they are never left out."""
+    ignore_eos: bool
+    seed: int
+    clock: Callable[[], float] = time.monotonic
+
+    async def run(self) -> Probe:
+        """Calibrate. Raises TargetError where the server takes no such request at all."""
+        extra, short = await self._accepted_fields()
+        if short.error not in {None, "empty"}:
+            note = f"The server fails from the first request on ({_shown(short)})"
+            return Probe(Calibration(), extra, [f"{note}: prompts are not calibrated."])
+        notes = []
+        if self.endpoint.is_stream and short.server.completion_tokens is None:
+            notes.append("The server sends no usage: each event is counted as one token.")
+        return Probe(await self._calibration(extra, short, notes), extra, notes)
+
+    async def _accepted_fields(self) -> tuple[dict[str, Any], RequestResult]:
+        """Try the fields that help, and leave out those that are refused."""
+        variants: list[dict[str, Any]] = [{}]
+        if self.endpoint.is_stream:
+            variants.insert(0, {"stream_options": {"include_usage": True}})
+            if self.ignore_eos:
+                variants.insert(0, {**variants[0], "ignore_eos": True})
+        result, extra = RequestResult(0, 0.0), self.extra
+        for fields in variants:
+            extra = {**fields, **self.extra}
+            result = await self._ask(PROBE_WORDS, extra)
+            if result.error not in {"http_400", "http_422"}:
+                break
+        if result.error in {"connect_failed", "connect_timeout"}:
+            raise TargetError(f"can't be reached: {result.detail}")
+        if result.error in {"http_401", "http_403", "http_404", "http_405", "http_501"}:
+            remedy = (
+                "--key-file FILE, or the key in LLAMA_GATEWAY_KEY"
+                if result.error in {"http_401", "http_403"}
+                else "--endpoint and --model name others"
+            )
+            raise TargetError(
+                f"it refuses POST /v1{self.endpoint.path.decode()} ({_shown(result)}). "
+                f"Remedy: {remedy}"
+            )
+        return extra, result
+
+    async def _calibration(
+        self,
+        extra: dict[str, Any],
+        short: RequestResult,
+        notes: list[str],
+    ) -> Calibration:
+        words = 2 * PROBE_WORDS
+        first = short.server.prompt_tokens
+        try:
+            if first is not None:
+                long = await self._ask(words, extra)
+                found = long.server.prompt_tokens
+                if found is not None:
+                    return fit((PROBE_WORDS, first), (words, found), "the server's usage")
+            few, many = await self._tokenized(PROBE_WORDS), await self._tokenized(words)
+            return fit((PROBE_WORDS, few), (words, many), "/tokenize, without the chat template")
+        except (UpstreamError, TimeoutError, ExchangeError, ValueError):
+            notes.append(
+                "The server tells no token counts: prompts are taken to have one token a word."
+            )
+            return Calibration()
+
+    async def _ask(self, words: int, extra: dict[str, Any]) -> RequestResult:
+        prompt = random_words(f"{self.seed} calibration {words}", words)
+        body = self.endpoint.body(self.server.model, prompt, PROBE_TOKENS, extra)
+        result = RequestResult(-1, self.clock())
+        await self.sender.send(result, json.dumps(body).encode(), PROBE_TOKENS)
+        return result
+
+    async def _tokenized(self, words: int) -> int:
+        text = random_words(f"{self.seed} calibration {words}", words)
+        timeout = min(self.sender.timeout, QUESTION_SECONDS)
+        connect_timeout = self.sender.connect_timeout
+        questions = _Questions(self.sender.pool, connect_timeout, timeout, self.clock)
+        _, reply, _ = await questions.post(b"/tokenize", {"content": text})
+        tokens = reply.get("tokens")
+        if not isinstance(tokens, list):
+            raise ExchangeError("no_tokens")
+        return len(tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """A request that is alone on the server; medians, in seconds. None: not measured."""
+
+    ttft: float | None = None
+    inter_token: float | None = None
+    requests: int = 0
+
+    @classmethod
+    def of(cls, results: list[RequestResult]) -> Baseline:
+        """Of requests sent one after the other; the first of several has only warmed up."""
+        sound = [one for one in results if one.error is None]
+        counted = sound[1:] or sound
+        ttft = [one.ttft for one in counted if one.ttft is not None]
+        gaps = [one.inter_token for one in counted if one.inter_token is not None]
+        return cls(
+            statistics.median(ttft) if ttft else None,
+            statistics.median(gaps) if gaps else None,
+            len(counted),
+        )
+
+
+@dataclass(slots=True)
+class _Questions:
+    """Short requests whose answers are JSON."""
+
+    pool: ConnectionPool
+    connect_timeout: float
+    timeout: float
+    clock: Callable[[], float]
+
+    async def get(self, path: bytes) -> tuple[int, dict[str, Any], float]:
+        """Status, object (empty if it is none), and seconds from sending to the head."""
+        return await self._ask(self.pool.address.request_head(b"GET", path, _HEADERS), b"")
+
+    async def post(self, path: bytes, value: object) -> tuple[int, dict[str, Any], float]:
+        """Likewise."""
+        body = json.dumps(value).encode()
+        headers = _HEADERS + b"content-type: application/json\r\n"
+        return await self._ask(
+            self.pool.address.request_head(b"POST", path, headers, len(body)), body
+        )
+
+    async def _ask(self, head: bytes, body: bytes) -> tuple[int, dict[str, Any], float]:
+        sent = [0.0]
+        async with asyncio.timeout(self.timeout):
+            connection = await self.pool.exchange(
+                head,
+                body,
+                dial=lambda: self.pool.connect(self.connect_timeout),
+                on_connected=lambda _: sent.__setitem__(0, self.clock()),
+            )
+            trip = self.clock() - sent[0]
+            try:
+                content = await connection.read_all(MOST_ANSWER_BYTES)
+            except BaseException:
+                connection.close()
+                raise
+        self.pool.release(connection)
+        try:
+            return connection.status, read_object(content), trip
+        except ExchangeError:
+            return connection.status, {}, trip
+
+
+_HEADERS = b"accept: application/json\r\naccept-encoding: identity\r\n"
+
+
+def _shown(result: RequestResult) -> str:
+    return f"{result.error}: {result.detail}" if result.detail else str(result.error)
+
+
+def _objects(value: object) -> list[dict[str, Any]]:
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []

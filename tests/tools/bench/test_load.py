@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from gateway.tools.bench.load import (
+    LEAST_REQUESTS,
+    MOST_REQUESTS,
+    OPEN_SECONDS,
+    LoadError,
+    Loop,
+    closed_loads,
+    poisson_loads,
+    poisson_times,
+)
+
+
+def test_levels_make_a_load_each() -> None:
+    loads = closed_loads("1, 4,8", None, None)
+    assert [(one.loop, one.level) for one in loads] == [(Loop.CLOSED, n) for n in (1, 4, 8)]
+    assert [one.requests for one in loads] == [LEAST_REQUESTS, 16, 32]
+    assert loads[1].label == "4 at a time"
+
+
+def test_a_duration_alone_bounds_the_time_and_not_the_number() -> None:
+    (load,) = closed_loads("4", None, 30.0)
+    assert (load.requests, load.seconds) == (MOST_REQUESTS, 30.0)
+    (load,) = closed_loads("4", 7, 30.0)
+    assert (load.requests, load.seconds) == (7, 30.0)
+    (load,) = poisson_loads("0.5", None, None)
+    assert (load.requests, load.seconds) == (MOST_REQUESTS, OPEN_SECONDS)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "1,,2", "-1", "1.5", "a", "99999", "1" * 5000, "²", ",".join("1" * 40)]
+)
+def test_impossible_levels_are_refused(text: str) -> None:
+    with pytest.raises(LoadError):
+        closed_loads(text, None, None)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "nan", "inf", "1e9", "x"])
+def test_impossible_rates_are_refused(text: str) -> None:
+    with pytest.raises(LoadError):
+        poisson_loads(text, None, None)
+
+
+def test_arrivals_have_the_rate_and_vary_as_a_poisson_process_does() -> None:
+    (load,) = poisson_loads("4", 20_000, None)
+    times = list(poisson_times(load, random.Random(1)))
+    assert len(times) == 20_000
+    assert times == sorted(times)
+    assert len(times) / times[-1] == pytest.approx(4, rel=0.03)
+    gaps = [b - a for a, b in itertools.pairwise(times)]
+    mean = sum(gaps) / len(gaps)
+    variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
+    assert variance == pytest.approx(mean**2, rel=0.1)
+
+
+def test_no_arrival_is_later_than_the_duration() -> None:
+    (load,) = poisson_loads("100", None, 2.0)
+    times = list(poisson_times(load, random.Random(1)))
+    assert times[-1] <= 2.0
+    assert 150 < len(times) < 250

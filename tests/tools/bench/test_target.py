@@ -1,0 +1,109 @@
+"""Questions to servers are asked in whole runs: `test_session.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from gateway.tools.bench.exchange import RequestResult
+from gateway.tools.bench.target import (
+    Baseline,
+    describe_server,
+    is_this_machine,
+    server_address,
+)
+from gateway.transport.pool import ConnectionPool
+from tests.emulator import EmulatedNode
+from tests.tools.bench.measuring import answers, measure, odd_server
+
+
+def test_an_address_keeps_a_prefix_and_has_the_key() -> None:
+    address = server_address("http://epyc-a:8080/llm", "secret", None)
+    assert (address.host, address.port, address.path_prefix) == ("epyc-a", 8080, b"/llm")
+    assert address.header_lines == b"host: epyc-a:8080\r\nauthorization: Bearer secret\r\n"
+    assert server_address("https://epyc-a", None, None).port == 443
+    assert server_address("http://[::1]:80", None, None).host == "::1"
+
+
+def test_only_own_addresses_are_this_machine() -> None:
+    assert is_this_machine("127.0.0.1")
+    assert is_this_machine("localhost")
+    assert not is_this_machine("192.0.2.1")  # of no machine at all: RFC 5737
+    assert not is_this_machine("no-such-host.invalid")
+    assert not is_this_machine("a" * 300)
+
+
+def test_a_request_alone_is_the_median_without_the_first_of_several() -> None:
+    requests = [
+        RequestResult(1, 0.0, first=first, last=first + 1, events=11, ended=first + 1)
+        for first in (9.0, 1.0, 2.0, 3.0)
+    ]
+    assert Baseline.of(requests) == Baseline(2.0, 0.1, 3)
+    assert Baseline.of(requests[:1]).ttft == 9.0
+    requests[1].error = "reset"
+    assert Baseline.of(requests).ttft == 2.5
+    assert Baseline.of([]) == Baseline()
+
+
+async def test_slots_context_and_distance_are_asked_for() -> None:
+    async with EmulatedNode(slots=3, context=2048) as node:
+        pool = ConnectionPool(server_address(node.url, None, None))
+        found = await describe_server(pool, None, connect_timeout=5)
+        pool.close()
+    assert (found.slots, found.context, found.model, found.ignores_eos) == (3, 2048, "demo", True)
+    assert found.round_trip is not None
+    assert 0 < found.round_trip < 1
+    assert found.notes == []
+
+
+async def test_nonsense_about_itself_is_not_believed() -> None:
+    body = json.dumps(
+        {
+            "data": [{"id": 7}, "x", {"id": "real", "owned_by": ["a"]}],
+            "total_slots": -4,
+            "default_generation_settings": {"n_ctx": "many"},
+        }
+    ).encode()
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+    async with odd_server(answers(head + body)) as url:
+        pool = ConnectionPool(server_address(url, None, None))
+        found = await describe_server(pool, None, connect_timeout=5)
+        pool.close()
+    assert (found.model, found.slots, found.context, found.ignores_eos) == (
+        "real", None, None, False,
+    )  # fmt: skip
+
+
+async def test_token_counts_come_from_tokenize_where_a_server_has_no_usage() -> None:
+    """A server without `usage`, whose `/tokenize` counts two tokens for each word."""
+    seen: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = next(
+            (int(x.split(b":")[1]) for x in head.lower().split(b"\r\n") if b"content-length" in x),
+            0,
+        )
+        body = json.loads(await reader.readexactly(length) or b"{}")
+        if b"/tokenize" in head:
+            tokens = json.dumps({"tokens": [1, 2] * len(body["content"].split())}).encode()
+            reply = b"content-length: %d\r\n\r\n" % len(tokens) + tokens
+        elif b"/chat/completions" in head:
+            seen.append(len(body["messages"][0]["content"].split()))
+            reply = (
+                b"content-type: text/event-stream\r\n\r\n"
+                b'data: {"choices":[{"delta":{"content":"a"},"finish_reason":"stop"}]}\n\n'
+            )
+        else:
+            reply = b"content-length: 2\r\n\r\n{}"
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n" + reply)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        report = await measure(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    assert report.client["prompt_lengths_by"] == "/tokenize, without the chat template"
+    assert seen[-4:] == [32] * 4
+    assert any("sends no usage" in note for note in report.notes)
+    assert any("names no model" in note for note in report.server.notes)
