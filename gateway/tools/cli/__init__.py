@@ -12,6 +12,7 @@ from gateway.tools.cli import (
     audit,
     batch,
     cache,
+    fit,
     keys,
     nodes,
     serve,
@@ -53,6 +54,7 @@ for command, examples in (
     (audit.audit, audit.EXAMPLES),
     (simulate.simulate, simulate.EXAMPLES),
     (topology.topology, topology.EXAMPLES),
+    (fit.fit, fit.EXAMPLES),
     (tune.tune, tune.EXAMPLES),
 ):
     app.command(cls=HelpCommand, epilog=examples)(command)

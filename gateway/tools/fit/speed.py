@@ -1,0 +1,161 @@
+"""The speed to expect: decode by the bytes that a token reads, prefill by its arithmetic.
+
+Decode reads every weight that a token uses once, and the slot's whole KV cache. Each type of weight
+comes as fast as memory delivers it, or as fast as the cores can take it up, whichever is slower
+(the roofline of Williams, Waterman and Patterson, 2009). Prefill shares each read among the tokens
+of a micro-batch, so that arithmetic decides: two operations for each weight and token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from gateway.tools.local.model_shape import ModelShape
+from gateway.tools.local.server_memory import (
+    TENSOR_TYPE_NAMES,
+    ServerSettings,
+    slot_bytes,
+)
+
+EXPERT = re.compile(r"_exps\.")
+
+# Of one core at AVX2 (docs/fit.md: `python -m tests.tools.fit.measure rates`, AMD EPYC of Zen 3 at
+# 2.4 GHz): bytes/s of weights that one token's products take up, and operations/s with a
+# micro-batch. Types that are not listed count as the nearest one by bits.
+DECODE_RATES = {
+    "f32": 14e9,
+    "f16": 11e9,
+    "bf16": 8e9,
+    "q8_0": 11e9,
+    "q6_k": 6e9,
+    "q5_k": 5e9,
+    "q4_k": 5e9,
+    "q4_0": 6e9,
+    "q3_k": 4e9,
+    "q2_k": 4e9,
+}
+
+PREFILL_RATES = {
+    "f32": 35e9,
+    "f16": 35e9,
+    "bf16": 25e9,
+    "q8_0": 50e9,
+    "q6_k": 35e9,
+    "q5_k": 35e9,
+    "q4_k": 60e9,
+    "q4_0": 60e9,
+    "q3_k": 35e9,
+    "q2_k": 35e9,
+}
+
+OTHER_TYPE = "q4_k"
+
+INSTRUCTION_FACTORS = {
+    "AMX": 4.0,
+    "AVX-512 VNNI": 2.0,
+    "AVX-512": 1.5,
+    "AVX2": 1.0,
+    "i8mm": 1.5,
+    "dot product": 0.8,
+    "none": 0.2,
+}
+"""Arithmetic of a core beside one with AVX2. Only AVX2 is measured; the others are estimates from
+the width of the instructions, and say so."""
+
+MEASURED_INSTRUCTIONS = "AVX2"
+
+FLAGS = (
+    ("amx_int8", "AMX"),
+    ("avx512_vnni", "AVX-512 VNNI"),
+    ("avx512f", "AVX-512"),
+    ("avx2", "AVX2"),
+    ("i8mm", "i8mm"),
+    ("asimddp", "dot product"),
+)
+
+LAYER_SECONDS = 15e-6
+"""Of a layer and a token: its small operations and the threads' meetings, which no weight pays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """What computes for one server."""
+
+    count: int
+    instructions: str  # a key of INSTRUCTION_FACTORS
+    bandwidth: float  # bytes/s of the memory that it reads
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What one request alone may expect."""
+
+    decode: float  # tokens/s
+    prefill: float
+    weight_bytes: int  # that a token reads
+    kv_bytes: int
+    limit: str  # of decode: `memory` or `cores`
+
+
+def instruction_set(flags: frozenset[str]) -> str:
+    """Return the best instruction set that these kernel flags name."""
+    return next((name for flag, name in FLAGS if flag in flags), "none")
+
+
+def expected_speed(
+    shape: ModelShape, settings: ServerSettings, cores: Cores, *, used: int | None = None
+) -> Speed:
+    """Return the speed of one request, with `used` tokens in its slot; default: half of it."""
+    factor = INSTRUCTION_FACTORS[cores.instructions]
+    bytes_read, elements = _active(shape)
+    by_memory, by_cores, seconds = 0.0, 0.0, 0.0
+    for kind, size in bytes_read.items():
+        wait = size / cores.bandwidth
+        work = size / (cores.count * factor * _rate(DECODE_RATES, kind))
+        by_memory, by_cores, seconds = by_memory + wait, by_cores + work, seconds + max(wait, work)
+    filled = settings.context // 2 if used is None else used
+    kv = slot_bytes(shape, settings) * filled // settings.context
+    kv_rate = cores.count * factor * _rate(DECODE_RATES, settings.key_type)
+    seconds += kv / min(cores.bandwidth, kv_rate)
+    seconds += LAYER_SECONDS * len(shape.layers)
+    operations = sum(
+        2 * count / (cores.count * factor * _rate(PREFILL_RATES, kind))
+        for kind, count in elements.items()
+    )
+    # Attention: a token meets, on average, half of the tokens before it, in keys and in values.
+    attended = 2 * 2 * (filled // 2) * shape.width * sum(1 for one in shape.layers if one.key_width)
+    operations += attended / (cores.count * factor * PREFILL_RATES["f16"])
+    return Speed(
+        decode=1 / seconds,
+        prefill=1 / operations,
+        weight_bytes=sum(bytes_read.values()),
+        kv_bytes=kv,
+        limit="memory" if by_memory >= by_cores else "cores",
+    )
+
+
+def _active(shape: ModelShape) -> tuple[Counter[str], Counter[str]]:
+    """Return the bytes of each type that a token of decode reads, and a prompt's elements."""
+    tied = not any(tensor.name == "output.weight" for tensor in shape.tensors)
+    bytes_read: Counter[str] = Counter()
+    elements: Counter[str] = Counter()
+    for tensor in shape.tensors:
+        kind = TENSOR_TYPE_NAMES.get(tensor.kind, OTHER_TYPE)
+        share = shape.experts_used / shape.experts if _is_expert(shape, tensor.name) else 1.0
+        output = tensor.name == "output.weight" or (tied and tensor.name == "token_embd.weight")
+        if tensor.name.startswith("token_embd.") and not output:
+            continue  # one row is looked up
+        bytes_read[kind] += int(tensor.size * share)
+        if len(tensor.shape) > 1 and not output:  # a prompt needs the last token's output alone
+            elements[kind] += int(tensor.elements * share)
+    return bytes_read, elements
+
+
+def _is_expert(shape: ModelShape, name: str) -> bool:
+    return shape.experts > 0 and EXPERT.search(name) is not None
+
+
+def _rate(rates: dict[str, float], kind: str) -> float:
+    return rates.get(kind, rates[OTHER_TYPE])
