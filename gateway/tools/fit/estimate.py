@@ -113,6 +113,7 @@ def fit(model: ModelFile, shape: ModelShape, settings: ServerSettings, machine: 
 def largest_context(shape: ModelShape, settings: ServerSettings, room: int) -> int:
     """Return the most tokens of each slot, at most as trained, that fit into `room`; 0: none."""
     most = min(shape.trained_context or MOST_CONTEXT, MOST_CONTEXT)
+    shape, room = _without_weights(shape, room)
 
     def fits(steps: int) -> bool:
         context = min(steps * CELL_PADDING, most)
@@ -123,10 +124,17 @@ def largest_context(shape: ModelShape, settings: ServerSettings, room: int) -> i
 
 def largest_slots(shape: ModelShape, settings: ServerSettings, room: int) -> int:
     """Return the most slots of this context that fit into `room`; 0: none."""
+    shape, room = _without_weights(shape, room)
     return _largest(
         MOST_SLOTS,
         lambda slots: server_memory(shape, replace(settings, slots=slots)).needed <= room,
     )
+
+
+def _without_weights(shape: ModelShape, room: int) -> tuple[ModelShape, int]:
+    """Return the shape without its tensors, which may be many, and the room beside them."""
+    weights = sum(tensor.size for tensor in shape.tensors)
+    return replace(shape, tensors=()), room - weights
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:

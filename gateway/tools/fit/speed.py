@@ -21,36 +21,36 @@ from gateway.tools.local.server_memory import (
 
 EXPERT = re.compile(r"_exps\.")
 
-# Of one core at AVX2 (docs/fit.md: `python -m tests.tools.fit.measure rates`, AMD EPYC of Zen 3 at
-# 2.4 GHz): bytes/s of weights that one token's products take up, and operations/s with a
-# micro-batch. Types that are not listed count as the nearest one by bits.
+# Of one core with AVX2 (docs/fit.md; `python -m tests.tools.fit.measure rates`, AMD EPYC of Zen 3):
+# bytes/s of weights that one token's products take up, and operations/s with a micro-batch. A type
+# that is not listed counts as OTHER_TYPE.
 DECODE_RATES = {
-    "f32": 14e9,
-    "f16": 11e9,
-    "bf16": 8e9,
-    "q8_0": 11e9,
-    "q6_k": 6e9,
-    "q5_k": 5e9,
-    "q4_k": 5e9,
-    "q4_0": 6e9,
-    "q3_k": 4e9,
-    "q2_k": 4e9,
+    "f32": 13.2e9,
+    "f16": 13.8e9,
+    "bf16": 11.3e9,
+    "q8_0": 13.1e9,
+    "q6_k": 8.2e9,
+    "q5_k": 5.5e9,
+    "q4_k": 10.8e9,
+    "q4_0": 9.3e9,
+    "q3_k": 6.4e9,
+    "q2_k": 5.5e9,
 }
 
 PREFILL_RATES = {
-    "f32": 35e9,
-    "f16": 35e9,
+    "f32": 25e9,
+    "f16": 26e9,
     "bf16": 25e9,
-    "q8_0": 50e9,
-    "q6_k": 35e9,
-    "q5_k": 35e9,
-    "q4_k": 60e9,
-    "q4_0": 60e9,
-    "q3_k": 35e9,
-    "q2_k": 35e9,
+    "q8_0": 46e9,
+    "q6_k": 56e9,
+    "q5_k": 75e9,
+    "q4_k": 81e9,
+    "q4_0": 75e9,
+    "q3_k": 73e9,
+    "q2_k": 77e9,
 }
 
-OTHER_TYPE = "q4_k"
+OTHER_TYPE = "q3_k"
 
 INSTRUCTION_FACTORS = {
     "AMX": 4.0,
@@ -75,8 +75,8 @@ FLAGS = (
     ("asimddp", "dot product"),
 )
 
-LAYER_SECONDS = 15e-6
-"""Of a layer and a token: its small operations and the threads' meetings, which no weight pays."""
+TOKEN_SECONDS = 100e-6
+"""Of a token, whatever its model: sampling and HTTP. Measured with a tiny model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class Speed:
     decode: float  # tokens/s
     prefill: float
     weight_bytes: int  # that a token reads
-    kv_bytes: int
+    kv_bytes: int  # with the states of recurrent layers
     limit: str  # of decode: `memory` or `cores`
 
 
@@ -117,9 +117,10 @@ def expected_speed(
         by_memory, by_cores, seconds = by_memory + wait, by_cores + work, seconds + max(wait, work)
     filled = settings.context // 2 if used is None else used
     kv = slot_bytes(shape, settings) * filled // settings.context
+    kv += sum(layer.state_bytes for layer in shape.layers)
     kv_rate = cores.count * factor * _rate(DECODE_RATES, settings.key_type)
     seconds += kv / min(cores.bandwidth, kv_rate)
-    seconds += LAYER_SECONDS * len(shape.layers)
+    seconds += TOKEN_SECONDS
     operations = sum(
         2 * count / (cores.count * factor * _rate(PREFILL_RATES, kind))
         for kind, count in elements.items()

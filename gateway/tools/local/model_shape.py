@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gateway.tools.local import LocalFleetError
-from gateway.tools.local.gguf_header import Header, Tensor
+from gateway.tools.local.gguf_header import TENSOR_BLOCKS, Header, Tensor
 
 FULL_ATTENTION_NAMES = """
     llama deci mistral3 qwen qwen2 qwen2moe qwen2vl qwen3 qwen3moe qwen3vl qwen3vlmoe phi2 phi3
@@ -117,6 +117,10 @@ def model_shape(headers: Sequence[Header]) -> ModelShape:
     tensors = tuple(tensor for header in headers for tensor in header.tensors)
     if not tensors:
         raise UnknownShapeError("it holds no weights")
+    if strange := sorted({t.kind for t in tensors if t.kind not in TENSOR_BLOCKS}):
+        raise UnknownShapeError(
+            f"it has weights of type {strange[0]}, whose size is not known here"
+        )
     blocks = keys.required("block_count")
     if blocks > MOST_LAYERS:
         raise UnknownShapeError(f"{keys.name('block_count')} is {blocks} (at most {MOST_LAYERS})")
@@ -240,6 +244,8 @@ def _attention(keys: _Keys, blocks: int) -> list[Layer]:
 
 
 def _windows(keys: _Keys, blocks: int) -> list[int | None]:
+    if keys.architecture in HYBRIDS and keys.optional("attention.sliding_window"):
+        raise UnknownShapeError("it mixes windows with recurrent layers, which is not known here")
     rule = SLIDING_WINDOWS.get(keys.architecture)
     if rule is None or (rule.layers is not None and blocks != rule.layers):
         return [None] * blocks

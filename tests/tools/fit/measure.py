@@ -2,21 +2,26 @@
 
     python -m tests.tools.fit.measure memory [NAME ...]
     python -m tests.tools.fit.measure speed [NAME ...]
+    python -m tests.tools.fit.measure clock [NAME ...]
     python -m tests.tools.fit.measure rates [TYPE ...]
 
 It writes models of more than 1 GB with random weights into a folder under /tmp, one at a time, and
-removes each. `memory` takes about ten minutes on two cores, `speed` three.
+removes each. `memory` takes about ten minutes on two cores, the others two each. `speed` and
+`rates` measure one core by the time that it worked, so that other work there matters little;
+`clock` measures all cores and needs an idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 
@@ -27,7 +32,7 @@ from gateway.tools.local.model_shape import ModelShape, model_shape
 from gateway.tools.local.server_memory import ServerSettings, repacked_types, server_memory
 from gateway.tools.local.topology import read_topology
 from tests.tools.fit.random_models import Recipe, write
-from tests.tools.fit.real_server import python, real_server
+from tests.tools.fit.real_server import RealServer, python, real_server
 
 MIB = 1 << 20
 TINY = Recipe("tiny", layers=1, width=64, heads=2, kv_heads=2, feed_forward=64)
@@ -82,19 +87,24 @@ RATE_TYPES = (
     Type.Q2_K,
 )  # fmt: skip
 SPEED_MODELS = (
-    Recipe("dense-f16", 12, 1536, 12, 4, 4096, vocabulary=32_000),
-    Recipe("dense-q8_0", 16, 2048, 16, 8, 5632, weights=Type.Q8_0, vocabulary=32_000),
-    Recipe("dense-q4_k", 16, 2048, 16, 8, 5632, weights=Type.Q4_K, vocabulary=32_000),
+    Recipe("dense-f16", 10, 1024, 16, 4, 4096, vocabulary=32_000),
+    Recipe("dense-q8_0", 12, 1536, 12, 4, 4096, weights=Type.Q8_0, vocabulary=32_000),
+    Recipe(
+        "dense-q4_k", 16, 2048, 16, 8, 5632, weights=Type.Q4_K, output=Type.Q6_K,
+        vocabulary=32_000,
+    ),
     Recipe("dense-q4_0", 16, 2048, 16, 8, 5632, weights=Type.Q4_0, vocabulary=32_000),
     Recipe(
         "moe-q4_k", 12, 1024, 16, 4, 1024, experts=32, experts_used=4, weights=Type.Q4_K,
         output=Type.Q6_K, vocabulary=32_000,
     ),
 )  # fmt: skip
-SPEED_ROUNDS = 4
+CLOCK_ROUNDS = 5
+LEAST_PROMPT = 8
+STREAM_BYTES = 256 * MIB
 WARM_UP = 8
-PROMPT = 256
-ANSWER = 24
+PROMPT = 64
+ANSWER = 16
 
 
 def shape_of(path: Path) -> ModelShape:
@@ -155,7 +165,7 @@ def memory(names: list[str], folder: Path) -> None:
 def rates(names: list[str], folder: Path) -> None:
     """Print what one core takes up of each type of weights, with a model that fits the caches."""
     with _written(TINY, folder) as path, real_server(path, context=1024) as server:
-        overhead = min(1 / server.speeds(256, 200)[1] for _ in range(3))
+        overhead = 1 / server.cpu_speeds(LEAST_PROMPT, 200)[1]
     print(f"a token of a tiny model takes {overhead * 1e6:.0f} us")
     print("| type | decode, GB/s of a core | prefill, 10^9 operations/s of a core |")
     print("| --- | --- | --- |")
@@ -170,16 +180,36 @@ def rates(names: list[str], folder: Path) -> None:
             read = sum(t.size for t in shape.tensors if t.name != "token_embd.weight")
             active = sum(t.elements for t in shape.tensors if t.name.startswith("blk."))
             with real_server(path, context=1024) as server:
-                found = [server.speeds(512, 60) for _ in range(4)]
-        decode = read / (1 / max(one[1] for one in found) - overhead)
-        prefill = 2 * active * max(one[0] for one in found)
+                reading, writing = server.cpu_speeds(256, 50)
+        decode = read / (1 / writing - overhead)
+        prefill = 2 * active * reading
         print(f"| {kind.name.lower()} | {decode / 1e9:.1f} | {prefill / 1e9:.0f} |", flush=True)
 
 
 def speed(names: list[str], folder: Path) -> None:
-    """Print expected against measured speed, for models larger than the last-level cache."""
+    """Print expected against measured speed of one core, by the time that it worked."""
+    _print_speeds(names, folder, 1, 1, _core_bandwidth, RealServer.cpu_speeds)
+
+
+def clock(names: list[str], folder: Path) -> None:
+    """Print expected against measured speed of all cores by the clock. The machine must be idle."""
     machine = read_topology()
     threads = machine.threads_per_server(machine.nodes[0])
+    _print_speeds(
+        names, folder, threads, CLOCK_ROUNDS, lambda: measure_bandwidth(machine), RealServer.speeds
+    )
+
+
+def _print_speeds(
+    names: list[str],
+    folder: Path,
+    threads: int,
+    rounds: int,
+    bandwidth_now: Callable[[], float],
+    speeds: Callable[[RealServer, int, int], tuple[float, float]],
+) -> None:
+    flags = read_topology().processor.flags
+    print(f"{threads} threads")
     print("| model | file MiB | memory GB/s | decode: expected | measured | error | "
           "prefill: expected | measured | error |")  # fmt: skip
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
@@ -188,22 +218,33 @@ def speed(names: list[str], folder: Path) -> None:
             continue
         with _written(recipe, folder) as path:
             shape = shape_of(path)
-            bandwidth, told = 0.0, (0.0, 0.0)
-            with real_server(path, context=1024, threads=threads) as server:
-                server.speeds(32, WARM_UP)
-                for _ in range(SPEED_ROUNDS):  # in turn, so that both see the same neighbours
-                    bandwidth = max(bandwidth, measure_bandwidth(machine))
-                    prefill, decode = server.speeds(PROMPT, ANSWER)
-                    told = max(told[0], prefill), max(told[1], decode)
-            cores = Cores(threads, instruction_set(machine.processor.flags), bandwidth)
-            expected = expected_speed(shape, ServerSettings(1, 1024), cores, used=PROMPT)
+            bandwidth, read, wrote = 0.0, 0.0, 0.0
+            with real_server(path, context=512, threads=threads) as server:
+                server.complete(32, WARM_UP)
+                for _ in range(rounds):  # in turn, so that both see the same neighbours
+                    bandwidth = max(bandwidth, bandwidth_now())
+                    prefill, decode = speeds(server, PROMPT, ANSWER)
+                    read, wrote = max(read, prefill), max(wrote, decode)
+            cores = Cores(threads, instruction_set(flags), bandwidth)
+            expected = expected_speed(shape, ServerSettings(1, 512), cores, used=PROMPT)
             size = path.stat().st_size
         print(
             f"| {recipe.name} | {size / MIB:.0f} | {bandwidth / 1e9:.1f} | "
-            f"{expected.decode:.1f} | {told[1]:.1f} | {expected.decode / told[1] - 1:+.0%} | "
-            f"{expected.prefill:.0f} | {told[0]:.0f} | {expected.prefill / told[0] - 1:+.0%} |",
+            f"{expected.decode:.1f} | {wrote:.1f} | {expected.decode / wrote - 1:+.0%} | "
+            f"{expected.prefill:.0f} | {read:.0f} | {expected.prefill / read - 1:+.0%} |",
             flush=True,
         )
+
+
+def _core_bandwidth() -> float:
+    """Bytes/s that one core reads while it has a CPU."""
+    data = np.ones(STREAM_BYTES, dtype=np.int8)
+    best = 0.0
+    for _ in range(8):
+        began = time.thread_time()
+        data.max()
+        best = max(best, STREAM_BYTES / (time.thread_time() - began))
+    return best
 
 
 def _repacked() -> Mapping[str, int]:
@@ -219,7 +260,7 @@ def _written(recipe: Recipe, folder: Path) -> Iterator[Path]:
         path.unlink()
 
 
-MEASUREMENTS = {"memory": memory, "rates": rates, "speed": speed}
+MEASUREMENTS = {"memory": memory, "rates": rates, "speed": speed, "clock": clock}
 
 
 def main() -> None:

@@ -32,3 +32,18 @@ MISTRAL_7B = shape_of(Recipe("mistral-7b", 32, 4096, 32, 8, 14_336, vocabulary=3
 MIXTRAL = shape_of(
     Recipe("mixtral", 32, 4096, 32, 8, 14_336, vocabulary=32_000, experts=8, experts_used=2)
 )
+LLAMA_70B = shape_of(Recipe("llama-3.1-70b", 80, 8192, 64, 8, 28_672, vocabulary=128_256))
+QWEN_30B = shape_of(
+    Recipe(
+        "qwen3-30b-a3b",
+        48,
+        2048,
+        32,
+        4,
+        768,
+        vocabulary=151_936,
+        head_size=128,
+        experts=128,
+        experts_used=8,
+    )
+)

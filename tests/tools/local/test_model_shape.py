@@ -109,6 +109,19 @@ def test_an_unknown_architecture_is_refused() -> None:
         model_shape([Header({}, {}, (), 0)])
 
 
+def test_weights_of_an_unknown_type_are_refused() -> None:
+    known = header("llama", block_count=1, embedding_length=64, attention__head_count=2)
+    strange = Header(known.metadata, {}, (Tensor("t", (4, 4), 77, 0),), 100)
+    with pytest.raises(UnknownShapeError, match="weights of type 77"):
+        model_shape([strange])
+
+
+def test_windows_beside_states_are_refused() -> None:
+    metadata = {"shortconv__l_cache": 3, "attention__sliding_window": 64}
+    with pytest.raises(UnknownShapeError, match="mixes windows with recurrent layers"):
+        layers("lfm2", attention__head_count_kv=(0, 8, 0, 0), **metadata)
+
+
 @pytest.mark.parametrize(
     ("metadata", "problem"),
     [
