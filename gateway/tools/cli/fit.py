@@ -280,17 +280,18 @@ def _machine(
     """Return this machine, with what the options say otherwise. Raises CommandFailed."""
     from gateway.tools.fit.estimate import Machine, Place
     from gateway.tools.fit.speed import instruction_set
+    from gateway.tools.local.memory import memory_places
 
     bandwidth, source = _bandwidth(topology, modules, measure=measure)
     nodes = numa_nodes or (1 if memory or cores else len(topology.nodes))
-    available = _size("--memory", memory) if memory else topology.memory_available
-    places = [Place("this machine" if not memory else "the machine", nodes, available)]
     if memory or numa_nodes:
-        shares = [(f"NUMA node {number}", available // nodes) for number in range(nodes)]
+        available = _size("--memory", memory) if memory else topology.memory_available
+        places = [Place("the machine" if memory else "this machine", nodes, available)]
+        if nodes > 1:
+            places += [Place(f"NUMA node {n}", 1, available // nodes) for n in range(nodes)]
     else:
-        shares = [(f"NUMA node {one.number}", one.memory_available) for one in topology.nodes]
-    if nodes > 1:
-        places += [Place(name, 1, share) for name, share in shares]
+        bound = [node.number for node in topology.nodes] if nodes > 1 else [None]
+        places = [Place(*place) for place in memory_places(topology, bound)]
     if cores or numa_nodes:
         each = max(1, (cores or topology.core_count) // nodes)
     else:

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from gateway.tools.local.launch import die_with_parent
+from gateway.tools.local.server_memory import KV_TYPES
 
 DEFAULT_BATCH = 512  # tokens of one step; a larger batch stalls the other slots for longer
 
 DEFAULT_MICRO_BATCH = 256
 
 PROMPT_CACHE_MIB = 1024  # MiB of host memory; llama.cpp's own default is 8192
-
-CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
 
 POOLING_TYPES = ("none", "mean", "cls", "last", "rank")
 
@@ -46,7 +45,7 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cache-ram", type=int, default=PROMPT_CACHE_MIB, metavar="MiB")
     for name, of in (("k", "keys"), ("v", "values")):
         parser.add_argument(
-            f"--cache-type-{name}", choices=CACHE_TYPES, default="f16", help=f"of a slot's {of}"
+            f"--cache-type-{name}", choices=KV_TYPES, default="f16", help=f"of a slot's {of}"
         )
     parser.add_argument(
         "--exact", action="store_true", help="no rounding by which prefill and decode differ"

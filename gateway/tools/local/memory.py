@@ -24,8 +24,6 @@ GIB = 1 << 30
 
 MEMORY_FACTOR = 1.5  # memory of a server over its model's size, where its shape is not known
 
-RULE_OF_THUMB = f"{MEMORY_FACTOR} x model"
-
 MEMORY_RESERVE = 2 * GIB  # stays free
 
 
@@ -51,7 +49,7 @@ def server_needs(model: ModelFile, settings: ServerSettings | None) -> tuple[int
                 f"{format_gib(found.kv_cache + found.states)}, the rest "
                 f"{format_gib(found.needed - found.weights - found.kv_cache - found.states)}"
             )
-    return memory_needed(model.size, 1), RULE_OF_THUMB
+    return memory_needed(model.size, 1), f"{MEMORY_FACTOR} x model"
 
 
 def memory_headroom(topology: Topology, each: int, servers: int) -> int:
@@ -184,9 +182,9 @@ def main(arguments: list[str] | None = None) -> None:
         model = read_model(options.model)
     except LocalFleetError as error:
         sys.exit(str(error))
-    needed, why = server_needs(model, settings)
-    if why == RULE_OF_THUMB:
+    if model.shape is None:
         sys.exit(f"{model.path}: its shape is not known")
+    needed, why = server_needs(model, settings)
     sys.stdout.write(json.dumps({"needed": needed, "why": why}) + "\n")
 
 

@@ -53,7 +53,7 @@ class Case:
 GROUPED = Recipe("gqa-f16", 8, 2048, 16, 4, 4096, vocabulary=100_000)
 PLAIN = Recipe("mha-f16", 6, 2048, 16, 16, 4096, vocabulary=100_000)
 MIXTURE = Recipe(
-    "moe-q4_k", 20, 1024, 16, 4, 1024, experts=32, experts_used=4, weights=Type.Q4_K,
+    "moe-q4_k", 20, 1024, 16, 16, 1024, experts=32, experts_used=4, weights=Type.Q4_K,
     vocabulary=32_000, output=Type.Q6_K,
 )  # fmt: skip
 WINDOWED = Recipe(
@@ -69,16 +69,16 @@ QUANTIZED = Recipe(
 )
 
 MEMORY_CASES = (
-    Case(GROUPED, context=2048),
-    Case(GROUPED, slots=4, context=512, key_type="q8_0", value_type="q8_0"),
-    Case(PLAIN, slots=4, context=512),
-    Case(PLAIN, context=2048, key_type="f32", value_type="f32"),
-    Case(PLAIN, context=2048, key_type="q8_0", value_type="q4_0"),
-    Case(MIXTURE, slots=2, context=1024),
-    Case(MIXTURE, context=1024, no_mmap=True),
-    Case(WINDOWED, slots=2, context=1536),
-    Case(HYBRID, slots=2, context=512),
-    Case(QUANTIZED, context=512),
+    Case(QUANTIZED, context=256),
+    Case(HYBRID, slots=2, context=256),
+    Case(PLAIN, slots=4, context=256),
+    Case(GROUPED, context=512),
+    Case(GROUPED, slots=4, context=256, key_type="q8_0", value_type="q8_0"),
+    Case(MIXTURE, context=2048),
+    Case(MIXTURE, slots=4, context=512, key_type="q8_0", value_type="q4_0"),
+    Case(MIXTURE, context=1024, key_type="f32", value_type="f32"),
+    Case(MIXTURE, context=512, no_mmap=True),
+    Case(WINDOWED, context=1024),
 )
 
 
@@ -174,15 +174,16 @@ def rates(names: list[str], folder: Path) -> None:
             continue
         elements = 14 * MIB * GGML_QUANT_SIZES[kind][0] // GGML_QUANT_SIZES[kind][1]
         hidden = max(256, (elements // 4 // 768 - 2560) // 3 // 256 * 256)
-        recipe = Recipe("rate", 4, 768, 12, 4, hidden, weights=kind)
-        with _written(recipe, folder) as path:
-            shape = shape_of(path)
-            read = sum(t.size for t in shape.tensors if t.name != "token_embd.weight")
-            active = sum(t.elements for t in shape.tensors if t.name.startswith("blk."))
-            with real_server(path, context=1024) as server:
-                reading, writing = server.cpu_speeds(256, 50)
-        decode = read / (1 / writing - overhead)
-        prefill = 2 * active * reading
+        with _written(Recipe("cached", 4, 768, 12, 4, hidden, weights=kind), folder) as path:
+            read = sum(t.size for t in shape_of(path).tensors if t.name != "token_embd.weight")
+            with real_server(path, context=512) as server:
+                decode = read / (1 / server.cpu_speeds(LEAST_PROMPT, 50)[1] - overhead)
+        # Prefill with matrices as wide as those of real models.
+        with _written(Recipe("wide", 1, 2048, 16, 8, 5632, weights=kind), folder) as path:
+            tensors = shape_of(path).tensors
+            active = sum(t.elements for t in tensors if t.name.startswith("blk."))
+            with real_server(path, context=512) as server:
+                prefill = 2 * active * server.cpu_speeds(256, 1)[0]
         print(f"| {kind.name.lower()} | {decode / 1e9:.1f} | {prefill / 1e9:.0f} |", flush=True)
 
 
