@@ -194,6 +194,7 @@ def fit(
     """
     from gateway.tools.fit.estimate import fit as compute
     from gateway.tools.fit.report import fit_as_dict
+    from gateway.tools.fit.speed import LAYOUT_FLAGS
     from gateway.tools.local import LocalFleetError
     from gateway.tools.local.gguf_file import model_parts, read_headers, read_model
     from gateway.tools.local.model_shape import UnknownShapeError, model_shape
@@ -217,7 +218,7 @@ def fit(
         micro_batch=micro_batch,
         prompt_cache_bytes=_size("--cache-ram", cache_ram),
         mapped=machine.servers == 1,
-        repacked=repacked_types(topology.processor.flags),
+        repacked=repacked_types({LAYOUT_FLAGS[machine.instructions]}),
     )
     try:
         found = compute(file, model_shape(read_headers(model_parts(model))), settings, machine)

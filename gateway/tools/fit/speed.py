@@ -79,6 +79,22 @@ TOKEN_SECONDS = 100e-6
 """Of a token, whatever its model: sampling and HTTP. Measured with a tiny model."""
 
 
+HALF_SPEED_TOKENS = 8
+"""Tokens of a micro-batch with which an expert reaches half of the speed of a long one. From the
+prefill of one mixture (docs/fit.md)."""
+
+LAYOUT_FLAGS = {
+    "AMX": "avx512f",
+    "AVX-512 VNNI": "avx512f",
+    "AVX-512": "avx512f",
+    "AVX2": "avx2",
+    "i8mm": "asimddp",
+    "dot product": "asimddp",
+    "none": "",
+}
+"""The kernel flag by which llama.cpp chooses the layout of weights, by instruction set."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cores:
     """What computes for one server."""
@@ -109,13 +125,13 @@ def expected_speed(
 ) -> Speed:
     """Return the speed of one request, with `used` tokens in its slot; default: half of it."""
     factor = INSTRUCTION_FACTORS[cores.instructions]
-    bytes_read, elements = _active(shape)
+    filled = settings.context // 2 if used is None else used
+    bytes_read, elements = _active(shape, min(settings.micro_batch, max(1, filled)))
     by_memory, by_cores, seconds = 0.0, 0.0, 0.0
     for kind, size in bytes_read.items():
         wait = size / cores.bandwidth
         work = size / (cores.count * factor * _rate(DECODE_RATES, kind))
         by_memory, by_cores, seconds = by_memory + wait, by_cores + work, seconds + max(wait, work)
-    filled = settings.context // 2 if used is None else used
     kv = slot_bytes(shape, settings) * filled // settings.context
     kv += sum(layer.state_bytes for layer in shape.layers)
     kv_rate = cores.count * factor * _rate(DECODE_RATES, settings.key_type)
@@ -137,25 +153,28 @@ def expected_speed(
     )
 
 
-def _active(shape: ModelShape) -> tuple[Counter[str], Counter[str]]:
-    """Return the bytes of each type that a token of decode reads, and a prompt's elements."""
+def _active(shape: ModelShape, batch: int) -> tuple[Counter[str], Counter[str]]:
+    """Return the bytes of each type that a token of decode reads, and a prompt token's elements.
+
+    An expert gets few of the `batch` tokens that are computed at once, and is the slower for it:
+    its elements count as more.
+    """
     tied = not any(tensor.name == "output.weight" for tensor in shape.tensors)
+    chosen = shape.experts_used / shape.experts if shape.experts else 1.0
+    own = max(1.0, batch * chosen)  # tokens of an expert
     bytes_read: Counter[str] = Counter()
     elements: Counter[str] = Counter()
     for tensor in shape.tensors:
         kind = TENSOR_TYPE_NAMES.get(tensor.kind, OTHER_TYPE)
-        share = shape.experts_used / shape.experts if _is_expert(shape, tensor.name) else 1.0
+        is_expert = shape.experts > 0 and EXPERT.search(tensor.name) is not None
         output = tensor.name == "output.weight" or (tied and tensor.name == "token_embd.weight")
         if tensor.name.startswith("token_embd.") and not output:
             continue  # one row is looked up
-        bytes_read[kind] += int(tensor.size * share)
+        bytes_read[kind] += int(tensor.size * chosen) if is_expert else tensor.size
         if len(tensor.shape) > 1 and not output:  # a prompt needs the last token's output alone
-            elements[kind] += int(tensor.elements * share)
+            slower = chosen * (own + HALF_SPEED_TOKENS) / own if is_expert else 1.0
+            elements[kind] += int(tensor.elements * slower)
     return bytes_read, elements
-
-
-def _is_expert(shape: ModelShape, name: str) -> bool:
-    return shape.experts > 0 and EXPERT.search(name) is not None
 
 
 def _rate(rates: dict[str, float], kind: str) -> float:

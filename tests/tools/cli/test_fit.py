@@ -12,9 +12,15 @@ from gguf import GGMLQuantizationType as Type
 from gateway.tools.local.memory import MEMORY_RESERVE
 from tests.tools.cli.running import run
 from tests.tools.fit.random_models import Recipe, write
+from tests.tools.local.small_models import LARGER, write_hollow
 
 GIB = 1 << 30
 GIVEN = ("--memory", "4GiB", "--cores", "8")
+PAGE = Path(__file__).parents[3] / "docs/fit.md"
+PAGE_OPTIONS = (
+    *("--memory", "8GiB", "--cores", "4", "--instructions", "avx2"),
+    *("--channels", "2", "--mt-per-s", "3200"),
+)
 RECIPE = Recipe("some-model", 8, 1024, 16, 4, 4096, vocabulary=4096, weights=Type.Q4_0)
 
 
@@ -164,3 +170,12 @@ def test_help_teaches() -> None:
     assert "Examples:" in out
     assert "--kv-type" in out
     assert "one server runs on each NUMA node" in " ".join(out.split())
+
+
+def test_the_page_shows_what_is_written(tmp_path: Path) -> None:
+    path = write_hollow(LARGER, tmp_path)
+    out = fit(str(path), *PAGE_OPTIONS)
+    page = PAGE.read_text()
+    assert f"llama-gateway fit {path.name} {' '.join(PAGE_OPTIONS)}" in page
+    missing = [line for line in out.splitlines() if line.rstrip() not in page]
+    assert not missing

@@ -14,6 +14,7 @@ removes each. `memory` takes about ten minutes on two cores, the others two each
 from __future__ import annotations
 
 import argparse
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -107,6 +108,10 @@ PROMPT = 64
 ANSWER = 16
 
 
+# Of a prompt's last layer only keys and values, and queries, are computed for every token.
+FOR_EVERY_TOKEN = re.compile(r"blk\.([01]\.|2\.attn_[qkv]\.)")
+
+
 def shape_of(path: Path) -> ModelShape:
     """The shape of the model in a file."""
     return model_shape(read_headers(model_parts(path)))
@@ -179,9 +184,9 @@ def rates(names: list[str], folder: Path) -> None:
             with real_server(path, context=512) as server:
                 decode = read / (1 / server.cpu_speeds(LEAST_PROMPT, 50)[1] - overhead)
         # Prefill with matrices as wide as those of real models.
-        with _written(Recipe("wide", 1, 2048, 16, 8, 5632, weights=kind), folder) as path:
+        with _written(Recipe("wide", 3, 2048, 16, 8, 5632, weights=kind), folder) as path:
             tensors = shape_of(path).tensors
-            active = sum(t.elements for t in tensors if t.name.startswith("blk."))
+            active = sum(t.elements for t in tensors if FOR_EVERY_TOKEN.match(t.name))
             with real_server(path, context=512) as server:
                 prefill = 2 * active * server.cpu_speeds(256, 1)[0]
         print(f"| {kind.name.lower()} | {decode / 1e9:.1f} | {prefill / 1e9:.0f} |", flush=True)

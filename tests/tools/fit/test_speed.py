@@ -78,3 +78,11 @@ def test_prefill_goes_by_cores_and_instructions_not_by_memory() -> None:
 )
 def test_the_best_instruction_set_counts(flags: set[str], name: str) -> None:
     assert instruction_set(frozenset(flags)) == name
+
+
+def test_experts_with_few_tokens_of_a_batch_read_prompts_slower() -> None:
+    tokens = [16, 64, 256]
+    speeds = [expected_speed(MIXTRAL, SETTINGS, MANY, used=count).prefill for count in tokens]
+    assert speeds == sorted(speeds)
+    dense = [expected_speed(MISTRAL_7B, SETTINGS, MANY, used=count).prefill for count in tokens]
+    assert dense == sorted(dense, reverse=True)  # by attention alone
