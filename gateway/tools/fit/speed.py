@@ -38,16 +38,16 @@ DECODE_RATES = {
 }
 
 PREFILL_RATES = {
-    "f32": 25e9,
-    "f16": 26e9,
-    "bf16": 25e9,
+    "f32": 27e9,
+    "f16": 28e9,
+    "bf16": 27e9,
     "q8_0": 46e9,
-    "q6_k": 56e9,
-    "q5_k": 75e9,
-    "q4_k": 81e9,
-    "q4_0": 75e9,
-    "q3_k": 73e9,
-    "q2_k": 77e9,
+    "q6_k": 65e9,
+    "q5_k": 64e9,
+    "q4_k": 58e9,
+    "q4_0": 59e9,
+    "q3_k": 66e9,
+    "q2_k": 66e9,
 }
 
 OTHER_TYPE = "q3_k"
@@ -79,7 +79,7 @@ TOKEN_SECONDS = 100e-6
 """Of a token, whatever its model: sampling and HTTP. Measured with a tiny model."""
 
 
-HALF_SPEED_TOKENS = 8
+HALF_SPEED_TOKENS = 4
 """Tokens of a micro-batch with which an expert reaches half of the speed of a long one. From the
 prefill of one mixture (docs/fit.md)."""
 
