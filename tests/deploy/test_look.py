@@ -57,6 +57,16 @@ def test_each_numa_node_must_hold_its_server(look: ModuleType, two_sockets: dict
     ]
 
 
+def test_what_a_server_needs_counts_where_it_is_known(
+    look: ModuleType, two_sockets: dict[str, Any]
+) -> None:
+    known = {"factor": 1.5, "reserve": 2 * GIB, "needed": 22 * GIB, "why": "weights and all"}
+    assert memory_problems(look, two_sockets, gib=15, memory=known) == []
+    problems = memory_problems(look, two_sockets, gib=15, memory={**known, "needed": 23 * GIB})
+    assert len(problems) == 2
+    assert "1 server needs 23.0 GiB (weights and all each)" in problems[0]
+
+
 def test_memory_of_our_own_server_counts_as_free(
     look: ModuleType, two_sockets: dict[str, Any]
 ) -> None:

@@ -13,6 +13,7 @@ from gateway.tools.cli import (
     batch,
     bench,
     cache,
+    fit,
     keys,
     models,
     nodes,
@@ -60,6 +61,7 @@ for command, examples in (
     (simulate.simulate, simulate.EXAMPLES),
     (plan.plan, plan.EXAMPLES),
     (topology.topology, topology.EXAMPLES),
+    (fit.fit, fit.EXAMPLES),
     (tune.tune, tune.EXAMPLES),
     (bench.bench, bench.EXAMPLES),
 ):

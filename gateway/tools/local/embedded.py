@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.tools.local.launch import die_with_parent
+from gateway.tools.local.server_memory import KV_TYPES
 
 DEFAULT_BATCH = 512  # tokens of one step; a larger batch stalls the other slots for longer
 
@@ -42,6 +43,10 @@ def argument_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, help="tokens of one step")
     parser.add_argument("--ubatch", type=int, help="tokens of one computation")
     parser.add_argument("--cache-ram", type=int, default=PROMPT_CACHE_MIB, metavar="MiB")
+    for name, of in (("k", "keys"), ("v", "values")):
+        parser.add_argument(
+            f"--cache-type-{name}", choices=KV_TYPES, default="f16", help=f"of a slot's {of}"
+        )
     parser.add_argument(
         "--exact", action="store_true", help="no rounding by which prefill and decode differ"
     )
@@ -129,6 +134,8 @@ def start_server(options: argparse.Namespace) -> Any:
     params.cpuparams.n_threads = options.threads
     params.cpuparams_batch.n_threads = options.threads
     params.cache_ram_mib = options.cache_ram
+    params.cache_type_k = _cache_type(options.cache_type_k)
+    params.cache_type_v = _cache_type(options.cache_type_v)
     params.fit_params = False  # this context or an error, never a smaller context
     # GET /props works without endpoint_props, which would let anybody change them.
     params.endpoint_metrics = params.endpoint_slots = True
@@ -150,6 +157,13 @@ def start_server(options: argparse.Namespace) -> Any:
         kind = f"LLAMA_POOLING_TYPE_{options.pooling.upper()}"
         params.pooling_type = getattr(xllamacpp.llama_pooling_type, kind)
     return xllamacpp.Server(params)
+
+
+def _cache_type(name: str) -> Any:
+    import xllamacpp
+
+    known = {one.name.lower(): one for one in xllamacpp.ggml_type}
+    return known[f"ggml_type_{name}"]
 
 
 OPENMP_LIBRARY = "libgomp.so.1"

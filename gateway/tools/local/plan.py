@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gateway.tools.local import MissingExtraError
 from gateway.tools.local.cache import cache_folder, logs_folder
 from gateway.tools.local.demo_model import DEMO_MODEL_NAME, ensure_demo_model
-from gateway.tools.local.embedded import packaged_openmp, system_has_openmp
+from gateway.tools.local.embedded import batch_sizes, packaged_openmp, system_has_openmp
 from gateway.tools.local.gguf_file import ModelFile, read_model
 from gateway.tools.local.memory import (
     check_memlock,
     check_memory,
     memlock_limit,
     memory_headroom,
+    server_needs,
 )
 from gateway.tools.local.server_command import MIB, ServerBinary, ServerSpec, find_binary
+from gateway.tools.local.server_memory import ServerSettings
 from gateway.tools.local.topology import Topology, read_topology
 
 DEFAULT_SLOTS = 2
@@ -30,6 +32,9 @@ DEFAULT_CONTEXT = 4096
 
 MOST_PROMPT_CACHE_BYTES = 8192 * MIB
 """Evicted prompts that a server may keep where there is room: llama.cpp's own default."""
+
+UNFORESEEN_SHARE = 0.1
+"""Of a server's memory that prompt caches leave free: what its estimate may have missed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,7 @@ def plan_local_fleet(
     specs = plan_servers(
         topology, chosen, servers=servers, slots=slots, embedding=embedding, mlock=mlock
     )
-    check_memory(topology, chosen, [spec.memory_node for spec in specs], force=force_memory)
+    check_specs(topology, chosen, specs, force=force_memory)
     if mlock:
         check_memlock(chosen, read_memlock_limit())
     return LocalFleetPlan(chosen, model is None, specs, binary, logs_folder(cache))
@@ -94,7 +99,26 @@ def check_model_fits(
     """Raise MemoryShortError where `plan_local_fleet` would, for a model that is not there yet."""
     topology = topology or read_topology()
     specs = plan_servers(topology, model, servers=servers, slots=slots)
-    check_memory(topology, model, [spec.memory_node for spec in specs], force=force_memory)
+    check_specs(topology, model, specs, force=force_memory)
+
+
+def check_specs(
+    topology: Topology, model: ModelFile, specs: tuple[ServerSpec, ...], *, force: bool = False
+) -> None:
+    """Raise MemoryShortError where the servers, their prompt caches left out, do not fit."""
+    bound_to = [spec.memory_node for spec in specs]
+    check_memory(topology, model, bound_to, server_settings(specs[0]), force=force)
+
+
+def server_settings(spec: ServerSpec) -> ServerSettings:
+    """Return the settings that a server's memory depends on, without its prompt cache."""
+    _, micro_batch = batch_sizes(spec.context, embedding=spec.embedding)
+    return ServerSettings(
+        spec.slots,
+        spec.context,
+        micro_batch=spec.micro_batch or micro_batch,
+        mapped=not spec.no_mmap,
+    )
 
 
 def plan_servers(
@@ -119,8 +143,7 @@ def plan_servers(
         raise ValueError("servers, slots and context must be at least 1")
     nodes = [topology.nodes[index % len(topology.nodes)] for index in range(count)]
     several = len(topology.nodes) > 1
-    headroom = max(0, memory_headroom(topology, model.size, count))
-    return tuple(
+    specs = tuple(
         ServerSpec(
             name=f"local-{index}",
             model=model.path,
@@ -133,11 +156,16 @@ def plan_servers(
             memory_node=node.number if several and node.memory_allowed else None,
             no_mmap=several,
             mlock=mlock,
-            prompt_cache_bytes=min(MOST_PROMPT_CACHE_BYTES, headroom // count),
             embedding=embedding,
         )
         for index, node in enumerate(nodes)
     )
+    each, _ = server_needs(model, server_settings(specs[0]))
+    if model.shape is not None:  # the rule of thumb is generous as it is
+        each += int(each * UNFORESEEN_SHARE)
+    spare = memory_headroom(topology, each, count) // count
+    prompt_cache = min(MOST_PROMPT_CACHE_BYTES, max(0, spare))
+    return tuple(replace(spec, prompt_cache_bytes=prompt_cache) for spec in specs)
 
 
 def _check_embedded() -> None:

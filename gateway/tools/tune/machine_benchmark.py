@@ -19,8 +19,8 @@ import httpx
 
 from gateway.tools.local import LocalFleetError
 from gateway.tools.local.energy import EnergyMeter
-from gateway.tools.local.memory import MEMORY_RESERVE, check_memory, format_gib
-from gateway.tools.local.plan import LocalFleetPlan
+from gateway.tools.local.memory import MEMORY_RESERVE, format_gib
+from gateway.tools.local.plan import LocalFleetPlan, check_specs
 from gateway.tools.local.supervisor import LocalFleet
 from gateway.tools.local.system_files import read_text
 from gateway.tools.local.topology import Topology, read_topology
@@ -77,8 +77,7 @@ class MachineBenchmark:
         topology = self._read_machine()
         specs = [server_spec(setting, spec, topology, self._context) for spec in self._plan.specs]
         try:
-            bound = [spec.memory_node for spec in specs]
-            check_memory(topology, self._plan.model, bound, force=self._force_memory)
+            check_specs(topology, self._plan.model, tuple(specs), force=self._force_memory)
             if not self._force_memory:
                 self._check_growth(setting, topology)
             fleet = LocalFleet(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.tools.local import ModelFileError
-from gateway.tools.local.gguf_file import TENSOR_BLOCKS, model_parts, read_model
+from gateway.tools.local.gguf_file import model_parts, read_model
 
 PADDING = 16  # bytes behind the last tensor that `write_gguf` writes
 
@@ -122,8 +122,3 @@ def test_another_file_in_place_of_a_model_is_named(tmp_path: Path, held: str, me
     path.write_text(held)
     with pytest.raises(ModelFileError, match=message):
         read_model(path)
-
-
-def test_the_sizes_of_blocks_are_those_of_ggml() -> None:
-    known = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
-    assert {kind: known[kind] for kind in TENSOR_BLOCKS} == TENSOR_BLOCKS

@@ -10,8 +10,8 @@ import pytest
 
 from gateway.tools.local import ModelFileError
 from gateway.tools.local.gguf_file import read_model
-from gateway.tools.local.memory import GIB, memory_needed
-from gateway.tools.local.plan import DEFAULT_CONTEXT, DEFAULT_SLOTS, plan_servers
+from gateway.tools.local.memory import GIB, server_needs
+from gateway.tools.local.plan import DEFAULT_CONTEXT, DEFAULT_SLOTS, plan_servers, server_settings
 from gateway.tools.local.topology import read_topology
 from tests.tools.local.machine import make_machine
 from tests.tools.local.small_models import MODELS, Published, types, weights, write_hollow
@@ -51,7 +51,7 @@ def test_up_reads_the_figures_of_the_page(model: Published, tmp_path: Path) -> N
     assert cells[1:4] == [
         "Apache 2.0",
         f"{model.size:,}",
-        f"{memory_needed(read.size, 1) / GIB:.1f} GiB",
+        f"{server_needs(read, server_settings(server))[0] / GIB:.1f} GiB",
     ]
     assert f"{DEFAULT_SLOTS} slots of {DEFAULT_CONTEXT:,} tokens" in PAGE
 

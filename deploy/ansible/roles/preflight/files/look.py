@@ -380,7 +380,9 @@ def memory_problems(spec: dict[str, Any], found: dict[str, Any]) -> list[str]:
     size, rule = found["model"]["bytes"], spec["memory"]
     wanted = spec.get("numa_nodes") or [node["number"] for node in found["topology"]["numa_nodes"]]
     servers = [one for one in found["topology"]["servers"] if one["numa"] in wanted]
-    each = int(size * rule["factor"])
+    # The control machine has read the model's head, unless it has only a URL.
+    each = rule.get("needed") or int(size * rule["factor"])
+    why = rule["why"] if rule.get("needed") else f"{rule['factor']} x model"
     units = found["units"]
     ours = sum(unit["memory"] for unit in units.values())
     rooms = [("this machine", len(servers), found["topology"]["memory_available"] + ours)]
@@ -392,8 +394,8 @@ def memory_problems(spec: dict[str, Any], found: dict[str, Any]) -> list[str]:
             rooms.append((f"NUMA node {one['numa']}", 1, room))
     return [
         f"not enough memory: the model is {gib(size)}, so {count} "
-        f"server{'s need' if count > 1 else ' needs'} {gib(each * count)} ({rule['factor']} x "
-        f"model each) and {gib(rule['reserve'])} must stay free, but {where} has {gib(room)}, swap "
+        f"server{'s need' if count > 1 else ' needs'} {gib(each * count)} ({why} "
+        f"each) and {gib(rule['reserve'])} must stay free, but {where} has {gib(room)}, swap "
         "not counted. Remedy: a smaller model or quantization (llama_node_model_url, "
         "llama_node_model_file), or fewer servers (llama_node_numa_nodes)"
         for where, count, room in rooms

@@ -1,0 +1,1 @@
+"""How a model fits a machine: memory, context, quantisation, and the speed to expect."""
