@@ -343,7 +343,7 @@ def plan(
         for name, unfit in (("--backlog", backlog), ("--plot", plot)):
             if unfit is not None:
                 raise CommandFailed(f"{name} has no meaning with --fleet: leave it out", status=2)
-        from gateway.tools.cli.nodes import connect_admin
+        from gateway.tools.cli.admin_client import connect_admin
 
         with connect_admin(admin_url, admin_key_file, config, ca=admin_ca) as admin:
             measured = plan_input.read_measured(admin.nodes())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from gateway.tools.cli.terminal import CommandFailed, print_note
 
 if TYPE_CHECKING:
-    from gateway.tools.cli.nodes import AdminClient
+    from gateway.tools.cli.admin_client import AdminClient
     from gateway.tools.plan.catalogue import NodeCatalogue, NodeType
     from gateway.tools.plan.running_fleet import MeasuredFleet
     from gateway.tools.plan.workload import Workload
@@ -105,7 +105,7 @@ def traced_workload(trace: Trace) -> Workload:
 
 def ledger_report(admin: AdminClient, since: str) -> dict[str, object]:
     """Return the running gateway's usage by day. Raises CommandFailed."""
-    from gateway.tools.cli.nodes import AdminRefused
+    from gateway.tools.cli.admin_client import AdminRefused
 
     try:
         return admin.request("GET", "/admin/usage", {"by": "day", "since": since}, timeout=90.0)
