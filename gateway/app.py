@@ -59,6 +59,7 @@ from gateway.transport.resolver import Resolver
 from gateway.usage.ledger import Ledger
 from gateway.web.admin.app import admin_app
 from gateway.web.admin.configuration import ReloadResult
+from gateway.web.admin.live_feed import live_feed
 from gateway.web.admin.nodes import DrainDeadlines
 from gateway.web.admin.status import MetricsSource
 from gateway.web.handler import PROGRESS_SECONDS, ProxyHandler
@@ -79,11 +80,6 @@ FINAL_RESPONSE_SECONDS = 5.0
 
 TASKS_SECONDS = 10.0
 """Most seconds for the gateway's tasks to end, once they are cancelled."""
-
-ADMIN_KEYS_LOST = (
-    "the settings have lost their last admin key: the admin listener answers every request with "
-    "401; add a key to admin.keys, or restart to serve it without any"
-)
 
 log = structlog.get_logger()
 
@@ -224,6 +220,10 @@ class Gateway:
         self.audit = AuditTrail(time.time, self.store)
         self.admin_keys = AdminKeys(had_keys=self._inherited.had_admin_keys)
         self.certificates = load_certificates(settings, self.fleet, self.audit)
+        self.live = live_feed(
+            self, self.fleet, self.scheduler, self.registry, self.bus, self.audit,
+            self.drain_deadlines,
+        )  # fmt: skip
         self._files = FileReloader(
             options,
             settings=lambda: self.settings,
@@ -295,6 +295,7 @@ class Gateway:
             self._start_task(self._files.watch(inventory), "watch the files")
             self._start_task(self.certificates.watch(), "watch the certificates")
             self._start_task(self.audit.run(), "write the audit log")
+            self._start_task(self.live.run(), "read the live view")
             self._start_task(self._notifier.feed_watchdog(), "feed the watchdog")
             if self._inherited.ready_fd is not None:
                 # The predecessor serves until this process knows its nodes.
@@ -504,6 +505,8 @@ class Gateway:
             audit=self.audit,
             reporter=self.metering.reporter,
             document=self._openapi_document,
+            live=self.live,
+            handler=self.handler,
             host=admin.host,
             keys=self.admin_keys,
             extra_hosts=admin.hosts,
@@ -562,8 +565,6 @@ class Gateway:
     def _apply_settings(self, settings: Settings, admin_key: str | None) -> SettingsChanged:
         """Put these settings in force, and the key of `admin.key_file`."""
         self.admin_keys.configure(settings.admin.keys, admin_key)
-        if self.admin_keys.lost:
-            log.warning("locked", why=ADMIN_KEYS_LOST)
         old, self.settings = self.settings, settings
         change = SettingsChanged(needs_restart=changed_restart_keys(old, settings))
         if settings == old:

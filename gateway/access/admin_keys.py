@@ -14,7 +14,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+import structlog
+
 from gateway.access.keys import hash_key
+
+log = structlog.get_logger()
 
 MOST_ADMIN_KEY_CHARACTERS = 4096
 """A longer text is not a key; this limits the work of hashing it."""
@@ -49,6 +53,13 @@ LOCAL_ADMIN = AdminIdentity("local", AdminRole.ADMIN)
 
 KEY_FILE_NAME = "key_file"
 """The name of who holds the key of `admin.key_file`."""
+
+
+ADMIN_KEYS_LOST = (
+    "the settings have lost their last admin key: the admin listener answers every request with "
+    "401; add a key to admin.keys, or restart to serve it without any"
+)
+"""What an operator is told where `AdminKeys.lost`."""
 
 
 class AdminKeyDefinition(Protocol):
@@ -100,6 +111,8 @@ class AdminKeys:
         }
         self._file_digest = None if file_key is None else _digest(file_key)
         self._needed = self._needed or bool(self._by_id) or file_key is not None
+        if self.lost:
+            log.warning("locked", why=ADMIN_KEYS_LOST)
 
     @property
     def needed(self) -> bool:

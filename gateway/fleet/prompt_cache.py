@@ -17,6 +17,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from gateway.fleet.prompt_tree import CachedPrompt, PrefixEdge, PromptTree
 from gateway.lease import PromptKey
@@ -77,6 +78,13 @@ class CacheLookup:
     """For each row that reads some of it now: tokens that it will cache when it has done so."""
 
 
+class CacheContents(NamedTuple):
+    """What one node is believed to cache, as prompts and tokens."""
+
+    prompts: int
+    tokens: int
+
+
 @dataclass(slots=True)
 class RunningPrompt:
     """A request on a node, and what was predicted of it."""
@@ -128,6 +136,15 @@ class FleetPromptCache:
             return
         node.resize(max(1, slots), host_tokens)
         self._evict_excess(row, node)
+
+    def contents(self, row: int) -> CacheContents:
+        """What a node caches in idle slots and in host memory."""
+        node = self.nodes.get(row)
+        if node is None:
+            return CacheContents(0, 0)
+        tokens = sum(held.tokens for held in node.slot_prompts) + node.host_used
+        prompts = len(node.slot_prompts) + len(node.host_prompts)
+        return CacheContents(prompts, int(tokens))
 
     def forget_node(self, row: int) -> None:
         """The node has another server, or is gone: it caches nothing."""

@@ -186,6 +186,10 @@ class InFlightRegistry:
                 found += one.sub_requests.values()
         return iter(found)
 
+    def top_level(self) -> list[InFlightRequest]:
+        """Each request, without its sub-requests."""
+        return list(self._requests.values())
+
     def add(self, in_flight: InFlightRequest) -> None:
         """A request has been read."""
         self._requests[in_flight.request.id] = in_flight

@@ -247,8 +247,8 @@ def _admin(route: AdminRoute) -> Operation:
     path = _shown(route.path)
     if path in ("/metrics", "/metrics/nodes"):
         content: JsonSchema = {CONTENT_TYPE.partition(";")[0]: {"schema": {"type": "string"}}}
-    elif path == "/":
-        content = {"text/plain": {"schema": {"type": "string"}}}
+    elif path in OTHER_CONTENT:
+        content = OTHER_CONTENT[path]
     else:
         schema = RESPONSES.get(f"{route.method} {path}") or RESPONSES.get(path, {"type": "object"})
         content = {"application/json": {"schema": schema}}

@@ -180,6 +180,9 @@ QUERY: dict[str, dict[str, tuple[JsonSchema, str]]] = {
         "limit": ({"type": "integer", "minimum": 1, "maximum": 10000}, "Most rows."),
         "format": ({"type": "string", "enum": ["json", "csv"]}, "`json` (default) or `csv`."),
     },
+    "/admin/live": {
+        "once": ({"type": "string", "enum": ["0", "1"]}, "`1`: one snapshot, and no updates.")
+    },
     "/admin/keys": {
         "revoked": ({"type": "string", "enum": ["0", "1"]}, "`1`: revoked keys as well."),
         "name": ({"type": "string"}, "Only keys of this name or id."),
@@ -209,10 +212,23 @@ QUERY: dict[str, dict[str, tuple[JsonSchema, str]]] = {
     },
 }
 
+_TEXT: JsonSchema = {"type": "string"}
+
+_EVENTS: JsonSchema = {"text/event-stream": {"schema": _TEXT}}
+
 OTHER_CONTENT: dict[str, JsonSchema] = {
     "/v1/files/{id}/content": {"application/octet-stream": {"schema": {}}},
     **BATCH_CONTENT,
     **BACKGROUND_CONTENT,
+    "/": {"text/html": {"schema": _TEXT}, "text/plain": {"schema": _TEXT}},
+    "/dashboard/{file}": {
+        "text/css": {"schema": _TEXT},
+        "text/html": {"schema": _TEXT},
+        "text/javascript": {"schema": _TEXT},
+        "image/svg+xml": {"schema": _TEXT},
+    },
+    "/admin/live": _EVENTS,
+    "/admin/chat": _EVENTS,
 }
 """Responses that are no JSON, by path."""
 
@@ -236,6 +252,13 @@ _KEY_RIGHTS = (
 )
 
 BODIES: dict[tuple[str, str], JsonSchema] = {
+    ("POST", "/admin/chat"): {
+        "type": "object",
+        "description": "As `/v1/chat/completions` takes it; it is always streamed.",
+        "properties": {"messages": {"type": "array"}, "model": {"type": "string"}},
+        "required": ["messages"],
+        "examples": [{"messages": [{"role": "user", "content": "Hello"}]}],
+    },
     ("POST", "/admin/keys"): {
         "type": "object",
         "description": (
@@ -293,6 +316,8 @@ STATUSES: dict[str, frozenset[int]] = {
     "/admin/models/{name}/resume": frozenset({404}),
     "/admin/requests/{id}": frozenset({404}),
     "/admin/requests/{id}/why": frozenset({404}),
+    "/dashboard/{file}": frozenset({404}),
+    "/admin/chat": frozenset({404, 422, 501, 502, 503, 504}),
     "/admin/reload": frozenset({422}),
     "/admin/audit": frozenset({503}),
     "/admin/usage": frozenset({501, 503}),

@@ -199,6 +199,7 @@ ADMIN_ERRORS = (
     ErrorRow(405, "method_not_allowed", "with `Allow`"),
     ErrorRow(408, "request_timeout", "the client sent its request too slowly"),
     ErrorRow(413, "request_too_large", "a body larger than the path takes"),
+    ErrorRow(429, "too_many_watchers", "`/admin/live` has as many watchers as it serves"),
     ErrorRow(404, "key_not_found", "no API key of this name or id"),
     ErrorRow(409, "key_exists", "an API key of this name or id is there already"),
     ErrorRow(409, "key_of_settings", "a key of the settings, which is changed there"),

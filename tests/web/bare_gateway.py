@@ -42,6 +42,7 @@ from gateway.usage.reports import Reporter
 from gateway.web.admin.app import admin_app
 from gateway.web.admin.certificates import CertificateStatus
 from gateway.web.admin.configuration import ReloadResult
+from gateway.web.admin.live_feed import live_feed
 from gateway.web.admin.nodes import DrainDeadlines
 from gateway.web.admin.status import MetricsSource
 from gateway.web.handler import ProxyHandler
@@ -171,6 +172,8 @@ async def bare_gateway(
                 context.retries_left,
             ),
         )
+        audit = AuditTrail(now)
+        live = live_feed(gateway, running.fleet, scheduler, registry, bus, audit, drain_deadlines)
         app = admin_app(
             fleet=running.fleet,
             scheduler=scheduler,
@@ -180,7 +183,9 @@ async def bare_gateway(
             drain_deadlines=drain_deadlines,
             gateway=gateway,
             host=admin_host,
-            audit=AuditTrail(now),
+            audit=audit,
+            live=live,
+            handler=handler,
             reporter=reporter,
             document=functools.partial(openapi_json, chosen),
             keys=AdminKeys(chosen.admin.keys, admin_key),

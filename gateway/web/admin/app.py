@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from gateway.access.admin_keys import LOCAL_ADMIN, AdminIdentity, AdminKeys, AdminRole
+from gateway.access.admin_keys import AdminKeys, AdminRole
 from gateway.access.keys import without_secret
-from gateway.errors import GatewayError, truncate_echo
+from gateway.errors import GatewayError
 from gateway.events import EventBus
 from gateway.fleet.fleet import Fleet
 from gateway.observe.audit import AuditTrail
@@ -28,16 +28,20 @@ from gateway.scheduling.scheduler import Scheduler
 from gateway.usage.reports import Reporter
 from gateway.web.admin.audit import AUDIT_TARGET_KEY, AuditEndpoints
 from gateway.web.admin.configuration import ConfigEndpoints, GatewayControl
+from gateway.web.admin.guard import AdminGuard, identity_of, role_required
 from gateway.web.admin.keys import KeyEndpoints
+from gateway.web.admin.live_feed import LiveFeed
 from gateway.web.admin.models import ModelEndpoints
 from gateway.web.admin.node_metrics import NodeMetricsEndpoint
 from gateway.web.admin.nodes import DrainDeadlines, NodeEndpoints
+from gateway.web.admin.pages import FILES_PATH, DashboardPages, load_files
+from gateway.web.admin.playground import Playground
 from gateway.web.admin.requests import RequestEndpoints
 from gateway.web.admin.status import StatusEndpoints
 from gateway.web.admin.usage import UsageEndpoints
 from gateway.web.admin.why import WhyEndpoints
-from gateway.web.asgi import HealthEndpoints, asgi_app, error_response
-from gateway.web.origins import AllowedHosts, is_same_origin
+from gateway.web.asgi import HealthEndpoints, asgi_app
+from gateway.web.handler import ProxyHandler
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -48,6 +52,9 @@ VIEWER, OPERATOR, ADMIN = AdminRole.VIEWER, AdminRole.OPERATOR, AdminRole.ADMIN
 class AdminEndpoints:
     """Everything that the admin listener answers with."""
 
+    dashboard: DashboardPages
+    live: LiveFeed
+    playground: Playground
     pages: PlainPages
     health: HealthEndpoints
     status: StatusEndpoints
@@ -78,7 +85,12 @@ class AdminRoute:
 
 
 ADMIN_ROUTES = (
-    AdminRoute("GET", "/", None, lambda e: e.pages.index, "this list"),
+    AdminRoute(
+        "GET", "/", None, lambda e: e.dashboard.index, "the dashboard; without a browser: this list"
+    ),
+    AdminRoute(
+        "GET", "/dashboard/{file:path}", None, lambda e: e.dashboard.file, "its files, without data"
+    ),
     AdminRoute("GET", "/metrics", VIEWER, lambda e: e.pages.metrics, "Prometheus"),
     AdminRoute(
         "GET",
@@ -91,6 +103,13 @@ ADMIN_ROUTES = (
     AdminRoute("GET", "/ready", None, lambda e: e.health.ready, "work may be sent here"),
     AdminRoute(
         "GET", "/admin/status", VIEWER, lambda e: e.status.status, "the gateway on one page"
+    ),
+    AdminRoute(
+        "GET",
+        "/admin/live",
+        VIEWER,
+        lambda e: e.live.stream,
+        "nodes, queue and problems as they change, as server-sent events; requests for operators",
     ),
     AdminRoute("GET", "/admin/nodes", VIEWER, lambda e: e.nodes.list, "every node"),
     AdminRoute("GET", "/admin/nodes/{name}", VIEWER, lambda e: e.nodes.show, "one node"),
@@ -152,6 +171,14 @@ ADMIN_ROUTES = (
         lambda e: e.requests.cancel,
         "cancel one",
         action="cancel",
+    ),
+    AdminRoute(
+        "POST",
+        "/admin/chat",
+        OPERATOR,
+        lambda e: e.playground.chat,
+        "a chat, streamed, with the node and the figures",
+        action="chat",
     ),
     AdminRoute(
         "GET", "/admin/usage", OPERATOR, lambda e: e.usage.report, "what requests used and cost"
@@ -221,22 +248,25 @@ INDEX_PAGE = "llama-gateway, admin listener\n\n" + "".join(
     for route in ADMIN_ROUTES
 )
 
-KEYLESS_PATHS = frozenset(route.path for route in ADMIN_ROUTES if route.role is None)
+KEYLESS_PATHS = frozenset(
+    route.path for route in ADMIN_ROUTES if route.role is None and "{" not in route.path
+)
 """Paths that need no key: load balancers, supervisors and browsers use them, and they reveal
-nothing."""
+nothing. So do the files of the dashboard."""
+
+
+def is_keyless(path: str) -> bool:
+    """Whether this path needs no key."""
+    return path in KEYLESS_PATHS or path.startswith(FILES_PATH)
 
 
 @dataclass(frozen=True, slots=True)
 class PlainPages:
-    """Pages that are no JSON of the admin API: the index, metrics, and the OpenAPI document."""
+    """Pages that are no JSON of the admin API: metrics, and the OpenAPI document."""
 
     registry: Metrics
     document: Callable[[str | None], bytes]
     """The OpenAPI document of both listeners, or of the one that is named. Raises: GatewayError."""
-
-    async def index(self, _: Request) -> Response:
-        """The paths, as text."""
-        return PlainTextResponse(INDEX_PAGE)
 
     async def metrics(self, _: Request) -> Response:
         """Prometheus' exposition format; streams go on while it is written."""
@@ -264,6 +294,8 @@ def admin_app(
     audit: AuditTrail,
     reporter: Reporter | None,
     document: Callable[[str | None], bytes],
+    live: LiveFeed,
+    handler: ProxyHandler,
     host: str,
     keys: AdminKeys,
     extra_hosts: Iterable[str] = (),
@@ -275,6 +307,9 @@ def admin_app(
     """
     health = HealthEndpoints(fleet, scheduler, lambda: gateway.closing)
     endpoints = AdminEndpoints(
+        dashboard=DashboardPages(load_files(), INDEX_PAGE),
+        live=live,
+        playground=Playground(handler),
         pages=PlainPages(metrics, document),
         health=health,
         status=StatusEndpoints(fleet, scheduler, registry, gateway, metrics, health, audit),
@@ -296,12 +331,9 @@ def admin_app(
         Route(path, _by_method(methods), methods=list(methods)) for path, methods in by_path.items()
     ]
     numbers = itertools.count()
-    guard = Middleware(AdminGuard, keys=keys, names=(host, *extra_hosts))
+    names = (host, *extra_hosts)
+    guard = Middleware(AdminGuard, keys=keys, names=names, is_keyless=is_keyless)
     return asgi_app(routes, lambda: f"adm_{next(numbers):x}", [guard])
-
-
-IDENTITY_KEY = "gateway.admin_identity"
-"""Key of the caller's `AdminIdentity` in the ASGI scope."""
 
 
 AUDITED_PARAMETERS = ("deadline",)
@@ -323,7 +355,7 @@ def _with_role(route: AdminRoute, endpoints: AdminEndpoints, audit: AuditTrail) 
     endpoint = route.endpoint(endpoints)
 
     async def serve(request: Request) -> Response:
-        identity: AdminIdentity = request.scope[IDENTITY_KEY]
+        identity = identity_of(request)
         outcome, refused = "failed", False
         try:
             if route.role is not None and identity.role < route.role:
@@ -359,88 +391,3 @@ def _audit_target(request: Request) -> str:
     parameters = request.path_params
     named = parameters.get("name") or parameters.get("id") or ""
     return without_secret(str(request.scope.get(AUDIT_TARGET_KEY, named)))
-
-
-def role_required(needed: AdminRole, own: AdminRole) -> GatewayError:
-    """403: the caller's key has a lower role."""
-    return GatewayError(
-        403,
-        "role_required",
-        f"This needs an admin key of the role '{needed.label}'; this one has the role "
-        f"'{own.label}'.",
-    )
-
-
-class AdminGuard:
-    """Passes permitted requests to `app` and refuses all others.
-
-    `names` are permitted hosts, besides loopback names and the address that the client connected
-    to. With `keys`, every path but `KEYLESS_PATHS` needs one.
-    """
-
-    def __init__(self, app: ASGIApp, *, keys: AdminKeys, names: Iterable[str]) -> None:
-        self._app = app
-        self._keys = keys
-        self._hosts = AllowedHosts(names)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        try:
-            identity = self._check(scope)
-        except GatewayError as error:
-            response = error_response(error, scope)
-            if error.status == 401:
-                response.headers["WWW-Authenticate"] = 'Bearer realm="llama-gateway admin"'
-            await response(scope, receive, send)
-            return
-        await self._app({**scope, IDENTITY_KEY: identity}, receive, send)
-
-    def _check(self, scope: Scope) -> AdminIdentity:
-        """Who sends this request. Raises: GatewayError 401, 403."""
-        hosts = _values(scope, b"host")
-        host = hosts[0].decode("latin-1") if len(hosts) == 1 else ""
-        server = scope.get("server")
-        if not self._hosts.allows(host, server[0] if server else None):
-            raise GatewayError(
-                403,
-                "host_not_allowed",
-                f"The admin listener does not answer to the host '{truncate_echo(host)}': use its "
-                "address, or add the name to admin.hosts in the settings.",
-            )
-        for value in _values(scope, b"origin"):
-            origin = value.decode("latin-1")
-            if not is_same_origin(origin, host):
-                raise GatewayError(
-                    403,
-                    "origin_not_allowed",
-                    f"Pages of '{truncate_echo(origin)}' may not use the admin listener.",
-                )
-        if not self._keys.needed:
-            return LOCAL_ADMIN
-        identity = self._find(scope)
-        if identity is not None:
-            return identity
-        if scope["path"] in KEYLESS_PATHS:
-            return NOBODY
-        raise GatewayError(
-            401,
-            "invalid_api_key",
-            "No valid admin key was sent. Send one of admin.keys or that of admin.key_file as "
-            "'Authorization: Bearer ...'.",
-        )
-
-    def _find(self, scope: Scope) -> AdminIdentity | None:
-        values = _values(scope, b"authorization")
-        scheme, _, key = (values[0] if len(values) == 1 else b"").strip().partition(b" ")
-        identity = self._keys.find(key.strip().decode(errors="surrogateescape"))
-        return identity if scheme.lower() == b"bearer" else None
-
-
-NOBODY = AdminIdentity("", AdminRole.VIEWER)
-"""The caller of a path that needs no key."""
-
-
-def _values(scope: Scope, wanted: bytes) -> list[bytes]:
-    return [value for name, value in scope["headers"] if name == wanted]

@@ -8,7 +8,8 @@ from starlette.responses import PlainTextResponse
 from starlette.types import Scope
 
 from gateway.access.admin_keys import AdminKeys
-from gateway.web.admin.app import KEYLESS_PATHS, AdminGuard
+from gateway.web.admin.app import KEYLESS_PATHS, is_keyless
+from gateway.web.admin.guard import AdminGuard
 from gateway.web.asgi import X_REQUEST_ID_KEY
 
 KEY = "a-long-admin-key"
@@ -37,7 +38,9 @@ async def ask(
     headers: Sequence[tuple[str, str]] = (),
 ) -> httpx.Response:
     """A request through the guard; `Host` is a loopback one unless the headers have one."""
-    guard = AdminGuard(PlainTextResponse("inside"), keys=AdminKeys((), key), names=names)
+    guard = AdminGuard(
+        PlainTextResponse("inside"), keys=AdminKeys((), key), names=names, is_keyless=is_keyless
+    )
 
     async def app(scope: Scope, receive: object, send: object) -> None:
         await guard({**scope, X_REQUEST_ID_KEY: "an-id", "server": server}, receive, send)  # type: ignore[arg-type]

@@ -1,0 +1,81 @@
+// What an operator does by a click, and what came of it.
+
+import { html, render } from "./vendor/lit-html/lit-html.js";
+import { plain } from "./format.js";
+import { ask } from "./stream.js";
+
+const SHOWN_SECONDS = 8;
+const MOST_TOASTS = 4;
+
+const toasts = [];
+let number = 0;
+
+export function toast(text, isError = false) {
+  number += 1;
+  const shown = { number, text, isError };
+  toasts.push(shown);
+  if (toasts.length > MOST_TOASTS) toasts.shift();
+  draw();
+  setTimeout(() => remove(shown), SHOWN_SECONDS * 1000);
+}
+
+function remove(shown) {
+  const place = toasts.indexOf(shown);
+  if (place >= 0) toasts.splice(place, 1);
+  draw();
+}
+
+function draw() {
+  const list = toasts.map(
+    (one) => html`<p class=${one.isError ? "toast error" : "toast"}>
+      <span aria-hidden="true">${one.isError ? "✕" : "✓"}</span> ${plain(one.text)}
+    </p>`,
+  );
+  render(list, document.getElementById("toasts"));
+}
+
+async function act(button, method, path, done) {
+  button.disabled = true;
+  try {
+    const response = await ask(method, path);
+    toast(done(await response.json()));
+  } catch (error) {
+    toast(error.message, true);
+  } finally {
+    button.disabled = false;
+  }
+}
+
+function nodePath(name, action) {
+  return `admin/nodes/${encodeURIComponent(name)}/${action}`;
+}
+
+export function drain(event, name) {
+  act(event.currentTarget, "POST", nodePath(name, "drain"),
+    (node) => `${name} gets no new work; ${node.in_flight} of its requests end by themselves.`);
+}
+
+export function resume(event, name) {
+  act(event.currentTarget, "POST", nodePath(name, "resume"), () => `${name} is back at work.`);
+}
+
+export function probe(event, name) {
+  act(event.currentTarget, "POST", nodePath(name, "probe"), (node) => {
+    const { answer, detail, seconds } = node.probe;
+    return `${name}: ${detail || answer} (${seconds.toFixed(2)} s)`;
+  });
+}
+
+export function cancel(event, id) {
+  const path = `admin/requests/${encodeURIComponent(id)}`;
+  act(event.currentTarget, "DELETE", path, () => `Request ${id} is cancelled.`);
+}
+
+export async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    toast("Copied.");
+  } catch {
+    toast("The browser does not let this page copy.", true);
+  }
+}

@@ -1,0 +1,217 @@
+// The fleet as a live picture: each node with its slots as cells that fill.
+
+import { html, nothing, render } from "./vendor/lit-html/lit-html.js";
+import { guard } from "./vendor/lit-html/directives/guard.js";
+import { repeat } from "./vendor/lit-html/directives/repeat.js";
+import { drain, probe, resume } from "./actions.js";
+import { count, money, percent, plain, plural, rate, seconds } from "./format.js";
+import { isOperator, state } from "./state.js";
+
+const MOST_CARDS = 48;
+const MOST_TILES = 240;
+
+export const MARKS = {
+  ready: "●", mute: "◍", degraded: "▼", draining: "‖", down: "✕", ejected: "⊘", loading: "◔",
+  starting: "◔", standby: "○",
+};
+
+const PHASES = { r: "reading", w: "writing", h: "held", o: "used by others", f: "free" };
+const OUT = new Set(["down", "ejected", "loading", "starting", "standby"]);
+const WORST = ["down", "ejected", "degraded", "loading", "starting", "draining", "mute", "ready", "standby"];
+
+const view = { size: "auto", filter: "", only: "" };
+
+/** The cells of "w3r0ff" as [letter, fill] pairs. */
+function cellsOf(cells) {
+  const found = [];
+  for (let place = 0; place < cells.length; place += 1) {
+    const letter = cells[place];
+    const filled = letter === "r" || letter === "w" || letter === "h";
+    found.push([letter, filled ? cells[place + 1] : "8"]);
+    if (filled) place += 1;
+  }
+  return found;
+}
+
+function cellsView(node) {
+  const cells = cellsOf(node.cells).map(([letter, fill]) => html`<i class="cell ${letter} p${fill}"></i>`);
+  const hidden = node.slots_total > 64 ? html`<span class="muted">+${node.slots_total - 64}</span>` : nothing;
+  return html`<span class="cells" aria-hidden="true">${cells}${hidden}</span>`;
+}
+
+/** The slots in words, for those who do not see the cells. */
+function slotsInWords(node) {
+  const counts = new Map();
+  for (const [letter] of cellsOf(node.cells)) counts.set(letter, (counts.get(letter) ?? 0) + 1);
+  const free = OUT.has(node.state) ? "out of service" : PHASES.f;
+  const parts = [...counts].map(([letter, number]) => `${number} ${letter === "f" ? free : PHASES[letter]}`);
+  return `${plural(node.slots_total, "slot")}: ${parts.join(", ") || "unknown"}`;
+}
+
+function speedInWords(node) {
+  if (node.decode_tps === null) return "speed not measured yet";
+  const share = node.decode_share;
+  const past = share === null || Math.abs(share - 1) < 0.1 ? "" : `, ${percent(share)} of its usual`;
+  return `${rate(node.decode_tps)} tokens/s${past}`;
+}
+
+function sizeOf(number) {
+  if (view.size !== "auto") return view.size;
+  return number <= MOST_CARDS ? "cards" : number <= MOST_TILES ? "tiles" : "dots";
+}
+
+function matches(node) {
+  if (view.only && node.state !== view.only) return false;
+  if (!view.filter) return true;
+  const labels = Object.entries(node.labels).map((pair) => pair.join("="));
+  const text = [node.name, node.host, node.state, node.tier, ...node.models, ...labels].join(" ");
+  return text.toLowerCase().includes(view.filter);
+}
+
+export function nodesView(redraw, openNode) {
+  const all = [...state.nodes.values()];
+  const shown = view.filter || view.only ? all.filter(matches) : all;
+  const size = sizeOf(shown.length);
+  return html`<section id="nodes" class="panel" tabindex="-1" aria-labelledby="nodes-title">
+    <div class="bar">
+      <h2 id="nodes-title">Nodes <small>${count(state.nodes.size)}</small></h2>
+      ${statesView(redraw)}
+      <label class="filter"><span class="unseen">Find nodes</span><input type="search"
+        placeholder="name, host, model, label" autocomplete="off"
+        @input=${(event) => { view.filter = event.target.value.trim().toLowerCase(); redraw(); }}></label>
+      <label><span class="unseen">Size</span><select
+        @change=${(event) => { view.size = event.target.value; redraw(); }}>
+        <option value="auto">size: auto</option><option value="cards">cards</option>
+        <option value="tiles">tiles</option><option value="dots">wall</option></select></label>
+    </div>
+    ${legend()}
+    ${shown.length === 0 ? html`<p class="muted">${all.length === 0
+      ? "There is no node in the inventory." : "No node is like that."}</p>`
+      : size === "cards" ? cardsView(shown, openNode) : html`<ul class=${size}>${repeat(shown, (node) => node.name,
+        (node) => guard([node.version, size], () => tile(node, size, openNode)))}</ul>`}
+  </section>`;
+}
+
+function statesView(redraw) {
+  const counts = Object.entries(state.summary.states)
+    .sort((a, b) => WORST.indexOf(a[0]) - WORST.indexOf(b[0]));
+  return html`<div class="states" role="group" aria-label="Only nodes in one state">${counts.map(
+    ([word, number]) => html`<button class="chip s-${word}" aria-pressed=${view.only === word}
+      @click=${() => { view.only = view.only === word ? "" : word; redraw(); }}><span class="mark"
+      aria-hidden="true">${MARKS[word]}</span> ${word} <b>${count(number)}</b></button>`)}</div>`;
+}
+
+function legend() {
+  return html`<p class="legend muted" aria-hidden="true"><span>Slots:</span>
+    <span><i class="cell f p0"></i> free</span><span><i class="cell r p5"></i> reading a prompt</span>
+    <span><i class="cell w p5"></i> writing</span><span><i class="cell h p8"></i> held until idle</span>
+    <span><i class="cell o p8"></i> used by others</span></p>`;
+}
+
+function cardsView(nodes, openNode) {
+  const hosts = new Map();
+  for (const node of nodes) {
+    if (!hosts.has(node.host)) hosts.set(node.host, []);
+    hosts.get(node.host).push(node);
+  }
+  return html`<div class="hosts">${repeat(hosts, ([host]) => host, ([host, members]) => html`
+    <section class="host" aria-label="Host ${plain(host)}">
+      <h3>${plain(host)} <small>${plural(members.length, "node")}</small></h3>
+      <ul class="cards">${repeat(members, (node) => node.name,
+        (node) => guard([node.version, state.role], () => card(node, openNode)))}</ul>
+    </section>`)}</div>`;
+}
+
+function card(node, openNode) {
+  return html`<li class="node s-${node.state} ${node.tier}" data-node=${node.name}>
+    <div class="head"><button class="name" aria-haspopup="dialog" @click=${() => openNode(node.name)}>${plain(node.name)}</button>
+      <span class="state"><span class="mark" aria-hidden="true">${MARKS[node.state]}</span> ${node.state}</span></div>
+    <p class="tags">${node.tier === "gpu" ? html`<b class="tag">GPU</b>` : nothing}${node.labels.numa === undefined
+      ? nothing : html`<span class="tag">NUMA ${plain(node.labels.numa)}</span>`}<span
+      class="model">${node.models.length === 0 ? "model unknown" : plain(node.models.join(", "))}</span></p>
+    ${cellsView(node)}<span class="unseen">${slotsInWords(node)}</span>
+    ${speedView(node)}
+    ${node.state === "ready" || !node.reason ? html`<p class="muted">${node.cached_prompts === 0 ? "nothing cached"
+      : `${plural(node.cached_prompts, "prompt")} cached, ${count(node.cached_tokens)} tokens`}</p>`
+      : html`<p class="reason" title=${plain(node.reason)}>${plain(node.reason)}</p>`}
+    ${isOperator() ? html`<p class="actions">${actionsView(node)}</p>` : nothing}
+  </li>`;
+}
+
+function speedView(node) {
+  const share = node.decode_share;
+  const past = share === null ? nothing : html`<meter min="0" max="1.2" low="0.6" high="0.8" optimum="1"
+    value=${Math.min(1.2, share)} aria-label="Speed against its own past: ${percent(share)}"></meter>`;
+  return html`<p class="speed">${node.decode_tps === null ? html`<span class="muted">not measured yet</span>`
+    : html`<b>${rate(node.decode_tps)}</b> tokens/s ${past}`}${share !== null && share < 0.9
+    ? html` <span class="slow">${percent(share)} of usual</span>` : nothing}</p>`;
+}
+
+function actionsView(node) {
+  const { name } = node;
+  const drained = node.draining;
+  return html`${drained
+    ? html`<button class="small" @click=${(event) => resume(event, name)} aria-label="Resume ${plain(name)}">Resume</button>`
+    : html`<button class="small" @click=${(event) => drain(event, name)} aria-label="Drain ${plain(name)}">Drain</button>`}<button
+    class="small" @click=${(event) => probe(event, name)} aria-label="Probe ${plain(name)}">Probe</button>`;
+}
+
+function tile(node, size, openNode) {
+  const words = `${plain(node.name)}, ${node.state}, ${slotsInWords(node)}, ${speedInWords(node)}`;
+  return html`<li class="node s-${node.state} ${node.tier}" data-node=${node.name}><button aria-haspopup="dialog"
+    aria-label=${words} title=${words} @click=${() => openNode(node.name)}><span class="mark"
+    aria-hidden="true">${MARKS[node.state]}</span>${size === "tiles"
+    ? html`<span class="name">${plain(node.name)}</span>` : nothing}${cellsView(node)}</button></li>`;
+}
+
+// One node in a dialog.
+
+let opened = null;
+
+export function openNode(name) {
+  const dialog = document.getElementById("details");
+  opened = name;
+  drawDetails();
+  if (!dialog.open) dialog.showModal();
+}
+
+export function drawDetails() {
+  const dialog = document.getElementById("details");
+  if (opened === null) return;
+  const node = state.nodes.get(opened);
+  const close = () => dialog.close();
+  dialog.onclose = () => { opened = null; };
+  render(node === undefined ? html`<h2 id="details-name">${plain(opened)}</h2>
+    <p>It is no longer in the inventory.</p><p class="actions"><button @click=${close}>Close</button></p>`
+    : detailsView(node, close), dialog);
+}
+
+function detailsView(node, close) {
+  const labels = Object.entries(node.labels);
+  const facts = [
+    ["State", html`<span class="state s-${node.state}"><span class="mark" aria-hidden="true">${MARKS[node.state]}</span> ${node.state}</span>`],
+    ["Reason", node.reason ? plain(node.reason) : nothing],
+    ["Slots", html`${cellsView(node)} ${slotsInWords(node)}`],
+    ["Requests", `${count(node.in_flight)} now, ${count(node.requests)} since the start, ${count(node.failures)} failed`],
+    ["Writes", node.decode_tps === null ? "not measured yet" : `${rate(node.decode_tps)} tokens/s${of(node.decode_share)}`],
+    ["Reads", node.prefill_tps === null ? "not measured yet" : `${rate(node.prefill_tps)} tokens/s${of(node.prefill_share)}`],
+    ["Cached", `${plural(node.cached_prompts, "prompt")}, ${count(node.cached_tokens)} tokens, as the gateway believes`],
+    ["Models", node.models.length === 0 ? "unknown" : plain(node.models.join(", "))],
+    ["Context", node.context === null ? "unknown" : `${count(node.context)} tokens a slot`],
+    ["Differs", node.drift.length === 0 ? nothing : plain(node.drift.join("; "))],
+    ["Host", html`${plain(node.host)}${node.labels.numa === undefined ? nothing : `, NUMA node ${plain(node.labels.numa)}`}`],
+    ["Address", html`<code>${plain(node.url)}</code>`],
+    ["Tier", `${node.tier}${node.cost_per_hour ? `, ${money(node.cost_per_hour)} an hour` : ""}`],
+    ["Labels", labels.length === 0 ? nothing : plain(labels.map((pair) => pair.join("=")).join(", "))],
+    ["Build", node.build ? plain(node.build) : nothing],
+    ["Deadline", node.deadline_at === null ? nothing : `in ${seconds(Math.max(0, node.deadline_at - state.at))} what still runs is moved or ended`],
+  ];
+  return html`<h2 id="details-name">${plain(node.name)}</h2>
+    <dl>${facts.filter(([, value]) => value !== nothing).map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}</dl>
+    <p class="actions">${isOperator() ? actionsView(node) : html`<span class="muted">Draining and probing need an operator's key.</span>`}
+      <button class="small primary" @click=${close}>Close</button></p>`;
+}
+
+function of(share) {
+  return share === null ? "" : `, ${percent(share)} of its usual`;
+}

@@ -1,0 +1,93 @@
+"""A real browser for tests of the dashboard: the distribution's Chromium, driven by Playwright."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from playwright.async_api import Browser, Page, Route, async_playwright
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+ARGUMENTS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+PATIENCE = 60_000.0
+"""Milliseconds to wait for what the page is to show; a slow machine may stand still for seconds."""
+
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium here: apt-get install chromium"
+)
+
+
+@dataclass(slots=True)
+class WatchedPage:
+    """A page of the dashboard, and what it did that it should not."""
+
+    page: Page
+    origin: str
+    trouble: list[str] = field(default_factory=list)
+    """Errors of its scripts, refusals by its policy, and requests to other origins."""
+
+    async def guard(self, route: Route) -> None:
+        """Let requests to the gateway pass, and no others: the rest of the network is cut off."""
+        if route.request.url.startswith(f"{self.origin}/"):
+            await route.continue_()
+        else:
+            self.trouble.append(f"asked for {route.request.url}")
+            await route.abort()
+
+
+@contextlib.asynccontextmanager
+async def a_browser() -> AsyncIterator[Browser]:
+    """Chromium without a head."""
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        try:
+            yield browser
+        finally:
+            await browser.close()
+
+
+@contextlib.asynccontextmanager
+async def a_page(
+    browser: Browser, admin_url: str, *, key: str | None = None, **context: Any
+) -> AsyncIterator[WatchedPage]:
+    """The dashboard of this admin listener, opened; `context` is for Playwright's."""
+    context = {"viewport": {"width": 1440, "height": 900}, "reduced_motion": "reduce", **context}
+    opened = await browser.new_context(**context)
+    opened.set_default_timeout(PATIENCE)
+    page = await opened.new_page()
+    watched = WatchedPage(page, admin_url)
+    page.on("pageerror", lambda error: watched.trouble.append(f"failed: {error}"))
+    page.on(
+        "console",
+        lambda message: (
+            message.type == "error"
+            and "status of 401" not in message.text
+            and watched.trouble.append(message.text)
+        ),
+    )
+
+    async def guard(route: Route) -> None:  # Playwright marks a method's object.
+        await watched.guard(route)
+
+    await opened.route("**/*", guard)
+    try:
+        await page.goto(admin_url)
+        if key is not None:
+            await page.get_by_label("Admin key").fill(key)
+            await page.get_by_role("button", name="Open").click()
+        yield watched
+    finally:
+        await opened.close()
