@@ -176,15 +176,19 @@ class Problem:
 
     def as_json(self, *, may_name_callers: bool) -> dict[str, Any]:
         """As the admin API shows it."""
+        caller, commands = self.caller, self.commands
+        if caller is not None and not may_name_callers:
+            commands = tuple(line.replace(shlex.quote(caller), "NAME") for line in commands)
+            caller = None
         return {
             "id": self.id,
             "severity": self.severity.value,
             "title": self.title,
             "cause": self.cause,
             "remedy": self.remedy,
-            "commands": self.commands,
+            "commands": commands,
             "nodes": self.nodes,
-            "caller": self.caller if may_name_callers else None,
+            "caller": caller,
         }
 
 

@@ -253,7 +253,10 @@ class Frame:
             requests, ended = await changed_rows(
                 REQUEST_FIELDS, before.requests or {}, after.requests
             )
-            frame._request_changes = {"requests": requests, "ended_requests": ended}
+            if requests:
+                frame._request_changes["requests"] = requests
+            if ended:
+                frame._request_changes["ended_requests"] = ended
         return frame
 
     def update(self, *, is_operator: bool) -> bytes:

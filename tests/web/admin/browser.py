@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from playwright.async_api import Browser, Page, Route, async_playwright
+from playwright.async_api import Browser, ConsoleMessage, Page, Route, async_playwright
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 ARGUMENTS = [
@@ -30,7 +30,7 @@ needs_browser = pytest.mark.skipif(
 )
 
 
-@dataclass(slots=True)
+@dataclass  # Without slots: Playwright marks the object of a method that it calls.
 class WatchedPage:
     """A page of the dashboard, and what it did that it should not."""
 
@@ -38,6 +38,11 @@ class WatchedPage:
     origin: str
     trouble: list[str] = field(default_factory=list)
     """Errors of its scripts, refusals by its policy, and requests to other origins."""
+
+    def heard(self, message: ConsoleMessage) -> None:
+        """Note an error; that a key is needed or wrong is none."""
+        if message.type == "error" and "status of 401" not in message.text:
+            self.trouble.append(message.text)
 
     async def guard(self, route: Route) -> None:
         """Let requests to the gateway pass, and no others: the rest of the network is cut off."""
@@ -70,19 +75,9 @@ async def a_page(
     page = await opened.new_page()
     watched = WatchedPage(page, admin_url)
     page.on("pageerror", lambda error: watched.trouble.append(f"failed: {error}"))
-    page.on(
-        "console",
-        lambda message: (
-            message.type == "error"
-            and "status of 401" not in message.text
-            and watched.trouble.append(message.text)
-        ),
-    )
+    page.on("console", watched.heard)
 
-    async def guard(route: Route) -> None:  # Playwright marks a method's object.
-        await watched.guard(route)
-
-    await opened.route("**/*", guard)
+    await opened.route("**/*", watched.guard)
     try:
         await page.goto(admin_url)
         if key is not None:

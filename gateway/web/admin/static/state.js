@@ -43,8 +43,8 @@ export function takeUpdate(update) {
     merge(state.nodes, "name", update.nodes ?? [], update.gone_nodes ?? []);
     state.versions.nodes += 1;
   }
-  if (update.requests) {
-    merge(state.requests, "id", update.requests, update.ended_requests);
+  if (update.requests || update.ended_requests) {
+    merge(state.requests, "id", update.requests ?? [], update.ended_requests ?? []);
     state.versions.requests += 1;
   }
   for (const name of ["summary", "waiting", "problems"]) {
