@@ -267,14 +267,16 @@ async def test_the_pictures_of_the_docs_are_made(tmp_path: Path) -> None:
     """Where DASHBOARD_PICTURES names a folder, they are made there."""
     folder = Path(os.environ.get("DASHBOARD_PICTURES", tmp_path))
     options = {"slots": 4, "model": "mistral-7b", "prefill_tps": 150.0, "decode_tps": 11.0,
-               "answer_tokens": 260, "prefill_stalls": True, "decode_step": 0.01,
+               "answer_tokens": 90, "prefill_stalls": True, "decode_step": 0.01,
                "cache_ram": 60_000}  # fmt: skip
     async with (
         a_fleet(tmp_path, hosts="abcd", **options) as (running, nodes),
         streams(running, 34),
         a_browser() as browser,
     ):
-        await until(lambda: len(running.gateway.live._view.history.points) >= 4, 60.0)
+        fleet = running.gateway.fleet.nodes.values()
+        await until(lambda: len(running.gateway.live._view.history.points) >= 8, 90.0)
+        await until(lambda: all(node.speed.decode_tps for node in fleet), 90.0)
         await nodes["epyc-c-numa1"].kill()
         for scheme in ("light", "dark"):
             async with a_page(browser, running.admin_url, color_scheme=scheme) as watched:

@@ -294,7 +294,7 @@ async def test_a_thousand_nodes_are_read_and_encoded_in_short_steps(tmp_path: Pa
 
 
 def step_times(work: Coroutine[Any, Any, T]) -> tuple[list[float], T]:
-    """Seconds of CPU of each step of a coroutine between which other work would run, and its result."""
+    """Seconds of CPU of each step of a coroutine, and its result. Other work runs in between."""
     times: list[float] = []
     while True:
         began = time.thread_time()
