@@ -14,7 +14,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.health import ALIVE_STATES
 from gateway.fleet.model_index import CapableNodes
 from gateway.fleet.node import Node, NodeState
-from gateway.fleet.prompt_cache import FleetPromptCache
+from gateway.fleet.prompt_cache import CacheContents, FleetPromptCache
 from gateway.request import Endpoint
 from gateway.scheduling.node_slots import (
     NEGLIGIBLE_COMPLETION,
@@ -173,6 +173,11 @@ class FleetSync:
     )
     _cached_models: dict[NodeSlots, tuple[int, frozenset[str]]] = field(default_factory=dict)
     """The slots and models for which a row's prompt cache is indexed."""
+
+    def cache_contents(self, node: Node) -> CacheContents:
+        """What a node is believed to cache."""
+        row = self._rows.get(node)
+        return CacheContents(0, 0) if row is None else self.prompt_cache.contents(row.index)
 
     # Called by the fleet.
 

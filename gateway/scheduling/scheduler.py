@@ -19,7 +19,7 @@ from gateway.config.cache_privacy import NodeLabels
 from gateway.config.settings import Settings
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.health import ALIVE_STATES
-from gateway.fleet.prompt_cache import CacheContents, FleetPromptCache
+from gateway.fleet.prompt_cache import FleetPromptCache
 from gateway.lease import (
     NOTHING_TRIED,
     BatchRoom,
@@ -280,11 +280,6 @@ class Scheduler:
         if self._positions is None:
             self._positions = {one.request_id: one for one in self.queue_positions()}
         return self._positions.get(request_id)
-
-    def cache_contents(self, node: str) -> CacheContents:
-        """What the node of this name is believed to cache."""
-        row = self.dispatcher.placement_state.by_name.get(node)
-        return CacheContents(0, 0) if row is None else self.prompt_cache.contents(row.index)
 
     def depths(self) -> dict[Priority, int]:
         """How many requests of each class wait."""

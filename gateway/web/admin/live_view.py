@@ -152,7 +152,7 @@ class LiveView:
 
     def _node_row(self, node: Node) -> Row:
         spec, properties, now = node.spec, node.properties, node.clock()
-        cached = self.scheduler.cache_contents(node.name)
+        cached = self.scheduler.fleet_sync.cache_contents(node)
         left = self.drain_deadlines.seconds_left(node.name)
         slow = node.degradation
         return (
