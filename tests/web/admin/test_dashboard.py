@@ -45,7 +45,12 @@ async def a_fleet(
         for host in hosts:
             for numa in "01":
                 name = f"epyc-{host}-numa{numa}"
-                options = {"slots": 2, "decode_tps": 25.0, "answer_tokens": 2000, **node}
+                options: dict[str, Any] = {
+                    "slots": 2,
+                    "decode_tps": 25.0,
+                    "answer_tokens": 2000,
+                    **node,
+                }
                 one = await stack.enter_async_context(EmulatedNode(**options))
                 emulated[name] = one
                 specs.append(
@@ -266,9 +271,16 @@ async def test_axe_finds_no_violation(tmp_path: Path, scheme: str) -> None:
 async def test_the_pictures_of_the_docs_are_made(tmp_path: Path) -> None:
     """Where DASHBOARD_PICTURES names a folder, they are made there."""
     folder = Path(os.environ.get("DASHBOARD_PICTURES", tmp_path))
-    options = {"slots": 4, "model": "mistral-7b", "prefill_tps": 150.0, "decode_tps": 11.0,
-               "answer_tokens": 90, "prefill_stalls": True, "decode_step": 0.01,
-               "cache_ram": 60_000}  # fmt: skip
+    options: dict[str, Any] = {
+        "slots": 4,
+        "model": "mistral-7b",
+        "prefill_tps": 150.0,
+        "decode_tps": 11.0,
+        "answer_tokens": 90,
+        "prefill_stalls": True,
+        "decode_step": 0.01,
+        "cache_ram": 60_000,
+    }
     async with (
         a_fleet(tmp_path, hosts="abcd", **options) as (running, nodes),
         streams(running, 34),
@@ -287,7 +299,7 @@ async def test_the_pictures_of_the_docs_are_made(tmp_path: Path) -> None:
                 picture = await page.screenshot(path=folder / f"dashboard-{scheme}.png")
                 assert len(picture) > 20_000
                 assert watched.trouble == []
-        phone = {"viewport": {"width": 390, "height": 844}, "color_scheme": "light"}
+        phone: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "color_scheme": "light"}
         async with a_page(browser, running.admin_url, **phone) as watched:
             await expect(watched.page.locator(".problem").first).to_be_visible()
             width = await watched.page.evaluate("document.documentElement.scrollWidth")

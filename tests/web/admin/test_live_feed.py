@@ -275,19 +275,19 @@ async def test_a_thousand_nodes_are_read_and_encoded_in_short_steps(tmp_path: Pa
     async with running_gateway(tmp_path, nodes, wait_ready=False) as running:
         view = running.gateway.live._view
         steps, longest = [], []
-        before = None
+        before, update, snapshot = None, b"", b""
         for number in range(9):
             for node in running.gateway.fleet.nodes.values():
                 node.requests = number
             times, state = step_times(view.read(with_requests=True))
             more, frame = step_times(Frame.between(before, state, None, view.history.as_json))
             last, snapshot = step_times(frame.snapshot(is_operator=True))
+            update = frame.update(is_operator=True)
             before = state
             assert snapshot.count(b'"cells"') == len(state.nodes) == 1000
             assert len(times) > 1
             steps.append(len(times + more + last))
             longest.append(1000 * max(times + more + last))
-        update = frame.update(is_operator=True)
         assert update.count(b'"requests":8') == 1000
     print(f"steps {sorted(steps)[4]}, the longest {sorted(longest)[4]:.1f} ms (medians of nine)")
     print(f"snapshot {len(snapshot)} bytes, update {len(update)} bytes")

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.request import Priority
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway, until
 
@@ -84,7 +85,7 @@ async def test_one_that_waits_is_told_its_place(tmp_path: Path, client: httpx.As
             answer = busy.aiter_bytes()
             await anext(answer)
             asked = asyncio.create_task(chat(client, run, max_tokens=3))
-            await until(lambda: run.gateway.scheduler.depths()[2] == 1)
+            await until(lambda: run.gateway.scheduler.depths()[Priority.NORMAL] == 1)
             await asyncio.sleep(1.2)  # The first event that tells of the wait.
         _, events = await asked
         assert events[0][0] == "waiting"
