@@ -159,9 +159,14 @@ function actionsView(node) {
 function tile(node, size, openNode) {
   const words = `${plain(node.name)}, ${node.state}, ${slotsInWords(node)}, ${speedInWords(node)}`;
   return html`<li class="node s-${node.state} ${node.tier}" data-node=${node.name}><button aria-haspopup="dialog"
-    aria-label=${words} title=${words} @click=${() => openNode(node.name)}><span class="mark"
+    aria-label=${words} @pointerenter=${showWords} @click=${() => openNode(node.name)}><span class="mark"
     aria-hidden="true">${MARKS[node.state]}</span>${size === "tiles"
     ? html`<span class="name">${plain(node.name)}</span>` : nothing}${cellsView(node)}</button></li>`;
+}
+
+/** The words of a tile as its tooltip: set when it is looked at, since a thousand change each second. */
+function showWords(event) {
+  event.currentTarget.title = event.currentTarget.getAttribute("aria-label");
 }
 
 // One node in a dialog.
