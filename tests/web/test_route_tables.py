@@ -219,6 +219,7 @@ CONTRACT = {
         "GET /admin/live",
         "GET /admin/nodes",
         "GET /admin/nodes/{name}",
+        "GET /admin/models",
     },
     AdminRole.OPERATOR: {
         "POST /admin/nodes/{name}/drain",
@@ -226,6 +227,9 @@ CONTRACT = {
         "POST /admin/nodes/{name}/probe",
         "GET /admin/requests",
         "DELETE /admin/requests/{id:path}",
+        "GET /admin/requests/{id:path}/why",
+        "POST /admin/models/{name:path}/pause",
+        "POST /admin/models/{name:path}/resume",
         "GET /admin/usage",
         "POST /admin/chat",
         "POST /admin/reload",
@@ -280,6 +284,8 @@ async def test_no_other_method_gets_round_a_role(role: AdminRole) -> None:
         methods.setdefault(route.path, {})[route.method] = route.role
     # With other methods it is a key of this name.
     methods["/admin/keys/import"] |= methods["/admin/keys/{name}"]
+    # With other methods it is a request whose id ends so.
+    methods["/admin/requests/{id:path}/why"] |= methods["/admin/requests/{id:path}"]
     async with gateway_with_keys() as (gateway, secrets):
         for path, needed in methods.items():
             for method in METHODS:
@@ -348,6 +354,7 @@ async def test_what_a_role_reads_names_nobody_that_it_may_not_know(tmp_path: Pat
                     continue
                 path = route.path.replace("/nodes/{name}", "/nodes/node-0")
                 path = path.replace("{name}", "stored-nobody-knows")
+                path = path.replace("{id:path}", chat.headers["x-request-id"])
                 path = path.replace("{file:path}", "app.js")
                 question = QUESTIONS.get(path, "")
                 response = await client.get(path + question, headers=bearer(key.text))
@@ -402,5 +409,10 @@ async def test_without_admin_keys_a_loopback_listener_needs_none() -> None:
                     continue  # Nothing reads the live view of a bare gateway.
                 # A bare gateway has no store.
                 path = path.replace("unknown.js", "app.js")
-                wanted = {"/admin/keys/{name}": 404, "/admin/usage": 501}.get(route.path, 200)
+                missing = {
+                    "/admin/keys/{name}": 404,
+                    "/admin/requests/{id:path}/why": 404,
+                    "/admin/usage": 501,
+                }
+                wanted = missing.get(route.path, 200)
                 assert (await gateway.admin.get(path)).status_code == wanted, route.path
