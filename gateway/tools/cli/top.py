@@ -1,0 +1,118 @@
+"""`llama-gateway top`: the running fleet, live in the terminal."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gateway.tools.cli import options
+from gateway.tools.cli.admin_client import AdminRefused, connect_admin
+from gateway.tools.cli.options import examples_epilog
+from gateway.tools.cli.terminal import CommandFailed, print_json, print_note, print_table
+
+if TYPE_CHECKING:
+    from gateway.tools.cli.admin_client import AdminClient
+    from gateway.tools.top.picture import FleetPicture
+
+
+EXAMPLES = examples_epilog(
+    ("llama-gateway top", "nodes, queue, requests and problems, live; q ends it"),
+    ("llama-gateway top --once", "the same once, for a script or a mail"),
+    ("llama-gateway top --admin-url http://10.0.0.2:8001 --admin-key-file k", "another machine's"),
+)
+
+
+def top(
+    admin_url: options.AdminUrl = None,
+    admin_key_file: options.AdminKeyFile = None,
+    admin_ca: options.AdminCa = None,
+    config: options.ConfigFile = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print the state once; the default in a pipe.")
+    ] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Show the running gateway: problems first, nodes, queue and requests, once a second.
+
+    Keys: 1 nodes, 2 queue, 3 requests, 4 problems; s sorts by the next column, o turns the order
+    round, / filters; d drains the node under the cursor, r resumes it, p probes it; c cancels the
+    request under the cursor; q ends. Draining, probing and cancelling need the role operator.
+
+    SLOTS shows each slot: R reads a prompt, W writes, H is held after its client has left, o is
+    used by another client of the server, and a dot is free. A percentage behind a speed compares it
+    with the node's own past.
+    """
+    from gateway.tools.top.feed import refusal
+
+    with connect_admin(admin_url, admin_key_file, config, ca=admin_ca) as admin:
+        try:
+            if once or as_json or not sys.stdout.isatty():
+                _print(_read_once(admin), as_json=as_json)
+                return
+            if importlib.util.find_spec("textual") is None:
+                raise CommandFailed(
+                    "the live screen needs Textual: pip install 'llama-gateway[tui]'; "
+                    "--once works without it"
+                )
+            # A key that is refused is told here, and not on a screen.
+            _read_once(admin)
+        except AdminRefused as error:
+            raise CommandFailed(refusal(error)) from None
+        from gateway.tools.top.app import Top
+
+        Top(admin, time.monotonic).run()
+
+
+def _read_once(admin: AdminClient) -> FleetPicture:
+    """The state now."""
+    from gateway.tools.top.feed import LIVE_PATH
+    from gateway.tools.top.picture import FleetPicture
+
+    picture = FleetPicture()
+    for event, data in admin.events(LIVE_PATH):
+        picture.apply(event, data)
+        if event == "snapshot":
+            return picture
+    raise CommandFailed(f"the gateway at {admin.url} has shown nothing; is it shutting down?")
+
+
+def _print(picture: FleetPicture, *, as_json: bool) -> None:
+    from gateway.tools.top.tables import (
+        NODE_COLUMNS,
+        headline,
+        node_lines,
+        problem_lines,
+        request_columns,
+        request_lines,
+    )
+
+    if as_json:
+        print_json(
+            {
+                "at": picture.at,
+                "summary": picture.summary,
+                "problems": picture.problems,
+                "nodes": list(picture.nodes.values()),
+                "requests": None if picture.requests is None else list(picture.requests.values()),
+            }
+        )
+        return
+    print(headline(picture))
+    for severity, words in problem_lines(picture, len(picture.problems)):
+        print(f"{severity}: {words}")
+    print()
+    print_table(
+        [column.title for column in NODE_COLUMNS],
+        [line.cells for line in node_lines(picture)],
+        state_column=1,
+    )
+    if picture.requests is None:
+        print_note("requests are shown to keys of the role operator")
+    elif picture.requests:
+        print()
+        columns = request_columns(picture.at)
+        print_table([column.title for column in columns], [x.cells for x in request_lines(picture)])

@@ -1,0 +1,1 @@
+"""The fleet in a terminal: nodes, queue and requests, live."""

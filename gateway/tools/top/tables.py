@@ -1,0 +1,235 @@
+"""The tables of `llama-gateway top`: their columns, their order, and what a filter leaves.
+
+Each cell is plain text without control characters, whatever a node or a client has named itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from gateway.tools.cli.terminal import format_cell
+from gateway.tools.top.picture import FleetPicture, Row
+
+STATE_ORDER = (
+    *("down", "ejected", "loading", "mute", "starting", "degraded", "draining"),
+    *("standby", "ready"),
+)
+"""States of nodes, what needs a look first."""
+
+CLASS_ORDER = ("urgent", "premium", "normal", "batch")
+
+MOST_DRAWN_SLOTS = 8
+
+_SLOTS = {"f": "·", "r": "R", "w": "W", "h": "H", "o": "o"}
+"""Free, reading, writing, held after its client has left, used by another client of the server."""
+
+
+class Line(NamedTuple):
+    """A row of a table."""
+
+    key: str
+    cells: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column: its title, its text, and the value by which it sorts; None: as the text."""
+
+    title: str
+    text: Callable[[Row], str]
+    order: Callable[[Row], Any] | None = None
+
+
+def slots_drawn(row: Row) -> str:
+    """The slots of a node, a letter each: `RW··`; more than eight end in `+`."""
+    letters = [_SLOTS.get(one, "?") for one in str(row.get("cells") or "") if not one.isdigit()]
+    shown = "".join(letters[:MOST_DRAWN_SLOTS])
+    return shown + "+" if len(letters) > MOST_DRAWN_SLOTS else shown
+
+
+def _number(name: str) -> Callable[[Row], float]:
+    def read(row: Row) -> float:
+        value = row.get(name)
+        return float(value) if isinstance(value, int | float) else -math.inf
+
+    return read
+
+
+def _text(name: str) -> Callable[[Row], str]:
+    return lambda row: format_cell(row.get(name))
+
+
+def _by(order: Sequence[str], name: str) -> Callable[[Row], int]:
+    def read(row: Row) -> int:
+        value = str(row.get(name))
+        return order.index(value) if value in order else len(order)
+
+    return read
+
+
+def _speed(name: str, share: str) -> Callable[[Row], str]:
+    """Tokens a second, and how they compare with the node's own past if that is known."""
+
+    def read(row: Row) -> str:
+        text = format_cell(row.get(name))
+        part = row.get(share)
+        return f"{text} {part:.0%}" if isinstance(part, int | float) and part < 0.9 else text
+
+    return read
+
+
+def _busy(row: Row) -> str:
+    return f"{format_cell(row.get('slots_busy'))}/{format_cell(row.get('slots_total'))}"
+
+
+def _reason(row: Row) -> str:
+    if drift := row.get("drift"):
+        return format_cell(drift)
+    return "" if row.get("state") == "ready" else format_cell(row.get("reason"))
+
+
+NODE_COLUMNS = (
+    Column("NODE", _text("name")),
+    Column("STATE", _text("state"), _by(STATE_ORDER, "state")),
+    Column("SLOTS", slots_drawn, _number("slots_busy")),
+    Column("BUSY", _busy, _number("slots_busy")),
+    Column("READ/S", _speed("prefill_tps", "prefill_share"), _number("prefill_tps")),
+    Column("WRITE/S", _speed("decode_tps", "decode_share"), _number("decode_tps")),
+    Column("FAILED", _text("failures"), _number("failures")),
+    Column("REASON", _reason),
+    Column("MODELS", _text("models")),
+    Column("CACHED", _text("cached_tokens"), _number("cached_tokens")),
+    Column("HOST", _text("host")),
+)
+
+
+def _since(row: Row, now: float) -> float:
+    value = row.get("received_at")
+    return max(0.0, now - value) if isinstance(value, int | float) else 0.0
+
+
+def request_columns(now: float) -> tuple[Column, ...]:
+    """The columns of requests at this Unix time."""
+    return (
+        Column("REQUEST", _text("request_id")),
+        Column("STATE", _text("state")),
+        Column("CLASS", _text("class"), _by(CLASS_ORDER, "class")),
+        Column("NODE", _text("node")),
+        Column("AGE", lambda row: duration(_since(row, now)), lambda row: -_since(row, now)),
+        Column("TTFT", lambda row: _seconds(row.get("ttft")), _number("ttft")),
+        Column("TOKENS", _text("tokens"), _number("tokens")),
+        Column("TOK/S", _text("tokens_per_second"), _number("tokens_per_second")),
+        Column("CALLER", _text("caller")),
+        Column("MODEL", _text("model")),
+        Column("START IN", lambda row: _seconds(row.get("expected_start"))),
+    )
+
+
+QUEUE_TITLES = ("PLACE", "CLASS", "MODEL", "WAITED", "START IN")
+
+
+def queue_lines(picture: FleetPicture, words: str = "") -> list[Line]:
+    """The waiting requests in their likely order."""
+    found = []
+    for place, (priority, model, waited, start, *_) in enumerate(picture.waiting, 1):
+        cells = (
+            str(place),
+            format_cell(priority),
+            format_cell(model),
+            _seconds(waited),
+            _seconds(start),
+        )
+        found.append(Line(str(place), cells))
+    return [line for line in found if _matches(line.cells, words)]
+
+
+def node_lines(
+    picture: FleetPicture, sort: int = 1, words: str = "", *, descending: bool = False
+) -> list[Line]:
+    """The nodes, by the column of this number; `words` must all be in a row."""
+    rows = picture.nodes.items()
+    return _lines(NODE_COLUMNS, rows, sort, words, descending=descending)
+
+
+def request_lines(
+    picture: FleetPicture, sort: int = 4, words: str = "", *, descending: bool = False
+) -> list[Line]:
+    """The requests in flight, by the column of this number."""
+    rows = (picture.requests or {}).items()
+    return _lines(request_columns(picture.at), rows, sort, words, descending=descending)
+
+
+def _lines(
+    columns: Sequence[Column],
+    rows: Iterable[tuple[str, Row]],
+    sort: int,
+    words: str,
+    *,
+    descending: bool,
+) -> list[Line]:
+    column = columns[sort]
+    order = column.order or column.text
+    chosen = sorted(rows, key=lambda row: order(row[1]), reverse=descending)
+    lines = (Line(key, tuple(one.text(row) for one in columns)) for key, row in chosen)
+    return [line for line in lines if _matches(line.cells, words)]
+
+
+def _matches(cells: Iterable[str], words: str) -> bool:
+    text = " ".join(cells).lower()
+    return all(word in text for word in words.lower().split())
+
+
+def duration(seconds: float) -> str:
+    """A duration as people read it: `4.2s`, `3m10s`, `2h05m`."""
+    if seconds < 60:
+        return f"{seconds:.1f}s" if seconds < 10 else f"{seconds:.0f}s"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    return f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def _seconds(value: object) -> str:
+    return duration(value) if isinstance(value, int | float) else "-"
+
+
+def headline(picture: FleetPicture) -> str:
+    """The gateway in one line."""
+    if not picture.at:
+        return "waiting for the gateway"
+    get = picture.summary.get
+    queue = get("queue")
+    waiting = {name: count for name, count in queue.items() if count} if queue else {}
+    speeds = (row.get("tokens_per_second") for row in (picture.requests or {}).values())
+    speed = sum(value for value in speeds if isinstance(value, int | float))
+    states = get("states") or {}
+    working = sum(states.get(name, 0) for name in ("ready", "degraded", "mute"))
+    parts = [
+        "ready" if get("ready") else f"not ready: {format_cell(get('reason'))}",
+        f"{working} of {len(picture.nodes)} nodes work",
+        f"slots {format_cell(get('slots_busy'))}/{format_cell(get('slots_total'))}",
+        f"{sum(waiting.values())} wait" + "".join(f", {n} {c}" for c, n in waiting.items()),
+        f"{format_cell(get('in_flight'))} in flight",
+    ]
+    if speed:
+        parts.append(f"{speed:.0f} tokens/s")
+    return " | ".join(parts)
+
+
+def problem_lines(picture: FleetPicture, most: int) -> list[tuple[str, str]]:
+    """Severity and text of the first problems, with cause and remedy; the rest as a number."""
+    found = [
+        (
+            format_cell(one.get("severity")),
+            (
+                f"{format_cell(one.get('title'))}: {format_cell(one.get('cause'))} "
+                f"Do: {format_cell(one.get('remedy'))}"
+            ),
+        )
+        for one in picture.problems
+    ]
+    left = len(found) - most
+    return found if left <= 0 else [*found[:most], ("notice", f"{left} more: key 4")]
