@@ -11,7 +11,7 @@ from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
-from textual.screen import ModalScreen
+from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, TabPane
 
 from gateway.tools.cli.admin_client import AdminClient
@@ -112,7 +112,8 @@ class Top(App[None]):
             lambda event, data: self._call(self._heard, event, data),
             lambda why: self._call(self._report, why),
         )
-        self._thread = threading.Thread(target=self._follower.run, name="follow", daemon=True)
+        self.following = threading.Thread(target=self._follower.run, name="follow", daemon=True)
+        """Ends soon after the screen, with the next event."""
 
     # The screen.
 
@@ -134,39 +135,51 @@ class Top(App[None]):
                             )
         yield Footer()
 
+    @property
+    def _tables(self) -> Screen[Any]:
+        """The screen with the tables, which a question may lie upon."""
+        return self.screen_stack[0]
+
     def on_mount(self) -> None:
         """Begin to follow."""
         self._table("nodes").add_columns(*(column.title for column in NODE_COLUMNS))
         self._table("queue").add_columns(*QUEUE_TITLES)
         self._table("requests").add_columns(*(one.title for one in request_columns(0.0)))
         self._table("nodes").focus()
-        self.set_interval(1.0, self._show)
+        self.set_interval(1.0, self._show_note)
         self._show()
-        self._thread.start()
+        # Rows that come before a table is laid out would be drawn late.
+        self.call_after_refresh(self.following.start)
 
     def on_unmount(self) -> None:
         """Stop following."""
         self._follower.stop()
 
     def _table(self, name: str) -> DataTable[Text]:
-        return self.query_one(f"#{name}-table", DataTable)
+        return self._tables.query_one(f"#{name}-table", DataTable)
 
     @property
     def _tab(self) -> str:
-        return self.query_one(TabbedContent).active
+        return self._tables.query_one(TabbedContent).active
 
     def _show(self) -> None:
         """Draw what is known."""
+        self._show_note()
+        self._tables.query_one("#headline", Static).update(Text(headline(self.picture)))
+        above = _problems(self.picture, MOST_PROBLEMS_ABOVE)
+        self._tables.query_one("#problems-above", Static).update(above)
+        self._show_table()
+
+    def _show_note(self) -> None:
         silent = self._clock() - self._heard_at
         lost = self._lost
         if lost is None and silent > STALE_SECONDS:
             lost = f"nothing was heard for {silent:.0f} s"
         note = Text(f"{lost}: what is shown is old" if lost else self._note)
         note.stylize("bold red" if lost else "cyan")
-        self.query_one("#note", Static).update(note)
-        self.query_one("#headline", Static).update(Text(headline(self.picture)))
-        above = _problems(self.picture, MOST_PROBLEMS_ABOVE)
-        self.query_one("#problems-above", Static).update(above)
+        self._tables.query_one("#note", Static).update(note)
+
+    def _show_table(self) -> None:
         picture, words, tab = self.picture, self._words, self._tab
         if tab == "nodes":
             sort, descending = self._sorts[tab]
@@ -182,7 +195,7 @@ class Top(App[None]):
                 self._note = "requests are shown to keys of the role operator"
         else:
             every = _problems(picture, len(picture.problems))
-            self.query_one("#all-problems", Static).update(every or Text("no problems"))
+            self._tables.query_one("#all-problems", Static).update(every or Text("no problems"))
 
     # What is heard, in the thread of the feed.
 
@@ -203,11 +216,11 @@ class Top(App[None]):
 
     def on_tabbed_content_tab_activated(self) -> None:
         """Another table is shown."""
-        self._show()
+        self.call_after_refresh(self._show_table)
 
     def action_tab(self, name: str) -> None:
         """Show this table."""
-        self.query_one(TabbedContent).active = name
+        self._tables.query_one(TabbedContent).active = name
         if name != "problems":
             self._table(name).focus()
 
@@ -229,7 +242,7 @@ class Top(App[None]):
 
     def action_filter(self) -> None:
         """Ask for the words of a filter."""
-        field = self.query_one("#filter", Input)
+        field = self._tables.query_one("#filter", Input)
         field.add_class("shown")
         field.focus()
 
@@ -244,7 +257,7 @@ class Top(App[None]):
 
     def action_clear_filter(self) -> None:
         """Show everything again."""
-        field = self.query_one("#filter", Input)
+        field = self._tables.query_one("#filter", Input)
         field.value = ""
         field.remove_class("shown")
         self.action_tab(self._tab)
@@ -322,16 +335,19 @@ def _problems(picture: FleetPicture, most: int) -> Text:
 
 def _fill(table: DataTable[Text], lines: list[Line], state_column: int | None = None) -> None:
     """Make these the rows of a table; only cells that differ are drawn, and the cursor stays."""
-    keys = [row.value for row in table.rows]
-    if keys == [line.key for line in lines]:
-        columns = list(table.columns)
-        for number, line in enumerate(lines):
-            old = table.get_row_at(number)
-            for column, key in enumerate(columns):
-                cell = _cell(line, column, state_column)
-                if old[column] != cell:
-                    table.update_cell(line.key, key, cell, update_width=True)
-        return
+    if [row.value for row in table.rows] == [line.key for line in lines]:
+        columns = list(table.columns.items())
+        changed = [
+            (line.key, key, cell, cell.cell_len > column.content_width)
+            for line in lines
+            for number, (key, column) in enumerate(columns)
+            if table.get_cell(line.key, key) != (cell := _cell(line, number, state_column))
+        ]
+        # A column that grows is measured over all rows: once for all of them.
+        if not any(wider for *_, wider in changed):
+            for row, key, cell, _ in changed:
+                table.update_cell(row, key, cell)
+            return
     chosen = None
     if table.row_count:
         chosen = table.coordinate_to_cell_key(table.cursor_coordinate).row_key.value

@@ -62,6 +62,8 @@ class AdminApi:
         parts = [unquote(part) for part in url.path.split("/")[1:]]
         if parts == ["admin", "nodes"]:
             return 200, {"nodes": list(self.nodes.values())}
+        if parts[:2] != ["admin", "nodes"]:
+            return 404, error("not_found", f"There is nothing at '{url.path}'.")
         found = self.nodes.get(parts[2])
         if found is None:
             return 404, error("not_found", f"There is no node '{parts[2]}'.")

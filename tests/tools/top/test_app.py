@@ -1,0 +1,158 @@
+"""The screen over a real gateway process, driven by Textual's pilot and in a terminal by tmux."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from textual.app import App
+from textual.pilot import Pilot
+from textual.widgets import DataTable, Static
+
+from gateway.tools.cli.nodes import AdminClient
+from gateway.tools.top.app import Confirm, Top
+from tests.emulator import EmulatedNode
+from tests.gateway_processes import Succession, serving
+from tests.gateways import NO_TLS
+from tests.polling import eventually
+
+LIMIT = 60.0
+
+pytestmark = pytest.mark.slow
+
+
+async def until(pilot: Pilot[None], condition: Callable[[], object]) -> None:
+    """Let the screen run until the condition holds."""
+    async with asyncio.timeout(LIMIT):
+        while not condition():
+            await pilot.pause(0.05)
+
+
+@asynccontextmanager
+async def screen(gateway: Succession) -> AsyncIterator[tuple[Top, Pilot[None]]]:
+    """The screen in 80 columns, over this gateway."""
+    with AdminClient(gateway.admin_url, None) as admin:
+        app = Top(admin, time.monotonic)
+        async with app.run_test(size=(80, 24)) as pilot:
+            yield app, pilot
+        await asyncio.to_thread(app.following.join, LIMIT)
+        assert not app.following.is_alive()
+
+
+def shown(app: App[None], name: str) -> str:
+    return str(app.query_one(name, Static).visual)
+
+
+async def stream_forever(gateway: Succession) -> None:
+    async with httpx.AsyncClient(trust_env=False, verify=NO_TLS, timeout=LIMIT) as client:
+        body = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
+        headers = {"x-request-id": "the-long-one"}
+        url = f"{gateway.url}/v1/chat/completions"
+        await client.post(url, json={**body, "max_tokens": 2000}, headers=headers)
+
+
+async def test_an_operator_drains_resumes_cancels_and_sees_a_node_die(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode(model="demo", slots=2, answer_tokens=2000, decode_tps=10) as node,
+        serving(tmp_path, node) as gateway,
+        screen(gateway) as (app, pilot),
+    ):
+        await until(pilot, lambda: app.picture.nodes.get("one", {}).get("state") == "ready")
+        assert "1 of 1 nodes work" in shown(app, "#headline")
+        chat = asyncio.create_task(stream_forever(gateway))
+        await until(pilot, lambda: app.picture.requests)
+
+        await pilot.press("d")
+        await until(pilot, lambda: isinstance(app.screen, Confirm))
+        await pilot.press("n")
+        await pilot.press("d")
+        await until(pilot, lambda: isinstance(app.screen, Confirm))
+        await pilot.press("y")
+        await until(pilot, lambda: app.picture.nodes["one"]["state"] == "draining")
+        await until(pilot, lambda: shown(app, "#note") == "drained one")
+        await pilot.press("r")
+        await until(pilot, lambda: app.picture.nodes["one"]["state"] == "ready")
+
+        await pilot.press("3")
+        await until(pilot, lambda: app.query_one("#requests-table").has_focus)
+        await pilot.press("c")
+        await until(pilot, lambda: isinstance(app.screen, Confirm))
+        await pilot.press("y")
+        await asyncio.wait_for(chat, LIMIT)
+        await until(pilot, lambda: app.picture.requests == {})
+
+        await node.kill()
+        await until(pilot, lambda: app.picture.nodes["one"]["state"] == "down")
+        await until(pilot, lambda: "one is down" in shown(app, "#problems-above"))
+
+
+async def test_a_filter_and_an_order_are_kept_over_updates(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode(model="demo") as node,
+        serving(tmp_path, node) as gateway,
+        screen(gateway) as (app, pilot),
+    ):
+        table = app.query_one("#nodes-table", DataTable)
+        await until(pilot, lambda: app.picture.nodes)
+        await pilot.press("slash", *"nobody")
+        await until(pilot, lambda: not table.row_count)
+        heard = app.picture.at
+        await until(pilot, lambda: app.picture.at > heard)
+        assert not table.row_count
+        await pilot.press("escape")
+        await until(pilot, lambda: table.row_count == 1)
+        await pilot.press("s")
+        assert "sorted by SLOTS" in shown(app, "#note")
+
+
+async def test_a_gateway_that_goes_away_is_told_and_the_old_state_is_marked(tmp_path: Path) -> None:
+    async with EmulatedNode(model="demo") as node, contextlib.AsyncExitStack() as stack:
+        gateway = await stack.enter_async_context(serving(tmp_path, node))
+        async with screen(gateway) as (app, pilot):
+            await until(pilot, lambda: app.picture.nodes)
+            await stack.aclose()
+            await until(pilot, lambda: "what is shown is old" in shown(app, "#note"))
+            await until(pilot, lambda: "is it running?" in shown(app, "#note"))
+            assert "one" in app.picture.nodes
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed here")
+async def test_the_screen_fits_into_eighty_columns_of_a_terminal(tmp_path: Path) -> None:
+    async with EmulatedNode(model="demo") as node, serving(tmp_path, node) as gateway:
+        socket = str(tmp_path / "tmux")
+
+        async def tmux(*words: str) -> str:
+            process = await asyncio.create_subprocess_exec(
+                "tmux", "-S", socket, "-f", "/dev/null", *words,
+                stdout=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            output, _ = await process.communicate()
+            return output.decode()
+
+        command = f"{sys.executable} -m gateway top --admin-url {gateway.admin_url}"
+        await tmux("new-session", "-d", "-x", "80", "-y", "24", command)
+        try:
+
+            async def drawn() -> str | None:
+                text = await tmux("capture-pane", "-p")
+                return text if " one " in text else None
+
+            async def ended() -> bool | None:
+                return not await tmux("list-sessions") or None
+
+            text = await eventually(drawn, LIMIT)
+            assert "1 of 1 nodes work" in text
+            assert "d Drain" in text
+            assert all(len(line) <= 80 for line in text.splitlines())
+            await tmux("send-keys", "q")
+            await eventually(ended, LIMIT)
+        finally:
+            await tmux("kill-server")

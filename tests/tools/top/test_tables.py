@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import pytest
+
+from gateway.tools.top.picture import FleetPicture
+from gateway.tools.top.tables import (
+    NODE_COLUMNS,
+    duration,
+    headline,
+    node_lines,
+    problem_lines,
+    queue_lines,
+    request_lines,
+    slots_drawn,
+)
+
+
+def picture(**changes: object) -> FleetPicture:
+    made = FleetPicture()
+    made.apply("snapshot", {"at": 1000.0, "summary": {"ready": True}, **changes})
+    return made
+
+
+def column(title: str) -> int:
+    return next(n for n, one in enumerate(NODE_COLUMNS) if one.title == title)
+
+
+NODES = [
+    {"name": "a", "state": "ready", "decode_tps": 9.0, "host": "east"},
+    {"name": "b", "state": "down", "decode_tps": None, "host": "west", "reason": "refused"},
+    {"name": "c", "state": "ready", "decode_tps": 30.0, "host": "east", "decode_share": 0.4},
+]
+
+
+def test_slots_are_letters_without_how_full_they_are() -> None:
+    assert slots_drawn({"cells": "r3w8foh8"}) == "RW·oH"
+    assert slots_drawn({"cells": "f" * 20}) == "········+"
+    assert slots_drawn({}) == ""
+
+
+def test_nodes_that_need_a_look_come_first_and_other_columns_sort_by_value() -> None:
+    shown = picture(nodes=NODES)
+    assert [line.key for line in node_lines(shown)] == ["b", "a", "c"]
+    fastest = node_lines(shown, column("WRITE/S"), descending=True)
+    assert [line.key for line in fastest] == ["c", "a", "b"]
+
+
+def test_a_filter_takes_all_its_words_from_any_column() -> None:
+    shown = picture(nodes=NODES)
+    assert [line.key for line in node_lines(shown, words="EAST ready")] == ["a", "c"]
+    assert node_lines(shown, words="east refused") == []
+
+
+def test_a_speed_far_below_the_nodes_own_past_says_so() -> None:
+    cells = {line.key: line.cells for line in node_lines(picture(nodes=NODES))}
+    assert cells["c"][column("WRITE/S")] == "30.0 40%"
+    assert cells["a"][column("WRITE/S")] == "9.0"
+    assert cells["b"][column("REASON")] == "refused"
+    assert cells["a"][column("REASON")] == ""
+
+
+def test_what_nodes_and_clients_name_themselves_stays_text() -> None:
+    evil = "\x1b[31m[bold]x\n\x07"
+    nodes = [{"name": evil, "state": evil, "reason": evil}]
+    requests = [{"id": "r", "request_id": evil, "caller": evil}]
+    shown = picture(nodes=nodes, requests=requests)
+    cells = [cell for line in node_lines(shown) + request_lines(shown) for cell in line.cells]
+    assert all(cell.isprintable() for cell in cells)
+    assert any("[bold]x" in cell for cell in cells)
+
+
+def test_requests_are_the_oldest_first_with_their_age() -> None:
+    requests = [
+        {"id": "new", "received_at": 990.0, "ttft": 0.5},
+        {"id": "old", "received_at": 800.0, "ttft": None},
+    ]
+    lines = request_lines(picture(requests=requests))
+    assert [line.key for line in lines] == ["old", "new"]
+    assert lines[0].cells[4:6] == ("3m20s", "-")
+
+
+def test_the_queue_keeps_its_order() -> None:
+    waiting = [["batch", "m", 70, None], ["normal", "m", 1, 12.5]]
+    assert [line.cells for line in queue_lines(picture(waiting=waiting))] == [
+        ("1", "batch", "m", "1m10s", "-"),
+        ("2", "normal", "m", "1.0s", "12s"),
+    ]
+
+
+def test_the_headline_tells_the_gateway_in_one_line() -> None:
+    summary = {
+        "ready": True,
+        "slots_busy": 3,
+        "slots_total": 6,
+        "in_flight": 5,
+        "queue": {"urgent": 0, "normal": 2},
+        "states": {"ready": 2, "down": 1},
+    }
+    shown = picture(summary=summary, nodes=NODES, requests=[{"id": "r", "tokens_per_second": 12.4}])
+    assert headline(shown) == (
+        "ready | 2 of 3 nodes work | slots 3/6 | 2 wait, 2 normal | 5 in flight | 12 tokens/s"
+    )
+    assert headline(FleetPicture()) == "waiting for the gateway"
+
+
+def test_only_the_first_problems_are_told_and_how_many_more_there_are() -> None:
+    problems = [
+        {"severity": "warning", "title": f"t{n}", "cause": "c.", "remedy": "r"} for n in range(5)
+    ]
+    shown = picture(problems=problems)
+    assert problem_lines(shown, 2) == [
+        ("warning", "t0: c. Do: r"),
+        ("warning", "t1: c. Do: r"),
+        ("notice", "3 more: key 4"),
+    ]
+    assert len(problem_lines(shown, 5)) == 5
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0s"), (9.94, "9.9s"), (59, "59s"), (61, "1m01s"), (7500, "2h05m")],
+)
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
