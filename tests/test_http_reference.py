@@ -14,6 +14,7 @@ from gateway.events import (
     RequestFinished,
     WebhookAttempted,
 )
+from gateway.observe.exposition import Histogram
 from gateway.observe.metrics import Metrics
 from gateway.observe.snapshot import (
     BatchSample,
@@ -81,6 +82,7 @@ def metrics_made() -> dict[str, tuple[str, set[str]]]:
         paused_models=["demo"],
         retry_budget=1.0,
         spill_money_left=1.0,
+        predictions={"completion": Histogram([1.0])},
         certificate_days_left={"listen.tls": 9.0},
         store=StoreSample(up=True, waiting=0),
         ledger=LedgerSample(0, 0, 0, 0),

@@ -103,6 +103,13 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
+    @classmethod
+    def of(cls, bounds: Sequence[float], counts: Sequence[int], total: float) -> Histogram:
+        """One with these counts, as many as bounds and one more, and the sum of the values."""
+        made = cls(bounds)
+        made.counts, made.sum = list(counts), total
+        return made
+
     def observe(self, value: float) -> None:
         """Count one value."""
         self.counts[bisect_left(self.bounds, value)] += 1

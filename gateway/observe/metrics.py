@@ -244,6 +244,7 @@ class Metrics:
                 yield b""
         page = MetricsPage(METRIC_PREFIX)
         self._add_requests(page)
+        self._add_predictions(page, snapshot)
         self._add_fleet(page, nodes)
         page.add_family(
             "queue_depth",
@@ -394,6 +395,22 @@ class Metrics:
         ):
             page.add_histogram(name, meaning, [({}, histogram)])
         self._labelled.add_to(page)
+
+    def _add_predictions(self, page: MetricsPage, snapshot: MetricsSnapshot) -> None:
+        page.add_histogram(
+            "prediction_ratio",
+            "Actual time of complete responses, divided by that expected at the grant of a slot.",
+            [({"of": what}, histogram) for what, histogram in snapshot.predictions.items()],
+        )
+        page.add_family(
+            "predicted_cached_tokens_total",
+            "counter",
+            "Tokens of prompts that their nodes were expected, and found, to have cached.",
+            [
+                (labels(of="expected"), snapshot.cached_expected),
+                (labels(of="found"), snapshot.cached_found),
+            ],
+        )
 
     def _add_webhooks(self, page: MetricsPage, waiting: int) -> None:
         page.add_family(

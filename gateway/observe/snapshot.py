@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gateway.observe.exposition import Histogram
 from gateway.request import Priority
 
 
@@ -78,6 +79,12 @@ class MetricsSnapshot:
     """Queued requests by class; a missing class has none."""
     oldest: Mapping[Priority, float] = field(default_factory=dict)
     """Seconds that the longest waiting request of each class has waited."""
+    predictions: Mapping[str, Histogram] = field(default_factory=dict)
+    """Actual times by those that were expected, `first_token` and `completion`."""
+    cached_expected: float = 0.0
+    """Tokens that nodes were believed to have cached of the prompts that they got."""
+    cached_found: int = 0
+    """Those of them that they had cached."""
     queue_places: int = 0
     """Requests that may wait at once."""
     spill_money_left: float | None = None

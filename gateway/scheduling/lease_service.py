@@ -221,6 +221,8 @@ class LocalLeaseService:
         now = lease.abandoned_at or lease.released_at or self.scheduler.clock()
         usage, reported = report.attempt, report.reported
         record.grant.settled(usage, reported=reported is not None)
+        if complete and reported is not None:
+            self.scheduler.accuracy.settled(record.grant)
         is_sample = False
         if reported is not None and complete:
             name = lease.node.name

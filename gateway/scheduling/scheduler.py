@@ -40,6 +40,7 @@ from gateway.scheduling.fleet_sync import FleetSync, NodeCandidates
 from gateway.scheduling.lease_granter import LeaseGranter
 from gateway.scheduling.node_slots import Placement, QueuedRequest
 from gateway.scheduling.placement_state import PlacementState
+from gateway.scheduling.prediction_accuracy import PredictionAccuracy
 from gateway.scheduling.tier_policy import TierPolicy
 from gateway.scheduling.tier_router import TierRouter
 from gateway.scheduling.waiters import Waiter, Waiters
@@ -81,6 +82,7 @@ class Scheduler:
     granter: LeaseGranter = field(init=False)
     yield_requests: YieldRequests = field(init=False)
     decision_log: DecisionLog = field(init=False)
+    accuracy: PredictionAccuracy = field(default_factory=PredictionAccuracy)
     _check_all_at: float = 0.0
     """When every waiting request is checked; until then only those that fall due."""
     _positions: dict[str, QueuePosition] | None = None

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from gateway.fleet.fleet import Fleet
 from gateway.observe.audit import AuditTrail
+from gateway.observe.exposition import Histogram
 from gateway.observe.metrics import Metrics
 from gateway.observe.snapshot import (
     BatchSample,
@@ -24,6 +25,7 @@ from gateway.observe.snapshot import (
 )
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.request import Priority
+from gateway.scheduling.prediction_accuracy import RATIO_BOUNDS
 from gateway.scheduling.scheduler import Scheduler
 from gateway.store.store import Store
 from gateway.usage.ledger import Ledger
@@ -182,8 +184,17 @@ class MetricsSource:
 
     def __call__(self) -> MetricsSnapshot:
         """The state now."""
-        background = self.background
+        background, accuracy = self.background, self.scheduler.accuracy
         return MetricsSnapshot(
+            predictions={
+                name: Histogram.of(RATIO_BOUNDS, ratios.counts, ratios.sum)
+                for name, ratios in (
+                    ("first_token", accuracy.first_token),
+                    ("completion", accuracy.completion),
+                )
+            },
+            cached_expected=accuracy.cached_expected,
+            cached_found=accuracy.cached_found,
             nodes=(
                 NodeSample(
                     name=node.name,
