@@ -189,8 +189,8 @@ def row(name: str, served: list[Served], view: dict[str, Any], minutes: float) -
     spill = view.get("spill") or {}
     spilled = sum(one.fallback in {"cpu_wait", "cpu_down"} for one in served)
     lines.append(
-        f"<!-- {name}: {spilled} spilled, {tokens / minutes / 60:.1f} tokens/s on the GPU, "
-        f"budget {spill} -->"
+        f"{name}: {spilled} spilled, for {spill.get('paid', 0):.4f}; the GPU wrote "
+        f"{tokens / minutes / 60:.1f} tokens/s"
     )
     return "\n".join(lines)
 
