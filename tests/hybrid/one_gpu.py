@@ -146,13 +146,11 @@ async def play(
                 }
             )  # fmt: skip
         settings = {"hybrid": hybrid, "queue": {"max_wait": "15m", "max": 5000}}
-        running: Running = await stack.enter_async_context(
-            running_gateway(folder, specs, settings)
-        )
+        running: Running = await stack.enter_async_context(running_gateway(folder, specs, settings))
         client = await stack.enter_async_context(
             httpx.AsyncClient(
                 base_url=running.url,
-                timeout=None,  # noqa: S113 - virtual time; the gateway has limits
+                timeout=None,
                 trust_env=False,
                 verify=NO_TLS,
                 limits=httpx.Limits(max_connections=None),
