@@ -103,7 +103,10 @@ class ServerProperties:
         entries = [entry for entry in data[:MOST_MODELS] if isinstance(entry, dict)]
         names = [name for entry in entries if (name := _name(entry.get("id")))]
         self.models = tuple(dict.fromkeys(names))
-        meta = entries[0].get("meta") if len(entries) == 1 else None
+        only = entries[0] if len(entries) == 1 else {}
+        # vLLM and SGLang tell the context so; a node of kind `openai` is not asked for `/props`.
+        self.context = _count(only.get("max_model_len"), MOST_CONTEXT) or self.context
+        meta = only.get("meta")
         if isinstance(meta, dict):
             self.n_params = _count(meta.get("n_params"), MOST_MODEL_SIZE) or self.n_params
             self.size = _count(meta.get("size"), MOST_MODEL_SIZE) or self.size

@@ -163,6 +163,9 @@ class ResponseStream:
             # A failure now came after the terminal event: ignore it.
             self.accounting.response_completed(self.in_flight, attempt, tail)
             return b"" if self.rewriter is None else self.api.stream_end
+        if failure is None and self._is_complete_unmarked(tail):
+            self.accounting.response_completed(self.in_flight, attempt, tail)
+            return self.api.stream_end
         outcome = "truncated" if failure is None else failure.outcome
         if failure is None and attempt.api.ends_with_error(tail):
             outcome = "error_event"
@@ -198,6 +201,19 @@ class ResponseStream:
             attempt.api.is_stream_complete(tail)
             and not attempt.ends_mid_event
             and (ends_once or failure is None)
+        )
+
+    def _is_complete_unmarked(self, tail: bytes) -> bool:
+        """Whether an ended stream lacks its terminal event alone.
+
+        Some engines (`transformers serve`, for one) send no `[DONE]` after the finish reason.
+        """
+        attempt = self.source
+        return (
+            attempt.lease.node.kind == "openai"
+            and self.in_flight.request.lease_request.slots < 2
+            and not attempt.ends_mid_event
+            and attempt.api.has_finish_reason(tail)
         )
 
     def _continue(self, resumed: Resumed) -> bytes:

@@ -45,6 +45,19 @@ def test_models_report_names_and_size() -> None:
     assert (facts.context, facts.trained_context) == (4096, 8192)
 
 
+def test_an_endpoint_that_tells_its_context_by_max_model_len_is_believed() -> None:
+    facts = ServerProperties()
+    entry = {"id": "tiny", "owned_by": "vllm", "max_model_len": 1024}
+    facts.read_models({"data": [entry]})
+    assert facts.context == 1024
+    facts.read_models({"data": [{**entry, "max_model_len": 512}]})  # started anew with less
+    assert facts.context == 512
+    facts.read_models({"data": [entry, {"id": "other", "max_model_len": 4096}]})
+    assert facts.context == 512  # several models: no single figure is true
+    facts.read_models({"data": [{**entry, "max_model_len": -1}]})
+    assert facts.context == 512
+
+
 def test_values_that_a_later_answer_leaves_out_are_kept() -> None:
     facts = ServerProperties()
     facts.read_props(PROPS)

@@ -38,6 +38,8 @@ class Endpoint:
         token: float = 0.0,
         tokens: int = 4,
         lists: bool = True,
+        done: bool = True,
+        finishes: bool = True,
     ) -> None:
         self.key = key
         self.model = model
@@ -47,6 +49,8 @@ class Endpoint:
         self.token = token
         self.tokens = tokens
         self.lists = lists
+        self.done = done  # whether streams end with `[DONE]`
+        self.finishes = finishes  # and say why they ended
         self.seen: list[dict[str, Any]] = []
         self.statuses: Counter[int] = Counter()
         self.paths: Counter[str] = Counter()
@@ -170,10 +174,12 @@ class Endpoint:
                 await writer.drain()
                 await asyncio.sleep(self.token)
             _event(writer, {"choices": [{"index": 0, "delta": {"content": word}}]})
-        _event(writer, {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        if self.finishes:
+            _event(writer, {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
         if body.get("stream_options", {}).get("include_usage"):
             _event(writer, {"choices": [], "usage": usage})
-        _chunk(writer, b"data: [DONE]\n\n")
+        if self.done:
+            _chunk(writer, b"data: [DONE]\n\n")
         writer.write(b"0\r\n\r\n")
 
     def _answer(

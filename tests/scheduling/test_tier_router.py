@@ -346,6 +346,28 @@ async def test_an_endpoint_is_probed_only_for_its_models(tmp_path: Path) -> None
 
 
 @in_virtual_time
+@pytest.mark.parametrize("more", [{}, {"stream_options": {"include_usage": True}}])
+async def test_a_stream_with_a_finish_reason_may_lack_its_done(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    # `transformers serve` ends its streams so.
+    async with a_site(tmp_path, Endpoint(done=False), [a_cpu()]) as site:
+        answer = await site.ask("premium", stream=True, **more)
+        assert answer.tier == "gpu"
+        assert '"error"' not in answer.text
+        assert answer.text.count("data: [DONE]\n\n") == 1
+        assert answer.text.endswith("data: [DONE]\n\n")
+
+
+@in_virtual_time
+async def test_a_stream_without_finish_reason_and_done_ended_early(tmp_path: Path) -> None:
+    async with a_site(tmp_path, Endpoint(done=False, finishes=False), [a_cpu()]) as site:
+        answer = await site.ask("premium", stream=True)
+        assert "ended too early" in answer.text
+        assert "[DONE]" not in answer.text
+
+
+@in_virtual_time
 async def test_a_wrong_key_is_reported_and_the_cpu_serves(tmp_path: Path) -> None:
     async with a_site(tmp_path, Endpoint(), [a_cpu()], key="wrong", model=None) as site:
         shown = await site.node()

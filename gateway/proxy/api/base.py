@@ -310,6 +310,10 @@ class Api:
         """Whether this event, which holds `terminal_mark`, is the stream's last."""
         return sse.payload(event) == b"[DONE]"
 
+    def has_finish_reason(self, tail: bytes) -> bool:
+        """Whether one of a stream's last events says why its answer ended."""
+        return False
+
     def is_stream_complete(self, tail: bytes) -> bool:
         """Whether a stream that ends with these bytes is complete."""
         return _DONE.search((b"\n" + tail)[-64:]) is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from gateway.proxy.api.base import Api, AssemblyError
+from gateway.proxy.api.base import Api, AssemblyError, read_events
 from gateway.proxy.api.resuming import EventRewriter, as_count, data_event
 from gateway.proxy.json_values import JsonObject
 from gateway.proxy.splice import SplicePoint
@@ -51,6 +51,16 @@ class ChoicesApi(Api):
             or self._choice_has_content(choice)
             for choice in choices
         )
+
+    def has_finish_reason(self, tail: bytes) -> bool:
+        try:
+            return any(
+                isinstance(choice, dict) and bool(choice.get("finish_reason"))
+                for event in read_events(tail)
+                for choice in event.get("choices") or ()
+            )
+        except (AssemblyError, TypeError):
+            return False
 
     def _choice_has_content(self, choice: JsonObject) -> bool:
         """Whether a chunk's choice without a finish reason has content."""
