@@ -55,7 +55,10 @@ def test_nothing_is_cut_from_a_help_however_narrow(
         (("serve", "--port", "80800"), "--port: must be less than or equal to 65535 (see "),
         (("serve", "--port", "x"), "--port: "),
         (("keys", "create", "--class", "vip"), "--class: 'vip' is not one of 'urgent', "),
-        (("nodes", "drain"), "NAME: drain needs the name of a node (see llama-gateway nodes"),
+        (
+            ("nodes", "drain"),
+            "NAME: drain needs the name of a node, --host, --label or --all-but (see ",
+        ),
     ],
 )
 def test_wrong_usage_is_2_and_reported_like_every_other_error(
