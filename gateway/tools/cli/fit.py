@@ -243,7 +243,7 @@ def _unknown(file: ModelFile, error: Exception) -> str:
 
 
 def _kv_types(text: str) -> tuple[str, str]:
-    from gateway.tools.local.server_memory import KV_TYPES
+    from gateway.tools.local.kv_types import KV_TYPES
 
     names = [name.strip().lower() for name in text.split(",")]
     for name in names:

@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from gateway.tools.local.kv_types import KV_TYPES
 from gateway.tools.local.launch import die_with_parent
-from gateway.tools.local.server_memory import KV_TYPES
 
 DEFAULT_BATCH = 512  # tokens of one step; a larger batch stalls the other slots for longer
 

@@ -53,9 +53,6 @@ TENSOR_TYPE_NAMES = MappingProxyType(
     }
 )
 
-KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
-"""What llama-server's `--cache-type-k` and `--cache-type-v` take."""
-
 CELL_PADDING = 256  # a slot's cells are padded to it (llama_context)
 
 CHECKPOINTS = 3  # of a prompt: two near its end, one at its last user message (server-context.cpp)

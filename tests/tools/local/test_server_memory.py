@@ -7,9 +7,9 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from gateway.tools.local.gguf_file import read_model
+from gateway.tools.local.kv_types import KV_TYPES
 from gateway.tools.local.model_shape import ModelShape, UnknownShapeError
 from gateway.tools.local.server_memory import (
-    KV_TYPES,
     MIB,
     MOST_CHECKPOINTS,
     ServerSettings,
