@@ -148,10 +148,10 @@ COMPILE := CUSTOM_COMPILE_COMMAND='make pins' $(BIN)/pip-compile --quiet --upgra
 pins: $(VENV)/.dev ## renew requirements/*.txt from pyproject.toml (Python 3.11)
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11) and \
 	  "make pins: needs a .venv of Python 3.11, the oldest supported one: make PYTHON=python3.11 pins")'
-	@$(COMPILE) --extra local --extra tui --extra test --extra dev --extra docs --all-build-deps -o requirements/dev.txt pyproject.toml
+	@$(COMPILE) --extra local --extra tui --extra otel --extra test --extra dev --extra docs --all-build-deps -o requirements/dev.txt pyproject.toml
 	@$(COMPILE) -c requirements/dev.txt -o requirements/runtime.txt pyproject.toml
-	@$(COMPILE) -c requirements/dev.txt --extra local --extra tui -o requirements/local.txt pyproject.toml
-	@$(COMPILE) -c requirements/dev.txt --extra local --extra tui --extra test -o requirements/test.txt pyproject.toml
+	@$(COMPILE) -c requirements/dev.txt --extra local --extra tui --extra otel -o requirements/local.txt pyproject.toml
+	@$(COMPILE) -c requirements/dev.txt --extra local --extra tui --extra otel --extra test -o requirements/test.txt pyproject.toml
 	@$(COMPILE) -c requirements/dev.txt --only-build-deps --all-build-deps -o requirements/build.txt pyproject.toml
 	@$(COMPILE) -o deploy/ansible/requirements.txt deploy/ansible/requirements.in
 

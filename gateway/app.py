@@ -54,6 +54,7 @@ from gateway.store.failures import StoreError
 from gateway.store.store import Store
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
 from gateway.telemetry import Telemetry
+from gateway.tracing.request_tracing import RequestTracing
 from gateway.transport.node_client import open_node_client
 from gateway.transport.resolver import Resolver
 from gateway.usage.ledger import Ledger
@@ -156,6 +157,9 @@ class Gateway:
             yield_slot=self.registry.yield_slot,
         )
         self.autoscaler = Autoscaler(self.fleet, self.scheduler, settings, self.bus, self.clock)
+        self.tracing = RequestTracing(
+            settings.telemetry.traces, self.scheduler.decision_log, clock=self.clock, rng=rng
+        )
         self.timeout_monitor = TimeoutMonitor(self.clock)
         self.proxy_context = ProxyContext(
             LocalLeaseService(self.scheduler, self.fleet),
@@ -202,6 +206,7 @@ class Gateway:
             meter=self.metering.meter,
             progress_seconds=timings.progress,
             storing=self.background.storing(self.fleet.model_index, self.scheduler),
+            tracing=self.tracing,
         )
         snapshot = MetricsSource(
             self.fleet,
@@ -213,8 +218,9 @@ class Gateway:
             self.store,
             self.ledger,
             self.background,
+            self.tracing,
         )
-        self.telemetry = Telemetry(settings, bus=self.bus, logs=logs, snapshot=snapshot)
+        self.telemetry = Telemetry(settings, self.bus, logs, snapshot, self.tracing)
         self.metrics = self.telemetry.metrics
         self.drain_deadlines = DrainDeadlines(self.registry)
         self.audit = AuditTrail(time.time, self.store)
@@ -441,6 +447,7 @@ class Gateway:
         self._resolver.close()
         self.fleet.properties_store.save()
         self.bus.flush()
+        await self.tracing.aclose()
         await self.metering.write_pending(self.timings.store)
         with contextlib.suppress(StoreError, TimeoutError):
             await asyncio.wait_for(self.audit.flush(), self.timings.store)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from gateway.request import Priority
+from gateway.trace_context import RequestTrace
 
 
 @dataclass(slots=True)
@@ -50,6 +51,8 @@ class RequestFinished:
     attempts that failed and were retried."""
     request_id: str = ""
     """The gateway's own id, unique in this process."""
+    trace: RequestTrace | None = None
+    """Its part of a trace; None: it is not traced."""
     _open_parts: int = 0
     """Sub-requests whose tokens are not yet counted."""
     _on_complete: Callable[[], None] | None = None
@@ -65,6 +68,10 @@ class RequestFinished:
     def classify(self, priority: Priority) -> None:
         """The class is known."""
         self.priority = priority
+
+    def traced(self, trace: RequestTrace) -> None:
+        """The request is traced."""
+        self.trace = trace
 
     def describe(self, *, stream: bool, model: str | None) -> None:
         """The body is understood; `model` is None if no node serves it."""

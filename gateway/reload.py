@@ -13,7 +13,7 @@ from gateway.config.watch import watch_files
 from gateway.events import EventBus, InventoryChanged, SettingsChanged
 from gateway.fleet.fleet import Fleet
 from gateway.observe.audit import AuditTrail
-from gateway.startup import Options, StartError, reread_admin_key
+from gateway.startup import Options, StartError, check_extras, reread_admin_key
 from gateway.transport.certificates import CertificateError
 from gateway.web.admin.certificates import CertificateRenewal
 from gateway.web.admin.configuration import ReloadResult, changed_keys
@@ -137,6 +137,7 @@ class FileReloader:
             loaded = await asyncio.to_thread(load_settings, path, rejected=rejected)
             settings = self._options.apply_to(loaded)
             admin_key = await asyncio.to_thread(reread_admin_key, settings.admin.key_file)
+            check_extras(settings, path)
         except (ConfigError, OSError) as error:
             self.settings_error = str(error)
             self._bus.publish(SettingsChanged(error=self.settings_error))

@@ -23,6 +23,7 @@ from gateway.config.fields import is_host
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.settings import RejectedFiles, Settings, load_settings
 from gateway.config.store import STORE_OFF
+from gateway.tracing.request_tracing import has_extra
 from gateway.transport.certificates import CertificateError, load_certificate
 from gateway.transport.node_client import node_address
 
@@ -103,6 +104,10 @@ def check_startup(options: Options, *, allow_empty: bool = True) -> StartupCheck
         rejected: RejectedFiles = "blank" if allow_empty else "empty"
         settings = options.apply_to(load_settings(options.settings_file, rejected=rejected))
         start_problems += _listener_problems(settings, _count_keys(options, settings))
+        if lacks_otel(settings):
+            start_problems.append(
+                StartProblem(_TRACES_KEY, f"{_TRACES_KEY}: {_NO_OTEL}: {_OTEL_REMEDY}")
+            )
     except ConfigError as error:
         problems += error.problems
     try:
@@ -212,6 +217,22 @@ def _node_tls_problems(inventory: Inventory) -> Iterator[StartProblem]:
                 f"the TLS files of the node '{spec.name}' can't be used ({error}): name PEM files "
                 "in its tls (ca, cert, key)",
             )
+
+
+_TRACES_KEY = "telemetry.traces.endpoint"
+_NO_OTEL = "traces need OpenTelemetry's packages, which are not installed"
+_OTEL_REMEDY = "pip install 'llama-gateway[otel]', or remove the key"
+
+
+def lacks_otel(settings: Settings) -> bool:
+    """Whether these settings need the extra `otel`, which is not installed."""
+    return settings.telemetry.traces.endpoint is not None and not has_extra()
+
+
+def check_extras(settings: Settings, path: Path | None) -> None:
+    """Check at a reload that what these settings of a file need is there. Raises: ConfigError."""
+    if lacks_otel(settings):
+        raise ConfigError([Problem(path or Path(), 0, _TRACES_KEY, _NO_OTEL, _OTEL_REMEDY)])
 
 
 def read_admin_key(path: Path) -> str:

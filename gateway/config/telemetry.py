@@ -1,12 +1,151 @@
-"""Settings of metrics."""
+"""Settings of metrics and traces."""
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, SecretStr, ValidationInfo, field_validator
 
-from gateway.config.fields import ConfigModel, TypeLabel
+from gateway.config.fields import (
+    ConfigModel,
+    EnvVarName,
+    ExistingFile,
+    Fraction,
+    NonEmptyText,
+    Seconds,
+    TypeLabel,
+    secret_from_file,
+    secret_from_variable,
+    validation_error,
+)
+from gateway.config.webhook_url import WebhookUrl
+
+TRACES_PATH = "/v1/traces"
+"""Where collectors take traces by OTLP over HTTP."""
+
+_HEADER = re.compile(r"([A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}):[ \t]*([ -~]+)")
+
+
+def _endpoint(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        url = WebhookUrl.parse(value)
+    except ValueError as error:
+        raise validation_error(str(error), f"such as http://127.0.0.1:4318{TRACES_PATH}") from None
+    if url.query:
+        raise validation_error("must have no query", "a secret belongs into header_file")
+    return f"{url.origin}{TRACES_PATH}" if url.path == "/" else str(url)
+
+
+def _rate(value: object) -> object:
+    if isinstance(value, (bool, str)):
+        raise validation_error("must be a number", "such as 1 or 0.1, for each second")
+    return value
+
+
+class TracesSettings(ConfigModel):
+    """Traces of requests, exported by OTLP over HTTP. Never a prompt or a completion."""
+
+    endpoint: Annotated[
+        str | None,
+        BeforeValidator(_endpoint),
+        Field(
+            description=(
+                "URL of the collector, such as `http://127.0.0.1:4318/v1/traces`; without a path "
+                "`/v1/traces` is meant. Unset: no traces. Needs the extra `otel`."
+            )
+        ),
+        TypeLabel("URL"),
+    ] = None
+    share: Annotated[Fraction, Field(description="Share of requests that are traced.")] = 0.05
+    beyond_share: Annotated[
+        float,
+        BeforeValidator(_rate),
+        Field(
+            ge=0,
+            le=1000,
+            allow_inf_nan=False,
+            description=(
+                "Requests a second that are traced beyond the share: so many whose client has "
+                "recorded its part of the trace (`traceparent`), and as many that the gateway or a "
+                "node failed (5xx)."
+            ),
+        ),
+        TypeLabel("requests a second"),
+    ] = 1.0
+    service_name: Annotated[
+        NonEmptyText, Field(description="The gateway's `service.name` in its traces.")
+    ] = "llama-gateway"
+    header_env: Annotated[
+        EnvVarName | None,
+        Field(
+            description=(
+                "Name of the environment variable that holds a header for the collector, written "
+                "as `Authorization: Bearer SECRET`."
+            )
+        ),
+    ] = None
+    header_file: Annotated[
+        ExistingFile | None,
+        Field(description="File that holds the header, instead of `header_env`."),
+    ] = None
+    ca_file: Annotated[
+        ExistingFile | None,
+        Field(
+            description=(
+                "PEM file of the certificate authorities to trust, instead of those of `certifi`."
+            )
+        ),
+    ] = None
+    timeout: Annotated[
+        Seconds, Field(le=60, description="For one message to the collector, with all its retries.")
+    ] = 10.0
+    # Resolved from `header_env` or `header_file`; `exclude` keeps it out of the file's keys.
+    header: SecretStr | None = Field(default=None, exclude=True, validate_default=True, repr=False)
+
+    @field_validator("header_file")
+    @classmethod
+    def _one_source(cls, path: Path | None, info: ValidationInfo) -> Path | None:
+        if path is not None and info.data.get("header_env"):
+            raise validation_error("can't stand beside header_env", "keep one of the two")
+        return path
+
+    @field_validator("header", mode="before")
+    @classmethod
+    def _resolve_header(cls, header: object, info: ValidationInfo) -> object:
+        context = info.context or {}
+        if context.get("folder") is None:  # built in code, where it may be given
+            return header
+        if header is not None:
+            raise validation_error(
+                "a header must not stand in this file", "name it by header_env or header_file"
+            )
+        env: Mapping[str, str] = context.get("env") or os.environ
+        if variable := info.data.get("header_env"):
+            return _checked(secret_from_variable(variable, env, "header_env"), "header_env")
+        if path := info.data.get("header_file"):
+            return _checked(secret_from_file(path, "header_file"), "header_file")
+        return None
+
+    def header_fields(self) -> dict[str, str]:
+        """The header for the collector; empty: there is none."""
+        if self.header is None:
+            return {}
+        name, _, value = self.header.get_secret_value().partition(":")
+        return {name: value.strip()}
+
+
+def _checked(text: str, key: str) -> str:
+    if not _HEADER.fullmatch(text):
+        raise validation_error(
+            "holds no header", "it is written as `Authorization: Bearer SECRET`", key
+        )
+    return text
 
 
 class TelemetrySettings(ConfigModel):
@@ -32,3 +171,6 @@ class TelemetrySettings(ConfigModel):
         ),
         TypeLabel("true or false"),
     ] = True
+    traces: Annotated[
+        TracesSettings, Field(description="Traces of requests, for a collector of OpenTelemetry.")
+    ] = TracesSettings()

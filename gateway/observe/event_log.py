@@ -101,6 +101,8 @@ class EventLog:
         }
         if event.reason is not None:
             fields["reason"] = event.reason
+        if event.trace is not None:
+            fields["trace_id"] = event.trace.trace_id
         self._write(level, "request", fields)
 
     def attempt(self, event: AttemptEnded) -> None:
@@ -210,7 +212,7 @@ class EventLog:
 
 _ACCESS_LINE = (
     b'{"timestamp":"%b","level":"%b","event":"request","id":%b,%b,"queue":%b,"ttft":%b,'
-    b'"duration":%.4f,"prompt_tokens":%d,"cached_tokens":%d,"completion_tokens":%d%b}\n'
+    b'"duration":%.4f,"prompt_tokens":%d,"cached_tokens":%d,"completion_tokens":%d%b%b}\n'
 )
 
 
@@ -237,6 +239,7 @@ def access_log_line(event: RequestFinished, level: str) -> bytes:
         event.cached_tokens,
         event.completion_tokens,
         b"" if event.reason is None else b',"reason":' + _quoted(event.reason),
+        b"" if event.trace is None else b',"trace_id":"%b"' % event.trace.trace_id.encode(),
     )
 
 

@@ -35,7 +35,13 @@ from gateway.observe.request_histograms import (
     GenAiHistograms,
     RequestHistograms,
 )
-from gateway.observe.snapshot import BatchSample, LedgerSample, MetricsSnapshot, NodeSample
+from gateway.observe.snapshot import (
+    BatchSample,
+    LedgerSample,
+    MetricsSnapshot,
+    NodeSample,
+    TraceSample,
+)
 from gateway.request import Priority
 
 METRIC_PREFIX = "llama_gateway_"
@@ -327,6 +333,8 @@ class Metrics:
         if snapshot.batches is not None:
             _add_batches(page, snapshot.batches)
         self._add_webhooks(page, snapshot.webhooks_waiting)
+        if snapshot.traces is not None:
+            _add_traces(page, snapshot.traces)
         build = labels(version=__version__, python=platform.python_version())
         page.add_family("build_info", "gauge", "The version that runs.", [(build, 1)])
         if self._with_gen_ai:
@@ -518,6 +526,17 @@ def _add_ledger(page: MetricsPage, ledger: LedgerSample) -> None:
         ("ledger_rows_dropped_total", "counter", "Rows that were lost.", ledger.dropped),
     ):
         page.add_family(name, kind, text, [("", value)])
+
+
+def _add_traces(page: MetricsPage, traces: TraceSample) -> None:
+    text = "Traces that the collector has taken."
+    page.add_family("traces_exported_total", "counter", text, [("", traces.exported)])
+    page.add_family(
+        "traces_dropped_total",
+        "counter",
+        "Traces that were lost: too many waited, or the collector did not take them.",
+        [(labels(reason=reason), count) for reason, count in traces.dropped.items()],
+    )
 
 
 def _add_batches(page: MetricsPage, batches: BatchSample) -> None:

@@ -103,7 +103,7 @@ _FIRST_TOKEN = (
 _OUTPUT_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304)
 
-_OPERATIONS = {
+OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/chat/completions": "chat",
     "/v1/responses": "chat",
@@ -138,7 +138,7 @@ class GenAiHistograms:
 
     def count(self, event: RequestFinished) -> None:
         """Count a request that has ended."""
-        operation = _OPERATIONS.get(event.path)
+        operation = OPERATIONS.get(event.path)
         if operation is None:
             return
         labelled = (event.model, operation, PROVIDER)

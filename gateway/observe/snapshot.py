@@ -47,6 +47,15 @@ class LedgerSample:
 
 
 @dataclass(slots=True)
+class TraceSample:
+    """Traces of requests that have ended; counts are of this process."""
+
+    exported: int
+    dropped: Mapping[str, int]
+    """By the reason."""
+
+
+@dataclass(slots=True)
 class BatchSample:
     """Work that can wait, at the time of a scrape; counts are of this process."""
 
@@ -103,5 +112,7 @@ class MetricsSnapshot:
     """None: there is no store."""
     ledger: LedgerSample | None = None
     batches: BatchSample | None = None
+    traces: TraceSample | None = None
+    """None: no requests are traced."""
     webhooks_waiting: int = 0
     """Deliveries that wait in the store."""

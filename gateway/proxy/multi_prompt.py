@@ -217,6 +217,7 @@ class MultiPromptForwarder:
                 request.lease_request.priority,
                 parent.caller,
                 stream=request.stream,
+                trace=parent.trace,
             )
             sub_request = SubRequest(request, record)
             self._sub_requests[request.id] = sub_request

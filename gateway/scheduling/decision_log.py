@@ -30,6 +30,12 @@ MOST_QUEUEINGS = 2048
 MOST_REFUSALS = 1024
 """Requests that were refused."""
 
+MOST_FOLLOWED = 4096
+"""Requests whose decisions are collected while they run."""
+
+MOST_COLLECTED = 256
+"""Decisions that are collected of each, the first."""
+
 LONGEST_REASON = 500
 """Characters of the message of a refusal."""
 
@@ -97,6 +103,7 @@ class Grant(msgspec.Struct, eq=False, gc=False):
     """Nodes of the inventory."""
     out: Mapping[str, int]
     """Nodes that serve its model and had no room for it, by the reason."""
+    lease_id: int
     first_content_at: float | None = None
     ended_at: float | None = None
     """When its slots were free."""
@@ -146,6 +153,8 @@ class DecisionLog:
     grants: deque[Grant] = field(default_factory=lambda: deque(maxlen=MOST_GRANTS))
     queueings: deque[Queueing] = field(default_factory=lambda: deque(maxlen=MOST_QUEUEINGS))
     refusals: deque[Refusal] = field(default_factory=lambda: deque(maxlen=MOST_REFUSALS))
+    followed: dict[str, list[Decision]] = field(default_factory=dict)
+    """What was decided about the requests that are followed, by their ids."""
     started_at: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -163,6 +172,7 @@ class DecisionLog:
         fallback: str | None,
         fleet_size: int,
         out: Mapping[str, int],
+        lease_id: int,
     ) -> Grant:
         """A placement has become a lease."""
         queued, now = placement.queued, placement.placed_at
@@ -186,8 +196,11 @@ class DecisionLog:
             queued.deferral,
             fleet_size,
             out,
+            lease_id,
         )
         self.grants.append(grant)
+        if self.followed:
+            self._collect(grant)
         return grant
 
     def queued(
@@ -200,27 +213,52 @@ class DecisionLog:
         expires_at: float,
     ) -> None:
         """A request waits from now on."""
-        self.queueings.append(
-            Queueing(
-                queued.id,
-                now,
-                queued.received_at,
-                queued.priority,
-                ahead,
-                predicted_wait,
-                waiting,
-                expires_at,
-            )
+        queueing = Queueing(
+            queued.id,
+            now,
+            queued.received_at,
+            queued.priority,
+            ahead,
+            predicted_wait,
+            waiting,
+            expires_at,
         )
+        self.queueings.append(queueing)
+        if self.followed:
+            self._collect(queueing)
 
     def refused(
         self, request: LeaseRequest, error: GatewayError, received_at: float, now: float
     ) -> None:
         """A request is refused, at once or after a wait."""
         message = error.message[:LONGEST_REASON]
-        self.refusals.append(
-            Refusal(request.id, now, received_at, error.status, error.code, message)
-        )
+        refusal = Refusal(request.id, now, received_at, error.status, error.code, message)
+        self.refusals.append(refusal)
+        if self.followed:
+            self._collect(refusal)
+
+    # Collected for those who need all of one request, however long it runs.
+
+    def follow(self, request_id: str) -> None:
+        """Collect the decisions about this request from now on, until `take`."""
+        if len(self.followed) >= MOST_FOLLOWED:
+            del self.followed[next(iter(self.followed))]
+        self.followed[request_id] = []
+
+    def take(self, request_id: str) -> list[Decision] | None:
+        """What was decided about a request since `follow`, and no more; None: it is unknown."""
+        return self.followed.pop(request_id, None)
+
+    def follow_none(self) -> None:
+        """Collect no more of any request."""
+        self.followed.clear()
+
+    def _collect(self, one: Decision) -> None:
+        found = self.followed.get(one.request_id)
+        if found is None and "." in one.request_id:
+            found = self.followed.get(one.request_id.rpartition(".")[0])
+        if found is not None and len(found) < MOST_COLLECTED:
+            found.append(one)
 
     # Read by those who explain.
 

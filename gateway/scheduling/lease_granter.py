@@ -181,6 +181,7 @@ class LeaseGranter:
         if request.max_tokens is not None and (decode_tps := speed.decode_tps) is not None:
             total = prefill + request.max_tokens / decode_tps
         model = candidates.by_model[placement.group][0]
+        lease_id = next(self._lease_ids)
         grant = self.decision_log.granted(
             placement,
             request,
@@ -190,6 +191,7 @@ class LeaseGranter:
             fallback,
             self.dispatcher.placement_state.node_count,
             self._nodes_without_room(placement, now),
+            lease_id,
         )
         record = LeaseRecord(request, placement, reservation, self.dispatcher, self.clock, grant)
         lease = node.take_lease(
@@ -201,7 +203,6 @@ class LeaseGranter:
             holder=record,
         )
         record.lease = lease
-        lease_id = next(self._lease_ids)
         self.records[lease_id] = record
         if request.yields:
             self.yielding[lease_id] = record

@@ -40,6 +40,7 @@ from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES, Route, is_infill, routes_of
 from gateway.proxy.prefill_progress import PrefillProgress
 from gateway.proxy.response_stream import JSON_HEADER_LINE, BodyStream, ProxyResponse
+from gateway.tracing.request_tracing import RequestTracing
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import UpstreamError
 from gateway.usage.accounts import Accounts
@@ -106,6 +107,7 @@ class ProxyHandler:
     """Completions that editors wait for; a newer one of the same session ends the older."""
     storing: Storing | None = None
     """Takes what is to be kept or made later."""
+    tracing: RequestTracing | None = None
     _id_prefix: str = field(default_factory=lambda: f"req_{secrets.token_hex(8)}")
     _id_numbers: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -167,6 +169,9 @@ class _HandledRequest:
         self.record = RequestFinished(
             x_request_id or self.request_id, route.path, request_id=self.request_id
         )
+        tracing = handler.tracing
+        if tracing is not None and tracing.active:
+            tracing.begin(self.request_id, self.record, exchange.headers, self.received_at)
 
     async def serve(self) -> None:  # noqa: PLR0912, PLR0915 - each call costs
         """Read the request, forward it, and send the response."""
@@ -532,6 +537,9 @@ class _HandledRequest:
             record = self.record.finish(handler.clock() - self.received_at)
             if self._metered is not None:
                 handler.meter.ended(self._metered, record)
+            tracing = handler.tracing
+            if tracing is not None and tracing.active:
+                tracing.finished(self.request_id, record, self.exchange.headers, self.received_at)
             handler.bus.publish_deferred(record)
 
     def _header_lines(self, *, early: bool = False) -> bytes:

@@ -83,7 +83,7 @@ class _Chat:
         self._handler = handler
         self._id = handler.next_id()
         self._received_at = handler.clock()
-        self._record = RequestFinished(self._id, PATH)
+        self._record = RequestFinished(self._id, PATH, request_id=self._id)
         self._caller = Caller(
             id=f"playground:{identity.name}", name="playground", max_priority=Priority.URGENT
         )
@@ -93,6 +93,8 @@ class _Chat:
         self._forwarding: asyncio.Task[ProxyResponse] | None = None
         self._response: ProxyResponse | None = None
         self._closed = False
+        if handler.tracing is not None and handler.tracing.active:
+            handler.tracing.begin(self._id, self._record, [], self._received_at)
 
     async def begin(self, fields: JsonObject) -> AsyncGenerator[bytes, None]:
         """Send it on; its events. Raises: GatewayError, for what fails before it must wait."""
@@ -245,6 +247,8 @@ class _Chat:
             finished = record.finish(handler.clock() - self._received_at)
             if self._metered is not None:
                 handler.meter.ended(self._metered, finished)
+            if handler.tracing is not None and handler.tracing.active:
+                handler.tracing.finished(self._id, finished, [], self._received_at)
             handler.bus.publish_deferred(finished)
 
 

@@ -22,12 +22,14 @@ from gateway.observe.snapshot import (
     MetricsSnapshot,
     NodeSample,
     StoreSample,
+    TraceSample,
 )
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.request import Priority
 from gateway.scheduling.prediction_accuracy import RATIO_BOUNDS
 from gateway.scheduling.scheduler import Scheduler
 from gateway.store.store import Store
+from gateway.tracing.request_tracing import RequestTracing
 from gateway.usage.ledger import Ledger
 from gateway.web.admin.configuration import GatewayControl
 from gateway.web.admin.models import differences_json
@@ -181,6 +183,7 @@ class MetricsSource:
     store: Store | None = None
     ledger: Ledger | None = None
     background: BackgroundSource | None = None
+    tracing: RequestTracing | None = None
 
     def __call__(self) -> MetricsSnapshot:
         """The state now."""
@@ -222,7 +225,15 @@ class MetricsSource:
             ledger=self._ledger_sample(),
             webhooks_waiting=0 if background is None else background.webhooks_waiting(),
             batches=None if background is None else background.batch_sample(),
+            traces=self._trace_sample(),
         )
+
+    def _trace_sample(self) -> TraceSample | None:
+        if self.tracing is None or not self.tracing.active:
+            return None
+        counts = self.tracing.counts
+        dropped = {"queue_full": counts.not_queued, "not_taken": counts.not_sent}
+        return TraceSample(counts.exported, dropped)
 
     def _store_sample(self) -> StoreSample | None:
         if self.store is None:
