@@ -15,11 +15,11 @@ from gateway.tracing.spans import EndedRequest
 MOST_WAITING = 1024
 """Traces that wait to be sent; one more is dropped."""
 
-MOST_SENT = 256
+BATCH_TRACES = 256
 """Traces that are sent at once."""
 
 BATCH_SECONDS = 2.0
-"""Seconds for which traces are collected into one message."""
+"""Seconds for which traces are collected into one message, unless there are so many sooner."""
 
 FLUSH_SECONDS = 2.0
 """Most seconds that the gateway's end waits for the last traces to be sent."""
@@ -65,13 +65,17 @@ class TraceExporter:
         counts: TraceCounts,
         *,
         batch_seconds: float = BATCH_SECONDS,
+        batch_traces: int = BATCH_TRACES,
     ) -> None:
         self._open_sender = open_sender
         self._counts = counts
         self._batch_seconds = batch_seconds
+        self._batch_traces = batch_traces
         self._waiting: deque[EndedRequest] = deque()
         self._sender: Sender | None = None
         self._work = threading.Event()
+        self._due = threading.Event()
+        """A message is full, or this ends."""
         self._closing = threading.Event()
         self._given_up = threading.Event()
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
@@ -85,10 +89,13 @@ class TraceExporter:
         self._waiting.append(request)
         if not self._work.is_set():
             self._work.set()
+        if len(self._waiting) == self._batch_traces:
+            self._due.set()
 
     def stop(self) -> None:
         """Take no more traces; the thread ends when it has sent those that wait."""
         self._closing.set()
+        self._due.set()
         self._work.set()
 
     def close(self, seconds: float = FLUSH_SECONDS) -> None:
@@ -113,11 +120,12 @@ class TraceExporter:
             sender = None
         while True:
             self._work.wait()
-            self._closing.wait(self._batch_seconds)
+            self._due.wait(self._batch_seconds)
+            if not self._closing.is_set():
+                self._due.clear()
             self._work.clear()
             while batch := self._take():
                 self._send(sender, batch)
-            # `stop` sets the one before the other: nothing is added any more.
             if self._closing.is_set() and not self._waiting:
                 break
         if sender is not None:
@@ -138,6 +146,6 @@ class TraceExporter:
     def _take(self) -> list[EndedRequest]:
         batch: list[EndedRequest] = []
         with contextlib.suppress(IndexError):
-            while len(batch) < MOST_SENT:
+            while len(batch) < self._batch_traces:
                 batch.append(self._waiting.popleft())
         return batch

@@ -119,6 +119,7 @@ class _BoundedSession(requests.Session):
         if length.isdecimal() and int(length) <= MOST_RESPONSE_BYTES:
             # All of it: else the connection could not be used again.
             response.raw.read(int(length), decode_content=False)
+            response.raw.release_conn()
         else:
             response.close()
         return response

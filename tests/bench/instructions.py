@@ -15,6 +15,9 @@ as idle under valgrind as it is without. A hundredth of that is added to each re
     python -m tests.bench.instructions .+key .+limits      one, with a key, and with one of which
                                                            every use is limited
     python -m tests.bench.instructions .+off .             one, without a store, and with its ledger
+    python -m tests.bench.instructions .+silent .+telemetry .+telemetry-all
+                                                           one, without telemetry, with all of it
+                                                           and 5 % of traces, and with all traces
 
 Exit status: 0 counted; 1 some answer was wrong or a gateway did not start; 2 usage error.
 """
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -136,7 +140,29 @@ EVERY_LIMIT = {
 }
 
 
-CALLERS = ("", "+off", "+key", "+key-limits", "+limits")
+TELEMETRY = {"silent": 0.0, "telemetry": 0.05, "telemetry-all": 1.0}
+"""Shares of requests that are traced. `silent`: no telemetry but the metrics, which are always on;
+else also an access log, OpenTelemetry's names, metrics of nodes, and traces."""
+
+TRACE_SECONDS = 2
+"""Seconds whose traces are one message to the collector."""
+
+EVEN_TRACES = """
+import itertools
+from gateway.tracing.export import TraceExporter
+from gateway.tracing.sampling import Sampler
+TraceExporter.__init__.__kwdefaults__.update(batch_seconds={seconds}, batch_traces={traces})
+draws = itertools.cycle([number / 20 for number in range(20)])
+make_sampler = Sampler.__init__
+def make_even_sampler(self, *values, **named):
+    make_sampler(self, *values, **{{**named, "draw": lambda: next(draws)}})
+Sampler.__init__ = make_even_sampler
+"""
+"""Every twentieth request is traced, or every one, and each message has as many traces as it would
+at that rate."""
+
+
+CALLERS = ("", "+off", "+key", "+key-limits", "+limits", *(f"+{name}" for name in TELEMETRY))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +173,28 @@ class Subject:
     caller: str = ""
     """Empty: nobody known; `off`: the same without a store; `key`: the holder of a key;
     `key-limits`: one of a key with every limit; `limits`: an end user, with every limit on its own
-    use, its key's, its group's and that of all callers."""
+    use, its key's, its group's and that of all callers; or one of `TELEMETRY`, nobody known."""
 
-    def settings(self) -> dict[str, Any]:
-        """The settings that the caller needs."""
+    @property
+    def traced_share(self) -> float:
+        """The share of its requests that are traced."""
+        return TELEMETRY.get(self.caller, 0.0)
+
+    def launcher(self) -> str:
+        """The program of a gateway whose requests are counted."""
+        if not self.traced_share:
+            return STOP_CLOCKS + LAUNCH
+        traces = round(RATE * TRACE_SECONDS * self.traced_share)
+        return STOP_CLOCKS + EVEN_TRACES.format(seconds=STOPPED, traces=traces) + LAUNCH
+
+    def settings(self, collector: int) -> dict[str, Any]:
+        """The settings that the caller needs; `collector`: the port of one for traces."""
+        if self.caller == "silent":
+            return {"logging": {"access": False}, "telemetry": {"node_metrics": False}}
+        if self.traced_share:
+            url = f"http://{HOST}:{collector}"
+            traces = {"endpoint": url, "share": self.traced_share, "beyond_share": 0}
+            return {"telemetry": {"gen_ai_metrics": True, "traces": traces}}
         if self.caller == "off":
             return {"store": {"url": "off"}}
         if not self.caller:
@@ -281,7 +325,7 @@ async def _count_subject(subject: Subject, requests: int, only: Collection[str])
     """Instructions for each request, by scenario, and of an idle second. Raises: RuntimeError."""
     counts = {}
     if set(only) != {"idle"}:
-        async with _served(subject, STOP_CLOCKS + LAUNCH) as served:
+        async with _served(subject, subject.launcher()) as served:
             for one in SCENARIOS:
                 if one.option in only:
                     load = subject.send(one.load(served.address))
@@ -307,11 +351,16 @@ class Served:
 @asynccontextmanager
 async def _served(subject: Subject, launcher: str) -> AsyncIterator[Served]:
     folder = Path(tempfile.mkdtemp(prefix="llama-gateway-instructions-"))
-    async with Upstream(1, 64, Script(tokens=TOKENS, interval=0.0, burst=TOKENS)) as node:
+    async with (
+        Upstream(1, 64, Script(tokens=TOKENS, interval=0.0, burst=TOKENS)) as node,
+        await asyncio.start_server(_collect, HOST, 0) as collector,
+    ):
+        collector_port = collector.sockets[0].getsockname()[1]
         # Held all the time: the gateway may need minutes until it listens.
         with claim_port(HOST) as claim:
             address = (HOST, claimed_port(claim))
-            process = _start_gateway(subject, launcher, folder, address, node.ports[0])
+            ports = (node.ports[0], collector_port)
+            process = _start_gateway(subject, launcher, folder, address, *ports)
             try:
                 await _until_ready(process, address, folder)
                 yield Served(address, node, process, folder)
@@ -320,13 +369,25 @@ async def _served(subject: Subject, launcher: str) -> AsyncIterator[Served]:
                 await asyncio.to_thread(process.wait, 60)
 
 
+async def _collect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Take traces, and let them be."""
+    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        while True:
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", head.lower())
+            assert length is not None
+            await reader.readexactly(int(length[1]))
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+    writer.close()
+
+
 def _start_gateway(
-    subject: Subject, launcher: str, folder: Path, address: Address, node: int
+    subject: Subject, launcher: str, folder: Path, address: Address, node: int, collector: int
 ) -> subprocess.Popen[bytes]:
     nodes, settings = folder / "nodes.yaml", folder / "gateway.yaml"
     nodes.write_text(json.dumps({"nodes": [{"name": "node", "url": f"http://{HOST}:{node}"}]}))
     # Probes and the watching of files must not count.
-    settings.write_text(json.dumps({"health": {"interval": 3600}} | subject.settings()))
+    settings.write_text(json.dumps({"health": {"interval": 3600}} | subject.settings(collector)))
     command = [
         *("setpriv", "--pdeathsig", "TERM", "valgrind", "--tool=callgrind"),
         f"--callgrind-out-file={folder}/counted",

@@ -1,0 +1,158 @@
+"""Collectors that are dead, mute, slow, wrong or full: no request notices."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.emulator import EmulatedNode
+from tests.gateway_processes import serving
+from tests.gateways import Running, running_gateway, until
+from tests.tracing.collector import Collector, running_collector
+
+CHAT = "/v1/chat/completions"
+BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+DEAD = "http://127.0.0.1:9/v1/traces"
+GRACE = 20.0
+"""Seconds that a loaded machine may take for what should take two."""
+
+
+def settings(url: str, **more: Any) -> dict[str, Any]:
+    return {"telemetry": {"traces": {"endpoint": url, "share": 1, **more}}}
+
+
+async def ask(running: Running, count: int) -> None:
+    for _ in range(count):
+        assert (await running.client.post(CHAT, json=BODY)).status_code == 200
+
+
+async def dropped(running: Running) -> dict[str, int]:
+    async with httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as admin:
+        page = (await admin.get("/metrics")).text
+    found = {}
+    for line in page.splitlines():
+        if line.startswith("llama_gateway_traces_dropped_total{"):
+            name, _, value = line.rpartition(" ")
+            found[name.partition('reason="')[2].rstrip('"}')] = int(value)
+    return found
+
+
+ANSWERS = {
+    "refuses": b"HTTP/1.1 400 Bad Request\r\ncontent-length: 5\r\n\r\nwrong",
+    "is no collector": b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n",
+    "speaks no HTTP": b"\x16\x03\x01 what is this\r\n\r\n",
+    "leads elsewhere": b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1:9/\r\n"
+    b"content-length: 0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("answer", [b"", *ANSWERS.values()], ids=["hangs", *ANSWERS])
+async def test_a_collector_that_takes_nothing_loses_traces_and_nothing_else(
+    answer: bytes, tmp_path: Path
+) -> None:
+    async with running_collector() as collector, EmulatedNode(slots=4) as node:
+        collector.answer = answer
+        chosen = settings(collector.url, timeout=1)
+        async with running_gateway(tmp_path, [node.url], chosen) as running:
+            await ask(running, 5)
+            counts = running.gateway.tracing.counts
+            await until(lambda: counts.not_sent + counts.exported == 5, GRACE)
+            await ask(running, 5)
+            if not answer.startswith(b"HTTP/1.1 302"):  # To the exporter that is a success.
+                assert counts.not_sent >= 5
+                assert (await dropped(running))["not_taken"] >= 5
+
+
+async def test_a_dead_collector_is_told_in_the_log_once(tmp_path: Path) -> None:
+    async with EmulatedNode(slots=4) as node:
+        async with running_gateway(tmp_path, [node.url], settings(DEAD, timeout=1)) as running:
+            counts = running.gateway.tracing.counts
+            for number in range(1, 4):
+                await ask(running, 1)
+                await until(lambda n=number: counts.not_sent == n, GRACE)  # type: ignore[misc]
+        log = (tmp_path / "gateway.log").read_text()
+    assert log.count("Failed to export") == 1
+    assert "Transient error" not in log
+
+
+async def test_a_collector_that_is_busy_for_a_moment_gets_them_later(tmp_path: Path) -> None:
+    async with running_collector() as collector, EmulatedNode() as node:
+        good = collector.answer
+        collector.answer = b"HTTP/1.1 503 Busy\r\nretry-after: 1\r\ncontent-length: 0\r\n\r\n"
+        async with running_gateway(tmp_path, [node.url], settings(collector.url)) as running:
+            await ask(running, 1)
+            await until(lambda: collector.heads, GRACE)
+            collector.answer = good
+            await collector.until_roots(1)
+            assert running.gateway.tracing.counts.not_sent == 0
+    assert len(collector.roots()) == 1
+
+
+async def test_an_answer_without_an_end_is_not_read(tmp_path: Path) -> None:
+    async with running_collector() as collector, EmulatedNode() as node:
+        collector.answer = b"HTTP/1.1 200 OK\r\ncontent-length: 99999999999\r\n\r\n" + b"x" * 1000
+        async with running_gateway(tmp_path, [node.url], settings(collector.url)) as running:
+            counts = running.gateway.tracing.counts
+            await ask(running, 1)
+            await until(lambda: counts.exported == 1, GRACE)
+            await ask(running, 1)
+            await until(lambda: counts.exported == 2, GRACE)
+    assert len(collector.roots()) == 2
+
+
+async def test_a_mute_collector_delays_no_request(tmp_path: Path) -> None:
+    async with running_collector() as collector, EmulatedNode(slots=4) as node:
+        collector.answer = b""
+        async with running_gateway(
+            tmp_path, [node.url], settings(collector.url, timeout=60)
+        ) as running:
+            await ask(running, 1)
+            await until(lambda: collector.heads, GRACE)
+            began = time.monotonic()
+            await ask(running, 20)
+            assert time.monotonic() - began < GRACE
+
+
+async def test_traces_of_one_connection_are_sent_on_one(tmp_path: Path) -> None:
+    class Counting(Collector):
+        connections = 0
+
+        async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            Counting.connections += 1
+            await Collector.serve(self, reader, writer)
+
+    collector = Counting()
+    server = await asyncio.start_server(collector.serve, "127.0.0.1", 0)
+    collector.port = server.sockets[0].getsockname()[1]
+    async with (
+        EmulatedNode() as node,
+        running_gateway(tmp_path, [node.url], settings(collector.url)) as running,
+    ):
+        for number in range(1, 4):
+            await ask(running, 1)
+            await collector.until_roots(number)
+    server.close()
+    assert len(collector.heads) >= 3
+    assert Counting.connections == 1
+
+
+@pytest.mark.slow
+async def test_a_signal_ends_a_gateway_whose_collector_is_mute(tmp_path: Path) -> None:
+    async with running_collector() as collector, EmulatedNode() as node:
+        collector.answer = b""
+        chosen = settings(collector.url, timeout=60)
+        async with serving(tmp_path / "site", node, settings=chosen) as line:
+            async with httpx.AsyncClient(base_url=line.url, trust_env=False) as client:
+                assert (await client.post(CHAT, json=BODY, timeout=60)).status_code == 200
+            await until(lambda: collector.heads, GRACE)
+            began = time.monotonic()
+            os.kill(line.first.pid, signal.SIGTERM)
+            assert await asyncio.wait_for(line.first.wait(), GRACE) == 0
+            assert time.monotonic() - began < GRACE
