@@ -150,6 +150,7 @@ pins: $(VENV)/.dev ## renew requirements/*.txt from pyproject.toml (Python 3.11)
 	  "make pins: needs a .venv of Python 3.11, the oldest supported one: make PYTHON=python3.11 pins")'
 	@$(COMPILE) --extra local --extra tui --extra otel --extra test --extra dev --extra docs --all-build-deps -o requirements/dev.txt pyproject.toml
 	@$(COMPILE) -c requirements/dev.txt -o requirements/runtime.txt pyproject.toml
+	@$(COMPILE) -c requirements/dev.txt --extra otel -o requirements/otel.txt pyproject.toml
 	@$(COMPILE) -c requirements/dev.txt --extra local --extra tui --extra otel -o requirements/local.txt pyproject.toml
 	@$(COMPILE) -c requirements/dev.txt --extra local --extra tui --extra otel --extra test -o requirements/test.txt pyproject.toml
 	@$(COMPILE) -c requirements/dev.txt --only-build-deps --all-build-deps -o requirements/build.txt pyproject.toml

@@ -193,6 +193,7 @@ class Gateway:
             context=self.proxy_context,
             forwarder=self.forwarder,
             registry=self.registry,
+            tracing=self.tracing,
         )
         self.handler = ProxyHandler(
             config,

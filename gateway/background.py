@@ -36,6 +36,7 @@ from gateway.proxy.inbound.prepare import RequestRules
 from gateway.scheduling.budget import dearest_token
 from gateway.scheduling.scheduler import Scheduler
 from gateway.startup import Options, batches_folder
+from gateway.tracing.request_tracing import RequestTracing
 from gateway.transport.resolver import Resolver
 from gateway.web.site import KeptForCallers
 from gateway.web.storing import Storing
@@ -59,6 +60,7 @@ class BackgroundWork:
         context: ProxyContext,
         forwarder: Forwarder,
         registry: InFlightRegistry,
+        tracing: RequestTracing,
     ) -> None:
         self._fleet = fleet
         self._stopped = False
@@ -76,6 +78,7 @@ class BackgroundWork:
             context.time_slicer,
             clock,
             time.time,
+            tracing,
         )
         self.files: FileRegistry | None = None
         """None: there is no store. So are the next ones."""

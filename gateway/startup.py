@@ -23,7 +23,7 @@ from gateway.config.fields import is_host
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.settings import RejectedFiles, Settings, load_settings
 from gateway.config.store import STORE_OFF
-from gateway.tracing.request_tracing import has_extra
+from gateway.tracing.extra import has_otel
 from gateway.transport.certificates import CertificateError, load_certificate
 from gateway.transport.node_client import node_address
 
@@ -226,7 +226,7 @@ _OTEL_REMEDY = "pip install 'llama-gateway[otel]', or remove the key"
 
 def lacks_otel(settings: Settings) -> bool:
     """Whether these settings need the extra `otel`, which is not installed."""
-    return settings.telemetry.traces.endpoint is not None and not has_extra()
+    return settings.telemetry.traces.endpoint is not None and not has_otel()
 
 
 def check_extras(settings: Settings, path: Path | None) -> None:

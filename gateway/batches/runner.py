@@ -66,6 +66,7 @@ from gateway.proxy.resume.plan import NotResumable, is_greedy
 from gateway.proxy.resume.resumer import FirstRun, node_kind
 from gateway.proxy.transcript import TranscriptRecorder
 from gateway.request import Endpoint, Headers, Priority
+from gateway.tracing.request_tracing import RequestTracing
 from gateway.transport.errors import UpstreamError
 from gateway.usage.accounts import Accounts
 from gateway.usage.ledger import UsageRow
@@ -244,6 +245,7 @@ class Runner:
     time_slicer: TimeSlicer
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
+    tracing: RequestTracing
 
     def configure(self, settings: Settings, rules: RequestRules) -> None:
         """Run by these from now on."""
@@ -341,6 +343,8 @@ class _Run:
         self._record = RequestFinished(
             stored.x_request_id or stored.id, stored.path, request_id=stored.id
         )
+        if runner.tracing.active:
+            runner.tracing.begin(stored.id, self._record, [], self._received_at)
         self._metered: MeteredRequest | None = None
         """None: it was not admitted."""
         self._in_flight: InFlightRequest | None = None
@@ -369,7 +373,11 @@ class _Run:
                 runner.meter.dropped(self._metered)
             if has_result or record.attempts:
                 seconds = runner.clock() - self._received_at
+                if runner.tracing.active:
+                    runner.tracing.finished(self._stored.id, record, [], self._received_at)
                 runner.bus.publish_deferred(record.finish(seconds))
+            elif runner.tracing.active:
+                runner.tracing.forget(self._stored.id)
         return Outcome(status, header_lines, content, usage, record, record.reason)
 
     async def _result(self, body: bytes) -> tuple[int, bytes, bytes]:

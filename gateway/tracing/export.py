@@ -18,7 +18,7 @@ MOST_WAITING = 1024
 BATCH_TRACES = 256
 """Traces that are sent at once."""
 
-BATCH_SECONDS = 2.0
+BATCH_SECONDS = 5.0
 """Seconds for which traces are collected into one message, unless there are so many sooner."""
 
 FLUSH_SECONDS = 2.0

@@ -7,7 +7,6 @@ when it has ended, off the event loop.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import random
 import time
 from collections.abc import Callable
@@ -27,16 +26,6 @@ SETTLE_SECONDS = 0.5
 
 MOST_SETTLING = 1024
 """Requests that wait for that; one more is dropped."""
-
-EXTRA_MODULE = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
-
-
-def has_extra() -> bool:
-    """Whether the packages of the extra `otel` are installed."""
-    try:
-        return importlib.util.find_spec(EXTRA_MODULE) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def open_otlp_sender(settings: TracesSettings) -> Sender:

@@ -85,7 +85,6 @@ def _root(request: EndedRequest, span_id: str) -> Span:
     attributes: dict[str, Attribute] = {
         "http.request.method": "POST",
         "http.route": record.path,
-        "url.path": record.path,
         "http.response.status_code": record.status,
         _OWN + "request_id": record.x_request_id,
         _OWN + "class": record.priority.label,

@@ -144,7 +144,7 @@ TELEMETRY = {"silent": 0.0, "telemetry": 0.05, "telemetry-all": 1.0}
 """Shares of requests that are traced. `silent`: no telemetry but the metrics, which are always on;
 else also an access log, OpenTelemetry's names, metrics of nodes, and traces."""
 
-TRACE_SECONDS = 2
+TRACE_SECONDS = 5
 """Seconds whose traces are one message to the collector."""
 
 EVEN_TRACES = """

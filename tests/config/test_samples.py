@@ -73,7 +73,10 @@ def test_the_examples_in_the_sample_settings_work(tmp_path: Path) -> None:
         (tmp_path / name).write_text("x")
     (tmp_path / "ca.pem").write_text("x")
     (tmp_path / "hooks.secret").write_text(f"whsec_{'A' * 32}\n")
+    (tmp_path / "otlp-header").write_text("Authorization: Bearer x")
     settings = load_settings(tmp_path / "gateway.yaml", {})
+    unset = dict.fromkeys(("endpoint", "header_file", "ca_file", "header"))
+    traces = settings.telemetry.traces.model_copy(update=unset)
     shown = settings.model_copy(
         update={
             "keys": (),
@@ -88,6 +91,7 @@ def test_the_examples_in_the_sample_settings_work(tmp_path: Path) -> None:
             "batches": settings.batches.model_copy(update={"folder": None}),
             "elastic": settings.elastic.model_copy(update={"max": None}),
             "limits": settings.limits.model_copy(update={"total": None}),
+            "telemetry": settings.telemetry.model_copy(update={"traces": traces}),
             "webhooks": settings.webhooks.model_copy(update={"targets": ()}),
         }
     )

@@ -22,6 +22,8 @@ from gateway.lease import (
 )
 from gateway.scheduling.decision_log import (
     LONGEST_REASON,
+    MOST_COLLECTED,
+    MOST_FOLLOWED,
     Decision,
     DecisionLog,
     Grant,
@@ -195,3 +197,38 @@ def test_nothing_of_a_prompt_is_kept_alive() -> None:
     kept = msgspec.json.encode(msgspec.to_builtins(only_grant(scheduler, request)))
     assert str(blocks[0]).encode() not in kept
     assert len(kept) < 2000
+
+
+def test_what_is_decided_about_a_followed_request_is_collected_with_its_parts() -> None:
+    scheduler = a_scheduler(node("a", slots=8))
+    log, request, other = scheduler.decision_log, a_request(), a_request()
+    log.follow(request.id)
+    granted = lease(scheduler, request)
+    lease(scheduler, other)
+    part = msgspec.structs.replace(request, id=f"{request.id}.1")
+    of_part = lease(scheduler, part)
+    collected = log.take(request.id)
+    assert collected is not None
+    found = [(one.request_id, one.lease_id) for one in collected if isinstance(one, Grant)]
+    assert found == [(request.id, granted.id), (part.id, of_part.id)]
+    assert log.take(request.id) is None
+    lease(scheduler, request)
+    assert log.followed == {}
+
+
+def test_what_is_followed_is_bounded_in_number_and_length() -> None:
+    scheduler = a_scheduler(node("a", slots=1000))
+    log, request = scheduler.decision_log, a_request()
+    log.follow("first")
+    log.follow(request.id)
+    for _ in range(MOST_COLLECTED + 5):
+        lease(scheduler, request)
+    for number in range(MOST_FOLLOWED - 1):
+        log.follow(f"other_{number}")
+    assert len(log.followed) == MOST_FOLLOWED
+    assert log.take("first") is None
+    collected = log.take(request.id)
+    assert collected is not None
+    assert len(collected) == MOST_COLLECTED
+    log.follow_none()
+    assert log.followed == {}

@@ -76,7 +76,7 @@ async def test_a_dead_collector_is_told_in_the_log_once(tmp_path: Path) -> None:
             counts = running.gateway.tracing.counts
             for number in range(1, 4):
                 await ask(running, 1)
-                await until(lambda n=number: counts.not_sent == n, GRACE)  # type: ignore[misc]
+                await until(lambda n=number: counts.not_sent == n, GRACE)
         log = (tmp_path / "gateway.log").read_text()
     assert log.count("Failed to export") == 1
     assert "Transient error" not in log

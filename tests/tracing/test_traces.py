@@ -68,7 +68,6 @@ async def test_a_chat_is_one_trace_with_its_attempt(tmp_path: Path) -> None:
     assert root.attributes == {
         "http.request.method": "POST",
         "http.route": CHAT,
-        "url.path": CHAT,
         "http.response.status_code": 200,
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "llama.cpp",
@@ -343,6 +342,31 @@ async def test_the_collector_gets_its_header_and_no_answer_shows_it(
     assert "s3cret" not in shown
     assert "s3cret" not in (tmp_path / "gateway.log").read_text()
     assert "llama_gateway_traces_exported_total 1" in page
+
+
+async def test_lines_of_batches_and_chats_of_the_playground_are_traced_too(tmp_path: Path) -> None:
+    line = {"custom_id": "1", "method": "POST", "url": CHAT, "body": chat()}
+    async with (
+        EmulatedNode() as node,
+        traced(tmp_path, [node]) as (running, collector),
+        httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as admin,
+    ):
+        uploaded = await running.client.post(
+            "/v1/files",
+            data={"purpose": "batch"},
+            files={"file": ("in.jsonl", json.dumps(line).encode())},
+        )
+        batch = {"input_file_id": uploaded.json()["id"], "endpoint": CHAT}
+        batch["completion_window"] = "24h"
+        assert (await running.client.post("/v1/batches", json=batch)).status_code == 200
+        (of_line,) = await collector.until_roots(1)
+        assert (await admin.post("/admin/chat", json=chat(), timeout=60)).status_code == 200
+        _, of_playground = sorted(await collector.until_roots(2), key=lambda span: span.start)
+    assert of_line.attributes["llama_gateway.class"] == "batch"
+    assert of_playground.attributes["llama_gateway.caller"] == "playground:local"
+    for root in (of_line, of_playground):
+        assert names(collector.children(root)) == ["attempt"]
+        assert root.attributes["gen_ai.usage.output_tokens"] > 0
 
 
 async def test_a_reload_turns_traces_on_and_off(tmp_path: Path) -> None:

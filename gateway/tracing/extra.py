@@ -1,0 +1,15 @@
+"""Whether the packages of the extra `otel` are installed; asks without importing them."""
+
+from __future__ import annotations
+
+import importlib.util
+
+_MODULE = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+
+
+def has_otel() -> bool:
+    """Whether traces can be exported."""
+    try:
+        return importlib.util.find_spec(_MODULE) is not None
+    except ModuleNotFoundError:
+        return False
