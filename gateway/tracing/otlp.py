@@ -126,8 +126,8 @@ class _BoundedSession(requests.Session):
         response = super().request(*arguments, **{**options, "stream": True})
         length = response.headers.get("content-length", "")
         if length.isdecimal() and int(length) <= MOST_RESPONSE_BYTES:
-            # All of it: else the connection could not be used again.
-            response.raw.read(int(length), decode_content=False)
+            # To its end, even of nothing: else the connection could not be used again.
+            response.raw.read(decode_content=False)
             response.raw.release_conn()
         else:
             response.close()

@@ -52,6 +52,8 @@ class Collector:
     spans: list[ReceivedSpan] = field(default_factory=list)
     heads: list[str] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
+    connections: int = 0
+    _open: set[asyncio.StreamWriter] = field(default_factory=set)
 
     @property
     def url(self) -> str:
@@ -80,6 +82,8 @@ class Collector:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Requests of one connection."""
+        self.connections += 1
+        self._open.add(writer)
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
@@ -96,7 +100,13 @@ class Collector:
                 if self.answer:
                     writer.write(self.answer)
                     await writer.drain()
+        self._open.discard(writer)
         writer.close()
+
+    def drop_connections(self) -> None:
+        """End those that are open."""
+        for writer in self._open:
+            writer.transport.abort()
 
 
 def decoded(body: bytes) -> list[ReceivedSpan]:
@@ -144,5 +154,6 @@ async def running_collector() -> AsyncIterator[Collector]:
     try:
         yield collector
     finally:
-        # Its connections end with the exporters; those that got no answer are still open.
         server.close()
+        collector.drop_connections()
+        await asyncio.sleep(0)

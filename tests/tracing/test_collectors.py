@@ -15,7 +15,7 @@ import pytest
 from tests.emulator import EmulatedNode
 from tests.gateway_processes import serving
 from tests.gateways import Running, running_gateway, until
-from tests.tracing.collector import Collector, running_collector
+from tests.tracing.collector import running_collector
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
@@ -92,7 +92,7 @@ async def test_a_collector_that_is_busy_for_a_moment_gets_them_later(tmp_path: P
             collector.answer = good
             await collector.until_roots(1)
             assert running.gateway.tracing.counts.not_sent == 0
-    assert len(collector.roots()) == 1
+    assert len(collector.roots()) == 1, (collector.heads, collector.connections)
 
 
 async def test_an_answer_without_an_end_is_not_read(tmp_path: Path) -> None:
@@ -120,27 +120,17 @@ async def test_a_mute_collector_delays_no_request(tmp_path: Path) -> None:
             assert time.monotonic() - began < GRACE
 
 
-async def test_traces_of_one_connection_are_sent_on_one(tmp_path: Path) -> None:
-    class Counting(Collector):
-        connections = 0
-
-        async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            Counting.connections += 1
-            await Collector.serve(self, reader, writer)
-
-    collector = Counting()
-    server = await asyncio.start_server(collector.serve, "127.0.0.1", 0)
-    collector.port = server.sockets[0].getsockname()[1]
+async def test_one_message_after_the_other_is_sent_on_one_connection(tmp_path: Path) -> None:
     async with (
+        running_collector() as collector,
         EmulatedNode() as node,
         running_gateway(tmp_path, [node.url], settings(collector.url)) as running,
     ):
         for number in range(1, 4):
             await ask(running, 1)
             await collector.until_roots(number)
-    server.close()
-    assert len(collector.heads) >= 3
-    assert Counting.connections == 1
+        assert len(collector.heads) >= 3
+        assert collector.connections == 1
 
 
 @pytest.mark.slow
