@@ -98,7 +98,7 @@ class TracesSettings(ConfigModel):
         ExistingFile | None,
         Field(
             description=(
-                "PEM file of the certificate authorities to trust, instead of those of `certifi`."
+                "PEM file of the certificate authorities to trust, instead of the system's."
             )
         ),
     ] = None

@@ -36,6 +36,9 @@ class Sender(Protocol):
     def interrupt(self) -> None:
         """Give up what is being tried again, and try nothing any more."""
 
+    def close(self) -> None:
+        """Close its connection."""
+
 
 class TraceCounts:
     """How many traces were exported and dropped since the start; for all exporters together."""
@@ -129,7 +132,7 @@ class TraceExporter:
             if self._closing.is_set() and not self._waiting:
                 break
         if sender is not None:
-            sender.interrupt()
+            sender.close()
 
     def _send(self, sender: Sender | None, batch: list[EndedRequest]) -> None:
         sent = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-_MODULE = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+_MODULE = "opentelemetry.proto.collector.trace.v1.trace_service_pb2"
 
 
 def has_otel() -> bool:

@@ -159,7 +159,7 @@ def make_even_sampler(self, *values, **named):
 Sampler.__init__ = make_even_sampler
 """
 """Every twentieth request is traced, or every one, and each message has as many traces as it would
-at that rate."""
+at that rate, 250 at most: `--requests 500` counts whole messages."""
 
 
 CALLERS = ("", "+off", "+key", "+key-limits", "+limits", *(f"+{name}" for name in TELEMETRY))
@@ -184,7 +184,7 @@ class Subject:
         """The program of a gateway whose requests are counted."""
         if not self.traced_share:
             return STOP_CLOCKS + LAUNCH
-        traces = round(RATE * TRACE_SECONDS * self.traced_share)
+        traces = min(250, round(RATE * TRACE_SECONDS * self.traced_share))
         return STOP_CLOCKS + EVEN_TRACES.format(seconds=STOPPED, traces=traces) + LAUNCH
 
     def settings(self, collector: int) -> dict[str, Any]:

@@ -40,6 +40,7 @@ class FakeSender:
     entered: threading.Event = field(default_factory=threading.Event)
     batches: list[int] = field(default_factory=list)
     interrupted: bool = False
+    closed: bool = False
 
     def __post_init__(self) -> None:
         self.free.set()
@@ -56,6 +57,9 @@ class FakeSender:
         self.interrupted = True
         self.free.set()
 
+    def close(self) -> None:
+        self.closed = True
+
 
 def test_what_waits_at_the_end_is_sent() -> None:
     sender, counts = FakeSender(), TraceCounts()
@@ -66,6 +70,7 @@ def test_what_waits_at_the_end_is_sent() -> None:
     assert sender.batches == [3]
     assert (counts.exported, counts.not_queued, counts.not_sent) == (3, 0, 0)
     assert not exporter.running
+    assert sender.closed
 
 
 def test_a_full_message_is_sent_at_once() -> None:
