@@ -194,7 +194,7 @@ class Top(App[None]):
             if picture.at and picture.requests is None:
                 self._note = "requests are shown to keys of the role operator"
         else:
-            every = _problems(picture, len(picture.problems))
+            every = _problems(picture, len(picture.problems), commands=True)
             self._tables.query_one("#all-problems", Static).update(every or Text("no problems"))
 
     # What is heard, in the thread of the feed.
@@ -325,10 +325,10 @@ class Top(App[None]):
         self._show()
 
 
-def _problems(picture: FleetPicture, most: int) -> Text:
+def _problems(picture: FleetPicture, most: int, *, commands: bool = False) -> Text:
     lines = [
         Text(f"{severity}: {words}", SEVERITY_STYLES.get(severity, ""))
-        for severity, words in problem_lines(picture, most)
+        for severity, words in problem_lines(picture, most, commands=commands)
     ]
     return Text("\n").join(lines)
 
