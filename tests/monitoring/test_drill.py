@@ -344,7 +344,7 @@ async def test_each_of_seven_faults_shows_everywhere_in_time_and_goes_away(tmp_p
         EmulatedNode(slots=2, **speed) as gpu,
     ):
         price = {"prompt": 1e5, "completion": 1e5}
-        nodes = [
+        nodes: list[dict[str, Any]] = [
             {"name": "cpu-a", "url": cpu_a.url, "model": "demo", "host": "epyc-a"},
             {"name": "cpu-b", "url": cpu_b.url, "model": "demo", "host": "epyc-b"},
             {"name": "gpu", "url": gpu.url, "model": "demo", "tier": "gpu",
