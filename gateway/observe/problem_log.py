@@ -57,10 +57,16 @@ class ProblemLog:
 
 
 def _tell(problem: Problem) -> None:
+    # As texts, whose control characters the log escapes: nodes and callers name themselves.
     fields = {
-        name: value
-        for name, value in problem.as_json(may_name_callers=True).items()
-        if value not in (None, (), "")
+        "id": problem.id,
+        "severity": problem.severity.value,
+        "title": problem.title,
+        "cause": problem.cause,
+        "remedy": problem.remedy,
+        "commands": "; ".join(problem.commands),
+        "nodes": ", ".join(problem.nodes),
+        "caller": problem.caller,
     }
     level = log.info if problem.severity is Severity.NOTICE else log.warning
-    level("problem", **fields)
+    level("problem", **{name: value for name, value in fields.items() if value})

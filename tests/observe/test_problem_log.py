@@ -1,12 +1,13 @@
 from __future__ import annotations
 
-import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
+from gateway.observe.logs import set_up_logging
 from gateway.observe.problem_log import OVER_SECONDS, ProblemLog
 from gateway.observe.problems import Problem, Severity
 
@@ -49,9 +50,9 @@ def test_a_problem_is_told_once_with_cause_and_remedy(looks: Looks) -> None:
     assert line["title"] == "a is down"
     assert line["cause"] == "Connection refused."
     assert line["remedy"] == "Look at the machine."
-    assert line["commands"] == ("llama-gateway nodes probe a",)
-    assert line["nodes"] == ("a",)
-    json.dumps(line)
+    assert line["commands"] == "llama-gateway nodes probe a"
+    assert line["nodes"] == "a"
+    assert "caller" not in line
 
 
 def test_its_end_is_told_once_with_how_long_it_lasted(looks: Looks) -> None:
@@ -83,3 +84,16 @@ def test_one_that_gets_worse_is_told_again_and_one_that_gets_better_is_not(looks
 def test_a_notice_is_no_warning(looks: Looks) -> None:
     (line,) = looks.see(replace(DOWN, severity=Severity.NOTICE))
     assert line["log_level"] == "info"
+
+
+def test_control_characters_in_names_are_escaped(looks: Looks, tmp_path: Path) -> None:
+    evil = "a\x9b31m\u202e\nb"
+    problem = replace(
+        DOWN, title=f"{evil} is down", nodes=(evil,), commands=(f"probe {evil}",), caller=evil
+    )
+    path = tmp_path / "log"
+    with path.open("ab") as file, set_up_logging("info", "json", fd=file.fileno()):
+        looks.log.take([problem])
+    (line,) = path.read_text().splitlines()
+    assert line.isprintable()
+    assert line.count("u202e") == 4
