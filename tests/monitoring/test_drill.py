@@ -130,17 +130,21 @@ class Drill:
     page: WatchedPage
     top: Top
     prometheus: Prometheus
+    meanwhile: asyncio.TaskGroup
     rows: list[tuple[str, dict[str, float]]] = field(default_factory=list)
     began: float = 0.0
     lines_before: int = 0
 
-    def begin(self) -> None:
-        """A fault is about to be made."""
+    async def begin(self, sign: Sign) -> None:
+        """A fault is about to be made: nothing shows it yet."""
+        for look in (self._on_page, self._in_top, self._as_alert):
+            assert not await look(sign), f"{sign.fault}, before it was made: {look.__name__}"
         self.began, self.lines_before = time.monotonic(), len(self.gateway.lines)
 
     async def sees(self, sign: Sign) -> None:
         """Wait until the fault, which was made since `begin`, shows everywhere."""
         began = self.began
+        limit = sign.limit - (time.monotonic() - began)
         places: dict[str, Callable[[], Awaitable[bool]]] = {
             "dashboard": lambda: self._on_page(sign),
             "top": lambda: self._in_top(sign),
@@ -150,7 +154,7 @@ class Drill:
         try:
             took = await asyncio.gather(
                 *(
-                    _seconds_until(look, began, sign.limit, f"{sign.fault}: {place}")
+                    _seconds_until(look, began, limit, f"{sign.fault}: {place}")
                     for place, look in places.items()
                 )
             )
@@ -159,16 +163,23 @@ class Drill:
         self.rows.append((sign.fault, dict(zip(places, took, strict=True))))
 
     async def sees_no_more(self, sign: Sign) -> None:
-        """Wait until it is gone again, everywhere."""
-        began = time.monotonic()
+        """Wait until it is gone from the dashboard; `meanwhile` waits for the other places."""
+        mended = time.monotonic()
+        self.meanwhile.create_task(self._is_over(sign, mended))
 
         async def is_gone() -> bool:
+            return not await self._on_page(sign)
+
+        await _seconds_until(is_gone, mended, PATIENCE, f"{sign.fault} leaves the dashboard")
+
+    async def _is_over(self, sign: Sign, mended: float) -> None:
+        async def is_over() -> bool:
             over = any(one["id"] == sign.problem for one in self.gateway.logged("problem is over"))
             shows = await self._on_page(sign) or await self._in_top(sign)
             raised = not sign.alert_lasts and await self._as_alert(sign)
             return over and not shows and not raised
 
-        took = await _seconds_until(is_gone, began, PATIENCE, f"{sign.fault} is over")
+        took = await _seconds_until(is_over, mended, PATIENCE, f"{sign.fault} is over")
         next(row for fault, row in self.rows if fault == sign.fault)["gone"] = took
 
     async def _on_page(self, sign: Sign) -> bool:
@@ -246,9 +257,12 @@ async def a_drill(
         page = await enter(a_page(await enter(a_browser()), gateway.admin_url))
         admin = stack.enter_context(AdminClient(gateway.admin_url, None))
         top = Top(admin, time.monotonic)
+        # Its thread ends with the event after the screen's end.
+        stack.push_async_callback(asyncio.to_thread, top.following.join, PATIENCE)
         pilot = await enter(top.run_test(size=(120, 40)))
         await pilot.press("4")
-        yield Drill(gateway, page, top, prometheus)
+        async with asyncio.TaskGroup() as meanwhile:
+            yield Drill(gateway, page, top, prometheus, meanwhile)
         assert page.trouble == []
 
 
@@ -352,12 +366,8 @@ async def test_each_of_seven_faults_shows_everywhere_in_time_and_goes_away(tmp_p
         ]  # fmt: skip
         async with a_drill(folder, disk, nodes) as drill:
             clients = Clients(drill.gateway.url)
-            async with (
-                clients.http,
-                clients.asking(DESKS, pause=0.05),
-                asyncio.TaskGroup() as meanwhile,
-            ):
-                await _drill(drill, clients, cpu_a, cpu_b, disk, folder, meanwhile)
+            async with clients.http, clients.asking(DESKS, pause=0.05):
+                await _drill(drill, clients, cpu_a, cpu_b, disk, folder)
     print(f"\n{drill.table()}")
 
 
@@ -368,7 +378,6 @@ async def _drill(
     cpu_b: EmulatedNode,
     disk: Path,
     folder: Path,
-    meanwhile: asyncio.TaskGroup,
 ) -> None:
     async def reload(settings: dict[str, Any]) -> None:
         kept = yaml.safe_load((folder / "gateway.yaml").read_text())
@@ -377,19 +386,19 @@ async def _drill(
             done = await admin.post(f"{drill.gateway.admin_url}/admin/reload")
         assert done.status_code == 200, done.text
 
-    drill.begin()
+    await drill.begin(FLOOD)
     # The last minute counts: it is over by the end of the drill.
     async with clients.asking([FLOODER] * 4, tokens=1, pause=0.05):
         await drill.sees(FLOOD)
-    meanwhile.create_task(drill.sees_no_more(FLOOD))
+    flood_ends = drill.meanwhile.create_task(drill.sees_no_more(FLOOD))
 
-    drill.begin()
+    await drill.begin(KILLED)
     await cpu_a.kill()
     await drill.sees(KILLED)
     await cpu_a.revive()
     await drill.sees_no_more(KILLED)
 
-    drill.begin()
+    await drill.begin(SWAPPED)
     await cpu_b.kill()
     cpu_b.engine.model = "tiny"
     await cpu_b.revive()
@@ -399,7 +408,7 @@ async def _drill(
     await cpu_b.revive()
     await drill.sees_no_more(SWAPPED)
 
-    drill.begin()
+    await drill.begin(QUEUE)
     async with clients.asking(CROWD * 7, tokens=2000):
         await drill.sees(QUEUE)
     await drill.sees_no_more(QUEUE)
@@ -410,7 +419,7 @@ async def _drill(
         return (await clients.look_at(batch))["request_counts"]["completed"] > 0 or None
 
     await eventually(has_begun, PATIENCE)
-    drill.begin()
+    await drill.begin(DISK)
     # The gateway's own view of its files.
     ballast = Path(f"/proc/{drill.gateway.first.pid}/root{disk}/ballast")
     _fill(ballast)
@@ -424,15 +433,16 @@ async def _drill(
 
     await eventually(has_ended, PATIENCE)
 
-    drill.begin()
+    await drill.begin(SLOW)
     cpu_a.engine.decode_tps = SLOW_SPEED
     await drill.sees(SLOW)
     cpu_a.engine.decode_tps = SPEED
     await drill.sees_no_more(SLOW)
 
-    drill.begin()
+    await drill.begin(BUDGET)
     await reload(spill(money=10.0))
     async with clients.asking(CROWD):
         await drill.sees(BUDGET)
     await reload(spill(money=1e6))
     await drill.sees_no_more(BUDGET)
+    await flood_ends
