@@ -39,6 +39,7 @@ from gateway.handover import (
 from gateway.lease import KeyedHash
 from gateway.metering import Metering
 from gateway.observe.audit import AuditTrail
+from gateway.observe.fleet_condition import StorageCondition
 from gateway.observe.logs import Logs
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.forwarder import Forwarder
@@ -277,6 +278,11 @@ class Gateway:
     def keys_lost(self) -> str | None:
         """Why every request is refused, with the remedy; None: they are not."""
         return self.key_ring.lost
+
+    @property
+    def storage(self) -> StorageCondition:
+        """Whether files and results of callers can be kept."""
+        return self.background.storage()
 
     @property
     def inventory_error(self) -> str | None:

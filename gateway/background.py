@@ -14,7 +14,7 @@ from gateway.batches.disk_threads import DiskThreads
 from gateway.batches.event_log import EventLogs
 from gateway.batches.feeder import Feeder
 from gateway.batches.files import FileRegistry
-from gateway.batches.folder import Folder
+from gateway.batches.folder import Folder, FolderFull
 from gateway.batches.results import LineResults
 from gateway.batches.row_leases import RowLeases
 from gateway.batches.runner import Runner
@@ -28,6 +28,7 @@ from gateway.catalog import RequestQueue, ServedModels
 from gateway.config.settings import Settings
 from gateway.fleet.fleet import Fleet
 from gateway.metering import Metering, NamedLoop
+from gateway.observe.fleet_condition import StorageCondition
 from gateway.observe.snapshot import BatchSample
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.forwarder import Forwarder
@@ -263,6 +264,20 @@ class BackgroundWork:
             oldest_seconds=0.0 if counts.oldest is None else max(0.0, time.time() - counts.oldest),
             results_blocked=self._results is not None and self._results.problem is not None,
             folder_refusals=0 if self.files is None else self.files.folder.refusals,
+            folder_full=self.files is not None and self.files.folder.full is not None,
+        )
+
+    def storage(self) -> StorageCondition:
+        """Whether files and results can be kept."""
+        if self.files is None or self.batches is None or self._results is None:
+            return StorageCondition()
+        upkeep, blocked = self.batches.upkeep, self._results.disk_error
+        error = blocked or self.files.folder.full or upkeep.folder_error
+        return StorageCondition(
+            error=None if error is None else str(error),
+            is_full=isinstance(error, FolderFull),
+            results=0 if blocked is None else self._results.pending,
+            full_callers=sorted(upkeep.full_owners),
         )
 
     def _token_price(self, model: str | None) -> float | None:

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,12 +73,15 @@ class Succession:
 @asynccontextmanager
 async def serving(
     folder: Path,
-    node: EmulatedNode,
+    node: EmulatedNode | Sequence[Mapping[str, Any]],
     *command: str,
     settings: dict[str, Any] | None = None,
     **spec: Any,
 ) -> AsyncIterator[Succession]:
-    """A gateway over this node, ended with all its successors; `spec` is more of the inventory."""
+    """A gateway over this node, ended with all its successors; `spec` is more of the inventory.
+
+    `node` may also be all nodes of the inventory.
+    """
     folder.mkdir(exist_ok=True)  # noqa: ASYNC240 - nothing else runs yet
     config = {
         "listen": {"port": 0},
@@ -86,9 +89,12 @@ async def serving(
         "health": {"interval": 0.2, "timeout": 30},
     }
     (folder / "gateway.yaml").write_text(yaml.safe_dump(config | (settings or {})))
-    (folder / "nodes.yaml").write_text(
-        yaml.safe_dump({"nodes": [{"name": "one", "url": node.url, **spec}]})
+    nodes = (
+        [{"name": "one", "url": node.url, **spec}]
+        if isinstance(node, EmulatedNode)
+        else [dict(one) for one in node]
     )
+    (folder / "nodes.yaml").write_text(yaml.safe_dump({"nodes": nodes}))
     files = ("--nodes", str(folder / "nodes.yaml"), "--config", str(folder / "gateway.yaml"))
     process = await asyncio.create_subprocess_exec(
         *(command or (sys.executable, "-m", "gateway")), "serve", *files,

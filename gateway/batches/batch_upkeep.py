@@ -116,6 +116,10 @@ class BatchUpkeep:
         self._tries: dict[str, int] = {}
         self._problems: dict[str, str] = {}
         """Why a batch waits, or under no name why all do, as told in the log."""
+        self.folder_error: FolderError | None = None
+        """Why the folder can't be used, as the last round found."""
+        self.full_owners: frozenset[str] = frozenset()
+        """Whose batches wait, since they keep as much as they may."""
         self._remove_at = self._clean_at = self._expire_at = 0.0
         self._is_idle = False
 
@@ -128,11 +132,15 @@ class BatchUpkeep:
         try:
             while True:
                 try:
+                    if self._folder.full is not None:
+                        await self._threads.run(self._folder.look_for_room)
                     if await self._is_due():
                         await self.round()
                 except (FolderError, StoreError) as error:
+                    self.folder_error = error if isinstance(error, FolderError) else None
                     self._failed("", str(error))
                 else:
+                    self.folder_error = None
                     self._problems.pop("", None)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(IDLE_SECONDS if self._is_idle else ROUND_SECONDS):
@@ -296,10 +304,12 @@ class BatchUpkeep:
             and (one.paused_at is None or one.pause_reason == KEY_STORAGE_FULL)
         ]
         if not running:
+            self.full_owners = frozenset()
             return
         owners, most = {one.owner for one in running}, self.intake.settings().bytes_per_key
         job = partial(full_owners, owners=owners, most_bytes=most, now=self._now())
         full = await self._store.run(job, write=False)
+        self.full_owners = frozenset(full)
         for batch in running:
             if batch.owner in full and batch.paused_at is None:
                 job_of = partial(pause_batch, owner=batch.owner, id_=batch.id, now=self._now())

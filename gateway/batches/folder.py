@@ -29,6 +29,9 @@ ID_FILE = "folder-id"
 SPARE_BYTES = 64 << 20
 """Bytes of the file system that are never filled: the store, logs and state files need room."""
 
+FULL_SECONDS = 300.0
+"""Seconds after which a file that there was no room for is forgotten."""
+
 STEP_BYTES = 16 << 20
 """After so many bytes of a file it is brought to the disk, and the room is checked again."""
 
@@ -58,6 +61,15 @@ class FolderError(Exception):
 
 class FolderFull(FolderError):  # noqa: N818 - named for what it says of the folder
     """There is no room for more, on the disk or within the limit of the settings."""
+
+
+class _Refused(NamedTuple):
+    """The last file that there was no room for."""
+
+    error: FolderFull
+    size: int
+    at: float
+    """Unix time."""
 
 
 class FoundFile(NamedTuple):
@@ -102,6 +114,7 @@ class Folder:
         """Held while `_open_files` is read or changed."""
         self._open_files: set[NewFile] = set()
         self._refusals = 0
+        self._refused: _Refused | None = None
         self._beginning = threading.Lock()
         """Held from the check of the room for a new file until the file counts."""
 
@@ -114,6 +127,12 @@ class Folder:
     def refusals(self) -> int:
         """How often there was no room, since the start."""
         return self._refusals
+
+    @property
+    def full(self) -> FolderFull | None:
+        """Why there was no room of late; None: there is, as `look_for_room` has seen."""
+        refused = self._refused
+        return None if refused is None else refused.error
 
     def open(self) -> str:
         """Make the folder if there is none, remove what a crash left over, and return its id.
@@ -254,22 +273,41 @@ class Folder:
 
     def check_room(self, size: int) -> None:
         """Raises: FolderFull, if there is no room for so many bytes more; FolderError."""
+        error = self._lack_of_room(size)
+        if error is not None:
+            with self._lock:
+                self._refusals += 1
+                self._refused = _Refused(error, size, self._now())
+            raise error
+
+    def look_for_room(self) -> None:
+        """Let `full` be None once there is room for what was refused, or that is long ago.
+
+        Raises: FolderError.
+        """
+        refused = self._refused
+        if refused is None:
+            return
+        if self._now() - refused.at < FULL_SECONDS and self._lack_of_room(refused.size):
+            return
+        with self._lock:
+            if self._refused is refused:
+                self._refused = None
+
+    def _lack_of_room(self, size: int) -> FolderFull | None:
+        """Why there is no room for so many bytes more; None: there is. Raises: FolderError."""
         with self._lock:
             # Bytes that are expected for sure, and that the disk does not show yet.
             size += sum(new.missing_bytes for new in self._open_files)
         most = self._most_bytes()
         if self.used_bytes() + size > most:
-            raise self._full(
+            return FolderFull(
                 f"the files of this gateway may take {most} bytes together",
                 "delete files, or raise batches.folder_bytes",
             )
         if self.free_bytes() < size + self._spare_bytes:
-            raise self._full("the disk of the files is full", "free space on it, or delete files")
-
-    def _full(self, message: str, remedy: str) -> FolderFull:
-        with self._lock:
-            self._refusals += 1
-        return FolderFull(message, remedy)
+            return FolderFull("the disk of the files is full", "free space on it, or delete files")
+        return None
 
     def closed(self, new: NewFile) -> None:
         """For `NewFile` itself: it is complete or gone."""

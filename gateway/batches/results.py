@@ -122,6 +122,8 @@ class LineResults:
     most_bytes: int = MOST_BYTES
     problem: str | None = None
     """Why results are not written or recorded now."""
+    disk_error: FolderError | None = None
+    """Why they are not written now, if that is the disk's fault."""
     _waiting: deque[_Result] = field(default_factory=deque)
     _group: list[_Result] = field(default_factory=list)
     """What is being written and recorded, until that is known to have happened."""
@@ -238,10 +240,12 @@ class LineResults:
                 full = isinstance(error, FolderFull)
                 if not full and (broken := self._files.pop(batch, None)) is not None:
                     broken.file.close()
+                self.disk_error = error
                 self._failed("results wait for the disk", str(error))
                 reason = STORAGE_FULL if full else STORAGE_UNAVAILABLE
                 await self._pause(results[0], reason)
                 continue
+            self.disk_error = None
             for result, length in zip(results, lengths, strict=True):
                 result.place, result.offset, result.length = file.name, offset, length
                 offset += length

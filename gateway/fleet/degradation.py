@@ -30,7 +30,7 @@ RECENT_REQUESTS = 9
 LEAST_REQUESTS = 5
 """Fewer requests prove nothing."""
 
-DEGRADED_AFTER = 20.0
+DEGRADED_AFTER = 15.0
 """Seconds for which requests must have been slow: one stall can hit all that run."""
 
 DEGRADED_STALE = 600.0
@@ -94,6 +94,9 @@ class SpeedHistory:
     baselines: dict[tuple[int, int], SpeedBaseline] = field(default_factory=dict)
     shares: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_REQUESTS))
     slow_since: float | None = None
+    """Since when the present speed is too low: the end of the first of the slow requests."""
+    row_since: float | None = None
+    """End of the first of the slow requests that no other request has come between."""
     degraded: bool = False
     compared_at: float = 0.0
     """When a request was last compared."""
@@ -117,14 +120,19 @@ class SpeedHistory:
         if share is None:
             return
         self.shares.append(share)
-        self.compared_at = now
+        idle, self.compared_at = now - self.compared_at > MOST_WORK_GAP, now
         self.usual_tps = math.exp(-baseline.log_seconds)
+        if share >= DEGRADED_BELOW:
+            self.row_since = None
+        elif self.row_since is None or idle:
+            self.row_since = now
         share = self.current_share
         if share >= RECOVERED_ABOVE or (share >= DEGRADED_BELOW and not self.degraded):
             self.slow_since, self.degraded = None, False
-        elif self.slow_since is None:
-            self.slow_since = now
-        elif len(self.shares) >= LEAST_REQUESTS and now - self.slow_since >= DEGRADED_AFTER:
+            return
+        if self.slow_since is None:
+            self.slow_since = now if self.row_since is None else self.row_since
+        if len(self.shares) >= LEAST_REQUESTS and now - self.slow_since >= DEGRADED_AFTER:
             self.degraded = True
 
     def refresh(self, now: float) -> None:
@@ -137,7 +145,7 @@ class SpeedHistory:
     def forget_recent(self) -> None:
         """Keep the baselines only."""
         self.shares.clear()
-        self.slow_since, self.degraded = None, False
+        self.slow_since, self.row_since, self.degraded = None, None, False
 
 
 @dataclass(slots=True)

@@ -55,8 +55,12 @@ class HealthMonitor:
         self._wake.set()
 
     def probe_soon(self) -> None:
-        """A request has failed: do not wait for the next regular probe."""
+        """A request has failed: do not wait for the next regular probe.
+
+        The server may be another process by now, with another model.
+        """
         history = self._node.probe_history
+        history.rediscover()
         if history.probe_by((history.last_probe_at or 0.0) + QUICK_PROBE_DELAY):
             self._wake.set()
 

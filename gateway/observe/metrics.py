@@ -581,5 +581,11 @@ def _add_batches(page: MetricsPage, batches: BatchSample) -> None:
             "Files for which the folder of files and results had no room.",
             batches.folder_refusals,
         ),
+        (
+            "folder_full",
+            "gauge",
+            "1 while the folder of files and results has no room for what came of late.",
+            int(batches.folder_full),
+        ),
     ):
         page.add_family(name, kind, text, [("", number)])

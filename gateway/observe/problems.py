@@ -9,9 +9,11 @@ from __future__ import annotations
 import enum
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from gateway.observe.fleet_condition import FleetCondition, NodeCondition
 
 MOST_PROBLEMS = 50
 """Most problems that are told."""
@@ -60,101 +62,6 @@ class Severity(enum.Enum):
     """The fleet works, with less than it should have."""
     NOTICE = "notice"
     """Nothing is broken; somebody may have forgotten it."""
-
-
-@dataclass(frozen=True, slots=True)
-class NodeCondition:
-    """A node that is not simply at work."""
-
-    name: str
-    host: str
-    state: str
-    reason: str
-    tier: str = "cpu"
-    drift: Sequence[str] = ()
-    """How its server differs from the inventory."""
-    start_failures: int = 0
-    """Of a standby node: starts in a row that failed."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelNodes:
-    """The nodes in service that serve a model."""
-
-    total: int
-    usable: int
-
-
-@dataclass(frozen=True, slots=True)
-class QueueCondition:
-    """The requests that wait."""
-
-    waiting: int = 0
-    most: int = 256
-    """`queue.max`."""
-    oldest_seconds: float = 0.0
-    most_wait: float = 300.0
-    """`queue.max_wait` in seconds."""
-    top_caller: str | None = None
-    """Whose requests most places hold."""
-    top_waiting: int = 0
-    callers: int = 0
-    """How many callers wait, as far as was counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrafficCondition:
-    """The requests that ended within the last minute."""
-
-    requests: int = 0
-    failed: int = 0
-    refused: Mapping[str, int] = field(default_factory=dict)
-    """By the error's code."""
-    top_caller: str | None = None
-    top_requests: int = 0
-    callers: int = 0
-    """How many callers sent some, as far as was counted."""
-
-
-@dataclass(frozen=True, slots=True)
-class SpillCondition:
-    """The budget of spill-over to the GPU tier."""
-
-    paid: float = 0.0
-    reserved: float | None = 0.0
-    """None: the requests that run have no bound."""
-    money: float | None = None
-    """What may be paid within the window; None: no limit."""
-    window: float = 3600.0
-
-
-@dataclass(frozen=True, slots=True)
-class FleetCondition:
-    """The state from which problems are found."""
-
-    nodes: Sequence[NodeCondition] = ()
-    """Those that are not simply at work."""
-    hosts: Mapping[str, int] = field(default_factory=dict)
-    """Nodes in service by host."""
-    in_service: int = 0
-    """Nodes that should work."""
-    usable: int = 0
-    """Of them, nodes that do."""
-    models: Mapping[str, ModelNodes] = field(default_factory=dict)
-    queue: QueueCondition = QueueCondition()
-    traffic: TrafficCondition = TrafficCondition()
-    spill: SpillCondition | None = None
-    inventory_error: str | None = None
-    settings_error: str | None = None
-    keys_lost: str | None = None
-    certificate_error: str | None = None
-    certificates: Mapping[str, float] = field(default_factory=dict)
-    """Days left, by the listener's setting."""
-    store: Mapping[str, Any] = field(default_factory=dict)
-    """`state`, `error` and `remedy` of the store."""
-    ledger: Mapping[str, Any] | None = None
-    """`dropped` and `error` of the ledger."""
-    audit_lost: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -490,6 +397,38 @@ def _store_problems(state: FleetCondition) -> Iterator[Problem]:
         )
 
 
+def _full_storage(state: FleetCondition) -> Iterator[Problem]:
+    storage = state.storage
+    if storage.error is not None:
+        waiting = f" {storage.results} results wait to be written." if storage.results else ""
+        yield Problem(
+            "storage",
+            Severity.WARNING,
+            "There is no room for files and results: batches wait, uploads are refused"
+            if storage.is_full
+            else "The folder of files and results can't be used: batches wait, uploads are refused",
+            f"{_sentence(storage.error)}{waiting} Chats go on, and nothing that was kept is lost.",
+            "Free space on the disk of batches.folder, or raise batches.folder_bytes in the "
+            "settings; batches go on by themselves."
+            if storage.is_full
+            else "Mend the folder that batches.folder names; batches go on by themselves.",
+            ("df -h", "journalctl -u llama-gateway -n 200", CHECK),
+        )
+    callers = storage.full_callers
+    if callers:
+        yield Problem(
+            "key_storage",
+            Severity.NOTICE,
+            "Batches of one caller wait: it keeps as much as it may"
+            if len(callers) == 1
+            else f"Batches of {len(callers)} callers wait: they keep as much as each may",
+            "What its files and results take has come to batches.bytes_per_key.",
+            "Let it delete files that it has read, or raise batches.bytes_per_key in the settings.",
+            (CHECK, "journalctl -u llama-gateway -n 200"),
+            caller=callers[0],
+        )
+
+
 def _file_errors(state: FleetCondition) -> Iterator[Problem]:
     for id_, name, error in (
         ("inventory_error", "nodes.yaml", state.inventory_error),
@@ -529,8 +468,8 @@ def _file_errors(state: FleetCondition) -> Iterator[Problem]:
 
 RULES = (
     _locked, _fleet_out, _models_out, _failing_requests, _full_queue, _out_nodes, _slow_nodes,
-    _drifted_nodes, _flooding_caller, _spent_budget, _store_problems, _file_errors,
-    _failed_starts, _drained_nodes,
+    _drifted_nodes, _flooding_caller, _spent_budget, _store_problems, _full_storage,
+    _file_errors, _failed_starts, _drained_nodes,
 )  # fmt: skip
 """In the order in which problems of one severity are shown."""
 

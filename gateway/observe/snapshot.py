@@ -76,6 +76,8 @@ class BatchSample:
     """Whether results wait, since the disk or the store does not take them."""
     folder_refusals: int = 0
     """Files for which the folder had no room."""
+    folder_full: bool = False
+    """Whether the folder has no room for what came of late."""
 
 
 @dataclass(slots=True)

@@ -173,6 +173,7 @@ async def test_batches_of_a_full_key_pause_and_lose_nothing_until_there_is_room(
         task.cancel()
         paused = await here.find(batch)
         assert (paused.pause_reason, paused.completed) == ("key_storage_full", 3)
+        assert here.batches.upkeep.full_owners == {"alice"}
         assert await kept(here) > 10 * KB
         other = await here.create([line("a")], owner="bob")
         await here.settle()
@@ -185,6 +186,7 @@ async def test_batches_of_a_full_key_pause_and_lose_nothing_until_there_is_room(
         await here.files.delete("alice", room)
         await here.batches.upkeep.round()
         assert (await here.find(batch)).paused_at is None
+        assert here.batches.upkeep.full_owners == frozenset()
         assert await answer_some(here, "openai", 9) == 1
         await here.settle()
         assert [one["custom_id"] for one in await here.output(batch)] == ["c0", "c1", "c2", "c3"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from collections import Counter
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
 
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import Connection, func, select
 
 from gateway.batches.batch_rows import (
     Batch,
@@ -19,7 +22,9 @@ from gateway.batches.batch_rows import (
 )
 from gateway.batches.claims import put_back, release_lost, renew
 from gateway.batches.recorded_results import record
+from gateway.batches.request_rows import StoredRow
 from gateway.batches.states import BatchState, RequestState
+from gateway.store.failures import StoreLocked
 from gateway.store.schema import stored_requests
 from gateway.store.store import Store
 from gateway.usage.processes import ProcessIdentity
@@ -32,14 +37,34 @@ from tests.batches.stored_rows import (
     a_line,
     a_result,
     begin,
-    claim,
-    do,
 )
+from tests.batches.stored_rows import claim as claim_once
+from tests.batches.stored_rows import do as do_once
 from tests.store.stores import opened
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 WORKERS, BATCHES, LINES = 3, 6, 60
 CANCELLED = {1, 2}
 LIMIT = 120.0
+
+
+def once_unlocked(job: Callable[[], T]) -> T:
+    """Do the job, again and again while it finds the store locked: SQLite's lock is not fair."""
+    while True:
+        with contextlib.suppress(StoreLocked):
+            return job()
+
+
+def do(
+    store: Store, job: Callable[Concatenate[Connection, P], T], *args: P.args, **keys: P.kwargs
+) -> T:
+    return once_unlocked(lambda: do_once(store, job, *args, **keys))
+
+
+def claim(store: Store, process: str, limit: int, *, model: str | None) -> list[StoredRow]:
+    return once_unlocked(lambda: claim_once(store, process, limit, model=model))
 
 
 class Trouble:

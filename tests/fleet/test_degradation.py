@@ -68,8 +68,8 @@ def test_the_reason_has_figures_and_advice() -> None:
     work.does(20, speed=0.2)
     reason = work.pace.reason(work.now)
     figures = re.fullmatch(
-        r"writes at (\d+)% of its usual speed \(([\d.]+) tokens/s instead of ([\d.]+)\) for 2 min"
-        r" and reads at \d+% of its usual speed \(.+ tokens/s instead of .+\) for 2 min: look on "
+        r"writes at (\d+)% of its usual speed \(([\d.]+) tokens/s instead of ([\d.]+)\) for 3 min"
+        r" and reads at \d+% of its usual speed \(.+ tokens/s instead of .+\) for 3 min: look on "
         r"its host for swapping, other load, CPU frequency and thermal throttling",
         reason,
     )
@@ -88,6 +88,22 @@ def test_one_slow_request_is_no_degradation() -> None:
 def test_a_stall_that_hits_all_requests_at_once_is_no_degradation() -> None:
     work = Work()
     work.does(30)
+    work.gap = 0.5
+    assert not any(work.does(16, speed=0.1))
+
+
+def test_slow_requests_count_from_the_first_of_them() -> None:
+    work = Work()
+    work.does(30)
+    work.gap = 5.0
+    assert work.does(5, speed=0.2) == [False, False, False, False, True]
+
+
+def test_a_stall_long_after_a_slow_request_is_no_degradation() -> None:
+    work = Work()
+    work.does(30)
+    work.does(1, speed=0.1)
+    work.now += 3600
     work.gap = 0.5
     assert not any(work.does(16, speed=0.1))
 

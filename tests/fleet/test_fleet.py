@@ -291,6 +291,19 @@ async def test_another_model_on_a_node_is_noticed() -> None:
 
 
 @in_virtual_time
+async def test_another_model_is_noticed_at_once_if_the_restart_broke_a_request() -> None:
+    async with (
+        EmulatedNode(model="old") as server,
+        a_fleet(a_spec(url=server.url), discover_interval=3600) as fleet,
+    ):
+        server.engine.model = "new"
+        began = now()
+        fleet.fleet.request_failed(fleet["a"], began)
+        await fleet.until(lambda: fleet.fleet.model_index.model_names() == ("new",))
+        assert now() - began < 5
+
+
+@in_virtual_time
 async def test_a_node_that_has_not_reported_its_models_may_serve_any() -> None:
     async with EmulatedNode() as server:
         server.loading = True

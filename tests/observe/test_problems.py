@@ -7,17 +7,20 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from gateway.observe.problems import (
-    MOST_NAMED_NODES,
-    MOST_PROBLEMS,
+from gateway.observe.fleet_condition import (
     FleetCondition,
     ModelNodes,
     NodeCondition,
-    Problem,
     QueueCondition,
-    Severity,
     SpillCondition,
+    StorageCondition,
     TrafficCondition,
+)
+from gateway.observe.problems import (
+    MOST_NAMED_NODES,
+    MOST_PROBLEMS,
+    Problem,
+    Severity,
     find_problems,
 )
 from gateway.tools.cli import app
@@ -60,6 +63,14 @@ FAULTS = {
         WELL,
         store={"state": "full", "error": "the disk is full", "remedy": "free some space"},
     ),
+    "folder full": replace(
+        WELL,
+        storage=StorageCondition("the disk of the files is full; free space on it", is_full=True),
+    ),
+    "folder broken": replace(
+        WELL, storage=StorageCondition("/srv/batches is gone; put it back", results=3)
+    ),
+    "key's room used up": replace(WELL, storage=StorageCondition(full_callers=["team-a"])),
     "one key flooding": replace(
         WELL,
         queue=QueueCondition(waiting=40, top_caller="team-a", top_waiting=38, callers=2),
@@ -192,3 +203,19 @@ def test_a_hostile_name_can_not_end_the_command_of_a_remedy() -> None:
     flood = QueueCondition(waiting=40, top_caller=caller, top_waiting=38, callers=2)
     problem = only(replace(WELL, queue=flood))
     assert all(caller in shlex.split(line) for line in problem.commands)
+
+
+def test_a_full_folder_names_the_cause_the_waiting_results_and_the_settings() -> None:
+    storage = StorageCondition("the disk is full; free space on it", is_full=True, results=7)
+    problem = only(replace(WELL, storage=storage))
+    assert "no room" in problem.title
+    assert problem.cause.startswith("The disk is full; free space on it. 7 results wait")
+    assert "batches.folder_bytes" in problem.remedy
+    assert "df -h" in problem.commands
+
+
+def test_a_key_that_keeps_too_much_is_named_to_operators_alone() -> None:
+    problem = only(FAULTS["key's room used up"])
+    assert problem.severity is Severity.NOTICE
+    assert problem.as_json(may_name_callers=True)["caller"] == "team-a"
+    assert "team-a" not in str(problem.as_json(may_name_callers=False))

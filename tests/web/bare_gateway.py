@@ -24,6 +24,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Node
 from gateway.lease import KeyedHash
 from gateway.observe.audit import AuditTrail
+from gateway.observe.fleet_condition import StorageCondition
 from gateway.observe.metrics import Metrics
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.forwarder import Forwarder
@@ -82,6 +83,7 @@ class BareGateway:
     inventory_error: str | None = None
     settings_error: str | None = None
     keys_lost: str | None = None
+    storage: StorageCondition = field(default_factory=StorageCondition)
     certificates: CertificateStatus = field(default_factory=lambda: ListenerCertificates({}))
     store: Store | None = None
     ledger: Ledger | None = None

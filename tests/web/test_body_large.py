@@ -7,7 +7,7 @@ import json
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.emulator import EmulatedNode
+from tests.emulator.process import emulator_process
 
 pytestmark = pytest.mark.slow
 
@@ -46,10 +46,7 @@ class Process:
 
 @asynccontextmanager
 async def process(folder: Path, node: str) -> AsyncIterator[Process]:
-    """A gateway in a process of its own.
-
-    Its node has no room for what is sent, and so does not spoil the measuring with work of its own.
-    """
+    """A gateway in a process of its own. Its node has no room for what is sent."""
     nodes, config = folder / "nodes.yaml", folder / "gateway.yaml"
     nodes.write_text(yaml.safe_dump({"nodes": [{"name": "a", "url": node, "context": 1000}]}))
     config.write_text(yaml.safe_dump({"listen": {"port": 0}, "admin": {"port": 0}}))
@@ -107,7 +104,10 @@ def shapes() -> Iterator[tuple[str, bytes]]:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 async def test_other_clients_wait_no_longer_than_beside_a_plain_text(tmp_path: Path) -> None:
-    async with EmulatedNode() as node, process(tmp_path, node.url) as gateway:
+    # The node reads all that is sent; in this process it would delay the measuring.
+    async with AsyncExitStack() as stack:
+        node = stack.enter_context(emulator_process())
+        gateway = await stack.enter_async_context(process(tmp_path, node.url))
         plain, _ = await _measured(tmp_path, gateway, chat(b'"' + b"a" * SIZE + b'"'))
         for shape, body in shapes():
             waited, grown = await _measured(tmp_path, gateway, body)

@@ -315,7 +315,7 @@ async def test_the_limits_of_a_key_hold(tmp_path: Path) -> None:
 async def test_a_folder_that_is_full_takes_no_more(tmp_path: Path) -> None:
     limits = {"folder_bytes": 3_000_000, "file_bytes": 2_000_000}
     async with gateway(tmp_path, batches=limits) as running, client(running) as alice:
-        await alice.files.create(file=("a", b"x" * 1_900_000), purpose="batch")
+        first = await alice.files.create(file=("a", b"x" * 1_900_000), purpose="batch")
         with pytest.raises(openai.InternalServerError) as refused:
             await alice.files.create(file=("a", b"x" * 1_900_000), purpose="batch")
         assert (refused.value.status_code, refused.value.code) == (507, "storage_full")
@@ -323,6 +323,11 @@ async def test_a_folder_that_is_full_takes_no_more(tmp_path: Path) -> None:
         assert len(kept(tmp_path)) == 1
         log = tmp_path / "gateway.log"
         await until(lambda: "raise batches.folder_bytes" in log.read_text())
+        storage = running.gateway.storage
+        assert storage.is_full
+        assert "raise batches.folder_bytes" in str(storage.error)
+        await alice.files.delete(first.id)
+        await until(lambda: running.gateway.storage.error is None)
 
 
 async def test_a_client_that_leaves_half_way_leaves_nothing_behind(tmp_path: Path) -> None:

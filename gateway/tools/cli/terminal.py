@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
 PIPED_WIDTH = 10_000
@@ -80,6 +81,13 @@ def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[object]], *, state_column: int | None = None
 ) -> None:
     """Print a table; the states in column number `state_column` get their colours."""
+    console().print(make_table(columns, rows, state_column=state_column))
+
+
+def make_table(
+    columns: Sequence[str], rows: Iterable[Sequence[object]], *, state_column: int | None = None
+) -> Table:
+    """A table as `print_table` prints it."""
     from rich.table import Table
     from rich.text import Text
 
@@ -91,7 +99,7 @@ def print_table(
         if state_column is not None:
             cells[state_column].stylize(STATE_COLOURS.get(cells[state_column].plain, ""))
         table.add_row(*cells)
-    console().print(table)
+    return table
 
 
 def format_cell(value: object) -> str:

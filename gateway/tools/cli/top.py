@@ -40,7 +40,8 @@ def top(
 
     Keys: 1 nodes, 2 queue, 3 requests, 4 problems; s sorts by the next column, o turns the order
     round, / filters; d drains the node under the cursor, r resumes it, p probes it; c cancels the
-    request under the cursor; q ends. Draining, probing and cancelling need the role operator.
+    request under the cursor, w explains it; q ends. What d, r, p, c and w do needs the role
+    operator.
 
     SLOTS shows each slot: R reads a prompt, W writes, H is held after its client has left, o is
     used by another client of the server, and a dot is free. A percentage behind a speed compares it

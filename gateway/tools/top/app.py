@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 from urllib.parse import quote
 
+from rich.console import Group
+from rich.table import Table
 from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical
+from textual.containers import Vertical, VerticalScroll
 from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, TabPane
 
 from gateway.tools.cli.admin_client import AdminClient
+from gateway.tools.cli.explanation import explained
 from gateway.tools.cli.terminal import STATE_COLOURS, CommandFailed
 from gateway.tools.top.feed import FeedFollower
 from gateway.tools.top.picture import FleetPicture
@@ -68,6 +71,27 @@ class Confirm(ModalScreen[bool]):
         self.dismiss(answer)
 
 
+class Explanation(ModalScreen[None]):
+    """Why a request went where it went, until a key closes it."""
+
+    DEFAULT_CSS = """
+    Explanation { align: center middle; }
+    Explanation > VerticalScroll {
+        width: 95%; height: 85%; padding: 0 1; border: heavy $accent; background: $surface;
+    }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q,w", "dismiss", "Close")]
+
+    def __init__(self, parts: Iterable[str | Table]) -> None:
+        super().__init__()
+        self._parts = [Text(part) if isinstance(part, str) else part for part in parts]
+
+    def compose(self) -> ComposeResult:
+        """Its lines and tables."""
+        with VerticalScroll():
+            yield Static(Group(*self._parts), id="explanation")
+
+
 class Top(App[None]):
     """Shows the gateway of `admin` until it is closed."""
 
@@ -88,6 +112,7 @@ class Top(App[None]):
         Binding("r", "node('resume')", "Resume"),
         Binding("p", "node('probe')", "Probe"),
         Binding("c", "cancel", "Cancel"),
+        Binding("w", "why", "Why"),
         Binding("s", "sort", "Sort"),
         Binding("o", "reverse", "Order", show=False),
         Binding("slash", "filter", "Filter"),
@@ -194,7 +219,7 @@ class Top(App[None]):
             if picture.at and picture.requests is None:
                 self._note = "requests are shown to keys of the role operator"
         else:
-            every = _problems(picture, len(picture.problems))
+            every = _problems(picture, len(picture.problems), commands=True)
             self._tables.query_one("#all-problems", Static).update(every or Text("no problems"))
 
     # What is heard, in the thread of the feed.
@@ -296,6 +321,34 @@ class Top(App[None]):
             ),
         )
 
+    def action_why(self) -> None:
+        """Explain the request under the cursor."""
+        id_ = self._selected("requests")
+        if id_ is None:
+            self._tell("choose a request first: key 3")
+            return
+        path = f"/admin/requests/{quote(id_, safe='')}/why"
+
+        def work() -> None:
+            try:
+                found = self._admin.request("GET", path)
+            except CommandFailed as error:
+                self._call(self._tell, str(error))
+            else:
+                self._call(self._explain, found)
+
+        self.run_worker(work, thread=True, exit_on_error=False)
+
+    def _explain(self, found: dict[str, Any]) -> None:
+        if isinstance(self.screen, Explanation):
+            return  # A second press of the key.
+        try:
+            explanation = Explanation(explained(found))
+        except (AttributeError, LookupError, TypeError, ValueError):
+            self._tell("the gateway's explanation has another form: it may be of another version")
+        else:
+            self.push_screen(explanation)
+
     def _confirm(self, question: str, action: Callable[[], None]) -> None:
         def answered(yes: bool | None) -> None:  # noqa: FBT001 - of the screen
             if yes:
@@ -325,10 +378,10 @@ class Top(App[None]):
         self._show()
 
 
-def _problems(picture: FleetPicture, most: int) -> Text:
+def _problems(picture: FleetPicture, most: int, *, commands: bool = False) -> Text:
     lines = [
         Text(f"{severity}: {words}", SEVERITY_STYLES.get(severity, ""))
-        for severity, words in problem_lines(picture, most)
+        for severity, words in problem_lines(picture, most, commands=commands)
     ]
     return Text("\n").join(lines)
 

@@ -219,17 +219,27 @@ def headline(picture: FleetPicture) -> str:
     return " | ".join(parts)
 
 
-def problem_lines(picture: FleetPicture, most: int) -> list[tuple[str, str]]:
-    """Severity and text of the first problems, with cause and remedy; the rest as a number."""
+def problem_lines(
+    picture: FleetPicture, most: int, *, commands: bool = False
+) -> list[tuple[str, str]]:
+    """Severity and text of the first problems, with cause and remedy; the rest as a number.
+
+    `commands`: the remedy's command lines as well.
+    """
     found = [
-        (
-            format_cell(one.get("severity")),
-            (
-                f"{format_cell(one.get('title'))}: {format_cell(one.get('cause'))} "
-                f"Do: {format_cell(one.get('remedy'))}"
-            ),
-        )
+        (format_cell(one.get("severity")), _problem_text(one, commands=commands))
         for one in picture.problems
     ]
     left = len(found) - most
     return found if left <= 0 else [*found[:most], ("notice", f"{left} more: key 4")]
+
+
+def _problem_text(problem: Row, *, commands: bool) -> str:
+    title, cause, remedy = (format_cell(problem.get(key)) for key in ("title", "cause", "remedy"))
+    caller = problem.get("caller")
+    whose = f" Caller: {format_cell(caller)}." if caller else ""
+    text = f"{title}: {cause}{whose} Do: {remedy}"
+    lines = problem.get("commands")
+    if commands and isinstance(lines, list) and lines:
+        text += " Run: " + "; ".join(format_cell(line) for line in lines)
+    return text

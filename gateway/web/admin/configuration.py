@@ -15,6 +15,7 @@ from gateway.config.errors import ConfigError, Problem, single_line
 from gateway.config.settings import Settings, masked_settings
 from gateway.errors import GatewayError
 from gateway.events import InventoryChanged, SettingsChanged
+from gateway.observe.fleet_condition import StorageCondition
 from gateway.proxy.api.base import openai_error
 from gateway.store.store import Store
 from gateway.usage.ledger import Ledger
@@ -68,6 +69,10 @@ class GatewayControl(Protocol):
     @property
     def certificates(self) -> CertificateStatus:
         """The certificates of the listeners."""
+
+    @property
+    def storage(self) -> StorageCondition:
+        """Whether files and results of callers can be kept."""
 
     @property
     def key_sync(self) -> KeySync:

@@ -3,7 +3,7 @@
 A watcher gets an event `snapshot`, then an event `update` with what has changed. Each is encoded
 once for all watchers of a role. Nothing is queued for a watcher: one that was too slow for the last
 update gets a snapshot, and one that reads nothing for `STALL_SECONDS` is cut off. While nobody
-watches, only the history's steps are counted.
+watches, the history's steps are counted, and problems are looked for, which the log is told of.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.node_prices import GpuCosts
 from gateway.observe.audit import AuditTrail
 from gateway.observe.history import COLUMNS, FleetHistory, HistoryPoint
+from gateway.observe.problem_log import ProblemLog
+from gateway.observe.problems import Problem
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.scheduling.scheduler import Scheduler
 from gateway.web.admin.configuration import GatewayControl
@@ -43,6 +45,9 @@ from gateway.web.asgi import HealthEndpoints
 
 UPDATE_SECONDS = 1.0
 """Seconds between two updates."""
+
+LOOK_SECONDS = 2.0
+"""Seconds between two looks for problems while nobody watches."""
 
 MOST_WATCHERS = 32
 """Streams at the same time."""
@@ -73,6 +78,7 @@ class LiveFeed:
         most_watchers: int = MOST_WATCHERS,
     ) -> None:
         self._view = view
+        self._problem_log = ProblemLog(time.monotonic)
         self._update_seconds = update_seconds
         self._stall_seconds = stall_seconds
         self._life_seconds = life_seconds
@@ -93,24 +99,26 @@ class LiveFeed:
     # What is read.
 
     async def run(self) -> None:
-        """Close steps of the history, and publish frames; never ends."""
+        """Close steps of the history, publish frames, and tell of problems; never ends."""
         history, clock = self._view.history, time.monotonic
         next_step = clock() + history.step_seconds
         try:
             while True:
-                timeout = next_step - clock()
-                if self._watchers:
-                    timeout = min(timeout, self._update_seconds)
-                await self._wait(timeout)
+                pause = self._update_seconds if self._watchers else LOOK_SECONDS
+                await self._wait(min(next_step - clock(), pause))
                 point = None
                 if clock() >= next_step:
                     next_step = max(next_step + history.step_seconds, clock())
                     gauges = await self._view.gauges()
                     point = history.close_step(self._view.wall_clock(), clock(), gauges)
                 if self._watchers:
-                    await self._publish(point)
+                    problems = await self._publish(point)
                 else:
                     self._frame = None
+                    problems = await self._view.read_problems()
+                # Until each node was asked once, all of them look as if they were out.
+                if self._view.fleet.first_probes_done.is_set():
+                    self._problem_log.take(problems)
         finally:
             self._closed = True
             self._published.set()
@@ -124,12 +132,13 @@ class LiveFeed:
             pass
         self._wanted.clear()
 
-    async def _publish(self, point: HistoryPoint | None) -> None:
+    async def _publish(self, point: HistoryPoint | None) -> list[Problem]:
         state = await self._view.read(with_requests=self._operators > 0)
         before = None if self._frame is None else self._frame.state
         self._frame = await Frame.between(before, state, point, self._view.history.as_json)
         published, self._published = self._published, asyncio.Event()
         published.set()
+        return state.problems
 
     # Who watches.
 

@@ -18,16 +18,18 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Lease, Node
 from gateway.fleet.slot_occupancy import LeasePhase
 from gateway.observe.audit import AuditTrail
-from gateway.observe.history import FleetHistory, Gauges
-from gateway.observe.problems import (
-    USABLE_STATES,
+from gateway.observe.fleet_condition import (
     FleetCondition,
     ModelNodes,
     NodeCondition,
-    Problem,
     QueueCondition,
     SpillCondition,
     TrafficCondition,
+)
+from gateway.observe.history import FleetHistory, Gauges
+from gateway.observe.problems import (
+    USABLE_STATES,
+    Problem,
     find_problems,
 )
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest
@@ -279,6 +281,7 @@ class LiveView:
             store=store_json(gateway.store),
             ledger=ledger_json(gateway.ledger),
             audit_lost=self.audit.lost,
+            storage=gateway.storage,
         )
 
     def _spill(self) -> SpillCondition | None:

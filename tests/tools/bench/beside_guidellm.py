@@ -26,6 +26,7 @@ from pathlib import Path
 
 from gateway.tools.bench.prompts import WORDS, PromptWriter, Text, fit, random_words
 from tests.emulator.language_model import count_tokens
+from tests.emulator.process import emulator_process
 from tests.emulator.request_body import render_chat
 
 LIMIT = 300.0  # seconds of one run
@@ -53,17 +54,12 @@ def _options() -> argparse.ArgumentParser:
 @contextmanager
 def emulated_node(slots: int, prefill_tps: float, decode_tps: float) -> Iterator[str]:
     """A node of these speeds in a process of its own; its URL."""
-    command = [
-        *(sys.executable, "-m", "tests.emulator", "--slots", str(slots)),
-        *("--prefill-tps", str(prefill_tps), "--decode-tps", str(decode_tps)),
-        *("--answer-tokens", "1000000"),
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield process.stdout.readline().strip()
-        finally:
-            process.terminate()
+    options = (
+        *("--slots", str(slots), "--prefill-tps", str(prefill_tps)),
+        *("--decode-tps", str(decode_tps), "--answer-tokens", "1000000"),
+    )
+    with emulator_process(*options) as node:
+        yield node.url
 
 
 def true_figures(

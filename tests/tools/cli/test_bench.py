@@ -11,35 +11,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.emulator.process import emulator_process
 from tests.tools.cli.local_server import serving
 from tests.tools.cli.running import read_until, run, run_on_terminal
 
 SMALL = ("--prompt", "64", "--max-tokens", "8", "--warm-up", "1")
 
 
-@contextmanager
-def emulator(*options: str) -> Iterator[str]:
-    """An emulated node; its URL."""
-    command = [sys.executable, "-m", "tests.emulator", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield process.stdout.readline().strip()
-        finally:
-            process.terminate()
-
-
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with emulator("--slots", "4", "--decode-tps", "400", "--prefill-tps", "5000") as found:
-        yield found
+    with emulator_process("--slots", "4", "--decode-tps", "400", "--prefill-tps", "5000") as node:
+        yield node.url
 
 
 def test_a_table_for_people_and_what_limits(url: str) -> None:
@@ -192,11 +180,11 @@ def test_a_bar_shows_the_progress_on_a_terminal(url: str) -> None:
 
 
 def test_ctrl_c_reports_what_was_measured() -> None:
-    with emulator("--slots", "2", "--decode-tps", "20") as slow:
+    with emulator_process("--slots", "2", "--decode-tps", "20") as slow:
         ours, theirs = pty.openpty()
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "gateway", "bench", slow, "--concurrency", "1"),
+                *(sys.executable, "-m", "gateway", "bench", slow.url, "--concurrency", "1"),
                 *("--requests", "1000", *SMALL),
             ],
             env={**os.environ, "TERM": "xterm-256color"},

@@ -18,7 +18,7 @@ from textual.pilot import Pilot
 from textual.widgets import DataTable, Static
 
 from gateway.tools.cli.admin_client import AdminClient
-from gateway.tools.top.app import Confirm, Top
+from gateway.tools.top.app import Confirm, Explanation, Top
 from tests.emulator import EmulatedNode
 from tests.gateway_processes import Succession, serving
 from tests.gateways import NO_TLS
@@ -92,6 +92,36 @@ async def test_an_operator_drains_resumes_cancels_and_sees_a_node_die(tmp_path: 
         await node.kill()
         await until(pilot, lambda: app.picture.nodes["one"]["state"] == "down")
         await until(pilot, lambda: "one is down" in shown(app, "#problems-above"))
+
+
+async def test_a_request_is_explained_by_a_key_and_its_words_stay_text(tmp_path: Path) -> None:
+    hostile = "[bold]demo[/bold]"
+    async with (
+        EmulatedNode(model=hostile, slots=1, answer_tokens=2000, decode_tps=10) as node,
+        serving(tmp_path, node) as gateway,
+        screen(gateway) as (app, pilot),
+    ):
+        await until(pilot, lambda: app.picture.nodes.get("one", {}).get("state") == "ready")
+        await pilot.press("w")
+        await until(pilot, lambda: "choose a request first" in shown(app, "#note"))
+        chat = asyncio.create_task(stream_forever(gateway))
+        await until(pilot, lambda: app.picture.requests)
+        await pilot.press("3", "w")
+        await until(pilot, lambda: isinstance(app.screen, Explanation))
+        await pilot.pause()
+        drawn = "\n".join(
+            "".join(segment.text for segment in strip)
+            for strip in app.screen.query_one("#explanation").render_lines(
+                app.screen.query_one("#explanation").size.region
+            )
+        )
+        assert "the-long-one" in drawn
+        assert hostile in drawn
+        assert "attempt 1" in drawn
+        assert "PREDICTED" in drawn
+        await pilot.press("escape")
+        await until(pilot, lambda: not isinstance(app.screen, Explanation))
+        chat.cancel()
 
 
 async def test_a_filter_and_an_order_are_kept_over_updates(tmp_path: Path) -> None:

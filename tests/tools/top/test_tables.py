@@ -116,6 +116,18 @@ def test_only_the_first_problems_are_told_and_how_many_more_there_are() -> None:
     assert len(problem_lines(shown, 5)) == 5
 
 
+def test_a_problem_names_its_caller_and_where_there_is_room_its_commands() -> None:
+    problem = {
+        "severity": "warning", "title": "t", "cause": "c.", "remedy": "r.", "caller": "team-a",
+        "commands": ["llama-gateway keys show team-a", "df -h\x1b"],
+    }  # fmt: skip
+    shown = picture(problems=[problem])
+    assert problem_lines(shown, 1) == [("warning", "t: c. Caller: team-a. Do: r.")]
+    ((_, text),) = problem_lines(shown, 1, commands=True)
+    assert text.startswith("t: c. Caller: team-a. Do: r. Run: llama-gateway keys show team-a; df")
+    assert text.isprintable()
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.04, "0.0s"), (9.94, "9.9s"), (59, "59s"), (61, "1m01s"), (7500, "2h05m")],

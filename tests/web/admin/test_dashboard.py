@@ -185,6 +185,47 @@ async def test_an_operator_cancels_a_request_by_a_click(tmp_path: Path) -> None:
         await expect(page.locator("#requests")).to_contain_text("Nothing waits and nothing runs")
 
 
+async def test_a_request_is_explained_by_a_click_and_by_the_keyboard(tmp_path: Path) -> None:
+    async with (
+        a_fleet(tmp_path, hosts="a") as (running, _),
+        opened(running) as (_, watched),
+        streams(running, 6),
+    ):
+        page, dialog = watched.page, watched.page.get_by_role("dialog")
+        running_row = page.locator("#requests tr.writing").first
+        await running_row.get_by_role("button", name="Why request").click()
+        await expect(dialog).to_contain_text("Attempt 1")
+        await expect(dialog.get_by_role("table", name="")).to_have_count(2)
+        await expect(dialog).to_contain_text("epyc-a-numa1")
+        await expect(dialog).to_contain_text("chosen")
+        await expect(dialog).to_contain_text("runs")
+        await page.keyboard.press("Escape")
+        await expect(dialog).to_be_hidden()
+        waiting = page.locator("#requests tr.waiting").first
+        await waiting.get_by_role("button", name="Why request").focus()
+        await page.keyboard.press("Enter")
+        await expect(dialog).to_contain_text("It waits for 2 nodes")
+        await dialog.get_by_role("button", name="Ask again").click()
+        await expect(dialog).to_contain_text("It waits for 2 nodes")
+        await dialog.get_by_role("button", name="Close").click()
+        await expect(dialog).to_be_hidden()
+
+
+async def test_an_explanation_that_can_not_be_had_says_so(tmp_path: Path) -> None:
+    async with (
+        a_fleet(tmp_path, hosts="a") as (running, _),
+        streams(running, 1),
+        a_browser() as browser,
+        a_page(browser, running.admin_url) as watched,
+    ):
+        page = watched.page
+        await page.get_by_role("button", name="Why request").first.click()
+        await expect(page.get_by_role("dialog")).to_contain_text("Attempt 1")
+        await page.context.set_offline(offline=True)
+        await page.get_by_role("button", name="Ask again").click()
+        await expect(page.get_by_role("alert")).to_have_text("The gateway does not answer.")
+
+
 async def test_a_wrong_key_is_refused_and_the_key_is_stored_nowhere(tmp_path: Path) -> None:
     async with (
         a_fleet(tmp_path, hosts="a", settings={"admin": ADMIN}) as (running, _),
@@ -238,6 +279,12 @@ async def test_hostile_words_of_nodes_and_callers_stay_text(tmp_path: Path) -> N
                 await page.get_by_role("button", name="node-0", exact=True).click()
                 await expect(page.get_by_role("dialog")).to_contain_text("rack=<img src=x")
                 await page.keyboard.press("Escape")
+                await page.get_by_role("button", name="Why request").click()
+                why = page.get_by_role("dialog")
+                await expect(why).to_contain_text("model <img src=x onerror=alert(1)>")
+                assert "\u202e" not in await why.inner_text()
+                assert await why.locator("img, script").count() == 0
+                await page.keyboard.press("Escape")
                 text = await page.locator("#page").inner_text()
                 assert "<img src=x onerror=alert(1)>" in text
                 assert "\u202e" not in text
@@ -260,9 +307,15 @@ async def test_axe_finds_no_violation(tmp_path: Path, scheme: str) -> None:
         await expect(page.locator(".problem").first).to_be_visible()
         await expect(page.locator(".uplot")).to_have_count(7)
         await page.evaluate(AXE)
-        for action in ("page", "dialog"):
-            if action == "dialog":
+        dialog = page.get_by_role("dialog")
+        for action in ("page", "node", "why"):
+            if action == "node":
                 await page.get_by_role("button", name="epyc-b-numa0", exact=True).first.click()
+            elif action == "why":
+                await page.keyboard.press("Escape")
+                await expect(dialog).to_be_hidden()
+                await page.get_by_role("button", name="Why request").first.click()
+                await expect(dialog).to_contain_text("Predicted")
             found = await page.evaluate("axe.run().then((r) => r.violations)")
             shown = [(one["id"], [node["html"] for node in one["nodes"]]) for one in found]
             assert shown == [], f"{action}, {scheme}"

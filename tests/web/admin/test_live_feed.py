@@ -304,3 +304,21 @@ def step_times(work: Coroutine[Any, Any, T]) -> tuple[list[float], T]:
             times.append(time.thread_time() - began)
             return times, end.value
         times.append(time.thread_time() - began)
+
+
+async def test_problems_are_told_to_the_log_while_nobody_watches(tmp_path: Path) -> None:
+    async with EmulatedNode() as node:
+        nodes = [{"name": "a", "url": node.url}, {"name": "b", "url": "http://127.0.0.1:9"}]
+        async with running_gateway(tmp_path, nodes) as running:
+            assert running.gateway.live.watchers == 0
+            log = tmp_path / "gateway.log"
+
+            def told() -> list[dict[str, Any]]:
+                whole = log.read_text().rpartition("\n")[0]
+                lines = [json.loads(line) for line in whole.splitlines()]
+                return [line for line in lines if line["event"] == "problem"]
+
+            await until(told)
+            (line,) = told()
+            assert line["title"] == "b is down"
+            assert line["commands"].startswith("llama-gateway nodes probe b")

@@ -5,6 +5,7 @@ import { guard } from "./vendor/lit-html/directives/guard.js";
 import { repeat } from "./vendor/lit-html/directives/repeat.js";
 import { cancel } from "./actions.js";
 import { count, plain, rate, seconds } from "./format.js";
+import { openWhy } from "./why.js";
 
 const FEW = 14;
 const ORDER = { writing: 0, reading: 1, waiting: 2 };
@@ -50,7 +51,8 @@ function requestRow(row, at) {
     <td class="n">${seconds(age)}</td><td class="n">${seconds(row.ttft)}</td>
     <td class="n">${count(row.prompt_tokens)} + ${count(row.tokens)}</td>
     <td class="n">${rate(row.tokens_per_second)}</td>
-    <td><button class="small" @click=${(event) => cancel(event, row.id)}
+    <td class="actions"><button class="small" aria-haspopup="dialog" @click=${() => openWhy(row.id, row.request_id)}
+      aria-label="Why request ${plain(row.request_id)}">Why</button><button class="small" @click=${(event) => cancel(event, row.id)}
       aria-label="Cancel request ${plain(row.request_id)}">Cancel</button></td>
   </tr>`);
 }

@@ -1,0 +1,31 @@
+"""An emulated node in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RunningEmulator:
+    """A node that runs as a process of its own."""
+
+    process: subprocess.Popen[str]
+    url: str
+    admin_url: str
+
+
+@contextmanager
+def emulator_process(*options: str) -> Iterator[RunningEmulator]:
+    """Run `python -m tests.emulator` with these options; it is ended at the end."""
+    command = [sys.executable, "-m", "tests.emulator", *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            url, admin_url = (process.stdout.readline().strip() for _ in range(2))
+            yield RunningEmulator(process, url, admin_url)
+        finally:
+            process.kill()
