@@ -211,17 +211,10 @@ class Gateway:
             tracing=self.tracing,
         )
         snapshot = MetricsSource(
-            self.fleet,
-            self.scheduler,
-            self.registry,
-            lambda: self.inventory_error,
-            self.proxy_context.retries_left,
-            lambda: self.certificates.expiry,
-            self.store,
-            self.ledger,
-            self.background,
-            self.tracing,
-        )
+            self.fleet, self.scheduler, self.registry, lambda: self.inventory_error,
+            self.proxy_context.retries_left, lambda: self.certificates.expiry, self.store,
+            self.ledger, self.background, self.tracing,
+        )  # fmt: skip
         self.telemetry = Telemetry(settings, self.bus, logs, snapshot, self.tracing)
         self.metrics = self.telemetry.metrics
         self.drain_deadlines = DrainDeadlines(self.registry)
