@@ -337,7 +337,7 @@ async def test_the_collector_gets_its_header_and_no_answer_shows_it(
         root = await the_root(collector)
         page = (await admin.get("/metrics")).text
     assert root.service == "site-a"
-    assert "authorization: Bearer s3cret" in collector.heads[0]
+    assert "Authorization: Bearer s3cret" in collector.heads[0]
     assert "OTLP_HEADER" in shown
     assert "s3cret" not in shown
     assert "s3cret" not in (tmp_path / "gateway.log").read_text()
