@@ -61,6 +61,7 @@ _ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow
 # A commit passes or fails by what it changes, so each run tries the same examples; new ones are
 # looked for on purpose: make test ARGS=--hypothesis-profile=explore
 settings.register_profile("house", _ANY_SPEED, derandomize=True)
+settings.register_profile("few", _ANY_SPEED, derandomize=True, max_examples=10)
 settings.register_profile("explore", _ANY_SPEED, max_examples=1000)
 settings.load_profile("house")
 

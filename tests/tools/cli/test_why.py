@@ -80,8 +80,8 @@ async def test_a_served_request_is_a_table_of_the_nodes_and_one_of_what_came_of_
 async def test_a_waiting_request_shows_its_place_and_the_nodes(tmp_path: Path) -> None:
     async with a_gateway(tmp_path, 1) as gateway:
         tasks = [
-            asyncio.create_task(ask(gateway, "first", 400)),
-            asyncio.create_task(ask(gateway, "second", 400)),
+            asyncio.create_task(ask(gateway, "first", 3000)),
+            asyncio.create_task(ask(gateway, "second", 3000)),
         ]
         await until(lambda: len(gateway.gateway.scheduler.waiters) == 1)
         (waiter,) = gateway.gateway.scheduler.waiters
