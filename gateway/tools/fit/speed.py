@@ -78,6 +78,11 @@ FLAGS = (
 TOKEN_SECONDS = 100e-6
 """Of a token, whatever its model: sampling and HTTP. Measured with a tiny model."""
 
+LAYER_WAIT_SECONDS = 0.2e-3
+"""For which the threads of several cores wait for each other in a layer of decode: each of its some
+30 operations ends when the last thread has. 2.3 to 2.5 ms in models of 10 to 16 layers on two cores
+of a virtual machine (`python -m tests.tools.fit.measure clock`)."""
+
 
 HALF_SPEED_TOKENS = 4
 """Tokens of a micro-batch with which an expert reaches half of the speed of a long one. From the
@@ -136,7 +141,7 @@ def expected_speed(
     kv += sum(layer.state_bytes for layer in shape.layers)
     kv_rate = cores.count * factor * _rate(DECODE_RATES, settings.key_type)
     seconds += kv / min(cores.bandwidth, kv_rate)
-    seconds += TOKEN_SECONDS
+    seconds += TOKEN_SECONDS + (len(shape.layers) * LAYER_WAIT_SECONDS if cores.count > 1 else 0.0)
     operations = sum(
         2 * count / (cores.count * factor * _rate(PREFILL_RATES, kind))
         for kind, count in elements.items()
