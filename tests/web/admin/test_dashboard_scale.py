@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, needs_browser]
 
 NODES = 1000
 UPDATES = 20
-NIGHT = int(os.environ.get("DASHBOARD_UPDATES", "160"))
+NIGHT = int(os.environ.get("DASHBOARD_UPDATES", "64"))
 """Updates at high speed, after which memory must be what it was; a night has 30,000."""
 BUSY_SHARE = 0.4
 """Share of the nodes whose picture changes with each update."""
