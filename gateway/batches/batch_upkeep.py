@@ -373,13 +373,15 @@ class BatchUpkeep:
             for one in await self._threads.run(_listed, self._folder, kind)
             if one.changed_at < before
         ]
-        if not old:
+        # The rows after the files: who writes one closes it when its rows are in the store.
+        complete = [one for one in old if await self._threads.run(_is_complete, self._folder, one)]
+        if not complete:
             return 0
         assert self._folder.id is not None
         needed = await self._store.run(partial(_needed, self._folder.id), write=False)
-        for name in old:
+        for name in complete:
             if name not in needed:
-                gone += await self._threads.run(_delete_unless_written, self._folder, name)
+                gone += await self._threads.run(self._folder.delete, name)
         if gone:
             log.info("files of ended batches removed", files=gone)
         return gone
@@ -397,9 +399,10 @@ def _listed(folder: Folder, kind: str) -> list[FoundFile]:
     return list(folder.files(kind))
 
 
-def _delete_unless_written(folder: Folder, name: str) -> bool:
+def _is_complete(folder: Folder, name: str) -> bool:
+    """Whether the file is there and no process writes it any more."""
     try:
-        return not folder.is_written(name) and folder.delete(name)
+        return not folder.is_written(name)
     except FileNotFoundError:
         return False
 
