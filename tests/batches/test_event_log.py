@@ -149,6 +149,7 @@ async def test_a_deleted_log_is_gone(tmp_path: Path) -> None:
             await logs.open(log.name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 async def test_what_was_seen_survives_kills_of_the_writer(tmp_path: Path, seed: int) -> None:
     rng, seen, names = random.Random(seed), dict[str, int](), list[str]()

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import httpx
+import pytest
 
 from gateway.access.keys import hash_key
 from gateway.store.failures import StoreUnavailable
@@ -165,6 +166,7 @@ async def test_lines_wait_while_a_limit_of_their_key_is_reached(tmp_path: Path) 
         assert found["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
 
 
+@pytest.mark.slow
 async def test_lines_go_on_when_their_nodes_are_back(tmp_path: Path) -> None:
     node = EmulatedNode(slots=2, decode_tps=50)
     quick = {"health": {"interval": 0.2, "timeout": 2.0, "open": 0.3, "open_max": 0.6}}
@@ -202,6 +204,7 @@ async def test_a_gateway_that_ends_puts_back_what_it_runs(tmp_path: Path) -> Non
             assert len({one["custom_id"] for one in results}) == len(results) == 20
 
 
+@pytest.mark.slow
 async def test_lines_end_while_the_store_is_away_and_are_recorded_later(tmp_path: Path) -> None:
     node = EmulatedNode(slots=2, decode_tps=40)
     async with gateway_over(tmp_path, node) as running:

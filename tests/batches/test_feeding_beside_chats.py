@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from statistics import quantiles
 
+import pytest
+
 from tests.batches.measure_feeding import Site, chats_beside
 from tests.virtual import in_virtual_time
 
@@ -12,6 +14,7 @@ def p95(seconds: list[float]) -> float:
     return quantiles(seconds, n=20)[-1]
 
 
+@pytest.mark.slow
 @in_virtual_time
 async def test_long_prompts_do_not_notice_the_lines_of_a_batch_beside_them() -> None:
     site = Site(nodes=2, slots=4, reserve=0.25)
@@ -21,6 +24,7 @@ async def test_long_prompts_do_not_notice_the_lines_of_a_batch_beside_them() -> 
     assert p95(beside.seconds) <= 1.25 * p95(alone.seconds)
 
 
+@pytest.mark.slow
 @in_virtual_time
 async def test_no_prompt_notices_a_batch_that_stays_off_as_many_nodes_as_there_are_chats() -> None:
     site = Site(nodes=4, slots=2, reserve=0.5, line_words=300)

@@ -134,6 +134,7 @@ async def test_a_log_of_another_process_is_followed_too(tmp_path: Path) -> None:
         await log.release()
 
 
+@pytest.mark.slow
 async def test_one_that_reads_nothing_holds_nobody_up(tmp_path: Path) -> None:
     async with open_logs(tmp_path) as logs:
         followers, log = Followers(logs), await logs.create()

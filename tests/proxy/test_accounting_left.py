@@ -258,6 +258,7 @@ async def test_progress_that_only_the_gateway_asked_for_is_not_in_the_stream(
         assert len(long.events) == len(short.events)
 
 
+@pytest.mark.slow
 @in_virtual_time
 async def test_who_leaves_within_the_first_batch_counts_what_was_read_of_it(
     tmp_path: Path,

@@ -129,6 +129,7 @@ async def test_an_endpoint_that_the_inventory_leaves_out_is_501(tmp_path: Path) 
         assert one.requests == 0
 
 
+@pytest.mark.slow
 @in_virtual_time
 async def test_a_refused_endpoint_is_asked_for_again_some_minutes_later(
     tmp_path: Path,

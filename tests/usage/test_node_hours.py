@@ -100,6 +100,7 @@ async def test_the_loop_looks_once_a_minute_also_while_the_store_is_away() -> No
     engine.dispose()
 
 
+@pytest.mark.slow
 def test_claims_that_nobody_takes_are_bounded() -> None:
     store, times = OneConnection(None), iter(range(0, 10**9, 60))  # type: ignore[arg-type]
     names = itertools.count()

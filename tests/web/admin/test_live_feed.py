@@ -222,6 +222,7 @@ async def test_a_watcher_that_reads_nothing_is_cut_off() -> None:
     assert all(message.get("more_body", True) for message in sent)
 
 
+@pytest.mark.slow
 async def test_one_that_stops_reading_takes_bounded_memory_and_others_go_on(
     tmp_path: Path,
 ) -> None:
