@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import Connection
 from structlog.testing import capture_logs
 
 from gateway.batches.batch_upkeep import CLEAN_SECONDS, UNAVAILABLE_SECONDS
@@ -120,6 +122,28 @@ async def test_a_young_file_stays(tmp_path: Path) -> None:
         now = here.time[0]
         os.utime(here.folder.path(young.name), (now, now))
         assert await here.batches.upkeep.clean() == 0
+
+
+async def test_a_file_that_is_closed_while_the_rows_are_read_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
+        written, old = [
+            await asyncio.to_thread(here.folder.open_appended, "results") for _ in range(2)
+        ]
+        old.close()
+        for name in here.kept("results"):
+            make_old(here, name)
+        run = here.store.run
+
+        async def run_and_close(job: Callable[[Connection], Any], **options: Any) -> Any:
+            found = await run(job, **options)
+            written.close()  # Its rows came behind those that were read.
+            return found
+
+        monkeypatch.setattr(here.store, "run", run_and_close)
+        assert await here.batches.upkeep.clean() == 1
+        assert here.kept("results") == [written.name]
 
 
 async def test_a_full_folder_pauses_the_batch_until_there_is_room(
