@@ -263,11 +263,8 @@ class Forwarder:
             request.model_in_body is not None or lease.node.kind == "openai"
         ):
             body = edits.with_model(body, name)
-        header_lines, trace = request.header_lines, in_flight.record.trace
-        if trace is not None:
-            header_lines = trace.header_lines(header_lines, lease.id)
         head = attempt.pool.address.request_head(
-            b"POST", request.path.encode(), header_lines, len(body)
+            b"POST", request.path.encode(), in_flight.header_lines(lease.id), len(body)
         )
         on_output = None if recorder is None else recorder.add
         return UpstreamRequest(

@@ -61,6 +61,11 @@ class InFlightRequest:
     _yieldable: tuple[Attempt, Callable[[], bool]] | None = None
     """The attempt that may be cut for another request, and whether it could be resumed now."""
 
+    def header_lines(self, lease_id: int) -> bytes:
+        """The client's header lines for the node of this attempt, within the request's trace."""
+        lines, trace = self.request.header_lines, self.record.trace
+        return lines if trace is None else trace.header_lines(lines, lease_id)
+
     def note_response_started(self) -> None:
         """Its client has the head of a response."""
         self.response_started = True

@@ -30,6 +30,7 @@ import requests
 import yaml
 
 from gateway.access.keys import ApiKey, new_key
+from tests.emulator.process import emulator_process
 
 CASES = 50_000
 
@@ -107,14 +108,9 @@ def running_site(folder: Path) -> Iterator[Site]:
 
 
 def _node(stack: ExitStack, slots: int) -> str:
-    command = [
-        *(sys.executable, "-m", "tests.emulator", "--slots", str(slots), "--answer-tokens", "6"),
-        *("--embeddings", "--rerank", "--infill"),
-    ]
-    process = _start(stack, command, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    stack.enter_context(process.stdout)
-    return str(process.stdout.readline().strip())
+    options = ("--slots", str(slots), "--answer-tokens", "6")
+    node = emulator_process(*options, "--embeddings", "--rerank", "--infill")
+    return stack.enter_context(node).url
 
 
 def _gateway(

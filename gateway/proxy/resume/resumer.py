@@ -454,9 +454,7 @@ class Resumer:
         if "model" in body:
             body = body | {"model": attempt.lease.served_name}
         data = msgspec.json.encode(body)
-        header_lines, trace = self._request.header_lines, self._in_flight.record.trace
-        if trace is not None:
-            header_lines = trace.header_lines(header_lines, attempt.lease.id)
+        header_lines = self._in_flight.header_lines(attempt.lease.id)
         head = attempt.pool.address.request_head(
             b"POST", route.path.encode(), header_lines, len(data)
         )
