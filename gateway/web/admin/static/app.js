@@ -4,13 +4,14 @@ import { html, nothing, render } from "./vendor/lit-html/lit-html.js";
 import { guard } from "./vendor/lit-html/directives/guard.js";
 import { chartsView, drawCharts } from "./charts.js";
 import { count, plain, plural, seconds } from "./format.js";
-import { drawDetails, nodesView, openNode } from "./nodes.js";
+import { drawDetails, drawSlots, nodesView, openNode } from "./nodes.js";
 import { playgroundView } from "./playground.js";
 import { problemsView } from "./problems.js";
 import { queueView } from "./queue.js";
 import { requestsView } from "./requests.js";
 import { isOperator, state, takeHello, takeSnapshot, takeUpdate } from "./state.js";
 import { follow, setKey } from "./stream.js";
+import { onSystemTheme } from "./theme.js";
 
 const THEMES = ["auto", "light", "dark"];
 const page = document.getElementById("page");
@@ -52,6 +53,7 @@ function draw() {
     ${isOperator() ? requestsView(state.requests, summary.in_flight, state.at, redraw) : requestsHint()}</div>
     ${guard([1], chartsView)}
     ${guard([summary.models.join("\n"), state.role, own], () => playgroundView(redraw))}`);
+  drawSlots();
   drawDetails();
   if (marked) drawCharts();
   else {
@@ -100,7 +102,6 @@ function changeTheme() {
   if (theme === "auto") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
   redraw();
-  requestAnimationFrame(() => drawCharts(true));
 }
 
 function keyView() {
@@ -148,6 +149,6 @@ document.addEventListener("keydown", (event) => {
   }
 });
 
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => drawCharts());
+onSystemTheme(schedule);
 draw();
 follow(take, tell, () => new Promise((done) => { keyIsThere = done; }));

@@ -3,6 +3,7 @@
 import { html, render } from "./vendor/lit-html/lit-html.js";
 import { count, money, percent, rate, seconds } from "./format.js";
 import { state } from "./state.js";
+import { colour, theme } from "./theme.js";
 
 const HEIGHT = 112;
 const HOUR = 3600;
@@ -27,7 +28,7 @@ const STYLES = [["--series-1", []], ["--series-2", [6, 3]], ["--series-3", [2, 3
 
 let plots = [];
 let drawn = -1;
-let theme = "";
+let drawnTheme = "";
 
 function column(name) {
   const place = state.history.columns.indexOf(name);
@@ -63,10 +64,8 @@ function captionOf(chart, data) {
 }
 
 /** Draw what has changed since the last call. */
-export function drawCharts(force = false) {
-  const now = getComputedStyle(document.documentElement).getPropertyValue("--line").trim()
-    + matchMedia("(prefers-color-scheme: dark)").matches + (document.documentElement.dataset.theme ?? "");
-  if (now !== theme || force) { destroy(); theme = now; }
+export function drawCharts() {
+  if (theme() !== drawnTheme) { destroy(); drawnTheme = theme(); }
   if (drawn === state.versions.history && plots.length > 0) return;
   drawn = state.versions.history;
   if (plots.length === 0) make();
@@ -85,8 +84,8 @@ export function drawCharts(force = false) {
 }
 
 function make() {
-  const muted = resolved("--muted");
-  const line = resolved("--line");
+  const muted = colour("--muted");
+  const line = colour("--line");
   for (const chart of CHARTS) {
     const figure = document.querySelector(`[data-chart="${chart.id}"]`);
     const place = figure.querySelector(".plot");
@@ -102,20 +101,11 @@ function make() {
         { ...axis, size: 46, space: 26, values: (_, splits) => splits.map((value) => chart.read(value)) },
       ],
       series: [{}, ...chart.series.map((_, index) => ({
-        stroke: resolved(STYLES[index][0]), dash: STYLES[index][1], width: 1.75, spanGaps: false, points: { show: false },
+        stroke: colour(STYLES[index][0]), dash: STYLES[index][1], width: 1.75, spanGaps: false, points: { show: false },
       }))],
     }, [[], ...chart.series.map(() => [])], place);
     plots.push({ chart, figure, plot, place });
   }
-}
-
-/** A colour of the style sheet as the canvas takes it. */
-function resolved(name) {
-  const probe = document.getElementById("charts");
-  probe.style.setProperty("outline-color", `var(${name})`);
-  const value = getComputedStyle(probe).outlineColor;
-  probe.style.removeProperty("outline-color");
-  return value;
 }
 
 function destroy() {

@@ -4,8 +4,10 @@ import { html, nothing, render } from "./vendor/lit-html/lit-html.js";
 import { guard } from "./vendor/lit-html/directives/guard.js";
 import { repeat } from "./vendor/lit-html/directives/repeat.js";
 import { drain, probe, resume } from "./actions.js";
+import { cellsOf, OUT } from "./cells.js";
 import { count, money, percent, plain, plural, rate, seconds } from "./format.js";
 import { isOperator, state } from "./state.js";
+import { drawWall } from "./wall.js";
 
 const MOST_CARDS = 48;
 const MOST_TILES = 240;
@@ -16,22 +18,9 @@ export const MARKS = {
 };
 
 const PHASES = { r: "reading", w: "writing", h: "held", o: "used by others", f: "free" };
-const OUT = new Set(["down", "ejected", "loading", "starting", "standby"]);
 const WORST = ["down", "ejected", "degraded", "loading", "starting", "draining", "mute", "ready", "standby"];
 
 const view = { size: "auto", filter: "", only: "" };
-
-/** The cells of "w3r0ff" as [letter, fill] pairs. */
-function cellsOf(cells) {
-  const found = [];
-  for (let place = 0; place < cells.length; place += 1) {
-    const letter = cells[place];
-    const filled = letter === "r" || letter === "w" || letter === "h";
-    found.push([letter, filled ? cells[place + 1] : "8"]);
-    if (filled) place += 1;
-  }
-  return found;
-}
 
 function cellsView(node) {
   const cells = cellsOf(node.cells).map(([letter, fill]) => html`<i class="cell ${letter} p${fill}"></i>`);
@@ -68,9 +57,13 @@ function matches(node) {
   return text.toLowerCase().includes(view.filter);
 }
 
-export function nodesView(redraw, openNode) {
+function shownNodes() {
   const all = [...state.nodes.values()];
-  const shown = view.filter || view.only ? all.filter(matches) : all;
+  return view.filter || view.only ? all.filter(matches) : all;
+}
+
+export function nodesView(redraw, openNode) {
+  const shown = shownNodes();
   const size = sizeOf(shown.length);
   return html`<section id="nodes" class="panel" tabindex="-1" aria-labelledby="nodes-title">
     <div class="bar">
@@ -85,10 +78,11 @@ export function nodesView(redraw, openNode) {
         <option value="tiles">tiles</option><option value="dots">wall</option></select></label>
     </div>
     ${legend()}
-    ${shown.length === 0 ? html`<p class="muted">${all.length === 0
+    ${shown.length === 0 ? html`<p class="muted">${state.nodes.size === 0
       ? "There is no node in the inventory." : "No node is like that."}</p>`
-      : size === "cards" ? cardsView(shown, openNode) : html`<ul class=${size}>${repeat(shown, (node) => node.name,
-        (node) => guard([node.version, size], () => tile(node, size, openNode)))}</ul>`}
+      : size === "cards" ? cardsView(shown, openNode) : size === "tiles" ? html`<ul class="tiles">${
+        tilesView(shown, size, openNode)}</ul>` : html`<div class="wall"><ul class="dots">${
+        tilesView(shown, size, openNode)}</ul><canvas aria-hidden="true"></canvas></div>`}
   </section>`;
 }
 
@@ -156,12 +150,22 @@ function actionsView(node) {
     class="small" @click=${(event) => probe(event, name)} aria-label="Probe ${plain(name)}">Probe</button>`;
 }
 
+function tilesView(nodes, size, openNode) {
+  return repeat(nodes, (node) => node.name,
+    (node) => guard([node.version, size], () => tile(node, size, openNode)));
+}
+
+/** Draw what the view leaves to a canvas. */
+export function drawSlots() {
+  drawWall(shownNodes());
+}
+
 function tile(node, size, openNode) {
   const words = `${plain(node.name)}, ${node.state}, ${slotsInWords(node)}, ${speedInWords(node)}`;
   return html`<li class="node s-${node.state} ${node.tier}" data-node=${node.name}><button aria-haspopup="dialog"
     aria-label=${words} @pointerenter=${showWords} @click=${() => openNode(node.name)}><span class="mark"
     aria-hidden="true">${MARKS[node.state]}</span>${size === "tiles"
-    ? html`<span class="name">${plain(node.name)}</span>` : nothing}${cellsView(node)}</button></li>`;
+    ? html`<span class="name">${plain(node.name)}</span>${cellsView(node)}` : nothing}</button></li>`;
 }
 
 /** The words of a tile as its tooltip: set when it is looked at, since a thousand change each second. */
