@@ -128,7 +128,12 @@ class HealthSettings(ConfigModel):
     fall: Annotated[Count, Field(description="Failed probes until a node counts as down.")] = 3
     discover_interval: Annotated[
         Seconds,
-        Field(description=("Time between two queries of a node's slots, models and context.")),
+        Field(
+            description=(
+                "Time between two queries of a node's slots, models and context. They are asked "
+                "earlier if a probe finds another answer to `/props`."
+            )
+        ),
     ] = 30.0
     prefill_grace: Annotated[
         Seconds,

@@ -10,7 +10,7 @@ from gateway.fleet.circuit import CircuitPhase
 from gateway.fleet.lifecycle import LifecyclePhase
 from gateway.fleet.node import Lease, Node, NodeState
 from gateway.fleet.probe_history import QUICK_PROBE_DELAY, ProbeAnswer, ProbeResult, probe_delay
-from gateway.fleet.probes import check_alive, discover, probe_slots
+from gateway.fleet.probes import check_alive, discover, has_changed, probe_slots
 from gateway.fleet.slot_occupancy import LeasePhase
 
 ALIVE_STATES = frozenset({NodeState.READY, NodeState.DEGRADED, NodeState.MUTE})
@@ -109,7 +109,9 @@ class HealthMonitor:
         history.probe_began(node.clock())
         result = await check_alive(node)
         comes_up = not history.up
-        if result.up and history.discovery_due(node.clock(), health.discover_interval):
+        if result.up and (
+            history.discovery_due(node.clock(), health.discover_interval) or await has_changed(node)
+        ):
             result = await self._discover(result)
         if result.up and comes_up:
             # Before it gets work, the load that other clients put on it must be known.

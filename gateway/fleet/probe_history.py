@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import random
 from dataclasses import dataclass
 
@@ -59,6 +60,8 @@ class ProbeHistory:
     failures_in_a_row: int = 0
     discovered_at: float | None = None
     """When the server's properties were last read; None: to be read before it gets work."""
+    props_digest: bytes | None = None
+    """Of the answer to `/props` that was read last; None: there was none."""
     last_probe_at: float | None = None
     """When the last probe began."""
     next_probe_at: float = 0.0
@@ -132,6 +135,14 @@ class ProbeHistory:
     def rediscover(self) -> None:
         """Read the server's properties with the next probe."""
         self.discovered_at = None
+
+    def props_read(self, body: bytes) -> None:
+        """The server's properties were read from this answer to `/props`."""
+        self.props_digest = hashlib.sha256(body).digest()
+
+    def props_differ(self, body: bytes) -> bool:
+        """Whether this answer to `/props` is not, to the byte, the one that was read."""
+        return hashlib.sha256(body).digest() != self.props_digest
 
     def discovery_due(self, now: float, interval: float) -> bool:
         """Whether the server's properties are unknown or older than `interval` seconds."""

@@ -102,6 +102,7 @@ async def discover(node: Node) -> ProbeResult:
         if reply.status == httpx.codes.OK:
             properties.clear_remembered()
             if path == "/props":
+                node.probe_history.props_read(reply.body)
                 properties.read_props(reply.json())
             else:
                 properties.read_models(reply.json())
@@ -115,6 +116,19 @@ async def discover(node: Node) -> ProbeResult:
         # prove nothing. Nor do they for ever.
         properties.refused.clear()
     return ProbeResult(ProbeAnswer.UP, "", node.clock() - began)
+
+
+async def has_changed(node: Node) -> bool:
+    """Whether `/props` is no longer what was read: perhaps another process, with another model.
+
+    One small query tells, which is not decoded. A node that fails it counts as unchanged.
+    """
+    if node.probe_history.props_digest is None:
+        return False
+    reply = await fetch(node, "/props")
+    if isinstance(reply, ProbeResult) or reply.status != httpx.codes.OK:
+        return False
+    return node.probe_history.props_differ(reply.body)
 
 
 async def probe_slots(node: Node) -> int | None:

@@ -291,6 +291,37 @@ async def test_another_model_on_a_node_is_noticed() -> None:
 
 
 @in_virtual_time
+async def test_another_model_is_noticed_by_the_next_probe_though_nobody_asks_the_node() -> None:
+    async with (
+        EmulatedNode(model="old") as server,
+        a_fleet(a_spec(url=server.url), interval=5.0, discover_interval=3600) as fleet,
+    ):
+        await asyncio.sleep(60)
+        server.engine.model = "new"
+        began = now()
+        await fleet.until(lambda: fleet.fleet.model_index.model_names() == ("new",))
+        assert now() - began < 6
+
+
+@in_virtual_time
+async def test_a_server_whose_props_stay_the_same_is_not_asked_for_its_models() -> None:
+    async with (
+        EmulatedNode() as server,
+        a_fleet(a_spec(url=server.url), interval=5.0, discover_interval=3600) as fleet,
+    ):
+        for status in (200, 500):
+            if status != 200:
+                server.faults.set("status", path="/props", status=status)
+            await asyncio.sleep(10)
+            before = server.control_requests
+            await asyncio.sleep(60)
+            asked = server.control_requests - before
+            # /health, /props and /slots with each probe.
+            assert 3 * 10 <= asked <= 3 * 14, status
+            assert fleet.state("a") is NodeState.READY
+
+
+@in_virtual_time
 async def test_another_model_is_noticed_at_once_if_the_restart_broke_a_request() -> None:
     async with (
         EmulatedNode(model="old") as server,
