@@ -6,6 +6,7 @@ each trace. Imported late, where traces are on.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import random
@@ -51,7 +52,11 @@ log = structlog.get_logger()
 
 
 class OtlpSender:
-    """Sends traces to one collector, and tries again as OTLP asks for."""
+    """Sends traces to one collector, and tries again as OTLP asks for.
+
+    For one thread, which must not run an event loop: a try runs in one of its own, since only there
+    can a limit end it whatever the collector does.
+    """
 
     def __init__(
         self, settings: TracesSettings, clock: Callable[[], float] = time.monotonic
@@ -65,7 +70,8 @@ class OtlpSender:
         self._quiet_until = -math.inf
         context = ssl.create_default_context(cafile=settings.ca_file)
         # The environment's proxies and passwords are not for this.
-        self._client = httpx.Client(
+        self._runner = asyncio.Runner()
+        self._client = httpx.AsyncClient(
             verify=context,
             trust_env=False,
             headers={
@@ -82,8 +88,8 @@ class OtlpSender:
         while True:
             wait, why = backoff * random.uniform(0.8, 1.2), ""
             try:
-                status, retry_after = self._post(body, deadline)
-            except httpx.HTTPError as error:
+                status, retry_after = self._runner.run(self._post(body, deadline))
+            except (httpx.HTTPError, TimeoutError) as error:
                 why = type(error).__name__
             else:
                 if status < 300:
@@ -102,27 +108,33 @@ class OtlpSender:
 
     def close(self) -> None:
         """Close the connection."""
-        self._client.close()
+        self._runner.run(self._client.aclose())
+        self._runner.close()
 
-    def _post(self, body: bytes, deadline: float) -> tuple[int, float | None]:
-        """Status and `Retry-After` of one try. Raises: httpx.HTTPError."""
-        left = max(0.001, deadline - self._clock())
-        with self._client.stream("POST", self._url, content=body, timeout=left) as response:
+    async def _post(self, body: bytes, deadline: float) -> tuple[int, float | None]:
+        """Status and `Retry-After` of one try. Raises: httpx.HTTPError, TimeoutError."""
+        request = self._client.build_request("POST", self._url, content=body, timeout=None)
+        async with asyncio.timeout(max(0.001, deadline - self._clock())):
+            response = await self._client.send(request, stream=True)
+        try:
             # The status counts, however the rest of the response ends.
-            with contextlib.suppress(httpx.HTTPError):
-                self._drain(response, deadline)
-            return response.status_code, _seconds(response.headers.get("retry-after"))
+            with contextlib.suppress(httpx.HTTPError, TimeoutError):
+                async with asyncio.timeout(max(0.001, deadline - self._clock())):
+                    await self._drain(response)
+        finally:
+            await response.aclose()
+        return response.status_code, _seconds(response.headers.get("retry-after"))
 
-    def _drain(self, response: httpx.Response, deadline: float) -> None:
+    async def _drain(self, response: httpx.Response) -> None:
         length = response.headers.get("content-length", "0")
         size = int(length) if length.isdecimal() and len(length) < 10 else MOST_RESPONSE_BYTES + 1
         if size > MOST_RESPONSE_BYTES:
             return
         size = 0
         # As it came: what it would decompress to is not bounded.
-        for part in response.iter_raw():
+        async for part in response.aiter_raw():
             size += len(part)
-            if size > MOST_RESPONSE_BYTES or self._clock() > deadline:
+            if size > MOST_RESPONSE_BYTES:
                 break
 
     def _failed(self, why: str) -> bool:

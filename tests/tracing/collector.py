@@ -49,6 +49,8 @@ class Collector:
     port: int = 0
     answer: bytes = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
     """Of every request; empty: it never answers."""
+    drips: bool = False
+    """After its answer comes one more byte each 50 ms, without end."""
     spans: list[ReceivedSpan] = field(default_factory=list)
     heads: list[str] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
@@ -100,6 +102,10 @@ class Collector:
                 if self.answer:
                     writer.write(self.answer)
                     await writer.drain()
+                while self.drips:
+                    writer.write(b"x")
+                    await writer.drain()
+                    await asyncio.sleep(0.05)
         self._open.discard(writer)
         writer.close()
 

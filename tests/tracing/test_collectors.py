@@ -105,6 +105,28 @@ async def test_an_answer_without_an_end_is_not_read(tmp_path: Path) -> None:
     assert len(collector.roots()) == 2
 
 
+@pytest.mark.parametrize(
+    ("answer", "taken"),
+    [(b"HTTP/1.1 200 OK\r\nx: ", 0), (b"HTTP/1.1 200 OK\r\ncontent-length: 60000\r\n\r\n", 1)],
+    ids=["head", "body"],
+)
+async def test_a_collector_that_drips_its_answer_holds_nothing_up(
+    answer: bytes, taken: int, tmp_path: Path
+) -> None:
+    async with running_collector() as collector, EmulatedNode() as node:
+        good = collector.answer
+        collector.answer, collector.drips = answer, True
+        chosen = settings(collector.url, timeout=1)
+        async with running_gateway(tmp_path, [node.url], chosen) as running:
+            counts = running.gateway.tracing.counts
+            await ask(running, 1)
+            await until(lambda: counts.not_sent + counts.exported == 1, GRACE)
+            assert counts.exported == taken
+            collector.answer, collector.drips = good, False
+            await ask(running, 1)
+            await until(lambda: counts.exported == taken + 1, GRACE)
+
+
 async def test_a_mute_collector_delays_no_request(tmp_path: Path) -> None:
     async with running_collector() as collector, EmulatedNode(slots=4) as node:
         collector.answer = b""
