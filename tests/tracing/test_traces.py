@@ -344,7 +344,9 @@ async def test_the_collector_gets_its_header_and_no_answer_shows_it(
     assert "llama_gateway_traces_exported_total 1" in page
 
 
-async def test_lines_of_batches_and_chats_of_the_playground_are_traced_too(tmp_path: Path) -> None:
+async def test_work_without_a_waiting_client_and_chats_of_the_playground_are_traced_too(
+    tmp_path: Path,
+) -> None:
     line = {"custom_id": "1", "method": "POST", "url": CHAT, "body": chat()}
     async with (
         EmulatedNode() as node,
@@ -360,11 +362,16 @@ async def test_lines_of_batches_and_chats_of_the_playground_are_traced_too(tmp_p
         batch["completion_window"] = "24h"
         assert (await running.client.post("/v1/batches", json=batch)).status_code == 200
         (of_line,) = await collector.until_roots(1)
+        asked = {"model": "demo", "input": "Hello", "background": True, "max_output_tokens": 8}
+        assert (await running.client.post("/v1/responses", json=asked)).status_code == 200
+        _, accepted, of_response = await collector.until_roots(3)
         assert (await admin.post("/admin/chat", json=chat(), timeout=60)).status_code == 200
-        _, of_playground = sorted(await collector.until_roots(2), key=lambda span: span.start)
+        *_, of_playground = await collector.until_roots(4)
     assert of_line.attributes["llama_gateway.class"] == "batch"
+    assert collector.children(accepted) == []
+    assert of_response.attributes["llama_gateway.request_id"].startswith("resp_")
     assert of_playground.attributes["llama_gateway.caller"] == "playground:local"
-    for root in (of_line, of_playground):
+    for root in (of_line, of_response, of_playground):
         assert names(collector.children(root)) == ["attempt"]
         assert root.attributes["gen_ai.usage.output_tokens"] > 0
 
