@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.deploy.conftest import DeployedFleet
 from tests.deploy.load import DeployLoad
@@ -18,6 +19,7 @@ from tests.deploy.release_files import ReleaseFiles
 pytestmark = [pytest.mark.net, pytest.mark.timeout(3000)]
 
 ALERTS = Path(__file__).parents[1] / "monitoring" / "alerts.yml"
+UNIT = "/etc/systemd/system/grafana-server.service"
 SECURITY = 2.0  # exposure by systemd-analyze: 0 is closed, 10 open; it was 1.5 and 1.7
 
 
@@ -177,6 +179,57 @@ def test_the_alerts_use_metrics_that_exist(fleet: DeployedFleet) -> None:
     assert {re.sub("_(bucket|count)$", "", name) for name in named} <= families
     (host.root / "var/tmp/alerts.yml").write_text(ALERTS.read_text())
     host.run("promtool test rules /var/tmp/alerts.yml")
+
+
+def test_grafana_gets_its_data_source_and_dashboard_where_it_is(fleet: DeployedFleet) -> None:
+    """Debian has no package of it: folders as Grafana's package makes them, a unit that sleeps."""
+    host = fleet.hosts["gw"]
+    pid = "systemctl show -p MainPID --value grafana-server"
+    unit = "[Service]\nExecStart=/usr/bin/sleep infinity\n"
+    provisioning = "/etc/grafana/provisioning"
+    folder = host.root / provisioning.strip("/")
+    host.run(
+        f"mkdir -p {provisioning}/dashboards {provisioning}/datasources && printf '{unit}' >{UNIT}"
+    )
+    host.run("systemctl daemon-reload && systemctl start grafana-server")
+    try:
+        before = host.run(pid).stdout
+        assert set(fleet.control.play("site.yml", "--tags", "configure").changed) == {"gw"}
+        assert host.run(pid).stdout != before
+        assert fleet.control.play("site.yml", "--tags", "configure").changed == {}
+        (source,) = yaml.safe_load((folder / "datasources/llama-gateway.yml").read_text())[
+            "datasources"
+        ]
+        assert source["url"] == "http://127.0.0.1:9090"
+        (provider,) = yaml.safe_load((folder / "dashboards/llama-gateway.yml").read_text())[
+            "providers"
+        ]
+        made = host.run(f"cat {provider['options']['path']}/llama-gateway.json").stdout
+        assert json.loads(made)["panels"]
+    finally:
+        host.run(
+            f"systemctl stop grafana-server; rm -r /etc/grafana {UNIT}; systemctl daemon-reload"
+        )
+
+
+def test_a_gateway_with_traces_gets_their_packages(fleet: DeployedFleet) -> None:
+    traces = {"endpoint": "http://127.0.0.1:9/v1/traces", "share": 1}
+    settings = {**fleet.control.variables["gateway_settings"], "telemetry": {"traces": traces}}
+    there = "/opt/llama-gateway/current/bin/python -c 'import opentelemetry.proto'"
+    host = fleet.hosts["gw"]
+    assert host.run(there, check=False).returncode != 0
+    with DeployLoad(fleet.url, headers=fleet.headers) as load:
+        load.wait_for(5)
+        assert set(fleet.control.play("site.yml", gateway_settings=settings).changed) == {"gw"}
+        load.wait_for(5)
+    assert load.failures == []
+    host.run(there)
+    # Nobody takes them there: the gateway says so, and serves.
+    assert fleet.chat()["usage"]["completion_tokens"] == 8
+    lost = re.compile(r'llama_gateway_traces_dropped_total\{reason="not_taken"\} [1-9]')
+    wait_for(lambda: lost.search(host.fetch("http://127.0.0.1:8001/metrics")) is not None)
+    assert fleet.control.play("site.yml", gateway_settings=settings).changed == {}
+    assert set(fleet.control.play("site.yml").changed) == {"gw"}
 
 
 @pytest.mark.parametrize(
