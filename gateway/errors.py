@@ -98,8 +98,12 @@ def drop_traceback(error: BaseException) -> None:
         cause = cause.__cause__ or cause.__context__
 
 
+CLIENT_CLOSED_STATUS = 499
+"""In logs, metrics and records only: the client left before its response was complete. nginx's."""
+
+
 class ClientClosed(Exception):  # noqa: N818 - not an error: nobody is left to read one
-    """The client disconnected before the response was complete; 499 in logs and metrics only."""
+    """The client disconnected before the response was complete: `CLIENT_CLOSED_STATUS`."""
 
 
 def invalid_http() -> GatewayError:

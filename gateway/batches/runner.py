@@ -22,7 +22,7 @@ from gateway.access.keys import KeyRing
 from gateway.catalog import ServedModels
 from gateway.config.cache_privacy import SHARED_CACHE, NodeLabels
 from gateway.config.settings import Settings
-from gateway.errors import GatewayError
+from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.events import EventBus, RequestFinished
 from gateway.proxy.api.base import Api, ResponseRewriter
 from gateway.proxy.api.relayed import RELAYED
@@ -361,7 +361,7 @@ class _Run:
             usage = None if self._metered is None else await self._usage(self._metered)
             has_result = True
         except asyncio.CancelledError:
-            record.fail(499, "cancelled")
+            record.fail(CLIENT_CLOSED_STATUS, "cancelled")
             raise
         except (RowDeferred, RowExpired):
             raise

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from gateway.errors import CLIENT_CLOSED_STATUS
 from gateway.events import EventBus, RequestFinished
 
 STEP_SECONDS = 5.0
@@ -38,8 +39,6 @@ CLASS_RATIO = 1.1
 
 LEAST_TIME = 0.001
 """Seconds; shorter times are in the first class."""
-
-CLIENT_CLOSED_STATUS = 499
 
 GpuCost = Callable[[str, int, int, int], float | None]
 """What a model's prompt, cached and completion tokens cost on the GPU tier; None: unknown."""

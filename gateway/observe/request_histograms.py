@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from gateway.errors import CLIENT_CLOSED_STATUS
 from gateway.events import RequestFinished
 from gateway.observe.exposition import OTHER_LABEL, Histogram, MetricsPage
 
@@ -22,8 +23,6 @@ MOST_LABEL_SETS = 300
 
 NO_TIER = "none"
 """The tier of a request that no node has seen."""
-
-CLIENT_CLOSED_STATUS = 499
 
 
 def outcome_of(status: int) -> str:

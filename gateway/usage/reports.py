@@ -20,6 +20,7 @@ from typing import Any, Literal
 from sqlalchemy import ColumnElement, Connection, FromClause, Select, case, func, select
 
 from gateway.config.fields import parse_duration
+from gateway.errors import CLIENT_CLOSED_STATUS
 from gateway.store.schema import node_hours, revisions, usage, usage_days
 from gateway.store.store import Store
 from gateway.usage import money
@@ -114,17 +115,15 @@ SUM_NAMES = tuple(one.name for one in fields(Sums))
 
 FLOAT_SUMS = frozenset({"slot_seconds", "cost", "gpu_cost"})
 
-CLIENT_LEFT = 499
-
 
 def _row_sums() -> tuple[ColumnElement[Any], ...]:
     """The sums of rows of `usage`, in the order of the fields of `Sums`."""
     status = usage.c.status
-    failed = (status >= 400) & (status != CLIENT_LEFT)
+    failed = (status >= 400) & (status != CLIENT_CLOSED_STATUS)
     special: dict[str, ColumnElement[Any]] = {
         "requests": func.count(),
         "failures": func.sum(case((failed, 1), else_=0)),
-        "clients_left": func.sum(case((status == CLIENT_LEFT, 1), else_=0)),
+        "clients_left": func.sum(case((status == CLIENT_CLOSED_STATUS, 1), else_=0)),
         "gpu_priced": func.count(usage.c.gpu_cost),
     }
     return tuple(

@@ -16,9 +16,10 @@ from sqlalchemy import Connection, RowMapping, Table, delete, func, select, true
 from sqlalchemy.dialects import postgresql, sqlite
 
 from gateway.config.store import RetentionSettings
+from gateway.errors import CLIENT_CLOSED_STATUS
 from gateway.store.failures import StoreError
 from gateway.store.schema import revisions, usage, usage_days
-from gateway.usage.reports import CLIENT_LEFT, DAY, ROLLED_UP, SUM_NAMES, Reporter, Sums, date_of
+from gateway.usage.reports import DAY, ROLLED_UP, SUM_NAMES, Reporter, Sums, date_of
 
 BATCH_ROWS = 500
 """Rows that one job of the store turns into sums: some 40 ms of work."""
@@ -91,8 +92,8 @@ def _values(row: RowMapping) -> tuple[Any, ...]:
     status = row[usage.c.status]
     special = {
         "requests": 1,
-        "failures": int(status >= 400 and status != CLIENT_LEFT),
-        "clients_left": int(status == CLIENT_LEFT),
+        "failures": int(status >= 400 and status != CLIENT_CLOSED_STATUS),
+        "clients_left": int(status == CLIENT_CLOSED_STATUS),
         "gpu_priced": int(row[usage.c.gpu_cost] is not None),
     }
     return tuple(

@@ -14,6 +14,7 @@ from gateway import errors
 from gateway.batches.file_rows import StoredFile
 from gateway.batches.files import FileRegistry, file_not_found, file_too_large
 from gateway.batches.folder import is_file_name
+from gateway.errors import CLIENT_CLOSED_STATUS
 from gateway.request import Caller
 from gateway.web.asgi import JsonResponse
 from gateway.web.body_parts import body_parts, check_plain, content_length
@@ -67,7 +68,7 @@ class FileEndpoints:
                 ):
                     await files.on_disk(form.feed, part)
             except ClientDisconnect:
-                return Response(status_code=499)  # Nobody reads it.
+                return Response(status_code=CLIENT_CLOSED_STATUS)  # Nobody reads it.
             form.end()
             if not upload.new.size:
                 raise errors.invalid_request("The file is empty.", "file")

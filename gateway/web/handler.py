@@ -12,7 +12,7 @@ from functools import partial
 from gateway import errors
 from gateway.access.callers import client_address, effective_priority
 from gateway.catalog import RequestQueue, ServedModels
-from gateway.errors import ClientClosed, GatewayError
+from gateway.errors import CLIENT_CLOSED_STATUS, ClientClosed, GatewayError
 from gateway.events import EventBus, RequestFinished
 from gateway.lease import LeaseRequest
 from gateway.proxy.api.base import ResponseRewriter
@@ -237,7 +237,7 @@ class _HandledRequest:
             self._send_error(error)
             errors.drop_traceback(error)
         except (ClientClosed, asyncio.CancelledError):
-            record.fail(499, "client_closed")
+            record.fail(CLIENT_CLOSED_STATUS, "client_closed")
             raise
         except Exception:
             record.fail(500, "internal_error")

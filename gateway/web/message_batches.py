@@ -18,7 +18,7 @@ from gateway.batches.batch_rows import Batch
 from gateway.batches.files import MOST_UPLOADS, MOST_UPLOADS_OF_OWNER, UPLOAD_RETRY_AFTER
 from gateway.batches.folder import FolderError
 from gateway.batches.result_lines import ANTHROPIC
-from gateway.errors import GatewayError
+from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.web.asgi import JsonResponse
 from gateway.web.batches import (
     BatchAccess,
@@ -69,7 +69,7 @@ class MessageBatchEndpoints:
                     async for part in parts:
                         await batches.on_disk(body.feed, part)
                 except ClientDisconnect:
-                    return Response(status_code=499)  # Nobody reads it.
+                    return Response(status_code=CLIENT_CLOSED_STATUS)  # Nobody reads it.
                 body.end()
                 asked = replace(
                     self.access.checked(new, body.fields),

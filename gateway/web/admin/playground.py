@@ -21,7 +21,7 @@ from starlette.responses import Response
 from gateway import errors
 from gateway.access.admin_keys import AdminIdentity
 from gateway.access.callers import cache_policy_of, effective_priority
-from gateway.errors import GatewayError
+from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.events import RequestFinished
 from gateway.proxy.client_response import node_error
 from gateway.proxy.forwarded_headers import headers_for_node
@@ -238,7 +238,7 @@ class _Chat:
                 if isinstance(ended[0], ProxyResponse):
                     response = ended[0]
                 if record.status < 400:
-                    record.fail(499, "client_closed")
+                    record.fail(CLIENT_CLOSED_STATUS, "client_closed")
             if response is not None and response.body_stream is not None:
                 response.body_stream.close()
         finally:

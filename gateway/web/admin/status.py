@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.errors import CLIENT_CLOSED_STATUS
 from gateway.fleet.fleet import Fleet
 from gateway.observe.audit import AuditTrail
 from gateway.observe.exposition import Histogram
@@ -37,8 +38,6 @@ from gateway.web.asgi import HealthEndpoints, JsonResponse
 
 MOST_LISTED_WAITING = 100
 """Most queued requests that are listed; `queue` counts them all."""
-
-CLIENT_CLOSED_STATUS = 499
 
 
 @dataclass(frozen=True, slots=True)

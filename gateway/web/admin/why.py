@@ -15,7 +15,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.errors import GatewayError, truncate_echo
+from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError, truncate_echo
 from gateway.events import RequestFinished
 from gateway.observe.recent_requests import RecentRequests
 from gateway.proxy.in_flight import InFlightRegistry
@@ -199,7 +199,7 @@ def _state(found: _Found, waiter: Waiter | None) -> str:
         return "waiting"
     if found.ended_at is None:
         return "running"
-    if record is not None and record.status == 499:
+    if record is not None and record.status == CLIENT_CLOSED_STATUS:
         return "left"
     if record is not None and record.status >= 400:
         return "failed" if record.attempts else "refused"
