@@ -6,6 +6,7 @@ elsewhere. `static/vendor/` has published packages, unchanged, with their licenc
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,8 +63,9 @@ class StaticFile:
     etag: str
 
 
-def load_files(folder: Path = STATIC_FOLDER) -> dict[str, StaticFile]:
-    """The files of the page by their path below `folder`. Raises: OSError."""
+@functools.cache
+def load_files(folder: Path = STATIC_FOLDER) -> Mapping[str, StaticFile]:
+    """The files of the page by their path below `folder`, read once. Raises: OSError."""
     found = {}
     for path in sorted(folder.rglob("*")):
         content_type = CONTENT_TYPES.get(path.suffix)
