@@ -80,13 +80,14 @@ class Problem:
     """The first of the nodes that it is about."""
     caller: str | None = None
     """The caller that it is about; for operators only."""
+    anonymous_commands: tuple[str, ...] | None = None
+    """`commands` for those who may not know the caller; None: they do not name it."""
 
     def as_json(self, *, may_name_callers: bool) -> dict[str, Any]:
         """As the admin API shows it."""
         caller, commands = self.caller, self.commands
-        if caller is not None and not may_name_callers:
-            commands = tuple(line.replace(shlex.quote(caller), "NAME") for line in commands)
-            caller = None
+        if not may_name_callers:
+            caller, commands = None, self.anonymous_commands or commands
         return {
             "id": self.id,
             "severity": self.severity.value,
@@ -311,12 +312,12 @@ def _flooding_caller(state: FleetCondition) -> Iterator[Problem]:
     if caller is None:
         return
     known = not caller.startswith(("anonymous:", "playground:"))
-    key = shlex.quote(caller)
     commands = (
-        (f"llama-gateway keys show {key}", f"llama-gateway keys set {key} --rpm 60")
+        ("llama-gateway keys show {name}", "llama-gateway keys set {name} --rpm 60")
         if known
-        else ("llama-gateway keys create --name NAME --rpm 60",)
+        else ("llama-gateway keys create --name {name} --rpm 60",)
     )
+    name = shlex.quote(caller) if known else "NAME"
     yield Problem(
         "flood",
         Severity.WARNING,
@@ -326,8 +327,9 @@ def _flooding_caller(state: FleetCondition) -> Iterator[Problem]:
         "Give its key a limit, or revoke it."
         if known
         else "Give callers keys, so that each has a limit.",
-        commands,
+        tuple(line.format(name=name) for line in commands),
         caller=caller,
+        anonymous_commands=tuple(line.format(name="NAME") for line in commands),
     )  # fmt: skip
 
 

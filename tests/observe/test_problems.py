@@ -185,6 +185,16 @@ def test_the_flooding_caller_is_named_to_operators_alone() -> None:
     assert "team-a" not in str(shown)
 
 
+@pytest.mark.parametrize("caller", ["a", "keys", "llama-gateway", "--rpm", "NAME"])
+def test_a_command_is_whole_for_those_who_may_not_know_the_caller(caller: str) -> None:
+    flood = QueueCondition(waiting=40, top_caller=caller, top_waiting=38, callers=2)
+    shown = only(replace(WELL, queue=flood)).as_json(may_name_callers=False)
+    assert shown["commands"] == (
+        "llama-gateway keys show NAME",
+        "llama-gateway keys set NAME --rpm 60",
+    )
+
+
 def test_a_caller_alone_floods_nobody() -> None:
     alone = QueueCondition(waiting=40, top_caller="team-a", top_waiting=40, callers=1)
     assert find_problems(replace(WELL, queue=alone)) == []
