@@ -294,20 +294,17 @@ def _full_queue(state: FleetCondition) -> Iterator[Problem]:
 
 def _flooding_caller(state: FleetCondition) -> Iterator[Problem]:
     queue, traffic = state.queue, state.traffic
-    limited = sum(
-        traffic.refused.get(code, 0) for code in ("rate_limit_exceeded", "insufficient_quota")
-    )
-    caller, cause = None, ""
+    caller, title, cause = None, "", ""
     if max(queue.callers, traffic.callers) < 2:
         return  # A caller alone takes nothing from others.
     if queue.top_waiting >= LEAST_FLOOD and queue.top_waiting >= FLOOD_SHARE * queue.waiting:
-        caller = queue.top_caller
+        caller, title = queue.top_caller, "One caller floods the queue"
         cause = f"{_part(queue.top_waiting, queue.waiting)} waiting requests are its own"
-    elif traffic.top_requests >= LEAST_FLOOD and limited >= LEAST_FLOOD:
-        caller = traffic.top_caller
+    elif traffic.limited >= LEAST_FLOOD:
+        caller, title = traffic.limited_caller, "One caller sends more than its limits allow"
         cause = (
-            f"{traffic.top_requests} of the {traffic.requests} requests of the last minute are "
-            f"its own, and its limits refused {limited}"
+            f"Of the {traffic.requests} requests of the last minute its limits refused "
+            f"{traffic.limited}"
         )
     if caller is None:
         return
@@ -321,8 +318,7 @@ def _flooding_caller(state: FleetCondition) -> Iterator[Problem]:
     yield Problem(
         "flood",
         Severity.WARNING,
-        "One caller floods the queue" if queue.top_waiting >= LEAST_FLOOD
-        else "One caller sends more than its limits allow",
+        title,
         f"{_sentence(cause)} Others still get their turn: callers share the queue fairly.",
         "Give its key a limit, or revoke it."
         if known
