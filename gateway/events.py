@@ -188,12 +188,16 @@ class StreamResumed:
     """Why the stream could not be resumed; never any of its text."""
 
 
+WEBHOOK_OUTCOMES = ("delivered", "failed", "refused", "given_up")
+"""What can become of an attempt; `failed`: it is tried again; `refused`: 410, no more."""
+
+
 @dataclass(slots=True)
 class WebhookAttempted:
     """An event was sent to a webhook, or could not be."""
 
     outcome: str
-    """`delivered`, `failed` (it is tried again), `given_up`, or `refused` (410: no more)."""
+    """One of `WEBHOOK_OUTCOMES`."""
 
 
 @dataclass(slots=True)

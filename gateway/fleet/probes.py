@@ -56,8 +56,11 @@ async def fetch(
             LoopTimeout(limit),
             node.upstream.http.stream("GET", path, timeout=limit) as response,
         ):
+            # Asked for as it is. What httpx would decompress of one part is not bounded.
+            if response.headers.get("content-encoding", "").lower() not in {"", "identity"}:
+                return ended(ProbeAnswer.FAILED, f"{path} is compressed, though asked not to be")
             body = bytearray()
-            async for part in response.aiter_bytes():
+            async for part in response.aiter_raw():
                 body += part
                 if len(body) > largest:
                     return ended(ProbeAnswer.FAILED, f"{path} answers without end")

@@ -55,8 +55,10 @@ class TrafficCondition:
     failed: int = 0
     refused: Mapping[str, int] = field(default_factory=dict)
     """By the error's code."""
-    top_caller: str | None = None
-    top_requests: int = 0
+    limited_caller: str | None = None
+    """Whose requests limits refused most."""
+    limited: int = 0
+    """How many of its requests they refused."""
     callers: int = 0
     """How many callers sent some, as far as was counted."""
 

@@ -31,6 +31,9 @@ MOST_MODELS = 64
 MOST_CALLERS = 256
 """Callers of one step that are counted apart."""
 
+LIMIT_CODES = frozenset({"rate_limit_exceeded", "insufficient_quota"})
+"""Reasons of requests that a limit of their caller refused."""
+
 OTHER_CALLER = ""
 """Stands for all further callers of a step."""
 
@@ -95,6 +98,8 @@ class RecentTraffic(NamedTuple):
     """Requests that the gateway refused, by the error's code."""
     callers: Mapping[str, int]
     """Requests by caller, refused ones included; the busiest callers of each step."""
+    limited: Mapping[str, int]
+    """Those of them that limits refused, likewise."""
 
 
 @dataclass(slots=True)
@@ -117,6 +122,8 @@ class _Step:
     """Prompt, cached and completion tokens."""
     too_many_models: bool = False
     callers: Counter[str] = field(default_factory=Counter)
+    limited: Counter[str] = field(default_factory=Counter)
+    """Requests that limits refused, by caller."""
 
 
 class FleetHistory:
@@ -157,6 +164,8 @@ class FleetHistory:
             step.requests += 1
             if event.status in {429, 503}:
                 step.refused[event.reason or "refused"] += 1
+                if event.reason in LIMIT_CODES:
+                    step.limited[caller] += 1
             elif event.status >= 500:
                 step.failed += 1
         if event.ttft is not None:
@@ -217,14 +226,17 @@ class FleetHistory:
         steps: Iterable[_Step] = (*self._recent, self._step)
         refused: Counter[str] = Counter()
         callers: Counter[str] = Counter()
+        limited: Counter[str] = Counter()
         requests = failed = 0
         for step in steps:
             requests += step.requests
             failed += step.failed
             refused.update(step.refused)
             callers.update(dict(step.callers.most_common(8)))
+            limited.update(dict(step.limited.most_common(8)))
         callers.pop(OTHER_CALLER, None)
-        return RecentTraffic(requests, failed, refused, callers)
+        limited.pop(OTHER_CALLER, None)
+        return RecentTraffic(requests, failed, refused, callers, limited)
 
     def as_json(self) -> dict[str, Any]:
         """Every point, as rows under the names of `COLUMNS`."""

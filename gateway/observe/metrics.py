@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 
 from gateway import __version__
 from gateway.events import (
+    WEBHOOK_OUTCOMES,
     AttemptEnded,
     EventBus,
     HookEnded,
@@ -129,7 +130,8 @@ class Metrics:
         self._cost: dict[str, float] = {}
         self._resumed = 0
         self._yielded = 0
-        self._webhooks: dict[str, int] = {}
+        # From 0: Prometheus sees no increase in a series that begins with its first event.
+        self._webhooks: dict[str, int] = dict.fromkeys(WEBHOOK_OUTCOMES, 0)
         self._limits_reached: dict[tuple[str, str], int] = {}
         self._refused: dict[tuple[str, str], int] = {}
         self._duration = Histogram(SECONDS_UP_TO_AN_HOUR)

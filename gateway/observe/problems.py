@@ -80,13 +80,14 @@ class Problem:
     """The first of the nodes that it is about."""
     caller: str | None = None
     """The caller that it is about; for operators only."""
+    anonymous_commands: tuple[str, ...] | None = None
+    """`commands` for those who may not know the caller; None: they do not name it."""
 
     def as_json(self, *, may_name_callers: bool) -> dict[str, Any]:
         """As the admin API shows it."""
         caller, commands = self.caller, self.commands
-        if caller is not None and not may_name_callers:
-            commands = tuple(line.replace(shlex.quote(caller), "NAME") for line in commands)
-            caller = None
+        if not may_name_callers:
+            caller, commands = None, self.anonymous_commands or commands
         return {
             "id": self.id,
             "severity": self.severity.value,
@@ -293,41 +294,38 @@ def _full_queue(state: FleetCondition) -> Iterator[Problem]:
 
 def _flooding_caller(state: FleetCondition) -> Iterator[Problem]:
     queue, traffic = state.queue, state.traffic
-    limited = sum(
-        traffic.refused.get(code, 0) for code in ("rate_limit_exceeded", "insufficient_quota")
-    )
-    caller, cause = None, ""
+    caller, title, cause = None, "", ""
     if max(queue.callers, traffic.callers) < 2:
         return  # A caller alone takes nothing from others.
     if queue.top_waiting >= LEAST_FLOOD and queue.top_waiting >= FLOOD_SHARE * queue.waiting:
-        caller = queue.top_caller
+        caller, title = queue.top_caller, "One caller floods the queue"
         cause = f"{_part(queue.top_waiting, queue.waiting)} waiting requests are its own"
-    elif traffic.top_requests >= LEAST_FLOOD and limited >= LEAST_FLOOD:
-        caller = traffic.top_caller
+    elif traffic.limited >= LEAST_FLOOD:
+        caller, title = traffic.limited_caller, "One caller sends more than its limits allow"
         cause = (
-            f"{traffic.top_requests} of the {traffic.requests} requests of the last minute are "
-            f"its own, and its limits refused {limited}"
+            f"Of the {traffic.requests} requests of the last minute its limits refused "
+            f"{traffic.limited}"
         )
     if caller is None:
         return
     known = not caller.startswith(("anonymous:", "playground:"))
-    key = shlex.quote(caller)
     commands = (
-        (f"llama-gateway keys show {key}", f"llama-gateway keys set {key} --rpm 60")
+        ("llama-gateway keys show {name}", "llama-gateway keys set {name} --rpm 60")
         if known
-        else ("llama-gateway keys create --name NAME --rpm 60",)
+        else ("llama-gateway keys create --name {name} --rpm 60",)
     )
+    name = shlex.quote(caller) if known else "NAME"
     yield Problem(
         "flood",
         Severity.WARNING,
-        "One caller floods the queue" if queue.top_waiting >= LEAST_FLOOD
-        else "One caller sends more than its limits allow",
+        title,
         f"{_sentence(cause)} Others still get their turn: callers share the queue fairly.",
         "Give its key a limit, or revoke it."
         if known
         else "Give callers keys, so that each has a limit.",
-        commands,
+        tuple(line.format(name=name) for line in commands),
         caller=caller,
+        anonymous_commands=tuple(line.format(name="NAME") for line in commands),
     )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ class RecentRequests:
 
     def find(self, name: str) -> Iterator[EndedRequest]:
         """Those of this id or `X-Request-ID`, the newest first in each of the two kinds."""
+        self.bus.flush()
         for kind in (self._served, self._unserved):
             for one in reversed(kind):
                 if name in {one.record.request_id, one.record.x_request_id}:

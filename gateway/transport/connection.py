@@ -133,8 +133,8 @@ class NodeConnection(asyncio.Protocol):
         if transport is None or transport.is_closing():
             self._break(self._reset("The node had closed the connection"))
             return
-        if len(body) < MOST_HEAD_BYTES:
-            transport.write(data + body)  # type: ignore[operator]
+        if isinstance(body, bytes) and len(body) < MOST_HEAD_BYTES:
+            transport.write(data + body)
         else:
             transport.write(data)
             for piece in (body,) if isinstance(body, bytes) else body.pieces():

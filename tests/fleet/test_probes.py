@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import random
 import socket
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -120,6 +122,23 @@ async def test_an_endless_answer_is_cut_by_size() -> None:
         outcome = await check_alive(node)
     assert outcome.answer is ProbeAnswer.FAILED
     assert "without end" in outcome.detail
+
+
+@in_virtual_time
+async def test_a_compressed_answer_is_not_decompressed() -> None:
+    bomb = gzip.compress(bytes(64 << 20)).decode(errors="surrogateescape")
+    headers = {"content-encoding": "gzip"}
+    async with EmulatedNode() as server, node_at(server.url) as node:
+        server.faults.next("status", path="/health", status=200, body=bomb, headers=headers)
+        tracemalloc.start()
+        try:
+            outcome = await check_alive(node)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert outcome.answer is ProbeAnswer.FAILED
+    assert outcome.detail == "/health is compressed, though asked not to be"
+    assert peak < LARGEST_RESPONSE
 
 
 @in_virtual_time

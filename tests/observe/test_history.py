@@ -129,3 +129,11 @@ def test_the_busiest_callers_of_the_last_minute_are_known() -> None:
     counted.step(*[ended(caller="alice") for _ in range(5)], ended(caller="bob"))
     counted.bus.publish(ended(caller="alice"))
     assert counted.history.recent().callers == {"alice": 6, "bob": 1}
+
+
+def test_who_is_refused_by_limits_is_told_from_who_sends_most() -> None:
+    counted = Counted()
+    refused = {"status": 429, "reason": "rate_limit_exceeded", "tier": None}
+    counted.step(*[ended(caller="alice") for _ in range(5)], ended(caller="bob", **refused))
+    counted.bus.publish(ended(caller="bob", status=429, reason="queue_full"))
+    assert counted.history.recent().limited == {"bob": 1}

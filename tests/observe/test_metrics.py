@@ -287,3 +287,11 @@ def test_any_name_survives_the_text_format(names: list[str]) -> None:
     for name in names:
         count = page.value("requests_total", **{"class": "normal"}, model=name, code="200")
         assert count == names.count(name)
+
+
+def test_a_counter_on_which_an_alert_looks_is_there_before_its_first_event(
+    gateway: Gateway,
+) -> None:
+    outcomes = ("delivered", "failed", "refused", "given_up")
+    values = [gateway.scrape().value("webhook_attempts_total", outcome=one) for one in outcomes]
+    assert values == [0, 0, 0, 0]

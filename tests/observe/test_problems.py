@@ -92,7 +92,7 @@ FAULTS = {
     "audit": replace(WELL, audit_lost=2),
     "limits": replace(
         WELL,
-        traffic=TrafficCondition(50, 0, {"rate_limit_exceeded": 30}, "team-a", 40, 2),
+        traffic=TrafficCondition(50, 0, {"rate_limit_exceeded": 30}, "team-a", 30, 2),
     ),
 }
 
@@ -183,6 +183,28 @@ def test_the_flooding_caller_is_named_to_operators_alone() -> None:
     assert problem.as_json(may_name_callers=True)["caller"] == "team-a"
     shown = problem.as_json(may_name_callers=False)
     assert "team-a" not in str(shown)
+
+
+@pytest.mark.parametrize("caller", ["a", "keys", "llama-gateway", "--rpm", "NAME"])
+def test_a_command_is_whole_for_those_who_may_not_know_the_caller(caller: str) -> None:
+    flood = QueueCondition(waiting=40, top_caller=caller, top_waiting=38, callers=2)
+    shown = only(replace(WELL, queue=flood)).as_json(may_name_callers=False)
+    assert shown["commands"] == (
+        "llama-gateway keys show NAME",
+        "llama-gateway keys set NAME --rpm 60",
+    )
+
+
+def test_a_caller_that_waits_much_is_not_said_to_flood_the_queue_when_its_limits_refuse_it() -> (
+    None
+):
+    queue = QueueCondition(waiting=100, top_caller="desk", top_waiting=20, callers=9)
+    traffic = TrafficCondition(50, 0, {"rate_limit_exceeded": 30}, "team-a", 30, 2)
+    problem = only(replace(WELL, queue=queue, traffic=traffic))
+    assert (problem.caller, problem.title) == (
+        "team-a",
+        "One caller sends more than its limits allow",
+    )
 
 
 def test_a_caller_alone_floods_nobody() -> None:

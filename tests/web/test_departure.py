@@ -254,6 +254,16 @@ async def test_a_large_body_goes_to_the_node_whole(tmp_path: Path) -> None:
 
 
 @in_virtual_time
+async def test_a_large_body_of_which_little_is_left_goes_to_the_node(tmp_path: Path) -> None:
+    settings = {**QUICK, "models": {"*": {"use": "demo"}, "demo": {"strip": ["padding"]}}}
+    async with public(tmp_path, settings) as gate:
+        for large in ({"padding": "a" * 100_000}, {"model": "z" * 100_000}):
+            found = await gate.ask(request({**HELLO, "max_tokens": 1, **large}))
+            assert found.status == 200
+            assert len(gate.node.seen[-1].body) < 1000
+
+
+@in_virtual_time
 async def test_a_client_that_leaves_between_requests_is_not_logged(tmp_path: Path) -> None:
     async with public(tmp_path, QUICK) as gate:
         async with asking(gate, request({**HELLO, "max_tokens": 1})) as wire:

@@ -70,8 +70,7 @@ def of_request(request: Json) -> str:
         parts.append(decisions[-1]["summary"])
     elif request["parts"]:
         parts.append(
-            f"It has several prompts, which ran as {len(request['parts'])} requests of their own: "
-            "ask for one of the parts."
+            "It has several prompts, which ran as requests of their own: ask for one of the parts."
         )
     elif outcome is not None and outcome["reason"]:
         parts.append(

@@ -155,12 +155,17 @@ class LiveFeed:
                 f"{self._watchers} watch already; more would cost the requests their time.",
                 retry_after=RETRY_AFTER,
             )
-        return EventStream(self._events(identity, once=once == "1"), self._stall_seconds)
+        # Now: until its events begin, others may ask for a place.
+        self._watchers += 1
+        events = self._events(identity, once=once == "1")
+        return EventStream(events, self._stall_seconds, self._watcher_left)
+
+    async def _watcher_left(self) -> None:
+        self._watchers -= 1
 
     async def _events(self, identity: AdminIdentity, *, once: bool) -> AsyncGenerator[bytes, None]:
         is_operator = identity.role >= AdminRole.OPERATOR
         until = time.monotonic() + self._life_seconds
-        self._watchers += 1
         self._operators += is_operator
         try:
             hello = {
@@ -185,7 +190,6 @@ class LiveFeed:
                 else:
                     yield await frame.snapshot(is_operator=is_operator)
         finally:
-            self._watchers -= 1
             self._operators -= is_operator
 
     async def _first_frame(self, is_operator: bool) -> Frame:  # noqa: FBT001

@@ -254,7 +254,9 @@ class LiveView:
 
     def _condition(self, counts: _FleetCounts, queue: QueueCondition) -> FleetCondition:
         gateway, recent = self.gateway, self.history.recent()
-        top, top_requests = max(recent.callers.items(), key=lambda item: item[1], default=(None, 0))
+        limited_caller, limited = max(
+            recent.limited.items(), key=lambda item: item[1], default=(None, 0)
+        )
         return FleetCondition(
             nodes=counts.conditions,
             hosts=counts.hosts,
@@ -266,8 +268,8 @@ class LiveView:
                 recent.requests,
                 recent.failed,
                 recent.refused,
-                top,
-                top_requests,
+                limited_caller,
+                limited,
                 len(recent.callers),
             ),
             spill=self._spill(),

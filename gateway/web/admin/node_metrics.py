@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +22,10 @@ from gateway.observe.metrics import METRIC_PREFIX
 from gateway.observe.node_metrics import NodeFamilies, add_node_metrics, read_node_metrics
 
 AT_ONCE = 64
-"""Nodes that are asked at the same time."""
+"""Nodes that are asked at the same time, but for those that are late."""
+
+LATE_SECONDS = 0.25
+"""A node that has not answered for so long keeps no place from others: it may read a prompt."""
 
 WHOLE_SECONDS = 6.0
 """Time for all nodes; Prometheus waits 10 seconds for a page unless told otherwise."""
@@ -96,7 +100,11 @@ class NodeMetricsEndpoint:
 
 
 async def _read(node: Node, gate: asyncio.Semaphore) -> NodeFamilies | None:
-    async with gate:
+    await gate.acquire()
+    with contextlib.ExitStack() as place:
+        place.callback(gate.release)
+        late = asyncio.get_running_loop().call_later(LATE_SECONDS, place.close)
+        place.callback(late.cancel)
         reply = await fetch(node, "/metrics", largest=LARGEST_PAGE)
     if isinstance(reply, ProbeResult) or reply.status != 200:
         return None

@@ -93,7 +93,10 @@ class WhyEndpoints:
         )
 
     def _matches(self, name: str) -> list[_Found]:
-        """The newest first: those in flight, then those that have ended."""
+        """The one of this own id, then the newest first: those in flight, those that have ended.
+
+        A client may send the gateway's own id of another request as its `X-Request-ID`.
+        """
         matches: dict[str, _Found] = {}
         for one in self._all_matches(name):
             matches.setdefault(one.id, one)
@@ -101,7 +104,9 @@ class WhyEndpoints:
             last = known[-1]
             ended_at = last.ended_at if isinstance(last, Grant) else last.at
             matches[name] = _Found(name, None, ended_at)
-        newest = sorted(matches.values(), key=lambda one: -(one.ended_at or math.inf))
+        newest = sorted(
+            matches.values(), key=lambda one: (one.id != name, -(one.ended_at or math.inf))
+        )
         return newest[:MOST_MATCHES]
 
     def _all_matches(self, name: str) -> Iterator[_Found]:

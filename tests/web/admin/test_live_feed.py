@@ -185,6 +185,20 @@ async def test_watchers_are_bounded_and_a_place_is_free_when_one_leaves(tmp_path
             await watcher.next()
 
 
+async def test_watchers_that_come_at_the_same_time_are_bounded_too(tmp_path: Path) -> None:
+    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url]) as running:
+        address = httpx.URL(running.admin_url)
+        opened = [await asyncio.open_connection(address.host, address.port) for _ in range(80)]
+        for _, writer in opened:
+            writer.write(b"GET /admin/live HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        statuses = [(await reader.readline()).split()[1] for reader, _ in opened]
+        assert statuses.count(b"200") == MOST_WATCHERS
+        assert statuses.count(b"429") == len(opened) - MOST_WATCHERS
+        for _, writer in opened:
+            writer.close()
+        await until(lambda: running.gateway.live.watchers == 0)
+
+
 async def test_a_watcher_that_reads_nothing_is_cut_off() -> None:
     """The server's side waits in `send`: here for ever."""
     left = asyncio.Event()

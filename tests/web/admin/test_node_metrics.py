@@ -3,8 +3,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway.web.admin import node_metrics
 from gateway.web.admin.node_metrics import FRESH_SECONDS, WHOLE_SECONDS
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec
@@ -47,6 +49,24 @@ async def test_nodes_metrics_are_on_one_page_whatever_some_nodes_answer() -> Non
             name: float(name in {"good", "other"}) for name in names
         }
         assert {node for family, node in values if family == TOTAL} == {"good", "other"}
+
+
+@in_virtual_time
+async def test_silent_nodes_hide_no_other_node_however_many_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_metrics, "AT_ONCE", 2)
+    async with contextlib.AsyncExitStack() as stack:
+        # In the order in which they are asked: the silent ones first.
+        names = [*(f"silent-{number}" for number in range(10)), "good"]
+        nodes = {name: await stack.enter_async_context(EmulatedNode()) for name in names}
+        specs = [a_spec(name, node.url) for name, node in nodes.items()]
+        gateway = await stack.enter_async_context(bare_gateway(*specs, timeout=2.0))
+        await gateway.until(lambda: all(gateway[name].probe_history.up for name in names))
+        for name in names[:-1]:
+            nodes[name].faults.set("hang", path="/metrics")
+        values = await scraped(gateway)
+        assert [node for family, node in values if family == TOTAL] == ["good"]
 
 
 @in_virtual_time

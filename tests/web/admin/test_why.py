@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.web.admin.why import MOST_MATCHES
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec
 from tests.virtual import in_virtual_time
@@ -80,6 +81,18 @@ async def test_a_served_request_tells_what_its_node_was_compared_with() -> None:
     assert (actual["outcome"], actual["status"], actual["reported"]) == ("ok", 200, True)
     assert request["outcome"]["ttft"] == pytest.approx(ended.ttft, abs=0.001)
     assert request["outcome"]["completion_tokens"] == ended.completion_tokens
+
+
+@in_virtual_time
+async def test_a_request_is_found_by_its_own_id_though_others_call_themselves_so() -> None:
+    async with two_nodes() as (gateway, _, _):
+        await ask(gateway, "it", max_tokens=1)
+        (request,) = await why(gateway, "it")
+        for _ in range(MOST_MATCHES + 1):
+            await ask(gateway, request["id"], max_tokens=1)
+        found = await why(gateway, request["id"])
+    assert len(found) == MOST_MATCHES
+    assert [one["request_id"] for one in found[:2]] == ["it", request["id"]]
 
 
 @in_virtual_time
