@@ -59,35 +59,50 @@ class ModelDifference:
 
 def model_differences(servers: Iterable[ComparedServer]) -> tuple[ModelDifference, ...]:
     """The differences, by model and property. What a server has not reported is left out."""
-    by_model: dict[str, list[ComparedServer]] = {}
-    for server in servers:
-        for model in server.models:
-            by_model.setdefault(model, []).append(server)
+    names: list[str] = []
+    alike: dict[tuple[tuple[str, ...], _Values], list[int]] = {}
+    # Of a thousand servers, most are alike: those are compared once, for each of their models.
+    for place, server in enumerate(servers):
+        names.append(server.node)
+        alike.setdefault((server.models, _values(server)), []).append(place)
+    by_model: dict[str, list[tuple[_Values, list[int]]]] = {}
+    for (models, values), places in alike.items():
+        for model in models:
+            by_model.setdefault(model, []).append((values, places))
     found: list[ModelDifference] = []
-    for model, group in by_model.items():
-        if len(group) < 2:
+    told = 0
+    for model, groups in by_model.items():
+        if len(groups) < 2:
             continue
-        for what in _WORDS:
-            nodes: dict[str, list[str]] = {}
-            for server in group:
-                if (value := _value(server, what)) is not None:
-                    nodes.setdefault(value, []).append(server.node)
-            if len(nodes) > 1:
-                ranked = sorted(nodes.items(), key=lambda one: -len(one[1]))
-                by_value = {value: tuple(names) for value, names in ranked}
+        before = len(found)
+        for number, what in enumerate(_WORDS):
+            places_by_value: dict[str, list[int]] = {}
+            for values, places in groups:
+                if (value := values[number]) is not None:
+                    places_by_value.setdefault(value, []).extend(places)
+            if len(places_by_value) > 1:
+                ranked = sorted(
+                    places_by_value.items(), key=lambda one: (-len(one[1]), min(one[1]))
+                )
+                by_value = {
+                    value: tuple(names[place] for place in sorted(places))
+                    for value, places in ranked
+                }
                 found.append(ModelDifference(model, what, by_value))
-        if len({one.model for one in found}) >= MOST_MODELS:
+        told += len(found) > before
+        if told >= MOST_MODELS:
             break
     return tuple(found)
 
 
-def _value(server: ComparedServer, what: str) -> str | None:
+_Values = tuple[str | None, str | None, str | None, str | None]
+
+
+def _values(server: ComparedServer) -> _Values:
+    """In the order of `_WORDS`; None: not reported."""
     properties = server.properties
-    if what == "context":
-        return None if server.context is None else f"{server.context} tokens"
-    if what == "quantisation":
-        return properties.ftype
-    return properties.build if what == "build" else properties.template
+    context = None if server.context is None else f"{server.context} tokens"
+    return properties.ftype, properties.build, context, properties.template
 
 
 def _names(nodes: tuple[str, ...]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from gateway.proxy.inbound.model_names import ModelAliases
 from gateway.scheduling.scheduler import Scheduler
 from gateway.scheduling.waiters import Waiter
 from gateway.web.admin.configuration import GatewayControl
+from gateway.web.admin.suggestions import suggestion
 from gateway.web.asgi import JsonResponse
 
 Json = dict[str, Any]
@@ -74,13 +74,11 @@ class ModelEndpoints:
         known = self._view().names
         if name in known:
             return name
-        similar = difflib.get_close_matches(truncate_echo(name), known, n=3)
-        quoted = ", ".join(f"'{one}'" for one in similar)
-        hint = f" Did you mean {quoted}?" if similar else " GET /admin/models lists them."
+        hint = suggestion(name, known, "GET /admin/models lists them.")
         raise GatewayError(
             404,
             "model_not_found",
-            f"There is no model '{truncate_echo(name)}'.{hint}",
+            f"There is no model '{truncate_echo(name)}'. {hint}",
             param="name",
         )
 

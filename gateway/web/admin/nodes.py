@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from gateway.errors import GatewayError, truncate_echo
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Node
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest
+from gateway.web.admin.suggestions import suggestion
 from gateway.web.asgi import JsonResponse, number_parameter
 
 LONGEST_DRAIN_DEADLINE = 7 * 24 * 3600.0
@@ -180,11 +180,9 @@ def _elastic(node: Node, now: float) -> dict[str, Any]:
 
 def node_not_found(name: str, known: dict[str, Node]) -> GatewayError:
     """404, with similar names."""
-    similar = difflib.get_close_matches(truncate_echo(name), known, n=3)
-    quoted = ", ".join(f"'{candidate}'" for candidate in similar)
-    hint = f" Did you mean {quoted}?" if similar else " GET /admin/nodes lists them."
+    hint = suggestion(name, known, "GET /admin/nodes lists them.")
     return GatewayError(
-        404, "node_not_found", f"There is no node '{truncate_echo(name)}'.{hint}", param="name"
+        404, "node_not_found", f"There is no node '{truncate_echo(name)}'. {hint}", param="name"
     )
 
 
