@@ -167,7 +167,7 @@ async def test_the_keyboard_alone_drains_and_resumes_and_a_held_key_does_nothing
         ).to_be_focused()
 
 
-async def test_long_words_do_not_burst_a_phone(tmp_path: Path) -> None:
+async def test_long_words_and_large_letters_do_not_burst_a_phone(tmp_path: Path) -> None:
     long = "w" * 120
     async with EmulatedNode(model=long, decode_tps=20.0, answer_tokens=500) as node:
         spec = {"name": "n" * 60, "url": node.url, "host": "h" * 60, "labels": {"numa": long}}
@@ -179,7 +179,12 @@ async def test_long_words_do_not_burst_a_phone(tmp_path: Path) -> None:
         ):
             page = watched.page
             await expect(page.locator("#requests tbody tr")).to_have_count(2)
+            width = "document.documentElement.scrollWidth"
             for size in ("cards", "tiles", "dots"):
                 await page.locator("#nodes select").select_option(size)
                 await expect(page.locator("#nodes .node")).to_have_count(2)
-                assert await page.evaluate("document.documentElement.scrollWidth") <= 390, size
+                assert await page.evaluate(width) <= 390, size
+                # Twice as large as the style sheet has them.
+                await page.evaluate("document.documentElement.style.fontSize = '28px'")
+                assert await page.evaluate(width) <= 390, f"{size}, large"
+                await page.evaluate("document.documentElement.style.fontSize = ''")

@@ -22,11 +22,11 @@ READING = "224,155,27"
 expect.set_options(timeout=PATIENCE)
 
 SIDES = """(name) => {
-  const canvas = document.querySelector(".wall canvas"), scale = canvas.width / canvas.clientWidth;
-  const corner = canvas.getBoundingClientRect();
+  const canvas = document.querySelector(".wall canvas"), corner = canvas.getBoundingClientRect();
+  const across = canvas.width / corner.width, down = canvas.height / corner.height;
   const node = document.querySelector(`[data-node="${name}"]`).getBoundingClientRect();
-  const { data, width } = canvas.getContext("2d").getImageData((node.left - corner.left) * scale,
-    (node.top - corner.top) * scale, node.width * scale, node.height * scale);
+  const { data, width } = canvas.getContext("2d").getImageData((node.left - corner.left) * across,
+    (node.top - corner.top) * down, node.width * across, node.height * down);
   const inked = [];
   for (let place = 0; place < data.length; place += 4) {
     if (data[place + 3] > 60) {
@@ -122,15 +122,20 @@ async def test_the_slots_keep_their_colours_where_the_system_forces_its_own(
 
 async def test_the_printed_wall_has_its_slots_as_elements(tmp_path: Path) -> None:
     """A page of paper is narrower: it would have the nodes elsewhere than the canvas."""
-    async with a_wall(tmp_path) as (_, watched):
-        page = watched.page
-        await inked(page, "epyc-a-numa0")
+    async with a_wall(tmp_path, slots=64) as (running, watched):
+        page, name = watched.page, "epyc-a-numa0"
+        keep_busy(running.gateway.fleet.nodes[name], 32)
+        await inked(page, "epyc-b-numa0")
+        busy = page.locator(f'[data-node="{name}"] button[aria-label*="32 reading"]')
+        await expect(busy).to_be_visible()
         await page.evaluate(
             """addEventListener("beforeprint", () => {
-              window.printed = document.querySelectorAll(".dots .cell").length; })"""
+              window.printed = [...document.querySelectorAll(".dots .cell")].map(
+                (cell) => cell.classList[1]).join(""); })"""
         )
         await page.pdf()
-        assert await page.evaluate("window.printed") == 8
+        # Of 64 slots a sample in which half are busy.
+        assert await page.evaluate("window.printed") == "rrff" + 3 * "ffff"
         await expect(page.locator(".dots .cell")).to_have_count(0)
         await inked(page, "epyc-b-numa1")
 

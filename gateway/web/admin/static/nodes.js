@@ -4,13 +4,15 @@ import { html, nothing, render } from "./vendor/lit-html/lit-html.js";
 import { guard } from "./vendor/lit-html/directives/guard.js";
 import { repeat } from "./vendor/lit-html/directives/repeat.js";
 import { drain, probe, resume } from "./actions.js";
-import { cellsOf, OUT } from "./cells.js";
+import { cellsOf, OUT, sampleOf } from "./cells.js";
 import { count, money, percent, plain, plural, rate, seconds } from "./format.js";
 import { isOperator, state } from "./state.js";
 import { drawWall } from "./wall.js";
 
 const MOST_CARDS = 48;
 const MOST_TILES = 240;
+/** Slots of a node of the wall on paper. */
+const MOST_PRINTED = 4;
 
 export const MARKS = {
   ready: "●", mute: "◍", degraded: "▼", draining: "‖", down: "✕", ejected: "⊘", loading: "◔",
@@ -22,8 +24,16 @@ const WORST = ["down", "ejected", "degraded", "loading", "starting", "draining",
 
 const view = { size: "auto", words: "", filter: "", only: "", printed: false };
 
+function cellView([letter, fill]) {
+  return html`<i class="cell ${letter} p${fill}"></i>`;
+}
+
+function printedCellsView(node) {
+  return html`<span class="cells" aria-hidden="true">${sampleOf(cellsOf(node.cells), MOST_PRINTED).map(cellView)}</span>`;
+}
+
 function cellsView(node) {
-  const cells = cellsOf(node.cells).map(([letter, fill]) => html`<i class="cell ${letter} p${fill}"></i>`);
+  const cells = cellsOf(node.cells).map(cellView);
   const hidden = node.slots_total > 64 ? html`<span class="muted">+${node.slots_total - 64}</span>` : nothing;
   return html`<span class="cells" aria-hidden="true">${cells}${hidden}</span>`;
 }
@@ -177,7 +187,7 @@ function tile(node, size, openNode) {
     aria-label=${words} @pointerenter=${showWords} @click=${() => openNode(node.name)}><span class="mark"
     aria-hidden="true">${MARKS[node.state]}</span>${size === "tiles"
     ? html`<span class="name">${plain(node.name)}</span>${cellsView(node)}`
-    : view.printed ? cellsView(node) : nothing}</button></li>`;
+    : view.printed ? printedCellsView(node) : nothing}</button></li>`;
 }
 
 /** The words of a tile as its tooltip: set when it is looked at, since a thousand change each second. */

@@ -1,13 +1,13 @@
 // The slots of the wall: one canvas draws them over the nodes. As elements, five thousand slots cost
 // a browser a tenth of a second at each update.
 
-import { cellsOf, OUT } from "./cells.js";
+import { cellsOf, OUT, sampleOf } from "./cells.js";
 import { colour, theme } from "./theme.js";
 
 const HEIGHT = 12;
 const WIDTH = 6;
 const GAP = 2;
-/** CSS pixels from one slot to the next at least; of more slots than fit every second, third, ... is drawn. */
+/** CSS pixels from one slot to the next at least; of more slots than fit a sample is drawn. */
 const LEAST_PITCH = 3;
 /** Pixels of a canvas; some browsers draw nothing on one of more than 16 million. */
 const MOST_PIXELS = 12_000_000;
@@ -98,10 +98,8 @@ function drawNode(context, place, wanted) {
   const cells = cellsOf(wanted.slice(1));
   const pitch = Math.max(LEAST_PITCH, Math.min(WIDTH + GAP, room / cells.length));
   const width = pitch - (pitch < WIDTH ? 1 : GAP);
-  const fits = Math.min(cells.length, Math.floor((room + GAP) / pitch));
-  for (let number = 0; number < fits; number += 1) {
-    // The busy ones come first: of too many, a sample has the right share of each kind.
-    const [letter, fill] = cells[Math.floor((number * cells.length) / fits)];
+  const fits = Math.max(0, Math.floor((room + GAP) / pitch));
+  for (const [number, [letter, fill]] of sampleOf(cells, fits).entries()) {
     context.drawImage(picture(letter, Number(fill), wanted[0] === "-"), x + number * pitch, y, width, HEIGHT);
   }
 }
