@@ -39,6 +39,12 @@ STALE_SECONDS = 5.0
 MOST_PROBLEMS_ABOVE = 3
 """Problems that are shown above the tables."""
 
+MOST_LINES_ABOVE = 9
+"""Lines that they take, and no more than a quarter of the screen."""
+
+LOW_LINES = 16
+"""A screen of fewer lines has none to spare for an empty one."""
+
 SEVERITY_STYLES = {"critical": "bold red", "warning": "yellow", "notice": "cyan"}
 
 TABS = ("nodes", "queue", "requests", "problems")
@@ -50,7 +56,7 @@ class Confirm(ModalScreen[bool]):
     DEFAULT_CSS = """
     Confirm { align: center middle; }
     Confirm > Static {
-        width: auto; max-width: 76; padding: 1 2; border: heavy $warning; background: $surface;
+        width: 100%; max-width: 76; padding: 1 2; border: heavy $warning; background: $surface;
     }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -98,10 +104,10 @@ class Top(App[None]):
     CSS = """
     #headline { height: 1; text-style: bold; }
     #note { height: auto; max-height: 4; }
-    #problems-above { height: auto; max-height: 9; }
+    #problems-above { height: auto; }
     #filter { display: none; }
     #filter.shown { display: block; }
-    DataTable { height: 1fr; }
+    TabbedContent, ContentSwitcher, TabPane, DataTable { height: 1fr; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("1", "tab('nodes')", "Nodes", show=False),
@@ -153,7 +159,8 @@ class Top(App[None]):
                 for number, name in enumerate(TABS, 1):
                     with TabPane(f"{number} {name.capitalize()}", id=name):
                         if name == "problems":
-                            yield Static(id="all-problems")
+                            with VerticalScroll(id="problems-scroll"):
+                                yield Static(id="all-problems")
                         else:
                             yield DataTable[Text](
                                 id=f"{name}-table", cursor_type="row", zebra_stripes=True
@@ -191,9 +198,20 @@ class Top(App[None]):
         """Draw what is known."""
         self._show_note()
         self._tables.query_one("#headline", Static).update(Text(headline(self.picture)))
-        above = _problems(self.picture, MOST_PROBLEMS_ABOVE)
-        self._tables.query_one("#problems-above", Static).update(above)
+        self._show_above()
         self._show_table()
+
+    def _show_above(self) -> None:
+        """Show the first problems, in so few lines that the table keeps most of the screen."""
+        above = self._tables.query_one("#problems-above", Static)
+        above.styles.max_height = max(1, min(MOST_LINES_ABOVE, self.size.height // 4))
+        above.update(_problems(self.picture, MOST_PROBLEMS_ABOVE))
+        above.display = bool(self.picture.problems) and self._tab != "problems"
+
+    def on_resize(self) -> None:
+        """The terminal has another size."""
+        self._show_note()
+        self._show_above()
 
     def _show_note(self) -> None:
         silent = self._clock() - self._heard_at
@@ -202,7 +220,9 @@ class Top(App[None]):
             lost = f"nothing was heard for {silent:.0f} s"
         note = Text(f"{lost}: what is shown is old" if lost else self._note)
         note.stylize("bold red" if lost else "cyan")
-        self._tables.query_one("#note", Static).update(note)
+        shown = self._tables.query_one("#note", Static)
+        shown.update(note)
+        shown.display = bool(note.plain) or self.size.height >= LOW_LINES
 
     def _show_table(self) -> None:
         picture, words, tab = self.picture, self._words, self._tab
@@ -241,12 +261,15 @@ class Top(App[None]):
 
     def on_tabbed_content_tab_activated(self) -> None:
         """Another table is shown."""
+        self._show_above()
         self.call_after_refresh(self._show_table)
 
     def action_tab(self, name: str) -> None:
         """Show this table."""
         self._tables.query_one(TabbedContent).active = name
-        if name != "problems":
+        if name == "problems":
+            self._tables.query_one("#problems-scroll").focus()
+        else:
             self._table(name).focus()
 
     def action_sort(self) -> None:

@@ -15,11 +15,23 @@ from gateway.web.origins import AllowedHosts, is_same_origin
 _IDENTITY_KEY = "gateway.admin_identity"
 """Key of the caller's `AdminIdentity` in the ASGI scope."""
 
+_GUARD_KEY = "gateway.admin_guard"
+"""Key of the guard that let the request in."""
+
 
 def identity_of(request: Request) -> AdminIdentity:
     """Who has sent a request that the guard let in."""
     identity: AdminIdentity = request.scope[_IDENTITY_KEY]
     return identity
+
+
+def is_still_admitted(request: Request) -> bool:
+    """Whether the guard would let this request in now, as the same caller in the same role."""
+    guard: AdminGuard = request.scope[_GUARD_KEY]
+    try:
+        return guard.check(request.scope) == identity_of(request)
+    except GatewayError:
+        return False
 
 
 def role_required(needed: AdminRole, own: AdminRole) -> GatewayError:
@@ -57,16 +69,17 @@ class AdminGuard:
             await self._app(scope, receive, send)
             return
         try:
-            identity = self._check(scope)
+            identity = self.check(scope)
         except GatewayError as error:
             response = error_response(error, scope)
             if error.status == 401:
                 response.headers["WWW-Authenticate"] = 'Bearer realm="llama-gateway admin"'
             await response(scope, receive, send)
             return
-        await self._app({**scope, _IDENTITY_KEY: identity}, receive, send)
+        known = {_IDENTITY_KEY: identity, _GUARD_KEY: self}
+        await self._app({**scope, **known}, receive, send)
 
-    def _check(self, scope: Scope) -> AdminIdentity:
+    def check(self, scope: Scope) -> AdminIdentity:
         """Who sends this request. Raises: GatewayError 401, 403."""
         hosts = _values(scope, b"host")
         host = hosts[0].decode("latin-1") if len(hosts) == 1 else ""

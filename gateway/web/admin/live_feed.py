@@ -31,7 +31,7 @@ from gateway.proxy.in_flight import InFlightRegistry
 from gateway.scheduling.scheduler import Scheduler
 from gateway.web.admin.configuration import GatewayControl
 from gateway.web.admin.event_stream import EventStream, encode_event
-from gateway.web.admin.guard import identity_of
+from gateway.web.admin.guard import identity_of, is_still_admitted
 from gateway.web.admin.live_view import (
     NODE_FIELDS,
     REQUEST_FIELDS,
@@ -56,7 +56,7 @@ STALL_SECONDS = 15.0
 """Seconds after which a watcher that reads nothing is cut off."""
 
 LIFE_SECONDS = 900.0
-"""Seconds after which a stream ends, so that the key is looked at again; the page comes back."""
+"""Seconds after which a stream ends; the page comes back."""
 
 FIRST_SECONDS = 30.0
 """Most seconds until a first frame is there."""
@@ -157,13 +157,16 @@ class LiveFeed:
             )
         # Now: until its events begin, others may ask for a place.
         self._watchers += 1
-        events = self._events(identity, once=once == "1")
+        events = self._events(identity, lambda: is_still_admitted(request), once=once == "1")
         return EventStream(events, self._stall_seconds, self._watcher_left)
 
     async def _watcher_left(self) -> None:
         self._watchers -= 1
 
-    async def _events(self, identity: AdminIdentity, *, once: bool) -> AsyncGenerator[bytes, None]:
+    async def _events(
+        self, identity: AdminIdentity, is_admitted: Callable[[], bool], *, once: bool
+    ) -> AsyncGenerator[bytes, None]:
+        """Hello, a snapshot, updates; they end where the key is revoked or its role changes."""
         is_operator = identity.role >= AdminRole.OPERATOR
         until = time.monotonic() + self._life_seconds
         self._operators += is_operator
@@ -184,6 +187,8 @@ class LiveFeed:
                 frame = self._frame
                 if frame is None or frame is seen:
                     continue
+                if not is_admitted():
+                    return
                 follows, seen = frame.follows is seen.state, frame
                 if follows:
                     yield frame.update(is_operator=is_operator)

@@ -151,6 +151,37 @@ async def test_without_a_valid_key_there_is_no_stream(tmp_path: Path) -> None:
         assert running.gateway.live.watchers == 0
 
 
+async def test_a_stream_ends_when_its_key_is_revoked_and_others_go_on(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode() as node,
+        running_gateway(tmp_path, [node.url], {"admin": ADMIN}) as running,
+        watching(running, AdminRole.OPERATOR) as operator,
+        watching(running, AdminRole.VIEWER) as viewer,
+    ):
+        await operator.until(lambda name, _: name == "update")
+        rest = [key for key in ADMIN["keys"] if key["role"] != AdminRole.OPERATOR.label]
+        running.write_settings({"admin": {"keys": rest}})
+        with pytest.raises(AssertionError, match="the stream has ended"):
+            await operator.until(lambda *_: False)
+        await until(lambda: running.gateway.live.watchers == 1)
+        await viewer.next()
+
+
+async def test_a_stream_ends_when_the_role_of_its_key_changes(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode() as node,
+        running_gateway(tmp_path, [node.url], {"admin": ADMIN}) as running,
+        watching(running, AdminRole.OPERATOR) as operator,
+    ):
+        await operator.until(lambda name, _: name == "update")
+        lower = [{**key, "role": AdminRole.VIEWER.label} for key in ADMIN["keys"]]
+        running.write_settings({"admin": {"keys": lower}})
+        with pytest.raises(AssertionError, match="the stream has ended"):
+            await operator.until(lambda *_: False)
+        async with watching(running, AdminRole.OPERATOR) as again:
+            assert (await again.next())[1]["role"] == "viewer"
+
+
 async def test_once_gives_one_snapshot_for_scripts(tmp_path: Path) -> None:
     async with (
         EmulatedNode() as node,

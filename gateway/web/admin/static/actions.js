@@ -7,6 +7,9 @@ import { ask } from "./stream.js";
 const SHOWN_SECONDS = 8;
 const MOST_TOASTS = 4;
 
+/** What an element loses the focus to. */
+const isNowhere = (element) => element === null || element === document.body;
+
 const toasts = [];
 let number = 0;
 
@@ -31,10 +34,19 @@ function draw() {
       <span aria-hidden="true">${one.isError ? "✕" : "✓"}</span> ${plain(one.text)}
     </p>`,
   );
-  render(list, document.getElementById("toasts"));
+  const place = document.getElementById("toasts");
+  // What lies behind an open dialog is dimmed, and no screen reader tells of it.
+  const home = document.querySelector("dialog[open]") ?? document.body;
+  if (place.parentElement !== home) {
+    home.append(place);
+    home.addEventListener("close", draw, { once: true });
+  }
+  render(list, place);
 }
 
 async function act(button, method, path, done) {
+  // A disabled button loses it.
+  const hadFocus = document.activeElement === button;
   button.disabled = true;
   try {
     const response = await ask(method, path);
@@ -43,6 +55,7 @@ async function act(button, method, path, done) {
     toast(error.message, true);
   } finally {
     button.disabled = false;
+    if (hadFocus && isNowhere(document.activeElement)) button.focus();
   }
 }
 
@@ -66,9 +79,9 @@ export function probe(event, name) {
   });
 }
 
-export function cancel(event, id) {
+export function cancel(event, id, name) {
   const path = `admin/requests/${encodeURIComponent(id)}`;
-  act(event.currentTarget, "DELETE", path, () => `Request ${id} is cancelled.`);
+  act(event.currentTarget, "DELETE", path, () => `Request ${name} is cancelled.`);
 }
 
 export async function copy(text) {

@@ -4,7 +4,7 @@ import { html, nothing, render } from "./vendor/lit-html/lit-html.js";
 import { guard } from "./vendor/lit-html/directives/guard.js";
 import { chartsView, drawCharts } from "./charts.js";
 import { count, plain, plural, seconds } from "./format.js";
-import { drawDetails, drawSlots, nodesView, openNode } from "./nodes.js";
+import { drawDetails, drawSlots, nodesView, openNode, setPrinted } from "./nodes.js";
 import { playgroundView } from "./playground.js";
 import { problemsView } from "./problems.js";
 import { queueView } from "./queue.js";
@@ -19,7 +19,11 @@ const page = document.getElementById("page");
 let theme = "auto";
 let keyIsThere = null;
 let pending = false;
+/** Whether the field for the key has just come. */
+let wantsFocus = false;
 let marked = false;
+/** The version whose files this page has: a gateway that was upgraded since may tell other things. */
+let pageVersion = null;
 /** Whether the page's own first words have made room. */
 let cleared = false;
 /** Goes up when something of the page itself changes: a filter, a turn of the chat. */
@@ -40,6 +44,8 @@ function draw() {
   render(headerView(), document.getElementById("top"));
   if (state.connection === "key") {
     show(keyView());
+    if (wantsFocus) document.getElementById("admin-key").focus();
+    wantsFocus = false;
     return;
   }
   if (state.summary === null) {
@@ -47,7 +53,10 @@ function draw() {
     return;
   }
   const { versions, summary, waiting, problems } = state;
-  show(html`${guard([problems, own], () => problemsView(problems, openNode))}
+  pageVersion ??= summary.version;
+  const isLost = state.connection === "lost";
+  show(html`${isLost ? lostView() : nothing}
+    ${isLost && problems.length === 0 ? nothing : guard([problems, own], () => problemsView(problems, openNode))}
     ${guard([versions.nodes, summary, state.role, own], () => nodesView(redraw, openNode))}
     <div class="pair">${guard([summary, waiting], () => queueView(summary, waiting))}
     ${isOperator() ? requestsView(state.requests, summary.in_flight, state.at, redraw) : requestsHint()}</div>
@@ -69,8 +78,17 @@ function show(view) {
   render(view, page);
 }
 
+/** A page that has lost its gateway looks like a calm one. */
+function lostView() {
+  const since = new Date(state.at * 1000).toLocaleTimeString();
+  return html`<section id="lost" class="problem critical" aria-labelledby="lost-title">
+    <h2 id="lost-title"><span class="mark" aria-hidden="true">✕</span> No connection: what is shown is that of ${since}</h2>
+    <p>${plain(state.trouble)} This page tries again by itself.</p>
+  </section>`;
+}
+
 function requestsHint() {
-  return html`<section class="panel"><h2>Requests in flight <small>${count(state.summary.in_flight)}</small></h2>
+  return html`<section id="requests" class="panel" tabindex="-1"><h2>Requests in flight <small>${count(state.summary.in_flight)}</small></h2>
     <p class="muted">The list of requests needs an operator's key.</p></section>`;
 }
 
@@ -92,6 +110,8 @@ function headerView() {
     <p class="headline">${headline()}</p>
     <p class="about">${summary === null ? nothing : html`<span class="muted">${plain(summary.version)}, up ${
       seconds(Math.max(0, state.at - summary.started_at))}</span>`}
+      ${summary === null || pageVersion === null || summary.version === pageVersion ? nothing : html`<button class="small"
+        @click=${() => location.reload()}>Reload for the new version</button>`}
       ${summary === null || state.connection === "key" ? nothing : html`<span class="muted">role ${state.role}</span>`}
       <span class="connection c-${state.connection}" role="status"><span aria-hidden="true">${mark}</span> ${word}</span>
       <button class="small" @click=${changeTheme} aria-label="Colours: ${theme}">${{ auto: "◐", light: "○", dark: "●" }[theme]} ${theme}</button></p>`;
@@ -134,6 +154,8 @@ function tell(connection, trouble) {
   state.connection = connection;
   state.trouble = trouble;
   if (connection === "key") {
+    for (const dialog of document.querySelectorAll("dialog[open]")) dialog.close();
+    wantsFocus = true;
     state.summary = null;
     state.requests = new Map();
     state.nodes = new Map();
@@ -142,12 +164,22 @@ function tell(connection, trouble) {
 }
 
 document.addEventListener("keydown", (event) => {
+  // A key that is held down must not open a node and then drain it, nor drain and resume it.
+  if (event.key === "Enter" && event.repeat && event.target.closest?.("button")) event.preventDefault();
   const typing = event.target.closest?.("input, textarea, select");
   if (event.key === "/" && !typing && !event.ctrlKey && !event.metaKey) {
     const input = document.querySelector("#nodes input");
     if (input !== null) { event.preventDefault(); input.focus(); }
   }
 });
+
+for (const [name, isPrinted] of [["beforeprint", true], ["afterprint", false]]) {
+  addEventListener(name, () => {
+    setPrinted(isPrinted);
+    own += 1;
+    draw();
+  });
+}
 
 onSystemTheme(schedule);
 draw();

@@ -14,5 +14,11 @@ export function cellsOf(cells) {
   return found;
 }
 
+/** So many of these cells at most, in which each kind has its share: the busy ones come first. */
+export function sampleOf(cells, most) {
+  if (cells.length <= most) return cells;
+  return Array.from({ length: most }, (_, number) => cells[Math.floor((number * cells.length) / most)]);
+}
+
 /** States in which a free slot takes no work. */
 export const OUT = new Set(["down", "ejected", "loading", "starting", "standby"]);

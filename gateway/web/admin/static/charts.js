@@ -65,7 +65,10 @@ function captionOf(chart, data) {
 
 /** Draw what has changed since the last call. */
 export function drawCharts() {
-  if (theme() !== drawnTheme) { destroy(); drawnTheme = theme(); }
+  // The page was another one in between, such as the form for a key.
+  const isGone = plots.length > 0 && !plots[0].figure.isConnected;
+  if (isGone || theme() !== drawnTheme) { destroy(); drawnTheme = theme(); }
+  if (document.getElementById("charts") === null) return;
   if (drawn === state.versions.history && plots.length > 0) return;
   drawn = state.versions.history;
   if (plots.length === 0) make();

@@ -4,13 +4,15 @@ import { html, nothing, render } from "./vendor/lit-html/lit-html.js";
 import { guard } from "./vendor/lit-html/directives/guard.js";
 import { repeat } from "./vendor/lit-html/directives/repeat.js";
 import { drain, probe, resume } from "./actions.js";
-import { cellsOf, OUT } from "./cells.js";
+import { cellsOf, OUT, sampleOf } from "./cells.js";
 import { count, money, percent, plain, plural, rate, seconds } from "./format.js";
 import { isOperator, state } from "./state.js";
 import { drawWall } from "./wall.js";
 
 const MOST_CARDS = 48;
 const MOST_TILES = 240;
+/** Slots of a node of the wall on paper. */
+const MOST_PRINTED = 4;
 
 export const MARKS = {
   ready: "●", mute: "◍", degraded: "▼", draining: "‖", down: "✕", ejected: "⊘", loading: "◔",
@@ -20,10 +22,18 @@ export const MARKS = {
 const PHASES = { r: "reading", w: "writing", h: "held", o: "used by others", f: "free" };
 const WORST = ["down", "ejected", "degraded", "loading", "starting", "draining", "mute", "ready", "standby"];
 
-const view = { size: "auto", filter: "", only: "" };
+const view = { size: "auto", words: "", filter: "", only: "", printed: false };
+
+function cellView([letter, fill]) {
+  return html`<i class="cell ${letter} p${fill}"></i>`;
+}
+
+function printedCellsView(node) {
+  return html`<span class="cells" aria-hidden="true">${sampleOf(cellsOf(node.cells), MOST_PRINTED).map(cellView)}</span>`;
+}
 
 function cellsView(node) {
-  const cells = cellsOf(node.cells).map(([letter, fill]) => html`<i class="cell ${letter} p${fill}"></i>`);
+  const cells = cellsOf(node.cells).map(cellView);
   const hidden = node.slots_total > 64 ? html`<span class="muted">+${node.slots_total - 64}</span>` : nothing;
   return html`<span class="cells" aria-hidden="true">${cells}${hidden}</span>`;
 }
@@ -70,9 +80,9 @@ export function nodesView(redraw, openNode) {
       <h2 id="nodes-title">Nodes <small>${count(state.nodes.size)}</small></h2>
       ${statesView(redraw)}
       <label class="filter"><span class="unseen">Find nodes</span><input type="search"
-        placeholder="name, host, model, label" autocomplete="off"
-        @input=${(event) => { view.filter = event.target.value.trim().toLowerCase(); redraw(); }}></label>
-      <label><span class="unseen">Size</span><select
+        placeholder="name, host, model, label" autocomplete="off" .value=${view.words}
+        @input=${(event) => { setFilter(event.target.value); redraw(); }}></label>
+      <label><span class="unseen">Size</span><select .value=${view.size}
         @change=${(event) => { view.size = event.target.value; redraw(); }}>
         <option value="auto">size: auto</option><option value="cards">cards</option>
         <option value="tiles">tiles</option><option value="dots">wall</option></select></label>
@@ -86,8 +96,15 @@ export function nodesView(redraw, openNode) {
   </section>`;
 }
 
+function setFilter(words) {
+  view.words = words;
+  view.filter = words.trim().toLowerCase();
+}
+
 function statesView(redraw) {
-  const counts = Object.entries(state.summary.states)
+  // The pressed one stays when the last node has left its state, or nothing could end the choice.
+  const chosen = view.only === "" ? {} : { [view.only]: 0 };
+  const counts = Object.entries({ ...chosen, ...state.summary.states })
     .sort((a, b) => WORST.indexOf(a[0]) - WORST.indexOf(b[0]));
   return html`<div class="states" role="group" aria-label="Only nodes in one state">${counts.map(
     ([word, number]) => html`<button class="chip s-${word}" aria-pressed=${view.only === word}
@@ -143,16 +160,20 @@ function speedView(node) {
 
 function actionsView(node) {
   const { name } = node;
-  const drained = node.draining;
-  return html`${drained
-    ? html`<button class="small" @click=${(event) => resume(event, name)} aria-label="Resume ${plain(name)}">Resume</button>`
-    : html`<button class="small" @click=${(event) => drain(event, name)} aria-label="Drain ${plain(name)}">Drain</button>`}<button
+  // One button for both, so that it keeps the focus.
+  const [word, act] = node.draining ? ["Resume", resume] : ["Drain", drain];
+  return html`<button class="small" @click=${(event) => act(event, name)} aria-label="${word} ${plain(name)}">${word}</button><button
     class="small" @click=${(event) => probe(event, name)} aria-label="Probe ${plain(name)}">Probe</button>`;
 }
 
 function tilesView(nodes, size, openNode) {
   return repeat(nodes, (node) => node.name,
-    (node) => guard([node.version, size], () => tile(node, size, openNode)));
+    (node) => guard([node.version, size, view.printed], () => tile(node, size, openNode)));
+}
+
+/** Paper has another width than the screen: there the wall's slots are elements, which follow it. */
+export function setPrinted(isPrinted) {
+  view.printed = isPrinted;
 }
 
 /** Draw what the view leaves to a canvas. */
@@ -165,7 +186,8 @@ function tile(node, size, openNode) {
   return html`<li class="node s-${node.state} ${node.tier}" data-node=${node.name}><button aria-haspopup="dialog"
     aria-label=${words} @pointerenter=${showWords} @click=${() => openNode(node.name)}><span class="mark"
     aria-hidden="true">${MARKS[node.state]}</span>${size === "tiles"
-    ? html`<span class="name">${plain(node.name)}</span>${cellsView(node)}` : nothing}</button></li>`;
+    ? html`<span class="name">${plain(node.name)}</span>${cellsView(node)}`
+    : view.printed ? printedCellsView(node) : nothing}</button></li>`;
 }
 
 /** The words of a tile as its tooltip: set when it is looked at, since a thousand change each second. */
@@ -185,14 +207,14 @@ export function openNode(name) {
 }
 
 export function drawDetails() {
-  const dialog = document.getElementById("details");
   if (opened === null) return;
+  const dialog = document.getElementById("details");
   const node = state.nodes.get(opened);
   const close = () => dialog.close();
   dialog.onclose = () => { opened = null; };
-  render(node === undefined ? html`<h2 id="details-name">${plain(opened)}</h2>
+  render(node === undefined ? html`<h2 id="details-name" tabindex="-1" autofocus>${plain(opened)}</h2>
     <p>It is no longer in the inventory.</p><p class="actions"><button @click=${close}>Close</button></p>`
-    : detailsView(node, close), dialog);
+    : detailsView(node, close), dialog.querySelector(".view"));
 }
 
 function detailsView(node, close) {
@@ -215,7 +237,7 @@ function detailsView(node, close) {
     ["Build", node.build ? plain(node.build) : nothing],
     ["Deadline", node.deadline_at === null ? nothing : `in ${seconds(Math.max(0, node.deadline_at - state.at))} what still runs is moved or ended`],
   ];
-  return html`<h2 id="details-name">${plain(node.name)}</h2>
+  return html`<h2 id="details-name" tabindex="-1" autofocus>${plain(node.name)}</h2>
     <dl>${facts.filter(([, value]) => value !== nothing).map(([name, value]) => html`<dt>${name}</dt><dd>${value}</dd>`)}</dl>
     <p class="actions">${isOperator() ? actionsView(node) : html`<span class="muted">Draining and probing need an operator's key.</span>`}
       <button class="small primary" @click=${close}>Close</button></p>`;

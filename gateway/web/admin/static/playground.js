@@ -1,6 +1,7 @@
 // The playground: a chat through the gateway, and how each answer came about.
 
 import { html, nothing } from "./vendor/lit-html/lit-html.js";
+import { repeat } from "./vendor/lit-html/directives/repeat.js";
 import { count, money, percent, plain, rate, seconds } from "./format.js";
 import { ask, eventsOf } from "./stream.js";
 import { isOperator, state } from "./state.js";
@@ -20,7 +21,7 @@ export function playgroundView(redraw) {
       <form @submit=${(event) => { event.preventDefault(); send(event.target, redraw); }}>
         <label class="wide"><span class="unseen">Message</span><textarea name="message" rows="3" maxlength="100000"
           placeholder="Say something to a model" @keydown=${submitOnEnter}></textarea></label>
-        <label>Model <select name="model"><option value="">default</option>${state.summary.models.map(
+        <label>Model <select name="model"><option value="">default</option>${repeat(state.summary.models, (name) => name,
           (name) => html`<option value=${name}>${plain(name)}</option>`)}</select></label>
         <label>Class <select name="class"><option>normal</option><option>urgent</option><option>premium</option><option>batch</option></select></label>
         <label>Most tokens <input name="tokens" type="number" min="1" max="100000" .defaultValue=${"256"}></label>

@@ -18,7 +18,7 @@ export function requestsView(requests, inFlight, at, redraw) {
       || a.received_at - b.received_at,
   );
   const shown = showsAll ? rows : rows.slice(0, FEW);
-  return html`<section id="requests" class="panel" aria-labelledby="requests-title">
+  return html`<section id="requests" class="panel" tabindex="-1" aria-labelledby="requests-title">
     <h2 id="requests-title">Requests in flight <small>${count(inFlight)}</small></h2>
     ${rows.length === 0 ? html`<p class="muted">Nothing waits and nothing runs.</p>` : html`
     <div class="scroll" tabindex="0" role="region" aria-label="Requests in flight">
@@ -46,13 +46,13 @@ function requestRow(row, at) {
       class="muted">place ${row.position}${row.expected_start === null ? nothing
       : `, in ${seconds(row.expected_start)}`}</span>` : nothing}</td>
     <td>${row.class}</td><td class="cut" title=${plain(row.model)}>${plain(row.model)}</td><td class="cut" title=${plain(row.caller)}>${plain(row.caller)}</td>
-    <td>${row.node === null ? "–" : plain(row.node)}${row.attempts > 1
+    <td class="cut" title=${plain(row.node ?? "")}>${row.node === null ? "–" : plain(row.node)}${row.attempts > 1
       ? html` <span class="muted">attempt ${row.attempts}</span>` : nothing}</td>
     <td class="n">${seconds(age)}</td><td class="n">${seconds(row.ttft)}</td>
     <td class="n">${count(row.prompt_tokens)} + ${count(row.tokens)}</td>
     <td class="n">${rate(row.tokens_per_second)}</td>
     <td class="actions"><button class="small" aria-haspopup="dialog" @click=${() => openWhy(row.id, row.request_id)}
-      aria-label="Why request ${plain(row.request_id)}">Why</button><button class="small" @click=${(event) => cancel(event, row.id)}
+      aria-label="Why request ${plain(row.request_id)}">Why</button><button class="small" @click=${(event) => cancel(event, row.id, row.request_id)}
       aria-label="Cancel request ${plain(row.request_id)}">Cancel</button></td>
   </tr>`);
 }

@@ -7,7 +7,9 @@ const MOST_EVENT_CHARACTERS = 64 * 1024 * 1024;
 let adminKey = "";
 
 export function setKey(key) {
-  adminKey = key.trim();
+  // As the bytes of UTF-8: a header takes no other characters, and the page would look cut off.
+  const bytes = new TextEncoder().encode(key.trim());
+  adminKey = Array.from(bytes, (byte) => String.fromCharCode(byte)).join("").replaceAll("\0", "");
 }
 
 function headers(more = {}) {

@@ -1,16 +1,18 @@
 // The slots of the wall: one canvas draws them over the nodes. As elements, five thousand slots cost
 // a browser a tenth of a second at each update.
 
-import { cellsOf, OUT } from "./cells.js";
+import { cellsOf, OUT, sampleOf } from "./cells.js";
 import { colour, theme } from "./theme.js";
 
 const HEIGHT = 12;
 const WIDTH = 6;
 const GAP = 2;
-/** CSS pixels from one slot to the next at least; slots beyond the node's width are not drawn. */
+/** CSS pixels from one slot to the next at least; of more slots than fit a sample is drawn. */
 const LEAST_PITCH = 3;
 /** Pixels of a canvas; some browsers draw nothing on one of more than 16 million. */
 const MOST_PIXELS = 12_000_000;
+/** Pixels of a canvas's side; Firefox draws nothing on a longer one. */
+const MOST_SIDE = 32_000;
 /** How much of a busy slot is filled, by its figure; 0 is a slot of which that is not known. */
 const FILLS = [0.3, 0.12, 0.24, 0.37, 0.5, 0.62, 0.75, 0.87, 1];
 const COLOURS = { r: "--reading", w: "--writing", h: "--held", o: "--others", f: "--edge" };
@@ -51,11 +53,13 @@ function measured() {
   if (!mark) return null;
   const corner = list.getBoundingClientRect();
   const node = first.getBoundingClientRect();
-  const columns = getComputedStyle(list).gridTemplateColumns.split(" ").length;
+  const style = getComputedStyle(list);
+  const columns = style.gridTemplateColumns.split(" ").length;
   const below = list.children[columns]?.getBoundingClientRect();
   const left = mark.getBoundingClientRect().right - corner.left + 3;
   const wanted = window.devicePixelRatio;
-  const scale = Math.min(wanted, Math.sqrt(MOST_PIXELS / Math.max(1, corner.width * corner.height)));
+  const scale = Math.min(wanted, Math.sqrt(MOST_PIXELS / Math.max(1, corner.width * corner.height)),
+    MOST_SIDE / Math.max(1, corner.width, corner.height));
   canvas.width = Math.round(corner.width * scale);
   canvas.height = Math.round(corner.height * scale);
   drawn = [];
@@ -64,7 +68,8 @@ function measured() {
     columns, wanted, scale, theme: theme(), left,
     room: node.right - corner.left - 4 - left,
     top: (node.height - HEIGHT) / 2,
-    across: second ? second.getBoundingClientRect().left - node.left : 0,
+    // A second node may come beside the first without any change of the list's size.
+    across: second ? second.getBoundingClientRect().left - node.left : node.width + parseFloat(style.columnGap),
     down: below ? below.top - node.top : 0,
   };
 }
@@ -93,9 +98,8 @@ function drawNode(context, place, wanted) {
   const cells = cellsOf(wanted.slice(1));
   const pitch = Math.max(LEAST_PITCH, Math.min(WIDTH + GAP, room / cells.length));
   const width = pitch - (pitch < WIDTH ? 1 : GAP);
-  const fits = Math.min(cells.length, Math.floor((room + GAP) / pitch));
-  for (let number = 0; number < fits; number += 1) {
-    const [letter, fill] = cells[number];
+  const fits = Math.max(0, Math.floor((room + GAP) / pitch));
+  for (const [number, [letter, fill]] of sampleOf(cells, fits).entries()) {
     context.drawImage(picture(letter, Number(fill), wanted[0] === "-"), x + number * pitch, y, width, HEIGHT);
   }
 }
@@ -114,7 +118,7 @@ function drawPicture(letter, fill, out) {
   made.height = Math.max(1, Math.round(HEIGHT * layout.scale));
   const context = made.getContext("2d");
   context.scale(made.width / WIDTH, made.height / HEIGHT);
-  const ink = colour(COLOURS[letter] ?? COLOURS.f);
+  const ink = colour(COLOURS[letter] ?? COLOURS.f, true);
   context.strokeStyle = ink;
   context.fillStyle = ink;
   context.globalAlpha = out ? 0.55 : 1;

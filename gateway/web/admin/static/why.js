@@ -19,7 +19,7 @@ export async function openWhy(id, name) {
   asked += 1;
   const own = asked;
   const draw = (view) => {
-    if (own === asked) render(frameView(id, name, dialog, view), dialog);
+    if (own === asked) render(frameView(id, name, dialog, view), dialog.querySelector(".view"));
   };
   draw(html`<p class="muted" role="status">Asking…</p>`);
   dialog.onclose = () => { asked += 1; };
@@ -34,7 +34,7 @@ export async function openWhy(id, name) {
 }
 
 function frameView(id, name, dialog, view) {
-  return html`<h2 id="why-name">Why ${plain(name)}</h2>
+  return html`<h2 id="why-name" tabindex="-1" autofocus>Why ${plain(name)}</h2>
     <div class="why">${view}</div>
     <p class="actions"><button class="small" @click=${() => openWhy(id, name)}>Ask again</button>
       <button class="small primary" @click=${() => dialog.close()}>Close</button></p>`;

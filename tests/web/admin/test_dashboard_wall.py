@@ -1,0 +1,161 @@
+"""The wall of the dashboard, whose slots one canvas draws over the nodes, in a real browser."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.async_api import Page, expect
+
+from gateway.fleet.node import Node
+from tests.gateways import Running, running_gateway
+from tests.web.admin.browser import PATIENCE, WatchedPage, a_browser, a_page, needs_browser
+from tests.web.admin.test_dashboard import EDGE, INK, a_fleet, opened
+
+pytestmark = [pytest.mark.slow, needs_browser]
+
+READING = "224,155,27"
+expect.set_options(timeout=PATIENCE)
+
+SIDES = """(name) => {
+  const canvas = document.querySelector(".wall canvas"), corner = canvas.getBoundingClientRect();
+  const across = canvas.width / corner.width, down = canvas.height / corner.height;
+  const node = document.querySelector(`[data-node="${name}"]`).getBoundingClientRect();
+  const { data, width } = canvas.getContext("2d").getImageData((node.left - corner.left) * across,
+    (node.top - corner.top) * down, node.width * across, node.height * down);
+  const inked = [];
+  for (let place = 0; place < data.length; place += 4) {
+    if (data[place + 3] > 60) {
+      const isReading = data[place] - data[place + 2] > 80;
+      inked.push([(place / 4) % width, isReading]);
+    }
+  }
+  inked.sort((a, b) => a[0] - b[0]);
+  const third = Math.floor(inked.length / 3);
+  const busy = (part) => part.filter(([, isReading]) => isReading).length;
+  const share = (part) => busy(part) / Math.max(1, part.length);
+  return [share(inked.slice(0, third)), share(inked.slice(-third))];
+}"""
+"""The share of what is drawn that is a busy slot: at the left side of a node, and at the right."""
+
+
+async def seen(look: Callable[[], Any], is_right: Callable[[Any], bool]) -> None:
+    """Wait until what is seen is right."""
+    found = None
+    try:
+        async with asyncio.timeout(PATIENCE / 1000):
+            while not is_right(found := await look()):  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        raise AssertionError(f"at last: {found}") from None
+
+
+async def inked(page: Page, name: str, colour: str = EDGE) -> None:
+    """Wait until this node has the colour."""
+    await page.wait_for_selector(f'.dots [data-node="{name}"]')
+    await seen(lambda: page.evaluate(INK, name), lambda colours: colour in colours)
+
+
+def keep_busy(node: Node, slots: int) -> None:
+    for _ in range(slots):
+        node.take_lease(1, node.clock(), expected_prefill=300.0, expected_total=900.0)
+
+
+@contextlib.asynccontextmanager
+async def a_wall(folder: Path, **node: Any) -> AsyncIterator[tuple[Running, WatchedPage]]:
+    """The wall over four nodes."""
+    async with (
+        a_fleet(folder, **node) as (running, _),
+        opened(running, color_scheme="light") as (_, watched),
+    ):
+        await watched.page.locator("#nodes select").select_option("dots")
+        await expect(watched.page.locator(".dots .node")).to_have_count(4)
+        yield running, watched
+
+
+async def test_nodes_that_come_beside_a_single_one_have_their_own_places(tmp_path: Path) -> None:
+    async with a_wall(tmp_path) as (_, watched):
+        page = watched.page
+        # The wall is laid out anew with one node alone.
+        await page.locator("#nodes input").fill("nobody")
+        await expect(page.locator(".dots")).to_have_count(0)
+        await page.locator("#nodes input").fill("epyc-a-numa0")
+        await inked(page, "epyc-a-numa0")
+        await page.locator("#nodes input").fill("epyc-a")
+        await expect(page.locator(".dots .node")).to_have_count(2)
+        await inked(page, "epyc-a-numa1")
+        await page.locator("#nodes input").fill("")
+        await inked(page, "epyc-b-numa1")
+
+
+async def test_a_node_with_more_slots_than_fit_shows_the_right_share_of_them(
+    tmp_path: Path,
+) -> None:
+    async with a_wall(tmp_path, slots=64) as (running, watched):
+        name = "epyc-a-numa0"
+        keep_busy(running.gateway.fleet.nodes[name], 32)
+        await seen(
+            lambda: watched.page.evaluate(SIDES, name),
+            lambda shares: shares[0] > 0.5 and shares[1] < 0.1,
+        )
+
+
+async def test_the_slots_keep_their_colours_where_the_system_forces_its_own(
+    tmp_path: Path,
+) -> None:
+    async with a_wall(tmp_path) as (running, watched):
+        page, name = watched.page, "epyc-a-numa0"
+        keep_busy(running.gateway.fleet.nodes[name], 1)
+        await inked(page, name, READING)
+        for forced in ("active", "none"):
+            await page.emulate_media(forced_colors=forced)
+            # Another width: all is drawn anew.
+            await page.set_viewport_size(
+                {"width": 800 if forced == "active" else 900, "height": 700}
+            )
+            await inked(page, name, READING)
+
+
+async def test_the_printed_wall_has_its_slots_as_elements(tmp_path: Path) -> None:
+    """A page of paper is narrower: it would have the nodes elsewhere than the canvas."""
+    async with a_wall(tmp_path, slots=64) as (running, watched):
+        page, name = watched.page, "epyc-a-numa0"
+        keep_busy(running.gateway.fleet.nodes[name], 32)
+        await inked(page, "epyc-b-numa0")
+        busy = page.locator(f'[data-node="{name}"] button[aria-label*="32 reading"]')
+        await expect(busy).to_be_visible()
+        await page.evaluate(
+            """addEventListener("beforeprint", () => {
+              window.printed = [...document.querySelectorAll(".dots .cell")].map(
+                (cell) => cell.classList[1]).join(""); })"""
+        )
+        await page.pdf()
+        # Of 64 slots a sample in which half are busy.
+        assert await page.evaluate("window.printed") == "rrff" + 3 * "ffff"
+        await expect(page.locator(".dots .cell")).to_have_count(0)
+        await inked(page, "epyc-b-numa1")
+
+
+async def test_a_long_wall_is_no_longer_than_what_browsers_draw(tmp_path: Path) -> None:
+    nodes = [
+        {"name": f"n{number}", "url": f"http://127.0.0.1:9/{number}", "slots": 2, "model": "m",
+         "enabled": False}
+        for number in range(1000)
+    ]  # fmt: skip
+    narrow: dict[str, Any] = {"viewport": {"width": 150, "height": 400}, "device_scale_factor": 3}
+    async with (
+        running_gateway(tmp_path, nodes, wait_ready=False) as running,
+        a_browser() as browser,
+        a_page(browser, running.admin_url, **narrow) as watched,
+    ):
+        page = watched.page
+        await page.wait_for_selector(".dots .node")
+        keep_busy(running.gateway.fleet.nodes["n999"], 2)
+        await seen(lambda: page.evaluate(SIDES, "n999"), lambda shares: min(shares) > 0)
+        sides = "(({ width, height }) => [width, height])(document.querySelector('.wall canvas'))"
+        assert max(await page.evaluate(sides)) <= 32_767
+        assert watched.trouble == []
