@@ -48,6 +48,11 @@ FASTER_HALF_LIFE = 1800.0
 MOST_WORK_GAP = 300.0
 """Most seconds between two requests that count as work."""
 
+LEAST_ALLOWED_SHARE = 0.5
+"""Share of a measured time that a baseline takes at least, whatever neighbours are believed to have
+taken of it. It is above `DEGRADED_BELOW`: where that belief was wrong, later requests without such
+neighbours do not look degraded."""
+
 YOUNG_BASELINE = 8
 """First requests of a kind: they make its baseline and are not compared."""
 
@@ -71,19 +76,20 @@ class SpeedBaseline:
     learned_at: float = 0.0
     """When it last learnt; monotonic seconds."""
 
-    def compare(self, log_seconds: float, now: float) -> float | None:
+    def compare(self, rate: TokenTime, now: float) -> float | None:
         """A request's speed as a share of the usual one, and learn from it; None: too early."""
+        learned = math.log(max(rate.low, LEAST_ALLOWED_SHARE * rate.high))
         if self.samples < YOUNG_BASELINE:
             self.samples += 1
-            self.log_seconds += (log_seconds - self.log_seconds) / self.samples
+            self.log_seconds += (learned - self.log_seconds) / self.samples
             self.learned_at = now
             return None
-        faster = self.log_seconds - log_seconds
+        faster = self.log_seconds - math.log(rate.low)
         elapsed = min(now - self.learned_at, MOST_WORK_GAP)
         if elapsed > 0:
             self.learned_at = now
-            half_life = BASELINE_HALF_LIFE if faster < 0 else FASTER_HALF_LIFE
-            self.log_seconds -= faster * (1 - 0.5 ** (elapsed / half_life))
+            half_life = BASELINE_HALF_LIFE if learned > self.log_seconds else FASTER_HALF_LIFE
+            self.log_seconds += (learned - self.log_seconds) * (1 - 0.5 ** (elapsed / half_life))
         return math.exp(max(-50.0, min(50.0, faster)))
 
 
@@ -110,13 +116,16 @@ class SpeedHistory:
         return shares[len(shares) // 2] if shares else 1.0
 
     def learn(self, kind: tuple[int, int], rate: TokenTime, now: float) -> None:
-        """Compare one more request, by the fastest speed that its measurement allows."""
+        """Compare one more request, by the fastest speed that its measurement allows.
+
+        Doubt is the node's: what is learnt from it is less fast.
+        """
         baseline = self.baselines.get(kind)
         if baseline is None:
             if len(self.baselines) >= MOST_BASELINES:
                 return
             baseline = self.baselines[kind] = SpeedBaseline()
-        share = baseline.compare(math.log(rate.low), now)
+        share = baseline.compare(rate, now)
         if share is None:
             return
         self.shares.append(share)

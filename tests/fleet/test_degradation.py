@@ -62,6 +62,23 @@ def test_a_node_at_a_third_of_its_speed_is_degraded_within_a_few_requests() -> N
     assert not any(states[:4])
 
 
+def test_a_usual_speed_learnt_beside_supposed_stalls_makes_no_node_look_degraded() -> None:
+    def learn(times: int, low: float, high: float) -> list[bool]:
+        states = []
+        for _ in range(times):
+            work.now += 10.0
+            sample = SpeedSample(None, TokenTime(40, low, high), busy_slots=2, context_tokens=500)
+            work.pace.learn(sample, work.now)
+            states.append(work.pace.degraded)
+        return states
+
+    work = Work()
+    # Neighbours seemed to take seven eighths of the time; they took nothing.
+    assert not any(learn(10, low=0.0125, high=0.1))
+    assert not any(learn(30, low=0.1, high=0.1))
+    assert learn(10, low=0.5, high=0.5)[-1]
+
+
 def test_the_reason_has_figures_and_advice() -> None:
     work = Work()
     work.does(30)
