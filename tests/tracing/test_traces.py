@@ -335,6 +335,7 @@ async def test_the_collector_gets_its_header_and_no_answer_shows_it(
         shown = (await admin.get("/admin/config")).text
         await running.client.post(CHAT, json=chat())
         root = await the_root(collector)
+        await until(lambda: running.gateway.tracing.counts.exported == 1)
         page = (await admin.get("/metrics")).text
     assert root.service == "site-a"
     assert "Authorization: Bearer s3cret" in collector.heads[0]
