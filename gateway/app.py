@@ -32,6 +32,7 @@ from gateway.handover import (
     HandoverFailed,
     InheritedState,
     bind_listeners,
+    close_listeners,
     open_listeners,
     start_successor,
     successor_environment,
@@ -435,10 +436,7 @@ class Gateway:
 
     async def _close(self) -> None:
         await self._end_tasks()
-        listeners = [one for one in (self.public_listener, self.admin_listener) if one is not None]
-        # Together, as each waits for a tenth of a second.
-        closings = (asyncio.wait_for(listener.close(), 1.0) for listener in listeners)
-        await asyncio.gather(*closings, return_exceptions=True)
+        await close_listeners(self.public_listener, self.admin_listener)
         await self.background.aclose(self.timings.store)
         self.drain_deadlines.close()
         self.timeout_monitor.close()

@@ -333,6 +333,16 @@ def open_listeners(public: Listener, admin: Listener) -> None:
             listener.open()
 
 
+async def close_listeners(*listeners: Listener | None) -> None:
+    """Close those that there are, within a second; together, as each takes a tenth of it."""
+
+    async def close(listener: Listener) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(listener.close(), 1.0)
+
+    await asyncio.gather(*(close(one) for one in listeners if one is not None))
+
+
 def _bind(state: InheritedState, name: str, host: str, port: int, option: str) -> socket.socket:
     with _explain_os_error(host, port, option):
         return state.take_socket(name, resolve_addresses(host, port)) or bind_socket(host, port)
