@@ -67,13 +67,12 @@ function matches(node) {
   return text.toLowerCase().includes(view.filter);
 }
 
-function shownNodes() {
-  const all = [...state.nodes.values()];
-  return view.filter || view.only ? all.filter(matches) : all;
-}
+/** The nodes that the view has, in its order. */
+let shown = [];
 
 export function nodesView(redraw, openNode) {
-  const shown = shownNodes();
+  const all = [...state.nodes.values()];
+  shown = view.filter || view.only ? all.filter(matches) : all;
   const size = sizeOf(shown.length);
   return html`<section id="nodes" class="panel" tabindex="-1" aria-labelledby="nodes-title">
     <div class="bar">
@@ -178,7 +177,7 @@ export function setPrinted(isPrinted) {
 
 /** Draw what the view leaves to a canvas. */
 export function drawSlots() {
-  drawWall(shownNodes());
+  drawWall(shown);
 }
 
 function tile(node, size, openNode) {

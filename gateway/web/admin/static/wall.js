@@ -100,15 +100,15 @@ function drawNode(context, place, wanted) {
   const width = pitch - (pitch < WIDTH ? 1 : GAP);
   const fits = Math.max(0, Math.floor((room + GAP) / pitch));
   for (const [number, [letter, fill]] of sampleOf(cells, fits).entries()) {
-    context.drawImage(picture(letter, Number(fill), wanted[0] === "-"), x + number * pitch, y, width, HEIGHT);
+    context.drawImage(picture(letter, Number(fill), letter === "f" && wanted[0] === "-"), x + number * pitch, y, width, HEIGHT);
   }
 }
 
 /** A slot as a small canvas, as the style sheet draws it in the larger views. */
-function picture(letter, fill, out) {
-  const name = `${letter}${fill}${letter === "f" && out}`;
+function picture(letter, fill, isOut) {
+  const name = `${letter}${fill}${isOut}`;
   let made = pictures.get(name);
-  if (made === undefined) pictures.set(name, made = drawPicture(letter, fill, letter === "f" && out));
+  if (made === undefined) pictures.set(name, made = drawPicture(letter, fill, isOut));
   return made;
 }
 
