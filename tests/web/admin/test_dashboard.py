@@ -292,57 +292,6 @@ async def test_hostile_words_of_nodes_and_callers_stay_text(tmp_path: Path) -> N
                 assert await page.locator("#page img, #page script").count() == 0
 
 
-INK = """(name) => {
-  const canvas = document.querySelector(".wall canvas"), scale = canvas.width / canvas.clientWidth;
-  const corner = canvas.getBoundingClientRect();
-  const node = document.querySelector(`[data-node="${name}"]`).getBoundingClientRect();
-  const { data } = canvas.getContext("2d").getImageData((node.left - corner.left) * scale,
-    (node.top - corner.top) * scale, node.width * scale, node.height * scale);
-  const colours = new Set();
-  for (let place = 0; place < data.length; place += 4) {
-    if (data[place + 3] === 255) colours.add(data.slice(place, place + 3).join());
-  }
-  return [...colours];
-}"""
-"""The colours that the wall's canvas has where a node stands."""
-EDGE, WRITING, DARK_WRITING = "136,150,165", "32,120,184", "74,163,223"
-
-
-async def test_the_wall_draws_the_slots_of_each_node_and_follows_them(tmp_path: Path) -> None:
-    async def shown(colour: str, *names: str) -> None:
-        """Wait until one of these nodes has it."""
-        async with asyncio.timeout(PATIENCE / 1000):
-            while not any([colour in await page.evaluate(INK, name) for name in names]):
-                await page.wait_for_timeout(100)
-
-    async with (
-        a_fleet(tmp_path) as (running, nodes),
-        opened(running, color_scheme="light") as (_, watched),
-    ):
-        page = watched.page
-        await page.locator("#nodes select").select_option("dots")
-        for name in nodes:
-            await shown(EDGE, name)
-        running.gateway.fleet.drain("epyc-a-numa0")
-        async with streams(running, 2):
-            writing = [name for name in nodes if name != "epyc-a-numa0"]
-            await shown(WRITING, *writing)
-            assert WRITING not in await page.evaluate(INK, "epyc-a-numa0")
-            await page.get_by_role("button", name="Colours: auto").click()
-            await page.get_by_role("button", name="Colours: light").click()
-            await shown(DARK_WRITING, *writing)
-        await page.get_by_role("button", name="Colours: dark").click()
-        # A smaller page places the nodes elsewhere, and a search leaves one at the first place.
-        await page.set_viewport_size({"width": 390, "height": 844})
-        for name in nodes:
-            await shown(EDGE, name)
-        await page.locator("#nodes input").fill("epyc-b-numa1")
-        await expect(page.locator(".dots .node")).to_have_count(1)
-        await shown(EDGE, "epyc-b-numa1")
-        await page.locator(".dots .node").click()
-        await expect(page.get_by_role("dialog")).to_contain_text("epyc-b-numa1")
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 async def test_axe_finds_no_violation(tmp_path: Path, scheme: str) -> None:
     async with (

@@ -14,12 +14,29 @@ from playwright.async_api import Page, expect
 from gateway.fleet.node import Node
 from tests.gateways import Running, running_gateway
 from tests.web.admin.browser import PATIENCE, WatchedPage, a_browser, a_page, needs_browser
-from tests.web.admin.test_dashboard import EDGE, INK, a_fleet, opened
+from tests.web.admin.test_dashboard import a_fleet, opened, streams
 
 pytestmark = [pytest.mark.slow, needs_browser]
 
-READING = "224,155,27"
+EDGE, READING = "136,150,165", "224,155,27"
+WRITING, DARK_WRITING = "32,120,184", "74,163,223"
 expect.set_options(timeout=PATIENCE)
+
+INK = """(name) => {
+  const canvas = document.querySelector(".wall canvas");
+  const node = document.querySelector(`[data-node="${name}"]`)?.getBoundingClientRect();
+  // Until the wall is laid out, nothing is drawn.
+  if (!canvas || !node) return [];
+  const scale = canvas.width / canvas.clientWidth, corner = canvas.getBoundingClientRect();
+  const { data } = canvas.getContext("2d").getImageData((node.left - corner.left) * scale,
+    (node.top - corner.top) * scale, node.width * scale, node.height * scale);
+  const colours = new Set();
+  for (let place = 0; place < data.length; place += 4) {
+    if (data[place + 3] === 255) colours.add(data.slice(place, place + 3).join());
+  }
+  return [...colours];
+}"""
+"""The colours that the wall's canvas has where a node stands."""
 
 SIDES = """(name) => {
   const canvas = document.querySelector(".wall canvas"), corner = canvas.getBoundingClientRect();
@@ -54,10 +71,13 @@ async def seen(look: Callable[[], Any], is_right: Callable[[Any], bool]) -> None
         raise AssertionError(f"at last: {found}") from None
 
 
-async def inked(page: Page, name: str, colour: str = EDGE) -> None:
-    """Wait until this node has the colour."""
-    await page.wait_for_selector(f'.dots [data-node="{name}"]')
-    await seen(lambda: page.evaluate(INK, name), lambda colours: colour in colours)
+async def inked(page: Page, *names: str, colour: str = EDGE) -> None:
+    """Wait until one of these nodes has the colour."""
+
+    async def colours() -> set[str]:
+        return {found for name in names for found in await page.evaluate(INK, name)}
+
+    await seen(colours, lambda found: colour in found)
 
 
 def keep_busy(node: Node, slots: int) -> None:
@@ -74,7 +94,33 @@ async def a_wall(folder: Path, **node: Any) -> AsyncIterator[tuple[Running, Watc
     ):
         await watched.page.locator("#nodes select").select_option("dots")
         await expect(watched.page.locator(".dots .node")).to_have_count(4)
+        await watched.page.wait_for_selector(".wall canvas")
         yield running, watched
+
+
+async def test_the_wall_draws_the_slots_of_each_node_and_follows_them(tmp_path: Path) -> None:
+    async with a_wall(tmp_path) as (running, watched):
+        page, nodes = watched.page, list(running.gateway.fleet.nodes)
+        for name in nodes:
+            await inked(page, name)
+        running.gateway.fleet.drain("epyc-a-numa0")
+        async with streams(running, 2):
+            writing = [name for name in nodes if name != "epyc-a-numa0"]
+            await inked(page, *writing, colour=WRITING)
+            assert WRITING not in await page.evaluate(INK, "epyc-a-numa0")
+            await page.get_by_role("button", name="Colours: auto").click()
+            await page.get_by_role("button", name="Colours: light").click()
+            await inked(page, *writing, colour=DARK_WRITING)
+        await page.get_by_role("button", name="Colours: dark").click()
+        # A smaller page places the nodes elsewhere, and a search leaves one at the first place.
+        await page.set_viewport_size({"width": 390, "height": 844})
+        for name in nodes:
+            await inked(page, name)
+        await page.locator("#nodes input").fill("epyc-b-numa1")
+        await expect(page.locator(".dots .node")).to_have_count(1)
+        await inked(page, "epyc-b-numa1")
+        await page.locator(".dots .node").click()
+        await expect(page.get_by_role("dialog")).to_contain_text("epyc-b-numa1")
 
 
 async def test_nodes_that_come_beside_a_single_one_have_their_own_places(tmp_path: Path) -> None:
@@ -110,14 +156,14 @@ async def test_the_slots_keep_their_colours_where_the_system_forces_its_own(
     async with a_wall(tmp_path) as (running, watched):
         page, name = watched.page, "epyc-a-numa0"
         keep_busy(running.gateway.fleet.nodes[name], 1)
-        await inked(page, name, READING)
+        await inked(page, name, colour=READING)
         for forced in ("active", "none"):
             await page.emulate_media(forced_colors=forced)
             # Another width: all is drawn anew.
             await page.set_viewport_size(
                 {"width": 800 if forced == "active" else 900, "height": 700}
             )
-            await inked(page, name, READING)
+            await inked(page, name, colour=READING)
 
 
 async def test_the_printed_wall_has_its_slots_as_elements(tmp_path: Path) -> None:
@@ -153,7 +199,7 @@ async def test_a_long_wall_is_no_longer_than_what_browsers_draw(tmp_path: Path) 
         a_page(browser, running.admin_url, **narrow) as watched,
     ):
         page = watched.page
-        await page.wait_for_selector(".dots .node")
+        await page.wait_for_selector(".wall canvas")
         keep_busy(running.gateway.fleet.nodes["n999"], 2)
         await seen(lambda: page.evaluate(SIDES, "n999"), lambda shares: min(shares) > 0)
         sides = "(({ width, height }) => [width, height])(document.querySelector('.wall canvas'))"
