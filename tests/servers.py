@@ -156,12 +156,15 @@ def running_demo_servers(
     context: int = 4096,
     embedding: bool = False,
     size: DemoSize = "small",
+    extra: tuple[str, ...] = (),
 ) -> Iterator[list[DemoServer]]:
     """`n` servers that answer, started side by side, as objects with `url`, `pid` and `kill()`."""
     servers: list[DemoServer] = []
     try:
         for _ in range(n):
-            one = spawn_demo_server(slots=slots, context=context, embedding=embedding, size=size)
+            one = spawn_demo_server(
+                slots=slots, context=context, embedding=embedding, size=size, extra=extra
+            )
             servers.append(one)
         for server in servers:
             wait_for_demo_server(server)

@@ -196,7 +196,8 @@ async def test_what_llama_cpp_refuses(client: ollama.AsyncClient) -> None:
 
 
 async def test_a_stream_goes_on_when_its_server_is_killed(tmp_path: Path) -> None:
-    with running_demo_servers(2, slots=1, context=16_384) as servers:
+    exact = ("--exact",)
+    with running_demo_servers(2, slots=1, context=16_384, extra=exact) as servers:
         urls = [server.url for server in servers]
         async with running_site(tmp_path, urls, SETTINGS) as site:
             resumed: list[StreamResumed] = []
