@@ -150,6 +150,47 @@ async def test_a_node_with_more_slots_than_fit_shows_the_right_share_of_them(
         )
 
 
+@pytest.mark.parametrize("size", ["dots", "tiles"])
+async def test_the_tab_key_stops_once_and_the_arrows_go_from_node_to_node(
+    tmp_path: Path, size: str
+) -> None:
+    async with a_wall(tmp_path) as (_, watched):
+        page = watched.page
+        names = ["epyc-a-numa0", "epyc-a-numa1", "epyc-b-numa0", "epyc-b-numa1"]
+        await page.locator("#nodes select").select_option(size)
+        await page.set_viewport_size({"width": 390, "height": 844})
+
+        async def press(key: str, name: str) -> None:
+            await page.keyboard.press(key)
+            focused = page.locator(f'.{size} [data-node="{name}"] button')
+            await expect(focused).to_be_focused()
+
+        await page.locator("#nodes select").focus()
+        await press("Tab", names[0])
+        await press("ArrowLeft", names[0])
+        await press("ArrowRight", names[1])
+        await press("End", names[3])
+        columns = "getComputedStyle(document.querySelector('.dots, .tiles')).gridTemplateColumns"
+        across = len((await page.evaluate(columns)).split())
+        await press("ArrowUp", names[3 - across] if across <= 3 else names[3])
+        await press("Home", names[0])
+        await press("ArrowRight", names[1])
+        await page.keyboard.press("Shift+Tab")
+        await expect(page.locator("#nodes select")).to_be_focused()
+        await press("Tab", names[1])
+        await page.keyboard.press("Tab")
+        await expect(page.locator("#nodes :focus")).to_have_count(0)
+        await page.keyboard.press("Shift+Tab")
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_role("dialog")).to_contain_text(names[1])
+        await page.keyboard.press("Escape")
+        # The node that has the focus goes: the list can be reached again.
+        await page.locator("#nodes input").fill("epyc-b")
+        await page.locator("#nodes select").focus()
+        await press("Tab", names[2])
+        assert watched.trouble == []
+
+
 async def test_the_slots_keep_their_colours_where_the_system_forces_its_own(
     tmp_path: Path,
 ) -> None:

@@ -89,9 +89,8 @@ export function nodesView(redraw, openNode) {
     ${legend()}
     ${shown.length === 0 ? html`<p class="muted">${state.nodes.size === 0
       ? "There is no node in the inventory." : "No node is like that."}</p>`
-      : size === "cards" ? cardsView(shown, openNode) : size === "tiles" ? html`<ul class="tiles">${
-        tilesView(shown, size, openNode)}</ul>` : html`<div class="wall"><ul class="dots">${
-        tilesView(shown, size, openNode)}</ul><canvas aria-hidden="true"></canvas></div>`}
+      : size === "cards" ? cardsView(shown, openNode) : size === "tiles" ? tilesView(shown, size, openNode)
+      : html`<div class="wall">${tilesView(shown, size, openNode)}<canvas aria-hidden="true"></canvas></div>`}
   </section>`;
 }
 
@@ -166,8 +165,9 @@ function actionsView(node) {
 }
 
 function tilesView(nodes, size, openNode) {
-  return repeat(nodes, (node) => node.name,
-    (node) => guard([node.version, size, view.printed], () => tile(node, size, openNode)));
+  return html`<ul class=${size} tabindex="0" aria-label="Nodes: the arrow keys go from one to the next"
+    @focusin=${enterTiles} @focusout=${leaveTiles} @keydown=${moveInTiles}>${repeat(nodes, (node) => node.name,
+      (node) => guard([node.version, size, view.printed], () => tile(node, size, openNode)))}</ul>`;
 }
 
 /** Paper has another width than the screen: there the wall's slots are elements, which follow it. */
@@ -178,15 +178,51 @@ export function setPrinted(isPrinted) {
 /** Draw what the view leaves to a canvas. */
 export function drawSlots() {
   drawWall(shown);
+  // A node that had the focus may be gone, without an event.
+  const list = document.querySelector(".dots, .tiles");
+  if (list !== null) list.tabIndex = list.contains(document.activeElement) && document.activeElement !== list ? -1 : 0;
 }
 
 function tile(node, size, openNode) {
   const words = `${plain(node.name)}, ${node.state}, ${slotsInWords(node)}, ${speedInWords(node)}`;
   return html`<li class="node s-${node.state} ${node.tier}" data-node=${node.name}><button aria-haspopup="dialog"
-    aria-label=${words} @pointerenter=${showWords} @click=${() => openNode(node.name)}><span class="mark"
+    tabindex="-1" aria-label=${words} @pointerenter=${showWords} @click=${() => openNode(node.name)}><span class="mark"
     aria-hidden="true">${MARKS[node.state]}</span>${size === "tiles"
     ? html`<span class="name">${plain(node.name)}</span>${cellsView(node)}`
     : view.printed ? printedCellsView(node) : nothing}</button></li>`;
+}
+
+// A thousand nodes are one stop of the Tab key, which enters them at the one that had the focus last.
+
+let latest = "";
+
+function enterTiles(event) {
+  const list = event.currentTarget;
+  if (event.target !== list) {
+    latest = event.target.closest("li").dataset.node;
+    // Else Shift+Tab would lead to the list, and so back to the node.
+    list.tabIndex = -1;
+  } else if (list.matches(":focus-visible")) {
+    const found = [...list.children].find((tile) => tile.dataset.node === latest) ?? list.firstElementChild;
+    found.querySelector("button").focus();
+  }
+}
+
+function leaveTiles(event) {
+  if (!event.currentTarget.contains(event.relatedTarget)) event.currentTarget.tabIndex = 0;
+}
+
+function moveInTiles(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  const list = event.currentTarget;
+  const columns = getComputedStyle(list).gridTemplateColumns.split(" ").length;
+  const last = list.children.length - 1;
+  const place = [...list.children].indexOf(event.target.closest("li"));
+  const next = { ArrowLeft: place - 1, ArrowRight: place + 1, ArrowUp: place - columns,
+    ArrowDown: place + columns, Home: 0, End: last }[event.key];
+  if (next === undefined) return;
+  event.preventDefault();
+  if (next >= 0 && next <= last) list.children[next].querySelector("button").focus();
 }
 
 /** The words of a tile as its tooltip: set when it is looked at, since a thousand change each second. */
