@@ -101,6 +101,9 @@ def drop_traceback(error: BaseException) -> None:
 CLIENT_CLOSED_STATUS = 499
 """In logs, metrics and records only: the client left before its response was complete. nginx's."""
 
+LIMIT_CODES = frozenset({"rate_limit_exceeded", "insufficient_quota"})
+"""Codes of requests that a limit of their caller refused."""
+
 
 class ClientClosed(Exception):  # noqa: N818 - not an error: nobody is left to read one
     """The client disconnected before the response was complete: `CLIENT_CLOSED_STATUS`."""

@@ -22,7 +22,7 @@ from gateway.access.keys import KeyRing
 from gateway.catalog import ServedModels
 from gateway.config.cache_privacy import SHARED_CACHE, NodeLabels
 from gateway.config.settings import Settings
-from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
+from gateway.errors import CLIENT_CLOSED_STATUS, LIMIT_CODES, GatewayError
 from gateway.events import EventBus, RequestFinished
 from gateway.proxy.api.base import Api, ResponseRewriter
 from gateway.proxy.api.relayed import RELAYED
@@ -87,13 +87,10 @@ TIMER_TOLERANCE = 0.01
 DEFAULT_RETRY_AFTER = 5.0
 """Seconds after which a request is offered again, where the error names none."""
 
-_WAITING_CODES = frozenset(
-    {
-        *("rate_limit_exceeded", "insufficient_quota"),
-        *("queue_full", "queue_timeout", "no_node", "starting", "shutting_down"),
-        "model_paused",
-    }
-)
+_WAITING_CODES = LIMIT_CODES | {
+    *("queue_full", "queue_timeout", "no_node", "starting", "shutting_down"),
+    "model_paused",
+}
 """Codes of the gateway's own errors after which a stored request waits and is run again: a limit of
 its caller is reached, there is no room or no node at this time, or an operator has paused the
 model."""

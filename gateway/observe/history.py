@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gateway.errors import CLIENT_CLOSED_STATUS
+from gateway.errors import CLIENT_CLOSED_STATUS, LIMIT_CODES
 from gateway.events import EventBus, RequestFinished
 
 STEP_SECONDS = 5.0
@@ -30,9 +30,6 @@ MOST_MODELS = 64
 
 MOST_CALLERS = 256
 """Callers of one step that are counted apart."""
-
-LIMIT_CODES = frozenset({"rate_limit_exceeded", "insufficient_quota"})
-"""Reasons of requests that a limit of their caller refused."""
 
 OTHER_CALLER = ""
 """Stands for all further callers of a step."""
