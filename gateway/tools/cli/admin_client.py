@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote, urlsplit
 
 from gateway.tools.cli import options
-from gateway.tools.cli.http_client import is_untrusted, open_client, reason
+from gateway.tools.cli.http_client import (
+    is_untrusted,
+    json_object,
+    open_client,
+    read_answer,
+    reason,
+)
 from gateway.tools.cli.terminal import CommandFailed, print_note
 
 if TYPE_CHECKING:
@@ -22,6 +28,9 @@ if TYPE_CHECKING:
     from gateway.config.admin import AdminSettings
 
 LONGEST_ADMIN_KEY = 4096
+
+LARGEST_ANSWER = 256 << 20
+"""Bytes; a stream of events may be longer."""
 
 LONGEST_LINE = 64 << 20
 """Bytes of an event; that of 10,000 nodes has some 8 million."""
@@ -82,7 +91,13 @@ class AdminClient:
         timeout: float = REQUEST_TIMEOUT,
     ) -> dict[str, Any]:
         """Return what the admin API answers. Raises AdminRefused or NoGateway, too."""
-        return _object(self._send(method, path, parameters, body, timeout))
+        value = json_object(self._send(method, path, parameters, body, timeout))
+        if value is None:
+            raise CommandFailed(
+                f"the server at {self.url}{path} is no gateway's admin API: "
+                "--admin-url names its address"
+            )
+        return value
 
     def text(
         self,
@@ -92,7 +107,7 @@ class AdminClient:
         timeout: float = REQUEST_TIMEOUT,
     ) -> str:
         """Return the text at this path."""
-        return self._send("GET", path, parameters, None, timeout).text
+        return self._send("GET", path, parameters, None, timeout).decode(errors="replace")
 
     def events(self, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield the name and the data of each event of a stream, until it ends.
@@ -104,8 +119,7 @@ class AdminClient:
         try:
             with self._client.stream("GET", path) as response:
                 if not response.is_success:
-                    response.read()
-                    raise self._refused(response)
+                    raise self._refused(response, read_answer(response, LARGEST_ANSWER))
                 name = ""
                 for line in _bounded_lines(response.iter_bytes()):
                     if line.startswith(b"event: "):
@@ -116,7 +130,7 @@ class AdminClient:
                             yield name, value
         except httpx.HTTPError as error:
             raise self._unreachable(error) from None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise CommandFailed(f"the stream of {self.url}{path} holds what is no JSON") from None
 
     def _send(
@@ -126,23 +140,22 @@ class AdminClient:
         parameters: dict[str, str] | None,
         body: Mapping[str, Any] | None,
         timeout: float,
-    ) -> httpx.Response:
+    ) -> bytes:
         import httpx
 
+        asked: dict[str, Any] = {"params": parameters, "json": body, "timeout": timeout}
         try:
-            response = self._client.request(
-                method, path, params=parameters, json=body, timeout=timeout
-            )
+            with self._client.stream(method, path, **asked) as response:
+                content = read_answer(response, LARGEST_ANSWER)
         except httpx.HTTPError as error:
             raise self._unreachable(error) from None
         if response.is_success:
-            return response
-        raise self._refused(response)
+            return content
+        raise self._refused(response, content)
 
-    def _refused(self, response: httpx.Response) -> AdminRefused:
-        return AdminRefused(
-            self._error(response), response.status_code, _object(response, strict=False)
-        )
+    def _refused(self, response: httpx.Response, content: bytes) -> AdminRefused:
+        body = json_object(content) or {}
+        return AdminRefused(self._error(response, body), response.status_code, body)
 
     def _unreachable(self, error: httpx.HTTPError) -> CommandFailed:
         import httpx
@@ -159,13 +172,13 @@ class AdminClient:
             "--admin-url names its admin listener"
         )
 
-    def _error(self, response: httpx.Response) -> str:
+    def _error(self, response: httpx.Response, body: Mapping[str, Any]) -> str:
         if response.status_code == 401:
             return (
                 f"the gateway at {self.url} refuses (401): "
                 "name a file that holds its admin key with --admin-key-file"
             )
-        error = _object(response, strict=False).get("error")
+        error = body.get("error")
         message = error.get("message") if isinstance(error, dict) else error
         detail = f": {message}" if message else ""
         return f"the gateway at {self.url} answers {response.status_code}{detail}"
@@ -193,20 +206,6 @@ def _bounded_lines(parts: Iterable[bytes]) -> Iterator[bytes]:
         rest += tail
         if len(rest) > LONGEST_LINE:
             raise CommandFailed("an event of the gateway is larger than any of a fleet")
-
-
-def _object(response: httpx.Response, *, strict: bool = True) -> dict[str, Any]:
-    try:
-        value = response.json()
-    except ValueError:
-        value = None
-    if isinstance(value, dict):
-        return value
-    if strict:
-        raise CommandFailed(
-            f"the server at {response.url} is no gateway's admin API: --admin-url names its address"
-        )
-    return {}
 
 
 def connect_admin(

@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar
 from urllib.parse import quote, urlsplit
 
-from gateway.tools.cli.http_client import is_untrusted, open_client, reason
+from gateway.tools.cli.http_client import (
+    is_untrusted,
+    json_object,
+    open_client,
+    read_answer,
+    reason,
+)
 from gateway.tools.cli.terminal import CommandFailed, print_note
 
 if TYPE_CHECKING:
@@ -177,10 +183,10 @@ class BatchClient:
     def _json(self, method: str, path: str, **request: Any) -> dict[str, Any]:
         """What the gateway answers: a JSON object."""
         with self._told(), self._client.stream(method, path, **request) as response:
-            content = _read(response)
+            content = read_answer(response, LARGEST_ANSWER)
             if not response.is_success:
                 self._refuse(response, content)
-        value = _object(content)
+        value = json_object(content)
         if value is None:
             raise CommandFailed(
                 f"the server at {self.url} is no gateway with /v1/batches: --url names its address"
@@ -189,7 +195,9 @@ class BatchClient:
 
     def _refuse(self, response: httpx.Response, content: bytes | None = None) -> None:
         """Raise what an error's answer means. Raises: GatewayAway, GatewayRefused."""
-        body = _object(_read(response) if content is None else content) or {}
+        body = (
+            json_object(read_answer(response, LARGEST_ANSWER) if content is None else content) or {}
+        )
         error = body.get("error")
         message = error.get("message") if isinstance(error, dict) else None
         error_code = error.get("code") if isinstance(error, dict) else None
@@ -307,25 +315,6 @@ def _remedy(code: int, error_code: object, path: str) -> str | None:
     if error_code == "insufficient_quota":
         return "files expire, or DELETE /v1/files/ID removes one"
     return None
-
-
-def _read(response: httpx.Response) -> bytes:
-    content = bytearray()
-    for piece in response.iter_bytes():
-        content += piece
-        if len(content) > LARGEST_ANSWER:
-            raise CommandFailed(f"the answer of {response.request.url} is too long")
-    return bytes(content)
-
-
-def _object(content: bytes) -> dict[str, Any] | None:
-    import json
-
-    try:
-        value = json.loads(content)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _objects(page: Mapping[str, Any], name: str) -> list[dict[str, Any]]:

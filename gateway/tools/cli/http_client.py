@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ssl
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from gateway.tools.cli.terminal import CommandFailed
 
 if TYPE_CHECKING:
     import httpx
@@ -39,3 +41,24 @@ def reason(error: httpx.HTTPError) -> str:
 def is_untrusted(error: httpx.ConnectError) -> bool:
     """Whether the gateway's certificate is not trusted."""
     return "CERTIFICATE_VERIFY_FAILED" in str(error)
+
+
+def read_answer(response: httpx.Response, most: int) -> bytes:
+    """Read a streamed answer of up to `most` bytes. Raises: CommandFailed, httpx.HTTPError."""
+    content = bytearray()
+    for piece in response.iter_bytes():
+        content += piece
+        if len(content) > most:
+            raise CommandFailed(f"the answer of {response.request.url} is too long")
+    return bytes(content)
+
+
+def json_object(content: bytes) -> dict[str, Any] | None:
+    """The JSON object in an answer; None if it holds something else."""
+    import json
+
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -176,12 +176,22 @@ def test_a_gateway_that_does_not_run_is_reported_with_the_remedy() -> None:
     assert len(ran.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("body", [b"<html>", b"[]", b"null"])
+@pytest.mark.parametrize("body", [b"<html>", b"[]", b"null", b'{"a":' * 100_000, b"\xff"])
 def test_another_server_at_that_address_is_reported(api: AdminApi, body: bytes) -> None:
     api.answer = lambda *_: (200, body)  # type: ignore[method-assign]
     ran = run_nodes(api)
     assert ran.status == 1
     assert "no gateway's admin API" in ran.err
+
+
+def test_an_answer_without_an_end_is_not_read_whole(
+    api: AdminApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.tools.cli.admin_client.LARGEST_ANSWER", 1000)
+    api.answer = lambda *_: (200, b" " * 1001)  # type: ignore[method-assign]
+    ran = run_nodes(api)
+    assert (ran.status, ran.out) == (1, "")
+    assert "is too long" in ran.err
 
 
 def test_the_admin_key_comes_from_a_file(api: AdminApi, tmp_path: Path) -> None:
