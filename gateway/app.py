@@ -57,7 +57,7 @@ from gateway.store.store import Store
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
 from gateway.telemetry import Telemetry
 from gateway.tracing.request_tracing import RequestTracing
-from gateway.transport.node_client import open_node_client
+from gateway.transport.node_pool import open_node_pool
 from gateway.transport.resolver import Resolver
 from gateway.usage.ledger import Ledger
 from gateway.web.admin.app import admin_app
@@ -139,7 +139,7 @@ class Gateway:
         )
         self._resolver = resolver or Resolver()
         self.fleet = Fleet(
-            connect=functools.partial(open_node_client, resolver=self._resolver),
+            connect=functools.partial(open_node_pool, resolver=self._resolver),
             health=settings.health,
             timeouts=settings.timeouts,
             bus=self.bus,

@@ -23,7 +23,8 @@ from gateway.fleet.server_properties import server_identity
 from gateway.fleet.speed import SpeedSample, compare_speeds
 from gateway.fleet.state_files import DrainedNodes, PausedModels, PropertiesStore
 from gateway.request import Endpoint
-from gateway.transport.node_client import NodeClient, OpenNodeClient, connection_key, tls_files
+from gateway.transport.node_pool import OpenNodePool, connection_key, tls_files
+from gateway.transport.pool import ConnectionPool
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class Fleet:
     def __init__(
         self,
         *,
-        connect: OpenNodeClient,
+        connect: OpenNodePool,
         health: HealthSettings,
         timeouts: TimeoutSettings,
         bus: EventBus,
@@ -108,7 +109,7 @@ class Fleet:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._reclaimer.aclose()
         for node in self.nodes.values():
-            self._closing.close_upstream(node.upstream)
+            node.upstream.close()
         await self._closing.aclose()
 
     # The inventory and the settings.
@@ -185,9 +186,11 @@ class Fleet:
             results[name] = None
         return results
 
-    def _plan(self, inventory: Inventory) -> list[tuple[NodeSpec, Node | None, NodeClient | None]]:
-        """For each entry: the node if its server is known, and a new client where one is needed."""
-        plan: list[tuple[NodeSpec, Node | None, NodeClient | None]] = []
+    def _plan(
+        self, inventory: Inventory
+    ) -> list[tuple[NodeSpec, Node | None, ConnectionPool | None]]:
+        """For each entry: the node if its server is known, and a new pool where one is needed."""
+        plan: list[tuple[NodeSpec, Node | None, ConnectionPool | None]] = []
         try:
             for spec in inventory.nodes:
                 node = self._known_node(spec)
@@ -196,7 +199,7 @@ class Fleet:
         except BaseException:
             for _, _, upstream in plan:
                 if upstream is not None:
-                    self._closing.close_upstream(upstream)
+                    upstream.close()
             raise
         return plan
 
@@ -209,7 +212,7 @@ class Fleet:
                 return node
         return None
 
-    def _add(self, spec: NodeSpec, upstream: NodeClient, published: NodeState | None) -> Node:
+    def _add(self, spec: NodeSpec, upstream: ConnectionPool, published: NodeState | None) -> Node:
         node = Node(
             spec=spec,
             upstream=upstream,
@@ -224,7 +227,11 @@ class Fleet:
         return node
 
     def _update(
-        self, node: Node, spec: NodeSpec, upstream: NodeClient | None, published: NodeState | None
+        self,
+        node: Node,
+        spec: NodeSpec,
+        upstream: ConnectionPool | None,
+        published: NodeState | None,
     ) -> None:
         """Keep a known node under a changed entry of the inventory."""
         if node.spec == spec and not node.removed:
@@ -502,22 +509,22 @@ class Fleet:
 
 
 class ClosingNodes:
-    """Removed nodes and replaced clients: each is closed when its last lease has ended."""
+    """Removed nodes and replaced pools: each is closed when its last lease has ended."""
 
     def __init__(self) -> None:
         self.nodes: set[Node] = set()
         """Removed nodes that still have leases."""
         self.tasks: set[asyncio.Task[None]] = set()
         """Tasks that `aclose` waits for."""
-        self._replaced: list[tuple[Node, NodeClient]] = []
+        self._replaced: list[tuple[Node, ConnectionPool]] = []
 
     def close_when_idle(self, node: Node) -> None:
         """Close this node when its leases have ended."""
         self.nodes.add(node)
         self.lease_released(node)
 
-    def add_upstream(self, node: Node, upstream: NodeClient) -> None:
-        """Close this client, which the node has replaced, when its last lease has ended."""
+    def add_upstream(self, node: Node, upstream: ConnectionPool) -> None:
+        """Close this pool, which the node has replaced, when its last lease has ended."""
         self._replaced.append((node, upstream))
         self.lease_released(node)
 
@@ -525,18 +532,14 @@ class ClosingNodes:
         """A lease of this node has ended: close what no lease uses any more."""
         if node in self.nodes and not node.leases:
             self.nodes.discard(node)
-            self.close_upstream(node.upstream)
+            node.upstream.close()
         if self._replaced:
             replaced, self._replaced = self._replaced, []
             for owner, upstream in replaced:
                 if any(lease.upstream is upstream for lease in owner.leases):
                     self._replaced.append((owner, upstream))
                 else:
-                    self.close_upstream(upstream)
-
-    def close_upstream(self, upstream: NodeClient) -> None:
-        """Close it now, in the background."""
-        self.own_task(asyncio.create_task(_close_upstream(upstream)))
+                    upstream.close()
 
     def own_task(self, task: asyncio.Task[None]) -> None:
         """Make `aclose` wait for this task."""
@@ -546,14 +549,7 @@ class ClosingNodes:
     async def aclose(self) -> None:
         """Close all of them, whatever still runs."""
         for upstream in [node.upstream for node in self.nodes] + [old for _, old in self._replaced]:
-            self.close_upstream(upstream)
+            upstream.close()
         self.nodes.clear()
         self._replaced.clear()
         await asyncio.gather(*self.tasks, return_exceptions=True)
-
-
-async def _close_upstream(upstream: NodeClient) -> None:
-    try:
-        await upstream.aclose()
-    except Exception:
-        log.exception("The connections to a node could not be closed")

@@ -24,7 +24,7 @@ from gateway.fleet.slot_occupancy import LeasePhase, SlotOccupancy
 from gateway.fleet.speed import ObservedTiming, Speed
 from gateway.lease import NodeInfo
 from gateway.request import Endpoint
-from gateway.transport.node_client import NodeClient
+from gateway.transport.pool import ConnectionPool
 
 
 class NodeState(enum.Enum):
@@ -55,7 +55,7 @@ class Node:
     """One node. The fleet decides its `state` and `reason` (`Fleet.refresh_state`)."""
 
     spec: NodeSpec
-    upstream: NodeClient
+    upstream: ConnectionPool
     settings: NodeSettings
     clock: Callable[[], float]
     circuit: Circuit
@@ -334,8 +334,8 @@ class Node:
         if not was_in_service:
             self.reset_probes(now)
 
-    def replace_upstream(self, upstream: NodeClient, now: float) -> NodeClient:
-        """Use new connections, perhaps with another key; the old client, for its last leases."""
+    def replace_upstream(self, upstream: ConnectionPool, now: float) -> ConnectionPool:
+        """Use new connections, perhaps with another key; the old ones, for its last leases."""
         replaced, self.upstream = self.upstream, upstream
         self.info = self._new_info()
         self.key_rejection.clear()
@@ -425,7 +425,7 @@ class Node:
             own.total,
             self.context,
             self.properties.resume_key(),
-            self.upstream.pool,
+            self.upstream,
         )
 
     def update_info(self) -> None:
@@ -464,8 +464,8 @@ class Lease:
     """
 
     node: Node
-    upstream: NodeClient
-    """The node's client when the lease was taken; it stays open until the lease has ended."""
+    upstream: ConnectionPool
+    """The node's pool when the lease was taken; it stays open until the lease has ended."""
     slots: int
     taken_at: float
     stream: bool

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
 
-import httpx
 import msgspec
 
 from gateway.fleet.node import Node
 from gateway.fleet.probe_history import ProbeAnswer, ProbeResult
 from gateway.fleet.server_properties import count_slots
 from gateway.transport.connection import LoopTimeout
+from gateway.transport.errors import (
+    ConnectFailed,
+    ConnectTimedOut,
+    LocalResourcesExhausted,
+    UpstreamError,
+)
 
 LARGEST_RESPONSE = 4 << 20
 """Bytes; `/slots` of a server with many slots and `/props` with a long template are far smaller."""
@@ -22,6 +29,10 @@ KEY_REJECTED_STATUSES = frozenset({401, 403})
 
 RETRY_REFUSED_AFTER = 300.0
 """Seconds after which a node is tried again with endpoints that it refused with 501."""
+
+_HEADER_LINES = b"accept: */*\r\naccept-encoding: identity\r\nuser-agent: llama-gateway\r\n"
+
+_ENCODING = b"content-encoding"
 
 NAME_MODEL_HINT = "say in the inventory what it serves (model: ...)"
 
@@ -51,27 +62,38 @@ async def fetch(
     def ended(answer: ProbeAnswer, detail: str) -> ProbeResult:
         return ProbeResult(answer, detail, node.clock() - began)
 
+    pool = node.upstream
+    head = pool.address.request_head(b"GET", path.encode(), _HEADER_LINES)
     try:
-        async with (
-            LoopTimeout(limit),
-            node.upstream.http.stream("GET", path, timeout=limit) as response,
-        ):
-            # Asked for as it is. What httpx would decompress of one part is not bounded.
-            if response.headers.get("content-encoding", "").lower() not in {"", "identity"}:
-                return ended(ProbeAnswer.FAILED, f"{path} is compressed, though asked not to be")
-            body = bytearray()
-            async for part in response.aiter_raw():
-                body += part
-                if len(body) > largest:
-                    return ended(ProbeAnswer.FAILED, f"{path} answers without end")
-            return ProbeResponse(response.status_code, bytes(body))
-    except (TimeoutError, httpx.TimeoutException):
+        async with LoopTimeout(limit):
+            connection = await pool.exchange(head, dial=partial(pool.connect, limit))
+            try:
+                encodings = {value for name, value in connection.headers if name == _ENCODING}
+                # A compressed body of some bytes may have millions; none was asked for.
+                if not encodings <= {b"", b"identity"}:
+                    return ended(
+                        ProbeAnswer.FAILED, f"{path} is compressed, though asked not to be"
+                    )
+                body = bytearray()
+                while part := await connection.read():
+                    body += part
+                    if len(body) > largest:
+                        return ended(ProbeAnswer.FAILED, f"{path} answers without end")
+                return ProbeResponse(connection.status, bytes(body))
+            finally:
+                if connection.complete:
+                    pool.release(connection)
+                else:
+                    connection.close()
+    except (TimeoutError, ConnectTimedOut):
         return ended(ProbeAnswer.TIMED_OUT, f"no answer to {path} within {limit:g} s")
-    except httpx.ConnectError as error:
+    except LocalResourcesExhausted as error:
+        return ended(ProbeAnswer.TIMED_OUT, f"{path} could not be requested ({_why(error)})")
+    except ConnectFailed as error:
         return ended(
             ProbeAnswer.CONNECTION_REFUSED, f"no connection to {node.spec.url} ({_why(error)})"
         )
-    except httpx.TransportError as error:
+    except UpstreamError as error:
         return ended(ProbeAnswer.FAILED, f"{path} broke off ({_why(error)})")
     except Exception as error:  # noqa: BLE001 - no error of one node may stop the watch of others
         return ended(ProbeAnswer.FAILED, f"{path} could not be requested ({_why(error)})")
@@ -102,7 +124,7 @@ async def discover(node: Node) -> ProbeResult:
         answer, detail = _judge_discovery(node, path, reply.status)
         if answer is not ProbeAnswer.UP:
             return ProbeResult(answer, detail, node.clock() - began)
-        if reply.status == httpx.codes.OK:
+        if reply.status == HTTPStatus.OK:
             properties.clear_remembered()
             if path == "/props":
                 node.probe_history.props_read(reply.body)
@@ -129,7 +151,7 @@ async def has_changed(node: Node) -> bool:
     if node.probe_history.props_digest is None:
         return False
     reply = await fetch(node, "/props")
-    if isinstance(reply, ProbeResult) or reply.status != httpx.codes.OK:
+    if isinstance(reply, ProbeResult) or reply.status != HTTPStatus.OK:
         return False
     return node.probe_history.props_differ(reply.body)
 
@@ -142,7 +164,7 @@ async def probe_slots(node: Node) -> int | None:
         return 0 if reply.answer is ProbeAnswer.CONNECTION_REFUSED else None
     if reply.status in NOT_FOUND_STATUSES | KEY_REJECTED_STATUSES:
         node.properties.slots_refused()
-    counts = count_slots(reply.json()) if reply.status == httpx.codes.OK else None
+    counts = count_slots(reply.json()) if reply.status == HTTPStatus.OK else None
     if counts is None:
         return None
     busy, total = counts
@@ -151,9 +173,9 @@ async def probe_slots(node: Node) -> int | None:
 
 
 def _judge_health(reply: ProbeResponse) -> tuple[ProbeAnswer, str]:
-    if reply.status == httpx.codes.OK:
+    if reply.status == HTTPStatus.OK:
         return ProbeAnswer.UP, ""
-    if reply.status == httpx.codes.SERVICE_UNAVAILABLE and b"loading model" in reply.body.lower():
+    if reply.status == HTTPStatus.SERVICE_UNAVAILABLE and b"loading model" in reply.body.lower():
         return ProbeAnswer.LOADING, "the server is loading its model"
     if reply.status in KEY_REJECTED_STATUSES:
         return _key_rejected("/health", reply.status)
@@ -166,7 +188,7 @@ def _judge_health(reply: ProbeResponse) -> tuple[ProbeAnswer, str]:
 
 
 def _judge_discovery(node: Node, path: str, status: int) -> tuple[ProbeAnswer, str]:
-    if status == httpx.codes.OK:
+    if status == HTTPStatus.OK:
         return ProbeAnswer.UP, ""
     if node.spec.kind == "openai":
         # Some services hide their list of models, even from keys that may use them.

@@ -94,7 +94,7 @@ class ConnectionPool:
         self._idle: list[tuple[float, NodeConnection]] = []
         """Idle connections and since when each is idle, the oldest first."""
         self._sweeper: asyncio.TimerHandle | None = None
-        self._closed = False
+        self.closed = False
 
     async def exchange(
         self,
@@ -196,7 +196,7 @@ class ConnectionPool:
     def release(self, connection: NodeConnection) -> None:
         """Take back a connection whose exchange is over, for another one if it allows that."""
         if (
-            self._closed
+            self.closed
             or not connection.reusable
             or not connection.alive
             or len(self._idle) >= self._most_idle
@@ -209,7 +209,7 @@ class ConnectionPool:
 
     def close(self) -> None:
         """Close all idle connections; those in use end with their exchange."""
-        self._closed = True
+        self.closed = True
         if self._sweeper is not None:
             self._sweeper.cancel()
             self._sweeper = None

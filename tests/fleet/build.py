@@ -19,7 +19,8 @@ from gateway.fleet.node import Lease, Node, NodeSettings, NodeState
 from gateway.fleet.probe_history import ProbeAnswer, ProbeResult
 from gateway.fleet.speed import Speed
 from gateway.fleet.state_files import DrainedNodes
-from gateway.transport.node_client import NodeClient, open_node_client
+from gateway.transport.node_pool import open_node_pool
+from gateway.transport.pool import ConnectionPool
 from tests.virtual import now
 
 QUICK: dict[str, Any] = {
@@ -45,19 +46,17 @@ class Clock:
 
 
 class NoUpstream:
-    """A node's client that no test may use; it knows whether it was closed."""
-
-    pool = None
+    """A node's pool that no test may use; it knows whether it was closed."""
 
     def __init__(self) -> None:
         self.closed = False
 
-    async def aclose(self) -> None:
+    def close(self) -> None:
         self.closed = True
 
 
-def no_upstream() -> NodeClient:
-    return cast("NodeClient", NoUpstream())
+def no_upstream() -> ConnectionPool:
+    return cast("ConnectionPool", NoUpstream())
 
 
 def a_spec(name: str = "a", url: str = "http://127.0.0.1:9", **keys: Any) -> NodeSpec:
@@ -137,7 +136,7 @@ def inventory(*specs: NodeSpec) -> Inventory:
 @asynccontextmanager
 async def a_fleet(
     *specs: NodeSpec,
-    connect: Callable[[NodeSpec], NodeClient] = open_node_client,
+    connect: Callable[[NodeSpec], ConnectionPool] = open_node_pool,
     drains: Path | None = None,
     clock: Callable[[], float] = now,
     probed: bool = True,

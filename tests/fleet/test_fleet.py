@@ -18,14 +18,16 @@ from gateway.events import EventBus, NodeChanged
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Lease, Node, NodeState
 from gateway.fleet.state_files import DrainedNodes
-from gateway.transport.node_client import NodeClient, open_node_client
+from gateway.transport.node_pool import open_node_pool
+from gateway.transport.pool import ConnectionPool
 from tests.emulator import EmulatedNode
 from tests.fleet.build import NoUpstream, a_fleet, a_spec, inventory, is_held, take
+from tests.transport.pool_client import pool_client
 from tests.virtual import in_virtual_time, now
 
 
-def is_closed(upstream: NodeClient) -> bool:
-    return upstream.http.is_closed
+def is_closed(upstream: ConnectionPool) -> bool:
+    return upstream.closed
 
 
 @in_virtual_time
@@ -93,7 +95,7 @@ async def test_a_removed_node_finishes_its_requests_and_is_closed() -> None:
         assert fleet.states("a") == ["starting", "ready", None]
         assert "a" not in fleet.fleet.nodes
         assert node.free_slots(now()) == 0
-        assert (await lease.upstream.http.get("/health")).status_code == 200
+        assert (await pool_client(lease.upstream).get("/health")).status_code == 200
         lease.release()
         await fleet.until(lambda: is_closed(node.upstream))
 
@@ -155,7 +157,7 @@ async def test_another_key_opens_new_connections_to_the_same_server() -> None:
         assert node.upstream is not before
         assert lease.upstream is before
         assert node.leased == 1
-        assert (await before.http.get("/health")).status_code == 200
+        assert (await pool_client(before).get("/health")).status_code == 200
         newer = take(node)
         lease.release()
         await fleet.until(lambda: is_closed(before))
@@ -191,11 +193,11 @@ async def test_a_node_can_be_disabled_and_enabled() -> None:
 async def test_an_inventory_that_cannot_be_connected_changes_nothing() -> None:
     opened: list[NoUpstream] = []
 
-    def picky(spec: NodeSpec) -> NodeClient:
+    def picky(spec: NodeSpec) -> ConnectionPool:
         if spec.name == "bad":
             raise OSError("no such CA file")
         opened.append(NoUpstream())
-        return cast("NodeClient", opened[-1]) if spec.name == "c" else open_node_client(spec)
+        return cast("ConnectionPool", opened[-1]) if spec.name == "c" else open_node_pool(spec)
 
     async with (
         EmulatedNode() as server,
@@ -427,9 +429,9 @@ class Play:
             drained_nodes=DrainedNodes(),
         )
 
-    def connect(self, spec: NodeSpec) -> NodeClient:
+    def connect(self, spec: NodeSpec) -> ConnectionPool:
         self.upstreams.append(NoUpstream())
-        return cast("NodeClient", self.upstreams[-1])
+        return cast("ConnectionPool", self.upstreams[-1])
 
     def record(self, change: NodeChanged) -> None:
         assert change.old_state == self.published.get(change.node)

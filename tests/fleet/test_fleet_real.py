@@ -17,6 +17,7 @@ from gateway.fleet.node import Node, NodeState
 from gateway.fleet.slot_occupancy import LeasePhase
 from tests.fleet.build import Running, a_fleet, a_spec, is_held, seconds_per_token, take
 from tests.servers import running_demo_servers
+from tests.transport.pool_client import pool_client
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
@@ -52,7 +53,7 @@ async def test_a_cut_stream_of_a_real_server_frees_its_slot() -> None:
         async with a_fleet(a_spec(url=server.url), **REAL | {"interval": 60}) as fleet:
             node = fleet["a"]
             lease = take(node)
-            client = lease.upstream.http
+            client = pool_client(lease.upstream)
             async with client.stream("POST", "/v1/chat/completions", json=CHAT) as response:
                 parts = response.aiter_bytes()
                 await anext(parts)
@@ -70,7 +71,9 @@ async def test_the_timings_of_a_real_server_are_learnt() -> None:
         async with a_fleet(a_spec(url=server.url), **REAL) as fleet:
             node = fleet["a"]
             body = CHAT | {"stream": False, "max_tokens": 30}
-            answer = await node.upstream.http.post("/v1/chat/completions", json=body, timeout=LIMIT)
+            answer = await pool_client(node.upstream).post(
+                "/v1/chat/completions", json=body, timeout=LIMIT
+            )
             node.speed.learn_timings(answer.json()["timings"])
             assert node.speed.prefill_tps
             assert node.speed.decode_tps
@@ -122,7 +125,9 @@ async def _decode(fleet: Running, node: Node) -> float:
     lease, last = take(node), b""
     moved = False
     body = CHAT | {"max_tokens": 400, "timings_per_token": False}
-    async with lease.upstream.http.stream("POST", "/v1/chat/completions", json=body) as response:
+    async with pool_client(lease.upstream).stream(
+        "POST", "/v1/chat/completions", json=body
+    ) as response:
         async for line in response.aiter_lines():
             if '"content":"' in line and not moved:
                 moved = True

@@ -11,6 +11,7 @@ import pytest
 from gateway.fleet.node import NodeState
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_fleet, a_spec, inventory, take
+from tests.transport.pool_client import pool_client
 from tests.virtual import in_virtual_time, now
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 500}
@@ -197,7 +198,7 @@ async def test_our_own_work_is_not_taken_for_that_of_others() -> None:
         node = fleet["a"]
         for _ in range(5):
             lease = take(node)
-            request = lease.upstream.http.stream(
+            request = pool_client(lease.upstream).stream(
                 "POST", "/v1/chat/completions", json=CHAT | {"max_tokens": 4}
             )
             async with request as response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import random
 import socket
@@ -9,6 +10,7 @@ import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -17,9 +19,12 @@ from gateway.fleet.circuit import Circuit
 from gateway.fleet.node import Node, NodeSettings
 from gateway.fleet.probe_history import ProbeAnswer
 from gateway.fleet.probes import LARGEST_RESPONSE, check_alive, discover, probe_slots
-from gateway.transport.node_client import open_node_client
+from gateway.transport.errors import LocalResourcesExhausted
+from gateway.transport.node_pool import open_node_pool
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec
+from tests.transport.pool_client import pool_client
+from tests.transport.raw import Peer, raw_server
 from tests.virtual import in_virtual_time, now
 
 
@@ -27,11 +32,11 @@ from tests.virtual import in_virtual_time, now
 async def node_at(url: str, *, timeout: float = 5.0, **keys: Any) -> AsyncIterator[Node]:
     spec = a_spec(url=url, **keys)
     rules = NodeSettings(HealthSettings(timeout=timeout), TimeoutSettings())
-    upstream = open_node_client(spec)
+    upstream = open_node_pool(spec)
     try:
         yield Node(spec, upstream, rules, now, Circuit(rules.health, random.Random(7)))
     finally:
-        await upstream.aclose()
+        upstream.close()
 
 
 @in_virtual_time
@@ -40,6 +45,54 @@ async def test_a_healthy_server_is_up() -> None:
         outcome = await check_alive(node)
     assert outcome.answer is ProbeAnswer.UP
     assert outcome.seconds == 0.0  # virtual time stands still meanwhile
+
+
+async def test_an_uncompressed_answer_is_asked_for() -> None:
+    async def script(peer: Peer) -> None:
+        heard.append(await peer.request())
+        await peer.say(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+
+    heard: list[bytes] = []
+    async with raw_server(script) as server, node_at(f"http://127.0.0.1:{server.port}/a") as node:
+        assert (await check_alive(node)).up
+    assert heard[0].startswith(b"GET /a/health HTTP/1.1\r\n")
+    assert b"accept-encoding: identity\r\n" in heard[0]
+
+
+@in_virtual_time
+async def test_a_probe_on_a_connection_that_the_server_has_closed_is_sent_again() -> None:
+    async with EmulatedNode() as server, node_at(server.url) as node:
+        assert (await check_alive(node)).up
+        server.faults.next("stale", path="*")
+        assert (await check_alive(node)).up
+        assert server.faults.fired == 1
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf"])
+async def test_a_cancelled_probe_closes_its_connection(said: bytes) -> None:
+    async def script(peer: Peer) -> None:
+        await peer.request()
+        await peer.say(said)
+        heard.set()
+        await peer.reader.read()
+
+    heard = asyncio.Event()
+    async with raw_server(script) as server, node_at(f"http://127.0.0.1:{server.port}") as node:
+        probing = asyncio.create_task(check_alive(node))
+        await heard.wait()
+        probing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await probing
+        await server.until(lambda: server.open == 0)
+
+
+async def test_a_machine_without_descriptors_is_not_the_nodes_fault() -> None:
+    async with node_at("http://127.0.0.1:9") as node:
+        error = LocalResourcesExhausted("No connection could be opened: Too many open files")
+        node.upstream.connect = AsyncMock(side_effect=error)  # type: ignore[method-assign]
+        outcome = await check_alive(node)
+    assert outcome.answer is ProbeAnswer.TIMED_OUT
+    assert "Too many open files" in outcome.detail
 
 
 @in_virtual_time
@@ -211,7 +264,7 @@ async def test_busy_slots_are_read() -> None:
     async with EmulatedNode(slots=2, decode_tps=50) as server, node_at(server.url) as node:
         assert await probe_slots(node) == 0
         body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 50}
-        async with node.upstream.http.stream("POST", "/v1/chat/completions", json=body):
+        async with pool_client(node.upstream).stream("POST", "/v1/chat/completions", json=body):
             await server.until(lambda: server.busy == 1)
             assert await probe_slots(node) == 1
 

@@ -15,6 +15,7 @@ from gateway.fleet.reclaim import BLIND_HOLD, hold_without_slots, most_hold, rel
 from gateway.fleet.slot_occupancy import LeasePhase
 from tests.emulator import EmulatedNode
 from tests.fleet.build import Clock, Running, a_fleet, a_node, a_spec, inventory, is_held, take
+from tests.transport.pool_client import pool_client
 from tests.virtual import in_virtual_time, now
 
 
@@ -95,7 +96,7 @@ async def streaming(fleet: Running, **keys: Any) -> AsyncIterator[Lease]:
     """A running chat with its lease; leaving the block closes the connection."""
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 400}
     lease = take(fleet["a"], stream=True)
-    client = lease.upstream.http
+    client = pool_client(lease.upstream)
     async with client.stream("POST", "/v1/chat/completions", json=body | keys) as response:
         lease.head_received(now())
         if not keys:
@@ -244,4 +245,4 @@ async def test_a_removed_node_stays_open_until_its_abandoned_work_has_ended() ->
         lease.abandon()
         await fleet.until(lambda: not is_held(lease))
         assert node.state is NodeState.READY
-        await fleet.until(lambda: node.upstream.http.is_closed)
+        await fleet.until(lambda: node.upstream.closed)

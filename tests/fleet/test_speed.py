@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from gateway.fleet.speed import CPU_PRIOR, ObservedTiming, Speed, compare_speeds
 from tests.emulator import EmulatedNode
 from tests.fleet.build import Running, a_fleet, a_node, a_spec, seconds_per_token, take
+from tests.transport.pool_client import pool_client
 from tests.virtual import in_virtual_time, now
 
 
@@ -305,7 +306,7 @@ async def test_the_true_speed_is_learnt_though_prefills_stall_the_decodes() -> N
         lease = take(node)
         words = " ".join(str(rng.random()) for _ in range(rng.choice([2, 5, 20, 60])))
         body = {"messages": [{"role": "user", "content": words}], "stream": True}
-        path, client = "/v1/chat/completions", lease.upstream.http
+        path, client = "/v1/chat/completions", pool_client(lease.upstream)
         async with client.stream("POST", path, json=body, timeout=60) as response:
             async for line in response.aiter_lines():
                 if '"content":"' in line and lease.last_content_at is None:

@@ -18,7 +18,7 @@ from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRequest
 from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.request import Priority
-from gateway.transport.node_client import node_address
+from gateway.transport.node_pool import node_address
 from gateway.transport.pool import ConnectionPool
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec

@@ -56,7 +56,7 @@ async def test_a_nodes_limit_of_requests_per_connection_is_not_noticed(tmp_path:
 async def test_a_stale_connection_is_no_attempt(tmp_path: Path, stream: bool) -> None:
     node = EmulatedNode(slots=4, close_after_stream=False)
     async with public(tmp_path, CALM, node) as gate:
-        pool = gate.running.gateway.fleet.nodes["node-0"].upstream.pool
+        pool = gate.running.gateway.fleet.nodes["node-0"].upstream
         pool.stale_seconds = 60.0  # though this machine stood still
         await asyncio.gather(*(gate.chat(max_tokens=1) for _ in range(4)))
         node.faults.set("stale")

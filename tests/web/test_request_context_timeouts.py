@@ -41,7 +41,7 @@ async def test_a_plain_request_has_the_deadline_of_the_sdks_timeout(
             first = asyncio.create_task(gate.chat(max_tokens=9))
             await until(lambda: gate.node.busy == 1)
         if slow == "to connect":
-            pool = fleet.upstream.pool
+            pool = fleet.upstream
             while (idle := pool.take_idle()) is not None:
                 idle.close()
             monkeypatch.setattr(pool, "connect", slowly)

@@ -15,7 +15,7 @@ from gateway.fleet.model_differences import ComparedServer, model_differences
 from gateway.fleet.node import Node, NodeSettings
 from gateway.fleet.probes import check_alive, discover
 from gateway.fleet.server_properties import ServerProperties, inventory_drift
-from gateway.transport.node_client import open_node_client
+from gateway.transport.node_pool import open_node_pool
 
 MOST_CONCURRENT_CHECKS = 32
 
@@ -108,7 +108,7 @@ async def _check_node(spec: NodeSpec, settings: Settings) -> NodeCheck:
             spec, "standby", f"{reason} in the inventory, not asked", 0.0, ServerProperties()
         )
     try:
-        client = open_node_client(spec)
+        pool = open_node_pool(spec)
     except OSError as error:
         return NodeCheck(
             spec, "failed", f"its TLS files can't be used ({error})", 0.0, ServerProperties()
@@ -116,7 +116,7 @@ async def _check_node(spec: NodeSpec, settings: Settings) -> NodeCheck:
     try:
         node_settings = NodeSettings(settings.health, settings.timeouts)
         circuit = Circuit(settings.health, random.Random())
-        node = Node(spec, client, node_settings, time.monotonic, circuit)
+        node = Node(spec, pool, node_settings, time.monotonic, circuit)
         outcome = await check_alive(node)
         seconds = outcome.seconds
         if outcome.up and spec.kind == "llama.cpp":
@@ -126,4 +126,4 @@ async def _check_node(spec: NodeSpec, settings: Settings) -> NodeCheck:
             spec, outcome.answer.value, outcome.detail, seconds, node.properties, drift
         )
     finally:
-        await client.aclose()
+        pool.close()

@@ -12,7 +12,9 @@ from pydantic import SecretStr
 
 from gateway.config.inventory import NodeSpec
 from gateway.transport.errors import ConnectFailed, ConnectTimedOut
-from gateway.transport.node_client import NodeClient, node_address, open_node_client
+from gateway.transport.node_pool import node_address, open_node_pool
+from gateway.transport.pool import ConnectionPool
+from tests.transport.pool_client import pool_client
 from tests.transport.raw import Peer, always, raw_server
 
 LIMIT = 30.0
@@ -48,7 +50,7 @@ def test_the_nodes_own_key_is_in_every_head() -> None:
     assert b"authorization: Bearer s3cret\r\n" in node_address(given).header_lines
 
 
-async def test_a_path_prefix_is_kept_by_the_client() -> None:
+async def test_a_path_prefix_is_kept() -> None:
     heard: list[bytes] = []
 
     async def script(peer: Peer) -> None:
@@ -56,19 +58,18 @@ async def test_a_path_prefix_is_kept_by_the_client() -> None:
         await peer.say(OK)
 
     async with raw_server(script) as server:
-        upstream = open_node_client(spec(f"http://127.0.0.1:{server.port}/llama/a"))
-        assert (await upstream.http.get("/health")).text == "hello"
-        await upstream.aclose()
+        upstream = open_node_pool(spec(f"http://127.0.0.1:{server.port}/llama/a"))
+        assert (await pool_client(upstream).get("/health")).text == "hello"
+        upstream.close()
     assert heard[0].startswith(b"GET /llama/a/health HTTP/1.1\r\n")
-    assert b"accept-encoding: identity\r\n" in heard[0].lower()
 
 
 async def test_a_proxy_of_the_environment_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     async with raw_server(always(OK)) as server:
-        upstream = open_node_client(spec(f"http://127.0.0.1:{server.port}"))
-        assert (await upstream.http.get("/health")).text == "hello"
-        await upstream.aclose()
+        upstream = open_node_pool(spec(f"http://127.0.0.1:{server.port}"))
+        assert (await pool_client(upstream).get("/health")).text == "hello"
+        upstream.close()
         await server.until(lambda: server.open == 0)
 
 
@@ -95,27 +96,27 @@ def server_side(authority: trustme.CA) -> ssl.SSLContext:
 
 
 @pytest.fixture
-def clients() -> Iterator[list[NodeClient]]:
-    """Clients of a test; their pools are closed at its end."""
-    made: list[NodeClient] = []
+def pools() -> Iterator[list[ConnectionPool]]:
+    """Pools of a test, closed at its end."""
+    made: list[ConnectionPool] = []
     yield made
     for upstream in made:
-        upstream.pool.close()
+        upstream.close()
 
 
 async def test_a_certificate_of_a_configured_authority_is_accepted(
-    ca: Path, server_side: ssl.SSLContext, clients: list[NodeClient]
+    ca: Path, server_side: ssl.SSLContext, pools: list[ConnectionPool]
 ) -> None:
     async with raw_server(always(OK), server_side) as server:
-        upstream = open_node_client(spec(f"https://127.0.0.1:{server.port}", tls={"ca": str(ca)}))
-        clients.append(upstream)
+        upstream = open_node_pool(spec(f"https://127.0.0.1:{server.port}", tls={"ca": str(ca)}))
+        pools.append(upstream)
         for _ in range(3):
-            assert (await upstream.http.get("/health")).text == "hello"
+            assert (await pool_client(upstream).get("/health")).text == "hello"
         assert server.opened == 1
 
 
 async def test_a_large_body_passes_tls_in_both_directions(
-    ca: Path, server_side: ssl.SSLContext, clients: list[NodeClient]
+    ca: Path, server_side: ssl.SSLContext, pools: list[ConnectionPool]
 ) -> None:
     body = bytes(range(256)) * 20_000
 
@@ -125,61 +126,61 @@ async def test_a_large_body_passes_tls_in_both_directions(
             await peer.say(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(got) + got)
 
     async with raw_server(echo, server_side) as server:
-        upstream = open_node_client(spec(f"https://127.0.0.1:{server.port}", tls={"ca": str(ca)}))
-        clients.append(upstream)
+        upstream = open_node_pool(spec(f"https://127.0.0.1:{server.port}", tls={"ca": str(ca)}))
+        pools.append(upstream)
         for _ in range(2):
-            assert (await upstream.http.post("/x", content=body)).content == body
+            assert (await pool_client(upstream).post("/x", content=body)).content == body
         assert server.opened == 1
 
 
 async def test_the_name_to_verify_may_differ_from_the_urls(
-    ca: Path, server_side: ssl.SSLContext, clients: list[NodeClient]
+    ca: Path, server_side: ssl.SSLContext, pools: list[ConnectionPool]
 ) -> None:
     async with raw_server(always(OK), server_side) as server:
         tls = {"ca": str(ca), "server_name": "node.test"}
-        upstream = open_node_client(spec(f"https://127.0.0.1:{server.port}", tls=tls))
-        clients.append(upstream)
-        assert (await upstream.http.get("/health")).text == "hello"
+        upstream = open_node_pool(spec(f"https://127.0.0.1:{server.port}", tls=tls))
+        pools.append(upstream)
+        assert (await pool_client(upstream).get("/health")).text == "hello"
 
 
 async def test_a_certificate_of_another_name_is_rejected(
-    ca: Path, server_side: ssl.SSLContext, clients: list[NodeClient]
+    ca: Path, server_side: ssl.SSLContext, pools: list[ConnectionPool]
 ) -> None:
     async with raw_server(always(OK), server_side) as server:
         tls = {"ca": str(ca), "server_name": "other.test"}
-        upstream = open_node_client(spec(f"https://127.0.0.1:{server.port}", tls=tls))
-        clients.append(upstream)
+        upstream = open_node_pool(spec(f"https://127.0.0.1:{server.port}", tls=tls))
+        pools.append(upstream)
         with pytest.raises(ConnectFailed, match="certificate"):
-            await upstream.pool.connect(LIMIT)
+            await upstream.connect(LIMIT)
 
 
 async def test_a_certificate_of_an_unknown_authority_is_rejected(
-    server_side: ssl.SSLContext, clients: list[NodeClient]
+    server_side: ssl.SSLContext, pools: list[ConnectionPool]
 ) -> None:
     async with raw_server(always(OK), server_side) as server:
-        upstream = open_node_client(spec(f"https://127.0.0.1:{server.port}"))
-        clients.append(upstream)
+        upstream = open_node_pool(spec(f"https://127.0.0.1:{server.port}"))
+        pools.append(upstream)
         with pytest.raises(ConnectFailed, match="certificate"):
-            await upstream.pool.connect(LIMIT)
+            await upstream.connect(LIMIT)
         with pytest.raises(httpx.ConnectError):
-            await upstream.http.get("/health")
+            await pool_client(upstream).get("/health")
         await server.until(lambda: server.open == 0)
 
 
 async def test_verification_can_be_switched_off(
-    server_side: ssl.SSLContext, clients: list[NodeClient]
+    server_side: ssl.SSLContext, pools: list[ConnectionPool]
 ) -> None:
     async with raw_server(always(OK), server_side) as server:
-        upstream = open_node_client(spec(f"https://127.0.0.1:{server.port}", tls={"verify": False}))
-        clients.append(upstream)
-        assert (await upstream.http.get("/health")).text == "hello"
+        upstream = open_node_pool(spec(f"https://127.0.0.1:{server.port}", tls={"verify": False}))
+        pools.append(upstream)
+        assert (await pool_client(upstream).get("/health")).text == "hello"
 
 
 async def test_a_client_certificate_is_sent_to_a_node_that_asks_for_it(
     ca: Path,
     authority: trustme.CA,
     server_side: ssl.SSLContext,
-    clients: list[NodeClient],
+    pools: list[ConnectionPool],
     tmp_path: Path,
 ) -> None:
     own = authority.issue_cert("gateway.test")
@@ -189,32 +190,34 @@ async def test_a_client_certificate_is_sent_to_a_node_that_asks_for_it(
     authority.configure_trust(server_side)
     async with raw_server(always(OK), server_side) as server:
         tls = {"ca": str(ca), "cert": str(tmp_path / "own.pem"), "key": str(tmp_path / "own.key")}
-        upstream = open_node_client(spec(f"https://127.0.0.1:{server.port}", tls=tls))
-        clients.append(upstream)
-        assert (await upstream.http.get("/health")).text == "hello"
+        upstream = open_node_pool(spec(f"https://127.0.0.1:{server.port}", tls=tls))
+        pools.append(upstream)
+        assert (await pool_client(upstream).get("/health")).text == "hello"
 
 
-async def test_a_plain_server_behind_an_https_url_is_reported(clients: list[NodeClient]) -> None:
+async def test_a_plain_server_behind_an_https_url_is_reported(
+    pools: list[ConnectionPool],
+) -> None:
     async def script(peer: Peer) -> None:
         await peer.reader.readexactly(8)
         await peer.say(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
 
     async with raw_server(script) as server:
-        upstream = open_node_client(spec(f"https://127.0.0.1:{server.port}", tls={"verify": False}))
-        clients.append(upstream)
+        upstream = open_node_pool(spec(f"https://127.0.0.1:{server.port}", tls={"verify": False}))
+        pools.append(upstream)
         with pytest.raises(ConnectFailed):
-            await upstream.pool.connect(LIMIT)
+            await upstream.connect(LIMIT)
 
 
 async def test_a_handshake_that_takes_too_long_is_reported_and_given_up(
-    clients: list[NodeClient],
+    pools: list[ConnectionPool],
 ) -> None:
     async def script(peer: Peer) -> None:
         await peer.reader.read()
 
     async with raw_server(script) as server:
-        upstream = open_node_client(spec(f"https://127.0.0.1:{server.port}", tls={"verify": False}))
-        clients.append(upstream)
+        upstream = open_node_pool(spec(f"https://127.0.0.1:{server.port}", tls={"verify": False}))
+        pools.append(upstream)
         with pytest.raises(ConnectTimedOut):
-            await upstream.pool.connect(0.1)
+            await upstream.connect(0.1)
         await server.until(lambda: server.opened == 1 and server.open == 0)

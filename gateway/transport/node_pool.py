@@ -1,61 +1,32 @@
-"""The client of one node: a pool for proxied requests and an httpx client for all others."""
+"""How a node of the inventory is reached: its address, its TLS, and the pool of its connections."""
 
 from __future__ import annotations
 
 import ssl
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import httpx
-
 from gateway.config.inventory import NodeSpec, NodeTls
-from gateway.transport.httpx_transport import PoolTransport
 from gateway.transport.pool import ConnectionPool, NodeAddress
 from gateway.transport.resolver import Resolver
 
-
-@dataclass(slots=True)
-class NodeClient:
-    """The connections to one node; closed when the node has left the fleet and is idle.
-
-    Both send by `pool.exchange`, so that their heads and their retries on a stale connection are
-    the same. Paths are below the prefix of the node's URL.
-    """
-
-    pool: ConnectionPool
-    http: httpx.AsyncClient
-
-    async def aclose(self) -> None:
-        """Close every connection."""
-        await self.http.aclose()
-        self.pool.close()
+OpenNodePool = Callable[[NodeSpec], ConnectionPool]
+"""How the fleet opens the pool of a node's connections."""
 
 
-OpenNodeClient = Callable[[NodeSpec], NodeClient]
-"""How the fleet opens a node's client."""
-
-
-def open_node_client(spec: NodeSpec, resolver: Resolver | None = None) -> NodeClient:
-    """A client of the node; it sends nothing yet. Needs a running event loop.
+def open_node_pool(spec: NodeSpec, resolver: Resolver | None = None) -> ConnectionPool:
+    """The pool of the node's connections; it opens none yet. Needs a running event loop.
 
     `resolver` resolves its host; nodes share one, so that each name is looked up once.
 
     Raises: ssl.SSLError, OSError when a TLS file can't be used.
     """
-    pool = ConnectionPool(node_address(spec), resolver)
-    client = httpx.AsyncClient(
-        base_url=urlsplit(spec.url)._replace(path="").geturl(),  # the address adds the path
-        transport=PoolTransport(pool),
-        trust_env=False,
-        headers={"accept-encoding": "identity", "user-agent": "llama-gateway"},
-    )
-    return NodeClient(pool, client)
+    return ConnectionPool(node_address(spec), resolver)
 
 
 def connection_key(spec: NodeSpec) -> tuple[object, ...]:
-    """Changes when a node's entry in the inventory needs a new client."""
+    """Changes when a node's entry in the inventory needs a new pool."""
     return (spec.url, spec.kind, spec.tls, spec.api_key)
 
 
