@@ -154,8 +154,8 @@ def _why_chosen(chosen: str, nodes: list[Json], grant: Json) -> str:
             count for reason, count in grant["not_listed"].items() if reason != "not_candidates"
         )
         if others:
-            return f"{chosen} was the only node with room of {others + 1} that serve the model."
-        return f"{chosen} is the only node that serves the model."
+            return f"{chosen} was the only one with room of the {others + 1} nodes open to it."
+        return f"{chosen} is the only node open to it, by its model, tier and pool."
     if not grant["by_cost"]:
         return f"{chosen} was next by the setting 'policy', which compares no costs."
     mine = next(one for one in nodes if one["chosen"])

@@ -110,7 +110,7 @@ class WhyEndpoints:
         return newest[:MOST_MATCHES]
 
     def _all_matches(self, name: str) -> Iterator[_Found]:
-        for in_flight in self.registry:
+        for in_flight in reversed([*self.registry]):
             request = in_flight.request
             if name in {request.id, request.x_request_id}:
                 yield _Found(request.id, in_flight.record, None)

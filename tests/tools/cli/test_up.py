@@ -146,6 +146,7 @@ class TestServing:
             environment, "--servers", "2", "--slots", "3", "--config", settings
         ) as it:
             url = await it.url()
+            assert "llama-gateway top" in await it.line_with("See the fleet at http://127.0.0.1:")
             output = "\n".join(it.lines)
             assert "random" in output
             assert "words mean nothing" in output

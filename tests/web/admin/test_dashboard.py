@@ -321,6 +321,34 @@ async def test_axe_finds_no_violation(tmp_path: Path, scheme: str) -> None:
             assert shown == [], f"{action}, {scheme}"
 
 
+VIOLATIONS = "axe.run().then((r) => r.violations.map((one) => [one.id, one.nodes[0].html]))"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_axe_finds_no_violation_in_the_key_form_and_the_other_sizes_and_a_chat(
+    tmp_path: Path, scheme: str
+) -> None:
+    async with (
+        a_fleet(tmp_path, settings={"admin": ADMIN}, answer_tokens=12) as (running, _),
+        a_browser() as browser,
+        a_page(browser, running.admin_url, color_scheme=scheme, bypass_csp=True) as watched,
+    ):
+        page = watched.page
+        await expect(page.get_by_label("Admin key")).to_be_visible()
+        await page.evaluate(AXE)
+        assert await page.evaluate(VIOLATIONS) == []
+        await page.get_by_label("Admin key").fill(KEYS[AdminRole.OPERATOR].text)
+        await page.get_by_role("button", name="Open").click()
+        for size in ("tiles", "dots"):
+            await page.locator("#nodes select").select_option(size)
+            await page.wait_for_selector(f".{size} .node")
+            assert await page.evaluate(VIOLATIONS) == [], size
+        await page.get_by_label("Message").fill("Hello there")
+        await page.get_by_role("button", name="Send").click()
+        await expect(page.locator("#playground .chat")).to_contain_text("waited")
+        assert await page.evaluate(VIOLATIONS) == []
+
+
 async def test_the_pictures_of_the_docs_are_made(tmp_path: Path) -> None:
     """Where DASHBOARD_PICTURES names a folder, they are made there."""
     folder = Path(os.environ.get("DASHBOARD_PICTURES", tmp_path))

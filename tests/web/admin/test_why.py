@@ -222,6 +222,20 @@ async def test_requests_of_one_x_request_id_are_told_the_newest_first() -> None:
 
 
 @in_virtual_time
+async def test_of_many_requests_in_flight_with_one_x_request_id_the_newest_are_told() -> None:
+    async with two_nodes() as (gateway, _, _), asyncio.TaskGroup() as group:
+        asking: list[asyncio.Task[httpx.Response]] = []
+        while len(asking) < MOST_MATCHES + 3:
+            asking.append(group.create_task(ask(gateway, "same", max_tokens=400)))
+            await gateway.until(lambda: len(gateway.registry) == len(asking))
+        newest = [one.request.id for one in gateway.registry][:2:-1]
+        found = await why(gateway, "same")
+        for task in asking:
+            task.cancel()
+    assert [one["id"] for one in found] == newest
+
+
+@in_virtual_time
 async def test_a_request_of_several_prompts_names_its_parts() -> None:
     async with two_nodes() as (gateway, _, _):
         response = await gateway.public.post(

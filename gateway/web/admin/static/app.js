@@ -76,6 +76,7 @@ function show(view) {
   if (!cleared) page.replaceChildren();
   cleared = true;
   render(view, page);
+  for (const link of document.querySelectorAll(".skip")) link.hidden = document.querySelector(link.hash) === null;
 }
 
 /** A page that has lost its gateway looks like a calm one. */
