@@ -43,6 +43,9 @@ def top(
     request under the cursor, w explains it; q ends. What d, r, p, c and w do needs the role
     operator.
 
+    The arrow keys reach the columns beyond the screen's width, host and labels among them; / finds
+    words of any column, `rack=b` too.
+
     SLOTS shows each slot: R reads a prompt, W writes, H is held after its client has left, o is
     used by another client of the server, and a dot is free. A percentage behind a speed compares it
     with the node's own past.
@@ -84,9 +87,11 @@ def _read_once(admin: AdminClient) -> FleetPicture:
 def _print(picture: FleetPicture, *, as_json: bool) -> None:
     from gateway.tools.top.tables import (
         NODE_COLUMNS,
+        QUEUE_TITLES,
         headline,
         node_lines,
         problem_lines,
+        queue_lines,
         request_columns,
         request_lines,
     )
@@ -98,6 +103,10 @@ def _print(picture: FleetPicture, *, as_json: bool) -> None:
                 "summary": picture.summary,
                 "problems": picture.problems,
                 "nodes": list(picture.nodes.values()),
+                "waiting": [
+                    {"class": name, "model": model, "waited": waited, "expected_start": start}
+                    for name, model, waited, start, *_ in picture.waiting
+                ],
                 "requests": None if picture.requests is None else list(picture.requests.values()),
             }
         )
@@ -111,6 +120,9 @@ def _print(picture: FleetPicture, *, as_json: bool) -> None:
         [line.cells for line in node_lines(picture)],
         state_column=1,
     )
+    if picture.waiting:
+        print()
+        print_table(QUEUE_TITLES, [line.cells for line in queue_lines(picture)])
     if picture.requests is None:
         print_note("requests are shown to keys of the role operator")
     elif picture.requests:

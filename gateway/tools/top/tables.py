@@ -91,6 +91,13 @@ def _reason(row: Row) -> str:
     return "" if row.get("state") == "ready" else format_cell(row.get("reason"))
 
 
+def _labels(row: Row) -> str:
+    """The labels, as the filters of other commands take them: `rack=b`."""
+    labels = row.get("labels")
+    pairs = labels.items() if isinstance(labels, dict) else ()
+    return " ".join(f"{format_cell(name)}={format_cell(value)}" for name, value in sorted(pairs))
+
+
 NODE_COLUMNS = (
     Column("NODE", _text("name")),
     Column("STATE", _text("state"), _by(STATE_ORDER, "state")),
@@ -103,6 +110,7 @@ NODE_COLUMNS = (
     Column("MODELS", _text("models")),
     Column("CACHED", _text("cached_tokens"), _number("cached_tokens")),
     Column("HOST", _text("host")),
+    Column("LABELS", _labels),
 )
 
 

@@ -25,8 +25,14 @@ def column(title: str) -> int:
     return next(n for n, one in enumerate(NODE_COLUMNS) if one.title == title)
 
 
-NODES = [
-    {"name": "a", "state": "ready", "decode_tps": 9.0, "host": "east"},
+NODES: list[dict[str, object]] = [
+    {
+        "name": "a",
+        "state": "ready",
+        "decode_tps": 9.0,
+        "host": "east",
+        "labels": {"rack": "b", "numa": "0"},
+    },
     {"name": "b", "state": "down", "decode_tps": None, "host": "west", "reason": "refused"},
     {"name": "c", "state": "ready", "decode_tps": 30.0, "host": "east", "decode_share": 0.4},
 ]
@@ -49,6 +55,7 @@ def test_a_filter_takes_all_its_words_from_any_column() -> None:
     shown = picture(nodes=NODES)
     assert [line.key for line in node_lines(shown, words="EAST ready")] == ["a", "c"]
     assert node_lines(shown, words="east refused") == []
+    assert [line.key for line in node_lines(shown, words="numa=0 rack=b")] == ["a"]
 
 
 def test_a_speed_far_below_the_nodes_own_past_says_so() -> None:
