@@ -16,7 +16,6 @@ from gateway.tools.cli.options import examples_epilog
 from gateway.tools.cli.terminal import CommandFailed, print_note
 
 if TYPE_CHECKING:
-    from gateway.app import Gateway
     from gateway.config.settings import Settings
     from gateway.startup import Options
     from gateway.tools.local.plan import LocalFleetPlan
@@ -248,7 +247,11 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
             settings,
             inventory,
             logs,
-            lambda gateway: _print_example(gateway, settings),
+            lambda gateway: _print_example(
+                gateway.public_listener.url if gateway.public_listener else "",
+                gateway.admin_listener.url if gateway.admin_listener else "",
+                settings,
+            ),
         )
 
 
@@ -268,16 +271,15 @@ def note_unlocked_models(plan: LocalFleetPlan, pids: tuple[int | None, ...]) -> 
             print_note(f"  {spec.name}: {warning}")
 
 
-def _print_example(gateway: Gateway, settings: Settings) -> None:
-    url = gateway.public_listener.url if gateway.public_listener else ""
+def _print_example(url: str, admin_url: str, settings: Settings) -> None:
     key = " -H 'Authorization: Bearer YOUR-KEY'" if settings.keys else ""
     print_note(f"Serving an OpenAI-compatible API at {url}/v1 (Ctrl-C ends it). Try:")
     print_note(
         f"  curl {url}/v1/chat/completions{key} -d "
         '\'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 40}\''
     )
-    if gateway.admin_listener:
-        print_note(f"See the fleet at {gateway.admin_listener.url}/ or by 'llama-gateway top'.")
+    if admin_url:
+        print_note(f"See the fleet at {admin_url}/ or by 'llama-gateway top'.")
 
 
 def _provisional_inventory(plan: LocalFleetPlan, path: Path) -> Path:
