@@ -16,12 +16,27 @@ class TestOthers:
 """
 
 pytest_plugins = ["pytester"]
+PLUGINS = ("-p", "tests.ci.first_cases", "-v", "-p", "no:xdist", "-p", "no:asyncio")
 
 
 def test_the_first_case_of_each_test_runs(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(FILE)
-    ran = pytester.runpytest_inprocess(
-        "-p", "tests.ci.first_cases", "-v", "-p", "no:xdist", "-p", "no:asyncio"
-    )
+    ran = pytester.runpytest_inprocess(*PLUGINS)
     ran.assert_outcomes(passed=3, deselected=3)
     ran.stdout.fnmatch_lines(["*::test_cases*first* PASSED*", "*::test_alone PASSED*"])
+
+
+def test_of_each_file_the_first_test_and_every_second_one_after_it_run(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makepyfile(test_one=FILE, test_two=FILE)
+    ran = pytester.runpytest_inprocess(*PLUGINS, "--every", "2")
+    ran.assert_outcomes(passed=4, deselected=8)
+    ran.stdout.fnmatch_lines(
+        [
+            "test_one.py::test_cases*first* PASSED*",
+            "test_one.py::TestOthers::test_cases*1* PASSED*",
+            "test_two.py::test_cases*first* PASSED*",
+            "test_two.py::TestOthers::test_cases*1* PASSED*",
+        ]
+    )
