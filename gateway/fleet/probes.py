@@ -68,7 +68,9 @@ async def fetch(
         async with LoopTimeout(limit):
             connection = await pool.exchange(head, dial=partial(pool.connect, limit))
             try:
-                encodings = {value for name, value in connection.headers if name == _ENCODING}
+                encodings = {
+                    value.lower() for name, value in connection.headers if name == _ENCODING
+                }
                 # A compressed body of some bytes may have millions; none was asked for.
                 if not encodings <= {b"", b"identity"}:
                     return ended(
