@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Collection, Mapping
+from itertools import chain
 from pathlib import Path
 
 from gateway.config.inventory import Inventory, NodeSpec
@@ -68,6 +69,8 @@ class Fleet:
         self._paused_models = paused_models or PausedModels()
         self.model_index.set_paused(self._paused_models.names)
         self._differences: tuple[ModelDifference, ...] = ()
+        self.differences_in_words: Mapping[str, tuple[str, ...]] = {}
+        """By public model: how its nodes differ, as of the last `compare_models`."""
         self._reclaimer = Reclaimer()
         self._probe_gate = asyncio.Semaphore(PROBES_AT_ONCE)
         self._monitors: dict[Node, HealthMonitor] = {}
@@ -317,8 +320,13 @@ class Fleet:
     def compare_models(self) -> None:
         """Tell of differences that are new, or gone."""
         before, self._differences = self._differences, self.differences()
-        if self._differences != before:
-            self._bus.publish(ModelsDiffer(tuple(one.in_words() for one in self._differences)))
+        if self._differences == before:
+            return
+        words: dict[str, tuple[str, ...]] = {}
+        for one in self._differences:
+            words[one.model] = (*words.get(one.model, ()), one.in_words())
+        self.differences_in_words = words
+        self._bus.publish(ModelsDiffer(tuple(chain.from_iterable(words.values()))))
 
     async def probe(self, name: str) -> ProbeResult:
         """Probe now; closes the node's circuit if it answers. Raises KeyError."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,8 @@ class TrafficCondition:
     """How many of its requests they refused."""
     callers: int = 0
     """How many callers sent some, as far as was counted."""
+    failures: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """Of `failed`, by the error's code and the last node that was tried ("": none)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +104,14 @@ class FleetCondition:
     usable: int = 0
     """Of them, nodes that do."""
     models: Mapping[str, ModelNodes] = field(default_factory=dict)
+    paused_models: Collection[str] = ()
+    """Public names that an operator has paused."""
+    differing_models: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """By public name: how the nodes that serve it differ, in words."""
     queue: QueueCondition = QueueCondition()
     traffic: TrafficCondition = TrafficCondition()
+    settings_keys: Mapping[str, int] = field(default_factory=dict)
+    """Of the callers named above, those whose keys are in the settings: their places in `keys`."""
     spill: SpillCondition | None = None
     inventory_error: str | None = None
     settings_error: str | None = None

@@ -2,7 +2,7 @@
 
 The counts come from the events of the requests that have ended, the gauges from whoever closes a
 step. A step costs the same however many requests fall into it, but for a dictionary entry for each
-model and caller up to a bound, and times are kept as counts in classes.
+model, caller and kind of failure up to a bound, and times are kept as counts in classes.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ MOST_MODELS = 64
 
 MOST_CALLERS = 256
 """Callers of one step that are counted apart."""
+
+MOST_FAILURES = 64
+"""Pairs of a reason and a node of one step by which failed requests are counted."""
 
 OTHER_CALLER = ""
 """Stands for all further callers of a step."""
@@ -97,6 +100,8 @@ class RecentTraffic(NamedTuple):
     """Requests by caller, refused ones included; the busiest callers of each step."""
     limited: Mapping[str, int]
     """Those of them that limits refused, likewise."""
+    failures: Mapping[tuple[str, str], int]
+    """Of `failed`, by the error's code and the last node ("": none); up to a bound."""
 
 
 @dataclass(slots=True)
@@ -121,6 +126,8 @@ class _Step:
     callers: Counter[str] = field(default_factory=Counter)
     limited: Counter[str] = field(default_factory=Counter)
     """Requests that limits refused, by caller."""
+    failures: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Failed requests by the error's code and the last node."""
 
 
 class FleetHistory:
@@ -165,6 +172,9 @@ class FleetHistory:
                     step.limited[caller] += 1
             elif event.status >= 500:
                 step.failed += 1
+                failure = (event.reason or f"status {event.status}", event.node or "")
+                if failure in step.failures or len(step.failures) < MOST_FAILURES:
+                    step.failures[failure] += 1
         if event.ttft is not None:
             step.times[_class_of(event.ttft)] += 1
         if event.tier is None:
@@ -224,6 +234,7 @@ class FleetHistory:
         refused: Counter[str] = Counter()
         callers: Counter[str] = Counter()
         limited: Counter[str] = Counter()
+        failures: Counter[tuple[str, str]] = Counter()
         requests = failed = 0
         for step in steps:
             requests += step.requests
@@ -231,9 +242,10 @@ class FleetHistory:
             refused.update(step.refused)
             callers.update(dict(step.callers.most_common(8)))
             limited.update(dict(step.limited.most_common(8)))
+            failures.update(step.failures)
         callers.pop(OTHER_CALLER, None)
         limited.pop(OTHER_CALLER, None)
-        return RecentTraffic(requests, failed, refused, callers, limited)
+        return RecentTraffic(requests, failed, refused, callers, limited, failures)
 
     def as_json(self) -> dict[str, Any]:
         """Every point, as rows under the names of `COLUMNS`."""

@@ -21,6 +21,9 @@ MOST_PROBLEMS = 50
 MOST_NAMED_NODES = 8
 """Most nodes that one problem names."""
 
+MOST_NAMED_MODELS = 8
+"""Most paused models, and most models whose nodes differ, that are told one by one."""
+
 FULL_QUEUE_SHARE = 0.8
 """Of `queue.max`: from this share on the queue is about to refuse requests."""
 
@@ -49,6 +52,7 @@ USABLE_STATES = frozenset({"ready", "degraded", "mute"})
 """States of nodes that work; a mute one is busy."""
 
 NODES = "llama-gateway nodes"
+MODELS = "llama-gateway models"
 CHECK = "llama-gateway check"
 PROBE_ALL = "llama-gateway check --probe"
 
@@ -82,18 +86,21 @@ class Problem:
     """The caller that it is about; for operators only."""
     anonymous_commands: tuple[str, ...] | None = None
     """`commands` for those who may not know the caller; None: they do not name it."""
+    anonymous_remedy: str | None = None
+    """Likewise."""
 
     def as_json(self, *, may_name_callers: bool) -> dict[str, Any]:
         """As the admin API shows it."""
-        caller, commands = self.caller, self.commands
+        caller, remedy, commands = self.caller, self.remedy, self.commands
         if not may_name_callers:
-            caller, commands = None, self.anonymous_commands or commands
+            caller, remedy = None, self.anonymous_remedy or remedy
+            commands = self.anonymous_commands or commands
         return {
             "id": self.id,
             "severity": self.severity.value,
             "title": self.title,
             "cause": self.cause,
-            "remedy": self.remedy,
+            "remedy": remedy,
             "commands": commands,
             "nodes": self.nodes,
             "caller": caller,
@@ -151,6 +158,63 @@ def _models_out(state: FleetCondition) -> Iterator[Problem]:
             )
 
 
+def _paused_models(state: FleetCondition) -> Iterator[Problem]:
+    paused = sorted(state.paused_models)
+    for name in paused[:MOST_NAMED_MODELS]:
+        yield Problem(
+            f"model_paused:{name}",
+            Severity.WARNING,
+            f"The model {name} is paused",
+            "An operator paused it: each of its requests gets 503 model_paused, also after a "
+            "restart.",
+            "Resume it when you are done; the audit log says who paused it.",
+            (
+                f"llama-gateway models resume {shlex.quote(name)}",
+                f"llama-gateway audit --action models.pause --target {shlex.quote(name)}",
+            ),
+        )
+    more = len(paused) - MOST_NAMED_MODELS
+    if more > 0:
+        yield Problem(
+            "model_paused",
+            Severity.WARNING,
+            f"Further models are paused: {more}",
+            "An operator paused them: each request gets 503 model_paused, also after a restart.",
+            "List the models, and resume each when you are done.",
+            (MODELS, "llama-gateway audit --action models.pause"),
+        )
+
+
+def _differing_models(state: FleetCondition) -> Iterator[Problem]:
+    models = list(state.differing_models.items())
+    for name, differences in models[:MOST_NAMED_MODELS]:
+        yield Problem(
+            f"model_differs:{name}",
+            Severity.NOTICE,
+            f"The nodes of {name} differ",
+            f"{'. '.join(differences)}.",
+            _DIFFERS_REMEDY,
+            (MODELS, CHECK),
+        )
+    more = len(models) - MOST_NAMED_MODELS
+    if more > 0:
+        yield Problem(
+            "model_differs",
+            Severity.NOTICE,
+            f"The nodes of further models differ: {more}",
+            "They differ in quantisation, build, context or chat template.",
+            _DIFFERS_REMEDY,
+            (MODELS, CHECK),
+        )
+
+
+_DIFFERS_REMEDY = (
+    "If it is on purpose, do nothing, or give each kind a public name of its own (model in "
+    "nodes.yaml). Else start these nodes' servers with the same file, build and options: until "
+    "then a request's answer depends on its node, and a stream can't move to a node that differs."
+)
+
+
 def _out_nodes(state: FleetCondition) -> Iterator[Problem]:
     groups: dict[tuple[str, str], list[NodeCondition]] = defaultdict(list)
     for node in state.nodes:
@@ -176,7 +240,7 @@ def _out_nodes(state: FleetCondition) -> Iterator[Problem]:
             title,
             _reasons(nodes),
             remedy,
-            tuple(command.format(name=shlex.quote(names[0])) for command in commands),
+            tuple(command.format(nodes=_selection(nodes)) for command in commands),
             names[:MOST_NAMED_NODES],
         )
 
@@ -187,14 +251,14 @@ _OUT_REMEDIES = {
             "Look at the machine and the server's log. A node returns by itself as soon as it "
             "answers; the others serve its load meanwhile."
         ),
-        ("llama-gateway nodes probe {name}", PROBE_ALL),
+        ("llama-gateway nodes probe {nodes}", PROBE_ALL),
     ),
     "ejected": (
         (
             "Its requests failed through its own fault: read its server's log. One request is "
             "tried on it from time to time; once it is mended, a probe brings it back at once."
         ),
-        ("llama-gateway nodes probe {name}",),
+        ("llama-gateway nodes probe {nodes}",),
     ),
     "loading": (
         "Wait: minutes are normal for a large model on a slow disk.",
@@ -252,20 +316,26 @@ def _failed_starts(state: FleetCondition) -> Iterator[Problem]:
 
 def _drained_nodes(state: FleetCondition) -> Iterator[Problem]:
     drained = [node for node in state.nodes if node.state == "draining"]
-    if drained:
-        names = tuple(node.name for node in drained)
-        resume = f"llama-gateway nodes resume {shlex.quote(names[0])}"
-        yield Problem(
-            "draining",
-            Severity.NOTICE,
-            f"{names[0]} is drained" if len(names) == 1 else f"{len(names)} nodes are drained",
-            "An operator took it out; it gets no new requests, also after a restart."
-            if len(names) == 1
-            else "Operators took them out; they get no new requests, also after a restart.",
-            "Resume it when you are done." if len(names) == 1 else "Resume them when you are done.",
-            (resume,),
-            names[:MOST_NAMED_NODES],
-        )
+    if not drained:
+        return
+    names = tuple(node.name for node in drained)
+    title, cause = f"{names[0]} is drained", "An operator took it out; it gets"
+    remedy, commands = "Resume it when you are done", [f"nodes resume {_selection(drained)}"]
+    if len(names) > 1:
+        title, cause = f"{len(names)} nodes are drained", "Operators took them out; they get"
+        remedy = "Resume them when you are done"
+    if len({node.host for node in drained}) > MOST_NAMED_NODES < len(names):
+        remedy += f": the command takes the first {MOST_NAMED_NODES} hosts"
+        commands.append("nodes")
+    yield Problem(
+        "draining",
+        Severity.NOTICE,
+        title,
+        f"{cause} no new requests, also after a restart.",
+        f"{remedy}.",
+        tuple(f"llama-gateway {command}" for command in commands),
+        names[:MOST_NAMED_NODES],
+    )
 
 
 def _full_queue(state: FleetCondition) -> Iterator[Problem]:
@@ -287,14 +357,15 @@ def _full_queue(state: FleetCondition) -> Iterator[Problem]:
         else "More work than slots: requests are refused",
         f"{cause}.",
         "Bring back nodes that are out, add one, bound max_tokens by model, or lower "
-        "queue.max_wait so that clients learn early. What waits can be cancelled below.",
+        "queue.max_wait so that clients learn early. The dashboard and llama-gateway top can "
+        "cancel what waits.",
         (NODES, "llama-gateway usage --by key --since 1h"),
     )
 
 
 def _flooding_caller(state: FleetCondition) -> Iterator[Problem]:
     queue, traffic = state.queue, state.traffic
-    caller, title, cause = None, "", ""
+    caller, title, cause, is_limited = None, "", "", False
     if max(queue.callers, traffic.callers) < 2:
         return  # A caller alone takes nothing from others.
     if queue.top_waiting >= LEAST_FLOOD and queue.top_waiting >= FLOOD_SHARE * queue.waiting:
@@ -302,31 +373,66 @@ def _flooding_caller(state: FleetCondition) -> Iterator[Problem]:
         cause = f"{_part(queue.top_waiting, queue.waiting)} waiting requests are its own"
     elif traffic.limited >= LEAST_FLOOD:
         caller, title = traffic.limited_caller, "One caller sends more than its limits allow"
+        is_limited = True
         cause = (
             f"Of the {traffic.requests} requests of the last minute its limits refused "
             f"{traffic.limited}"
         )
     if caller is None:
         return
-    known = not caller.startswith(("anonymous:", "playground:"))
-    commands = (
-        ("llama-gateway keys show {name}", "llama-gateway keys set {name} --rpm 60")
-        if known
-        else ("llama-gateway keys create --name {name} --rpm 60",)
-    )
-    name = shlex.quote(caller) if known else "NAME"
+    remedy = _flood_remedy(caller, state.settings_keys.get(caller), is_limited=is_limited)
     yield Problem(
         "flood",
         Severity.WARNING,
         title,
         f"{_sentence(cause)} Others still get their turn: callers share the queue fairly.",
-        "Give its key a limit, or revoke it."
-        if known
-        else "Give callers keys, so that each has a limit.",
-        tuple(line.format(name=name) for line in commands),
+        remedy.words.format(entry=remedy.entry),
+        tuple(line.format(name=shlex.quote(caller)) for line in remedy.commands),
         caller=caller,
-        anonymous_commands=tuple(line.format(name="NAME") for line in commands),
-    )  # fmt: skip
+        anonymous_commands=tuple(line.format(name="NAME") for line in remedy.commands),
+        anonymous_remedy=remedy.words.format(entry="its entry of keys"),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _FloodRemedy:
+    """What to do about a caller."""
+
+    words: str
+    """With `{entry}`, where the settings have its key."""
+    commands: tuple[str, ...]
+    """With `{name}`."""
+    entry: str = ""
+
+
+def _flood_remedy(caller: str, place: int | None, *, is_limited: bool) -> _FloodRemedy:
+    """`place`: of its key in the settings; None: the store has it. `is_limited`: limits refuse."""
+    if caller.startswith(("anonymous:", "playground:")):
+        return _FloodRemedy(
+            "Give callers keys, so that each has a limit.",
+            ("llama-gateway keys create --name NAME --rpm 60",),
+        )
+    entry = f"keys[{place}] (id: {caller})"
+    show = "llama-gateway keys show {name}"
+    if is_limited:
+        raised = "in gateway.yaml, at {entry}" if place is not None else "by keys set"
+        return _FloodRemedy(
+            "It has reached a limit of its key or group, which holds: tell its user to send less, "
+            f"or to wait as Retry-After says. If it should have more, raise the limit {raised}.",
+            (show,),
+            entry,
+        )
+    if place is not None:
+        return _FloodRemedy(
+            "Give its key a limit (limits.rpm), or remove the key, in gateway.yaml, at {entry}; "
+            "the file is read again when it changes.",
+            (show, CHECK),
+            entry,
+        )
+    return _FloodRemedy(
+        "Give its key a limit, or revoke it.",
+        (show, "llama-gateway keys set {name} --rpm 60"),
+    )
 
 
 def _spent_budget(state: FleetCondition) -> Iterator[Problem]:
@@ -350,16 +456,35 @@ def _spent_budget(state: FleetCondition) -> Iterator[Problem]:
 
 def _failing_requests(state: FleetCondition) -> Iterator[Problem]:
     traffic = state.traffic
-    if traffic.failed >= LEAST_FAILED and traffic.failed >= FAILING_SHARE * traffic.requests:
-        yield Problem(
-            "failing",
-            Severity.CRITICAL,
-            "Requests fail",
-            f"{traffic.failed} of the {traffic.requests} requests of the last minute got a 5xx "
-            "from nodes or the gateway.",
-            "The log names each attempt of a failed request, its node and the reason.",
-            ("journalctl -u llama-gateway -n 200", NODES),
-        )
+    if traffic.failed < LEAST_FAILED or traffic.failed < FAILING_SHARE * traffic.requests:
+        return
+    cause = (
+        f"{traffic.failed} of the {traffic.requests} requests of the last minute got a 5xx "
+        "from nodes or the gateway"
+    )
+    reasons, nodes = Counter[str](), Counter[str]()
+    for (reason, node), count in traffic.failures.items():
+        reasons[reason] += count
+        nodes[node] += count
+    del nodes[""]
+    for reason, count in reasons.most_common(1):
+        cause += f"; the most frequent reason is {reason} ({count} times)"
+    worst = nodes.most_common(1)
+    for node, count in worst:
+        cause += f"; {node} was the last node of {count}"
+    yield Problem(
+        "failing",
+        Severity.CRITICAL,
+        "Requests fail",
+        f"{cause}.",
+        "The log names each attempt of a failed request, its node and the reason.",
+        (
+            "journalctl -u llama-gateway -n 200",
+            *(f"llama-gateway nodes probe {shlex.quote(node)}" for node, _ in worst),
+            NODES,
+        ),
+        tuple(node for node, _ in worst),
+    )
 
 
 def _store_problems(state: FleetCondition) -> Iterator[Problem]:
@@ -465,11 +590,20 @@ def _file_errors(state: FleetCondition) -> Iterator[Problem]:
 
 
 RULES = (
-    _locked, _fleet_out, _models_out, _failing_requests, _full_queue, _out_nodes, _slow_nodes,
-    _drifted_nodes, _flooding_caller, _spent_budget, _store_problems, _full_storage,
-    _file_errors, _failed_starts, _drained_nodes,
+    _locked, _fleet_out, _models_out, _failing_requests, _paused_models, _full_queue, _out_nodes,
+    _slow_nodes, _drifted_nodes, _flooding_caller, _spent_budget, _store_problems, _full_storage,
+    _file_errors, _failed_starts, _drained_nodes, _differing_models,
 )  # fmt: skip
 """In the order in which problems of one severity are shown."""
+
+
+def _selection(nodes: Sequence[NodeCondition]) -> str:
+    """These nodes as `llama-gateway nodes` takes them: by name, or if they are many, by host."""
+    words = [node.name for node in nodes]
+    if len(nodes) > MOST_NAMED_NODES:
+        hosts = list(dict.fromkeys(node.host for node in nodes))[:MOST_NAMED_NODES]
+        words = [word for host in hosts for word in ("--host", host)]
+    return shlex.join(words)
 
 
 def _reasons(nodes: Sequence[NodeCondition]) -> str:

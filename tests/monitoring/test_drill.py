@@ -116,8 +116,8 @@ SLOW = Sign(
 )  # fmt: skip
 FLOOD = Sign(
     "one key flooding", "flood",
-    ("sends more than its limits allow", "flooder", "Give its key a limit",
-     "llama-gateway keys set flooder"),
+    ("sends more than its limits allow", "flooder", "raise the limit in gateway.yaml, at keys[18]",
+     "llama-gateway keys show flooder"),
     "LlamaCallerRefused", {"caller": "flooder", "reason": "rate_limit_exceeded"}, alert_lasts=True,
 )  # fmt: skip
 

@@ -10,6 +10,7 @@ from gateway.events import EventBus, RequestFinished
 from gateway.observe.history import (
     COLUMNS,
     MOST_CALLERS,
+    MOST_FAILURES,
     MOST_MODELS,
     FleetHistory,
     Gauges,
@@ -53,6 +54,17 @@ def test_a_step_counts_what_ended_in_it_and_whether_it_failed() -> None:
     assert (point.requests, point.failed, point.refused) == (3, 1, 1)
     assert counted.step().requests == 0
     assert counted.history.recent().refused == {"queue_full": 1}
+
+
+def test_failures_are_counted_by_reason_and_node_up_to_a_bound() -> None:
+    counted = Counted()
+    failed = {"status": 502, "reason": "node_failed"}
+    counted.step(ended(**failed), ended(**failed), ended(status=500, reason=None, node=None))
+    assert counted.history.recent().failures == {("node_failed", "a"): 2, ("status 500", ""): 1}
+    counted.step(*(ended(**failed, node=f"n{number}") for number in range(2 * MOST_FAILURES)))
+    recent = counted.history.recent()
+    assert recent.failed == 3 + 2 * MOST_FAILURES
+    assert len(recent.failures) == 2 + MOST_FAILURES
 
 
 def test_an_hour_is_kept_and_no_more() -> None:

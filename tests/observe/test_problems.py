@@ -17,6 +17,7 @@ from gateway.observe.fleet_condition import (
     TrafficCondition,
 )
 from gateway.observe.problems import (
+    MOST_NAMED_MODELS,
     MOST_NAMED_NODES,
     MOST_PROBLEMS,
     Problem,
@@ -82,6 +83,10 @@ FAULTS = {
         WELL, nodes=[NodeCondition("s-0", "s", "standby", "the hook failed", start_failures=2)]
     ),
     "model out": replace(WELL, models={"m": ModelNodes(4, 4), "rare": ModelNodes(1, 0)}),
+    "model paused": replace(WELL, paused_models={"org/m 1"}),
+    "models differ": replace(
+        WELL, differing_models={"m": ("m: build of llama.cpp: 1 on a; 2 on b",)}
+    ),
     "requests fail": replace(WELL, traffic=TrafficCondition(requests=20, failed=5)),
     "keys lost": replace(WELL, keys_lost="a reload took the last key away"),
     "inventory": replace(WELL, inventory_error="nodes.yaml:3: no such key 'slotz'"),
@@ -169,6 +174,66 @@ def test_the_most_severe_come_first_and_a_thousand_dead_hosts_are_bounded() -> N
     assert max(len(problem.nodes) for problem in found) <= MOST_NAMED_NODES
 
 
+def test_a_paused_model_is_a_warning_with_the_command_that_resumes_it() -> None:
+    problem = only(FAULTS["model paused"])
+    assert problem.severity is Severity.WARNING
+    assert problem.commands[0] == "llama-gateway models resume 'org/m 1'"
+
+
+def test_nodes_that_differ_are_told_in_the_words_of_the_difference() -> None:
+    problem = only(FAULTS["models differ"])
+    assert problem.severity is Severity.NOTICE
+    assert problem.cause == "m: build of llama.cpp: 1 on a; 2 on b."
+
+
+def test_hundreds_of_paused_and_differing_models_leave_room_for_other_problems() -> None:
+    names = [f"m{number:03}" for number in range(300)]
+    found = find_problems(
+        replace(
+            WELL,
+            paused_models=names,
+            differing_models={name: (f"{name}: context of a slot: 1; 2",) for name in names},
+        )
+    )
+    assert len(found) == 2 * (MOST_NAMED_MODELS + 1)
+    titles = [problem.title for problem in found]
+    assert "Further models are paused: 292" in titles
+    assert "The nodes of further models differ: 292" in titles
+
+
+def test_one_command_is_for_all_nodes_of_a_problem() -> None:
+    drained = only(replace(WELL, nodes=[out("a-0", "draining"), out("a 1", "draining")]))
+    assert drained.commands == ("llama-gateway nodes resume a-0 'a 1'",)
+    down = only(replace(WELL, nodes=[out("a-0"), out("a-1")], usable=2))
+    assert down.commands[0] == "llama-gateway nodes probe a-0 a-1"
+
+
+def test_many_nodes_are_chosen_by_their_hosts() -> None:
+    drained = [out(f"a-{number}", "draining", f"epyc-{number % 2}") for number in range(40)]
+    problem = only(replace(WELL, nodes=drained))
+    assert problem.commands == ("llama-gateway nodes resume --host epyc-0 --host epyc-1",)
+    everywhere = [out(f"a-{number}", "draining", f"epyc-{number}") for number in range(1000)]
+    problem = only(replace(WELL, nodes=everywhere))
+    assert problem.commands[0].count("--host") == MOST_NAMED_NODES
+    assert f"the first {MOST_NAMED_NODES} hosts" in problem.remedy
+    assert problem.commands[1] == "llama-gateway nodes"
+
+
+def test_failed_requests_name_the_most_frequent_reason_and_node() -> None:
+    failures = {("node_failed", "a-0"): 3, ("node_timeout", "a-1"): 1, ("internal_error", ""): 4}
+    failures[("node_failed", "a-1")] = 2
+    problem = only(replace(WELL, traffic=TrafficCondition(20, 10, failures=failures)))
+    assert "the most frequent reason is node_failed (5 times)" in problem.cause
+    assert "a-0 was the last node of 3" in problem.cause
+    assert problem.nodes == ("a-0",)
+    assert "llama-gateway nodes probe a-0" in problem.commands
+
+
+def test_no_remedy_points_to_a_place_of_the_page_alone() -> None:
+    for fault in FAULTS.values():
+        assert "below" not in only(fault).remedy
+
+
 def test_a_full_queue_is_critical_and_a_long_wait_is_a_warning() -> None:
     assert only(FAULTS["queue flood"]).severity is Severity.CRITICAL
     waits = replace(WELL, queue=QueueCondition(waiting=3, oldest_seconds=200.0))
@@ -183,6 +248,23 @@ def test_the_flooding_caller_is_named_to_operators_alone() -> None:
     assert problem.as_json(may_name_callers=True)["caller"] == "team-a"
     shown = problem.as_json(may_name_callers=False)
     assert "team-a" not in str(shown)
+
+
+@pytest.mark.parametrize("fault", ["one key flooding", "limits"])
+def test_a_key_of_the_settings_is_to_be_changed_there_and_not_by_a_command(fault: str) -> None:
+    problem = only(replace(FAULTS[fault], settings_keys={"team-a": 3}))
+    assert "in gateway.yaml, at keys[3] (id: team-a)" in problem.remedy
+    assert not any("keys set" in command for command in problem.commands)
+    shown = problem.as_json(may_name_callers=False)
+    assert "at its entry of keys" in shown["remedy"]
+    assert "team-a" not in str(shown)
+
+
+def test_a_caller_that_its_limits_refuse_is_not_to_be_given_one() -> None:
+    problem = only(FAULTS["limits"])
+    assert "Give" not in problem.remedy
+    assert "tell its user to send less" in problem.remedy
+    assert problem.commands == ("llama-gateway keys show team-a",)
 
 
 @pytest.mark.parametrize("caller", ["a", "keys", "llama-gateway", "--rpm", "NAME"])

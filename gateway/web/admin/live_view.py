@@ -10,10 +10,11 @@ import asyncio
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from gateway.config.listeners import KeySpec
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Lease, Node
 from gateway.fleet.slot_occupancy import LeasePhase
@@ -263,6 +264,8 @@ class LiveView:
             in_service=counts.in_service,
             usable=counts.usable,
             models={name: ModelNodes(*both) for name, both in counts.models.items()},
+            paused_models=self.fleet.model_index.paused,
+            differing_models=self.fleet.differences_in_words,
             queue=queue,
             traffic=TrafficCondition(
                 recent.requests,
@@ -271,7 +274,9 @@ class LiveView:
                 limited_caller,
                 limited,
                 len(recent.callers),
+                recent.failures,
             ),
+            settings_keys=_places(gateway.settings.keys, {queue.top_caller, limited_caller}),
             spill=self._spill(),
             inventory_error=gateway.inventory_error,
             settings_error=gateway.settings_error,
@@ -291,6 +296,11 @@ class LiveView:
         if not isinstance(spill, dict) or not self.scheduler.fleet_sync.has_gpu_tier:
             return None
         return SpillCondition(spill["paid"], spill["reserved"], spill["money"], spill["window"])
+
+
+def _places(keys: Sequence[KeySpec], callers: Container[str | None]) -> dict[str, int]:
+    """Where in the settings' `keys` those of these callers are."""
+    return {key.id: place for place, key in enumerate(keys) if key.id in callers}
 
 
 class _FleetCounts:
