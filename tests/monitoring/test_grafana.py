@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from tests.emulator import EmulatedNode
 from tests.gateway_processes import serving
 from tests.gateways import NO_TLS
 from tests.monitoring.prometheus import needs_prometheus, running_prometheus
-from tests.monitoring.rules import RENDERED, ROOT
+from tests.monitoring.rules import RENDERED, ROOT, recorded
 from tests.polling import eventually
+from tests.test_http_reference import metrics_made
 
 GRAFANA = ROOT / "deploy" / "monitoring" / "grafana"
 
@@ -58,6 +60,26 @@ def test_panels_have_titles_units_and_places_of_their_own() -> None:
         assert not cells & taken, panel["title"]
         assert all(x < 24 for x, _ in cells)
         taken |= cells
+
+
+def metrics_of(query: str) -> set[str]:
+    """The series that a query reads: all names but functions, labels and words of PromQL."""
+    bare = re.sub(r"\{.*?\}|\[.*?\]|\b(?:by|without|on|ignoring) \(.*?\)", "", query)
+    return set(re.findall(r"\b[a-zA-Z_][\w:]*\b(?! *\()", bare)) - {"by", "or", "and", "unless"}
+
+
+def test_every_query_reads_series_that_the_gateway_exports() -> None:
+    exported = {f"llama_gateway_{name}" for name in metrics_made()}
+    exported |= {f"{name}_{part}" for name in exported for part in ("bucket", "count", "sum")}
+    exported |= {"process_cpu_seconds_total", "process_resident_memory_bytes"}
+    wrong = {query: metrics_of(query) - exported - recorded() - {"ALERTS"} for query in queries()}
+    assert {query: names for query, names in wrong.items() if names} == {}
+    assert all(metrics_of(query) for query in queries())
+
+
+def test_a_mistyped_metric_is_found() -> None:
+    query = 'sum by (node) (rate(llama_attempts{node=~"a|b"}[5m])) > 2 * a:b or vector(0)'
+    assert metrics_of(query) == {"llama_attempts", "a:b"}
 
 
 def test_provisioning_names_the_folder_to_which_the_playbooks_copy_the_dashboard() -> None:
