@@ -106,6 +106,10 @@ async def test_every_query_runs_against_a_real_prometheus(tmp_path: Path) -> Non
             found = await prometheus.query(expression)
             return bool(found and float(found[0]["value"][1]) > 0) or None
 
+        async def all_recorded() -> bool | None:
+            found = [await prometheus.query(name) for name in recorded()]
+            return all(found) or None
+
         async def ask() -> None:
             messages = [{"role": "user", "content": "Hello"}]
             body = {"messages": messages, "max_tokens": 4, "stream": True}
@@ -118,6 +122,7 @@ async def test_every_query_runs_against_a_real_prometheus(tmp_path: Path) -> Non
         await ask()
         rate = 'rate(llama_gateway_tokens_total{kind="prompt"}[30s])'
         await eventually(lambda: counted(rate))
+        await eventually(all_recorded)
         answers = await asyncio.gather(*(prometheus.query(query) for query in queries()))
         empty = [query for query, found in zip(queries(), answers, strict=True) if not found]
         assert empty == [dashboard()["annotations"]["list"][0]["expr"]], "nothing fires"
