@@ -118,6 +118,25 @@ def test_every_metric_is_documented_with_its_type_and_labels() -> None:
     assert metrics_told() == metrics_made()
 
 
+def test_the_names_of_opentelemetry_are_documented_with_their_labels() -> None:
+    bus = EventBus()
+    metrics = Metrics(bus, lambda: MetricsSnapshot([]))
+    metrics.configure(gen_ai=True)
+    done = RequestFinished("r1", "/v1/completions", ttft=0.1, prompt_tokens=9, completion_tokens=9)
+    bus.publish(done)
+    made: dict[str, set[str]] = {}
+    for name, labels in re.findall(
+        r"^(gen_ai_\w+)_count\{(.*)\} ", metrics.render().decode(), re.MULTILINE
+    ):
+        made[name] = set(re.findall(r'(\w+)="', labels))
+    shared = {"gen_ai_request_model", "gen_ai_operation_name", "gen_ai_provider_name"}
+    told = {
+        words(name)[0]: shared | set(words(re.sub(r"\(.*?\)", "", labels)))
+        for name, _, labels in rows("OpenTelemetry's names")
+    }
+    assert told == made
+
+
 def test_the_promised_metrics_are_there() -> None:
     made = {name: labels for name, (_, labels) in metrics_made().items()}
     assert {name: made.get(name) for name in PROMISED} == PROMISED

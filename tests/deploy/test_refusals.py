@@ -258,6 +258,11 @@ def test_a_listener_or_an_edge_without_keys(fleet: DeployedFleet) -> None:
     fleet.control.play(*("site.yml", "--tags", "preflight"), gateway_host="0.0.0.0")
 
 
+def test_alerts_that_link_to_no_page(fleet: DeployedFleet) -> None:
+    output = refused(fleet.control, monitoring_alertmanagers=["10.0.0.9:9093"]).text
+    assert "monitoring_runbook" in output
+
+
 def test_a_key_that_a_process_would_show(fleet: DeployedFleet) -> None:
     for arguments in (["--api-key", "marked"], ["--api-key=marked"]):
         output = refused(fleet.control, llama_node_extra_args=arguments).text

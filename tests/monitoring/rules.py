@@ -44,6 +44,11 @@ def alerts() -> list[dict[str, Any]]:
     return [rule for rule in written_rules() if "alert" in rule]
 
 
+def recorded() -> set[str]:
+    """The series that recording rules make."""
+    return {rule["record"] for rule in written_rules() if "record" in rule}
+
+
 if __name__ == "__main__":
     if sys.argv[1:] != ["--write"]:
         raise SystemExit(__doc__)

@@ -5,19 +5,24 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
-from typer.main import get_command
+import yaml
 
-from gateway.tools.cli import app
+from tests.command_lines import calls, unknown
 from tests.monitoring.prometheus import needs_promtool
-from tests.monitoring.rules import RENDERED, ROOT, alerts, rules, written_rules
+from tests.monitoring.rules import RENDERED, ROLE, ROOT, alerts, recorded, rules, written_rules
+from tests.monitoring.test_grafana import queries
 
 ALERTS = Path(__file__).with_name("alerts.yml")
 
 REFERENCE = ROOT / "docs" / "reference" / "http.md"
 
 RUNBOOK = ROOT / "docs" / "runbook.md"
+
+OF_THE_SYSTEM = {"curl", "df", "journalctl", "openssl", "ss", "systemctl", "top", "vmstat"}
+"""Commands of the machine, beside the gateway's own."""
 
 
 def test_the_written_rules_are_those_of_the_template() -> None:
@@ -33,21 +38,41 @@ def test_every_rule_uses_metrics_of_the_gateway_that_exist() -> None:
     assert {re.sub(r"_(bucket|count)$", "", name) for name in named} <= told
 
 
-def test_every_rule_that_another_uses_is_recorded() -> None:
-    recorded = {rule["record"] for rule in written_rules() if "record" in rule}
-    used = {
-        name
-        for rule in written_rules()
-        for name in re.findall(r"\b(gateway(?:_\w+)?:[\w:]+)", rule["expr"])
-    }
-    assert used <= recorded
+def test_what_is_recorded_is_what_alerts_and_panels_use() -> None:
+    expressions = [*(rule["expr"] for rule in written_rules()), *queries()]
+    used = set(re.findall(r"\b(gateway(?:_\w+)?:[\w:]+)", " ".join(expressions)))
+    assert used
+    assert used == recorded()
 
 
-def test_every_remedy_names_commands_that_exist() -> None:
-    commands = set(getattr(get_command(app), "commands", ()))
-    for alert in alerts():
-        for word in re.findall(r"(?<!-u )llama-gateway (\w+)", alert["annotations"]["remedy"]):
-            assert word in commands, alert["alert"]
+def wrong_commands(remedy: str) -> list[str]:
+    """What is wrong with the commands of a remedy, which stand in backticks."""
+    typed = re.findall(r"`([^`]+)`", remedy)
+    outside = re.sub(r"`[^`]+`", "", remedy)
+    wrong = [] if typed else ["no command"]
+    wrong += [word for word in ("llama-gateway", "journalctl") if word in outside]
+    for line in typed:
+        word = line.split()[0]
+        if word != "llama-gateway" and word not in OF_THE_SYSTEM:
+            wrong.append(word)
+    return wrong + [word for words in calls(remedy) for word in unknown(words)]
+
+
+@pytest.mark.parametrize("alert", alerts(), ids=lambda alert: alert["alert"])
+def test_every_remedy_names_a_command_that_exists(alert: dict[str, Any]) -> None:
+    # Each branch of a template is a remedy.
+    for remedy in re.split(r"{{ else }}", alert["annotations"]["remedy"]):
+        assert wrong_commands(remedy) == []
+
+
+def test_a_remedy_with_a_command_that_does_not_exist_is_found() -> None:
+    assert wrong_commands("Look at its machine") == ["no command"]
+    assert wrong_commands("llama-gateway nodes, or `top`") == ["llama-gateway"]
+    assert wrong_commands("`llama-gateway check --prob` or `htop`") == ["htop", "--prob"]
+    assert wrong_commands("`llama-gateway keys mend` and `llama-gateway nodes fix a`") == [
+        "mend",
+        "fix",
+    ]
 
 
 def test_every_alert_names_its_place_and_links_to_its_section_of_the_runbook() -> None:
@@ -56,9 +81,33 @@ def test_every_alert_names_its_place_and_links_to_its_section_of_the_runbook() -
         assert alert["labels"]["severity"] in {"critical", "warning", "info"}
         link = alert["annotations"]["runbook_url"]
         assert link == f"docs/runbook.md#{alert['alert'].lower()}"
-        if alert["alert"] != "LlamaGatewayQueue":
-            assert "{{ $labels." in alert["annotations"]["summary"], alert["alert"]
+        assert "{{ $labels." in alert["annotations"]["summary"], alert["alert"]
     assert headings == {alert["alert"] for alert in alerts()}
+
+
+def test_alerts_that_leave_the_machine_must_link_to_a_url() -> None:
+    jinja2 = pytest.importorskip("jinja2", reason="`make dev` installs it")
+    tasks = yaml.safe_load((ROLE / "tasks" / "preflight.yml").read_text())
+    (that,) = (task["ansible.builtin.assert"]["that"] for task in tasks if "link" in task["name"])
+    made = jinja2.Environment(autoescape=False)
+    made.tests["match"] = lambda text, pattern: re.match(pattern, text) is not None
+    accepts = made.compile_expression(that)
+    page, url = "docs/runbook.md", "https://wiki.example/runbook"
+    assert accepts(monitoring_alertmanagers=[], monitoring_runbook=page)
+    assert accepts(monitoring_alertmanagers=["10.0.0.9:9093"], monitoring_runbook=url)
+    assert not accepts(monitoring_alertmanagers=["10.0.0.9:9093"], monitoring_runbook=page)
+
+
+def test_promtool_sees_every_alert_fire_and_not_fire() -> None:
+    """`test_alerts_are_raised_in_time` proves that it is so."""
+    names = {alert["alert"] for alert in alerts()}
+    checks = [
+        check
+        for case in yaml.safe_load(ALERTS.read_text())["tests"]
+        for check in case["alert_rule_test"]
+    ]
+    assert {check["alertname"] for check in checks if check["exp_alerts"]} == names
+    assert {check["alertname"] for check in checks if not check["exp_alerts"]} == names
 
 
 @needs_promtool

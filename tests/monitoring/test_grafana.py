@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from tests.emulator import EmulatedNode
 from tests.gateway_processes import serving
 from tests.gateways import NO_TLS
 from tests.monitoring.prometheus import needs_prometheus, running_prometheus
-from tests.monitoring.rules import RENDERED, ROOT
+from tests.monitoring.rules import RENDERED, ROOT, recorded
 from tests.polling import eventually
+from tests.test_http_reference import metrics_made
 
 GRAFANA = ROOT / "deploy" / "monitoring" / "grafana"
 
@@ -60,6 +62,26 @@ def test_panels_have_titles_units_and_places_of_their_own() -> None:
         taken |= cells
 
 
+def metrics_of(query: str) -> set[str]:
+    """The series that a query reads: all names but functions, labels and words of PromQL."""
+    bare = re.sub(r"\{.*?\}|\[.*?\]|\b(?:by|without|on|ignoring) \(.*?\)", "", query)
+    return set(re.findall(r"\b[a-zA-Z_][\w:]*\b(?! *\()", bare)) - {"by", "or", "and", "unless"}
+
+
+def test_every_query_reads_series_that_the_gateway_exports() -> None:
+    exported = {f"llama_gateway_{name}" for name in metrics_made()}
+    exported |= {f"{name}_{part}" for name in exported for part in ("bucket", "count", "sum")}
+    exported |= {"process_cpu_seconds_total", "process_resident_memory_bytes"}
+    wrong = {query: metrics_of(query) - exported - recorded() - {"ALERTS"} for query in queries()}
+    assert {query: names for query, names in wrong.items() if names} == {}
+    assert all(metrics_of(query) for query in queries())
+
+
+def test_a_mistyped_metric_is_found() -> None:
+    query = 'sum by (node) (rate(llama_attempts{node=~"a|b"}[5m])) > 2 * a:b or vector(0)'
+    assert metrics_of(query) == {"llama_attempts", "a:b"}
+
+
 def test_provisioning_names_the_folder_to_which_the_playbooks_copy_the_dashboard() -> None:
     folder = GRAFANA / "provisioning" / "dashboards" / "llama-gateway.yml"
     path = yaml.safe_load(folder.read_text())["providers"][0]["options"]["path"]
@@ -84,6 +106,10 @@ async def test_every_query_runs_against_a_real_prometheus(tmp_path: Path) -> Non
             found = await prometheus.query(expression)
             return bool(found and float(found[0]["value"][1]) > 0) or None
 
+        async def all_recorded() -> bool | None:
+            found = [await prometheus.query(name) for name in recorded()]
+            return all(found) or None
+
         async def ask() -> None:
             messages = [{"role": "user", "content": "Hello"}]
             body = {"messages": messages, "max_tokens": 4, "stream": True}
@@ -96,6 +122,7 @@ async def test_every_query_runs_against_a_real_prometheus(tmp_path: Path) -> Non
         await ask()
         rate = 'rate(llama_gateway_tokens_total{kind="prompt"}[30s])'
         await eventually(lambda: counted(rate))
+        await eventually(all_recorded)
         answers = await asyncio.gather(*(prometheus.query(query) for query in queries()))
         empty = [query for query, found in zip(queries(), answers, strict=True) if not found]
         assert empty == [dashboard()["annotations"]["list"][0]["expr"]], "nothing fires"

@@ -24,7 +24,7 @@ NODES = 1000
 UPDATES = 20
 NIGHT = int(os.environ.get("DASHBOARD_UPDATES", "64"))
 """Updates at high speed, after which memory must be what it was; a night has 30,000."""
-BUSY_SHARE = 0.4
+BUSY_SHARE = 0.5
 """Share of the nodes whose picture changes with each update."""
 
 
