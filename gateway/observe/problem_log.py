@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from gateway.observe.problems import Problem, Severity
+from gateway.observe.problem import Problem, Severity
 
 OVER_SECONDS = 5.0
 """Seconds for which a problem must be away to be over: some come and go around a limit."""

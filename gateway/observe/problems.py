@@ -6,14 +6,13 @@ remedy names commands that exist; tests/observe/test_problems.py runs their `--h
 
 from __future__ import annotations
 
-import enum
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from gateway.observe.fleet_condition import FleetCondition, NodeCondition
+from gateway.observe.problem import Problem, Severity
 
 MOST_PROBLEMS = 50
 """Most problems that are told."""
@@ -55,56 +54,6 @@ NODES = "llama-gateway nodes"
 MODELS = "llama-gateway models"
 CHECK = "llama-gateway check"
 PROBE_ALL = "llama-gateway check --probe"
-
-
-class Severity(enum.Enum):
-    """How soon somebody should act."""
-
-    CRITICAL = "critical"
-    """Requests fail, or will within minutes."""
-    WARNING = "warning"
-    """The fleet works, with less than it should have."""
-    NOTICE = "notice"
-    """Nothing is broken; somebody may have forgotten it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Something that an operator should know, and what to do about it."""
-
-    id: str
-    """The same for as long as it lasts."""
-    severity: Severity
-    title: str
-    cause: str
-    remedy: str
-    commands: tuple[str, ...] = ()
-    """Command lines of the remedy."""
-    nodes: tuple[str, ...] = ()
-    """The first of the nodes that it is about."""
-    caller: str | None = None
-    """The caller that it is about; for operators only."""
-    anonymous_commands: tuple[str, ...] | None = None
-    """`commands` for those who may not know the caller; None: they do not name it."""
-    anonymous_remedy: str | None = None
-    """Likewise."""
-
-    def as_json(self, *, may_name_callers: bool) -> dict[str, Any]:
-        """As the admin API shows it."""
-        caller, remedy, commands = self.caller, self.remedy, self.commands
-        if not may_name_callers:
-            caller, remedy = None, self.anonymous_remedy or remedy
-            commands = self.anonymous_commands or commands
-        return {
-            "id": self.id,
-            "severity": self.severity.value,
-            "title": self.title,
-            "cause": self.cause,
-            "remedy": remedy,
-            "commands": commands,
-            "nodes": self.nodes,
-            "caller": caller,
-        }
 
 
 def find_problems(condition: FleetCondition) -> list[Problem]:

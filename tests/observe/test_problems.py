@@ -16,12 +16,11 @@ from gateway.observe.fleet_condition import (
     StorageCondition,
     TrafficCondition,
 )
+from gateway.observe.problem import Problem, Severity
 from gateway.observe.problems import (
     MOST_NAMED_MODELS,
     MOST_NAMED_NODES,
     MOST_PROBLEMS,
-    Problem,
-    Severity,
     find_problems,
 )
 from gateway.tools.cli import app

@@ -25,8 +25,8 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.node_prices import GpuCosts
 from gateway.observe.audit import AuditTrail
 from gateway.observe.history import COLUMNS, FleetHistory, HistoryPoint
+from gateway.observe.problem import Problem
 from gateway.observe.problem_log import ProblemLog
-from gateway.observe.problems import Problem
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.scheduling.scheduler import Scheduler
 from gateway.web.admin.configuration import GatewayControl

@@ -28,11 +28,8 @@ from gateway.observe.fleet_condition import (
     TrafficCondition,
 )
 from gateway.observe.history import FleetHistory, Gauges
-from gateway.observe.problems import (
-    USABLE_STATES,
-    Problem,
-    find_problems,
-)
+from gateway.observe.problem import Problem
+from gateway.observe.problems import USABLE_STATES, find_problems
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest
 from gateway.request import Priority
 from gateway.scheduling.scheduler import Scheduler
