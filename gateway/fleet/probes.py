@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from http import HTTPStatus
 
 import msgspec
@@ -65,28 +64,20 @@ async def fetch(
     pool = node.upstream
     head = pool.address.request_head(b"GET", path.encode(), _HEADER_LINES)
     try:
-        async with LoopTimeout(limit):
-            connection = await pool.exchange(head, dial=partial(pool.connect, limit))
-            try:
-                encodings = {
-                    value.lower() for name, value in connection.headers if name == _ENCODING
-                }
-                # A compressed body of some bytes may have millions; none was asked for.
-                if not encodings <= {b"", b"identity"}:
-                    return ended(
-                        ProbeAnswer.FAILED, f"{path} is compressed, though asked not to be"
-                    )
-                body = bytearray()
-                while part := await connection.read():
-                    body += part
-                    if len(body) > largest:
-                        return ended(ProbeAnswer.FAILED, f"{path} answers without end")
-                return ProbeResponse(connection.status, bytes(body))
-            finally:
-                if connection.complete:
-                    pool.release(connection)
-                else:
-                    connection.close()
+        async with (
+            LoopTimeout(limit),
+            pool.response(head, connect_timeout=limit) as connection,
+        ):
+            encodings = {value.lower() for name, value in connection.headers if name == _ENCODING}
+            # A compressed body of some bytes may have millions; none was asked for.
+            if not encodings <= {b"", b"identity"}:
+                return ended(ProbeAnswer.FAILED, f"{path} is compressed, though asked not to be")
+            body = bytearray()
+            while part := await connection.read():
+                body += part
+                if len(body) > largest:
+                    return ended(ProbeAnswer.FAILED, f"{path} answers without end")
+            return ProbeResponse(connection.status, bytes(body))
     except (TimeoutError, ConnectTimedOut):
         return ended(ProbeAnswer.TIMED_OUT, f"no answer to {path} within {limit:g} s")
     except LocalResourcesExhausted as error:

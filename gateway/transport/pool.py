@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import ssl
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from gateway.errors import drop_traceback
@@ -136,6 +137,28 @@ class ConnectionPool:
                 raise
             else:
                 return connection
+
+    @asynccontextmanager
+    async def response(
+        self,
+        head: bytes,
+        body: bytes = b"",
+        *,
+        connect_timeout: float,
+        on_connected: Callable[[NodeConnection], None] | None = None,
+    ) -> AsyncIterator[NodeConnection]:
+        """Send a request; yields the connection with the response's head, to read the body from.
+
+        At the end the connection is taken back, or closed if the response was not read to its end.
+        Raises: as `exchange` and `connect`.
+        """
+        connection = await self.exchange(
+            head, body, dial=lambda: self.connect(connect_timeout), on_connected=on_connected
+        )
+        try:
+            yield connection
+        finally:
+            self.release(connection)
 
     def take_idle(self) -> NodeConnection | None:
         """An open connection that was used lately, or None."""

@@ -66,7 +66,4 @@ class _Body(httpx.AsyncByteStream):
             raise httpx.ReadError(str(error)) from error
 
     async def aclose(self) -> None:
-        if self._connection.complete:
-            self._pool.release(self._connection)
-        else:
-            self._connection.close()
+        self._pool.release(self._connection)

@@ -191,6 +191,32 @@ async def test_a_closed_pool_closes_idle_connections_and_leaves_used_ones() -> N
 # One exchange.
 
 
+async def test_the_connection_of_a_response_that_was_read_to_its_end_is_used_again() -> None:
+    async with raw_server(always(OK)) as server:
+        pool = pool_of(server)
+        for _ in range(3):
+            async with pool.response(ASK, connect_timeout=LIMIT) as connection:
+                assert (connection.status, await connection.read_all(1000)) == (200, b"ok")
+        assert server.opened == 1
+        pool.close()
+
+
+async def test_the_connection_of_a_response_that_was_not_read_to_its_end_is_closed() -> None:
+    async def half(peer: Peer) -> None:
+        await peer.request()
+        await peer.say(OK[:-1])
+        await peer.reader.read()
+
+    async with raw_server(half) as server:
+        pool = pool_of(server)
+        with pytest.raises(ValueError, match="enough"):
+            async with pool.response(ASK, connect_timeout=LIMIT):
+                raise ValueError("enough")
+        assert pool.take_idle() is None
+        await server.until(lambda: server.open == 0)
+        pool.close()
+
+
 @pytest.mark.parametrize(
     ("lines", "length", "head"),
     [

@@ -502,28 +502,20 @@ class NodeQueries:
     async def _query(self, method: bytes, path: str, body: bytes) -> JsonObject:
         head = self._pool.address.request_head(method, path.encode(), _JSON_HEADER_LINE, len(body))
         try:
-            async with LoopTimeout(QUERY_TIMEOUT):
-                status, answer = await self._exchange(head, body)
+            async with (
+                LoopTimeout(QUERY_TIMEOUT),
+                self._pool.response(
+                    head, body, connect_timeout=self._connect_timeout
+                ) as connection,
+            ):
+                answer = await connection.read_all(MOST_QUERY_RESPONSE_BYTES)
         except TimeoutError:
             raise UpstreamTimeout(
                 "first_byte", f"{path} was not answered for {QUERY_TIMEOUT:.0f} s"
             ) from None
-        if status != 200:
-            raise NodeReportedError(f"The node answered {path} with status {status}")
+        if connection.status != 200:
+            raise NodeReportedError(f"The node answered {path} with status {connection.status}")
         try:
             return parse_object(answer)
         except InvalidJson:
             raise InvalidResponse(f"The node's answer to {path} is no JSON object") from None
-
-    async def _exchange(self, head: bytes, body: bytes) -> tuple[int, bytes]:
-        pool = self._pool
-        connection = await pool.exchange(
-            head, body, dial=lambda: pool.connect(self._connect_timeout)
-        )
-        try:
-            answer = await connection.read_all(MOST_QUERY_RESPONSE_BYTES)
-        except BaseException:
-            connection.close()
-            raise
-        pool.release(connection)
-        return connection.status, answer

@@ -297,20 +297,17 @@ class _Questions:
 
     async def _ask(self, head: bytes, body: bytes) -> tuple[int, dict[str, Any], float]:
         sent = [0.0]
-        async with asyncio.timeout(self.timeout):
-            connection = await self.pool.exchange(
+        async with (
+            asyncio.timeout(self.timeout),
+            self.pool.response(
                 head,
                 body,
-                dial=lambda: self.pool.connect(self.connect_timeout),
+                connect_timeout=self.connect_timeout,
                 on_connected=lambda _: sent.__setitem__(0, self.clock()),
-            )
+            ) as connection,
+        ):
             trip = self.clock() - sent[0]
-            try:
-                content = await connection.read_all(MOST_ANSWER_BYTES)
-            except BaseException:
-                connection.close()
-                raise
-        self.pool.release(connection)
+            content = await connection.read_all(MOST_ANSWER_BYTES)
         try:
             return connection.status, read_object(content), trip
         except ExchangeError:
