@@ -25,7 +25,7 @@ export PIP_NO_INPUT := 1
 # Tests start hundreds of processes. Without kept bytecode each would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install dev run test test-fast test-fresh test-net test-wheel chaos soak fuzz slow-clients check format bench bench-scheduling pins wheel wheelhouse ansible check-deploy test-deploy test-numa docs docs-serve clean
+.PHONY: help install dev run test test-all test-fresh chaos soak fuzz slow-clients check format bench bench-scheduling pins wheel wheelhouse ansible check-deploy test-deploy test-numa docs docs-serve clean
 
 help: ## show this list
 	@printf 'llama-gateway: make targets\n\n'
@@ -66,20 +66,14 @@ $(VENV)/.local $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: $(BIN)/python requirement
 run: $(VENV)/.local ## serve real llama.cpp servers of this machine on http://127.0.0.1:8000/v1
 	@$(BIN)/llama-gateway up $(ARGS)
 
-test: $(VENV)/.test ## run every test that needs no root and no Debian package
-	@$(BIN)/python -m pytest -m 'not net' $(PARALLEL) $(ARGS)
+test: $(VENV)/.test ## run the fast tests and a smoke test of each real part; ARGS=PATH: all tests below PATH
+	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
-test-fast: $(VENV)/.test ## run only the tests that are fast and need no server
-	@$(BIN)/python -m pytest -m 'not net and not slow and not real' $(PARALLEL) $(ARGS)
+test-all: $(VENV)/.dev ## run all tests, group by group: ARGS=kills, ARGS=--list, ARGS=--resume, ARGS=long
+	@$(BIN)/python -m tests.ci.all $(ARGS)
 
 test-fresh: $(VENV)/.test ## run README's two commands on bare Debian 12, 13 and testing (root; mmdebstrap); ARGS="noble resolute": Ubuntu
 	@$(BIN)/python -m tests.fresh $(ARGS)
-
-test-net: $(VENV)/.test ## run tests with packet loss, partitions, no descriptors and jumping clocks (root; ip, nft)
-	@$(BIN)/python -m pytest -m net tests/chaos $(ARGS)
-
-test-wheel: $(VENV)/.test ## install the wheel by pipx and by uv in an empty home, and send it a request (package index)
-	@$(BIN)/python -m pytest -m net tests/test_wheel.py $(ARGS)
 
 chaos: $(VENV)/.test ## inject seeded faults under load, run after run: ARGS="--runs 500 --seconds 15 --resume FILE"
 	@$(BIN)/python -m tests.chaos $(ARGS)

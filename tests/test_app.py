@@ -170,6 +170,7 @@ async def test_listeners_close_after_the_delay(tmp_path: Path) -> None:
         assert await gateway.status() == 0
 
 
+@pytest.mark.smoke
 async def test_running_and_queued_requests_may_end(tmp_path: Path) -> None:
     async with (
         EmulatedNode(slots=1) as node,
@@ -197,6 +198,7 @@ async def test_running_and_queued_requests_may_end(tmp_path: Path) -> None:
         assert node.requests == 2
 
 
+@pytest.mark.smoke
 async def test_requests_that_outlast_the_grace_get_an_error(tmp_path: Path) -> None:
     settings = {"shutdown": {"grace": 0.5}}
     async with (

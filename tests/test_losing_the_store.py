@@ -72,6 +72,7 @@ async def test_no_request_fails_while_postgresql_is_killed_and_started_again(
     assert_nothing_was_lost(found, "unavailable")
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "state"), [(file_locked, "locked"), (file_away, "gone")])
 async def test_no_request_fails_while_the_file_cannot_be_used(
@@ -102,6 +103,7 @@ async def test_a_gateway_starts_and_ends_though_its_store_is_halted(tmp_path: Pa
             server.go_on()
 
 
+@pytest.mark.smoke
 @needs_postgres
 @pytest.mark.slow
 async def test_a_store_that_is_not_there_at_the_start_is_used_when_it_comes(

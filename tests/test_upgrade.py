@@ -63,6 +63,7 @@ async def ask_on(client: httpx.AsyncClient, asking: Asking, *, stream: bool) -> 
         asking.answered += 1
 
 
+@pytest.mark.smoke
 async def test_no_request_fails_during_handovers(tmp_path: Path) -> None:
     async with (
         EmulatedNode(slots=64) as node,
@@ -177,6 +178,7 @@ async def test_a_successor_without_keys_does_not_unlock_the_gateway(
         assert line.logged("locked")
 
 
+@pytest.mark.smoke
 async def test_drains_and_remembered_models_survive_a_handover(tmp_path: Path) -> None:
     async with (
         EmulatedNode() as node,

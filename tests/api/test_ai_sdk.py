@@ -30,6 +30,7 @@ async def done(script: Path, site: Site, work: str) -> Any:
     return await npm.run_script(script, f"{site.url}/v1", work)
 
 
+@pytest.mark.smoke
 async def test_text_is_streamed(script: Path, site: Site, chat_node: httpx.AsyncClient) -> None:
     body = {"input": "hello there", "max_output_tokens": 24, "temperature": 0}
     direct = (await chat_node.post("/v1/responses", json=body)).json()

@@ -43,6 +43,7 @@ async def direct_text(chat_node: httpx.AsyncClient) -> str:
     return text
 
 
+@pytest.mark.smoke
 async def test_a_message_has_the_servers_own_text(
     anthropic: AsyncAnthropic, chat_node: httpx.AsyncClient
 ) -> None:
@@ -54,6 +55,7 @@ async def test_a_message_has_the_servers_own_text(
     assert message.usage.output_tokens == 24
 
 
+@pytest.mark.smoke
 async def test_a_streamed_message_has_the_same_text(
     anthropic: AsyncAnthropic, chat_node: httpx.AsyncClient
 ) -> None:
@@ -82,6 +84,7 @@ async def test_both_kinds_of_usage_are_metered(anthropic: AsyncAnthropic, site: 
     assert record.completion_tokens == usage.output_tokens == 24
 
 
+@pytest.mark.smoke
 async def test_tokens_are_counted_as_the_server_counts_them(
     anthropic: AsyncAnthropic, chat_node: httpx.AsyncClient
 ) -> None:
@@ -94,6 +97,7 @@ async def test_tokens_are_counted_as_the_server_counts_them(
     assert counted.input_tokens == message.usage.input_tokens + cached
 
 
+@pytest.mark.smoke
 async def test_a_tool_is_called(anthropic: AsyncAnthropic) -> None:
     message = await anthropic.messages.create(
         **ASK | {"max_tokens": 400}, tools=[TOOL], tool_choice={"type": "any"}
@@ -145,6 +149,7 @@ async def test_an_unknown_model_is_not_found(anthropic: AsyncAnthropic, site: Si
     assert [record.status for record in site.records] == [404]
 
 
+@pytest.mark.smoke
 async def test_a_prompt_that_is_too_long_is_a_bad_request(anthropic: AsyncAnthropic) -> None:
     messages = [{"role": "user", "content": "river stone " * CONTEXT}]
     with pytest.raises(package.BadRequestError, match=f"{CONTEXT} tokens") as caught:
@@ -187,6 +192,7 @@ async def test_a_queue_timeout_is_an_overload_and_not_retried(
         assert [record.status for record in site.records].count(503) == 1
 
 
+@pytest.mark.smoke
 async def test_an_error_after_a_heartbeat_keeps_its_type(tmp_path: Path, narrow_url: str) -> None:
     settings = {"queue": {"max_wait": 0.5}, "heartbeat": 0.1}
     async with running_site(tmp_path, [narrow_url], settings) as site, site.anthropic() as client:

@@ -38,6 +38,7 @@ def the_node(site: Site) -> Any:
     return site.gateway.fleet.nodes["node-0"]
 
 
+@pytest.mark.smoke
 async def test_a_stream_that_is_left_frees_its_slot_at_once(narrow: Site, narrow_url: str) -> None:
     async with narrow.http.stream("POST", PATH, json=LONG) as answer:
         parts = answer.aiter_bytes()
@@ -53,6 +54,7 @@ async def test_a_stream_that_is_left_frees_its_slot_at_once(narrow: Site, narrow
     assert the_node(narrow).failures == 0
 
 
+@pytest.mark.smoke
 async def test_a_plain_request_that_is_left_frees_its_slot_at_once(
     narrow: Site, narrow_url: str
 ) -> None:

@@ -165,6 +165,7 @@ def under_way(site: Site) -> int:
     return sum(attempt is not None and attempt.event_count > 0 for attempt in attempts)
 
 
+@pytest.mark.smoke
 async def test_a_killed_server_costs_no_answer(tmp_path: Path) -> None:
     async with (
         the_fleet(tmp_path, NODES, slots=2) as fleet,

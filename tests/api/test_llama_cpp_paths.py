@@ -55,6 +55,7 @@ def settled(value: Any) -> Any:
     return value
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("path", "body"), SAME)
 async def test_a_path_answers_as_the_server_does(
     site: Site, chat_node: httpx.AsyncClient, path: str, body: dict[str, Any]
@@ -91,6 +92,7 @@ async def test_the_servers_errors_on_anthropics_path_have_anthropics_form(
     assert ours.json()["error"]["message"] == direct.json()["error"]["message"]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("path", "body"), EMBED)
 async def test_numbers_are_the_servers_own(
     site: Site, embed_node: httpx.AsyncClient, path: str, body: dict[str, Any]
@@ -147,6 +149,7 @@ async def test_an_unsupported_request_is_sent_once_and_the_node_is_not_blamed(
     assert (await site.http.post("/tokenize", json={"content": "a", "model": "demo"})).is_success
 
 
+@pytest.mark.smoke
 async def test_properties_show_sizes_and_nothing_else(
     site: Site, chat_node: httpx.AsyncClient
 ) -> None:
@@ -175,6 +178,7 @@ async def test_the_servers_properties_cannot_be_changed(site: Site) -> None:
     assert answer.json()["error"]["code"] == "method_not_allowed"
 
 
+@pytest.mark.smoke
 async def test_clients_cannot_choose_a_slot(site: Site, chat_url: str) -> None:
     body = {"prompt": "hello", "n_predict": 2, "model": "demo"}
     free = await site.http.post("/completion", json=body)

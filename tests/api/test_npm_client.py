@@ -36,6 +36,7 @@ async def test_models(script: Path, site: Site) -> None:
     assert models["one"] == "org/demo"
 
 
+@pytest.mark.smoke
 async def test_chat_and_streaming(script: Path, site: Site, chat_node: httpx.AsyncClient) -> None:
     body = {"messages": HELLO, "max_tokens": 24, **FIXED}
     direct = (await chat_node.post("/v1/chat/completions", json=body)).json()

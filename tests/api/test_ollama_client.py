@@ -78,6 +78,7 @@ async def direct_text(node: httpx.AsyncClient, **body: Any) -> str:
     return str(found["choices"][0]["message"]["content"])
 
 
+@pytest.mark.smoke
 async def test_a_chat(client: ollama.AsyncClient, chat_node: httpx.AsyncClient) -> None:
     text = await direct_text(chat_node)
     found = await client.chat("demo", HELLO, options=OPTIONS)
@@ -158,6 +159,7 @@ async def test_probabilities(client: ollama.AsyncClient) -> None:
     assert "".join(one.token for one in found.logprobs) == found.message.content
 
 
+@pytest.mark.smoke
 async def test_embeddings(client: ollama.AsyncClient, embed_node: httpx.AsyncClient) -> None:
     body = {"input": ["hello there", "stone"]}
     direct = (await embed_node.post("/v1/embeddings", json=body)).json()
@@ -195,6 +197,7 @@ async def test_what_llama_cpp_refuses(client: ollama.AsyncClient) -> None:
     assert "exceeds the available context size" in raised.value.error
 
 
+@pytest.mark.smoke
 async def test_a_stream_goes_on_when_its_server_is_killed(tmp_path: Path) -> None:
     exact = ("--exact",)
     with running_demo_servers(2, slots=1, context=16_384, extra=exact) as servers:
@@ -236,6 +239,7 @@ async def test_javascript_models(script: Path, site: Site) -> None:
     assert found["version"]
 
 
+@pytest.mark.smoke
 async def test_javascript_chats(script: Path, site: Site, chat_node: httpx.AsyncClient) -> None:
     text = await direct_text(chat_node)
     plain = await done(script, site, "chat")

@@ -62,6 +62,7 @@ async def direct_text(chat_node: httpx.AsyncClient) -> str:
 # Models.
 
 
+@pytest.mark.smoke
 async def test_models_are_listed_with_their_context(openai: AsyncOpenAI) -> None:
     models = {model.id: model async for model in openai.models.list()}
     assert list(models)[:2] == ["demo", "demo-embed"]
@@ -79,6 +80,7 @@ async def test_a_model_is_found_by_its_name(openai: AsyncOpenAI, name: str) -> N
 # Chat.
 
 
+@pytest.mark.smoke
 async def test_a_chat_has_the_servers_own_text(
     openai: AsyncOpenAI, chat_node: httpx.AsyncClient
 ) -> None:
@@ -89,6 +91,7 @@ async def test_a_chat_has_the_servers_own_text(
     assert answer.usage.completion_tokens == 24
 
 
+@pytest.mark.smoke
 async def test_a_streamed_chat_has_the_same_text(
     openai: AsyncOpenAI, chat_node: httpx.AsyncClient
 ) -> None:
@@ -101,6 +104,7 @@ async def test_a_streamed_chat_has_the_same_text(
     assert len(chunks) > 20
 
 
+@pytest.mark.smoke
 async def test_a_stream_has_its_usage_on_request(openai: AsyncOpenAI, site: Site) -> None:
     stream = await openai.chat.completions.create(
         **CHAT, stream=True, stream_options={"include_usage": True}
@@ -144,6 +148,7 @@ async def test_probabilities_come_with_the_tokens(openai: AsyncOpenAI) -> None:
     assert text.decode() == answer.choices[0].message.content
 
 
+@pytest.mark.smoke
 async def test_the_synchronous_client_works_as_well(
     site: Site, chat_node: httpx.AsyncClient
 ) -> None:
@@ -161,6 +166,7 @@ async def test_the_synchronous_client_works_as_well(
 # Tools and grammars.
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("streams", [False, True])
 async def test_a_required_tool_is_called(openai: AsyncOpenAI, *, streams: bool) -> None:
     # The demo model calls a tool with meaningless words that match the tool's grammar.
@@ -211,6 +217,7 @@ async def test_an_answer_keeps_to_a_schema(openai: AsyncOpenAI) -> None:
 # Completions.
 
 
+@pytest.mark.smoke
 async def test_a_completion_has_the_servers_own_text(
     openai: AsyncOpenAI, chat_node: httpx.AsyncClient
 ) -> None:
@@ -245,6 +252,7 @@ async def test_a_prompt_may_be_token_ids(openai: AsyncOpenAI, site: Site) -> Non
 # Embeddings.
 
 
+@pytest.mark.smoke
 async def test_embeddings_are_the_servers_own_numbers(
     openai: AsyncOpenAI, embed_node: httpx.AsyncClient
 ) -> None:
@@ -280,6 +288,7 @@ async def test_embeddings_pass_in_base64_as_the_client_asks_by_default(
 # Responses.
 
 
+@pytest.mark.smoke
 async def test_a_response_has_the_servers_own_text(
     openai: AsyncOpenAI, chat_node: httpx.AsyncClient
 ) -> None:
@@ -291,6 +300,7 @@ async def test_a_response_has_the_servers_own_text(
     assert plain.usage.output_tokens == 24
 
 
+@pytest.mark.smoke
 async def test_a_streamed_response_has_its_events_and_the_same_text(openai: AsyncOpenAI) -> None:
     body: Any = {"model": "demo", "input": "hello there", "max_output_tokens": 24, "temperature": 0}
     plain = await openai.responses.create(**body)

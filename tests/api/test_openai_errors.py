@@ -37,6 +37,7 @@ def error_facts(error: package.APIStatusError) -> tuple[int, Any, str | None]:
 # Errors of the client.
 
 
+@pytest.mark.smoke
 async def test_an_unknown_model_is_not_found_and_not_retried(
     openai: AsyncOpenAI, site: Site
 ) -> None:
@@ -92,6 +93,7 @@ async def test_a_nodes_own_bad_request_passes_through_and_blames_nobody(
     assert site.gateway.fleet.nodes["chat"].failures == 0
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("streams", [False, True])
 async def test_the_error_for_a_prompt_that_is_too_long_has_the_context_size(
     openai: AsyncOpenAI, *, streams: bool
@@ -215,6 +217,7 @@ async def held(site: Site) -> AsyncIterator[None]:
             yield
 
 
+@pytest.mark.smoke
 @pytest.mark.usefixtures("holding")
 async def test_a_full_queue_is_a_rate_limit_and_retried(tmp_path: Path, narrow_url: str) -> None:
     async with (
@@ -265,6 +268,7 @@ async def test_a_queue_timeout_is_not_retried(tmp_path: Path, narrow_url: str) -
         assert [record.status for record in site.records] == [503]
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 async def test_a_request_to_a_fleet_that_is_down_is_retried(
     tmp_path: Path,
@@ -338,6 +342,7 @@ async def read(parts: AsyncIterator[Any]) -> None:
         pass
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 @pytest.mark.parametrize("api", ["chat", "responses"])
 async def test_a_node_that_dies_in_mid_stream_is_an_error_of_the_client(

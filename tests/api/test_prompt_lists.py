@@ -24,6 +24,7 @@ def texts(answer: Any) -> dict[int, str]:
     return {choice["index"]: choice["text"] for choice in answer["choices"]}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("prompts", [WORDS, [[400, 500], [600]] * 3, ["a", [400, 401], "b"] * 2])
 async def test_more_prompts_than_slots_are_one_answer_in_order(
     site: Site, chat_node: httpx.AsyncClient, prompts: list[Any]

@@ -28,6 +28,7 @@ class City(BaseModel):
 # /v1/responses
 
 
+@pytest.mark.smoke
 async def test_the_events_of_a_response_are_accumulated(openai: AsyncOpenAI) -> None:
     async with openai.responses.stream(
         **ASK, text={"format": BOUND}, max_output_tokens=100
@@ -108,6 +109,7 @@ async def test_a_call_that_was_cut_off_is_incomplete(openai: AsyncOpenAI) -> Non
 # /v1/messages
 
 
+@pytest.mark.smoke
 async def test_a_message_obeys_its_format(anthropic: AsyncAnthropic) -> None:
     body: Any = {"model": "demo", "messages": HELLO, "max_tokens": 100}
     message = await anthropic.messages.create(**body, **OUTPUT)

@@ -172,6 +172,7 @@ async def command(*arguments: str) -> tuple[int | None, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
+@pytest.mark.smoke
 async def test_nodes_come_and_go_without_a_lost_request(tmp_path: Path) -> None:
     with running_demo_servers(2) as (one, two):
         async with (
@@ -255,6 +256,7 @@ async def test_a_node_is_drained_and_resumed_by_command_under_load(tmp_path: Pat
         assert {line["status"] for line in gateway.logged("request")} == {200}
 
 
+@pytest.mark.smoke
 async def test_running_streams_complete_when_the_process_gets_sigterm(tmp_path: Path) -> None:
     with running_demo_servers(1) as (one,):
         async with serving(tmp_path, one=one.url) as gateway:

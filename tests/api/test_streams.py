@@ -60,6 +60,7 @@ async def streamed(
         return await answer.aread()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("path", "body"), STREAMS)
 async def test_a_stream_is_the_servers_own(
     site: Site, chat_node: httpx.AsyncClient, path: str, body: dict[str, Any]
@@ -113,6 +114,7 @@ async def test_progress_of_a_long_prefill_is_reported(tmp_path: Path, narrow_url
 _READ = re.compile(rb": prefill percent=(\d+) processed=(\d+) total=(\d+)\n")
 
 
+@pytest.mark.smoke
 async def test_concurrent_streams_keep_to_themselves(site: Site) -> None:
     body = CHAT | {"model": "demo", "max_tokens": 60, "id_slot": -1}
     fleet = site.gateway.fleet
@@ -135,6 +137,7 @@ async def test_concurrent_streams_keep_to_themselves(site: Site) -> None:
     assert max(queues) > min(queues)  # there are four slots
 
 
+@pytest.mark.smoke
 async def test_heartbeats_come_while_a_stream_waits(tmp_path: Path, narrow_url: str) -> None:
     async with running_site(tmp_path, [narrow_url], {"heartbeat": 0.05}) as site:
         long = CHAT | {"model": "demo", "max_tokens": 15_000, "stream": True}

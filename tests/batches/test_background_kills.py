@@ -156,6 +156,7 @@ async def test_what_waits_runs_after_the_restart_once(tmp_path: Path, kind: str)
         assert sorted(await here.paid()) == sorted([id_of(first), id_of(second)])
 
 
+@pytest.mark.smoke
 async def test_a_response_that_runs_goes_on_from_its_events(tmp_path: Path) -> None:
     async with place(tmp_path, decode_tps=20) as here:
         path = await here.ask("response", "tell me", 60)

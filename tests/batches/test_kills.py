@@ -10,6 +10,7 @@ from tests.postgres import needs_postgres
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgresql", marks=needs_postgres)])
 async def test_every_line_has_one_result_though_the_gateway_is_killed(kind: str) -> None:
     with a_store(kind) as (url, server):

@@ -31,6 +31,7 @@ BODY = {"input": INPUT, "instructions": "be long", "max_output_tokens": 300, "te
         "seed": 7, "ignore_eos": True}  # fmt: skip
 
 
+@pytest.mark.smoke
 async def test_a_real_response_goes_on_from_its_log(tmp_path: Path) -> None:
     settings = {"health": {"interval": 0.5}}
     async with (

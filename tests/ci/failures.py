@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ class _Recorder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.failed: dict[str, str] = {}
+        self.tests = 0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.tests += report.when == "call"
         if report.failed:
             self.failed.setdefault(report.nodeid, report.longreprtext)
 
@@ -29,8 +32,8 @@ class _Recorder:
     @pytest.hookimpl(wrapper=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
         yield
-        run = Run(int(session.exitstatus), self.failed)
-        self.path.write_text(json.dumps({"status": run.status, "failed": run.failed}))
+        run = Run(int(session.exitstatus), self.failed, self.tests)
+        self.path.write_text(json.dumps(asdict(run)))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -14,14 +14,13 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.ci.change import Change, add_since, change
 
 ROOT = Path(__file__).resolve().parents[2]
 KNOWN_FLAKY = ROOT / "docs" / "flaky.md"
@@ -32,11 +31,6 @@ LIMIT = 900.0
 """Seconds for one repeated test; pytest's own limit for a test is shorter."""
 FAILED = 1
 """pytest's exit status when tests failed; any other one but 0 means that the run broke off."""
-HUNK = re.compile(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@")
-EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
-"""git's id of the empty tree."""
-RECENT_HOURS = 4
-"""Without an upstream, the commits of so many hours before HEAD are the change."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +40,8 @@ class Run:
     status: int
     failed: dict[str, str]
     """Failed tests: node id -> text of the failure."""
+    tests: int = 0
+    """How many tests passed or failed."""
 
 
 @dataclass
@@ -62,10 +58,6 @@ class Verdict:
     @property
     def passed(self) -> bool:
         return not self.failed and not self.touched and len(self.flaky) <= MOST_FLAKY
-
-
-Change = Mapping[str, AbstractSet[int]]
-"""Files of the repository that a change touched, and their changed lines (numbers from 1)."""
 
 
 def judge(repeated: Mapping[str, bool], changed: Change, root: Path = ROOT) -> Verdict:
@@ -144,47 +136,6 @@ def _modules(own: str, tree: ast.Module) -> set[str]:
     return found
 
 
-def change(since: str | None, root: Path = ROOT) -> dict[str, set[int]]:
-    """Return the changed lines since a revision; a file that was only moved has none.
-
-    Without a revision: since this branch left its upstream; else the changes of HEAD and of the
-    commits in the hours before it; without an older commit, everything.
-    """
-    base = since or _left_upstream(root) or _before_recent_hours(root) or EMPTY_TREE
-    found: dict[str, set[int]] = {}
-    lines: set[int] = set()
-    for line in _git(root, "diff", "--unified=0", "--find-renames", base).splitlines():
-        if line.startswith("+++ "):
-            lines = found.setdefault(line.removeprefix("+++ ").removeprefix("b/"), set())
-        elif hunk := HUNK.match(line):
-            first, count = int(hunk[1]), int(hunk[2] or 1)
-            # Removed lines were between two lines.
-            lines |= set(range(first, first + count)) if count else {first, first + 1}
-    for name in _git(root, "ls-files", "--others", "--exclude-standard").splitlines():
-        found[name] = set(range(1, len((root / name).read_bytes().splitlines()) + 1))
-    return found
-
-
-def _left_upstream(root: Path) -> str | None:
-    head = _git(root, "rev-parse", "HEAD").strip()
-    try:
-        base = _git(root, "merge-base", "HEAD", "@{upstream}").strip()
-    except subprocess.CalledProcessError:
-        return None
-    return base if base != head else None
-
-
-def _before_recent_hours(root: Path) -> str | None:
-    when = int(_git(root, "log", "-1", "--format=%ct"))
-    before = f"--before={when - RECENT_HOURS * 3600}"
-    return _git(root, "rev-list", "-1", before, "HEAD").strip() or None
-
-
-def _git(root: Path, *words: str) -> str:
-    command = ["git", "-c", f"safe.directory={root}", "-C", str(root), *words]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
 def known_flaky(page: Path = KNOWN_FLAKY) -> str:
     """Return the text of the page of known flaky tests; empty without one."""
     return page.read_text() if page.exists() else ""
@@ -205,7 +156,7 @@ def read_run(path: Path) -> Run:
     Raises OSError or ValueError when the run did not finish.
     """
     data = json.loads(path.read_text())
-    return Run(data["status"], data["failed"])
+    return Run(data["status"], data["failed"], data["tests"])
 
 
 def report(verdict: Verdict, run: Run, listed: str) -> str:
@@ -236,33 +187,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.ci.repeat", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("failures", type=Path, help="the file of the plugin tests.ci.failures")
-    parser.add_argument(
-        "--since",
-        default=os.environ.get("GATE_SINCE") or None,
-        help="revision before the change (default: $GATE_SINCE, else the upstream branch, "
-        f"else the last commit {RECENT_HOURS} hours older than HEAD)",
-    )
+    add_since(parser)
     options = parser.parse_args()
     try:
         run = read_run(options.failures)
     except (OSError, ValueError, KeyError) as error:
         print(f"== the run did not finish, nothing is repeated: {error}")
         return 1
-    if run.status == 0:
-        return 0
+    return int(run.status != 0 and not repeat_failed(run, options.since))
+
+
+def repeat_failed(run: Run, since: str | None) -> bool:
+    """Repeat the failed tests of a run, and print the verdict; whether the gate passes."""
     if run.status != FAILED or not run.failed:
         print(f"== pytest ended with status {run.status}: nothing is repeated")
-        return 1
+        return False
     if len(run.failed) > MOST_REPEATED:
         print(f"== {len(run.failed)} tests failed: too many to be flaky, none is repeated")
-        return 1
+        return False
     repeated = {}
     for test in run.failed:
         print(f"== repeat {test}", flush=True)
         repeated[test] = passes_alone(test)
-    verdict = judge(repeated, change(options.since))
+    verdict = judge(repeated, change(since))
     print(report(verdict, run, known_flaky()), flush=True)
-    return 0 if verdict.passed else 1
+    return verdict.passed
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.smoke
 async def test_a_rename_over_the_file_is_seen(file: Path) -> None:
     async with watching(file, poll=NEVER) as watch:
         for round_ in range(2):

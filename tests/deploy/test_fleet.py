@@ -51,7 +51,6 @@ def request_of_gateway(
     return int(status), text
 
 
-@pytest.mark.gate
 def test_bare_machines_become_a_fleet_that_answers_through_nginx(fleet: DeployedFleet) -> None:
     assert set(fleet.result.changed) == {"gw", "n1", "n2"}
     assert fleet.chat()["usage"]["completion_tokens"] == 8
@@ -61,7 +60,6 @@ def test_bare_machines_become_a_fleet_that_answers_through_nginx(fleet: Deployed
     }
 
 
-@pytest.mark.gate
 def test_a_second_run_changes_nothing(fleet: DeployedFleet) -> None:
     assert fleet.control.play("site.yml").changed == {}
 
@@ -88,7 +86,6 @@ def test_the_fleet_is_verified(fleet: DeployedFleet) -> None:
     assert fleet.control.play("verify.yml").changed == {}
 
 
-@pytest.mark.gate
 def test_a_node_requires_a_key_that_only_the_gateway_has(fleet: DeployedFleet) -> None:
     host, key = fleet.hosts["n1"], node_key(fleet, "n1")
     assert len(key) == 64
@@ -139,7 +136,6 @@ def test_no_other_machine_reaches_a_node(fleet: DeployedFleet) -> None:
     assert fleet.chat()["usage"]["completion_tokens"] == 8
 
 
-@pytest.mark.gate
 def test_a_server_that_is_killed_comes_back(fleet: DeployedFleet) -> None:
     host = fleet.hosts["n1"]
 
@@ -241,7 +237,6 @@ def test_the_units_are_valid_and_hardened(fleet: DeployedFleet, name: str, unit:
     host.run(f"systemd-analyze security --threshold={int(SECURITY * 10)} {unit}")
 
 
-@pytest.mark.gate
 def test_a_node_is_added_under_load(fleet: DeployedFleet) -> None:
     fleet.control.groups["llama_nodes"].append("n3")
     with DeployLoad(fleet.url, headers=fleet.headers) as load:
@@ -252,7 +247,6 @@ def test_a_node_is_added_under_load(fleet: DeployedFleet) -> None:
     assert load.failures == []
 
 
-@pytest.mark.gate
 def test_llama_cpp_and_the_gateway_are_upgraded_under_load(
     fleet: DeployedFleet, release_files: ReleaseFiles
 ) -> None:
@@ -293,7 +287,6 @@ def test_nodes_get_keys_and_new_ones_under_load(fleet: DeployedFleet) -> None:
     assert control.play("site.yml").changed == {}
 
 
-@pytest.mark.gate
 def test_a_node_is_removed_under_load(fleet: DeployedFleet) -> None:
     fleet.control.groups["llama_nodes"].remove("n3")
     with DeployLoad(fleet.url, headers=fleet.headers) as load:

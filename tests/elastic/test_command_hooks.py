@@ -60,6 +60,7 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
         claim.close()
 
 
+@pytest.mark.smoke
 async def test_a_request_that_only_a_standby_node_serves_starts_it_and_waits(
     tmp_path: Path, machines: Machines
 ) -> None:

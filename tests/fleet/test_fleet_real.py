@@ -27,6 +27,7 @@ REAL: dict[str, Any] = {"interval": 0.2, "timeout": 30.0}
 LIMIT = 120.0  # seconds
 
 
+@pytest.mark.smoke
 async def test_the_properties_and_busy_slots_of_a_real_server_are_read() -> None:
     with running_demo_servers(1, slots=2, context=CONTEXT) as [server]:
         async with a_fleet(a_spec(url=server.url), **REAL) as fleet:
@@ -66,6 +67,7 @@ async def test_a_cut_stream_of_a_real_server_frees_its_slot() -> None:
             assert slot["next_token"][0]["has_next_token"], "it was let go, not waited for"
 
 
+@pytest.mark.smoke
 async def test_the_timings_of_a_real_server_are_learnt() -> None:
     with running_demo_servers(1) as [server]:
         async with a_fleet(a_spec(url=server.url), **REAL) as fleet:

@@ -78,6 +78,7 @@ def some_words(rng: random.Random, count: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(count))
 
 
+@pytest.mark.smoke
 def test_a_growing_conversation_is_found_after_other_requests() -> None:
     memory = FleetPromptCache()
     memory.resize(NODE, 2)

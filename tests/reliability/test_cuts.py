@@ -28,5 +28,6 @@ async def test_resumed_streams_of_word_fragments_are_nearly_always_identical() -
     check(await run_cuts(STREAMS, 7, "text", fragments=True), identical=90)
 
 
+@pytest.mark.smoke
 async def test_exactly_resumed_streams_are_always_identical() -> None:
     check(await run_cuts(STREAMS, 7, "exact", fragments=True), identical=100)

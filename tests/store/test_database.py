@@ -222,6 +222,7 @@ for number in itertools.count():
 """
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 def test_what_was_committed_outlives_a_kill(store_url: str) -> None:
     for run in range(3):

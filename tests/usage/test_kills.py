@@ -32,6 +32,7 @@ STALLS = 4.0
 """Seconds for which the machine of a test may stand still between two flushes."""
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("store", ["sqlite", pytest.param("postgresql", marks=needs_postgres)])
 async def test_the_ledger_of_a_killed_gateway_is_that_of_its_nodes(store: str) -> None:
     with store_urls(store) as new_url:

@@ -209,6 +209,7 @@ def one_that_is_killed(url: str) -> Iterator[str]:
         process.communicate(timeout=LIMIT)
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 @pytest.mark.parametrize("pid", ["free", "another's"])
 async def test_a_killed_process_of_this_host_is_recovered_at_the_next_look(

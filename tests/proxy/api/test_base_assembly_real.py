@@ -85,6 +85,7 @@ def shown(value: Any) -> Any:
     return [shown(inner) for inner in value] if isinstance(value, list) else value
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", REQUESTS)
 def test_an_assembled_response_equals_the_servers_own(server: str, name: str) -> None:
     path, fields = REQUESTS[name]

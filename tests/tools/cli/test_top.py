@@ -14,6 +14,7 @@ from tests.tools.cli.admin_api import admin_api
 from tests.tools.cli.running import run_process
 
 
+@pytest.mark.smoke
 @pytest.mark.slow
 async def test_in_a_pipe_the_state_is_printed_once(tmp_path: Path) -> None:
     async with EmulatedNode(model="demo") as node, serving(tmp_path, node) as gateway:

@@ -139,6 +139,7 @@ def left_behind(environment: dict[str, str]) -> list[Path]:
 class TestServing:
     pytestmark = real
 
+    @pytest.mark.smoke
     async def test_it_starts_servers_serves_and_ends_them(
         self, environment: dict[str, str], settings: Path
     ) -> None:
@@ -243,6 +244,7 @@ class TestServing:
             assert [memlock_warning(model, server.pid) for server in it.servers()] == [None]
             assert "is locked" not in "\n".join(it.lines)
 
+    @pytest.mark.smoke
     async def test_no_server_outlives_a_killed_gateway(self, environment: dict[str, str]) -> None:
         async with running(environment, "--servers", "2") as it:
             await it.url()

@@ -57,6 +57,7 @@ async def explained(gateway: Running, tag: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.smoke
 async def test_a_chat_is_explained_with_what_its_server_had_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

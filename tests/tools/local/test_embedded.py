@@ -72,6 +72,7 @@ def test_no_web_page_may_call_the_server(url: str) -> None:
     assert answer.headers.get("Access-Control-Allow-Origin", "") == ""
 
 
+@pytest.mark.smoke
 def test_keys_of_a_file_are_required(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("older-key\nnewer-key\n")
@@ -206,6 +207,7 @@ def test_sigterm_ends_the_server_at_once_during_a_stream() -> None:
             assert server.process.wait(60) == -signal.SIGTERM
 
 
+@pytest.mark.smoke
 def test_it_dies_when_its_parent_is_killed() -> None:
     inner = (
         "import subprocess, sys\n"

@@ -110,6 +110,7 @@ def test_a_connection_ends_after_five_idle_seconds_or_a_hundred_requests(
         assert headers["keep-alive"] == "timeout=5, max=100"
 
 
+@pytest.mark.smoke
 def test_an_error_closes_the_connection(url: str) -> None:
     with Connection(url) as connection:
         connection.send("/v1/chat/completions", {})
@@ -117,6 +118,7 @@ def test_an_error_closes_the_connection(url: str) -> None:
         assert (status, headers["connection"]) == (400, "close")
 
 
+@pytest.mark.smoke
 def test_a_slot_is_free_soon_after_its_stream_is_closed(url: str) -> None:
     with Connection(url) as connection:
         connection.send("/completion", LONG)

@@ -58,6 +58,7 @@ def test_the_backoff_doubles_up_to_a_limit_and_is_reset_by_uptime() -> None:
     assert restart_backoff(30.0, uptime=60.0) == 0.5
 
 
+@pytest.mark.smoke
 @pytest.mark.real
 async def test_servers_answer_are_described_as_nodes_and_end_with_the_fleet(
     tmp_path: Path,
@@ -146,6 +147,7 @@ async def test_a_server_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     assert gone(pid)
 
 
+@pytest.mark.smoke
 @pytest.mark.real
 async def test_a_llama_server_binary_is_run_in_place_of_the_embedded_one(tmp_path: Path) -> None:
     """The binary is the embedded server behind llama-server's flags."""

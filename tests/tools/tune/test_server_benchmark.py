@@ -158,6 +158,7 @@ def unshared_client() -> httpx.AsyncClient:
 
 @pytest.mark.real
 class TestReal:
+    @pytest.mark.smoke
     async def test_a_server_is_measured_and_left_idle(self, url: str) -> None:
         async with unshared_client() as client:
             benchmark = ServerBenchmark(url, client, REQUEST, slots=2, context=CONTEXT)

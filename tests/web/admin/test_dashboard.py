@@ -246,6 +246,7 @@ async def test_a_wrong_key_is_refused_and_the_key_is_stored_nowhere(tmp_path: Pa
         assert watched.trouble == []
 
 
+@pytest.mark.smoke
 async def test_a_viewer_sees_the_fleet_and_may_change_nothing(tmp_path: Path) -> None:
     async with (
         a_fleet(tmp_path, settings={"admin": ADMIN}) as (running, _),

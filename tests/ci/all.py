@@ -1,0 +1,262 @@
+"""`make test-all ARGS="[GROUP ...] [--resume]"`: run every test, group by group.
+
+Without names it runs all groups but those of hours (`--list` shows them). It goes on after a failed
+group, and ends with a table. Results are kept by commit in the user's cache folder: `--resume`
+leaves out groups that passed at a commit after which nothing changed that they are for.
+
+    make test-all ARGS=kills
+    make test-all ARGS="--resume --json results.json"
+
+Exit status: 0 all passed, 1 some failed, 2 usage error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from tests.ci.change import ROOT, add_since, change
+from tests.ci.groups import Group, Table, commands_of, read_table
+from tests.ci.repeat import read_run, repeat_failed
+
+PROCESSES = os.environ.get("TEST_PROCESSES", "3")
+PARALLEL = ("-n", PROCESSES, "--dist", "loadfile", "--no-loadscope-reorder", "-q")
+SLOWNESS = 6
+"""A group is ended after so many times its usual duration, on a machine that does much else."""
+LEAST_LIMIT = 600.0
+
+
+@dataclass(slots=True)
+class Result:
+    """How a group ended."""
+
+    group: str
+    commit: str
+    """Empty: there were changes that no commit has."""
+    passed: bool
+    seconds: float
+    tests: int = 0
+    """Tests that ran; 0 for a group of commands."""
+    failures: list[str] = field(default_factory=list)
+    """Node ids of failed tests, and commands that failed."""
+
+
+class Results:
+    """The results of earlier runs, a file for each commit and group."""
+
+    def __init__(self, folder: Path, root: Path = ROOT) -> None:
+        self._folder = folder
+        self._root = root
+
+    def keep(self, result: Result) -> None:
+        """Keep the result of a commit."""
+        if result.commit:
+            path = self._folder / result.commit / f"{result.group}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(asdict(result)))
+
+    def still_passed(self, group: Group, table: Table) -> Result | None:
+        """Return the newest result that passed, if nothing has changed since that concerns it."""
+        for commit in self._commits():
+            path = self._folder / commit / f"{group.name}.json"
+            if not path.exists():
+                continue
+            result = Result(**json.loads(path.read_text()))
+            touched = {
+                one for name in change(commit, self._root) for one in table.groups_of_code(name)
+            }
+            return result if result.passed and group.name not in touched else None
+        return None
+
+    def _commits(self) -> Iterator[str]:
+        """The commits with results that HEAD descends from, the newest first."""
+        kept = {path.name for path in self._folder.iterdir()} if self._folder.exists() else set()
+        history = _git("rev-list", "--max-count=1000", "HEAD").split()
+        return (commit for commit in history if commit in kept)
+
+
+def results_folder() -> Path:
+    """Return the folder of results, outside the tree."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "llama-gateway-tests", "results")
+
+
+def commit_of_tree() -> str:
+    """Return HEAD's id; empty if the tree has other changes."""
+    return "" if _git("status", "--porcelain") else _git("rev-parse", "HEAD").strip()
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT), *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def run_group(group: Group, *, since: str | None, repeat: bool) -> Result:
+    """Run a group's tests and commands; all of them, whichever fail."""
+    began = time.monotonic()
+    result = Result(group.name, commit_of_tree(), passed=True, seconds=0.0)
+    pytest = [sys.executable, "-m", "pytest", "-m", "", *PARALLEL]
+    for command in commands_of(group, pytest):
+        if command[: len(pytest)] == pytest:
+            _run_tests(command, group, result, since=since, repeat=repeat)
+        elif _run(command, group) != 0:
+            result.failures.append(" ".join(command))
+    result.seconds = round(time.monotonic() - began, 1)
+    result.passed = not result.failures
+    return result
+
+
+def _run_tests(
+    command: Sequence[str], group: Group, result: Result, *, since: str | None, repeat: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "failures.json")
+        status = _run([*command, "-p", "tests.ci.failures", "--failures", str(path)], group)
+        try:
+            run = read_run(path)
+        except (OSError, ValueError, KeyError):
+            result.failures.append(f"status {status}: {' '.join(command)}")
+            return
+    result.tests += run.tests
+    if status == 0 or (repeat and repeat_failed(run, since)):
+        return
+    result.failures += list(run.failed) or [f"status {status}: {' '.join(command)}"]
+
+
+def _run(command: Sequence[str], group: Group) -> int:
+    """Run a command, and end it and what it started when it takes far too long."""
+    print(f"== {group.name}: {' '.join(command)}", flush=True)
+    limit = max(LEAST_LIMIT, SLOWNESS * group.seconds)
+    with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            print(f"== {group.name}: ended after {limit:.0f} s", flush=True)
+            return 1
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                try:
+                    process.wait(30)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+def within(groups: Iterable[Group], seconds: float) -> tuple[list[Group], list[Group]]:
+    """Split groups into those that fit into a budget of seconds, in their order, and the rest."""
+    fitting: list[Group] = []
+    rest: list[Group] = []
+    for group in groups:
+        if group.seconds <= seconds:
+            seconds -= group.seconds
+            fitting.append(group)
+        else:
+            rest.append(group)
+    return fitting, rest
+
+
+def table_of(results: Sequence[Result], left_out: Sequence[Group], resumed: set[str]) -> list[str]:
+    """Return the lines of the table that ends a run."""
+    lines = [f"{'group':<14}{'tests':>7}{'seconds':>9}  result"]
+    for one in results:
+        said = "passed" if one.passed else f"{len(one.failures)} FAILED"
+        if one.group in resumed:
+            said += f" at {one.commit[:9]}, and nothing changed since that it is for"
+        lines.append(f"{one.group:<14}{one.tests or '':>7}{one.seconds:>9.0f}  {said}")
+    lines += [
+        f"{one.name:<14}{'':>7}{'':>9}  left out: make test-all ARGS={one.name}" for one in left_out
+    ]
+    seconds = sum(one.seconds for one in results if one.group not in resumed)
+    lines.append(f"{'all':<14}{sum(one.tests for one in results):>7}{seconds:>9.0f}")
+    for one in results:
+        lines += [f"FAILED {one.group}: {failure}" for failure in one.failures]
+    return lines
+
+
+def run_all(
+    groups: Sequence[Group],
+    *,
+    kept: Callable[[Group], Result | None],
+    run: Callable[[Group], Result],
+    keep: Callable[[Result], None],
+) -> tuple[list[Result], set[str]]:
+    """Run groups, or take what is kept of them; the results, and the names of those kept."""
+    results: list[Result] = []
+    resumed: set[str] = set()
+    for group in groups:
+        earlier = kept(group)
+        if earlier is not None:
+            resumed.add(group.name)
+            results.append(earlier)
+            continue
+        results.append(run(group))
+        keep(results[-1])
+    return results, resumed
+
+
+def _options(table: Table) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.ci.all",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=", ".join(table.groups))
+    parser.add_argument("--without", nargs="+", default=[], metavar="GROUP", help="leave these out")
+    parser.add_argument("--resume", action="store_true", help="take what passed before")
+    parser.add_argument(
+        "--touched", action="store_true", help="only groups whose code the change touches"
+    )
+    add_since(parser)
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="leave out what takes longer together"
+    )
+    parser.add_argument("--repeat", action="store_true", help="repeat failed tests once, alone")
+    parser.add_argument("--list", action="store_true", help="show the groups, and run nothing")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what was asked for; the exit status."""
+    table = read_table()
+    parser = _options(table)
+    options = parser.parse_args(arguments)
+    unknown = {*options.groups, *options.without} - set(table.groups)
+    if unknown:
+        parser.error(f"no group {', '.join(sorted(unknown))}: {', '.join(table.groups)}")
+    groups = table.named(options.groups) or [
+        group for group in table.groups.values() if not group.is_apart
+    ]
+    if options.touched:
+        names = {group.name for group in groups}
+        groups = [one for one in table.touched(change(options.since)) if one.name in names]
+    groups = [group for group in groups if group.name not in options.without]
+    groups, left_out = within(groups, options.seconds)
+    if options.list:
+        for group in groups:
+            print(f"{group.name:<14}{group.seconds:>6} s  {group.about}")
+        return 0
+    kept = Results(results_folder())
+    results, resumed = run_all(
+        groups,
+        kept=lambda group: kept.still_passed(group, table) if options.resume else None,
+        run=lambda group: run_group(group, since=options.since, repeat=options.repeat),
+        keep=kept.keep,
+    )
+    print("\n".join(table_of(results, left_out, resumed)), flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(one) for one in results], indent=1))
+    return int(not all(one.passed for one in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

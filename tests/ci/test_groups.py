@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ci.change import ROOT
+from tests.ci.groups import commands_of, read_table
+
+TABLE = """
+[groups.kills]
+about = "kills"
+seconds = 10
+tests = ["tests/kills/", "tests/a/test_one.py"]
+options = ["", "--fast yes"]
+
+[groups.real]
+about = "real servers"
+seconds = 20
+marks = ["real"]
+is_second = true
+
+[groups.equipment]
+about = "equipment"
+seconds = 5
+files = ["tests/equipment/"]
+commands = ["make docs ARGS='a b'", "python -m this"]
+
+[groups.rest]
+about = "the rest"
+seconds = 5
+tests = ["tests/"]
+
+[code]
+"gateway/" = ["rest"]
+"gateway/a/" = ["kills", "real"]
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "groups.toml").write_text(TABLE)
+    return tmp_path / "groups.toml"
+
+
+@pytest.mark.parametrize(
+    ("test", "is_fast", "group"),
+    [
+        ("tests/kills/test_a.py", False, "kills"),
+        ("tests/kills/test_a.py", True, None),
+        ("tests/equipment/test_a.py", True, "equipment"),
+        ("tests/b/test_a.py", False, "rest"),
+    ],
+)
+def test_a_test_belongs_to_the_first_group_that_claims_it(
+    path: Path, test: str, is_fast: bool, group: str | None
+) -> None:
+    found = read_table(path).group_of(test, {"real"}, is_fast=is_fast)
+    assert (found.name if found else None) == group
+
+
+def test_the_groups_of_a_change_come_with_the_most_touched_one_first(path: Path) -> None:
+    changed = {"gateway/b.py": {1, 2, 3}, "gateway/a/b.py": {1}, "tests/a/test_one.py": {5, 6}}
+    names = [group.name for group in read_table(path).touched(changed)]
+    assert names == ["rest", "kills", "real"]
+
+
+def test_files_that_no_group_is_for_touch_none(path: Path) -> None:
+    assert read_table(path).touched({"README.md": {1}}) == []
+
+
+def test_a_group_runs_its_tests_with_each_option_and_then_its_commands(path: Path) -> None:
+    groups = read_table(path).groups
+    begin = ["pytest", "--group", "kills"]
+    places = ["tests/kills/", "tests/a/test_one.py"]
+    assert commands_of(groups["kills"], ["pytest"]) == [
+        [*begin, *places],
+        [*begin, "--fast", "yes", *places],
+    ]
+    assert commands_of(groups["real"], ["pytest"]) == [["pytest", "--group", "real", "tests"]]
+    assert commands_of(groups["equipment"], ["pytest"])[1:] == [
+        ["make", "docs", "ARGS=a b"],
+        [sys.executable, "-m", "this"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [('"kills", "real"', '"kils"', "no group is called kils"), ("about", "abuot", "abuot")],
+)
+def test_a_wrong_table_is_refused(path: Path, old: str, new: str, said: str) -> None:
+    path.write_text(TABLE.replace(old, new))
+    with pytest.raises(ValueError, match=said):
+        read_table(path)
+
+
+def test_everything_that_the_table_names_exists() -> None:
+    table = read_table()
+    named = {
+        *table.code,
+        *(one for group in table.groups.values() for one in group.files + group.tests),
+    }
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_every_package_of_the_gateway_has_groups_of_its_own() -> None:
+    table = read_table()
+    packages = [path.parent for path in (ROOT / "gateway").glob("*/__init__.py")]
+    assert [one.name for one in packages if f"gateway/{one.name}/" not in table.code] == []

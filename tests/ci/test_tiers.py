@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import pytest
+
+pytest_plugins = ["pytester"]
+
+INI = """
+[pytest]
+testpaths = tests
+markers =
+    slow:
+    real:
+    net:
+    smoke:
+"""
+FILE = """
+import pytest
+
+def test_fast(): pass
+
+@pytest.mark.slow
+def test_slow(): pass
+
+@pytest.mark.smoke
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["sqlite", "sqlite2", "postgresql", "postgresql2"])
+def test_smoke(store): pass
+
+@pytest.mark.parametrize("store", ["sqlite", "postgresql"])
+def test_twins(store): pass
+
+@pytest.mark.real
+def test_real(): pass
+"""
+SKIPPING = """
+import pytest
+
+@pytest.mark.smoke
+def test_smoke(): pytest.skip("no browser here")
+
+def test_other(): pytest.skip("no browser here")
+"""
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """A project whose tests belong to the groups of the real table."""
+    monkeypatch.delenv("TESTS_UNDER_GATE", raising=False)
+    pytester.makefile(".ini", pytest=INI)
+    for name in ("batches/test_kills", "mutants/test_mutants"):
+        path = pytester.path / "tests" / f"{name}.py"
+        path.parent.mkdir(parents=True)
+        path.write_text(FILE)
+    return pytester
+
+
+def outcome(pytester: pytest.Pytester, *arguments: str) -> list[str]:
+    """The tests that ran, by file and name."""
+    plugins = ("-p", "tests.ci.tiers", "-p", "no:xdist", "-p", "no:asyncio")
+    ran = pytester.runpytest_inprocess(
+        *plugins, "-v", "--import-mode=importlib", "-p", "no:cacheprovider", *arguments
+    )
+    return [
+        line.split(" PASSED")[0].removeprefix("tests/")
+        for line in ran.outlines
+        if " PASSED" in line
+    ]
+
+
+def test_without_a_path_fast_tests_run_and_smoke_tests_by_their_first_case(
+    run: pytest.Pytester,
+) -> None:
+    assert outcome(run) == [
+        "batches/test_kills.py::test_fast",
+        "batches/test_kills.py::test_smoke[sqlite]",
+        "batches/test_kills.py::test_smoke[postgresql]",
+        "batches/test_kills.py::test_twins[sqlite]",
+        # The other file is of the tests' own equipment: of it the smoke test alone.
+        "mutants/test_mutants.py::test_smoke[sqlite]",
+        "mutants/test_mutants.py::test_smoke[postgresql]",
+    ]
+
+
+def test_below_a_path_everything_runs(run: pytest.Pytester) -> None:
+    assert len(outcome(run, "tests/mutants")) == 9
+
+
+def test_a_group_has_its_slow_tests_and_all_of_its_own_files(run: pytest.Pytester) -> None:
+    kills = outcome(run, "--group", "kills", "tests/batches/test_kills.py")
+    assert [name.partition("::")[2] for name in kills] == [
+        "test_slow",
+        "test_smoke[sqlite]",
+        "test_smoke[sqlite2]",
+        "test_smoke[postgresql]",
+        "test_smoke[postgresql2]",
+        "test_real",
+    ]
+    # Cases in PostgreSQL belong to a group before it.
+    assert len(outcome(run, "--group", "equipment", "tests")) == 7
+
+
+def test_a_group_of_second_runs_takes_tests_of_other_groups(run: pytest.Pytester) -> None:
+    assert outcome(run, "--group", "real", "tests/batches") == ["batches/test_kills.py::test_real"]
+
+
+def test_an_unknown_group_is_told_with_the_known_ones(
+    run: pytest.Pytester, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert outcome(run, "--group", "kils") == []
+    assert "--group kils: there is none; chaos, kills" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("gate", "failed", "skipped"), [("", 0, 2), ("yes", 1, 1)])
+def test_under_the_gate_a_smoke_test_must_not_be_skipped(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, gate: str, failed: int, skipped: int
+) -> None:
+    monkeypatch.setenv("TESTS_UNDER_GATE", gate)
+    pytester.makefile(".ini", pytest=INI)
+    pytester.makepyfile(test_skipping=SKIPPING)
+    ran = pytester.runpytest_inprocess(
+        "-p", "tests.ci.tiers", "-p", "no:xdist", "-p", "no:asyncio", "test_skipping.py"
+    )
+    ran.assert_outcomes(failed=failed, skipped=skipped)
+    if failed:
+        ran.stdout.fnmatch_lines(["*must not be skipped in the gate: *no browser here*"])
