@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,8 @@ from tests.servers import demo_model, may_lock
 from tests.tools.cli.running import read_until, run, run_process
 from tests.tools.local.small_models import SMALL, write_hollow
 
-COMMAND = (sys.executable, "-m", "gateway", "up")
+ROOT = Path(__file__).resolve().parents[3]
+COMMAND = (sys.executable, "-m", "gateway", "up", "--port", "0", "--admin-port", "0")
 START_LIMIT = 120.0  # seconds
 ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
 real = [pytest.mark.real, pytest.mark.slow]
@@ -106,10 +107,12 @@ def settings(tmp_path: Path) -> Path:
 
 
 @asynccontextmanager
-async def running(environment: dict[str, str], *arguments: str | Path) -> AsyncIterator[Up]:
+async def running(
+    environment: dict[str, str], *arguments: str | Path, command: Sequence[str] = COMMAND
+) -> AsyncIterator[Up]:
     process = await asyncio.create_subprocess_exec(
-        *COMMAND, *("--port", "0", "--admin-port", "0"), *arguments,
-        stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, env=environment, cwd=environment["TMPDIR"],
+        *command, *arguments, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, env=environment,
+        cwd=environment["TMPDIR"], start_new_session=True,
     )  # fmt: skip
     started = Up(process)
     listening = asyncio.create_task(started.listen())
@@ -245,6 +248,27 @@ class TestServing:
             assert "is locked" not in "\n".join(it.lines)
 
     @pytest.mark.smoke
+    @pytest.mark.skipif(
+        not (ROOT / ".venv/bin/llama-gateway").exists(), reason="make test sets up .venv"
+    )
+    async def test_make_run_serves_until_ctrl_c_and_leaves_no_process(
+        self, environment: dict[str, str]
+    ) -> None:
+        command = ["make", "-C", str(ROOT), "run", "ARGS=--servers 1 --port 0 --admin-port 0"]
+        environment["PATH"] = os.environ["PATH"]
+        async with running(environment, command=command) as it:
+            url = await it.url()
+            body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+            async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
+                answer = await client.post(f"{url}/v1/chat/completions", json=body)
+            assert answer.json()["usage"]["completion_tokens"] == 4
+            started = it.servers()
+            # A terminal sends the signal to all processes of its foreground.
+            os.killpg(it.process.pid, signal.SIGINT)
+            await asyncio.wait_for(it.process.wait(), START_LIMIT)
+            await all_gone(started)
+
+    @pytest.mark.smoke
     async def test_no_server_outlives_a_killed_gateway(self, environment: dict[str, str]) -> None:
         async with running(environment, "--servers", "2") as it:
             await it.url()
@@ -303,7 +327,7 @@ class TestServing:
     async def test_a_terminal_shows_the_servers_progress(self, environment: dict[str, str]) -> None:
         ours, theirs = pty.openpty()
         process = await asyncio.create_subprocess_exec(
-            *COMMAND, *("--port", "0", "--admin-port", "0", "--servers", "2"),
+            *COMMAND, "--servers", "2",
             stdin=DEVNULL, stdout=DEVNULL, stderr=theirs,
             env={**environment, "TERM": "xterm-256color", "COLUMNS": "60"},
             cwd=environment["TMPDIR"],
