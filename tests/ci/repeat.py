@@ -194,7 +194,10 @@ def main() -> int:
     except (OSError, ValueError, KeyError) as error:
         print(f"== the run did not finish, nothing is repeated: {error}")
         return 1
-    return int(run.status != 0 and not repeat_failed(run, options.since))
+    if run.status == 0:
+        print("== all tests passed: what failed is told above")
+        return 1
+    return int(not repeat_failed(run, options.since))
 
 
 def repeat_failed(run: Run, since: str | None) -> bool:
