@@ -25,7 +25,8 @@ class Script:
     """How the node answers chat requests; changed between scenarios, never while streams run.
 
     `interval`: seconds between writes, 0 for no pause. `burst`: tokens in one write. `stamped`:
-    each token contains the time of sending. `held`: a stream stops after its first token.
+    each token contains the time of sending. `held`: a stream stops after each write, until it is
+    resumed.
     """
 
     tokens: int = 200
