@@ -65,19 +65,23 @@ STREAMS = 8
 """Streams of either length that are counted, whose chunks come one by one."""
 WINDOWS = 3
 """Counts of as many requests, of which the least counts."""
-WINDOW_SECONDS = 0.3
+WINDOW_SECONDS = 1.0
 """Between the last request and the count: log and store have done their part by then."""
 
 RATE = 100
 """Requests a second by which work of the clock is shared out."""
 FLUSH_ROWS = RATE // 4
 """Rows that the ledger writes at once at that rate."""
+DEFERRED = 3 * RATE // 20
+"""Deferred work that is done at once at that rate: three pieces for each request, 20 times a
+second."""
 SETTLE_SECONDS = 5.0
 """Seconds after the last request of an idle gateway: its row is written by then."""
 IDLE_SECONDS = 30.0
 """Seconds for which an idle gateway is counted."""
 STOPPED = 1e6
 TIMERS = {
+    "gateway.events": {"DEFER_SECONDS": STOPPED, "MOST_DEFERRED": DEFERRED},
     "gateway.usage.ledger": {
         "FLUSH_SECONDS": STOPPED,
         "JOURNALED_WITHIN": 10 * STOPPED,  # the time until the next flush is subtracted
@@ -183,6 +187,8 @@ class Subject:
     """Empty: nobody known; `off`: the same without a store; `key`: the holder of a key;
     `key-limits`: one of a key with every limit; `limits`: an end user, with every limit on its own
     use, its key's, its group's and that of all callers; or one of `TELEMETRY`, nobody known."""
+    python: str = ".venv/bin/python"
+    """The interpreter that serves, by its path from the checkout."""
 
     @property
     def traced_share(self) -> float:
@@ -423,7 +429,7 @@ def _start_gateway(
         *("setpriv", "--pdeathsig", "TERM", "valgrind", "--tool=callgrind"),
         f"--callgrind-out-file={folder}/counted",
         "--separate-threads=yes",
-        *(".venv/bin/python", "-c", launcher, "serve", "--nodes", str(nodes)),
+        *(subject.python, "-c", launcher, "serve", "--nodes", str(nodes)),
         *(
             "--config",
             str(settings),
