@@ -88,6 +88,7 @@ TIMERS = {
         "RECOVERY_SECONDS": STOPPED,
         "HEARTBEAT_SECONDS": STOPPED,
     },
+    "gateway.scheduling.lease_service": {"SPEED_SAMPLE_INTERVAL": 0.0},  # each request is a sample
 }
 """Constants by which work is done so many times a second, and what they are while requests are
 counted."""
@@ -421,7 +422,10 @@ async def _collect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 def _start_gateway(
     subject: Subject, launcher: str, folder: Path, address: Address, node: int, collector: int
 ) -> subprocess.Popen[bytes]:
-    nodes, settings = folder / "nodes.yaml", folder / "gateway.yaml"
+    # In a folder of their own: the gateway watches theirs, and would see each line of the log.
+    watched = folder / "config"
+    watched.mkdir()
+    nodes, settings = watched / "nodes.yaml", watched / "gateway.yaml"
     nodes.write_text(json.dumps({"nodes": [{"name": "node", "url": f"http://{HOST}:{node}"}]}))
     # Probes and the watching of files must not count.
     settings.write_text(json.dumps({"health": {"interval": 3600}} | subject.settings(collector)))

@@ -8,8 +8,8 @@ the reference: a loop, timed every 20 seconds, tells how much work a second of t
 A budget whose `python` is not the one that runs is reported only. `--lower` writes what is clearly
 below its limit into the file; `--begin` forgets the history, and begins it with what is measured.
 
-Exit status: 0 within; 1 a budget is passed; 2 usage error, or the file breaks its rules. With
-`--cpu`, that of the command if it failed.
+Exit status: 0 within; 1 a budget is passed; 2 usage error, the file breaks its rules, or nothing
+could be measured. With `--cpu`, that of the command if it failed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import platform
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -70,14 +71,19 @@ class Budget:
     python: str | None = None
     """The build that the limits hold for, if they depend on it; empty until they begin."""
 
+    @property
+    def limit(self) -> int | None:
+        """The limit that holds."""
+        return self.limits[-1].value if self.limits else None
+
     def verdict(self, measured: int) -> str:
         """`within`, `passed`, `below` or `reported`."""
-        if not self.limits or self.python not in {None, PYTHON}:
+        if self.limit is None or self.python not in {None, PYTHON}:
             return "reported"
-        limit, margin = self.limits[-1].value, self.limits[-1].value * self.tolerance
-        if measured > limit + margin:
+        margin = self.limit * self.tolerance
+        if measured > self.limit + margin:
             return "passed"
-        return "below" if measured < limit - margin else "within"
+        return "below" if measured < self.limit - margin else "within"
 
     def lower(self, measured: int) -> None:
         """Make the measured value the limit."""
@@ -100,13 +106,15 @@ class BudgetFile:
         """Read and check. Raises: ValueError."""
         text = path.read_text()
         tables = tomllib.loads(text)
-        reference_seconds = float(tables.pop("reference_seconds"))
+        reference_seconds = tables.pop("reference_seconds", None)
+        if not isinstance(reference_seconds, float) or "\n[" not in text:
+            raise ValueError(f"{path}: reference_seconds = 0.1 must stand above the budgets")
         budgets = {}
         for name, table in tables.items():
             try:
                 limits = [Limit(**limit) for limit in table.pop("limits")]
                 budgets[name] = Budget(limits=limits, **table)
-            except (TypeError, KeyError) as error:
+            except (AttributeError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}: {name}: {error}") from None
             for old, new in pairwise(limits):
                 if new.value > old.value and not new.reason.strip():
@@ -170,12 +178,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if used.status:
             return used.status
         measured = {options.cpu: used.scaled(file.reference_seconds)}
-    elif options.instructions:
-        if shutil.which("valgrind") is None:
-            parser.error("valgrind is not installed (apt-get install valgrind)")
-        measured = instructions_of_requests()
     else:
-        measured = quick()
+        if options.instructions and shutil.which("valgrind") is None:
+            parser.error("valgrind is not installed (apt-get install valgrind)")
+        try:
+            measured = instructions_of_requests() if options.instructions else quick()
+        except (RuntimeError, subprocess.CalledProcessError) as error:
+            print(f"nothing was measured: {error}", file=sys.stderr)
+            return 2
     if options.lower or options.begin:
         rewrite(file, measured, begin=options.begin)
     return judge(file, measured, as_json=options.json)
@@ -198,17 +208,15 @@ def judge(file: BudgetFile, measured: Mapping[str, int], *, as_json: bool) -> in
     """Print each figure beside its limit; the exit status."""
     verdicts = {name: file.budgets[name].verdict(value) for name, value in measured.items()}
     if as_json:
-        limits = {name: [one.value for one in file.budgets[name].limits][-1:] for name in measured}
         rows = [
-            {"name": name, "measured": value, "limit": [*limits[name], None][0]}
-            | {"verdict": verdicts[name]}
-            for name, value in measured.items()
+            {"name": name, "measured": value, "limit": file.budgets[name].limit, "verdict": verdict}
+            for (name, value), verdict in zip(measured.items(), verdicts.values(), strict=True)
         ]
         print(json.dumps(rows))
         return int("passed" in verdicts.values())
     for name, value in measured.items():
         budget = file.budgets[name]
-        limit = f"{budget.limits[-1].value:,}" if budget.limits else "none"
+        limit = "none" if budget.limit is None else f"{budget.limit:,}"
         shown = {"passed": "PASSED", "below": "lower it"}.get(verdicts[name], verdicts[name])
         print(f"{value:>11,}  limit {limit:>11}  {shown:8}  {name}: {budget.means}")
     if "below" in verdicts.values():

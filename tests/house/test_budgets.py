@@ -121,12 +121,14 @@ def run_cpu(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_cpu_time_of_a_process_left_behind_counts(tmp_path: Path) -> None:
     ended = run_cpu(tmp_path, ORPHAN)
     assert ended.returncode == 0, ended.stderr
     assert float(ended.stderr.split()[0]) >= 0.3
 
 
+@pytest.mark.slow
 def test_a_failed_command_gives_the_exit_status(tmp_path: Path) -> None:
     ended = run_cpu(tmp_path, "print('hello'); raise SystemExit(7)")
     assert (ended.returncode, ended.stdout) == (7, "hello\n")
