@@ -87,11 +87,12 @@ fuzz: $(VENV)/.dev ## fuzz what reads strangers' bytes: ARGS="--runs 1000000 --o
 slow-clients: $(VENV)/.test ## run 10,000 slow clients beside healthy ones for five minutes: ARGS="--minutes 5 --clients 10000"
 	@$(BIN)/python -m tests.chaos.slow_clients $(ARGS)
 
-check: $(VENV)/.dev ## check format, lint, types and import direction
+check: $(VENV)/.dev ## check format, lint, types, import direction and the budgets that take seconds
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/python -m tests.house.budgets
 
 format: $(VENV)/.dev ## format the code and apply lint's automatic fixes
 	@$(BIN)/ruff format .

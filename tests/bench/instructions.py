@@ -2,13 +2,16 @@
 
 Unlike times, instruction counts do not depend on other work, so two checkouts can be compared on a
 busy machine. Each checkout serves with its own `.venv`. They are counted alternately, and the
-minimum of each counts, since timers of the event loop only ever add instructions.
+minimum of each round's counts is compared. A request is the difference of N and 2 N requests by N,
+the least of three counts of each: what other work adds, a checkpoint of SQLite for one, comes in
+bursts. The event loop's thread is counted apart from all threads.
 
 What is done so many times a second, however few requests there are, would be charged to too few of
-them, as valgrind slows the gateway down some fifty times. So a request is counted while the clocks
-of store, ledger, keys and limits stand still, and the ledger writes as many rows at once as it
-would at 100 requests a second. Then an idle gateway whose clocks run is counted for a while: it is
-as idle under valgrind as it is without. A hundredth of that is added to each request.
+them, as valgrind slows the gateway down some fifty times. So a request is counted while clocks
+stand still, those of store and ledger and all sleeps and time limits in coroutines, and the ledger
+writes as many rows at once as it would at 100 requests a second. Then an idle gateway whose clocks
+run is counted for a while: it is as idle under valgrind as it is without. A hundredth of that is
+added to each request.
 
     python -m tests.bench.instructions                     this checkout
     python -m tests.bench.instructions ../before .         two, and the second's ratio to the first
@@ -39,7 +42,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Seque
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gateway.access.keys import hash_key
 from gateway.tools.local.server_process import claim_port, claimed_port
@@ -58,39 +61,50 @@ LIMIT = 600.0
 TOKENS = 20
 LONG_TOKENS = 220
 """Tokens of a longer stream: what it takes more than the short one is the cost of its chunks."""
-CHUNK_SECONDS = 0.02
-"""Between two chunks, so that each is read alone though valgrind slows the gateway down."""
 STREAMS = 8
-"""Paced streams of either length that are counted."""
-
+"""Streams of either length that are counted, whose chunks come one by one."""
+WINDOWS = 3
+"""Counts of as many requests, of which the least counts."""
+WINDOW_SECONDS = 1.0
+"""Between the last request and the count: log and store have done their part by then."""
 
 RATE = 100
 """Requests a second by which work of the clock is shared out."""
 FLUSH_ROWS = RATE // 4
 """Rows that the ledger writes at once at that rate."""
+DEFERRED = 3 * RATE // 20
+"""Deferred work that is done at once at that rate: three pieces for each request, 20 times a
+second."""
 SETTLE_SECONDS = 5.0
 """Seconds after the last request of an idle gateway: its row is written by then."""
 IDLE_SECONDS = 30.0
 """Seconds for which an idle gateway is counted."""
 STOPPED = 1e6
 TIMERS = {
+    "gateway.events": {"DEFER_SECONDS": STOPPED, "MOST_DEFERRED": DEFERRED},
     "gateway.usage.ledger": {
         "FLUSH_SECONDS": STOPPED,
         "JOURNALED_WITHIN": 10 * STOPPED,  # the time until the next flush is subtracted
         "RECOVERY_SECONDS": STOPPED,
         "HEARTBEAT_SECONDS": STOPPED,
     },
-    "gateway.usage.limit_sync": {"POLL_SECONDS": STOPPED},
+    "gateway.scheduling.lease_service": {"SPEED_SAMPLE_INTERVAL": 0.0},  # each request is a sample
 }
 """Constants by which work is done so many times a second, and what they are while requests are
 counted."""
 TIMER_DEFAULTS = {
-    "gateway.access.key_sync": ("KeySync", "poll_seconds"),
     "gateway.store.store": ("Store", "check_seconds", "look_seconds"),
 }
 """The same, of constants that are the defaults of a class."""
+SHORTEST_STOPPED = 0.1
+"""Seconds from which on sleeps and time limits never end."""
 STOP_CLOCKS = f"""
-import importlib, sys
+import asyncio, importlib, sys
+sleep, timeout = asyncio.sleep, asyncio.timeout
+asyncio.sleep = lambda delay, *result: sleep(
+    delay if delay < {SHORTEST_STOPPED} else {STOPPED}, *result)
+asyncio.timeout = lambda delay: timeout(
+    delay if delay is not None and delay < {SHORTEST_STOPPED} else None)
 for module, values in {TIMERS!r}.items():
     try:
         found = importlib.import_module(module)
@@ -174,6 +188,8 @@ class Subject:
     """Empty: nobody known; `off`: the same without a store; `key`: the holder of a key;
     `key-limits`: one of a key with every limit; `limits`: an end user, with every limit on its own
     use, its key's, its group's and that of all callers; or one of `TELEMETRY`, nobody known."""
+    python: str = ".venv/bin/python"
+    """The interpreter that serves, by its path from the checkout."""
 
     @property
     def traced_share(self) -> float:
@@ -230,12 +246,19 @@ class InstructionScenario:
 
 
 class ChunkCountingConnection(LoadConnection):
-    """Counts the HTTP chunks that have arrived: the gateway writes one for each that it reads."""
+    """Counts the HTTP chunks that have arrived: the gateway writes one for each that it reads.
 
+    With each one it asks the node for the next, so that each is read alone.
+    """
+
+    node: Upstream
     chunks = 0
 
     def on_chunk_header(self) -> None:
         type(self).chunks += 1
+        for connection in self.node.connections:
+            if connection.stream:
+                connection.stream.resume()
 
 
 def _plain_chat(address: Address) -> Load:
@@ -255,6 +278,8 @@ COUNTED = (*(scenario.option for scenario in SCENARIOS), "chunk", "idle")
 
 CHUNK = "one more chunk of a stream"
 IDLE = "a second of an idle gateway"
+OF_LOOP = ", event loop's thread"
+"""Ends the name of a count of that thread alone; the others are of all threads."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -266,7 +291,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", nargs="+", choices=COUNTED, default=COUNTED, help="what is counted"
     )
-    parser.add_argument("--requests", type=positive, default=400, help="counted in each scenario")
+    parser.add_argument(
+        "--requests",
+        type=positive,
+        default=100,
+        help="in each scenario: so many, and twice as many",
+    )
     parser.add_argument(
         "--rounds", type=positive, default=3, help="the minimum of them is compared"
     )
@@ -280,7 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for _ in range(options.rounds):
         for row, subject in zip(rows, options.checkouts, strict=True):
             try:
-                row.append(asyncio.run(_count_subject(subject, options.requests, options.only)))
+                row.append(asyncio.run(count(subject, options.requests, options.only)))
             except RuntimeError as error:
                 print(f"{subject.checkout}: {error}", file=sys.stderr)
                 return 1
@@ -296,7 +326,7 @@ def report(rows: Sequence[Sequence[dict[str, int]]]) -> Iterator[str]:
     for name in found:
         counts = [[counted[name] for counted in row] for row in rows]
         spans = [f"{min(some):,} to {max(some):,}" for some in counts]
-        if name != IDLE:
+        if not name.startswith(IDLE):
             ratios = [min(some) / min(counts[0]) for some in counts]
             spans = [f"{span} ({ratio:.3f} x)" for span, ratio in zip(spans, ratios, strict=True)]
         yield f"{name}: {', '.join(spans)}"
@@ -321,21 +351,29 @@ def _subject(text: str) -> Subject:
     return Subject(Path(checkout), caller)
 
 
-async def _count_subject(subject: Subject, requests: int, only: Collection[str]) -> dict[str, int]:
-    """Instructions for each request, by scenario, and of an idle second. Raises: RuntimeError."""
-    counts = {}
+async def count(
+    subject: Subject, requests: int = 100, only: Collection[str] = COUNTED
+) -> dict[str, int]:
+    """Instructions for each request, by scenario, and of an idle second, of all threads and of the
+    event loop's. Raises: RuntimeError.
+    """
+    found: dict[str, Instructions] = {}
     if set(only) != {"idle"}:
         async with _served(subject, subject.launcher()) as served:
             for one in SCENARIOS:
                 if one.option in only:
                     load = subject.send(one.load(served.address))
-                    counts[one.name] = await _count(load, served, requests)
+                    found[one.name] = await _count_request(load, served, requests)
             if "chunk" in only:
-                counts[CHUNK] = await _count_chunk(subject, served)
+                found[CHUNK] = await _count_chunk(subject, served)
     if "idle" in only:
         async with _served(subject, LAUNCH) as served:
-            counts[IDLE] = await _count_idle(subject.send(plain_load(served.address)), served)
-    return counts
+            found[IDLE] = await _count_idle(subject.send(plain_load(served.address)), served)
+    return {
+        f"{name}{suffix}": number
+        for name, one in found.items()
+        for suffix, number in (("", one.threads), (OF_LOOP, one.loop))
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,8 +403,8 @@ async def _served(subject: Subject, launcher: str) -> AsyncIterator[Served]:
                 await _until_ready(process, address, folder)
                 yield Served(address, node, process, folder)
             finally:
-                process.terminate()
-                await asyncio.to_thread(process.wait, 60)
+                process.kill()  # it would wait by clocks that stand still
+                process.wait()
 
 
 async def _collect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -384,14 +422,18 @@ async def _collect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 def _start_gateway(
     subject: Subject, launcher: str, folder: Path, address: Address, node: int, collector: int
 ) -> subprocess.Popen[bytes]:
-    nodes, settings = folder / "nodes.yaml", folder / "gateway.yaml"
+    # In a folder of their own: the gateway watches theirs, and would see each line of the log.
+    watched = folder / "config"
+    watched.mkdir()
+    nodes, settings = watched / "nodes.yaml", watched / "gateway.yaml"
     nodes.write_text(json.dumps({"nodes": [{"name": "node", "url": f"http://{HOST}:{node}"}]}))
     # Probes and the watching of files must not count.
     settings.write_text(json.dumps({"health": {"interval": 3600}} | subject.settings(collector)))
     command = [
         *("setpriv", "--pdeathsig", "TERM", "valgrind", "--tool=callgrind"),
         f"--callgrind-out-file={folder}/counted",
-        *(".venv/bin/python", "-c", launcher, "serve", "--nodes", str(nodes)),
+        "--separate-threads=yes",
+        *(subject.python, "-c", launcher, "serve", "--nodes", str(nodes)),
         *(
             "--config",
             str(settings),
@@ -426,34 +468,56 @@ async def _until_ready(process: subprocess.Popen[bytes], address: Address, folde
             await asyncio.sleep(0.2)
 
 
-async def _count_chunk(subject: Subject, served: Served) -> int:
-    """Instructions for each chunk of a stream that comes at the speed of a node."""
+class Instructions(NamedTuple):
+    """Instructions of the event loop's thread, and of all threads."""
+
+    loop: int
+    threads: int
+
+    def each(self, fewer: Instructions, number: float) -> Instructions:
+        """What these are more than fewer ones, by the number of requests that they had more."""
+        return Instructions(*(round((a - b) / number) for a, b in zip(self, fewer, strict=True)))
+
+
+async def _count_request(load: Load, served: Served, requests: int) -> Instructions:
+    await load.connect(1)
+    await load.run(WARM_UP, LIMIT)
+    few = await _least(load, served, requests)
+    many = await _least(load, served, 2 * requests)
+    await load.close()
+    return many.each(few, requests)
+
+
+async def _count_chunk(subject: Subject, served: Served) -> Instructions:
+    """Instructions for each chunk of a stream that comes chunk by chunk."""
     found = []
     for tokens in (TOKENS, LONG_TOKENS):
-        served.node.script = Script(tokens, CHUNK_SECONDS)
+        served.node.script = Script(tokens, interval=0.0, held=True)
         load = subject.send(stream_load(served.address, tokens))
         load.connection = ChunkCountingConnection
-        ChunkCountingConnection.chunks = 0
-        count = await _count(load, served, STREAMS, warm_up=0)
-        found.append((count, ChunkCountingConnection.chunks / STREAMS))
+        ChunkCountingConnection.node, ChunkCountingConnection.chunks = served.node, 0
+        await load.connect(1)
+        counted = await _least(load, served, STREAMS)
+        await load.close()
+        found.append((counted, ChunkCountingConnection.chunks / WINDOWS))
     (few, few_chunks), (many, many_chunks) = found
-    return round((many - few) / (many_chunks - few_chunks))
+    return many.each(few, many_chunks - few_chunks)
 
 
-async def _count(load: Load, served: Served, requests: int, *, warm_up: int = WARM_UP) -> int:
-    await load.connect(1)
-    if warm_up:
-        await load.run(warm_up, LIMIT)
-    await _control("--zero", served.process.pid)
-    outcome = await load.run(requests, LIMIT)
-    found = await _dumped(served)
-    await load.close()
-    if outcome.errors:
-        raise RuntimeError(f"{outcome.errors} wrong answers, the first: {outcome.first_error}")
-    return found // requests
+async def _least(load: Load, served: Served, requests: int) -> Instructions:
+    """The least instructions of as many requests, of either kind by itself."""
+    found = []
+    for _ in range(WINDOWS):
+        await _control("--zero", served.process.pid)
+        outcome = await load.run(requests, LIMIT)
+        await asyncio.sleep(WINDOW_SECONDS)
+        found.append(await _dumped(served))
+        if outcome.errors:
+            raise RuntimeError(f"{outcome.errors} wrong answers, the first: {outcome.first_error}")
+    return Instructions(*(min(values) for values in zip(*found, strict=True)))
 
 
-async def _count_idle(load: Load, served: Served) -> int:
+async def _count_idle(load: Load, served: Served) -> Instructions:
     """Instructions a second of a gateway that has had some requests."""
     await load.connect(1)
     await load.run(WARM_UP, LIMIT)
@@ -463,32 +527,39 @@ async def _count_idle(load: Load, served: Served) -> int:
     began = time.monotonic()
     await asyncio.sleep(IDLE_SECONDS)
     seconds = time.monotonic() - began
-    return round(await _dumped(served) / seconds)
+    return (await _dumped(served)).each(Instructions(0, 0), seconds)
 
 
-async def _dumped(served: Served) -> int:
+async def _dumped(served: Served) -> Instructions:
     """Instructions since the counters were set to zero."""
     before = _dumps(served.folder)
     await _control("--dump", served.process.pid)
-    (dump,) = _dumps(served.folder) - before
-    return sum_of(dump)
+    return instructions_of(_dumps(served.folder) - before)
 
 
 def _dumps(folder: Path) -> set[Path]:
     return set(folder.glob("counted*"))
 
 
-def sum_of(dump: Path) -> int:
-    """The sum of instructions in a dump of callgrind. Raises: RuntimeError."""
-    found = re.search(r"^(?:summary|totals): (\d+)", dump.read_text(errors="replace"), re.MULTILINE)
-    if found is None:
-        raise RuntimeError(f"{dump} has no sum")
-    return int(found[1])
+def instructions_of(dumps: Collection[Path]) -> Instructions:
+    """The sums of callgrind's dumps, one for each thread. Raises: RuntimeError."""
+    loop = threads = 0
+    for dump in dumps:
+        text = dump.read_text(errors="replace")
+        found = re.search(r"^(?:summary|totals): (\d+)", text, re.MULTILINE)
+        if found is None:
+            raise RuntimeError(f"{dump} has no sum")
+        threads += int(found[1])
+        if dump.name.endswith("-01"):  # the first thread: a gateway's loop runs in the main one
+            loop += int(found[1])
+    return Instructions(loop, threads)
 
 
 async def _control(what: str, pid: int) -> None:
     control = await asyncio.create_subprocess_exec(
-        "callgrind_control", what, str(pid), stdout=subprocess.DEVNULL
+        *("callgrind_control", what, str(pid)),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     if await asyncio.wait_for(control.wait(), 60):
         raise RuntimeError("callgrind_control failed")

@@ -7,19 +7,23 @@ import pytest
 from tests.bench import instructions
 
 
-def test_the_sum_is_read_from_a_dump(tmp_path: Path) -> None:
-    dump = tmp_path / "counted.1.1"
-    dump.write_text(
-        "version: 1\nevents: Ir\nsummary: 12345\n\nfn=(1) main\n16 400\ntotals: 12345\n"
-    )
-    assert instructions.sum_of(dump) == 12345
+def test_the_sums_of_the_loops_thread_and_of_all_are_read_from_dumps(tmp_path: Path) -> None:
+    dumps = [tmp_path / "counted.1-01", tmp_path / "counted.1-03"]
+    for dump, number in zip(dumps, (12345, 100), strict=True):
+        dump.write_text(f"version: 1\nsummary: {number}\n\nfn=(1) main\n16 400\ntotals: {number}\n")
+    assert instructions.instructions_of(dumps) == (12345, 12445)
 
 
 def test_a_dump_without_a_sum_is_no_count(tmp_path: Path) -> None:
-    dump = tmp_path / "counted.1.1"
+    dump = tmp_path / "counted.1-01"
     dump.write_text("version: 1\n")
     with pytest.raises(RuntimeError, match="no sum"):
-        instructions.sum_of(dump)
+        instructions.instructions_of([dump])
+
+
+def test_what_n_and_2n_requests_have_in_common_does_not_count() -> None:
+    few, many = (instructions.Instructions(1000 + 50 * n, 2000 + 70 * n) for n in (10, 20))
+    assert many.each(few, 10) == (50, 70)
 
 
 def test_a_checkout_without_an_environment_is_a_usage_error(

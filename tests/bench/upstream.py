@@ -25,7 +25,8 @@ class Script:
     """How the node answers chat requests; changed between scenarios, never while streams run.
 
     `interval`: seconds between writes, 0 for no pause. `burst`: tokens in one write. `stamped`:
-    each token contains the time of sending. `held`: a stream stops after its first token.
+    each token contains the time of sending. `held`: a stream stops after each write, until it is
+    resumed.
     """
 
     tokens: int = 200
@@ -127,7 +128,8 @@ class NodeConnection(asyncio.Protocol):
         script = self.upstream.script
         squeezed = body.replace(b" ", b"")
         if b'"stream":true' in squeezed:
-            self.transport.write(node_replies.STREAM_HEAD)
+            if script.burst < script.tokens:
+                self.transport.write(node_replies.STREAM_HEAD)
             self.stream = Stream(self, script, usage=b'"include_usage":true' in squeezed)
             self.stream.start(self.upstream.phases.random() * script.interval)
         else:
@@ -189,6 +191,8 @@ class Stream:
         script = self.script
         self.timer = None
         begin = b"" if self.sent else node_replies.ROLE
+        # What comes at once comes in one read, however busy the machine is.
+        head = node_replies.STREAM_HEAD if script.burst >= script.tokens else b""
         if script.stamped:
             data = node_replies.http_chunk(
                 begin + node_replies.stamped_token(time.monotonic_ns() // 1000)
@@ -205,7 +209,7 @@ class Stream:
             return
         end = _USAGE_END if self.usage else _END
         self.connection.stream = None
-        self.connection.transport.write(data + end)
+        self.connection.transport.write(head + data + end)
 
 
 _EMBEDDING = node_replies.plain_response(node_replies.EMBEDDING)

@@ -65,7 +65,7 @@ TYPED_FIGURES: dict[str, str] = {
 
 TRACED_FIGURES: dict[str, str] = {
     "to_lease": "modules whose functions a streaming chat request enters from the handler to its "
-    "lease; those that each of several later requests enters",
+    "lease; those that most of several later requests enter",
     "to_lease_first": "the same of a gateway's first request",
     "forwarder_to_lease": "modules entered from the forwarder to the lease",
     "forwarder_to_lease_first": "the same of a gateway's first request",
@@ -98,11 +98,13 @@ def measure(root: Path, *, typed: bool = True, trace: bool = False) -> dict[str,
         figures |= foreign_writes.writes_across_packages(found, types)
         figures |= request_names.request_names(found, types)
     if trace:
-        figures |= {name: Figure(len(entered), entered) for name, entered in _trace(root).items()}
+        figures |= {
+            name: Figure(len(entered), entered) for name, entered in traced_modules(root).items()
+        }
     return figures
 
 
-def _trace(root: Path) -> dict[str, list[str]]:
+def traced_modules(root: Path) -> dict[str, list[str]]:
     """Run `request_trace.py` with the checkout's own code. Raises: CalledProcessError."""
     run = subprocess.run(
         [sys.executable, "-P", str(REQUEST_TRACE)],
