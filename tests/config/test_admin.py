@@ -2,9 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.config.conftest import LoadSettings, Problems
+from tests.each_case import each_case
 
 HASH = "0123456789abcdef" * 4
 
@@ -29,7 +28,7 @@ def test_the_certificate_starts_in_the_folder_of_the_settings(
     assert (tls.cert, tls.key) == (tmp_path / "cert.pem", tmp_path / "key.pem")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "key"),
     [
         ("{id: a, sha256: HASH}", "admin.keys[0].role"),

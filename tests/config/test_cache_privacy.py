@@ -10,6 +10,7 @@ from gateway.config.cache_privacy import (
     cache_policy,
     has_labels,
 )
+from tests.each_case import each_case
 
 
 def test_without_a_setting_all_share_all() -> None:
@@ -31,7 +32,7 @@ def test_each_field_is_the_most_specific_ones() -> None:
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("isolate", "group", "scope"),
     [
         ("group", "team", "group team"),
@@ -62,7 +63,7 @@ def test_off_is_read_as_yaml_reads_it() -> None:
     assert CacheSpec.model_validate({"isolate": "Group"}).isolate == "group"
 
 
-@pytest.mark.parametrize(
+@each_case(
     "spec", [{"isolate": "user"}, {"hide": "perhaps"}, {"nodes": {"": "x"}}, {"hidden": True}]
 )
 def test_bad_input_is_refused(spec: dict[str, object]) -> None:
