@@ -11,6 +11,7 @@ import pytest
 from gateway.fleet.node import Node
 from gateway.fleet.server_properties import ServerProperties
 from gateway.fleet.state_files import LARGEST_PROPERTIES_FILE, PropertiesStore
+from tests.each_case import each_case
 from tests.fleet.build import a_node, a_spec
 
 SAID = ServerProperties(models=("demo",), slots=4, context=4096, vision=False, refused={"rerank"})
@@ -91,21 +92,18 @@ def test_a_file_of_another_version_is_logged_and_not_read(
     assert "version 2" in caplog.text
 
 
-@pytest.mark.parametrize(
+@each_case(
     "facts",
     [
-        {"slots": -1},
-        {"slots": "many"},
-        {"context": 1 << 40},
-        {"models": ["x" * 5000]},
-        {"models": ["m"] * 2000},
-        {"refused": 7},
+        {"slots": -1}, {"slots": "many"}, {"context": 1 << 40}, {"models": ["x" * 5000]},
+        {"models": ["m"] * 2000}, {"refused": 7},
     ],
-)
+)  # fmt: skip
 def test_implausible_properties_are_left_out_and_the_rest_is_read(
     tmp_path: Path, facts: dict[str, Any]
 ) -> None:
     path = tmp_path / "seen.json"
+    path.unlink(missing_ok=True)
     written(path, saying(SAID), saying(SAID, name="b"))
     value = json.loads(path.read_text())
     value["servers"][0]["facts"] |= facts

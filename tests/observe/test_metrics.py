@@ -10,6 +10,7 @@ from gateway.events import AttemptEnded, EventBus, NodeChanged, RequestFinished
 from gateway.observe.metrics import MOST_MODELS, MOST_REFUSED, NODE_STATES, Metrics
 from gateway.observe.snapshot import MetricsSnapshot, NodeSample
 from gateway.request import Priority
+from tests.each_case import each_case
 
 P = "llama_gateway_"
 
@@ -168,7 +169,7 @@ def test_histograms_take_what_was_measured_and_leave_out_what_was_not(gateway: G
     assert page.value("queue_seconds_bucket", le="20.0") == 2
 
 
-@pytest.mark.parametrize(
+@each_case(
     "name",
     [
         "request_duration_seconds",

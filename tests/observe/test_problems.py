@@ -24,6 +24,7 @@ from gateway.observe.problems import (
     find_problems,
 )
 from gateway.tools.cli import app
+from tests.each_case import each_case
 
 REFUSED = "connection refused"
 WELL = FleetCondition(
@@ -106,7 +107,7 @@ def test_a_fleet_that_works_has_no_problem() -> None:
     assert find_problems(FleetCondition()) == []
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@each_case("fault", FAULTS)
 def test_each_fault_is_one_problem_with_cause_and_remedy(fault: str) -> None:
     problem = only(FAULTS[fault])
     for text in (problem.title, problem.cause, problem.remedy):
@@ -266,7 +267,7 @@ def test_a_caller_that_its_limits_refuse_is_not_to_be_given_one() -> None:
     assert problem.commands == ("llama-gateway keys show team-a",)
 
 
-@pytest.mark.parametrize("caller", ["a", "keys", "llama-gateway", "--rpm", "NAME"])
+@each_case("caller", ["a", "keys", "llama-gateway", "--rpm", "NAME"])
 def test_a_command_is_whole_for_those_who_may_not_know_the_caller(caller: str) -> None:
     flood = QueueCondition(waiting=40, top_caller=caller, top_waiting=38, callers=2)
     shown = only(replace(WELL, queue=flood)).as_json(may_name_callers=False)

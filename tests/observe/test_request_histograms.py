@@ -4,10 +4,11 @@ import pytest
 
 from gateway.observe.request_histograms import MOST_LABEL_SETS, outcome_of
 from gateway.request import Priority
+from tests.each_case import each_case
 from tests.observe.test_metrics import Gateway, finished
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("status", "outcome"),
     [
         (200, "ok"),

@@ -17,6 +17,7 @@ from gateway.lease import LeaseRequest
 from gateway.request import Priority
 from gateway.scheduling.scheduler import Scheduler
 from tests.calls import count_calls
+from tests.each_case import each_case
 from tests.fleet.build import Clock, take
 from tests.scheduling.build import (
     a_request,
@@ -759,7 +760,7 @@ async def start_burst(scheduler: Scheduler, count: int) -> list[asyncio.Task[Any
     return tasks
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("answers", "refuses"),
     [
         ([], False),
