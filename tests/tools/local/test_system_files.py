@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,9 +12,10 @@ from gateway.tools.local.system_files import (
     read_kernel_list,
     read_number,
 )
+from tests.each_case import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "numbers"),
     [("0\n", {0}), ("0-3,8\n", {0, 1, 2, 3, 8}), ("\n", set()), ("2-2", {2})],
 )
@@ -32,7 +32,7 @@ def test_consecutive_numbers_are_formatted_as_a_range() -> None:
     assert format_kernel_list({0, 1, 2, 5, 7, 8}) == "0-2,5,7-8"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "size"),
     [("32K\n", 32768), ("1M", 1 << 20), ("4096", 4096), ("", 0), ("none", 0), ("K", 0)],
 )

@@ -8,6 +8,7 @@ from gateway.tools.simulate.fronts import LeastConn
 from gateway.tools.simulate.server import SimulatedMachine
 from gateway.tools.simulate.simulation import simulate
 from gateway.tools.simulate.trace import Job
+from tests.each_case import each_case
 from tests.tools.simulate.build import job, machine, trace
 
 
@@ -99,7 +100,7 @@ def test_every_token_of_a_busy_node_is_accounted_for() -> None:
     assert not server.queue
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("key", "value"),
     [("prefill", 0.0), ("decode", float("nan")), ("batch_cost", -1.0), ("batch", 2)],
 )
