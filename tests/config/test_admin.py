@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 from tests.config.conftest import LoadSettings, Problems
 from tests.each_case import each_case
 
@@ -16,16 +14,6 @@ def test_keys_and_roles_are_read_and_hashes_are_not_shown(load_gateway: LoadSett
     (key,) = load_gateway(f"admin: {{keys: [{entry('a', HASH.upper(), 'Operator')}]}}").admin.keys
     assert (key.id, key.sha256, key.role) == ("a", HASH, "operator")
     assert HASH not in repr(key)
-
-
-def test_the_certificate_starts_in_the_folder_of_the_settings(
-    load_gateway: LoadSettings, tmp_path: Path
-) -> None:
-    for name in ("cert.pem", "key.pem"):
-        (tmp_path / name).write_text("x")
-    tls = load_gateway("admin: {tls: {cert: cert.pem, key: key.pem}}").admin.tls
-    assert tls is not None
-    assert (tls.cert, tls.key) == (tmp_path / "cert.pem", tmp_path / "key.pem")
 
 
 @each_case(

@@ -30,22 +30,15 @@ def written(path: Path, *nodes: Node) -> None:
     store.save()
 
 
-def test_properties_last_over_a_restart(tmp_path: Path) -> None:
+def test_properties_last_over_a_restart_for_the_same_server_alone(tmp_path: Path) -> None:
     path = tmp_path / "state" / "seen.json"
     written(path, saying(SAID))
     found = PropertiesStore(path).recall(a_spec())
     assert found == SAID
     assert found.remembered
     assert [file.name for file in path.parent.iterdir()] == ["seen.json"]
-
-
-@pytest.mark.parametrize(
-    "keys", [{"url": "http://127.0.0.1:10"}, {"name": "b"}, {"kind": "openai"}]
-)
-def test_another_server_inherits_nothing(tmp_path: Path, keys: dict[str, Any]) -> None:
-    path = tmp_path / "seen.json"
-    written(path, saying(SAID))
-    assert PropertiesStore(path).recall(a_spec(**keys)) == ServerProperties()
+    for other in (a_spec(url="http://127.0.0.1:10"), a_spec("b"), a_spec(kind="openai")):
+        assert PropertiesStore(path).recall(other) == ServerProperties()
 
 
 def test_the_file_contains_no_addresses(tmp_path: Path) -> None:

@@ -351,41 +351,6 @@ SMUGGLED = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @each_case(
-    "fields",
-    [
-        b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n",
-        b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n",
-        b"Content-Length: 0\r\nContent-Length: 5\r\n",
-        b"Content-Length: 5\r\nContent-Length: 5\r\n",
-        b"Content-Length: 5, 5\r\n",
-        b"Content-Length: +5\r\n",
-        b"Content-Length: -5\r\n",
-        b"Content-Length: 0x5\r\n",
-        b"Content-Length: 5 5\r\n",
-        b"Content-Length: 99999999999999999999999\r\n",
-        b"Transfer-Encoding: identity\r\n",
-        b"Transfer-Encoding: xchunked\r\n",
-        b"Transfer-Encoding: chunked, identity\r\n",
-        b"Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n",
-        b"Transfer-Encoding : chunked\r\n",
-        b"Transfer-Encoding:\x0bchunked\r\n",
-        b"X: y\rTransfer-Encoding: chunked\r\n",
-        b"X: y\nTransfer-Encoding: chunked\r\n",
-    ],
-)
-async def test_an_ambiguous_body_length_is_400_and_closes_the_connection(
-    gate: Public, fields: bytes
-) -> None:
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\n".encode() + fields + b"\r\n"
-    async with raw_connection(gate.url) as wire:
-        await wire.send(head + b"0\r\n\r\n" + SMUGGLED)
-        found = await answer(wire)
-        assert outcome_of(found) == (400, "invalid_request")
-        assert await wire.rest() == b"", "what stands behind it was taken for a request"
-    assert gate.node.requests == 0
-
-
-@each_case(
     "body", [b"zz\r\nhello", b"5\r\nhelloworld", b"-1\r\n", b"fffffffffffffffff\r\n", b"5 \n"]
 )
 async def test_broken_chunks_are_400_and_close_the_connection(gate: Public, body: bytes) -> None:
