@@ -41,10 +41,7 @@ def plain(value: Any, status: int = 200, **headers: str) -> ReceivedResponse:
 
 
 def answer(text: str, tokens: int = 2) -> dict[str, Any]:
-    return {
-        "choices": [{"message": {"content": text}}],
-        "usage": {"completion_tokens": tokens},
-    }
+    return {"choices": [{"message": {"content": text}}], "usage": {"completion_tokens": tokens}}
 
 
 ERRING = {"error": {"message": "no", "type": "server_error", "code": "node_failed"}}

@@ -25,10 +25,7 @@ def test_each_field_is_the_most_specific_ones() -> None:
     group = CacheSpec(hide=True, isolate="group", nodes={"b": "2", "a": "1"})
     everybody = CacheSpec(isolate="key", nodes={"c": "3"}, prompt_cache=True)
     assert cache_policy((key, group, everybody), "alice", "team") == CachePolicy(
-        hide=False,
-        scope="group team",
-        node_labels=(("a", "1"), ("b", "2")),
-        prompt_cache=False,
+        hide=False, scope="group team", node_labels=(("a", "1"), ("b", "2")), prompt_cache=False
     )
 
 

@@ -67,11 +67,7 @@ def test_every_key_of_the_contract_is_read(load_nodes: LoadNodes, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("written", "models"),
-    [
-        ("m", {"m": "m"}),
-        ("[m, n]", {"m": "m", "n": "n"}),
-        ("{public: inner}", {"public": "inner"}),
-    ],
+    [("m", {"m": "m"}), ("[m, n]", {"m": "m", "n": "n"}), ("{public: inner}", {"public": "inner"})],
 )
 def test_models_are_a_name_a_list_or_a_mapping(
     load_nodes: LoadNodes, written: str, models: dict[str, str]

@@ -152,9 +152,7 @@ def test_a_wrong_value_is_reported_with_its_key_and_nothing_secret(
     assert "lg_a_secret" not in str(problem)
 
 
-def test_an_unknown_policy_is_reported_with_the_known_ones(
-    gateway_problems: Problems,
-) -> None:
+def test_an_unknown_policy_is_reported_with_the_known_ones(gateway_problems: Problems) -> None:
     (problem,) = gateway_problems("policy: least_finsh")
     for name in ("least_finish", "least_loaded", "round_robin", "prefix_hash"):
         assert name in problem.message

@@ -143,9 +143,7 @@ def test_servers_that_left_long_ago_are_forgotten() -> None:
     assert store.recall(a_spec("c")) == SAID
 
 
-async def test_changes_are_saved_until_a_successor_takes_over(
-    tmp_path: Path,
-) -> None:
+async def test_changes_are_saved_until_a_successor_takes_over(tmp_path: Path) -> None:
     path = tmp_path / "seen.json"
     store = PropertiesStore(path, save_after=0.0)
     saving = asyncio.create_task(store.save_loop())

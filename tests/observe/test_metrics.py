@@ -188,10 +188,7 @@ def test_every_histogram_reaches_one_hour_and_is_there_before_the_first_request(
 
 def test_a_node_is_in_one_state_and_every_other_reads_zero(gateway: Gateway) -> None:
     gateway.snapshot = MetricsSnapshot(
-        nodes=[
-            NodeSample("a", "ready", 2, 1, 16.5, 250.0),
-            NodeSample("b", "down", 4, 0),
-        ]
+        nodes=[NodeSample("a", "ready", 2, 1, 16.5, 250.0), NodeSample("b", "down", 4, 0)]
     )
     page = gateway.scrape()
     for state in NODE_STATES:

@@ -61,8 +61,7 @@ FAULTS = {
     "queue flood": replace(WELL, queue=QueueCondition(waiting=240, oldest_seconds=60.0)),
     "GPU budget spent": replace(WELL, spill=SpillCondition(paid=0.9, reserved=0.2, money=1.0)),
     "disk full": replace(
-        WELL,
-        store={"state": "full", "error": "the disk is full", "remedy": "free some space"},
+        WELL, store={"state": "full", "error": "the disk is full", "remedy": "free some space"}
     ),
     "folder full": replace(
         WELL,
@@ -73,8 +72,7 @@ FAULTS = {
     ),
     "key's room used up": replace(WELL, storage=StorageCondition(full_callers=["team-a"])),
     "one key flooding": replace(
-        WELL,
-        queue=QueueCondition(waiting=40, top_caller="team-a", top_waiting=38, callers=2),
+        WELL, queue=QueueCondition(waiting=40, top_caller="team-a", top_waiting=38, callers=2)
     ),
     "ejected": replace(WELL, nodes=[out("a-0", "ejected")], usable=3),
     "loading": replace(WELL, nodes=[out("a-0", "loading")], usable=3),
@@ -96,8 +94,7 @@ FAULTS = {
     "ledger": replace(WELL, ledger={"dropped": 3, "error": None}),
     "audit": replace(WELL, audit_lost=2),
     "limits": replace(
-        WELL,
-        traffic=TrafficCondition(50, 0, {"rate_limit_exceeded": 30}, "team-a", 30, 2),
+        WELL, traffic=TrafficCondition(50, 0, {"rate_limit_exceeded": 30}, "team-a", 30, 2)
     ),
 }
 

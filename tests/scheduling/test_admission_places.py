@@ -33,11 +33,7 @@ class BusyNode:
         self.tasks: dict[str, tuple[LeaseRequest, asyncio.Task[Any]]] = {}
 
     async def send(
-        self,
-        request: LeaseRequest,
-        tried: Tried = NOTHING_TRIED,
-        *,
-        response_started: bool = False,
+        self, request: LeaseRequest, tried: Tried = NOTHING_TRIED, *, response_started: bool = False
     ) -> str:
         """Send a request; its `outcome`."""
         task = await start_lease(self.scheduler, request, tried, response_started=response_started)

@@ -196,9 +196,7 @@ def put(scheduler: Scheduler, *nodes: Node) -> None:
     scheduler.capacity_changed()
 
 
-async def test_a_new_node_serves_waiting_requests(
-    three: tuple[Scheduler, list[Node]],
-) -> None:
+async def test_a_new_node_serves_waiting_requests(three: tuple[Scheduler, list[Node]]) -> None:
     scheduler, nodes = three
     leases = [(await take_lease(scheduler, a_request()))[0] for _ in nodes]
     waiting = asyncio.create_task(take_lease(scheduler, a_request()))

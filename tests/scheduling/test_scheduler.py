@@ -271,10 +271,7 @@ async def test_no_queue_at_all_is_possible() -> None:
 @in_virtual_time
 async def test_a_wait_ends_in_time() -> None:
     scheduler = a_scheduler(
-        node(slots=1),
-        clock=now,
-        queue={"max_wait": 0.15},
-        classes={"batch": {"max_wait": 0.05}},
+        node(slots=1), clock=now, queue={"max_wait": 0.15}, classes={"batch": {"max_wait": 0.05}}
     )
     await take_lease(scheduler, a_request())
     began = now()

@@ -119,9 +119,7 @@ def test_without_spill_over_the_others_never_use_the_gpu(priority: Priority) -> 
 
 
 @each_case("priority", Priority)
-def test_a_model_of_gpu_nodes_alone_is_served_there_for_every_class(
-    priority: Priority,
-) -> None:
+def test_a_model_of_gpu_nodes_alone_is_served_there_for_every_class(priority: Priority) -> None:
     for rules in (hybrid(), spilling(share=0)):
         for gpu in (FREE, FULL, OUT):
             found = route(rules, priority, gpu, None)

@@ -154,9 +154,7 @@ def test_a_report_that_is_disturbed_again_and_again_gives_up(connection: Connect
         reader.step(connection)
 
 
-def test_a_cut_day_that_is_kept_as_a_sum_counts_in_full_and_is_told(
-    connection: Connection,
-) -> None:
+def test_a_cut_day_that_is_kept_as_a_sum_counts_in_full_and_is_told(connection: Connection) -> None:
     add_rows(connection, [a_row(1, ended_at=MIDNIGHT + 60)])
     RollUp(NOON)(connection)
     report = read(connection, ReportQuery(("key",), MIDNIGHT + 3600, NOON + DAY / 2))

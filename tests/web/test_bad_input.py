@@ -17,13 +17,7 @@ from tests.each_case import each_case
 from tests.emulator.raw_connection import raw_connection
 from tests.web.raw_client import CHAT, HELLO, Answer, Public, answer, public, request
 
-SMALL = {
-    "limits": {
-        "body_bytes": 200_000,
-        "header_bytes": 8192,
-        "buffered_bytes": 1_000_000,
-    }
-}
+SMALL = {"limits": {"body_bytes": 200_000, "header_bytes": 8192, "buffered_bytes": 1_000_000}}
 PATIENT = Timings(linger=60.0)
 """A refused client is still read from though the machine is slow."""
 
@@ -189,9 +183,7 @@ async def test_wrong_paths_and_methods_are_404_and_405(
 # Sizes.
 
 
-async def test_a_body_declared_too_large_is_413_before_it_is_sent(
-    gate: Public,
-) -> None:
+async def test_a_body_declared_too_large_is_413_before_it_is_sent(gate: Public) -> None:
     async with raw_connection(gate.url) as wire:
         await wire.send(request(b"x" * 1000, length=3_000_000))
         found = await answer(wire)

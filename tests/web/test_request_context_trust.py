@@ -52,9 +52,7 @@ async def test_a_proxied_request_is_not_local_though_its_peer_is(gate: Public, f
     assert (await gate.last()).caller == "anonymous:127.0.0.1"
 
 
-async def test_each_head_of_a_connection_is_judged_by_itself(
-    gate: Public,
-) -> None:
+async def test_each_head_of_a_connection_is_judged_by_itself(gate: Public) -> None:
     direct = request(SHORT, "X-Priority: urgent")
     proxied = request(SHORT, "X-Priority: urgent", "Via: 1.1 edge")
     async with raw_connection(gate.url) as wire:

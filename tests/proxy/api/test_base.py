@@ -98,10 +98,7 @@ def test_an_event_that_a_reader_would_miss_is_content(api: Api, data: bytes) -> 
 
 @pytest.mark.parametrize(
     ("api", "data"),
-    [
-        (RESPONSES, event({"type": {"a": 1}})),
-        (MESSAGES, event({"type": ["content_block_delta"]})),
-    ],
+    [(RESPONSES, event({"type": {"a": 1}})), (MESSAGES, event({"type": ["content_block_delta"]}))],
 )
 def test_an_event_of_another_form_is_invalid(api: Api, data: bytes) -> None:
     with pytest.raises(InvalidResponse):
@@ -204,10 +201,7 @@ def messages_stream(body: bytes) -> Any:
     http = httpx2.Client(transport=served(body))
     with anthropic.Anthropic(api_key="x", base_url="http://gateway", http_client=http) as client:
         yield from client.messages.create(
-            model="demo",
-            max_tokens=9,
-            messages=[{"role": "user", "content": "a"}],
-            stream=True,
+            model="demo", max_tokens=9, messages=[{"role": "user", "content": "a"}], stream=True
         )
 
 
@@ -221,9 +215,7 @@ def messages_stream(body: bytes) -> Any:
     ],
 )
 def test_the_official_client_raises_on_our_error_event(
-    api: Api,
-    read: Callable[[bytes], Any],
-    raised: type[Exception],
+    api: Api, read: Callable[[bytes], Any], raised: type[Exception]
 ) -> None:
     body = api.heartbeat() + api.error_event(FAILED, "req_1")
     with pytest.raises(raised, match=FAILED.message):

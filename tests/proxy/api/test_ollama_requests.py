@@ -311,9 +311,7 @@ TEXTS = st.sampled_from(
     indent=st.sampled_from([None, 1]),
 )
 def test_a_large_body_is_translated_like_a_small_one(
-    texts: list[str],
-    ascii_only: bool,
-    indent: int | None,
+    texts: list[str], ascii_only: bool, indent: int | None
 ) -> None:
     call = {"id": "a", "function": {"name": "f", "arguments": {"text": texts[0]}}}
     messages = [
@@ -377,10 +375,7 @@ def test_arguments_that_are_not_utf8_are_refused() -> None:
             {"messages": [{"tool_calls": [{"function": {"name": ""}}] * (MOST_MESSAGE_PARTS + 1)}]},
             "messages[0].tool_calls",
         ),
-        (
-            {"messages": [{"images": ["abcd"] * MOST_MESSAGE_PARTS}] * 20},
-            "messages[19].images",
-        ),
+        ({"messages": [{"images": ["abcd"] * MOST_MESSAGE_PARTS}] * 20}, "messages[19].images"),
     ],
 )
 def test_too_many_parts_are_refused(body: dict[str, Any], param: str) -> None:

@@ -259,10 +259,7 @@ def test_events_of_an_odd_shape_are_no_crash(fields: dict[str, Any]) -> None:
 LLAMA_CPP, OPENAI = Answering("llama.cpp", 4096), Answering("openai", None)
 SCHEMA = {"type": "object"}
 BOUND = {"type": "json_schema", "name": "n", "strict": True, "schema": SCHEMA}
-BOUND_CHAT = {
-    "type": "json_schema",
-    "json_schema": {"name": "n", "strict": True, "schema": SCHEMA},
-}
+BOUND_CHAT = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": SCHEMA}}
 TOOLS = [{"type": "function", "name": "look"}]
 
 

@@ -129,10 +129,7 @@ LOUD: list[dict[str, Any]] = [
 @pytest.mark.real
 @pytest.mark.slow
 async def test_no_request_makes_real_servers_fail(tmp_path: Path) -> None:
-    async with (
-        start_demo_servers(2) as urls,
-        running_gateway(tmp_path, urls) as running,
-    ):
+    async with start_demo_servers(2) as urls, running_gateway(tmp_path, urls) as running:
         nodes = running.gateway.fleet.nodes.values()
         for extra in LOUD:
             for path in ("/completion", "/v1/completions", "/v1/chat/completions"):

@@ -215,10 +215,7 @@ def test_it_dies_when_its_parent_is_killed() -> None:
         "p.stdout.readline(); print(p.pid, flush=True); p.wait()"
     )
     parent = subprocess.Popen(
-        [sys.executable, "-c", inner],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=server_environment(),
+        [sys.executable, "-c", inner], stdout=subprocess.PIPE, text=True, env=server_environment()
     )
     assert parent.stdout is not None
     server = int(parent.stdout.readline())
@@ -232,12 +229,7 @@ def test_it_dies_when_its_parent_is_killed() -> None:
 def run_embedded(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "gateway.tools.local.embedded", *arguments]
     return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=server_environment(),
+        command, capture_output=True, text=True, timeout=120, check=False, env=server_environment()
     )
 
 

@@ -108,8 +108,7 @@ class TestRedirects:
         assert same_origin(self.HERE, target)
 
     @pytest.mark.parametrize(
-        "location",
-        ["https://cdn.example/m", "https://models.example:444/m", "//other.example/m"],
+        "location", ["https://cdn.example/m", "https://models.example:444/m", "//other.example/m"]
     )
     def test_another_host_or_port_is_another_origin(self, location: str) -> None:
         assert not same_origin(self.HERE, redirect_target(self.HERE, location))

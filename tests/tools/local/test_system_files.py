@@ -16,8 +16,7 @@ from tests.each_case import each_case
 
 
 @each_case(
-    ("text", "numbers"),
-    [("0\n", {0}), ("0-3,8\n", {0, 1, 2, 3, 8}), ("\n", set()), ("2-2", {2})],
+    ("text", "numbers"), [("0\n", {0}), ("0-3,8\n", {0, 1, 2, 3, 8}), ("\n", set()), ("2-2", {2})]
 )
 def test_kernel_lists_are_read(text: str, numbers: set[int]) -> None:
     assert parse_kernel_list(text) == numbers

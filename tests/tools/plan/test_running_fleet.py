@@ -56,12 +56,7 @@ def test_slots_tiers_and_prices_tell_kinds_apart() -> None:
 
 
 def test_nodes_that_get_no_work_are_left_out() -> None:
-    nodes = [
-        node("a"),
-        node("b", enabled=False),
-        node("c", standby=True),
-        node("d", draining=True),
-    ]
+    nodes = [node("a"), node("b", enabled=False), node("c", standby=True), node("d", draining=True)]
     assert [part.count for part in measured_fleet(nodes).parts] == [1]
     with pytest.raises(UnmeasuredFleetError, match="no node that gets work"):
         measured_fleet(nodes[1:])

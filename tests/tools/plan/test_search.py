@@ -4,13 +4,7 @@ import math
 
 import pytest
 
-from gateway.tools.plan.search import (
-    Goal,
-    find_fleet,
-    least_count,
-    least_that,
-    why_impossible,
-)
+from gateway.tools.plan.search import Goal, find_fleet, least_count, least_that, why_impossible
 from gateway.tools.plan.trial import TimeLimit
 from gateway.tools.plan.workload import Workload, make_trace
 from tests.each_case import each_case

@@ -5,12 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from gateway.tools.plan.workload import (
-    TraceTooShortError,
-    Workload,
-    from_trace,
-    make_trace,
-)
+from gateway.tools.plan.workload import TraceTooShortError, Workload, from_trace, make_trace
 from gateway.tools.simulate.trace import Job, Trace, TracePrompt, build_trace
 from tests.each_case import each_case
 

@@ -65,10 +65,7 @@ def test_requests_beyond_the_slots_wait_inside_first_in_first_out() -> None:
 
 def test_the_next_turn_finds_prompt_and_answer_but_the_last_token() -> None:
     _, turn = play(
-        [
-            job(prompt=500, output=50, stream=1),
-            job(prompt=600, output=5, stream=1, pause=3.0),
-        ]
+        [job(prompt=500, output=50, stream=1), job(prompt=600, output=5, stream=1, pause=3.0)]
     )
     assert turn.cached == 549
 
