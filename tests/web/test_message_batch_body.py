@@ -188,6 +188,7 @@ def test_what_is_wrong_is_told(given: bytes, message: str) -> None:
 
 
 def test_what_is_too_long_is_refused_before_it_has_come() -> None:
+    assert len(split(one(custom_id="a" * 64, params={}))) == 1
     begun = b'{"requests":[{"custom_id":"a","params":{"x":"'
     assert "requests.0: It is longer than 1000 bytes ('batches.line_bytes')" in refused(
         begun, *[b"x" * 100] * 11, line_bytes=1000
