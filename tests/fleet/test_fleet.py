@@ -400,7 +400,9 @@ steps = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(steps)
-def test_any_order_of_reloads_and_leases_loses_nothing(story: list[tuple[str, Any]]) -> None:
+def test_any_order_of_reloads_and_leases_loses_nothing(
+    story: list[tuple[str, Any]],
+) -> None:
     asyncio.run(play(story))
 
 

@@ -163,7 +163,9 @@ def test_an_abandoned_prefill_counts_until_its_slot_is_free() -> None:
         )
     )
 )
-def test_any_events_leave_the_means_possible(events: list[tuple[str, int, float]]) -> None:
+def test_any_events_leave_the_means_possible(
+    events: list[tuple[str, int, float]],
+) -> None:
     clock = Clock()
     node = a_node(clock, slots=8)
     leases = []

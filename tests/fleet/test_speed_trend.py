@@ -83,7 +83,9 @@ positive = st.floats(1e-6, 1e6)
 
 
 @given(st.lists(st.tuples(st.floats(0, 100), positive, st.floats(1, 1e6), st.floats(0.1, 1e8))))
-def test_it_stays_positive(told: list[tuple[float, float, float, float]]) -> None:
+def test_it_stays_positive(
+    told: list[tuple[float, float, float, float]],
+) -> None:
     trend = a_trend()
     for x, low, width, weight in told:
         trend.learn(x, low, low * width, weight)

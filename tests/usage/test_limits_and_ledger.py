@@ -168,10 +168,16 @@ class SharedLimits(RuleBasedStateMachine):
             for account in process.book.all_accounts():
                 now = self.clocks.clock()
                 figures = [
-                    account.running, account.open, account.reserved_tokens, account.reserved_cost,
-                    account.requests.value(now), account.tokens.value(now), account.others.running,
-                    *account.tokens_by_day.values(), *account.cost_by_month.values(),
-                ]  # fmt: skip
+                    account.running,
+                    account.open,
+                    account.reserved_tokens,
+                    account.reserved_cost,
+                    account.requests.value(now),
+                    account.tokens.value(now),
+                    account.others.running,
+                    *account.tokens_by_day.values(),
+                    *account.cost_by_month.values(),
+                ]
                 assert min(figures) >= 0, (account.subject, figures)
             for caller, user in WHO:
                 limits = process.book.rate_limits(process.book.accounts(caller, user))

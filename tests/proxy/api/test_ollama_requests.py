@@ -311,7 +311,9 @@ TEXTS = st.sampled_from(
     indent=st.sampled_from([None, 1]),
 )
 def test_a_large_body_is_translated_like_a_small_one(
-    texts: list[str], ascii_only: bool, indent: int | None
+    texts: list[str],
+    ascii_only: bool,
+    indent: int | None,
 ) -> None:
     call = {"id": "a", "function": {"name": "f", "arguments": {"text": texts[0]}}}
     messages = [
