@@ -57,13 +57,14 @@ def test_remembered_properties_that_are_not_reported_again_are_kept(tmp_path: Pa
     assert PropertiesStore(path).recall(a_spec()) == SAID
 
 
-@pytest.mark.parametrize(
+@each_case(
     "damage",
     [b"", b"{", b"[]", b"null", b'{"version": "1"}', b'{"version": 1}', b"\xff" * 9, b"[" * 9999],
 )
 def test_a_damaged_file_is_set_aside_and_logged(
     tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.clear()
     path = tmp_path / "seen.json"
     path.write_bytes(damage)
     with caplog.at_level(logging.WARNING):

@@ -38,7 +38,7 @@ def test_the_packaged_catalogue_has_what_the_plan_promises() -> None:
     assert packaged_catalogue().model == ReferenceModel(name="Llama 3 8B Q4_K_M", gib=4.58)
 
 
-@pytest.mark.parametrize("one", packaged_catalogue().types, ids=lambda one: one.name)
+@each_case("one", packaged_catalogue().types)
 def test_every_figure_of_it_has_a_source_or_is_marked_as_an_example(one: object) -> None:
     figures = {key for key in FIGURES if getattr(one, key)}
     assert figures - set(getattr(one, "sources")) == set()  # noqa: B009
