@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import pytest
-
 from gateway.access.exposure import (
     admin_listener_problem,
     is_loopback,
@@ -9,27 +7,23 @@ from gateway.access.exposure import (
     proxied_listener_problem,
     public_listener_problem,
 )
+from tests.each_case import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     "host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost", "LOCALHOST", "::ffff:127.0.0.1"]
 )
 def test_loopback_hosts_are_reached_from_this_machine_alone(host: str) -> None:
     assert is_loopback(host)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "host",
     [
-        "0.0.0.0",
-        "::",
-        "",
-        "10.0.0.1",
-        "example.org",
-        "localhost.example.org",
+        "0.0.0.0", "::", "", "10.0.0.1", "example.org", "localhost.example.org",
         "127.0.0.1.example.org",
     ],
-)
+)  # fmt: skip
 def test_other_hosts_may_be_reached_from_elsewhere(host: str) -> None:
     assert not is_loopback(host)
 
@@ -64,7 +58,7 @@ def test_the_admin_listener_needs_a_key_anywhere_but_on_loopback() -> None:
     assert admin_listener_problem("::1", has_key=False) is None
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("host", "admin_host", "port", "admin_port", "refused"),
     [
         ("127.0.0.1", "127.0.0.1", 8000, 8000, True),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from ipaddress import ip_network
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.access.exposure import INITIAL_ACCESS, AnonymousAccess, is_local, is_proxied
+from tests.each_case import each_case
 
 PROXIED = [
     "forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto",
@@ -25,15 +25,15 @@ DIRECT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PROXIED)
-@pytest.mark.parametrize("value", [b"", b"127.0.0.1", b"unknown", b"\xff" * 9000])
+@each_case("name", PROXIED)
+@each_case("value", [b"", b"127.0.0.1", b"unknown", b"\xff" * 9000])
 def test_a_request_with_a_proxys_header_is_never_local(name: str, value: bytes) -> None:
     headers = [(b"host", b"gateway"), (name.encode(), value)]
     assert is_proxied(headers)
     assert not is_local(headers, loopback_listener=True, trusted_proxies=())
 
 
-@pytest.mark.parametrize("name", DIRECT)
+@each_case("name", DIRECT)
 def test_a_request_with_usual_client_headers_is_local(name: str) -> None:
     assert is_local([(name.encode(), b"1")], loopback_listener=True, trusted_proxies=())
 
@@ -50,7 +50,7 @@ def door(*steps: tuple[int, bool], start: AnonymousAccess = INITIAL_ACCESS) -> A
     return start
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("steps", "closed"),
     [
         ([(0, False)], False),

@@ -72,7 +72,7 @@ class FaultInjector:
             assert isinstance(node, RealServer)
             await self._inject_into_link(node, fault)
         elif isinstance(node, EmulatorProcess) and fault.kind in {
-            *("once", "standing", "kill", "loading", "refuse"),
+            *("once", "standing", "kill", "loading", "refuse")
         }:
             await self._inject_into_emulator(node, fault)
         elif node is not None and fault.kind == "process":

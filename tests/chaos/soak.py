@@ -39,8 +39,6 @@ BUCKET_MS = 0.25
 """Milliseconds that one bucket of the histogram spans."""
 BUCKETS = 20_000
 """Buckets of the histogram; a longer delay counts in the last one."""
-CONNECTING = 50
-"""Connections opened at once."""
 TOKEN_BYTES = 18
 """Bytes of text in one stamped token."""
 

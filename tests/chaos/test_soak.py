@@ -2,10 +2,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
 from tests.bench import node_replies
 from tests.chaos.soak import ClientTotals, StreamClient
+from tests.each_case import each_case
 
 STREAM = b"".join(
     (
@@ -30,7 +29,7 @@ class Transport:
         self.sent.append(data)
 
 
-@pytest.mark.parametrize("first", range(len(b"HTTP/1.1 200"), len(STREAM)))
+@each_case("first", range(len(b"HTTP/1.1 200"), len(STREAM)))
 def test_a_stream_may_come_in_any_two_reads(first: int) -> None:
     transport: Any = Transport()
     tally = ClientTotals()

@@ -3,11 +3,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
-
 from tests.chaos.client import ReceivedResponse
 from tests.chaos.verdict import judge
 from tests.chaos.workload import WorkloadRequest
+from tests.each_case import each_case
 
 PATH = "/v1/chat/completions"
 ASK = WorkloadRequest(PATH, {"stream": True}, " one two", 2)
@@ -42,16 +41,13 @@ def plain(value: Any, status: int = 200, **headers: str) -> ReceivedResponse:
 
 
 def answer(text: str, tokens: int = 2) -> dict[str, Any]:
-    return {
-        "choices": [{"message": {"content": text}}],
-        "usage": {"completion_tokens": tokens},
-    }
+    return {"choices": [{"message": {"content": text}}], "usage": {"completion_tokens": tokens}}
 
 
 ERRING = {"error": {"message": "no", "type": "server_error", "code": "node_failed"}}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("got", "outcome"),
     [
         (streamed(WHOLE), "whole"),
@@ -68,7 +64,7 @@ def test_a_valid_response_or_an_allowed_error_is_no_violation(
     assert (judged.outcome, judged.problem) == (outcome, None)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "got",
     [
         streamed(ROLE + ONE),

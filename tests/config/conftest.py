@@ -6,14 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config import (
-    ConfigError,
-    Inventory,
-    Problem,
-    Settings,
-    load_inventory,
-    load_settings,
-)
+from gateway.config import ConfigError, Inventory, Problem, Settings, load_inventory, load_settings
 
 LoadNodes = Callable[..., Inventory]
 LoadSettings = Callable[..., Settings]

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
 from tests.config.conftest import LoadSettings, Problems
+from tests.each_case import each_case
 
 HASH = "0123456789abcdef" * 4
 
@@ -19,17 +16,7 @@ def test_keys_and_roles_are_read_and_hashes_are_not_shown(load_gateway: LoadSett
     assert HASH not in repr(key)
 
 
-def test_the_certificate_starts_in_the_folder_of_the_settings(
-    load_gateway: LoadSettings, tmp_path: Path
-) -> None:
-    for name in ("cert.pem", "key.pem"):
-        (tmp_path / name).write_text("x")
-    tls = load_gateway("admin: {tls: {cert: cert.pem, key: key.pem}}").admin.tls
-    assert tls is not None
-    assert (tls.cert, tls.key) == (tmp_path / "cert.pem", tmp_path / "key.pem")
-
-
-@pytest.mark.parametrize(
+@each_case(
     ("text", "key"),
     [
         ("{id: a, sha256: HASH}", "admin.keys[0].role"),

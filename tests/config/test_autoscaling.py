@@ -7,6 +7,7 @@ import pytest
 from gateway.config import load_inventory, load_settings
 from gateway.config.errors import ConfigError
 from gateway.config.node import NodeSpec
+from tests.each_case import each_case
 
 NODE = "nodes: [{name: a, url: 'http://h', standby: true, model: m, "
 
@@ -45,7 +46,7 @@ def test_secrets_come_from_variables_and_files_and_are_not_shown(tmp_path: Path)
     assert "from-" not in spec.model_dump_json()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "key", "message"),
     [
         ("start: [vm]", "stop", "is missing"),

@@ -2,11 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from gateway.config.batches import BatchSettings
 from gateway.config.settings import Settings, changed_restart_keys, masked_settings
 from tests.config.conftest import LoadSettings, Problems
+from tests.each_case import each_case
 
 
 def test_every_key_has_a_default(load_gateway: LoadSettings) -> None:
@@ -35,7 +34,7 @@ def test_what_is_kept_may_be_kept_for_a_year(load_gateway: LoadSettings) -> None
     assert (batches.keep, batches.background_keep) == (365 * 86400, 2 * 86400)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "key"),
     [
         ("keep: 0", "keep"),

@@ -10,6 +10,7 @@ from gateway.config.cache_privacy import (
     cache_policy,
     has_labels,
 )
+from tests.each_case import each_case
 
 
 def test_without_a_setting_all_share_all() -> None:
@@ -24,14 +25,11 @@ def test_each_field_is_the_most_specific_ones() -> None:
     group = CacheSpec(hide=True, isolate="group", nodes={"b": "2", "a": "1"})
     everybody = CacheSpec(isolate="key", nodes={"c": "3"}, prompt_cache=True)
     assert cache_policy((key, group, everybody), "alice", "team") == CachePolicy(
-        hide=False,
-        scope="group team",
-        node_labels=(("a", "1"), ("b", "2")),
-        prompt_cache=False,
+        hide=False, scope="group team", node_labels=(("a", "1"), ("b", "2")), prompt_cache=False
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("isolate", "group", "scope"),
     [
         ("group", "team", "group team"),
@@ -62,7 +60,7 @@ def test_off_is_read_as_yaml_reads_it() -> None:
     assert CacheSpec.model_validate({"isolate": "Group"}).isolate == "group"
 
 
-@pytest.mark.parametrize(
+@each_case(
     "spec", [{"isolate": "user"}, {"hide": "perhaps"}, {"nodes": {"": "x"}}, {"hidden": True}]
 )
 def test_bad_input_is_refused(spec: dict[str, object]) -> None:

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from tests.config.conftest import LoadSettings, Problems
+from tests.each_case import each_case
 
 HEADERS = [
     ("Host", "makes its own"), ("content-length", "makes its own"), ("Connection", "makes its own"),
@@ -20,14 +19,14 @@ HEADERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("direction", ["to_nodes", "to_clients"])
-@pytest.mark.parametrize(("name", "remedy"), HEADERS)
+@each_case(("name", "remedy"), HEADERS)
 def test_headers_that_may_never_pass_are_refused_with_the_remedy(
-    gateway_problems: Problems, direction: str, name: str, remedy: str
+    gateway_problems: Problems, name: str, remedy: str
 ) -> None:
-    (problem,) = gateway_problems(f"headers: {{{direction}: [X-Fine, {json.dumps(name)}]}}")
-    assert problem.key == f"headers.{direction}[1]"
-    assert remedy in problem.remedy
+    listed = f"[X-Fine, {json.dumps(name)}]"
+    problems = gateway_problems(f"headers: {{to_nodes: {listed}, to_clients: {listed}}}")
+    assert [problem.key for problem in problems] == ["headers.to_nodes[1]", "headers.to_clients[1]"]
+    assert all(remedy in problem.remedy for problem in problems)
 
 
 def test_further_headers_are_named_one_or_many(load_gateway: LoadSettings) -> None:

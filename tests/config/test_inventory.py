@@ -8,6 +8,7 @@ from pydantic import SecretStr, ValidationError
 from gateway.config import Inventory, load_inventory
 from gateway.config.inventory import NodeTimeouts, TokenCost
 from tests.config.conftest import LoadNodes, Problems
+from tests.each_case import each_case
 
 ONE = "nodes:\n  - {{name: a, url: 'http://h:80', {}}}\n"
 
@@ -21,7 +22,7 @@ def test_an_empty_list_of_nodes_is_allowed_and_a_missing_one_is_not(
         assert "nodes: []" in problem.remedy
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "expected"),
     [
         (
@@ -57,7 +58,7 @@ def test_a_common_mistake_is_reported_with_the_remedy(
     assert any(line.startswith(expected) for line in lines), lines
 
 
-@pytest.mark.parametrize("text", ["[1]", "nodes", "nodes: {a: b}", "nodes: [1]", "defaults: 3"])
+@each_case("text", ["[1]", "nodes", "nodes: {a: b}", "nodes: [1]", "defaults: 3"])
 def test_a_file_of_another_form_is_refused(nodes_problems: Problems, text: str) -> None:
     assert any("must be a" in problem.message for problem in nodes_problems(text))
 
@@ -128,7 +129,7 @@ def test_a_name_or_an_address_is_no_default(nodes_problems: Problems) -> None:
     ]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "remedy"),
     [
         ("node: []\nnodes: []", "did you mean nodes? Allowed: defaults, nodes"),

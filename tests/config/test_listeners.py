@@ -19,10 +19,12 @@ def test_files_start_in_the_folder_of_the_settings(
     for name in ("cert.pem", "key.pem", "admin.key"):
         (tmp_path / name).write_text("x")
     settings = load_gateway(
-        "listen: {tls: {cert: cert.pem, key: key.pem}}\nadmin: {key_file: admin.key}"
+        "listen: {tls: {cert: cert.pem, key: key.pem}}\n"
+        "admin: {key_file: admin.key, tls: {cert: cert.pem, key: key.pem}}"
     )
-    assert settings.listen.tls is not None
-    assert settings.listen.tls.cert == tmp_path / "cert.pem"
+    for tls in (settings.listen.tls, settings.admin.tls):
+        assert tls is not None
+        assert (tls.cert, tls.key) == (tmp_path / "cert.pem", tmp_path / "key.pem")
     assert settings.admin.key_file == tmp_path / "admin.key"
 
 

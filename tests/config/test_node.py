@@ -8,6 +8,7 @@ from pydantic import SecretStr
 from gateway.config import NodeSpec
 from gateway.config.inventory import Endpoint, NodeTimeouts
 from tests.config.conftest import LoadNodes, Problems
+from tests.each_case import each_case
 
 ONE = "nodes:\n  - {{name: a, url: 'http://h:80', {}}}\n"
 
@@ -66,11 +67,7 @@ def test_every_key_of_the_contract_is_read(load_nodes: LoadNodes, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("written", "models"),
-    [
-        ("m", {"m": "m"}),
-        ("[m, n]", {"m": "m", "n": "n"}),
-        ("{public: inner}", {"public": "inner"}),
-    ],
+    [("m", {"m": "m"}), ("[m, n]", {"m": "m", "n": "n"}), ("{public: inner}", {"public": "inner"})],
 )
 def test_models_are_a_name_a_list_or_a_mapping(
     load_nodes: LoadNodes, written: str, models: dict[str, str]
@@ -78,7 +75,7 @@ def test_models_are_a_name_a_list_or_a_mapping(
     assert load_nodes(ONE.format(f"model: {written}")).nodes[0].models == models
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("written", "url"),
     [
         ("http://10.0.0.1:8080/", "http://10.0.0.1:8080"),
@@ -91,7 +88,7 @@ def test_addresses_are_normalised(load_nodes: LoadNodes, written: str, url: str)
     assert load_nodes(f"nodes: [{{name: a, url: '{written}'}}]").nodes[0].url == url
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("url", "expected"),
     [
         ("http://h:80/v1", "must not end in /v1"),
@@ -122,59 +119,28 @@ def test_an_address_that_would_not_work_is_refused(
     assert "secret" not in str(problem)
 
 
-@pytest.mark.parametrize("name", ["", "a b", "a/b", "ä", "..", ".", "a" * 129, "a\\n"])
+@each_case("name", ["", "a b", "a/b", "ä", "..", ".", "a" * 129, "a\\n"])
 def test_a_name_has_only_harmless_characters(nodes_problems: Problems, name: str) -> None:
     (problem,) = nodes_problems(f"nodes:\n  - name: '{name}'\n    url: http://h")
     assert (problem.line, problem.key) == (2, "nodes[0].name")
 
 
-@pytest.mark.parametrize(
+@each_case(
     "wrong",
     [
-        "slots: 0",
-        "slots: many",
-        "slots: true",
-        'slots: "2"',
-        "slots: 1.5",
-        "context: 0",
-        "context: .inf",
-        "cost_per_hour: -1",
-        "cost_per_hour: .nan",
-        "cost_per_hour: .inf",
-        "cost_per_hour: true",
-        "cost_per_hour: cheap",
-        "cost_per_million_tokens: 3",
-        "cost_per_million_tokens: {prompt: -1}",
-        "speed_hint: 0",
-        "speed_hint: .inf",
-        "kind: vllm",
-        "tier: CPU!",
-        "model: []",
-        "model: 7",
-        "model: {a: 1}",
-        "model: ['']",
-        "endpoints: [chat, talk]",
-        "endpoints: 3",
-        "timeouts: {connect: 0}",
-        "timeouts: {connect: -3s}",
-        "timeouts: {connect: 30 days}",
-        "timeouts: {conect: 3}",
-        "timeouts: 3",
-        "tls: {ca: missing.pem}",
-        "tls: {verify: maybe}",
-        "api_key_env: sk-secret",
-        "api_key: sk-secret",
-        "api_key_file: missing.key",
-        "api_key_file: .",
-        "enabled: 7",
-        "labels: [a]",
-        "labels: {a: 1}",
-        "labels: {a: ~}",
-        "host: a/b",
-        "models: {a: b}",
+        "slots: 0", "slots: many", "slots: true", 'slots: "2"', "slots: 1.5", "context: 0",
+        "context: .inf", "cost_per_hour: -1", "cost_per_hour: .nan", "cost_per_hour: .inf",
+        "cost_per_hour: true", "cost_per_hour: cheap", "cost_per_million_tokens: 3",
+        "cost_per_million_tokens: {prompt: -1}", "speed_hint: 0", "speed_hint: .inf", "kind: vllm",
+        "tier: CPU!", "model: []", "model: 7", "model: {a: 1}", "model: ['']",
+        "endpoints: [chat, talk]", "endpoints: 3", "timeouts: {connect: 0}",
+        "timeouts: {connect: -3s}", "timeouts: {connect: 30 days}", "timeouts: {conect: 3}",
+        "timeouts: 3", "tls: {ca: missing.pem}", "tls: {verify: maybe}", "api_key_env: sk-secret",
+        "api_key: sk-secret", "api_key_file: missing.key", "api_key_file: .", "enabled: 7",
+        "labels: [a]", "labels: {a: 1}", "labels: {a: ~}", "host: a/b", "models: {a: b}",
         "colour: red",
     ],
-)
+)  # fmt: skip
 def test_a_wrong_value_is_reported_with_its_key_and_nothing_secret(
     nodes_problems: Problems, wrong: str
 ) -> None:
@@ -213,7 +179,7 @@ def test_a_certificate_key_needs_its_certificate(nodes_problems: Problems, tmp_p
     assert problem.key == "nodes[0].tls.key"
 
 
-@pytest.mark.parametrize("content", [b"", b" \n", b"a\nb", b"\xff", b"k" * 20000, b"a\x00b"])
+@each_case("content", [b"", b" \n", b"a\nb", b"\xff", b"k" * 20000, b"a\x00b"])
 def test_a_key_is_one_line_of_ascii(
     nodes_problems: Problems, tmp_path: Path, content: bytes
 ) -> None:

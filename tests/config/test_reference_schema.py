@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from gateway.config.reference import nodes_schema, settings_schema, write_schemas
+from tests.each_case import each_case
 
 CONFIG = Path(__file__).parents[2] / "config"
 NODES = jsonschema.Draft202012Validator(nodes_schema())
@@ -31,7 +32,7 @@ def test_the_schemas_in_the_tree_are_up_to_date(tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text",
     [
         "nodes: []",
@@ -55,31 +56,20 @@ def test_an_inventory_as_it_is_written_is_valid(text: str) -> None:
     NODES.validate(yaml.safe_load(text))
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text",
     [
-        "{}",
-        "nodes: [{name: a}]",
-        node("slot: 2"),
-        node("slots: many"),
-        node("slots: 0"),
-        node("models: {a: b}"),
-        node("api_key: secret"),
-        node("kind: vllm"),
-        node("context: 0"),
-        node("cost_per_hour: -1"),
-        node("speed_hint: 0"),
-        node("timeouts: {conect: 1}"),
-        node("endpoints: [talk]"),
-        "defaults: {name: a}\nnodes: []",
-        "nodes: []\nmore: 1",
+        "{}", "nodes: [{name: a}]", node("slot: 2"), node("slots: many"), node("slots: 0"),
+        node("models: {a: b}"), node("api_key: secret"), node("kind: vllm"), node("context: 0"),
+        node("cost_per_hour: -1"), node("speed_hint: 0"), node("timeouts: {conect: 1}"),
+        node("endpoints: [talk]"), "defaults: {name: a}\nnodes: []", "nodes: []\nmore: 1",
     ],
-)
+)  # fmt: skip
 def test_a_wrong_inventory_is_marked(text: str) -> None:
     assert not NODES.is_valid(yaml.safe_load(text))
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text",
     [
         "{}",
@@ -99,21 +89,13 @@ def test_settings_as_they_are_written_are_valid(text: str) -> None:
     GATEWAY.validate(yaml.safe_load(text))
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text",
     [
-        "listn: {}",
-        "listen: {port: 70000}",
-        "listen: {port: eighty}",
-        "limits: {body_bytes: 64M}",
-        "limits: {n: 0}",
-        "models: {a: {user: b}}",
-        "classes: {vip: {}}",
-        "heartbeat: often",
-        "keys: [{id: a, sha256: abc}]",
-        "policy: random",
-        "resume: always",
+        "listn: {}", "listen: {port: 70000}", "listen: {port: eighty}", "limits: {body_bytes: 64M}",
+        "limits: {n: 0}", "models: {a: {user: b}}", "classes: {vip: {}}", "heartbeat: often",
+        "keys: [{id: a, sha256: abc}]", "policy: random", "resume: always",
     ],
-)
+)  # fmt: skip
 def test_wrong_settings_are_marked(text: str) -> None:
     assert not GATEWAY.is_valid(yaml.safe_load(text))

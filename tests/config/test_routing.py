@@ -2,12 +2,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config.routing import ModelRule, find_alias_loop
 from tests.config.conftest import LoadSettings, Problems
+from tests.each_case import each_case
 
 
 def test_model_rules_are_read(load_gateway: LoadSettings) -> None:
@@ -43,7 +43,7 @@ def test_names_that_stand_for_each_other_are_refused(gateway_problems: Problems)
     assert problem.message == "the names stand for each other: a -> b -> c -> a"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("wrong", "expected", "remedy"),
     [
         ('{"*": {set: {temperature: 0}}}', '"*" names no model', "use: NAME"),
@@ -99,8 +99,8 @@ def test_a_loop_is_found_exactly_where_there_is_one(graph: dict[str, list[str]])
     assert not loop or (loop[0] == loop[-1] and len(loop) > 2)
 
 
-@pytest.mark.parametrize("value", ["[{a: 1}]", "[[a]]", "[model]", "{model: x}"])
-@pytest.mark.parametrize("key", ["set", "default", "strip"])
+@each_case("value", ["[{a: 1}]", "[[a]]", "[model]", "{model: x}"])
+@each_case("key", ["set", "default", "strip"])
 def test_parameters_of_the_wrong_shape_are_problems(
     gateway_problems: Problems, key: str, value: str
 ) -> None:

@@ -56,14 +56,8 @@ def test_the_examples_in_the_sample_inventory_work(tmp_path: Path) -> None:
         tmp_path / "nodes.yaml", {"GPU_1_KEY": "key", "CLOUD_AUTHORIZATION": "Bearer x"}
     ).nodes
     assert [node.name for node in nodes] == [
-        "local",
-        "epyc-a-numa0",
-        "epyc-a-numa1",
-        "gpu-1",
-        "elsewhere",
-        "spare-1",
-        "cloud-1",
-    ]
+        "local", "epyc-a-numa0", "epyc-a-numa1", "gpu-1", "elsewhere", "spare-1", "cloud-1",
+    ]  # fmt: skip
 
 
 def test_the_examples_in_the_sample_settings_work(tmp_path: Path) -> None:

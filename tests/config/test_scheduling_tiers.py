@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-import pytest
-
 from gateway.config import Settings
 from gateway.config.settings import changed_restart_keys
 from tests.config.conftest import LoadSettings, Problems
+from tests.each_case import each_case
 
 
 def test_premium_goes_to_the_gpu_and_nothing_spills_by_default() -> None:
@@ -30,7 +29,7 @@ def test_one_class_stands_without_a_list(load_gateway: LoadSettings) -> None:
     assert load_gateway("hybrid: {gpu_first: []}").hybrid.gpu_first == ()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "key", "message"),
     [
         ("hybrid: {spill: {}}", "hybrid.spill.share", "the spill-over has no budget"),

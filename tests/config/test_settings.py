@@ -7,6 +7,7 @@ import pytest
 
 from gateway.config import ConfigError, Settings, load_settings
 from tests.config.conftest import LoadSettings, Problems
+from tests.each_case import each_case
 
 HASH = "0123456789abcdef" * 4
 
@@ -46,25 +47,25 @@ def test_values_are_read_in_their_units(load_gateway: LoadSettings) -> None:
     assert (settings.logging.level, settings.logging.access) == ("debug", False)
 
 
-@pytest.mark.parametrize("written", ["off", "false", "0", "no", "'off'", "0s"])
+@each_case("written", ["off", "false", "0", "no", "'off'", "0s"])
 def test_the_heartbeat_can_be_switched_off(load_gateway: LoadSettings, written: str) -> None:
     assert load_gateway(f"heartbeat: {written}").heartbeat == 0.0
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("written", "meant"), [("text", "text"), ("EXACT", "exact"), ("off", "off"), ("'off'", "off")]
 )
 def test_resume_is_one_of_three(load_gateway: LoadSettings, written: str, meant: str) -> None:
     assert load_gateway(f"resume: {written}").resume == meant
 
 
-@pytest.mark.parametrize("wrong", ["on", "true", "0", "ids", "[text]"])
+@each_case("wrong", ["on", "true", "0", "ids", "[text]"])
 def test_no_other_resume_is_known(gateway_problems: Problems, wrong: str) -> None:
     (problem,) = gateway_problems(f"resume: {wrong}")
     assert problem.key == "resume"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("wrong", "key"),
     [
         ("- 1", ""),
@@ -151,16 +152,14 @@ def test_a_wrong_value_is_reported_with_its_key_and_nothing_secret(
     assert "lg_a_secret" not in str(problem)
 
 
-def test_an_unknown_policy_is_reported_with_the_known_ones(
-    gateway_problems: Problems,
-) -> None:
+def test_an_unknown_policy_is_reported_with_the_known_ones(gateway_problems: Problems) -> None:
     (problem,) = gateway_problems("policy: least_finsh")
     for name in ("least_finish", "least_loaded", "round_robin", "prefix_hash"):
         assert name in problem.message
     assert problem.remedy == "did you mean least_finish?"
 
 
-@pytest.mark.parametrize("text", ["", "\n", "# a comment\n", "null", "~", "---\n"])
+@each_case("text", ["", "\n", "# a comment\n", "null", "~", "---\n"])
 def test_a_file_without_settings_is_refused_where_it_would_replace_settings(
     tmp_path: Path, text: str
 ) -> None:

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
-import pytest
-
 from gateway.config import Settings
 from gateway.config.settings import RESTART_KEYS, changed_restart_keys
+from tests.each_case import each_case
 
 OLD = Settings()
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changed", "keys"),
     [
         ({}, ()),

@@ -8,13 +8,14 @@ import pytest
 from gateway.config.settings import Settings, changed_restart_keys, masked_settings
 from gateway.config.store import StoreSettings, masked_store_url
 from tests.config.conftest import LoadSettings, Problems
+from tests.each_case import each_case
 
 
 def test_by_default_no_store_is_named(load_gateway: LoadSettings) -> None:
     assert load_gateway("{}").store.url is None
 
 
-@pytest.mark.parametrize("text", ["off", "'off'", "OFF", "false"])
+@each_case("text", ["off", "'off'", "OFF", "false"])
 def test_the_store_can_be_switched_off(load_gateway: LoadSettings, text: str) -> None:
     assert load_gateway(f"store: {{url: {text}}}").store.url == "off"
 
@@ -37,26 +38,16 @@ def test_a_password_may_come_from_a_variable(
     assert url.store.url == "postgresql://a:geheim@db:5433/x?sslmode=require"
 
 
-@pytest.mark.parametrize(
+@each_case(
     "url",
     [
-        "sqlite://",
-        "sqlite:///",
-        "sqlite:///:memory:?cache=shared",
-        "sqlite:///x?mode=ro",
-        "sqlite:///..",
-        "mysql://root:geheim@db/x",
-        "postgresql:/geheim",
-        "postgresql://a:ge/heim@db:x/y",
-        "postgresql://a@db/x?password=geheim",
-        "postgresql://a:ge#heim@db/x",
-        "postgresql://a:12/heim@db/x",
-        "postgresql://a:12?heim@db/x",
-        "geheim",
-        "[geheim]",
-        "3",
+        "sqlite://", "sqlite:///", "sqlite:///:memory:?cache=shared", "sqlite:///x?mode=ro",
+        "sqlite:///..", "mysql://root:geheim@db/x", "postgresql:/geheim",
+        "postgresql://a:ge/heim@db:x/y", "postgresql://a@db/x?password=geheim",
+        "postgresql://a:ge#heim@db/x", "postgresql://a:12/heim@db/x", "postgresql://a:12?heim@db/x",
+        "geheim", "[geheim]", "3",
     ],
-)
+)  # fmt: skip
 def test_what_is_no_url_of_a_store_is_refused_and_never_shown(
     gateway_problems: Problems, url: str
 ) -> None:
@@ -77,7 +68,7 @@ def test_another_store_needs_a_restart() -> None:
     assert changed_restart_keys(Settings(), settings) == ("store.url",)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("url", "shown"),
     [
         ("sqlite:////a/b.db", "sqlite:////a/b.db"),

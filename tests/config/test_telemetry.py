@@ -10,6 +10,7 @@ import pytest
 from gateway.config.settings import changed_restart_keys, masked_settings
 from gateway.config.telemetry import TracesSettings
 from tests.config.conftest import LoadSettings, Problems
+from tests.each_case import each_case
 
 HEADER = "Authorization: Bearer s3cret"
 
@@ -35,7 +36,7 @@ def test_an_endpoint_without_a_path_has_the_usual_one(
     assert settings.telemetry.traces.endpoint == meant
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("traces", "problem"),
     [
         ("endpoint: 'collector:4318'", "must be an http or https URL"),

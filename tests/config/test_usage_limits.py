@@ -6,6 +6,7 @@ import pytest
 
 from gateway.config.usage_limits import LARGEST_BUDGET, Budget, LimitSpec, parse_budget
 from tests.config.conftest import LoadSettings, Problems
+from tests.each_case import each_case
 
 HASH = "0123456789abcdef" * 4
 
@@ -21,27 +22,15 @@ PLACES = {
 """Where limits stand, each in the fourth line of a file at the latest."""
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize(
+@each_case("place", PLACES)
+@each_case(
     "written",
     [
-        "rpm: 0",
-        "rpm: -1",
-        "rpm: 1.5",
-        "rpm: true",
-        "tpm: 0",
-        "tokens_per_day: -100",
-        "concurrency: 0",
-        "prompt_tokens: 0",
-        "completion_tokens: -1",
-        "budget: 0/month",
-        "budget: -5/month",
-        "budget: 20",
-        "budget: 20/week",
-        "budget: .nan/day",
-        "max_class: best",
+        "rpm: 0", "rpm: -1", "rpm: 1.5", "rpm: true", "tpm: 0", "tokens_per_day: -100",
+        "concurrency: 0", "prompt_tokens: 0", "completion_tokens: -1", "budget: 0/month",
+        "budget: -5/month", "budget: 20", "budget: 20/week", "budget: .nan/day", "max_class: best",
     ],
-)
+)  # fmt: skip
 def test_a_limit_of_nothing_or_less_is_refused_with_its_line(
     place: str, written: str, gateway_problems: Problems
 ) -> None:
@@ -60,7 +49,7 @@ def test_two_keys_of_one_name_are_refused(gateway_problems: Problems) -> None:
     assert any("alice" in one.message for one in problems)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("written", "budget"),
     [
         ("20/month", Budget(20.0, "month")),
@@ -84,9 +73,7 @@ def test_a_budget_is_what_was_written(
     assert LimitSpec.model_validate({"budget": text}).budget == text
 
 
-@pytest.mark.parametrize(
-    "written", ["0/day", "0.0000000001/day", "1000000001/day", "1e3/day", "/day", "5/ year"]
-)
+@each_case("written", ["0/day", "0.0000000001/day", "1000000001/day", "1e3/day", "/day", "5/ year"])
 def test_another_budget_is_refused(written: str) -> None:
     with pytest.raises(ValueError, match=r"amount"):
         parse_budget(written)

@@ -81,15 +81,9 @@ def test_all_problems_come_at_once_in_the_order_of_the_file(nodes_problems: Prob
         """
     )
     assert [(p.line, p.key) for p in problems] == [
-        (3, "nodes[0].url"),
-        (4, "nodes[0].slot"),
-        (5, "nodes[1].name"),
-        (6, "nodes[1].tier"),
-        (7, "nodes[2].name"),
-        (8, "nodes[2].name"),
-        (9, "nodes[2].url"),
-        (10, "node"),
-    ]
+        (3, "nodes[0].url"), (4, "nodes[0].slot"), (5, "nodes[1].name"), (6, "nodes[1].tier"),
+        (7, "nodes[2].name"), (8, "nodes[2].name"), (9, "nodes[2].url"), (10, "node"),
+    ]  # fmt: skip
 
 
 def test_an_error_reads_as_file_line_key_message_remedy(

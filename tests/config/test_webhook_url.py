@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config.webhook_url import LONGEST_URL, WebhookUrl
+from tests.each_case import each_case
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "form"),
     [
         ("https://Hooks.Example.org", "https://hooks.example.org/"),
@@ -30,78 +31,33 @@ def test_a_url_has_one_form(text: str, form: str) -> None:
     assert str(WebhookUrl.parse(form)) == form
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text",
     [
-        "",
-        "hooks.example.org",
-        "//hooks.example.org/",
-        "ftp://hooks.example.org/",
-        "file:///etc/passwd",
-        "https:///a",
-        "https:hooks.example.org/a",
-        "https:/hooks.example.org/a",
-        "https://user@hooks.example.org/",
-        "https://user:pass@hooks.example.org/",
-        "https://hooks.example.org@evil.example/",
-        "https://hooks.example.org%40evil.example/",
-        "https://hooks.example.org\\@evil.example/",
-        "https://hooks.example.org\\.evil.example/",
-        "https://hooks.example.org /",
-        " https://hooks.example.org/",
-        "https://hooks.example.org/\n",
-        "https://hooks.example.org/a\tb",
-        "https://hooks.example.org/a#b",
-        "https://hooks.example.org./",
-        "https://.hooks.example.org/",
-        "https://hooks..example.org/",
-        "https://-hooks.example.org/",
-        "https://hooks.example.org:/",
-        "https://hooks.example.org:0/",
-        "https://hooks.example.org:65536/",
-        "https://hooks.example.org:+443/",
-        "https://hooks.example.org:0443/",
-        "https://hooks.example.org:443:443/",
-        "https://\u217etp.example/",
-        "https://\uff0e/",
-        "https://h\u00e9.example/",
-        "https://127.1/",
-        "https://2130706433/",
-        "https://0x7f000001/",
-        "https://0x7f.0.0.1/",
-        "https://0177.0.0.1/",
-        "https://127.0.0.01/",
-        "https://1.2.3.4.5/",
-        "https://[::1/",
-        "https://::1/",
-        "https://[::1]x/",
-        "https://[fe80::1%25eth0]/",
-        "https://[fe80::1%eth0]/",
-        "https://[127.0.0.1]/",
-        "https://h/a//b",
-        "https://h//a",
-        "https://h/./a",
-        "https://h/a/..",
-        "https://h/a/../b",
-        "https://h/a/%2e%2e/b",
-        "https://h/a/%2E./b",
-        "https://h/a%2fb",
-        "https://h/a%5Cb",
-        "https://h/a\\b",
-        "https://h/a%00",
-        "https://h/a%0d%0ahost: evil",
-        "https://h/a%41",
-        "https://h/a%25b",
-        "https://h/a%",
-        "https://h/a%4",
-        "https://h/a%zz",
-        "https://h/..;/a",
-        "https://h/a;b",
-        "https://h/a?b c",
-        "https://h/a?%zz",
-        "https://h/" + "a" * LONGEST_URL,
+        "", "hooks.example.org", "//hooks.example.org/", "ftp://hooks.example.org/",
+        "file:///etc/passwd", "https:///a", "https:hooks.example.org/a",
+        "https:/hooks.example.org/a", "https://user@hooks.example.org/",
+        "https://user:pass@hooks.example.org/", "https://hooks.example.org@evil.example/",
+        "https://hooks.example.org%40evil.example/", "https://hooks.example.org\\@evil.example/",
+        "https://hooks.example.org\\.evil.example/", "https://hooks.example.org /",
+        " https://hooks.example.org/", "https://hooks.example.org/\n",
+        "https://hooks.example.org/a\tb", "https://hooks.example.org/a#b",
+        "https://hooks.example.org./", "https://.hooks.example.org/", "https://hooks..example.org/",
+        "https://-hooks.example.org/", "https://hooks.example.org:/",
+        "https://hooks.example.org:0/", "https://hooks.example.org:65536/",
+        "https://hooks.example.org:+443/", "https://hooks.example.org:0443/",
+        "https://hooks.example.org:443:443/", "https://\u217etp.example/", "https://\uff0e/",
+        "https://h\u00e9.example/", "https://127.1/", "https://2130706433/", "https://0x7f000001/",
+        "https://0x7f.0.0.1/", "https://0177.0.0.1/", "https://127.0.0.01/", "https://1.2.3.4.5/",
+        "https://[::1/", "https://::1/", "https://[::1]x/", "https://[fe80::1%25eth0]/",
+        "https://[fe80::1%eth0]/", "https://[127.0.0.1]/", "https://h/a//b", "https://h//a",
+        "https://h/./a", "https://h/a/..", "https://h/a/../b", "https://h/a/%2e%2e/b",
+        "https://h/a/%2E./b", "https://h/a%2fb", "https://h/a%5Cb", "https://h/a\\b",
+        "https://h/a%00", "https://h/a%0d%0ahost: evil", "https://h/a%41", "https://h/a%25b",
+        "https://h/a%", "https://h/a%4", "https://h/a%zz", "https://h/..;/a", "https://h/a;b",
+        "https://h/a?b c", "https://h/a?%zz", "https://h/" + "a" * LONGEST_URL,
     ],
-)
+)  # fmt: skip
 def test_what_two_programs_could_read_differently_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"must|has|longer") as caught:
         WebhookUrl.parse(text)
@@ -109,7 +65,7 @@ def test_what_two_programs_could_read_differently_is_refused(text: str) -> None:
     assert "pass" not in str(caught.value).replace("password", "")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("target", "url", "covered"),
     [
         ("https://h/hooks", "https://h/hooks", True),
@@ -139,33 +95,17 @@ def test_a_target_covers_itself_and_what_is_below(target: str, url: str, covered
 _PIECES = st.sampled_from(
     [
         *(
-            "https://h.example/hooks",
-            "https://",
-            "http://",
-            "h.example",
-            "/hooks",
-            "/",
-            "//",
+            "https://h.example/hooks", "https://", "http://", "h.example", "/hooks", "/", "//",
             "/../",
         ),
         *("/../", "..", ".", "%2e", "%2f", "%5c", "\\", "@", ":", ":443", ":8443", "#", "?", ";"),
         *(
-            "%C3",
-            "evil.example",
-            "[",
-            "]",
-            "::1",
-            "127.0.0.1",
-            "0x7f",
-            "\u2024",
-            "\t",
-            " ",
-            "%00",
+            "%C3", "evil.example", "[", "]", "::1", "127.0.0.1", "0x7f", "\u2024", "\t", " ", "%00",
             "%25",
         ),
         *("a", "A", "~", "=", "&"),
     ]
-)
+)  # fmt: skip
 
 
 @given(st.lists(_PIECES, max_size=8).map("".join) | st.text(string.printable, max_size=40))

@@ -11,6 +11,7 @@ import pytest
 from gateway.config.settings import changed_restart_keys, masked_settings
 from gateway.config.webhooks import EVENTS, WebhookSettings, secret_bytes
 from tests.config.conftest import LoadSettings, Problems
+from tests.each_case import each_case
 
 SECRET = "whsec_" + base64.b64encode(b"s" * 32).decode()
 SECOND = "whsec_" + base64.b64encode(b"t" * 24).decode()
@@ -60,7 +61,7 @@ def test_a_target_is_for_all_keys_or_for_those_that_it_names(load_gateway: LoadS
     assert all(everyone.wants(event) for event in EVENTS)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "key", "words"),
     [
         ("{url: 'https://h'}", "secret_file", "no secret"),
@@ -101,7 +102,7 @@ def test_what_is_wrong_with_a_target_is_told_without_its_secrets(
     assert "hidden" not in shown
 
 
-@pytest.mark.parametrize("text", ["timeout: 0", "timeout: 2m", "give_up: 0", "give_up: 2000d"])
+@each_case("text", ["timeout: 0", "timeout: 2m", "give_up: 0", "give_up: 2000d"])
 def test_times_have_bounds(gateway_problems: Problems, text: str) -> None:
     (problem,) = gateway_problems(f"webhooks: {{{text}}}")
     assert problem.key == f"webhooks.{text.partition(':')[0]}"

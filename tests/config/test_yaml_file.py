@@ -21,6 +21,7 @@ from gateway.config.yaml_file import (
     read_yaml,
     to_plain,
 )
+from tests.each_case import each_case
 
 
 @pytest.fixture
@@ -82,7 +83,7 @@ def test_quotes_and_tags_make_texts(file: Path) -> None:
     assert value(file, "[!!int 1, !!float 2, !!bool true, !!null ~]") == [1, 2, True, None]
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text", ["!!python/object:os.system x", "!mine 1", "!!int x", "!!binary aGk=", "!!set {a: }"]
 )
 def test_other_tags_are_refused(file: Path, text: str) -> None:
@@ -149,7 +150,7 @@ three: *base
     assert found["three"] == {"a": 1, "b": 2}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "remedy"),
     [
         ("d: &base {x: 1}\na: {<<: base}\n", "write *base"),
@@ -182,7 +183,7 @@ def test_a_billion_laughs_take_little_memory(file: Path) -> None:
         assert "more than 500000 values" in refusal(file, "\n".join(lines))
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "{a: " * 100_000, "- " * 100_000, "? " * 50_000])
+@each_case("text", ["[" * 100_000, "{a: " * 100_000, "- " * 100_000, "? " * 50_000])
 def test_deep_nesting_takes_little_memory(file: Path, text: str) -> None:
     with memory_bounded(MOST_FILE_BYTES + (2 << 20)):
         assert refusal(file, text).startswith("F:1:")
@@ -193,7 +194,7 @@ def test_depth_by_aliases_is_bounded_too(file: Path) -> None:
     assert "nested deeper than 64 levels" in refusal(file, "\n".join(lines))
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "expected"),
     [
         ("a: [1, 2\nb: 3\n", "F:2:2: no valid YAML"),
@@ -218,7 +219,7 @@ def test_invalid_yaml_is_reported_with_its_place(
     assert expected in refusal(file, text)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "expected"),
     [
         ("n:\n  - name: a\n  url: u\n", "F:3:3: .* \\(indent url by 4 spaces, as name above it"),

@@ -7,28 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config.yaml_file import InterpolationError, interpolate, is_variable_reference
+from tests.each_case import each_case
 
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,10}", fullmatch=True)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "result"),
     [
-        ("plain", "plain"),
-        ("${A}", "one"),
-        ("<${A}-${B}>", "<one-two>"),
-        ("${MISSING:-other}", "other"),
-        ("${EMPTY:-other}", "other"),
-        ("${EMPTY}", ""),
-        ("${MISSING:-}", ""),
-        ("${A:-other}", "one"),
-        ("${MISSING:-a:-b $ c}", "a:-b $ c"),
-        ("$$", "$"),
-        ("$${A}", "${A}"),
-        ("$$${A}", "$one"),
-        ("$A costs 5$", "$A costs 5$"),
+        ("plain", "plain"), ("${A}", "one"), ("<${A}-${B}>", "<one-two>"),
+        ("${MISSING:-other}", "other"), ("${EMPTY:-other}", "other"), ("${EMPTY}", ""),
+        ("${MISSING:-}", ""), ("${A:-other}", "one"), ("${MISSING:-a:-b $ c}", "a:-b $ c"),
+        ("$$", "$"), ("$${A}", "${A}"), ("$$${A}", "$one"), ("$A costs 5$", "$A costs 5$"),
     ],
-)
+)  # fmt: skip
 def test_references_are_replaced(text: str, result: str) -> None:
     assert interpolate(text, {"A": "one", "B": "two", "EMPTY": ""}) == result
 
@@ -38,7 +30,7 @@ def test_a_missing_variable_is_named() -> None:
         interpolate("x${NODE_KEY}", {})
 
 
-@pytest.mark.parametrize("text", ["${", "${A", "${}", "${1A}", "${A B}", "${A:-${B}}", "${A-x}"])
+@each_case("text", ["${", "${A", "${}", "${1A}", "${A B}", "${A:-${B}}", "${A-x}"])
 def test_a_reference_must_be_well_formed(text: str) -> None:
     with pytest.raises(InterpolationError, match="well formed"):
         interpolate(text, {"A": "1", "B": "2"})
@@ -60,7 +52,7 @@ def test_any_text_is_replaced_or_refused(text: str, env: dict[str, str]) -> None
         assert isinstance(interpolate(text, env), str)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "whole"),
     [("${A}", True), ("${A:-1}", True), ("${A}${B}", False), (" ${A}", False), ("$$", False)],
 )

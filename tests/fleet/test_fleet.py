@@ -199,10 +199,7 @@ async def test_an_inventory_that_cannot_be_connected_changes_nothing() -> None:
         opened.append(NoUpstream())
         return cast("ConnectionPool", opened[-1]) if spec.name == "c" else open_node_pool(spec)
 
-    async with (
-        EmulatedNode() as server,
-        a_fleet(a_spec(url=server.url), connect=picky) as fleet,
-    ):
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), connect=picky) as fleet:
         with pytest.raises(OSError, match="CA file"):
             fleet.fleet.apply(inventory(a_spec("c"), a_spec("bad")))
         assert list(fleet.fleet.nodes) == ["a"]

@@ -37,10 +37,7 @@ async def test_all_nodes_are_probed_at_once_at_the_start() -> None:
 
 @in_virtual_time
 async def test_a_node_that_is_not_there_at_the_start_does_not_delay_the_others() -> None:
-    async with (
-        EmulatedNode() as server,
-        a_fleet(a_spec("a", server.url), a_spec("b")) as fleet,
-    ):
+    async with EmulatedNode() as server, a_fleet(a_spec("a", server.url), a_spec("b")) as fleet:
         assert fleet.state("b") is NodeState.DOWN
         assert "http://127.0.0.1:9" in fleet["b"].reason
         assert fleet.state("a") is NodeState.READY
@@ -160,10 +157,7 @@ async def test_a_wrong_key_takes_a_node_down_with_the_remedy() -> None:
 
 @in_virtual_time
 async def test_a_disabled_node_is_listed_and_not_probed() -> None:
-    async with (
-        EmulatedNode() as server,
-        a_fleet(a_spec(url=server.url, enabled=False)) as fleet,
-    ):
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url, enabled=False)) as fleet:
         await asyncio.sleep(0.3)
         assert fleet.state("a") is NodeState.STANDBY
         assert fleet["a"].reason == "enabled: false in the inventory"
@@ -211,10 +205,7 @@ async def test_our_own_work_is_not_taken_for_that_of_others() -> None:
 
 @in_virtual_time
 async def test_drift_is_published_once_and_again_when_it_changes() -> None:
-    async with (
-        EmulatedNode(slots=2) as server,
-        a_fleet(a_spec(url=server.url, slots=4)) as fleet,
-    ):
+    async with EmulatedNode(slots=2) as server, a_fleet(a_spec(url=server.url, slots=4)) as fleet:
         await asyncio.sleep(0.4)
         said = ("slots: the inventory says 4, the server has 2",)
         assert [drift.differences for drift in fleet.drifts] == [said]

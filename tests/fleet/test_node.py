@@ -107,7 +107,7 @@ def test_vision_is_supported_unless_the_server_reports_none() -> None:
     assert node.supports("chat")
 
 
-def test_free_slots_exclude_ours_and_those_of_others() -> None:
+def test_free_and_busy_slots_count_ours_and_those_of_others() -> None:
     node = a_node(slots=4)
     take(node, 1)
     node.occupancy.foreign = 2
@@ -116,13 +116,8 @@ def test_free_slots_exclude_ours_and_those_of_others() -> None:
     node.occupancy.foreign = 9
     assert node.free_slots(node.clock()) == 0
     assert node.slots_busy == 4
-
-
-def test_busy_slots_are_never_fewer_than_our_leases() -> None:
-    node = a_node(slots=1)
-    take(node, 3)
-    assert node.slots_busy == 3
-    assert node.free_slots(node.clock()) == 0
+    take(node, 5)
+    assert (node.slots_busy, node.free_slots(node.clock())) == (6, 0), "never fewer than ours"
 
 
 def test_requests_are_counted() -> None:

@@ -49,32 +49,18 @@ def test_the_first_state_that_holds_wins() -> None:
     node.degradation.server_restarted()
     seen.append(state())
     assert seen == [
-        "standby",
-        "draining",
-        "down",
-        "loading",
-        "starting",
-        "ejected",
-        "mute",
-        "degraded",
+        "standby", "draining", "down", "loading", "starting", "ejected", "mute", "degraded",
         "ready",
-    ]
+    ]  # fmt: skip
 
 
 def test_the_states_are_tested_in_their_order() -> None:
     assert [state.value for state in NodeState] == (
         [
-            "standby",
-            "draining",
-            "down",
-            "loading",
-            "starting",
-            "ejected",
-            "mute",
-            "degraded",
+            "standby", "draining", "down", "loading", "starting", "ejected", "mute", "degraded",
             "ready",
         ]
-    )
+    )  # fmt: skip
 
 
 def test_the_reason_says_why_a_node_gets_no_work() -> None:

@@ -21,6 +21,7 @@ from gateway.fleet.probe_history import ProbeAnswer
 from gateway.fleet.probes import LARGEST_RESPONSE, check_alive, discover, probe_slots
 from gateway.transport.errors import LocalResourcesExhausted
 from gateway.transport.node_pool import open_node_pool
+from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec
 from tests.transport.pool_client import pool_client
@@ -136,18 +137,14 @@ async def test_a_server_that_does_not_answer_times_out() -> None:
     assert outcome.seconds == pytest.approx(0.2)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "fault",
     [
-        {"kind": "reset"},
-        {"kind": "close"},
-        {"kind": "garbage"},
-        {"kind": "status", "status": 500},
-        {"kind": "status", "status": 404},
-        {"kind": "wrong_length"},
-        {"kind": "head_bomb"},
+        {"kind": "reset"}, {"kind": "close"}, {"kind": "garbage"},
+        {"kind": "status", "status": 500}, {"kind": "status", "status": 404},
+        {"kind": "wrong_length"}, {"kind": "head_bomb"},
     ],
-)
+)  # fmt: skip
 @in_virtual_time
 async def test_every_other_answer_is_a_failure(fault: dict[str, Any]) -> None:
     async with EmulatedNode() as server, node_at(server.url) as node:
@@ -284,7 +281,7 @@ async def test_no_process_has_no_busy_slot() -> None:
         assert await probe_slots(node) == 0
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("status", "keys", "answer"),
     [
         (200, {}, ProbeAnswer.UP),

@@ -19,6 +19,7 @@ from gateway.fleet.prompt_cache import (
 )
 from gateway.lease import PromptKey
 from tests.calls import count_calls
+from tests.each_case import each_case
 
 BLOCK = 100.0
 FEW = 4
@@ -297,7 +298,7 @@ def test_with_fewer_slots_the_other_prompts_go_to_host_memory() -> None:
     assert (len(node.slot_prompts), len(node.host_prompts)) == (1, 2)
 
 
-@pytest.mark.parametrize("lie", [math.nan, -1.0, 0.0, math.inf])
+@each_case("lie", [math.nan, -1.0, 0.0, math.inf])
 def test_impossible_figures_are_ignored(lie: float) -> None:
     scene = Scene(slots=2)
     scene.ran("abcd")

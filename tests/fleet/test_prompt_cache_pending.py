@@ -3,11 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.fleet.prompt_cache import (
-    MOST_COMPARED_PROMPTS,
-    PendingPrefixes,
-    common_blocks,
-)
+from gateway.fleet.prompt_cache import MOST_COMPARED_PROMPTS, PendingPrefixes, common_blocks
 from gateway.lease import PromptKey
 
 

@@ -41,8 +41,7 @@ def agreed(tree: PromptTree, blocks: tuple[int, ...], row: int, *, idle: bool) -
 # Few words and lengths, so that prompts share prefixes, branch, and are prefixes of others.
 PROMPTS = st.lists(st.integers(0, 2), max_size=6).map(lambda words: chained(*words))
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["add", "move", "remove"]), st.integers(0, 2), PROMPTS),
-    max_size=40,
+    st.tuples(st.sampled_from(["add", "move", "remove"]), st.integers(0, 2), PROMPTS), max_size=40
 )
 
 

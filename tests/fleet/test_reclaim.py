@@ -191,10 +191,7 @@ async def test_the_slots_of_many_streams_cut_at_once_are_all_released() -> None:
 
 @in_virtual_time
 async def test_the_slots_of_a_node_that_is_gone_are_released_at_once() -> None:
-    async with (
-        EmulatedNode(slots=1) as server,
-        a_fleet(a_spec(url=server.url)) as fleet,
-    ):
+    async with EmulatedNode(slots=1) as server, a_fleet(a_spec(url=server.url)) as fleet:
         server.faults.set("status", path="/slots", status=500)
         lease = take(fleet["a"])
         lease.abandon()

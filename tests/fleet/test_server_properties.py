@@ -2,11 +2,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.fleet.server_properties import ServerProperties, count_slots, inventory_drift
+from tests.each_case import each_case
 from tests.fleet.build import a_spec
 
 PROPS: dict[str, Any] = {
@@ -75,7 +75,7 @@ def test_another_model_is_another_version() -> None:
     assert facts.version_key() != before
 
 
-@pytest.mark.parametrize("bad", [0, -1, True, "2", 2.5, None, 10**30])
+@each_case("bad", [0, -1, True, "2", 2.5, None, 10**30])
 def test_absurd_figures_are_ignored(bad: Any) -> None:
     facts = ServerProperties()
     facts.read_props({"total_slots": bad, "default_generation_settings": {"n_ctx": bad}})
@@ -95,7 +95,7 @@ def test_busy_slots_are_counted() -> None:
     assert count_slots([{"is_processing": True}, {"is_processing": False}]) == (1, 2)
 
 
-@pytest.mark.parametrize("answer", [None, {}, [], [1], [{"id": 0}], "x"])
+@each_case("answer", [None, {}, [], [1], [{"id": 0}], "x"])
 def test_an_answer_that_is_no_list_of_slots_is_not_counted(answer: Any) -> None:
     assert count_slots(answer) is None
 

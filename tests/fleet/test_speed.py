@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.fleet.speed import CPU_PRIOR, ObservedTiming, Speed, compare_speeds
+from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.fleet.build import Running, a_fleet, a_node, a_spec, seconds_per_token, take
 from tests.transport.pool_client import pool_client
@@ -49,10 +50,7 @@ def test_one_surprise_moves_it_little_and_a_lasting_change_fully() -> None:
     assert speed.decode_tps == pytest.approx(10, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [0, -5, math.nan, math.inf, -math.inf, None, "32", True, 10**400, [], 1e-300],
-)
+@each_case("bad", [0, -5, math.nan, math.inf, -math.inf, None, "32", True, 10**400, [], 1e-300])
 def test_nonsense_is_ignored(bad: Any) -> None:
     for key in ("prompt_n", "prompt_ms", "predicted_n", "predicted_ms"):
         speed = Speed()

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.fleet.state_files import LARGEST_NAMES_FILE, DrainedNodes, PausedModels
+from tests.each_case import each_case
 
 
 def test_drains_last_over_a_restart(tmp_path: Path) -> None:
@@ -29,13 +30,14 @@ def test_without_a_path_drains_are_kept_in_memory() -> None:
     assert "a" not in drains
 
 
-@pytest.mark.parametrize(
+@each_case(
     "damage",
     [b"", b"{", b"[]", b"null", b'{"drained": "a"}', b'{"drained": [1]}', b"\xff" * 9, b"[" * 9999],
 )
 def test_a_damaged_file_is_set_aside_and_logged(
     tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.clear()
     path = tmp_path / "drains.json"
     path.write_bytes(damage)
     with caplog.at_level(logging.WARNING):

@@ -11,6 +11,7 @@ import pytest
 from gateway.fleet.node import Node
 from gateway.fleet.server_properties import ServerProperties
 from gateway.fleet.state_files import LARGEST_PROPERTIES_FILE, PropertiesStore
+from tests.each_case import each_case
 from tests.fleet.build import a_node, a_spec
 
 SAID = ServerProperties(models=("demo",), slots=4, context=4096, vision=False, refused={"rerank"})
@@ -29,22 +30,15 @@ def written(path: Path, *nodes: Node) -> None:
     store.save()
 
 
-def test_properties_last_over_a_restart(tmp_path: Path) -> None:
+def test_properties_last_over_a_restart_for_the_same_server_alone(tmp_path: Path) -> None:
     path = tmp_path / "state" / "seen.json"
     written(path, saying(SAID))
     found = PropertiesStore(path).recall(a_spec())
     assert found == SAID
     assert found.remembered
     assert [file.name for file in path.parent.iterdir()] == ["seen.json"]
-
-
-@pytest.mark.parametrize(
-    "keys", [{"url": "http://127.0.0.1:10"}, {"name": "b"}, {"kind": "openai"}]
-)
-def test_another_server_inherits_nothing(tmp_path: Path, keys: dict[str, Any]) -> None:
-    path = tmp_path / "seen.json"
-    written(path, saying(SAID))
-    assert PropertiesStore(path).recall(a_spec(**keys)) == ServerProperties()
+    for other in (a_spec(url="http://127.0.0.1:10"), a_spec("b"), a_spec(kind="openai")):
+        assert PropertiesStore(path).recall(other) == ServerProperties()
 
 
 def test_the_file_contains_no_addresses(tmp_path: Path) -> None:
@@ -63,13 +57,14 @@ def test_remembered_properties_that_are_not_reported_again_are_kept(tmp_path: Pa
     assert PropertiesStore(path).recall(a_spec()) == SAID
 
 
-@pytest.mark.parametrize(
+@each_case(
     "damage",
     [b"", b"{", b"[]", b"null", b'{"version": "1"}', b'{"version": 1}', b"\xff" * 9, b"[" * 9999],
 )
 def test_a_damaged_file_is_set_aside_and_logged(
     tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.clear()
     path = tmp_path / "seen.json"
     path.write_bytes(damage)
     with caplog.at_level(logging.WARNING):
@@ -91,21 +86,18 @@ def test_a_file_of_another_version_is_logged_and_not_read(
     assert "version 2" in caplog.text
 
 
-@pytest.mark.parametrize(
+@each_case(
     "facts",
     [
-        {"slots": -1},
-        {"slots": "many"},
-        {"context": 1 << 40},
-        {"models": ["x" * 5000]},
-        {"models": ["m"] * 2000},
-        {"refused": 7},
+        {"slots": -1}, {"slots": "many"}, {"context": 1 << 40}, {"models": ["x" * 5000]},
+        {"models": ["m"] * 2000}, {"refused": 7},
     ],
-)
+)  # fmt: skip
 def test_implausible_properties_are_left_out_and_the_rest_is_read(
     tmp_path: Path, facts: dict[str, Any]
 ) -> None:
     path = tmp_path / "seen.json"
+    path.unlink(missing_ok=True)
     written(path, saying(SAID), saying(SAID, name="b"))
     value = json.loads(path.read_text())
     value["servers"][0]["facts"] |= facts
@@ -152,9 +144,7 @@ def test_servers_that_left_long_ago_are_forgotten() -> None:
     assert store.recall(a_spec("c")) == SAID
 
 
-async def test_changes_are_saved_until_a_successor_takes_over(
-    tmp_path: Path,
-) -> None:
+async def test_changes_are_saved_until_a_successor_takes_over(tmp_path: Path) -> None:
     path = tmp_path / "seen.json"
     store = PropertiesStore(path, save_after=0.0)
     saving = asyncio.create_task(store.save_loop())

@@ -10,12 +10,7 @@ import pytest
 from sqlalchemy import Connection, func, select
 
 from gateway.events import InventoryChanged
-from gateway.observe.audit import (
-    MOST_PENDING,
-    MOST_REFUSED_PENDING,
-    AuditQuery,
-    AuditTrail,
-)
+from gateway.observe.audit import MOST_PENDING, MOST_REFUSED_PENDING, AuditQuery, AuditTrail
 from gateway.store.database import locate_store
 from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import audit as audit_table

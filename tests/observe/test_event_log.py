@@ -122,14 +122,8 @@ def test_drift_and_reloads_are_logged(written: Written) -> None:
     written.bus.publish(SettingsChanged(error="gateway.yaml:1: c"))
     lines = written.lines()
     assert [line["level"] for line in lines] == [
-        "warning",
-        "info",
-        "info",
-        "error",
-        "info",
-        "warning",
-        "error",
-    ]
+        "warning", "info", "info", "error", "info", "warning", "error",
+    ]  # fmt: skip
     assert lines[0]["differences"] == "slots: 2 declared, 4 said"
     assert lines[2]["added"] == ["b"]
     assert lines[3]["error"] == "nodes.yaml:3: a; nodes.yaml:4: b"

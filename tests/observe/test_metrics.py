@@ -10,6 +10,7 @@ from gateway.events import AttemptEnded, EventBus, NodeChanged, RequestFinished
 from gateway.observe.metrics import MOST_MODELS, MOST_REFUSED, NODE_STATES, Metrics
 from gateway.observe.snapshot import MetricsSnapshot, NodeSample
 from gateway.request import Priority
+from tests.each_case import each_case
 
 P = "llama_gateway_"
 
@@ -168,7 +169,7 @@ def test_histograms_take_what_was_measured_and_leave_out_what_was_not(gateway: G
     assert page.value("queue_seconds_bucket", le="20.0") == 2
 
 
-@pytest.mark.parametrize(
+@each_case(
     "name",
     [
         "request_duration_seconds",
@@ -187,10 +188,7 @@ def test_every_histogram_reaches_one_hour_and_is_there_before_the_first_request(
 
 def test_a_node_is_in_one_state_and_every_other_reads_zero(gateway: Gateway) -> None:
     gateway.snapshot = MetricsSnapshot(
-        nodes=[
-            NodeSample("a", "ready", 2, 1, 16.5, 250.0),
-            NodeSample("b", "down", 4, 0),
-        ]
+        nodes=[NodeSample("a", "ready", 2, 1, 16.5, 250.0), NodeSample("b", "down", 4, 0)]
     )
     page = gateway.scrape()
     for state in NODE_STATES:

@@ -4,18 +4,13 @@ import pytest
 
 from gateway.observe.request_histograms import MOST_LABEL_SETS, outcome_of
 from gateway.request import Priority
+from tests.each_case import each_case
 from tests.observe.test_metrics import Gateway, finished
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("status", "outcome"),
-    [
-        (200, "ok"),
-        (400, "rejected"),
-        (429, "rejected"),
-        (499, "client_closed"),
-        (502, "failed"),
-    ],
+    [(200, "ok"), (400, "rejected"), (429, "rejected"), (499, "client_closed"), (502, "failed")],
 )
 def test_an_outcome_says_whose_fault_it_was(status: int, outcome: str) -> None:
     assert outcome_of(status) == outcome
@@ -58,9 +53,7 @@ def test_open_telemetrys_names_are_there_only_if_they_are_asked_for() -> None:
     assert "gen_ai_server_request_duration_seconds" not in gateway.scrape().families
     gateway.metrics.configure(gen_ai=True)
     gateway.publish(
-        once,
-        finished(path="/v1/embeddings", ttft=None, status=503),
-        finished(path="/tokenize"),
+        once, finished(path="/v1/embeddings", ttft=None, status=503), finished(path="/tokenize")
     )
     values = gateway.scrape().values
     chat = {

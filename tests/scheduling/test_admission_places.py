@@ -6,7 +6,6 @@ import asyncio
 from collections import Counter
 from typing import Any, Self
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from gateway.fleet.node import Node
 from gateway.lease import NOTHING_TRIED, LeaseRequest, Tried
 from gateway.request import Priority
 from gateway.scheduling.scheduler import Scheduler
+from tests.each_case import each_case
 from tests.scheduling.build import a_request, a_scheduler, failed_on, node, settle, start_lease
 from tests.virtual import VirtualLoop
 
@@ -33,11 +33,7 @@ class BusyNode:
         self.tasks: dict[str, tuple[LeaseRequest, asyncio.Task[Any]]] = {}
 
     async def send(
-        self,
-        request: LeaseRequest,
-        tried: Tried = NOTHING_TRIED,
-        *,
-        response_started: bool = False,
+        self, request: LeaseRequest, tried: Tried = NOTHING_TRIED, *, response_started: bool = False
     ) -> str:
         """Send a request; its `outcome`."""
         task = await start_lease(self.scheduler, request, tried, response_started=response_started)
@@ -99,7 +95,7 @@ async def test_the_newest_of_the_largest_caller_is_shed_but_no_retry() -> None:
         assert [busy.outcome(one) for one in (early, retried)] == ["queue_full", "waits"]
 
 
-@pytest.mark.parametrize("theirs", list(Priority))
+@each_case("theirs", list(Priority))
 async def test_a_flood_takes_room_from_no_class_of_another_caller(theirs: Priority) -> None:
     async with BusyNode(max=20) as busy:
         for _ in range(40):

@@ -23,9 +23,7 @@ LEFT, RIGHT = new_key("left"), new_key("right")
 
 
 @in_virtual_time
-async def test_a_burst_starts_standby_nodes_and_afterwards_they_are_stopped(
-    tmp_path: Path,
-) -> None:
+async def test_a_burst_starts_standby_nodes_and_afterwards_they_are_stopped(tmp_path: Path) -> None:
     fast: dict[str, Any] = {"decode_tps": 20.0, "prefill_tps": 500.0}
     async with Cloud() as cloud, EmulatedNode(slots=1, model=MODEL, **fast) as base:
         first, second = cloud.machine("spare-1", **fast), cloud.machine("spare-2", **fast)
@@ -65,9 +63,7 @@ async def one_standby(folder: Path, cloud: Cloud, chosen: dict[str, Any]) -> Asy
 
 
 @in_virtual_time
-async def test_a_client_with_a_deadline_before_the_start_gets_retry_after(
-    tmp_path: Path,
-) -> None:
+async def test_a_client_with_a_deadline_before_the_start_gets_retry_after(tmp_path: Path) -> None:
     async with Cloud() as cloud:
         cloud.machine("spare").answers["start"] = (20.0, 200, "")
         chosen = settings() | {"queue": {"max_wait": 1.0}}
@@ -82,9 +78,7 @@ async def test_a_client_with_a_deadline_before_the_start_gets_retry_after(
 
 
 @in_virtual_time
-async def test_a_failed_start_hook_is_reported_and_not_tried_again_at_once(
-    tmp_path: Path,
-) -> None:
+async def test_a_failed_start_hook_is_reported_and_not_tried_again_at_once(tmp_path: Path) -> None:
     async with Cloud() as cloud:
         spare = cloud.machine("spare")
         spare.answers["start"] = (0.1, 503, "no capacity in this zone")
@@ -173,9 +167,7 @@ async def test_a_drained_standby_node_is_left_alone_until_it_is_resumed(tmp_path
 
 
 @in_virtual_time
-async def test_a_node_finishes_its_requests_before_it_is_stopped(
-    tmp_path: Path,
-) -> None:
+async def test_a_node_finishes_its_requests_before_it_is_stopped(tmp_path: Path) -> None:
     async with Cloud() as cloud, EmulatedNode(slots=2, model=MODEL) as base:
         spare = cloud.machine("spare", decode_tps=20.0, answer_tokens=100)
         nodes = [{"name": "base", "url": base.url}, cloud.node("spare")]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gateway.request import Priority
 from gateway.scheduling.batch_reserve import spread_reserve
 from gateway.scheduling.matching import DispatchRules
+from tests.each_case import each_case
 from tests.scheduling.build import a_request, a_scheduler, lease_at_once, node
 from tests.scheduling.queue_simulation import QueueSimulation
 
@@ -25,23 +26,16 @@ def batch_on(sim: QueueSimulation, **options: Any) -> list[str]:
     return sorted(found)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("share", "totals", "reserve"),
     [
-        (0.25, [2] * 8, [2, 2, 0, 0, 0, 0, 0, 0]),
-        (0.25, [4, 4, 4, 4, 4], [4, 1, 0, 0, 0]),
-        (0.25, [4, 4], [1, 1]),
-        (0.5, [4], [2]),
-        (0.5, [8, 2, 2], [2, 2, 2]),
-        (0.25, [1, 1, 1, 1], [1, 0, 0, 0]),
-        (0.29, [1] * 100, [1] * 29 + [0] * 71),
-        (1.0, [4, 4], [4, 3]),
-        (1.0, [1], [0]),
-        (0.5, [0, 4], [0, 2]),
-        (0.0, [4], [0]),
+        (0.25, [2] * 8, [2, 2, 0, 0, 0, 0, 0, 0]), (0.25, [4, 4, 4, 4, 4], [4, 1, 0, 0, 0]),
+        (0.25, [4, 4], [1, 1]), (0.5, [4], [2]), (0.5, [8, 2, 2], [2, 2, 2]),
+        (0.25, [1, 1, 1, 1], [1, 0, 0, 0]), (0.29, [1] * 100, [1] * 29 + [0] * 71),
+        (1.0, [4, 4], [4, 3]), (1.0, [1], [0]), (0.5, [0, 4], [0, 2]), (0.0, [4], [0]),
         (0.5, [], []),
     ],
-)
+)  # fmt: skip
 def test_the_reserve_is_whole_nodes_where_they_fit(
     share: float, totals: list[int], reserve: list[int]
 ) -> None:

@@ -9,6 +9,7 @@ from gateway.fleet.node import Node, NodeState
 from gateway.lease import NOTHING_TRIED, LeaseRequest, Tried
 from gateway.scheduling.candidates import CandidateFinder, with_context
 from gateway.scheduling.fleet_sync import NodeCandidates
+from tests.each_case import each_case
 from tests.scheduling.build import a_request, a_scheduler, failed_on, node, refused_by
 
 
@@ -56,7 +57,7 @@ def test_each_model_name_is_a_group() -> None:
     assert [[row.name for row in pool.rows] for (pool,) in found.groups] == [["b"], ["a"]]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("state", "alive"),
     [
         (NodeState.READY, True),

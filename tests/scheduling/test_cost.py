@@ -12,6 +12,7 @@ from gateway.scheduling.cost import (
     row_costs,
     row_figures,
 )
+from tests.each_case import each_case
 from tests.scheduling.queue_simulation import QueueSimulation
 
 
@@ -88,7 +89,7 @@ def test_the_later_cost_counts_the_wait_and_the_pending_tokens() -> None:
     assert row_cost_after(sim.rows[0], queued, 2.0) == pytest.approx(2.0 + 1.0 + 1.0)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@each_case("seed", range(5))
 def test_numpy_and_the_loop_choose_rows_of_the_same_cost(seed: int) -> None:
     rng = random.Random(seed)
     sim = QueueSimulation((2,) * 90)

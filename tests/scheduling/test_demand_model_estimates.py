@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.scheduling.demand_model import DEFAULT_ANSWER_TOKENS, MOST_TOKENS, TokenEstimates
+from tests.each_case import each_case
 
 HUGE = 32_768
 
@@ -147,7 +148,7 @@ def test_max_tokens_of_zero_means_no_answer() -> None:
     assert answer_of(TokenEstimates(), -1) == 0
 
 
-@pytest.mark.parametrize("absurd", [10**18, 1e300, math.inf, math.nan, None])
+@each_case("absurd", [10**18, 1e300, math.inf, math.nan, None])
 def test_an_absurd_max_tokens_counts_as_none(absurd: float | None) -> None:
     assert answer_of(TokenEstimates(), absurd) == DEFAULT_ANSWER_TOKENS
 

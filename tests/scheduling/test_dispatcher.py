@@ -10,17 +10,6 @@ from gateway.scheduling.matching import MOST_DECLINES, DispatchRules
 from tests.scheduling.queue_simulation import QueueSimulation
 
 
-def test_a_request_takes_a_free_slot_and_the_next_waits() -> None:
-    sim = QueueSimulation((1,))
-    _, first = sim.arrive()
-    second, placement = sim.arrive()
-    assert first is not None
-    assert placement is None
-    assert sim.dispatcher.waiting == 1
-    (next_one,) = sim.finish(first, 2.0)
-    assert next_one.queued is second
-
-
 def test_place_never_queues() -> None:
     sim = QueueSimulation((1,))
     sim.fill()
@@ -134,12 +123,6 @@ def test_requests_without_a_node_hold_up_no_other() -> None:
     assert sim.finish(running[0], 1.0)[0].queued is able
 
 
-def test_a_slotless_request_goes_to_a_full_node() -> None:
-    sim = QueueSimulation((1,))
-    sim.fill()
-    assert sim.arrive(slots=0)[1] is not None
-
-
 def test_slotless_requests_are_limited_for_each_node_and_caller() -> None:
     sim = QueueSimulation((1, 1), DispatchRules(slotless_limit=3))
     owners = ["a"] * 9 + ["b"] * 9
@@ -187,16 +170,6 @@ def test_slotless_requests_do_not_change_the_predicted_waits_of_others() -> None
     assert [list(sums) for sums in sim.candidates.queued_tokens] == before
     sim.dispatcher.withdraw(queued)
     assert [list(sums) for sums in sim.candidates.queued_tokens] == before
-
-
-def test_a_wide_request_is_not_starved_by_narrow_ones() -> None:
-    sim = QueueSimulation((2,))
-    running = sim.fill()
-    wide, _ = sim.arrive(1.0, slots=2)
-    for i in range(20):
-        sim.arrive(1.0 + i / 100)
-    assert sim.finish(running[0], 2.0) == []
-    assert [one.queued for one in sim.finish(running[1], 3.0)] == [wide]
 
 
 def test_a_node_reserved_for_a_wide_request_is_open_to_higher_classes() -> None:

@@ -50,11 +50,7 @@ events = st.one_of(
         }
     ),
     st.fixed_dictionaries(
-        {
-            "what": st.just("speed"),
-            "which": indexes,
-            "values": st.tuples(absurd, absurd, absurd),
-        }
+        {"what": st.just("speed"), "which": indexes, "values": st.tuples(absurd, absurd, absurd)}
     ),
 )
 plays = st.lists(st.tuples(st.floats(0, 20), events), max_size=60)

@@ -12,6 +12,7 @@ from gateway.lease import NOTHING_TRIED, PromptKey
 from gateway.scheduling.candidates import CandidateFinder
 from gateway.scheduling.node_slots import NodeSlots
 from gateway.scheduling.scheduler import Scheduler
+from tests.each_case import each_case
 from tests.fleet.build import take
 from tests.scheduling.build import a_request, a_scheduler, failed_on, node, settle, take_lease
 
@@ -47,7 +48,7 @@ async def test_own_leases_count_once_and_others_work_counts() -> None:
     assert row_of(scheduler).free == 3
 
 
-@pytest.mark.parametrize("state", list(NodeState))
+@each_case("state", list(NodeState))
 def test_the_state_decides_what_a_node_takes(state: NodeState) -> None:
     one = node(state=state)
     scheduler = a_scheduler(one)
@@ -195,9 +196,7 @@ def put(scheduler: Scheduler, *nodes: Node) -> None:
     scheduler.capacity_changed()
 
 
-async def test_a_new_node_serves_waiting_requests(
-    three: tuple[Scheduler, list[Node]],
-) -> None:
+async def test_a_new_node_serves_waiting_requests(three: tuple[Scheduler, list[Node]]) -> None:
     scheduler, nodes = three
     leases = [(await take_lease(scheduler, a_request()))[0] for _ in nodes]
     waiting = asyncio.create_task(take_lease(scheduler, a_request()))

@@ -23,6 +23,7 @@ from gateway.lease import (
     UsageReport,
 )
 from gateway.scheduling.lease_service import LocalLeaseService
+from tests.each_case import each_case
 from tests.fleet.build import Clock
 from tests.scheduling.build import a_request, a_scheduler, failed_on, node
 
@@ -141,7 +142,7 @@ def test_a_lease_ends_once() -> None:
         world.leases.settle(UsageReport(lease.id, USAGE, None, 3), a_request())
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("outcome", "status", "error", "learnt"),
     [
         ("busy", 503, NodeError(is_loading=True), lambda one: one.state is NodeState.LOADING),

@@ -5,10 +5,11 @@ import math
 import pytest
 
 from gateway.scheduling.node_slots import DEFAULT_COMPLETION_TOKENS, MOST_TOKENS_PER_REQUEST
+from tests.each_case import each_case
 from tests.scheduling.queue_simulation import QueueSimulation
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("given", "kept"),
     [
         (1e18, MOST_TOKENS_PER_REQUEST),

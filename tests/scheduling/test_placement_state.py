@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import math
 
-import pytest
-
 from gateway.scheduling.node_slots import MOST_PENALTY_SECONDS
 from gateway.scheduling.placement_state import PlacementState
+from tests.each_case import each_case
 from tests.scheduling.queue_simulation import QueueSimulation
 
 
@@ -63,7 +62,7 @@ def test_removing_a_row_twice_does_nothing() -> None:
     assert state.add("b").index != state.add("c").index
 
 
-@pytest.mark.parametrize("nonsense", [math.nan, math.inf, -math.inf, 0.0, -5.0, 1e300])
+@each_case("nonsense", [math.nan, math.inf, -math.inf, 0.0, -5.0, 1e300])
 def test_absurd_speeds_and_slots_are_clamped(nonsense: float) -> None:
     sim = QueueSimulation((2, 2))
     row = sim.rows[0]

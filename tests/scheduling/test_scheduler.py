@@ -17,6 +17,7 @@ from gateway.lease import LeaseRequest
 from gateway.request import Priority
 from gateway.scheduling.scheduler import Scheduler
 from tests.calls import count_calls
+from tests.each_case import each_case
 from tests.fleet.build import Clock, take
 from tests.scheduling.build import (
     a_request,
@@ -270,10 +271,7 @@ async def test_no_queue_at_all_is_possible() -> None:
 @in_virtual_time
 async def test_a_wait_ends_in_time() -> None:
     scheduler = a_scheduler(
-        node(slots=1),
-        clock=now,
-        queue={"max_wait": 0.15},
-        classes={"batch": {"max_wait": 0.05}},
+        node(slots=1), clock=now, queue={"max_wait": 0.15}, classes={"batch": {"max_wait": 0.05}}
     )
     await take_lease(scheduler, a_request())
     began = now()
@@ -290,17 +288,6 @@ async def test_a_wait_ends_in_time() -> None:
         await normal
     assert now() - began == pytest.approx(0.15)
     assert scheduler.queue_positions() == []
-
-
-@in_virtual_time
-async def test_a_deadline_ends_the_wait() -> None:
-    scheduler = a_scheduler(node(slots=1), clock=now)
-    await take_lease(scheduler, a_request())
-    began = now()
-    with pytest.raises(GatewayError) as raised:
-        await take_lease(scheduler, a_request(time_limit=0.05))
-    assert raised.value.code == "queue_timeout"
-    assert now() - began == pytest.approx(0.05)
 
 
 async def test_a_time_limit_counts_from_the_receipt_by_whatever_clock() -> None:
@@ -444,17 +431,6 @@ async def test_when_the_last_node_is_removed_waiting_requests_are_refused() -> N
     scheduler.check_all()
     await settle()
     assert refusal(task).code == "model_not_found"
-
-
-async def test_after_a_failure_the_request_waits_for_the_other_node() -> None:
-    failing, busy = node("a", slots=1), node("b", slots=1)
-    scheduler = a_scheduler(failing, busy)
-    held = take(busy)
-    task = await start_lease(scheduler, a_request(), failed_on("a"))
-    assert not task.done()
-    held.release()
-    await settle()
-    assert task.result()[0].node is busy
 
 
 async def test_after_a_failure_the_next_model_of_the_list_will_do() -> None:
@@ -759,7 +735,7 @@ async def start_burst(scheduler: Scheduler, count: int) -> list[asyncio.Task[Any
     return tasks
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("answers", "refuses"),
     [
         ([], False),

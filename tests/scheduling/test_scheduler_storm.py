@@ -24,13 +24,9 @@ from tests.virtual import VirtualLoop
 SLOTS = {"a": 1, "b": 2, "c": 4}
 POLICIES = ["least_finish", "least_loaded", "round_robin", "prefix_hash"]
 STATES = [
-    NodeState.READY,
-    NodeState.READY,
-    NodeState.DOWN,
-    NodeState.DRAINING,
-    NodeState.MUTE,
+    NodeState.READY, NodeState.READY, NodeState.DOWN, NodeState.DRAINING, NodeState.MUTE,
     NodeState.DEGRADED,
-]
+]  # fmt: skip
 CALLERS = ["one", "two"]
 
 

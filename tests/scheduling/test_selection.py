@@ -11,6 +11,7 @@ from gateway.scheduling.cost import cost_of_figures, row_cost
 from gateway.scheduling.matching import DispatchRules
 from gateway.scheduling.node_slots import AvailableRows
 from gateway.scheduling.selection import POLICIES, available_rows, compare
+from tests.each_case import each_case
 from tests.scheduling.queue_simulation import QueueSimulation
 
 
@@ -72,8 +73,8 @@ def test_prefix_hash_spreads_different_prefixes() -> None:
     assert min(counts.values()) > 150
 
 
-@pytest.mark.parametrize("nodes", [1, 3, 8, 9, 40, 64, 300])
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@each_case("nodes", [1, 3, 8, 9, 40, 64, 300])
+@each_case("policy", sorted(POLICIES))
 def test_a_comparison_has_the_chosen_row_and_a_bounded_number_of_the_best(
     policy: str, nodes: int
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 from gateway.config.scheduling import HybridSettings
 from gateway.request import Priority
 from gateway.scheduling.tier_policy import TierPolicy, TierRoute, TierStatus
+from tests.each_case import each_case
 
 FREE = TierStatus(alive=True, has_room=True, wait_seconds=0.0, service_seconds=1.0)
 FULL = TierStatus(alive=True, has_room=False, wait_seconds=5.0, service_seconds=1.0)
@@ -56,7 +57,7 @@ def test_premium_goes_to_the_gpu_while_it_has_room(priority: Priority) -> None:
         ), cpu
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("gpu", "reason"),
     [
         (FULL, "gpu_full"),
@@ -117,10 +118,8 @@ def test_without_spill_over_the_others_never_use_the_gpu(priority: Priority) -> 
         assert route(hybrid(), priority, FREE, cpu) == TierRoute("cpu", ("cpu",)), cpu
 
 
-@pytest.mark.parametrize("priority", Priority)
-def test_a_model_of_gpu_nodes_alone_is_served_there_for_every_class(
-    priority: Priority,
-) -> None:
+@each_case("priority", Priority)
+def test_a_model_of_gpu_nodes_alone_is_served_there_for_every_class(priority: Priority) -> None:
     for rules in (hybrid(), spilling(share=0)):
         for gpu in (FREE, FULL, OUT):
             found = route(rules, priority, gpu, None)
@@ -129,7 +128,7 @@ def test_a_model_of_gpu_nodes_alone_is_served_there_for_every_class(
             assert found.fallback("gpu") is None
 
 
-@pytest.mark.parametrize("priority", Priority)
+@each_case("priority", Priority)
 def test_a_model_of_cpu_nodes_alone_is_no_fallback(priority: Priority) -> None:
     found = route(spilling(), priority, None, BUSY)
     assert (found.tiers, found.fallback("cpu")) == (("cpu",), None)

@@ -82,11 +82,7 @@ class Outcome:
 
 
 async def outage(
-    folder: Path,
-    url: str,
-    begin: Callable[[], None],
-    end: Callable[[], None],
-    seconds: float,
+    folder: Path, url: str, begin: Callable[[], None], end: Callable[[], None], seconds: float
 ) -> Outcome:
     """Take the store away by `begin` for so many seconds under load, and give it back by `end`."""
     key = new_key("metered")

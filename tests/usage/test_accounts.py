@@ -11,6 +11,7 @@ import pytest
 from gateway.config.usage_limits import LimitSpec
 from gateway.usage.accounts import NO_OTHERS, Account, LedgerSums, OtherUse
 from gateway.usage.windows import Calendar
+from tests.each_case import each_case
 from tests.usage.build import NOW
 
 AT = 1000.0
@@ -35,7 +36,7 @@ def refused(account: Account, tokens: int = 0, cost: float = 0.0) -> str | None:
 # Room for one more.
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("limits", "other", "tokens", "cost", "wanted"),
     [
         ({"concurrency": 3}, OtherUse(running=2), 0, 0.0, None),
@@ -154,7 +155,7 @@ def test_an_account_with_an_open_request_is_not_idle(how: str) -> None:
     assert account.is_idle(AT, the_calendar())
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("limits", "how", "seconds"),
     [
         ({"rpm": 5}, "sent a request", 30.0),

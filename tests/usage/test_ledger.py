@@ -17,13 +17,7 @@ from gateway.store.database import locate_store
 from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import open_requests, processes, revisions, usage
 from gateway.store.store import Store
-from gateway.usage.ledger import (
-    JOURNALED_WITHIN,
-    ROW_COLUMNS,
-    Ledger,
-    OpenRequest,
-    UsageRow,
-)
+from gateway.usage.ledger import JOURNALED_WITHIN, ROW_COLUMNS, Ledger, OpenRequest, UsageRow
 from gateway.usage.processes import DEAD_SECONDS, MOST_TAKEN, ProcessIdentity
 from tests.fleet.build import Clock
 from tests.gateways import until

@@ -251,13 +251,7 @@ def test_all_accounts_must_have_room_and_the_message_names_the_one_that_has_none
     # What was refused counts nowhere.
     assert {
         one.subject: one.requests.value(book.clocks.clock()) for one in book.all_accounts()
-    } == {
-        "total": 4,
-        "group:team": 3,
-        "key:bob": 1,
-        "user:chat/ann": 1,
-        "user:chat/ben": 1,
-    }
+    } == {"total": 4, "group:team": 3, "key:bob": 1, "user:chat/ann": 1, "user:chat/ben": 1}
 
 
 def test_the_wait_is_long_enough_for_all_limits() -> None:

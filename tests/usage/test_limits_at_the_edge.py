@@ -160,16 +160,14 @@ async def test_as_many_run_at_one_time_as_may(owner: str, tmp_path: Path) -> Non
         await check_one_sum(running)
 
 
-@pytest.mark.parametrize("owner", OWNERS)
 @pytest.mark.parametrize(
-    ("limits", "reason"),
+    ("owner", "limits", "reason"),
     [
-        ({"rpm": 20}, "rate_limit_exceeded"),
-        ({"tpm": 500}, "rate_limit_exceeded"),
-        ({"tokens_per_day": 500}, "insufficient_quota"),
-        ({"budget": "1.5/month"}, "insufficient_quota"),
+        ("key", {"rpm": 20}, "rate_limit_exceeded"),
+        ("group", {"tpm": 500}, "rate_limit_exceeded"),
+        ("user", {"tokens_per_day": 500}, "insufficient_quota"),
+        ("total", {"budget": "1.5/month"}, "insufficient_quota"),
     ],
-    ids=["rpm", "tpm", "tokens_per_day", "budget"],
 )
 async def test_requests_that_use_less_than_they_reserve_never_exceed_it(
     limits: dict[str, Any], reason: str, owner: str, tmp_path: Path

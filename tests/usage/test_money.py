@@ -20,6 +20,7 @@ from gateway.usage.money import (
     per_request,
     running_hourly_cost,
 )
+from tests.each_case import each_case
 
 HOUR = 3600.0
 CPU = NodeHours("cpu-a", "cpu", 10 * HOUR, 2.0)
@@ -64,7 +65,7 @@ def test_a_tier_without_requests_needs_no_price() -> None:
     assert told.value == pytest.approx(0.20)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("told", "reason"),
     [
         (per_request(0.0, 0), "no request"),

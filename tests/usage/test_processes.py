@@ -33,6 +33,7 @@ from gateway.usage.processes import (
     take_open_requests,
     unregister,
 )
+from tests.each_case import each_case
 from tests.fleet.build import Clock
 from tests.store.stores import opened
 from tests.usage.build import NOW, Clocks
@@ -74,7 +75,7 @@ async def test_a_process_that_shows_itself_again_is_not_dead() -> None:
     assert watch.dead([gone := SeenProcess("a.0", "x", 1, 6.0)]) == [gone]
 
 
-@pytest.mark.parametrize("hours", [-5000.0, -1.0, 1.0, 5000.0])
+@each_case("hours", [-5000.0, -1.0, 1.0, 5000.0])
 def test_the_clock_of_another_host_makes_nobody_look_dead(hours: float) -> None:
     clock = Clock()
     watch = a_watch(clock)

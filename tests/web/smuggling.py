@@ -102,6 +102,7 @@ REFUSED: Mapping[str, bytes] = {
     "TE twice": form(TE + TE, CHUNKED + SMUGGLED),
     "TE twice, an unknown one first": form(f"Transfer-Encoding: cow\r\n{TE}", CHUNKED + SMUGGLED),
     "TE twice, an unknown one last": form(f"{TE}Transfer-Encoding: cow\r\n", CHUNKED + SMUGGLED),
+    "TE twice, identity last": form(f"{TE}Transfer-Encoding: identity\r\n", CHUNKED + SMUGGLED),
     "TE behind a vertical tab": form("Transfer-Encoding:\x0bchunked\r\n", CHUNKED + SMUGGLED),
     "TE with a NUL": form("Transfer-Encoding: chunked\0\r\n", CHUNKED + SMUGGLED),
     "TE behind a bare LF": clte("X: x\nTransfer-Encoding: chunked\r\n"),

@@ -11,6 +11,7 @@ import pytest
 
 from gateway.errors import GatewayError
 from gateway.web.message_batch_body import MessageBatchBody
+from tests.each_case import each_case
 
 TEXTS = ["", "a", 'q"\\', "{[", "]}", "ä\u2028\x7f", "\\u0041", "\n\t", "x" * 300, '\\"', "😀"]
 
@@ -85,7 +86,7 @@ def cut(rng: random.Random, data: bytes) -> list[bytes]:
     return [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
 
 
-@pytest.mark.parametrize("seed", range(300))
+@each_case("seed", range(300))
 def test_any_requests_in_any_cuts_come_out_as_they_went_in(seed: int) -> None:
     rng = random.Random(seed)
     requests = [
@@ -104,7 +105,7 @@ def test_any_requests_in_any_cuts_come_out_as_they_went_in(seed: int) -> None:
     ]
 
 
-@pytest.mark.parametrize("seed", range(300))
+@each_case("seed", range(300))
 def test_broken_bytes_are_refused_where_json_is_and_in_every_cut_alike(seed: int) -> None:
     rng = random.Random(seed)
     requests = [{"custom_id": f"{number}", "params": {"v": any_value(rng)}} for number in range(3)]
@@ -131,7 +132,7 @@ def test_broken_bytes_are_refused_where_json_is_and_in_every_cut_alike(seed: int
         ]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("given", "message"),
     [
         (b"", "it ends too early"),
@@ -187,6 +188,7 @@ def test_what_is_wrong_is_told(given: bytes, message: str) -> None:
 
 
 def test_what_is_too_long_is_refused_before_it_has_come() -> None:
+    assert len(split(one(custom_id="a" * 64, params={}))) == 1
     begun = b'{"requests":[{"custom_id":"a","params":{"x":"'
     assert "requests.0: It is longer than 1000 bytes ('batches.line_bytes')" in refused(
         begun, *[b"x" * 100] * 11, line_bytes=1000

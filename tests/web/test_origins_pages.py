@@ -13,6 +13,7 @@ import pytest_asyncio
 from gateway.access.keys import new_key
 from gateway.config.settings import Settings
 from gateway.web.origins import OriginPolicy
+from tests.each_case import each_case
 from tests.emulator.raw_connection import raw_connection
 from tests.web.raw_client import CHAT, HELLO, Answer, Public, answer, public, request
 
@@ -42,26 +43,15 @@ def outcome_of(found: Answer) -> tuple[int, str | None]:
     return found.status, found.headers.get("x-gateway-reason")
 
 
-@pytest.mark.parametrize(
+@each_case(
     "host",
     [
-        "localhost",
-        "LocalHost:8000",
-        "localhost.",
-        "llm.localhost:9",
-        "127.0.0.1",
-        "127.8.9.1:80",
-        "[::1]:8000",
-        "[::ffff:127.0.0.1]",
-        "chat.internal",
-        "CHAT.internal:443",
-        "192.0.2.7",
-        "host.docker.internal:8000",
-        "host.containers.internal",
-        socket.gethostname(),
+        "localhost", "LocalHost:8000", "localhost.", "llm.localhost:9", "127.0.0.1", "127.8.9.1:80",
+        "[::1]:8000", "[::ffff:127.0.0.1]", "chat.internal", "CHAT.internal:443", "192.0.2.7",
+        "host.docker.internal:8000", "host.containers.internal", socket.gethostname(),
     ],
-)
-@pytest.mark.parametrize("absolute", [False, True])
+)  # fmt: skip
+@each_case("absolute", [False, True])
 async def test_the_listeners_own_hosts_are_allowed(gate: Public, host: str, absolute: bool) -> None:
     data = asking("evil.example", path=f"http://{host}{CHAT}") if absolute else asking(host)
     assert (await gate.ask(data)).status == 200
@@ -71,28 +61,19 @@ async def test_the_port_of_a_host_may_be_empty(gate: Public) -> None:
     assert (await gate.ask(asking("localhost:"))).status == 200
 
 
-@pytest.mark.parametrize(
+@each_case(
     "host",
     [
-        "evil.example",
-        "evil",
-        "127.0.0.1.evil.example",
-        "localhost.evil.example",
-        "docker.internal",
-        "evil.docker.internal",
-        "xlocalhost",
-        "10.0.0.1",
-        "0.0.0.0",
-        "[::]",
-        "[fe80::1]",
-        "2130706433",
-        "0x7f.1",
+        "evil.example", "evil", "127.0.0.1.evil.example", "localhost.evil.example",
+        "docker.internal", "evil.docker.internal", "xlocalhost", "10.0.0.1", "0.0.0.0", "[::]",
+        "[fe80::1]", "2130706433", "0x7f.1",
     ],
-)
-@pytest.mark.parametrize("form", ["host", "absolute", "models"])
+)  # fmt: skip
+@each_case("form", ["host", "absolute", "models"])
 async def test_a_foreign_name_that_resolves_to_this_machine_is_refused(
     gate: Public, host: str, form: str
 ) -> None:
+    gate.forget()
     data = {
         "host": asking(host),
         "absolute": asking("localhost", path=f"http://{host}:8000{CHAT}"),
@@ -111,24 +92,16 @@ async def test_a_foreign_name_that_resolves_to_this_machine_is_refused(
     assert gate.node.requests == 2
 
 
-@pytest.mark.parametrize(
+@each_case(
     "lines",
     [
-        "",
-        "Host: localhost\r\nHost: localhost\r\n",
-        "Host: localhost\r\nhost: evil.example\r\n",
-        "Host:\r\n",
-        "Host: a b\r\n",
-        "Host: localhost, evil.example\r\n",
-        "Host: localhost/path\r\n",
-        "Host: user@localhost\r\n",
-        "Host: [::1\r\n",
-        "Host: localhost:http\r\n",
-        "Host: http://localhost\r\n",
-        "Host: \xff\r\n",
+        "", "Host: localhost\r\nHost: localhost\r\n", "Host: localhost\r\nhost: evil.example\r\n",
+        "Host:\r\n", "Host: a b\r\n", "Host: localhost, evil.example\r\n",
+        "Host: localhost/path\r\n", "Host: user@localhost\r\n", "Host: [::1\r\n",
+        "Host: localhost:http\r\n", "Host: http://localhost\r\n", "Host: \xff\r\n",
     ],
-)
-@pytest.mark.parametrize("start", [f"POST {CHAT}", f"POST http://localhost{CHAT}", "GET /health"])
+)  # fmt: skip
+@each_case("start", [f"POST {CHAT}", f"POST http://localhost{CHAT}", "GET /health"])
 async def test_a_request_without_host_or_with_several_is_400(
     gate: Public, lines: str, start: str
 ) -> None:
@@ -145,15 +118,13 @@ async def test_an_http_1_0_client_needs_no_host(gate: Public) -> None:
     assert (await gate.ask(b"GET /health HTTP/1.0\r\n\r\n")).status == 200
 
 
-@pytest.mark.parametrize(
-    "target", ["http://u@localhost", "ftp://localhost", "http://a b", "http://"]
-)
+@each_case("target", ["http://u@localhost", "ftp://localhost", "http://a b", "http://"])
 async def test_a_target_without_a_host_is_400(gate: Public, target: str) -> None:
     found = await gate.ask(asking("localhost", path=f"{target}{CHAT}"))
     assert outcome_of(found) == (400, "invalid_request")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("fields", "allowed"),
     [
         (["Origin: http://localhost"], True),
@@ -179,6 +150,7 @@ async def test_a_target_without_a_host_is_400(gate: Public, target: str) -> None
 async def test_a_page_of_another_origin_may_not_post(
     gate: Public, fields: list[str], allowed: bool
 ) -> None:
+    gate.forget()
     found = await gate.ask(asking("localhost", *fields))
     assert outcome_of(found) == ((200, None) if allowed else (403, "origin_not_allowed"))
     assert gate.node.requests == allowed
@@ -194,7 +166,7 @@ async def test_a_caller_with_a_key_may_use_any_host(tmp_path: Path) -> None:
         assert (await gate.ask(asking("evil.example"))).status == 403
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("settings", "loopback", "asked"),
     [
         ({}, True, True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,16 @@ import pytest
 
 from gateway.access.keys import new_key
 from gateway.proxy.inbound.routes import ROUTES
+from tests.each_case import each_case
 from tests.emulator.raw_connection import raw_connection
-from tests.web.raw_client import HELLO, Public, answer, public, request
+from tests.web.raw_client import CHAT, HELLO, Public, answer, public, request
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SHORT = {**HELLO, "max_tokens": 1}
 PROXIED = [
-    "Forwarded: for=127.0.0.1",
-    "X-Forwarded-For: 127.0.0.1",
-    "X-Real-IP: 127.0.0.1",
-    "Via: 1.1 edge",
-    "X-Forwarded-Proto: https",
-    "CF-Connecting-IP: ::1",
-    "VIA:",
-]
+    "Forwarded: for=127.0.0.1", "X-Forwarded-For: 127.0.0.1", "X-Real-IP: 127.0.0.1",
+    "Via: 1.1 edge", "X-Forwarded-Proto: https", "CF-Connecting-IP: ::1", "VIA:",
+]  # fmt: skip
 BODIES: dict[str, dict[str, Any]] = {
     "messages": SHORT,
     "prompt": {"prompt": "Hello", "max_tokens": 1, "n_predict": 1},
@@ -45,8 +42,9 @@ def has_come(gate: Public, requests: int) -> bool:
     return gate.node.requests == requests
 
 
-@pytest.mark.parametrize("field", PROXIED)
+@each_case("field", PROXIED)
 async def test_a_proxied_request_is_not_local_though_its_peer_is(gate: Public, field: str) -> None:
+    gate.forget()
     found = await gate.chat(field, "X-Priority: urgent", "X-User-Id: anna", max_tokens=1)
     assert found.status == 200
     assert found.headers["x-gateway-class"] == "normal"
@@ -54,9 +52,7 @@ async def test_a_proxied_request_is_not_local_though_its_peer_is(gate: Public, f
     assert (await gate.last()).caller == "anonymous:127.0.0.1"
 
 
-async def test_each_head_of_a_connection_is_judged_by_itself(
-    gate: Public,
-) -> None:
+async def test_each_head_of_a_connection_is_judged_by_itself(gate: Public) -> None:
     direct = request(SHORT, "X-Priority: urgent")
     proxied = request(SHORT, "X-Priority: urgent", "Via: 1.1 edge")
     async with raw_connection(gate.url) as wire:
@@ -105,9 +101,13 @@ async def test_a_keys_classes_hold_through_a_proxy(tmp_path: Path) -> None:
 # The class in the body.
 
 
-@pytest.mark.parametrize("path", GENERATING)
-@pytest.mark.parametrize(
-    "odd", ["high", "", "URGENT!", 7, -1.5, True, None, [], ["urgent"], {"class": "urgent"}]
+ODD_CLASSES = ["high", "", "URGENT!", 7, -1.5, True, None, [], ["urgent"], {"class": "urgent"}]
+ODD_TIERS = ["high", 7, [], ["flex"], {"tier": "flex"}, None, False]
+
+
+@each_case(
+    ("path", "odd"),
+    [*zip(GENERATING, ODD_CLASSES, strict=True), *((CHAT, odd) for odd in ODD_CLASSES)],
 )
 async def test_an_unknown_class_in_the_body_is_ignored(
     gate: Public, path: str, odd: object
@@ -117,15 +117,17 @@ async def test_an_unknown_class_in_the_body_is_ignored(
     assert found.headers["x-gateway-class"] == "normal"
 
 
-@pytest.mark.parametrize("path", GENERATING)
-@pytest.mark.parametrize("odd", ["high", 7, [], ["flex"], {"tier": "flex"}, None, False])
+@each_case(
+    ("path", "odd"),
+    [*zip(GENERATING, cycle(ODD_TIERS), strict=False), *((CHAT, odd) for odd in ODD_TIERS)],
+)
 async def test_an_unknown_tier_is_ignored(gate: Public, path: str, odd: object) -> None:
     found = await gate.ask(request({**body_for(path), "service_tier": odd}, path=path))
     assert found.status == 200, found
     assert found.headers["x-gateway-class"] == "normal"
 
 
-@pytest.mark.parametrize("path", GENERATING)
+@each_case("path", GENERATING)
 async def test_an_unknown_class_in_the_header_is_400(gate: Public, path: str) -> None:
     body = {**body_for(path), "priority": "batch"}
     found = await gate.ask(request(body, "X-Priority: high", path=path))

@@ -20,6 +20,7 @@ from gateway.proxy.api.native import NATIVE
 from gateway.proxy.api.relayed import RELAYED
 from gateway.proxy.api.responses import RESPONSES
 from gateway.transport.errors import InvalidResponse
+from tests.each_case import each_case
 from tests.proxy.api.events import chat_choice, event
 
 ALL = [CHAT, COMPLETIONS, MESSAGES, NATIVE, RESPONSES]
@@ -82,13 +83,13 @@ CONTENTS: list[tuple[Api, bytes]] = [
 NODE_ERROR = {"code": 500, "message": "Compute error.", "type": "server_error"}
 
 
-@pytest.mark.parametrize(("api", "data"), OPENINGS)
+@each_case(("api", "data"), OPENINGS)
 def test_an_opening_event_is_no_content(api: Api, data: bytes) -> None:
     assert api.classify_event(data) is StreamEventKind.NO_CONTENT
     assert api.classify_event(b":\n" + data) is StreamEventKind.NO_CONTENT
 
 
-@pytest.mark.parametrize(("api", "data"), CONTENTS)
+@each_case(("api", "data"), CONTENTS)
 def test_an_event_that_a_reader_would_miss_is_content(api: Api, data: bytes) -> None:
     assert api.classify_event(data) is StreamEventKind.CONTENT
     assert api.classify_event(b":\n" + data) is StreamEventKind.CONTENT
@@ -97,30 +98,27 @@ def test_an_event_that_a_reader_would_miss_is_content(api: Api, data: bytes) -> 
 
 @pytest.mark.parametrize(
     ("api", "data"),
-    [
-        (RESPONSES, event({"type": {"a": 1}})),
-        (MESSAGES, event({"type": ["content_block_delta"]})),
-    ],
+    [(RESPONSES, event({"type": {"a": 1}})), (MESSAGES, event({"type": ["content_block_delta"]}))],
 )
 def test_an_event_of_another_form_is_invalid(api: Api, data: bytes) -> None:
     with pytest.raises(InvalidResponse):
         api.classify_event(data)
 
 
-@pytest.mark.parametrize("data", [b":\n", b"event: nothing\n\n", b"id: 7\n\n", b"data: null\n\n"])
+@each_case("data", [b":\n", b"event: nothing\n\n", b"id: 7\n\n", b"data: null\n\n"])
 def test_an_event_without_data_is_no_content(data: bytes) -> None:
     for api in ALL:
         assert api.classify_event(data) is StreamEventKind.NO_CONTENT
 
 
-@pytest.mark.parametrize("api", ALL)
+@each_case("api", ALL)
 def test_data_that_is_no_object_is_invalid(api: Api) -> None:
     for data in (b"data: {oops\n\n", b"data: [1]\n\n", b"data: 7\n\n"):
         with pytest.raises(InvalidResponse):
             api.classify_event(data)
 
 
-@pytest.mark.parametrize("api", ALL)
+@each_case("api", ALL)
 def test_a_nodes_error_event_is_known_in_every_form(api: Api) -> None:
     for data in (
         event({"error": NODE_ERROR}),
@@ -143,7 +141,7 @@ ENDS: list[tuple[Api, bytes]] = [
 ]
 
 
-@pytest.mark.parametrize(("api", "end"), ENDS)
+@each_case(("api", "end"), ENDS)
 def test_a_complete_stream_is_known(api: Api, end: bytes) -> None:
     for before in (b"", named("delta", text="x"), b":\n"):
         for behind in (b"", b":\n"):
@@ -162,7 +160,7 @@ UNFINISHED: list[tuple[Api, bytes]] = [
 ]
 
 
-@pytest.mark.parametrize(("api", "tail"), [*UNFINISHED, *((one, b"") for one in ALL)])
+@each_case(("api", "tail"), [*UNFINISHED, *((one, b"") for one in ALL)])
 def test_text_that_looks_like_an_end_is_no_end(api: Api, tail: bytes) -> None:
     assert not api.is_stream_complete(tail)
     assert not api.ends_with_error(tail)
@@ -203,14 +201,11 @@ def messages_stream(body: bytes) -> Any:
     http = httpx2.Client(transport=served(body))
     with anthropic.Anthropic(api_key="x", base_url="http://gateway", http_client=http) as client:
         yield from client.messages.create(
-            model="demo",
-            max_tokens=9,
-            messages=[{"role": "user", "content": "a"}],
-            stream=True,
+            model="demo", max_tokens=9, messages=[{"role": "user", "content": "a"}], stream=True
         )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("api", "read", "raised"),
     [
         (CHAT, chat_stream, openai.APIError),
@@ -220,16 +215,14 @@ def messages_stream(body: bytes) -> Any:
     ],
 )
 def test_the_official_client_raises_on_our_error_event(
-    api: Api,
-    read: Callable[[bytes], Any],
-    raised: type[Exception],
+    api: Api, read: Callable[[bytes], Any], raised: type[Exception]
 ) -> None:
     body = api.heartbeat() + api.error_event(FAILED, "req_1")
     with pytest.raises(raised, match=FAILED.message):
         list(read(body))
 
 
-@pytest.mark.parametrize("api", ALL)
+@each_case("api", ALL)
 def test_our_error_event_does_not_complete_a_stream(api: Api) -> None:
     sent = api.error_event(FAILED, "req_1")
     assert not api.is_stream_complete(sent)
@@ -237,7 +230,7 @@ def test_our_error_event_does_not_complete_a_stream(api: Api) -> None:
     assert api.classify_event(sent) is StreamEventKind.ERROR
 
 
-@pytest.mark.parametrize("api", [CHAT, COMPLETIONS, NATIVE, RESPONSES, RELAYED])
+@each_case("api", [CHAT, COMPLETIONS, NATIVE, RESPONSES, RELAYED])
 def test_an_error_body_is_openais_with_its_details(api: Api) -> None:
     error = errors.context_length_exceeded(5000, 4096)
     fields = msgspec.json.decode(api.error_body(error, "req_1"))["error"]

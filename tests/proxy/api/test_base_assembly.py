@@ -9,6 +9,7 @@ import pytest
 from gateway.proxy.api.base import AssemblyError, ResponseAssembler, read_events
 from gateway.proxy.api.completions import COMPLETIONS
 from gateway.proxy.api.native import NATIVE
+from tests.each_case import each_case
 
 
 def test_objects_come_in_order_without_comments_and_the_end() -> None:
@@ -16,7 +17,7 @@ def test_objects_come_in_order_without_comments_and_the_end() -> None:
     assert list(read_events(stream)) == [{"a": 1}, {"b": 2}]
 
 
-@pytest.mark.parametrize("data", [b"nonsense", b"[1]", b'{"a":', b'"text"'])
+@each_case("data", [b"nonsense", b"[1]", b'{"a":', b'"text"'])
 def test_data_that_is_no_object_can_not_be_assembled(data: bytes) -> None:
     with pytest.raises(AssemblyError) as caught:
         list(read_events(b"data: " + data + b"\n\n"))

@@ -12,6 +12,7 @@ from gateway.proxy.api.resuming import ReasoningEndMark
 from gateway.proxy.splice import OverlapMismatch
 from gateway.proxy.transcript import TokenIdExtractor, Transcript, TranscriptRecorder
 from gateway.transport.errors import InvalidResponse
+from tests.each_case import each_case
 from tests.proxy.api.events import (
     IDENTITY,
     OVERLAPPING,
@@ -215,7 +216,7 @@ def test_reasoning_that_never_ends_is_sent_to_its_last_character() -> None:
     assert choices[-1]["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize("behind", ["\n", "\n\n", "\n\n\n", " ", " \n", ""])
+@each_case("behind", ["\n", "\n\n", "\n\n\n", " ", " \n", ""])
 def test_only_the_templates_own_white_space_is_stripped_from_content(behind: str) -> None:
     rewriter = resumed_in_reasoning(ReasoningEndMark("</think>", "\n\n"))
     texts = ["so</think>", *behind, "Yes"]

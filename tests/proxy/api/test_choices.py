@@ -16,9 +16,10 @@ from gateway.proxy.api.choices import (
     wants_usage,
 )
 from gateway.proxy.transcript import Transcript
+from tests.each_case import each_case
 
 
-@pytest.mark.parametrize(("value", "index"), [(0, 0), (3, 3), (None, 0), ("1", 0), (1.5, 0)])
+@each_case(("value", "index"), [(0, 0), (3, 3), (None, 0), ("1", 0), (1.5, 0)])
 def test_what_is_no_index_counts_as_the_first(value: object, index: int) -> None:
     assert as_index(value) == index
 
@@ -52,7 +53,7 @@ def test_logprobs_are_taken_out_of_a_chunk_as_token_ids() -> None:
     assert chunk == {"choices": [{"index": 0}, {"index": 0}]}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "wanted"),
     [
         ({"stream_options": {"include_usage": True}}, True),

@@ -13,6 +13,7 @@ from gateway.proxy.api.completions import COMPLETIONS
 from gateway.proxy.api.merging import ResponseMerger
 from gateway.proxy.api.native import NATIVE
 from gateway.transport.errors import InvalidResponse
+from tests.each_case import each_case
 from tests.proxy.api.events import event, values
 
 END = b"data: [DONE]\n\n"
@@ -84,7 +85,7 @@ def test_native_events_pass_with_their_prompts_index() -> None:
     assert merging.stream_end() == b""
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("api", "data"),
     [
         (COMPLETIONS, b"oops"),

@@ -21,6 +21,7 @@ from gateway.proxy.api.messages import (
 from gateway.proxy.api.resuming import ReasoningEndMark
 from gateway.proxy.json_values import JsonObject
 from gateway.proxy.transcript import Transcript
+from tests.each_case import each_case
 from tests.proxy.api.events import SPLICE_POINT, TIMINGS, Answering, event, forwarded, values
 
 # Errors.
@@ -37,24 +38,16 @@ def test_the_error_event_is_anthropics() -> None:
     }
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("status", "kind"),
     [
-        (400, "invalid_request_error"),
-        (401, "authentication_error"),
-        (403, "permission_error"),
-        (404, "not_found_error"),
-        (405, "invalid_request_error"),
-        (413, "request_too_large"),
-        (429, "rate_limit_error"),
-        (422, "invalid_request_error"),
-        (500, "api_error"),
-        (502, "api_error"),
-        (503, "overloaded_error"),
-        (504, "timeout_error"),
+        (400, "invalid_request_error"), (401, "authentication_error"), (403, "permission_error"),
+        (404, "not_found_error"), (405, "invalid_request_error"), (413, "request_too_large"),
+        (429, "rate_limit_error"), (422, "invalid_request_error"), (500, "api_error"),
+        (502, "api_error"), (503, "overloaded_error"), (504, "timeout_error"),
         (529, "overloaded_error"),
     ],
-)
+)  # fmt: skip
 def test_an_error_has_anthropics_type(status: int, kind: str) -> None:
     data = MESSAGES.error_body(GatewayError(status, "x", "m"), "req_1")
     sent = MESSAGES.error_event(GatewayError(status, "x", "m"), "req_1")
@@ -71,7 +64,7 @@ def test_only_an_error_of_anthropics_form_passes_as_it_is() -> None:
     assert not MESSAGES.is_own_error(b"[1]")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "owned"),
     [
         ("/v1/messages", True),
@@ -195,15 +188,9 @@ def test_reasoning_continues_in_its_block_and_the_content_in_the_next() -> None:
          "tokens_predicted": 6}
     )  # fmt: skip
     assert shown(out) == [
-        (0, "thinking_delta", " it"),
-        ("start", 1, "text"),
-        (1, "text_delta", "Yes"),
-        (0, "signature_delta", ""),
-        ("stop", 0),
-        ("stop", 1),
-        "message_delta",
-        "message_stop",
-    ]
+        (0, "thinking_delta", " it"), ("start", 1, "text"), (1, "text_delta", "Yes"),
+        (0, "signature_delta", ""), ("stop", 0), ("stop", 1), "message_delta", "message_stop",
+    ]  # fmt: skip
     end = values(out)[-2]
     assert end["delta"] == {"stop_reason": "end_turn", "stop_sequence": "x"}
     assert end["usage"] == {"output_tokens": 8}
@@ -217,7 +204,7 @@ OPEN_BLOCKS: list[tuple[dict[int, str], int, list[Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("blocks", "tokens", "expected"), OPEN_BLOCKS)
+@each_case(("blocks", "tokens", "expected"), OPEN_BLOCKS)
 def test_every_block_is_stopped_once(
     blocks: dict[int, str], tokens: int, expected: list[Any]
 ) -> None:
@@ -238,17 +225,13 @@ def test_every_block_is_stopped_once(
 TEXT = {"type": "text", "text": "no"}
 THINKING = {"type": "thinking", "thinking": "hm", "signature": "x"}
 CHATS: list[tuple[object, JsonObject | None]] = [
-    ("no", {"content": "no"}),
-    ([TEXT], {"content": "no"}),
-    ([THINKING, TEXT], {"content": "no", "reasoning_content": "hm"}),
-    ([TEXT, TEXT], None),
-    ([THINKING], None),
-    ([{"type": "image"}, TEXT], None),
-    (None, None),
-]
+    ("no", {"content": "no"}), ([TEXT], {"content": "no"}),
+    ([THINKING, TEXT], {"content": "no", "reasoning_content": "hm"}), ([TEXT, TEXT], None),
+    ([THINKING], None), ([{"type": "image"}, TEXT], None), (None, None),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("content", "expected"), CHATS)
+@each_case(("content", "expected"), CHATS)
 def test_messages_become_the_chat_that_the_server_makes_of_them(
     content: object, expected: JsonObject | None
 ) -> None:
@@ -271,7 +254,7 @@ def ended(reason: str, sequence: str | None) -> JsonObject:
     return {"stop_reason": reason, "stop_sequence": sequence}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("before", "after"),
     [
         (ended("end_turn", "a"), ended("stop_sequence", "a")),

@@ -29,6 +29,7 @@ from gateway.proxy.json_values import (
     parse_object,
 )
 from gateway.transport.errors import InvalidResponse
+from tests.each_case import each_case
 from tests.gateways import NO_TLS
 from tests.servers import demo_servers
 
@@ -53,7 +54,7 @@ def needed(body: JsonObject, path: str = "/v1/messages", settings: Settings | No
 # Which requests
 
 
-@pytest.mark.parametrize(
+@each_case(
     "body",
     [
         OUTPUT,
@@ -67,7 +68,7 @@ def test_a_body_with_a_format_is_translated(body: JsonObject) -> None:
     assert needed(body)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "body",
     [
         {},
@@ -207,7 +208,7 @@ def test_a_large_body_without_a_format_passes_as_it_is() -> None:
     assert run_at_once(MESSAGES.translate(broken, lambda _: True)).body is broken
 
 
-@pytest.mark.parametrize("messages", [None, "x", {"role": "user"}, 7])
+@each_case("messages", [None, "x", {"role": "user"}, 7])
 def test_messages_that_are_no_list_are_refused(messages: Any) -> None:
     with pytest.raises(GatewayError) as refused:
         as_chat({"messages": messages})
@@ -281,7 +282,7 @@ def test_a_stream_becomes_a_message() -> None:
     assert MESSAGES.is_stream_complete(events)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("reason", "expected"),
     [("stop", "end_turn"), ("length", "max_tokens"), ("tool_calls", "tool_use"), (7, "end_turn")],
 )
@@ -293,7 +294,7 @@ def test_the_reason_is_told_in_anthropics_words(reason: Any, expected: str) -> N
     assert parse_object(body) == message_of(events)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("error", "expected"),
     [
         (errors.node_failed("no"), "api_error"),
@@ -314,7 +315,7 @@ def test_an_error_ends_the_stream_in_anthropics_form(error: GatewayError, expect
     )
 
 
-@pytest.mark.parametrize(
+@each_case(
     "event",
     [b"data: {\n\n", b"data: 7\n\n", b'data: {"choices":7}\n\n', b'data: {"choices":[7]}\n\n'],
 )

@@ -26,6 +26,7 @@ from gateway.proxy.json_values import (
     SHORT_BODY_BYTES,
     STEP_PARTS,
 )
+from tests.each_case import each_case
 
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n" + b"pixels" * 20).decode()
 JPEG = base64.b64encode(b"\xff\xd8\xff\xe0" + b"pixels" * 20).decode()
@@ -149,13 +150,8 @@ def test_tool_calls_get_ids_and_arguments_as_text() -> None:
     arguments = found[1]["tool_calls"][0]["function"]["arguments"]
     assert json.loads(arguments) == call["function"]["arguments"]
     assert [one.get("tool_call_id") for one in found] == [
-        None,
-        None,
-        "call_1",
-        "call_2",
-        None,
-        "own",
-    ]
+        None, None, "call_1", "call_2", None, "own",
+    ]  # fmt: skip
     assert found[2] == {
         "role": "tool", "content": "rain", "tool_call_id": "call_1", "name": "weather",
     }  # fmt: skip
@@ -191,17 +187,13 @@ def test_embeddings_of_one_or_more_texts() -> None:
     assert embed("prompt", prompt="a")[0] == {"model": "m", "input": "a"}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("keep_alive", "load"),
     [
-        (None, "load"),
-        ("5m", "load"),
-        (-1, "load"),
-        (0, "unload"),
-        ("0", "unload"),
+        (None, "load"), ("5m", "load"), (-1, "load"), (0, "unload"), ("0", "unload"),
         ("0s", "unload"),
     ],
-)
+)  # fmt: skip
 def test_an_empty_request_loads_or_unloads(keep_alive: Any, load: str) -> None:
     assert chat(messages=[], keep_alive=keep_alive)[1].load == load
     assert chat(messages=None, keep_alive=keep_alive)[1].load == load
@@ -278,7 +270,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("ask", "body", "message"), WRONG)
+@each_case(("ask", "body", "message"), WRONG)
 def test_a_wrong_field_is_named_as_the_client_named_it(
     ask: Any, body: dict[str, Any], message: str
 ) -> None:
@@ -288,9 +280,7 @@ def test_a_wrong_field_is_named_as_the_client_named_it(
     assert raised.value.message.startswith(message)
 
 
-@pytest.mark.parametrize(
-    "body", [b"", b"{", b'{"model": "a', b"[]", b"\xff", b'{"options":{"seed":1e999}}']
-)
+@each_case("body", [b"", b"{", b'{"model": "a', b"[]", b"\xff", b'{"options":{"seed":1e999}}'])
 def test_what_is_no_request_is_refused(body: bytes) -> None:
     for work in (translate_chat(body, no_model), translate_embed(body, no_model, "input")):
         if b"seed" not in body:
@@ -378,7 +368,7 @@ def test_arguments_that_are_not_utf8_are_refused() -> None:
     assert raised.value.code == "invalid_json"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "param"),
     [
         ({"messages": [{}] * (MOST_PARTS + 1)}, "messages"),
@@ -387,10 +377,7 @@ def test_arguments_that_are_not_utf8_are_refused() -> None:
             {"messages": [{"tool_calls": [{"function": {"name": ""}}] * (MOST_MESSAGE_PARTS + 1)}]},
             "messages[0].tool_calls",
         ),
-        (
-            {"messages": [{"images": ["abcd"] * MOST_MESSAGE_PARTS}] * 20},
-            "messages[19].images",
-        ),
+        ({"messages": [{"images": ["abcd"] * MOST_MESSAGE_PARTS}] * 20}, "messages[19].images"),
     ],
 )
 def test_too_many_parts_are_refused(body: dict[str, Any], param: str) -> None:

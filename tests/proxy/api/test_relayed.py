@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 
 import msgspec
-import pytest
 
 from gateway import errors
 from gateway.lease import Usage
 from gateway.proxy.api.ollama import OLLAMA
 from gateway.proxy.api.relayed import EMBEDDINGS_USAGE_WITHIN, RELAYED
 from gateway.proxy.inbound.routes import ROUTES
+from tests.each_case import each_case
 
 
-@pytest.mark.parametrize("vectors", [1, 10 * EMBEDDINGS_USAGE_WITHIN])
-@pytest.mark.parametrize("spaces", [None, (",", ":")])
+@each_case("vectors", [1, 10 * EMBEDDINGS_USAGE_WITHIN])
+@each_case("spaces", [None, (",", ":")])
 def test_embeddings_use_a_prompt_alone(vectors: int, spaces: tuple[str, str] | None) -> None:
     usage = {"prompt_tokens": 7, "total_tokens": 7}
     early = json.dumps({"usage": usage, "data": [0.5] * vectors}, separators=spaces)
@@ -24,7 +24,7 @@ def test_embeddings_use_a_prompt_alone(vectors: int, spaces: tuple[str, str] | N
     assert RELAYED.read_usage(late.encode()) == Usage(7)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "field"),
     [
         ("/v1/embeddings", "input"),

@@ -16,6 +16,7 @@ from gateway.proxy.api.responses import MOST_ITEMS, RESPONSES, ResponsesRepair, 
 from gateway.proxy.api.resuming import named_event
 from gateway.proxy.json_values import FIELDS_DECODER, parse_object
 from gateway.transport.errors import InvalidResponse
+from tests.each_case import each_case
 from tests.proxy.api.events import Answering, forwarded
 
 USAGE = {"input_tokens": 15, "output_tokens": 4, "total_tokens": 19}
@@ -167,7 +168,7 @@ def test_the_arguments_of_a_call_are_told_whole_before_its_end() -> None:
     assert "content_index" not in events[at - 1]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("limits", "cut_off"),
     [
         (TokenLimits(4, None), True),
@@ -177,7 +178,7 @@ def test_the_arguments_of_a_call_are_told_whole_before_its_end() -> None:
         (TokenLimits(), False),
     ],
 )
-@pytest.mark.parametrize("events", [True, False])
+@each_case("events", [True, False])
 def test_a_response_that_was_cut_off_is_incomplete(
     limits: TokenLimits, cut_off: bool, events: bool
 ) -> None:
@@ -244,7 +245,7 @@ def test_the_number_of_items_is_bounded() -> None:
         rewriter.rewrite_events(named_event(call(MOST_ITEMS, [])[0]))
 
 
-@pytest.mark.parametrize(
+@each_case(
     "fields",
     [{"item": None}, {"item": {"id": 7}}, {"item_id": []}, {"item_id": "x", "part": 1}, {}],
 )
@@ -258,10 +259,7 @@ def test_events_of_an_odd_shape_are_no_crash(fields: dict[str, Any]) -> None:
 LLAMA_CPP, OPENAI = Answering("llama.cpp", 4096), Answering("openai", None)
 SCHEMA = {"type": "object"}
 BOUND = {"type": "json_schema", "name": "n", "strict": True, "schema": SCHEMA}
-BOUND_CHAT = {
-    "type": "json_schema",
-    "json_schema": {"name": "n", "strict": True, "schema": SCHEMA},
-}
+BOUND_CHAT = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": SCHEMA}}
 TOOLS = [{"type": "function", "name": "look"}]
 
 
@@ -285,7 +283,7 @@ def test_only_llama_cpp_is_repaired_and_only_where_it_is_switched_on() -> None:
         assert (numbers_only is not None) is stream
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "node", "cut_off"),
     [
         ({"max_output_tokens": 4}, LLAMA_CPP, True),
@@ -323,7 +321,7 @@ def test_a_format_is_told_in_the_words_that_the_server_obeys(body: Any, expected
     assert added(body, text_format=False) is None
 
 
-@pytest.mark.parametrize(
+@each_case(
     "body",
     [
         {"text": {"format": {"type": "text"}}},

@@ -18,6 +18,7 @@ from gateway.proxy.api.responses_resuming import (
 from gateway.proxy.api.resuming import ReasoningEndMark
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.transcript import EventTemplate, Transcript
+from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.proxy.proxy_over_nodes import A_FIRST, Stream, proxy_over
 
@@ -88,7 +89,7 @@ async def test_a_stream_that_is_not_repaired_goes_on_too(tmp_path: Path) -> None
         assert [v["type"] for v in resumed.values] == [v["type"] for v in whole.values]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("value", "reason"),
     [
         ({"type": "response.output_item.added", "item": {"id": "f", "type": "function_call"}},
@@ -105,7 +106,7 @@ def test_what_holds_more_than_text_is_not_resumed(value: dict[str, Any], reason:
     assert reason in str(read(*order).unresumable)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "body",
     [
         {"tools": [{"type": "function", "name": "f"}]},

@@ -14,6 +14,7 @@ from gateway.proxy.api.native import NATIVE
 from gateway.proxy.api.resuming import EventRewriter, StreamRewriter
 from gateway.proxy.transcript import Transcript
 from gateway.transport.errors import InvalidResponse, NodeReportedError
+from tests.each_case import each_case
 from tests.proxy.api.events import IDENTITY, SPLICE_POINT, values
 
 
@@ -23,7 +24,7 @@ def final_events(api: Api, transcript: Transcript, reason: str) -> bytes:
     return rewriter.final_events(reason, usage=True)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("api", "transcript", "reason"),
     [
         (CHAT, Transcript(first_event=IDENTITY), '"length"'),
@@ -47,7 +48,7 @@ def test_a_response_of_complete_text_is_ended(
         assert b'"usage"' not in final_events(api, transcript, "stop")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("data", "error"),
     [
         (b"data: {oops\n\n", InvalidResponse),

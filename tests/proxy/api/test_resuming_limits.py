@@ -15,6 +15,7 @@ from gateway.proxy.api.relayed import RELAYED
 from gateway.proxy.api.resuming import remaining_tokens
 from gateway.proxy.resume.plan import is_greedy
 from gateway.proxy.transcript import Transcript
+from tests.each_case import each_case
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
 PROMPT: dict[str, Any] = {"prompt": "x"}
@@ -26,8 +27,8 @@ BODIES: list[tuple[Api, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("api", "body"), BODIES)
-@pytest.mark.parametrize(
+@each_case(("api", "body"), BODIES)
+@each_case(
     "more",
     [
         {},
@@ -44,23 +45,16 @@ def test_text_can_be_resumed(api: Api, body: dict[str, Any], more: dict[str, Any
     assert api.unresumable_reason(body | more, Transcript()) is None
 
 
-@pytest.mark.parametrize(("api", "body"), BODIES)
-@pytest.mark.parametrize(
+@each_case(("api", "body"), BODIES)
+@each_case(
     "more",
     [
-        {"n": 2},
-        {"n_cmpl": 2},
-        {"best_of": 3},
-        {"logprobs": True},
-        {"n_probs": 1},
-        {"echo": True},
-        {"grammar": "root ::= x"},
-        {"json_schema": {"type": "object"}},
-        {"response_format": {"type": "json_schema"}},
-        {"tools": [{}], "tool_choice": "required"},
+        {"n": 2}, {"n_cmpl": 2}, {"best_of": 3}, {"logprobs": True}, {"n_probs": 1}, {"echo": True},
+        {"grammar": "root ::= x"}, {"json_schema": {"type": "object"}},
+        {"response_format": {"type": "json_schema"}}, {"tools": [{}], "tool_choice": "required"},
         {"tools": [{}], "tool_choice": {"type": "function"}},
     ],
-)
+)  # fmt: skip
 def test_more_than_free_text_can_not_be_resumed(
     api: Api, body: dict[str, Any], more: dict[str, Any]
 ) -> None:
@@ -120,7 +114,7 @@ LIMITS: list[tuple[Api, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("api", "limit"), LIMITS)
+@each_case(("api", "limit"), LIMITS)
 def test_limited_reasoning_can_be_resumed_only_when_it_is_over(
     api: Api, limit: dict[str, Any]
 ) -> None:
@@ -138,7 +132,7 @@ def test_unlimited_reasoning_can_be_resumed(api: Api, body: dict[str, Any]) -> N
     assert api.unresumable_reason(HELLO | body, Transcript(reasoning_pieces=["so"])) is None
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "greedy"),
     [
         ({}, False),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gateway.config.routing import ModelRule
 from gateway.proxy.inbound.edits import apply_edit, apply_rules, required_edit, with_model
 from gateway.proxy.inbound.parsed_body import parse_body
+from tests.each_case import each_case
 
 
 def edited(
@@ -80,9 +81,7 @@ def test_logprobs_are_bounded(field: str) -> None:
     assert result({field: 5}, n_probs=0) == {field: 0}
 
 
-@pytest.mark.parametrize(
-    "field", ["max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"]
-)
+@each_case("field", ["max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"])
 def test_max_tokens_is_lowered_under_any_of_its_names(field: str) -> None:
     for asked, sent in ((100, 100), (101, 100), (-1, 100), (-2, 100), (0, 0), (1e300, 100)):
         assert result({field: asked}, max_tokens=100) == {field: sent}
@@ -101,7 +100,7 @@ EXAMPLE = ModelRule(
 )
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("asked", "sent"),
     [
         ({}, {"max_tokens": 512}),

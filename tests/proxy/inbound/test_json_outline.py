@@ -20,6 +20,7 @@ from gateway.proxy.inbound.json_outline import (
     ScanSizes,
     read_outline,
 )
+from tests.each_case import each_case
 
 LIMITS = LimitSettings()
 FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -87,8 +88,8 @@ class Writer:
         return "{" + self.items(lambda: self.field(level)) + "}"
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(
+@each_case("seed", range(3))
+@each_case(
     "sizes",
     [
         ScanSizes(24, 32, 4, longest_name=1 << 20),
@@ -171,7 +172,7 @@ SHAPES: dict[str, tuple[bytes, str | None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@each_case("shape", SHAPES)
 def test_no_shape_costs_much_memory_and_each_step_is_short(shape: str) -> None:
     body, problem = SHAPES[shape]
     if problem is None:
@@ -206,7 +207,7 @@ def _measured(body: bytes) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("item", [b"{}", b'""', b'{"":""}', b'{"url":""}', b"[1]"])
+@each_case("item", [b"{}", b'""', b'{"":""}', b'{"url":""}', b"[1]"])
 def test_a_step_scans_a_bounded_number_of_tokens(item: bytes) -> None:
     body = b'{"x":[' + of(item, 100_000) + b"]}"
     for steps in (_measured(body), _measured(body[:50_000])):
@@ -273,8 +274,8 @@ def test_links_are_found_wherever_the_body_is_cut() -> None:
         assert [one.item_count for one in found.fields] == [0, 5, 1, 1]
 
 
-@pytest.mark.parametrize("sizes", [ScanSizes(24, 32, 4), ScanSizes(40, 64, 10)])
-@pytest.mark.parametrize("wrong", [b"[,1]", b'{,"id":0}'])
+@each_case("sizes", [ScanSizes(24, 32, 4), ScanSizes(40, 64, 10)])
+@each_case("wrong", [b"[,1]", b'{,"id":0}'])
 def test_a_comma_behind_an_opening_bracket_is_no_json_wherever_the_body_is_cut(
     wrong: bytes, sizes: ScanSizes
 ) -> None:

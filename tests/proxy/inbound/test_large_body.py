@@ -33,6 +33,7 @@ from gateway.proxy.inbound.prompt_key import (
 )
 from gateway.proxy.inbound.request import split_prompts
 from gateway.proxy.inbound.routes import ROUTES, can_assemble
+from tests.each_case import each_case
 from tests.proxy.pictures import data_url, png
 
 LIMITS = LimitSettings()
@@ -83,7 +84,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("path", "body"), BODIES)
+@each_case(("path", "body"), BODIES)
 def test_a_large_body_is_read_as_a_small_one_is(path: str, body: dict[str, Any]) -> None:
     data, found = large(body)
     small, parsed = parsed_body.parse_body(data), found.parse()
@@ -190,7 +191,7 @@ def test_only_small_fields_are_parsed_however_many_there_are() -> None:
     assert json.loads(found.without_large_fields()) == {"model": "m", "return_tokens": True}
 
 
-@pytest.mark.parametrize("name", ["stream", "n", "priority", "service_tier", "max_tokens"])
+@each_case("name", ["stream", "n", "priority", "service_tier", "max_tokens"])
 def test_a_long_value_of_a_short_field_is_refused(name: str) -> None:
     _, found = large({name: "x" * (PARSED_FIELD_BYTES + 1), "prompt": "x" * LARGE_BODY_BYTES})
     with pytest.raises(GatewayError) as raised:
@@ -210,7 +211,7 @@ def test_a_model_name_of_any_length_is_cut() -> None:
 REMOTE = "http://169.254.169.254/x"
 
 
-@pytest.mark.parametrize(
+@each_case(
     "more",
     [
         {"messages": [{"content": [{"type": "image_url", "image_url": {"url": REMOTE}}]}]},
@@ -244,7 +245,7 @@ def test_a_name_spelt_with_escapes_hides_no_link() -> None:
     assert large(data)[1].find_links() == ["http://x"]
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("value", "is_image"), [(["QUFB"], True), ([], True), ({}, True), ("a", False), (None, False)]
 )
 def test_media_are_seen_alike_in_small_and_large_bodies(value: object, is_image: bool) -> None:

@@ -7,7 +7,6 @@ import json
 import time
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,19 +18,14 @@ from gateway.proxy.inbound.media import (
     MediaCost,
     measure_media,
 )
+from tests.each_case import each_case
 from tests.proxy.pictures import bmp, data_url, gif, jpeg, png, wav, webp
 
 IMAGES = [
-    png(560, 280),
-    gif(560, 280),
-    bmp(560, 280),
-    webp(b"VP8X", 560, 280),
-    webp(b"VP8L", 560, 280),
-    webp(b"VP8 ", 560, 280),
-    jpeg(560, 280),
-    jpeg(560, 280, before=1),
+    png(560, 280), gif(560, 280), bmp(560, 280), webp(b"VP8X", 560, 280), webp(b"VP8L", 560, 280),
+    webp(b"VP8 ", 560, 280), jpeg(560, 280), jpeg(560, 280, before=1),
     jpeg(560, 280, before=60_000, marker=0xC0),
-]
+]  # fmt: skip
 
 
 def text_of(data: bytes) -> str:
@@ -42,7 +36,7 @@ def found(value: Any) -> MediaCost:
     return measure_media(json.dumps(value).encode())
 
 
-@pytest.mark.parametrize("data", IMAGES)
+@each_case("data", IMAGES)
 def test_an_image_costs_a_token_per_patch(data: bytes) -> None:
     for padding in range(3):
         url = data_url(data + bytes(padding), "image/any")
@@ -51,7 +45,7 @@ def test_an_image_costs_a_token_per_patch(data: bytes) -> None:
         assert media.base64_bytes == len(url) - len("data:image/any;base64,")
 
 
-@pytest.mark.parametrize(
+@each_case(
     "part",
     [
         {"type": "image_url", "image_url": {"url": data_url(png(560, 280))}},
@@ -82,7 +76,7 @@ def test_the_cost_is_bounded() -> None:
     assert found(data_url(png(1, 1))).tokens == 8
 
 
-@pytest.mark.parametrize(
+@each_case(
     "data",
     [bytes(3000), b"\xff\xd8\xff" + bytes(3000), b"<svg>" + 99 * b"x", png(0, 0), b"\x89PNG"],
 )
@@ -114,18 +108,14 @@ def test_other_data_is_no_image() -> None:
     assert found([{"data": {"type": "object"}}, {"data": "short"}]) == MediaCost()
 
 
-@pytest.mark.parametrize(
+@each_case(
     "body",
     [
-        b";base64," * 500_000,
-        b'"data:;base64,' * 300_000,
-        b'"data"' + b" " * 4_000_000,
-        b'"data":' * 500_000,
-        b'"data":["' + b"A" * 64 + b'","' * 1_000_000,
-        b'{"data":"' + b"A" * 4_000_000,
-        b'{"data":"' + b"\\/" * 2_000_000 + b'"',
+        b";base64," * 500_000, b'"data:;base64,' * 300_000, b'"data"' + b" " * 4_000_000,
+        b'"data":' * 500_000, b'"data":["' + b"A" * 64 + b'","' * 1_000_000,
+        b'{"data":"' + b"A" * 4_000_000, b'{"data":"' + b"\\/" * 2_000_000 + b'"',
     ],
-)
+)  # fmt: skip
 def test_measuring_takes_time_linear_in_the_length(body: bytes) -> None:
     began = time.process_time()
     measure_media(body)

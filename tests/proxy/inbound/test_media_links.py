@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
-
 from gateway.proxy.inbound.media import find_links, may_have_links
+from tests.each_case import each_case
 
 
 def found(value: Any) -> tuple[list[str], bool]:
@@ -19,7 +18,7 @@ def found(value: Any) -> tuple[list[str], bool]:
 REMOTE = "http://169.254.169.254/latest"
 
 
-@pytest.mark.parametrize(
+@each_case(
     "part",
     [
         {"type": "image_url", "image_url": {"url": REMOTE}},
@@ -39,7 +38,7 @@ def test_a_link_is_found_in_every_form(part: Any) -> None:
     assert found({"a": part})[0] == [REMOTE]
 
 
-@pytest.mark.parametrize(
+@each_case(
     "body",
     [
         b'{"image\\u005furl":"http://a/"}',
@@ -54,9 +53,7 @@ def test_an_escape_hides_no_link(body: bytes) -> None:
     assert find_links(body)[0] == ["http://a/"]
 
 
-@pytest.mark.parametrize(
-    "url", ["file:///etc/passwd", "HTTP://a/", "ftp:x", "httpd.internal/x", " http"]
-)
+@each_case("url", ["file:///etc/passwd", "HTTP://a/", "ftp:x", "httpd.internal/x", " http"])
 def test_whatever_a_node_may_fetch_is_a_link(url: str) -> None:
     assert found({"image_url": {"url": url}})[0] == [url]
 

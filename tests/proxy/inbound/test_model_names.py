@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 from gateway.config.routing import ModelRule
-from gateway.proxy.inbound.model_names import (
-    MOST_TARGETS,
-    ModelAliases,
-    ResolvedModel,
-)
+from gateway.proxy.inbound.model_names import MOST_TARGETS, ModelAliases, ResolvedModel
 
 
 def aliases(**rules: ModelRule) -> ModelAliases:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.errors import GatewayError
 from gateway.proxy.inbound.multipart import parse_multipart, with_model
+from tests.each_case import each_case
 
 HEADERS = [(b"content-type", b"multipart/form-data; boundary=b")]
 FILE = (
@@ -35,8 +36,8 @@ def test_a_form_of_a_real_client_is_read() -> None:
     assert parse_multipart(request.read(), headers).model == "wh\u00e4le"
 
 
-@pytest.mark.parametrize("fields", [field(b"m") + FILE, FILE + field(b"m")])
-@pytest.mark.parametrize("new", ["m", "longer", "\u00e4", ""])
+@each_case("fields", [field(b"m") + FILE, FILE + field(b"m")])
+@each_case("new", ["m", "longer", "\u00e4", ""])
 def test_only_the_name_is_changed(fields: bytes, new: str) -> None:
     body = fields + END
     assert parse_multipart(body, HEADERS).model == "m"
@@ -52,7 +53,7 @@ def test_a_form_without_a_model_gets_one() -> None:
     assert parse_multipart(with_model(FILE + END, "m"), HEADERS).model == "m"
 
 
-@pytest.mark.parametrize(
+@each_case(
     "body",
     [
         b"",
@@ -89,7 +90,7 @@ def test_a_form_that_parsers_read_in_two_ways_is_refused(body: bytes) -> None:
     assert (caught.value.status, caught.value.code) == (400, "invalid_request")
 
 
-@pytest.mark.parametrize(
+@each_case(
     "content_type",
     [
         b"application/json",

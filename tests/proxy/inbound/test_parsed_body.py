@@ -20,6 +20,7 @@ from gateway.proxy.inbound.parsed_body import (
     nesting_depth,
     parse_body,
 )
+from tests.each_case import each_case
 from tests.proxy.pictures import data_url, png
 
 
@@ -27,7 +28,7 @@ def raw(value: Any) -> msgspec.Raw:
     return msgspec.Raw(json.dumps(value).encode())
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "code", "param"),
     [
         (b"", "invalid_json", None),
@@ -104,7 +105,7 @@ def test_text_is_measured_as_the_model_sees_it() -> None:
     assert measure_prompt(raw(100 * '\n"')).text_bytes == 202
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "deep"),
     [
         (b'{"a":1}', False),

@@ -19,6 +19,7 @@ from gateway.proxy.inbound.prepare import IncomingRequest, RequestRules, prepare
 from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.request import Caller, Priority
+from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_node
 from tests.proxy.proxy_over_nodes import proxy_over
@@ -65,7 +66,7 @@ def refused(body: Any, *args: Any, **keys: Any) -> tuple[int, str, str | None]:
 # Slots.
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "body", "slots"),
     [
         ("/v1/chat/completions", {}, 1),
@@ -93,7 +94,7 @@ def test_a_prompt_takes_a_slot_per_completion(path: str, body: dict[str, Any], s
     assert prepared(body, path).lease_request.slots == slots
 
 
-@pytest.mark.parametrize("n", ["33", "1e9", "1e400", "9" * 30])
+@each_case("n", ["33", "1e9", "1e400", "9" * 30])
 def test_more_completions_than_allowed_are_refused(n: str) -> None:
     body = f'{{"n":{n}}}'.encode()
     assert refused(body) == (400, "invalid_request", "n")
@@ -162,7 +163,7 @@ def test_a_deadline_counts_from_the_arrival() -> None:
     assert prepared({}).lease_request.time_limit is None
 
 
-@pytest.mark.parametrize("levels", [200, 2000, 100_000, 1_000_000])
+@each_case("levels", [200, 2000, 100_000, 1_000_000])
 def test_deep_nesting_is_refused_whatever_this_python_could_read(levels: int) -> None:
     deep = b'{"a":' + levels * b"[" + levels * b"]" + b"}"
     assert refused(deep) == (400, "invalid_request", None)
@@ -179,7 +180,7 @@ def test_only_generated_responses_stream() -> None:
     assert not prepared({"stream": None}).stream
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("body", "tokens"),
     [
         ({"max_tokens": 5}, 5),
@@ -209,7 +210,7 @@ def test_an_image_needs_a_vision_node() -> None:
     ).lease_request.needs_vision
 
 
-@pytest.mark.parametrize(
+@each_case(
     "url",
     [
         "http://a/x.png", "https://a/", "HTTPS://a/", "file:///etc/passwd", "http:/a",

@@ -24,6 +24,7 @@ from gateway.proxy.inbound.prompt_key import (
     build_prompt_key,
 )
 from gateway.proxy.inbound.routes import ROUTES
+from tests.each_case import each_case
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 LONG = "so it is long enough to be worth a thought; " * 20
@@ -248,7 +249,7 @@ class TestPlainPrompts:
         assert other is not None
         assert one.blocks == other.blocks
 
-    @pytest.mark.parametrize("prompt", [[LONG, LONG], [[1] * 300, [2]], [1, LONG], None, {}, 3])
+    @each_case("prompt", [[LONG, LONG], [[1] * 300, [2]], [1, LONG], None, {}, 3])
     def test_several_prompts_have_no_key(self, prompt: Any) -> None:
         assert plain_key(prompt, pad=LONG) is None
 
@@ -305,9 +306,7 @@ def test_a_key_says_if_it_leaves_out_lines_that_the_node_sees() -> None:
     assert not key_of(chat(LONG, "hello")).omits_volatile
 
 
-@pytest.mark.parametrize(
-    "path", ["/v1/embeddings", "/v1/rerank", "/tokenize", "/v1/messages/count_tokens"]
-)
+@each_case("path", ["/v1/embeddings", "/v1/rerank", "/tokenize", "/v1/messages/count_tokens"])
 def test_paths_without_a_prompt_cache_have_no_key(path: str) -> None:
     assert maybe_key(json.dumps(chat(LONG, "a")).encode(), path) is None
 
@@ -316,7 +315,7 @@ def test_a_short_body_has_no_key() -> None:
     assert maybe_key(json.dumps(chat("be brief", "hello")).encode()) is None
 
 
-@pytest.mark.parametrize(
+@each_case(
     "body",
     [
         b"[]" + b" " * SHORTEST_BODY,

@@ -18,6 +18,7 @@ from gateway.proxy.inbound.prompt_key import (
     LinePatterns,
     VolatileLines,
 )
+from tests.each_case import each_case
 
 LINE = "x-anthropic-billing-header: cc_version=2.1.88.a3f; cc_entrypoint=cli; cch=fa690;"
 STRIP = VolatileLines(strip=BUILT_IN_PATTERNS)
@@ -30,22 +31,16 @@ def stripped(body: dict[str, Any], volatile: VolatileLines = STRIP) -> dict[str,
     return value
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "left"),
     [
-        (LINE, ""),
-        (f"{LINE}\nYou are", "You are"),
-        (f"{LINE}\r\nYou are", "You are"),
-        (f"You are\n{LINE}\nhere", "You are\nhere"),
-        (f"You are\n{LINE}", "You are\n"),
-        (f"{LINE}\n{LINE}\nYou", "You"),
-        (f"say '{LINE}'", f"say '{LINE}'"),
-        (f" {LINE}", f" {LINE}"),
-        ("You are", "You are"),
-        ("", ""),
+        (LINE, ""), (f"{LINE}\nYou are", "You are"), (f"{LINE}\r\nYou are", "You are"),
+        (f"You are\n{LINE}\nhere", "You are\nhere"), (f"You are\n{LINE}", "You are\n"),
+        (f"{LINE}\n{LINE}\nYou", "You"), (f"say '{LINE}'", f"say '{LINE}'"),
+        (f" {LINE}", f" {LINE}"), ("You are", "You are"), ("", ""),
         ("a" * SEARCHED_CHARACTERS + "\n" + LINE, "a" * SEARCHED_CHARACTERS + "\n" + LINE),
     ],
-)
+)  # fmt: skip
 def test_matching_lines_are_removed_whole(text: str, left: str) -> None:
     assert LinePatterns(BUILT_IN_PATTERNS).remove_from(text) == left
 
@@ -64,7 +59,7 @@ def test_without_a_pattern_to_strip_the_body_is_not_parsed() -> None:
     assert VolatileLines().strip_edit(b"no JSON") == {}
 
 
-@pytest.mark.parametrize(
+@each_case(
     "body",
     [
         {"system": "You are", "messages": []},
@@ -81,7 +76,7 @@ def test_a_body_without_such_a_line_needs_no_edit(body: dict[str, Any]) -> None:
     assert STRIP.strip_edit(json.dumps(body).encode()) == {}
 
 
-@pytest.mark.parametrize("data", [b"", b"[]", b"{", b'{"system":', b"\xff", b"[" * 100_000])
+@each_case("data", [b"", b"[]", b"{", b'{"system":', b"\xff", b"[" * 100_000])
 def test_an_unreadable_body_needs_no_edit(data: bytes) -> None:
     assert STRIP.strip_edit(data) == {}
 
@@ -99,8 +94,8 @@ def test_a_line_before_others_is_removed_alone() -> None:
     assert stripped({"prompt": f"{LINE}\nYou are"}) == {"prompt": "You are"}
 
 
-@pytest.mark.parametrize("field", ["messages", "input"])
-@pytest.mark.parametrize("role", ["system", "developer"])
+@each_case("field", ["messages", "input"])
+@each_case("role", ["system", "developer"])
 def test_system_messages_lose_the_line_too(field: str, role: str) -> None:
     turns = [
         {"role": role, "content": f"{LINE}\nYou are"},
@@ -146,7 +141,7 @@ def test_a_stripped_line_is_left_out_of_keys_too() -> None:
     assert volatile.stripped.remove_from(f"{LINE}\nNow: 1\nToday: 2\nYou") == f"{LINE}\nNow: 1\nYou"
 
 
-@pytest.mark.parametrize(
+@each_case(
     "pattern",
     [
         *BUILT_IN_PATTERNS,
@@ -161,29 +156,19 @@ def test_patterns_that_are_accepted(pattern: str) -> None:
     assert pattern_problem(pattern) is None
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("pattern", "why"),
     [
-        ("", "begin with"),
-        (".*time", "begin with"),
-        ("abc", "begin with"),
-        ("(?:time|hour): ", "begin with"),
-        ("(?i)time: ", "flags"),
-        ("time: (", "no regular expression"),
-        ("time: [", "no regular expression"),
-        ("time: (a+)+$", "repeats something"),
-        ("time: (a|a)*$", "repeats something"),
-        ("time: (.*a){12}$", "repeats something"),
-        ("time: .*a.*b.*c$", "too many ways"),
-        ("time: .{0,900}.{0,900}$", "too many ways"),
-        (r"time: (.)\1", "looks"),
-        ("time: (?=a)b", "looks"),
-        ("time: (?<!a)b", "looks"),
-        ("time:\n.*", "one line"),
-        ("time: " + "a" * 300, "longer"),
-        ("time: " + "(" * 120 + ")" * 120, None),
+        ("", "begin with"), (".*time", "begin with"), ("abc", "begin with"),
+        ("(?:time|hour): ", "begin with"), ("(?i)time: ", "flags"),
+        ("time: (", "no regular expression"), ("time: [", "no regular expression"),
+        ("time: (a+)+$", "repeats something"), ("time: (a|a)*$", "repeats something"),
+        ("time: (.*a){12}$", "repeats something"), ("time: .*a.*b.*c$", "too many ways"),
+        ("time: .{0,900}.{0,900}$", "too many ways"), (r"time: (.)\1", "looks"),
+        ("time: (?=a)b", "looks"), ("time: (?<!a)b", "looks"), ("time:\n.*", "one line"),
+        ("time: " + "a" * 300, "longer"), ("time: " + "(" * 120 + ")" * 120, None),
     ],
-)
+)  # fmt: skip
 def test_patterns_that_are_refused(pattern: str, why: str | None) -> None:
     problem = pattern_problem(pattern)
     if why is not None:

@@ -13,6 +13,7 @@ from gateway.fleet.node import NodeState
 from gateway.proxy.inbound.request_limits import ECHO_FACTOR, max_event_bytes
 from gateway.proxy.sse import GROWTH_PER_EVENT, EventFramer
 from gateway.transport.errors import InvalidResponse
+from tests.each_case import each_case
 from tests.gateways import running_gateway
 from tests.proxy.inbound.test_edits import result
 from tests.proxy.inbound.test_prepare import prepared, refused
@@ -30,8 +31,8 @@ HUGE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("path", GENERATION_PATHS)
-@pytest.mark.parametrize("field", HUGE)
+@each_case("path", GENERATION_PATHS)
+@each_case("field", HUGE)
 def test_options_that_a_node_echoes_are_bounded(path: str, field: str) -> None:
     body = {"model": "demo", **BODIES[path], field: HUGE[field]}
     assert refused(body, path) == (400, "invalid_request", field)
@@ -43,7 +44,7 @@ def test_a_refusal_names_the_setting() -> None:
     prepared(body, "/completion", stop_bytes=8192)
 
 
-@pytest.mark.parametrize("value", [[{"type": 2, "value": "((.*)*)*b"}], {"type": 2}, "x", 1])
+@each_case("value", [[{"type": 2, "value": "((.*)*)*b"}], {"type": 2}, "x", 1])
 def test_a_grammar_trigger_is_refused(value: Any) -> None:
     body = {"model": "demo", "prompt": "a", "grammar_lazy": True, "grammar_triggers": value}
     assert refused(body, "/completion") == (400, "invalid_request", "grammar_triggers")
@@ -62,7 +63,7 @@ def test_usual_options_pass() -> None:
     prepared(body, "/completion")
 
 
-@pytest.mark.parametrize("value", [65, 100_000, 100_000.5, 1e300, 1 << 70])
+@each_case("value", [65, 100_000, 100_000.5, 1e300, 1 << 70])
 def test_a_number_of_logprobs_is_bounded(value: float) -> None:
     assert result({"logprobs": value}) == {"logprobs": 64}
     assert result({"logprobs": value, "n_probs": value, "top_logprobs": value}) == {
@@ -72,7 +73,7 @@ def test_a_number_of_logprobs_is_bounded(value: float) -> None:
     }
 
 
-@pytest.mark.parametrize("value", [True, False, None, 0, 5, 64, -1])
+@each_case("value", [True, False, None, 0, 5, 64, -1])
 def test_other_logprobs_stay_as_they_are(value: object) -> None:
     assert result({"logprobs": value}) == {"logprobs": value}
 
@@ -90,19 +91,14 @@ def test_a_larger_request_may_cause_larger_events() -> None:
     assert max_event_bytes(100, limits, logprobs=True) == limits.response_bytes
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("field", "value", "logprobs"),
     [
-        ("logprobs", True, True),
-        ("logprobs", 5, True),
-        ("n_probs", 1, True),
-        ("top_logprobs", 2, True),
-        ("logprobs", False, False),
-        ("logprobs", None, False),
-        ("n_probs", 0, False),
-        ("stop", "a", False),
+        ("logprobs", True, True), ("logprobs", 5, True), ("n_probs", 1, True),
+        ("top_logprobs", 2, True), ("logprobs", False, False), ("logprobs", None, False),
+        ("n_probs", 0, False), ("stop", "a", False),
     ],
-)
+)  # fmt: skip
 def test_a_request_for_logprobs_is_recognised(field: str, value: object, logprobs: bool) -> None:
     body = {"model": "demo", "prompt": "a", field: value}
     assert prepared(body, "/completion").logprobs is logprobs
@@ -133,10 +129,7 @@ LOUD: list[dict[str, Any]] = [
 @pytest.mark.real
 @pytest.mark.slow
 async def test_no_request_makes_real_servers_fail(tmp_path: Path) -> None:
-    async with (
-        start_demo_servers(2) as urls,
-        running_gateway(tmp_path, urls) as running,
-    ):
+    async with start_demo_servers(2) as urls, running_gateway(tmp_path, urls) as running:
         nodes = running.gateway.fleet.nodes.values()
         for extra in LOUD:
             for path in ("/completion", "/v1/completions", "/v1/chat/completions"):

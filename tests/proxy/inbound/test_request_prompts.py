@@ -17,29 +17,22 @@ from gateway.proxy.inbound.request import (
     parse_prompt_list,
     split_prompts,
 )
+from tests.each_case import each_case
 
 
 def raw(value: Any, **layout: Any) -> msgspec.Raw:
     return msgspec.Raw(json.dumps(value, **layout).encode())
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("prompt", "count"),
     [
-        ("text", 0),
-        ([], 0),
-        ([1, 2, 3], 0),
-        (["a", 5, "b"], 0),
-        ([5, "a"], 0),
-        (["a"], 0),
-        (["a", "b", "c"], 3),
-        ([[1, 2], [3]], 2),
-        ([["a", 1], "b"], 2),
-        ([{"prompt_string": "a"}, {"prompt_string": "b"}], 2),
-        ({"prompt_string": "a"}, 0),
+        ("text", 0), ([], 0), ([1, 2, 3], 0), (["a", 5, "b"], 0), ([5, "a"], 0), (["a"], 0),
+        (["a", "b", "c"], 3), ([[1, 2], [3]], 2), ([["a", 1], "b"], 2),
+        ([{"prompt_string": "a"}, {"prompt_string": "b"}], 2), ({"prompt_string": "a"}, 0),
         (None, 0),
     ],
-)
+)  # fmt: skip
 def test_prompts_are_counted_as_the_server_counts_them(prompt: Any, count: int) -> None:
     assert len(split_prompts(raw(prompt))) == count
     assert len(split_prompts(raw(prompt, indent=2))) == count

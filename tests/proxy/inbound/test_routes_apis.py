@@ -9,6 +9,7 @@ import pytest
 
 from gateway.proxy.inbound.parsed_body import parse_body
 from gateway.proxy.inbound.routes import NATIVE_ROUTE, ROUTES, api_of_path, can_assemble, is_infill
+from tests.each_case import each_case
 
 HELLO = [{"role": "user", "content": "hello"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -36,7 +37,7 @@ def assembles(path: str, slots: int = 1, **more: Any) -> bool:
     return can_assemble(ROUTES[path], body, parse_body(body).messages, slots)
 
 
-@pytest.mark.parametrize("path", BODIES)
+@each_case("path", BODIES)
 def test_plain_responses_are_assembled_from_streams(path: str) -> None:
     assert assembles(path)
     for field in ("response_fields", "return_progress", "timings_per_token", "verbose", "echo"):
@@ -59,7 +60,7 @@ def test_relayed_responses_are_not_assembled() -> None:
     assert not assembles("/v1/embeddings", input="hello")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "name"),
     [
         ("/api/chat", "ollama"),
@@ -72,7 +73,7 @@ def test_errors_have_the_form_of_the_paths_api(path: str, name: str) -> None:
     assert api_of_path(path).name == name
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "body", "infill"),
     [
         ("/infill", b'{"input_prefix":"a"}', True),

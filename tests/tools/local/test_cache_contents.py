@@ -60,9 +60,7 @@ def by_name(cache: Path) -> dict[str, CacheEntry]:
     return {entry.name: entry for entry in cache_contents(cache)}
 
 
-def test_models_parts_and_the_rest_are_told_apart_and_strange_files_left_alone(
-    cache: Path,
-) -> None:
+def test_models_parts_and_the_rest_are_told_apart_and_strange_files_left_alone(cache: Path) -> None:
     found = by_name(cache)
     assert {name: entry.kind for name, entry in found.items()} == {
         "big.gguf": "model",
@@ -144,9 +142,7 @@ class TestInUse:
 
     @pytest.mark.parametrize("mapped", [False, True])
     def test_a_model_that_a_process_has_open_or_mapped_is_in_use(
-        self,
-        cache: Path,
-        mapped: bool,
+        self, cache: Path, mapped: bool
     ) -> None:
         path = by_name(cache)["big.gguf"].files[0]
         with self.reader(path, mapped) as pid:

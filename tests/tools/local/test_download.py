@@ -415,9 +415,7 @@ class TestRefusedEarly:
         assert downloads.told.progress == []
 
 
-def test_a_disk_that_is_full_is_told_and_the_part_kept(
-    downloads: Downloads,
-) -> None:
+def test_a_disk_that_is_full_is_told_and_the_part_kept(downloads: Downloads) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
     downloads.target.parent.mkdir()

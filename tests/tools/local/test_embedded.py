@@ -16,6 +16,7 @@ from gateway.tools.local.demo_model import WORDS
 from gateway.tools.local.gguf_file import read_model
 from gateway.tools.local.memory import memlock_warning
 from gateway.tools.local.server_command import server_environment
+from tests.each_case import each_case
 from tests.processes import gone, wait_until_gone
 from tests.servers import (
     demo_model,
@@ -89,7 +90,7 @@ def test_keys_of_a_file_are_required(tmp_path: Path) -> None:
         stop_demo_server(server)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\n \n", "schlüssel".encode()])
+@each_case("content", [None, b"", b"\n \n", "schlüssel".encode()])
 def test_a_file_without_keys_is_refused(tmp_path: Path, content: bytes | None) -> None:
     keys = tmp_path / "keys"
     if content is not None:
@@ -216,10 +217,7 @@ def test_it_dies_when_its_parent_is_killed() -> None:
         "p.stdout.readline(); print(p.pid, flush=True); p.wait()"
     )
     parent = subprocess.Popen(
-        [sys.executable, "-c", inner],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=server_environment(),
+        [sys.executable, "-c", inner], stdout=subprocess.PIPE, text=True, env=server_environment()
     )
     assert parent.stdout is not None
     server = int(parent.stdout.readline())
@@ -233,12 +231,7 @@ def test_it_dies_when_its_parent_is_killed() -> None:
 def run_embedded(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "gateway.tools.local.embedded", *arguments]
     return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=server_environment(),
+        command, capture_output=True, text=True, timeout=120, check=False, env=server_environment()
     )
 
 

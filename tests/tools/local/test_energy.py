@@ -16,6 +16,7 @@ from gateway.tools.local.energy import (
     kwh_per_million,
     open_meter,
 )
+from tests.each_case import each_case
 from tests.tools.local.powercap import RANGE_UJ, PowercapTree
 
 
@@ -104,7 +105,7 @@ class TestUnavailable:
         with pytest.raises(EnergyUnavailableError, match=r"intel-rapl:1:1/energy_uj: no such file"):
             open_meter(server.root)
 
-    @pytest.mark.parametrize("text", ["", "none", "-5", str(RANGE_UJ + 1), "²"])
+    @each_case("text", ["", "none", "-5", str(RANGE_UJ + 1), "²"])
     def test_a_counter_that_is_no_number_is_refused(self, server: PowercapTree, text: str) -> None:
         server.zone("intel-rapl:0").joinpath("energy_uj").write_text(text)
         with pytest.raises(EnergyUnavailableError, match="is not a number up to"):

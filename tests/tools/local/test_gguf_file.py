@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.tools.local import ModelFileError
 from gateway.tools.local.gguf_file import model_parts, read_model
+from tests.each_case import each_case
 
 PADDING = 16  # bytes behind the last tensor that `write_gguf` writes
 
@@ -108,7 +109,7 @@ def test_a_part_cut_short_is_named(tmp_path: Path) -> None:
         read_model(parts[0])
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("held", "message"),
     [
         ("<!DOCTYPE html><html>404</html>", "web page"),

@@ -20,6 +20,7 @@ from gateway.tools.local.gguf_header import (
     HeaderError,
     read_header,
 )
+from tests.each_case import each_case
 
 STRING, ARRAY, UINT8, UINT32 = 8, 9, 0, 4
 
@@ -82,7 +83,7 @@ def test_a_header_that_ends_early_names_the_byte(written: Path) -> None:
             read(whole[:size])
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("data", "problem"),
     [
         (head(version=1), "version 1 is not supported, at byte 24"),

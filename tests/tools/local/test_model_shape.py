@@ -10,6 +10,7 @@ import pytest
 
 from gateway.tools.local.gguf_header import Header, Tensor, read_header
 from gateway.tools.local.model_shape import Layer, UnknownShapeError, model_shape
+from tests.each_case import each_case
 
 F32 = 0
 
@@ -53,7 +54,7 @@ def test_latent_attention_keeps_one_compressed_row() -> None:
     assert set(old) == {Layer(8 * 192, 8 * 128)}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("architecture", "metadata", "windows"),
     [
         ("gemma3", {"attention__sliding_window": 512}, [512] * 5 + [None] + [512] * 2),
@@ -122,7 +123,7 @@ def test_windows_beside_states_are_refused() -> None:
         layers("lfm2", attention__head_count_kv=(0, 8, 0, 0), **metadata)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("metadata", "problem"),
     [
         ({"block_count": 0}, "no llama.block_count, or 0"),

@@ -14,6 +14,7 @@ from gateway.tools.local.model_url import (
     redirect_target,
     same_origin,
 )
+from tests.each_case import each_case
 
 SECRET = "https://user:hunter2@models.example:8443/a/m.gguf?X-Signature=hunter2#hunter2"
 
@@ -23,27 +24,20 @@ def test_what_has_a_scheme_is_an_address(text: str) -> None:
     assert is_url(text)
 
 
-@pytest.mark.parametrize("text", ["m.gguf", "/m/https.gguf", "C:\\m.gguf", "a:b/m.gguf"])
+@each_case("text", ["m.gguf", "/m/https.gguf", "C:\\m.gguf", "a:b/m.gguf"])
 def test_anything_else_is_a_file(text: str) -> None:
     assert not is_url(text)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text",
     [
-        "http://models.example/m.gguf",
-        "http://192.168.1.5/m.gguf",
-        "ftp://models.example/m.gguf",
-        "file:///etc/passwd",
-        "https://",
-        "https:///m.gguf",
-        "https://h:0/m.gguf",
-        "https://h:99999/m.gguf",
-        "https://h:port/m.gguf",
-        "https://h/m\n.gguf",
+        "http://models.example/m.gguf", "http://192.168.1.5/m.gguf", "ftp://models.example/m.gguf",
+        "file:///etc/passwd", "https://", "https:///m.gguf", "https://h:0/m.gguf",
+        "https://h:99999/m.gguf", "https://h:port/m.gguf", "https://h/m\n.gguf",
         "https://h/" + "x" * 9000,
     ],
-)
+)  # fmt: skip
 def test_addresses_that_are_not_https_or_not_valid_are_refused(text: str) -> None:
     with pytest.raises(ModelUrlError):
         parse_model_url(text)
@@ -67,7 +61,7 @@ def test_an_error_holds_no_secret() -> None:
         assert "hunter2" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("path", "name"),
     [
         ("/a/Model-Q4_K_M.gguf", "Model-Q4_K_M.gguf"),
@@ -114,8 +108,7 @@ class TestRedirects:
         assert same_origin(self.HERE, target)
 
     @pytest.mark.parametrize(
-        "location",
-        ["https://cdn.example/m", "https://models.example:444/m", "//other.example/m"],
+        "location", ["https://cdn.example/m", "https://models.example:444/m", "//other.example/m"]
     )
     def test_another_host_or_port_is_another_origin(self, location: str) -> None:
         assert not same_origin(self.HERE, redirect_target(self.HERE, location))
@@ -123,7 +116,7 @@ class TestRedirects:
     def test_the_usual_port_is_no_other_origin(self) -> None:
         assert same_origin(self.HERE, redirect_target(self.HERE, "https://models.example:443/m"))
 
-    @pytest.mark.parametrize(
+    @each_case(
         "location",
         [
             "http://cdn.example/m?key=hunter2",

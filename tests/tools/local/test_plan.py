@@ -8,6 +8,7 @@ import pytest
 from gateway.tools.local.gguf_file import ModelFile
 from gateway.tools.local.plan import DEFAULT_CONTEXT, MOST_PROMPT_CACHE_BYTES, plan_servers
 from gateway.tools.local.topology import Topology, read_topology
+from tests.each_case import each_case
 from tests.tools.local.machine import make_machine, two_sockets_with_smt
 
 GIB = 1 << 30
@@ -45,7 +46,7 @@ def test_memory_that_is_not_allowed_is_not_bound(two_nodes: Topology) -> None:
     assert [spec.memory_node for spec in plan_servers(machine, MODEL)] == [0, None]
 
 
-@pytest.mark.parametrize(("servers", "threads"), [(1, 8), (2, 4), (3, 2), (8, 1), (20, 1)])
+@each_case(("servers", "threads"), [(1, 8), (2, 4), (3, 2), (8, 1), (20, 1)])
 def test_several_servers_of_a_node_share_its_cores(
     one_node: Topology, servers: int, threads: int
 ) -> None:

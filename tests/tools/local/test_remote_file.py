@@ -16,6 +16,7 @@ from gateway.tools.local.remote_file import (
     open_client,
     open_remote,
 )
+from tests.each_case import each_case
 from tests.tools.local.file_server import Fault, FileServer
 
 CONTENT = bytes(range(256)) * 1000
@@ -119,18 +120,14 @@ class TestRedirects:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize(
+    @each_case(
         ("status", "retryable", "text"),
         [
-            (401, False, "--token-env"),
-            (403, False, "accept its terms"),
-            (404, False, "check the address"),
-            (418, False, "HTTP 418"),
-            (429, True, "HTTP 429"),
-            (503, True, "Service Unavailable"),
-            (599, False, "HTTP 599"),
+            (401, False, "--token-env"), (403, False, "accept its terms"),
+            (404, False, "check the address"), (418, False, "HTTP 418"), (429, True, "HTTP 429"),
+            (503, True, "Service Unavailable"), (599, False, "HTTP 599"),
         ],
-    )
+    )  # fmt: skip
     def test_a_status_names_the_remedy_and_whether_a_later_try_may_help(
         self, client: httpx.Client, server: FileServer, status: int, retryable: bool, text: str
     ) -> None:
@@ -148,7 +145,7 @@ class TestRefusals:
             read(client, f"{server.origin}/m", len(CONTENT))
         assert refused.value.total == len(CONTENT)
 
-    @pytest.mark.parametrize(
+    @each_case(
         "content_range", ["bytes 0-9/10", "bytes 5-9", "pages 1-2/3", "", "bytes " + "9" * 40]
     )
     def test_another_range_than_the_one_asked_is_not_taken(

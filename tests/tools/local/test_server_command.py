@@ -15,6 +15,7 @@ from gateway.tools.local.server_command import (
     server_command,
     server_environment,
 )
+from tests.each_case import each_case
 
 SPEC = ServerSpec(
     name="local-0",
@@ -105,7 +106,7 @@ def test_of_two_names_of_a_flag_the_newer_is_used() -> None:
     assert not {"--no-mmap", "--no-webui"} & set(command)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("has", "no_mmap", "given"),
     [
         (("--load-mode", "--mlock", "--no-mmap"), True, "--load-mode mlock"),

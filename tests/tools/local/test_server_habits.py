@@ -101,9 +101,7 @@ def test_a_connection_serves_a_hundred_requests(url: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_connection_ends_after_five_idle_seconds_or_a_hundred_requests(
-    url: str,
-) -> None:
+def test_a_connection_ends_after_five_idle_seconds_or_a_hundred_requests(url: str) -> None:
     with Connection(url) as connection:
         connection.send("/health")
         _, headers = connection.head()

@@ -19,6 +19,7 @@ from gateway.tools.local.server_memory import (
     type_bytes,
     weights_by_type,
 )
+from tests.each_case import each_case
 from tests.tools.fit.random_models import Recipe, write
 
 BASE = Recipe("base", layers=2, width=512, heads=8, kv_heads=8, feed_forward=1408)
@@ -32,7 +33,7 @@ def shape(folder: Path, **changes: object) -> ModelShape:
     return found
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changes", "settings", "mib"),
     [  # as the server logs it: "CPU KV buffer size"
         ({}, ONE, 16),
@@ -52,7 +53,7 @@ def test_the_kv_cache_is_that_which_the_server_logs(
     assert server_memory(shape(tmp_path, **changes), settings).kv_cache == mib * MIB
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("changes", "settings", "logged", "over"),
     [  # "CPU compute buffer size"; a narrow block is told too high
         ({}, ONE, 8.63, 0.01),

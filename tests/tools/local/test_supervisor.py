@@ -60,9 +60,7 @@ def test_the_backoff_doubles_up_to_a_limit_and_is_reset_by_uptime() -> None:
 
 @pytest.mark.smoke
 @pytest.mark.real
-async def test_servers_answer_are_described_as_nodes_and_end_with_the_fleet(
-    tmp_path: Path,
-) -> None:
+async def test_servers_answer_are_described_as_nodes_and_end_with_the_fleet(tmp_path: Path) -> None:
     events: list[ServerEvent] = []
     fleet = LocalFleet(specs(2), tmp_path, base_port=0, on_event=events.append)
     async with fleet, httpx.AsyncClient(timeout=60) as client:

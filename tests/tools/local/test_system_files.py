@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,11 +12,11 @@ from gateway.tools.local.system_files import (
     read_kernel_list,
     read_number,
 )
+from tests.each_case import each_case
 
 
-@pytest.mark.parametrize(
-    ("text", "numbers"),
-    [("0\n", {0}), ("0-3,8\n", {0, 1, 2, 3, 8}), ("\n", set()), ("2-2", {2})],
+@each_case(
+    ("text", "numbers"), [("0\n", {0}), ("0-3,8\n", {0, 1, 2, 3, 8}), ("\n", set()), ("2-2", {2})]
 )
 def test_kernel_lists_are_read(text: str, numbers: set[int]) -> None:
     assert parse_kernel_list(text) == numbers
@@ -32,7 +31,7 @@ def test_consecutive_numbers_are_formatted_as_a_range() -> None:
     assert format_kernel_list({0, 1, 2, 5, 7, 8}) == "0-2,5,7-8"
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "size"),
     [("32K\n", 32768), ("1M", 1 << 20), ("4096", 4096), ("", 0), ("none", 0), ("K", 0)],
 )

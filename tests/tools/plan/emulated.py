@@ -124,9 +124,7 @@ async def play(parts: Sequence[FleetPart], trace: Trace) -> Measured:
             await asyncio.gather(*map(one, jobs))
     skipped = int(len(jobs) * WARM_UP_SHARE)
     return Measured(
-        len(jobs) - skipped,
-        Percentiles.of(completion[skipped:]),
-        Percentiles.of(ttft[skipped:]),
+        len(jobs) - skipped, Percentiles.of(completion[skipped:]), Percentiles.of(ttft[skipped:])
     )
 
 

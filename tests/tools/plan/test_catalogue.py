@@ -14,17 +14,13 @@ from gateway.tools.plan.catalogue import (
     packaged_catalogue,
     read_catalogue,
 )
+from tests.each_case import each_case
 from tests.tools.plan.build import a_type
 
 FIGURES = (
-    "decode_tps",
-    "prefill_tps",
-    "price_per_hour",
-    "price_per_month",
-    "price_per_million_tokens",
-    "watts",
-    "idle_watts",
-)
+    "decode_tps", "prefill_tps", "price_per_hour", "price_per_month", "price_per_million_tokens",
+    "watts", "idle_watts",
+)  # fmt: skip
 
 
 def problems(tmp_path: Path, text: str) -> list[str]:
@@ -42,7 +38,7 @@ def test_the_packaged_catalogue_has_what_the_plan_promises() -> None:
     assert packaged_catalogue().model == ReferenceModel(name="Llama 3 8B Q4_K_M", gib=4.58)
 
 
-@pytest.mark.parametrize("one", packaged_catalogue().types, ids=lambda one: one.name)
+@each_case("one", packaged_catalogue().types)
 def test_every_figure_of_it_has_a_source_or_is_marked_as_an_example(one: object) -> None:
     figures = {key for key in FIGURES if getattr(one, key)}
     assert figures - set(getattr(one, "sources")) == set()  # noqa: B009
@@ -58,7 +54,7 @@ def test_a_typo_is_reported_with_its_line_and_key(tmp_path: Path) -> None:
     assert found[1].startswith(":4: types[0].prefil_tps: unknown key (did you mean prefill_tps?")
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("line", "problem"),
     [
         ("price_per_hour: -1", ":5: types[0].price_per_hour: must be greater than or equal to 0"),

@@ -4,12 +4,7 @@ import math
 
 import pytest
 
-from gateway.tools.plan.queueing import (
-    allen_cunneen,
-    busy_probability,
-    erlang_c,
-    lognormal_scv,
-)
+from gateway.tools.plan.queueing import allen_cunneen, busy_probability, erlang_c, lognormal_scv
 
 
 def test_erlang_c_of_one_server_is_its_use() -> None:

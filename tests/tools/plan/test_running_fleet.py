@@ -16,6 +16,7 @@ from gateway.tools.plan.running_fleet import (
 from gateway.tools.plan.search import Goal
 from gateway.tools.plan.trial import FleetPart, TimeLimit
 from gateway.tools.plan.workload import Workload
+from tests.each_case import each_case
 from tests.tools.plan.build import a_type
 
 DAY = 86_400.0
@@ -55,18 +56,13 @@ def test_slots_tiers_and_prices_tell_kinds_apart() -> None:
 
 
 def test_nodes_that_get_no_work_are_left_out() -> None:
-    nodes = [
-        node("a"),
-        node("b", enabled=False),
-        node("c", standby=True),
-        node("d", draining=True),
-    ]
+    nodes = [node("a"), node("b", enabled=False), node("c", standby=True), node("d", draining=True)]
     assert [part.count for part in measured_fleet(nodes).parts] == [1]
     with pytest.raises(UnmeasuredFleetError, match="no node that gets work"):
         measured_fleet(nodes[1:])
 
 
-@pytest.mark.parametrize("speed", [None, 0, -3.0, float("nan"), "fast", True, 1e99])
+@each_case("speed", [None, 0, -3.0, float("nan"), "fast", True, 1e99])
 def test_an_unmeasured_node_is_taken_to_be_like_the_others(speed: object) -> None:
     found = measured_fleet([node("a"), node("b", decode_tps=speed)])
     assert [part.count for part in found.parts] == [2]
@@ -108,7 +104,7 @@ def test_time_before_the_first_request_does_not_count() -> None:
     assert traffic_seconds({"rows": [{"day": "soon"}]}, ending) == DAY
 
 
-@pytest.mark.parametrize(
+@each_case(
     "told", [{}, {"total": None}, {"total": {"requests": 0}}, {"total": {"requests": "many"}}]
 )
 def test_an_empty_ledger_says_what_to_do(told: dict[str, Any]) -> None:

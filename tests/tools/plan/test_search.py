@@ -4,21 +4,16 @@ import math
 
 import pytest
 
-from gateway.tools.plan.search import (
-    Goal,
-    find_fleet,
-    least_count,
-    least_that,
-    why_impossible,
-)
+from gateway.tools.plan.search import Goal, find_fleet, least_count, least_that, why_impossible
 from gateway.tools.plan.trial import TimeLimit
 from gateway.tools.plan.workload import Workload, make_trace
+from tests.each_case import each_case
 from tests.tools.plan.build import a_type
 
 WORKLOAD = Workload(600, 100, 100)
 
 
-@pytest.mark.parametrize("answer", [1, 2, 7, 31, 100])
+@each_case("answer", [1, 2, 7, 31, 100])
 def test_the_least_number_is_found_in_few_steps(answer: int) -> None:
     asked: list[int] = []
 
@@ -108,7 +103,7 @@ def test_a_fleet_of_millions_is_not_simulated() -> None:
     assert found.why_estimated == "more than 2000 nodes are not simulated"
 
 
-@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+@each_case("seconds", [0.0, -1.0, math.nan, math.inf])
 def test_a_goal_that_is_no_time_is_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match="positive number of seconds"):
         Goal(ttft_p95=seconds)

@@ -5,13 +5,9 @@ from statistics import fmean
 
 import pytest
 
-from gateway.tools.plan.workload import (
-    TraceTooShortError,
-    Workload,
-    from_trace,
-    make_trace,
-)
+from gateway.tools.plan.workload import TraceTooShortError, Workload, from_trace, make_trace
 from gateway.tools.simulate.trace import Job, Trace, TracePrompt, build_trace
+from tests.each_case import each_case
 
 
 def test_the_busiest_hour_is_played() -> None:
@@ -43,22 +39,14 @@ def test_the_same_seed_is_the_same_traffic() -> None:
     assert lengths(3) == lengths(3) != lengths(4)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "fields",
     [
-        {"requests_per_hour": 0.0},
-        {"requests_per_hour": math.nan},
-        {"requests_per_hour": 1e12},
-        {"prompt": -1.0},
-        {"prompt": 1e9},
-        {"completion": 0.0},
-        {"completion": math.inf},
-        {"repeat": 1.0},
-        {"peak": 0.5},
-        {"peak": math.nan},
-        {"backlog_hours": 0.0},
+        {"requests_per_hour": 0.0}, {"requests_per_hour": math.nan}, {"requests_per_hour": 1e12},
+        {"prompt": -1.0}, {"prompt": 1e9}, {"completion": 0.0}, {"completion": math.inf},
+        {"repeat": 1.0}, {"peak": 0.5}, {"peak": math.nan}, {"backlog_hours": 0.0},
     ],
-)
+)  # fmt: skip
 def test_figures_that_can_not_be_are_refused(fields: dict[str, float]) -> None:
     given = {"requests_per_hour": 60.0, "prompt": 10.0, "completion": 10.0, **fields}
     with pytest.raises(ValueError, match="must be"):

@@ -14,6 +14,7 @@ from gateway.tools.simulate.fleets import (
     from_text,
     read_speeds,
 )
+from tests.each_case import each_case
 
 USUAL = NodeSpeeds(100.0, 10.0, 0.2)
 
@@ -36,7 +37,7 @@ def test_a_fleet_is_read_from_text() -> None:
     assert machines[0].token_step == pytest.approx(0.15 / 40)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "message"),
     [
         ("", "write COUNTxSLOTS@DECODE:PREFILL, such as 4x2@40:600"),
@@ -98,7 +99,7 @@ def test_speeds_are_what_the_nodes_command_writes(tmp_path: Path) -> None:
     assert read_speeds(path) == {"a": NodeSpeeds(600.5, 40.0, None, 2), "b": NodeSpeeds()}
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("name", "text", "message"),
     [
         ("s.json", "{,", "s.json:1:2: "),

@@ -8,6 +8,7 @@ from gateway.tools.simulate.fronts import LeastConn
 from gateway.tools.simulate.server import SimulatedMachine
 from gateway.tools.simulate.simulation import simulate
 from gateway.tools.simulate.trace import Job
+from tests.each_case import each_case
 from tests.tools.simulate.build import job, machine, trace
 
 
@@ -64,10 +65,7 @@ def test_requests_beyond_the_slots_wait_inside_first_in_first_out() -> None:
 
 def test_the_next_turn_finds_prompt_and_answer_but_the_last_token() -> None:
     _, turn = play(
-        [
-            job(prompt=500, output=50, stream=1),
-            job(prompt=600, output=5, stream=1, pause=3.0),
-        ]
+        [job(prompt=500, output=50, stream=1), job(prompt=600, output=5, stream=1, pause=3.0)]
     )
     assert turn.cached == 549
 
@@ -99,7 +97,7 @@ def test_every_token_of_a_busy_node_is_accounted_for() -> None:
     assert not server.queue
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("key", "value"),
     [("prefill", 0.0), ("decode", float("nan")), ("batch_cost", -1.0), ("batch", 2)],
 )

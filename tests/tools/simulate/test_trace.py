@@ -7,6 +7,7 @@ import pytest
 
 from gateway.config.errors import ConfigError
 from gateway.tools.simulate.trace import TRACE_KEYS, TracePrompt, read_trace
+from tests.each_case import each_case
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -75,7 +76,7 @@ def test_an_answer_ends_at_max_tokens(tmp_path: Path) -> None:
     assert read_trace(written(tmp_path, line)).jobs[0].output == 20
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("line", "message"),
     [
         ('{"prompt_tokens": 3,', "trace.jsonl:2:21: Expecting property name"),

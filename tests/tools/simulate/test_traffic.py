@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.tools.simulate.traffic import Traffic, generate
+from tests.each_case import each_case
 
 
 def test_the_same_seed_makes_the_same_trace() -> None:
@@ -50,7 +51,7 @@ def test_traffic_is_read_from_text() -> None:
     assert (traffic.rate, traffic.requests, traffic.turns) == (2.5, 100, 1.0)
 
 
-@pytest.mark.parametrize(
+@each_case(
     ("text", "message"),
     [
         ("speed=1", "'speed' is nothing to set; known: requests, rate"),
