@@ -19,6 +19,9 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from tests.postgres import PostgresServer
 
+# `pytest --llama-server wheel|binary`: which llama.cpp server the tests marked `real` start.
+pytest_plugins = ["tests.server_kind"]
+
 # A proxy would sit between a test and its server on loopback; the gateway's own variables would
 # override what a test sets up.
 _FOREIGN = ("http_proxy", "https_proxy", "all_proxy")
