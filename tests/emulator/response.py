@@ -22,6 +22,8 @@ REASONS = {
     504: "Gateway Timeout",
 }
 JSON = "application/json; charset=utf-8"
+_LAST_CHUNK = b"0\r\n\r\n"
+_PROXY_ERROR = b"proxy error: Failed to read connection"
 
 
 class ClientGoneError(Exception):
@@ -98,8 +100,7 @@ class Response:
 
     async def events(self, events: Sequence[bytes]) -> None:
         """Sends events in one chunk."""
-        data = b"".join(events)
-        self.connection.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self.connection.write(_chunk(b"".join(events)))
         await self.connection.drain()
 
     async def comment(self) -> None:
@@ -110,4 +111,37 @@ class Response:
         """Sends the last events and ends the body."""
         if last:
             await self.events(last)
-        self.connection.write(b"0\r\n\r\n")
+        self.connection.write(_LAST_CHUNK)
+
+
+class ProxiedResponse(Response):
+    """The response of a router, which passes on what the server of a model writes."""
+
+    begun = False
+
+    def write_plain(
+        self, status: int, body: bytes, kind: str = JSON, headers: dict[str, str] | None = None
+    ) -> None:
+        items = [
+            ("X-Accel-Buffering", "no"),
+            ("Content-Type", kind),
+            ("Transfer-Encoding", "chunked"),
+            *(headers or {}).items(),
+        ]
+        self.connection.write(self._head(status, items) + _chunk(body) + _LAST_CHUNK)
+        self.closing = self.closing or self.closes_streams
+
+    async def open_stream(self) -> None:
+        self.begun = True
+        await super().open_stream()
+
+    def break_off(self) -> None:
+        """What a client gets when the model's server dies: even a stream is ended as if whole."""
+        if self.begun:
+            self.connection.write(_chunk(_PROXY_ERROR) + _LAST_CHUNK)
+        else:
+            self.write_plain(500, _PROXY_ERROR)
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
