@@ -19,9 +19,10 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -152,6 +153,33 @@ def spawn_demo_server(
         command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=server_environment()
     )
     return DemoServer(process, log)
+
+
+@contextmanager
+def running_router(
+    folder: Path, *, slots: int, context: int, extra: tuple[str, ...]
+) -> Iterator[DemoServer]:
+    """A router over the models in `folder`, which the wheel does not have."""
+    binary = server_binary()
+    assert binary is not None, "mark the test binary_only"
+    log = tempfile.TemporaryFile()  # noqa: SIM115
+    command = [
+        *(sys.executable, "-P", "-m", "gateway.tools.local.launch", "--parent", str(os.getpid())),
+        *("--", str(binary.path), "--models-dir", str(folder), "--port", "0", "--metrics"),
+        *("-np", str(slots), "-c", str(slots * context), "-t", "1", *extra),
+    ]
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=server_environment()
+    )
+    router = DemoServer(process, log)
+    try:
+        wait_for_demo_server(router)
+        yield router
+    finally:
+        process.terminate()  # killed, it would leave its models' servers behind for a while
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_LIMIT)
+        stop_demo_server(router)
 
 
 def wait_for_demo_server(server: DemoServer, limit: float = START_LIMIT) -> str:

@@ -96,7 +96,7 @@ def models(node: EmulatedNode, query: str) -> Body:
         "data": [
             {
                 "id": name,
-                "aliases": list(node.names),
+                "aliases": node.names,
                 "tags": [],
                 "object": "model",
                 "architecture": architecture(node),

@@ -96,6 +96,8 @@ class EmulatedNode:
         port: int = 0,
         clock: Callable[[], float] = now,
     ) -> None:
+        # A real server sorts them too: the first one of the alphabet is the model's id.
+        self.names = sorted({model, *aliases})
         cache = None if cache_ram is None else PromptCache(cache_ram)
         self.slots = SlotPool(slots, cache, context if unified else None)
         compute = None
@@ -109,7 +111,7 @@ class EmulatedNode:
             )
         self.engine = Engine(
             pool=self.slots,
-            model=model,
+            model=self.names[0],
             context=context,
             prefill_tps=prefill_tps,
             decode_tps=decode_tps,
@@ -120,7 +122,6 @@ class EmulatedNode:
             clock=clock,
         )
         self.context_train = context_train
-        self.names = (model, *aliases)
         self.clock = clock
         self.sleep_idle_seconds = sleep_idle_seconds
         self.load_seconds = load_seconds

@@ -122,14 +122,10 @@ class ProxiedResponse(Response):
     def write_plain(
         self, status: int, body: bytes, kind: str = JSON, headers: dict[str, str] | None = None
     ) -> None:
-        items = [
-            ("X-Accel-Buffering", "no"),
-            ("Content-Type", kind),
-            ("Transfer-Encoding", "chunked"),
-            *(headers or {}).items(),
-        ]
-        self.connection.write(self._head(status, items) + _chunk(body) + _LAST_CHUNK)
-        self.closing = self.closing or self.closes_streams
+        more = list((headers or {}).items())
+        if status >= 400 or self.closing:
+            more.append(("Connection", "close"))  # the router adds its own to it
+        self._write_chunk(status, body, kind, more)
 
     async def open_stream(self) -> None:
         self.begun = True
@@ -140,7 +136,15 @@ class ProxiedResponse(Response):
         if self.begun:
             self.connection.write(_chunk(_PROXY_ERROR) + _LAST_CHUNK)
         else:
-            self.write_plain(500, _PROXY_ERROR)
+            self._write_chunk(500, _PROXY_ERROR, JSON, [])
+
+    def _write_chunk(
+        self, status: int, body: bytes, kind: str, more: list[tuple[str, str]]
+    ) -> None:
+        items = [*more, ("X-Accel-Buffering", "no"), ("Content-Type", kind)]
+        head = self._head(status, [*items, ("Transfer-Encoding", "chunked")])
+        self.connection.write(head + _chunk(body) + _LAST_CHUNK)
+        self.closing = self.closing or self.closes_streams
 
 
 def _chunk(data: bytes) -> bytes:

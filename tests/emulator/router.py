@@ -40,10 +40,6 @@ class RoutedModel:
     requests: int = 0  # that run now
     used: int = 0  # the number of its last request among the router's
 
-    @property
-    def is_idle(self) -> bool:
-        return self.state == "loaded" and not self.requests
-
     def as_json(self) -> dict[str, Any]:
         """The model as `/v1/models` of a router shows it."""
         node = self.node
@@ -194,7 +190,7 @@ class EmulatedRouter(EmulatedNode):
         self.requests += 1
         while model.state != "loaded":
             async with self._queue:
-                while model.state == "unloaded" and not await self._make_room():
+                while model.state == "unloaded" and not self._make_room():
                     await self._change()
                 if model.state == "unloaded":
                     self._begin_load(model)
@@ -208,19 +204,18 @@ class EmulatedRouter(EmulatedNode):
 
     # Models.
 
-    async def _make_room(self) -> bool:
+    def _make_room(self) -> bool:
         """Whether one more model may be loaded, after unloading an idle one if need be."""
-        if self._has_room():
+        running = [model for model in self.models.values() if model.state != "unloaded"]
+        if not self.models_max or len(running) < self.models_max:
             return True
-        idle = [model for model in self.models.values() if model.is_idle]
+        idle = [model for model in running if model.state == "loaded" and not model.requests]
         if not idle:
             return False
-        await self._unload(min(idle, key=lambda model: model.used))
+        oldest = min(idle, key=lambda model: model.used)
+        oldest.node.slots.clear_prompts()
+        self._set_state(oldest, "unloaded")
         return True
-
-    def _has_room(self) -> bool:
-        running = sum(model.state != "unloaded" for model in self.models.values())
-        return not self.models_max or running < self.models_max
 
     def _load_now(self, name: str) -> None:
         model = self.models.get(name)
@@ -228,7 +223,7 @@ class EmulatedRouter(EmulatedNode):
             raise RefusedError(404, "not_found_error", "File Not Found")
         if model.state != "unloaded":
             raise bad_request("model is already running")
-        if not self._has_room():
+        if not self._make_room():
             message = "model limit reached, try again later"
             raise RefusedError(500, "server_error", message)
         self._begin_load(model)
