@@ -25,7 +25,7 @@ export PIP_NO_INPUT := 1
 # Tests start hundreds of processes. Without kept bytecode each would compile what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install dev run test test-all test-fresh chaos soak fuzz slow-clients check format bench bench-scheduling pins wheel wheelhouse ansible check-deploy test-deploy test-numa docs docs-serve clean
+.PHONY: help install dev run llama-server test test-all test-fresh chaos soak fuzz slow-clients check format bench bench-scheduling pins wheel wheelhouse ansible check-deploy test-deploy test-numa docs docs-serve clean
 
 help: ## show this list
 	@printf 'llama-gateway: make targets\n\n'
@@ -65,6 +65,9 @@ $(VENV)/.local $(VENV)/.test $(VENV)/.dev: $(VENV)/.%: $(BIN)/python requirement
 
 run: $(VENV)/.local ## serve real llama.cpp servers of this machine on http://127.0.0.1:8000/v1
 	@$(BIN)/llama-gateway up $(ARGS)
+
+llama-server: $(BIN)/python ## fetch the real llama-server for tests, in the user's cache (Debian; no root); ARGS=--renew: the newest
+	@$(BIN)/python setup/llama_server.py $(ARGS)
 
 test: $(VENV)/.test ## run the fast tests and a smoke test of each real part; ARGS=PATH: all tests below PATH
 	@$(BIN)/python -m pytest $(PARALLEL) $(ARGS)

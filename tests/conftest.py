@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from tests.postgres import PostgresServer
 
-pytest_plugins = ["tests.ci.tiers"]
+pytest_plugins = ["tests.ci.tiers", "tests.server_kind"]
 
 # A proxy would sit between a test and its server on loopback; the gateway's own variables would
 # override what a test sets up.

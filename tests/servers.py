@@ -3,6 +3,9 @@
     with demo_servers(2) as urls: ...
     async with start_demo_servers(2) as urls: ...
 
+It is the wheel's server, or, with `pytest --llama-server binary`, the program that
+`make llama-server` fetches (`tests/server_kind.py`).
+
 Both may be used in any number of pytest workers at once. The servers die with the process
 that started them (on Linux with its thread: start them from the main one).
 """
@@ -13,20 +16,28 @@ import asyncio
 import atexit
 import functools
 import os
-import select
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from gateway.tools.local.demo_model import DemoSize, ensure_demo_model
+from gateway.tools.local.embedded import PROMPT_CACHE_MIB
 from gateway.tools.local.memory import memlock_limit
-from gateway.tools.local.server_command import server_environment
+from gateway.tools.local.server_command import (
+    MIB,
+    ServerBinary,
+    ServerSpec,
+    find_binary,
+    server_command,
+    server_environment,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -35,6 +46,24 @@ START_LIMIT = 60.0  # seconds until a server must answer
 STOP_LIMIT = 60.0
 LOG_SHOWN = 4000  # characters
 LOCKED = 4 << 20  # bytes that a server of the small demo model must be allowed to lock
+BINARY_VARIABLE = "TESTS_LLAMA_SERVER"
+"""The environment variable that names the binary; unset: the wheel's server."""
+# Both say where they listen once they have loaded their model.
+_LISTENING = re.compile(r"listening on (http://\S+)\n")
+_AS_BINARY = {"--exact": ("--cache-type-k", "f32", "--cache-type-v", "f32", "--flash-attn", "off")}
+
+
+@functools.cache
+def server_binary() -> ServerBinary | None:
+    """The llama-server that takes the place of the wheel's server; None: none does."""
+    named = os.environ.get(BINARY_VARIABLE)
+    return find_binary(Path(named)) if named else None
+
+
+def server_path() -> str:
+    """A PATH by which commands find the server of this run, and no other one of this machine."""
+    binary = server_binary()
+    return "/nowhere" if binary is None else str(binary.path.parent)
 
 
 def may_lock() -> bool:
@@ -105,46 +134,68 @@ def spawn_demo_server(
 ) -> DemoServer:
     """Start a server without waiting for it; `context` is tokens of one slot."""
     log = tempfile.TemporaryFile()  # noqa: SIM115
-    command = [
-        *(sys.executable, "-m", "gateway.tools.local.embedded", "--parent", str(os.getpid())),
-        *("--model", str(demo_model(size)), "--alias", alias, "--port", str(port)),
-        *("--slots", str(slots), "--ctx", str(slots * context), "--threads", "1"),
-        *(("--embedding",) if embedding else ()),
-        *extra,
-    ]
+    binary = server_binary()
+    spec = ServerSpec(
+        name="demo",
+        model=demo_model(size),
+        alias=alias,
+        slots=slots,
+        context=context,
+        threads=1,
+        numa_node=0,
+        prompt_cache_bytes=PROMPT_CACHE_MIB * MIB,
+        embedding=embedding,
+    )
+    command = server_command(spec, port, parent=os.getpid(), binary=binary)
+    for word in extra:
+        command += (word,) if binary is None else _AS_BINARY.get(word, (word,))
     process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        env=server_environment(),
+        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=server_environment()
     )
     return DemoServer(process, log)
 
 
+@contextmanager
+def running_router(
+    folder: Path, *, slots: int, context: int, extra: tuple[str, ...]
+) -> Iterator[DemoServer]:
+    """A router over the models in `folder`, which the wheel does not have."""
+    binary = server_binary()
+    assert binary is not None, "mark the test binary_only"
+    log = tempfile.TemporaryFile()  # noqa: SIM115
+    command = [
+        *(sys.executable, "-P", "-m", "gateway.tools.local.launch", "--parent", str(os.getpid())),
+        *("--", str(binary.path), "--models-dir", str(folder), "--port", "0", "--metrics"),
+        *("-np", str(slots), "-c", str(slots * context), "-t", "1", *extra),
+    ]
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=server_environment()
+    )
+    router = DemoServer(process, log)
+    try:
+        wait_for_demo_server(router)
+        yield router
+    finally:
+        process.terminate()  # killed, it would leave its models' servers behind for a while
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_LIMIT)
+        stop_demo_server(router)
+
+
 def wait_for_demo_server(server: DemoServer, limit: float = START_LIMIT) -> str:
     """Wait until the server logs its address; AssertionError with its log if it does not."""
-    assert server.process.stdout is not None
     until = time.monotonic() + limit
-    said = b""
-    while not said.endswith(b"\n"):
-        left = until - time.monotonic()
-        if left <= 0 or not select.select([server.process.stdout], [], [], left)[0]:
-            break
-        chunk = os.read(server.process.stdout.fileno(), 4096)
-        if not chunk:
-            break
-        said += chunk
-    server.url = said.decode().strip()
-    assert server.url.startswith("http://"), f"no server after {limit} s:\n{server.log_end()}"
+    while (found := _LISTENING.search(server.logged())) is None:
+        assert server.process.poll() is None, f"the server ended:\n{server.log_end()}"
+        assert time.monotonic() < until, f"no server after {limit} s:\n{server.log_end()}"
+        time.sleep(0.01)
+    server.url = found[1]
     return server.url
 
 
 def stop_demo_server(server: DemoServer) -> None:
     """End the server, whatever state it is in."""
     server.kill()
-    if server.process.stdout is not None:
-        server.process.stdout.close()
     server.log.close()
 
 

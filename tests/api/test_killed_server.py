@@ -20,7 +20,7 @@ from gateway.tools.local.server_command import ServerSpec
 from gateway.tools.local.supervisor import LocalFleet
 from tests.api.site import HELLO, Site, busy, running_site
 from tests.gateways import until
-from tests.servers import demo_model
+from tests.servers import demo_model, server_binary
 
 pytestmark = [
     pytest.mark.real,
@@ -106,7 +106,7 @@ def the_fleet(folder: Path, nodes: int, slots: int) -> LocalFleet:
         ServerSpec(f"node-{n}", model, "demo", slots=slots, context=2048, threads=1, numa_node=0)
         for n in range(nodes)
     ]
-    return LocalFleet(specs, folder, base_port=0)
+    return LocalFleet(specs, folder, binary=server_binary(), base_port=0)
 
 
 def torn(site: Site) -> set[str]:

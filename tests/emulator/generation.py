@@ -16,10 +16,11 @@ from tests.emulator.language_model import BEGIN_TOKEN, count_tokens, next_words,
 from tests.emulator.prompt_cache import TOKEN_BYTES, Tokens, pack
 from tests.emulator.request_body import GenerationRequest, RefusedError, open_answer_tokens
 from tests.emulator.response import ClientGoneError, Response
-from tests.emulator.slots import Slot, SlotPool
+from tests.emulator.slots import PoolFullError, Slot, SlotPool
 
 _YIELD_EVERY = 16  # tokens after which an answer without delays yields to other tasks
-_FAILURE = {"code": 500, "message": "Compute error.", "type": "server_error"}
+_COMPUTE_ERROR = "Compute error."
+_POOL_FULL = "Context size has been exceeded."
 
 
 @dataclass(slots=True)
@@ -128,6 +129,10 @@ class Engine:
                 await self._prefill(running, request, None, api)
                 await self._decode(running, request, None, api)
                 await response.plain(200, to_json(api.plain()))
+        except PoolFullError:
+            if not request.stream:
+                raise RefusedError(500, "server_error", _POOL_FULL) from None
+            await response.end_stream([_error_event(request, _POOL_FULL)])
         finally:
             for active in running:
                 _store_slot_contents(active)
@@ -141,11 +146,7 @@ class Engine:
     async def _stream(
         self, api: Api, running: list[ActiveAnswer], request: GenerationRequest, response: Response
     ) -> None:
-        named = request.api == "messages"
-        error = (
-            b"event: error\n" + data_event(_FAILURE) if named else data_event({"error": _FAILURE})
-        )
-        response.error_event = error
+        response.error_event = _error_event(request, _COMPUTE_ERROR)
         await response.open_stream()
         if first := api.head():
             await response.events(first)
@@ -190,6 +191,7 @@ class Engine:
                 for active in running:
                     answer = active.answer
                     active.slot.processed = min(processed, answer.prompt_tokens - answer.cached)
+                    self.pool.check_room(active.slot)
                 if progress and begun and response is not None:
                     if response.connection.gone:
                         raise ClientGoneError
@@ -256,6 +258,7 @@ class Engine:
         word = next(active.words)
         answer.tokens += 1
         active.slot.decoded += 1
+        self.pool.check_room(active.slot)
         active.tally.tokens += 1
         self.tokens += 1
         before = len(answer.text)
@@ -308,10 +311,20 @@ class Engine:
                 await response.comment()
 
 
+def _error_event(request: GenerationRequest, message: str) -> bytes:
+    """The event by which a stream of this API tells that it has failed."""
+    error = {"code": 500, "message": message, "type": "server_error"}
+    if request.api == "messages":
+        return b"event: error\n" + data_event(error)
+    return data_event({"error": error})
+
+
 def _store_slot_contents(active: ActiveAnswer) -> None:
     """Store in the slot what it has cached when a request ends, in whichever phase."""
     answer, slot = active.answer, active.slot
-    if not active.prompt_read:
+    if slot.failed:
+        slot.contents = b""
+    elif not active.prompt_read:
         slot.contents = active.tokens[: (answer.cached + slot.processed) * TOKEN_BYTES]
     elif active.tokens:
         # The last token was never read back.

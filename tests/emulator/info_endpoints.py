@@ -31,7 +31,7 @@ def props(node: EmulatedNode, query: str) -> Body:
         "model_alias": node.model,
         "model_ftype": "all F32",
         "model_path": f"/models/{node.model}.gguf",
-        "modalities": {"vision": False, "video": False, "audio": False},
+        "modalities": {"vision": node.vision, "video": False, "audio": node.audio},
         "media_marker": "<__media__>",
         "endpoint_slots": node.endpoint_slots,
         "endpoint_props": True,
@@ -53,7 +53,7 @@ def props(node: EmulatedNode, query: str) -> Body:
         "bos_token": "<s>",
         "eos_token": "</s>",
         "build_info": node.build,
-        "is_sleeping": False,
+        "is_sleeping": node.sleeping,
         "cors_proxy_enabled": False,
     }
 
@@ -96,24 +96,34 @@ def models(node: EmulatedNode, query: str) -> Body:
         "data": [
             {
                 "id": name,
-                "aliases": [name],
+                "aliases": node.names,
                 "tags": [],
                 "object": "model",
-                "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+                "architecture": architecture(node),
                 "created": node.started,
                 "owned_by": "llamacpp",
-                "meta": {
-                    "vocab_type": 1,
-                    "n_vocab": 576,
-                    "n_ctx": node.context,
-                    "n_ctx_train": node.context_train,
-                    "n_embd": node.embedding_size,
-                    "n_params": 794240,
-                    "size": 3176960,
-                    "ftype": "all F32",
-                },
+                "meta": meta(node),
             }
         ],
+    }
+
+
+def architecture(node: EmulatedNode) -> Body:
+    """What the model reads and writes; an embedding or reranking server says "text" too."""
+    also = [name for name, has in (("image", node.vision), ("audio", node.audio)) if has]
+    return {"input_modalities": ["text", *also], "output_modalities": ["text"]}
+
+
+def meta(node: EmulatedNode) -> Body:
+    return {
+        "vocab_type": 1,
+        "n_vocab": 576,
+        "n_ctx": node.context,
+        "n_ctx_train": node.context_train,
+        "n_embd": node.embedding_size,
+        "n_params": 794240,
+        "size": 3176960,
+        "ftype": "all F32",
     }
 
 
@@ -174,3 +184,5 @@ POSTS: dict[str, Callable[[Body], Body]] = {
     "/v1/messages/count_tokens": count_messages,
 }
 PUBLIC = {"/health", "/v1/health", "/"}
+WAKING = {"/slots", *POSTS}
+"""Those that need the model, which a sleeping server loads again for them."""

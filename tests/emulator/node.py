@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from math import inf
 from socket import socket
 from typing import Any, Self
@@ -21,7 +21,7 @@ from tests.emulator.faulty_response import FaultyResponse
 from tests.emulator.generation import Engine
 from tests.emulator.prompt_cache import PromptCache
 from tests.emulator.request_body import ApiName, RefusedError, read_generation_request, read_json
-from tests.emulator.response import ClientGoneError, Response
+from tests.emulator.response import JSON, ClientGoneError, ProxiedResponse, Response
 from tests.emulator.slots import SlotPool
 from tests.virtual import now
 
@@ -39,7 +39,7 @@ _RERANKS = {"/v1/rerank", "/rerank", "/v1/reranking", "/reranking"}
 _TRANSCRIPTIONS = "/v1/audio/transcriptions"
 TAG_HEADER = "x-tag"
 """Requests with this header are counted by its value (`Engine.tallies`)."""
-_SLOT_PATHS = {*_APIS, *_EMBEDDINGS, *_RERANKS, "/infill", _TRANSCRIPTIONS}
+SLOT_PATHS = {*_APIS, *_EMBEDDINGS, *_RERANKS, "/infill", _TRANSCRIPTIONS}
 
 
 class EmulatedNode:
@@ -53,6 +53,10 @@ class EmulatedNode:
     all slots share one computation (`compute.py`), where each further slot adds `decode_step`
     seconds to a token. With `cache_ram` prompts are cached (`prompt_cache.py`), and up to
     `cache_ram` tokens of evicted ones stay in host memory. `answer_tokens` may depend on a prompt.
+
+    `unified`, as without `--parallel`: each slot says that it has `context` tokens, and all share
+    them. After `sleep_idle_seconds` without work the model is unloaded; the next request loads it
+    again, in `load_seconds`.
     """
 
     def __init__(
@@ -61,7 +65,9 @@ class EmulatedNode:
         slots: int = 2,
         context: int = 4096,
         context_train: int = 8192,
+        unified: bool = False,
         model: str = "demo",
+        aliases: tuple[str, ...] = (),
         prefill_tps: float = inf,
         decode_tps: float = inf,
         answer_tokens: int | Callable[[str], int] = 32,
@@ -73,7 +79,10 @@ class EmulatedNode:
         embeddings: bool = False,
         rerank: bool = False,
         infill: bool = False,
+        vision: bool = False,
         audio: bool = False,
+        sleep_idle_seconds: float = inf,
+        load_seconds: float = 0.0,
         endpoint_slots: bool = True,
         progress: bool = True,
         embedding_size: int = 16,
@@ -87,7 +96,10 @@ class EmulatedNode:
         port: int = 0,
         clock: Callable[[], float] = now,
     ) -> None:
-        self.slots = SlotPool(slots, None if cache_ram is None else PromptCache(cache_ram))
+        # A real server sorts them too: the first one of the alphabet is the model's id.
+        self.names = sorted({model, *aliases})
+        cache = None if cache_ram is None else PromptCache(cache_ram)
+        self.slots = SlotPool(slots, cache, context if unified else None)
         compute = None
         if prefill_stalls:
             compute = Compute(
@@ -99,7 +111,7 @@ class EmulatedNode:
             )
         self.engine = Engine(
             pool=self.slots,
-            model=model,
+            model=self.names[0],
             context=context,
             prefill_tps=prefill_tps,
             decode_tps=decode_tps,
@@ -110,9 +122,14 @@ class EmulatedNode:
             clock=clock,
         )
         self.context_train = context_train
+        self.clock = clock
+        self.sleep_idle_seconds = sleep_idle_seconds
+        self.load_seconds = load_seconds
+        self.active_at = clock()  # when the last request ended that keeps it awake
         self.embeddings = embeddings
         self.rerank = rerank
         self.infill = infill
+        self.vision = vision
         self.audio = audio
         self.endpoint_slots = endpoint_slots
         self.progress = progress  # whether it knows `return_progress`
@@ -126,6 +143,7 @@ class EmulatedNode:
         self.port = port
         self.faults = FaultPlan()
         self.admin = AdminServer(self)
+        self.response_class = Response
         self.loading = False  # 503 on every path
         self.requests = 0  # that need a slot
         self.control_requests = 0
@@ -150,6 +168,12 @@ class EmulatedNode:
     @property
     def context(self) -> int:
         return self.engine.context
+
+    @property
+    def sleeping(self) -> bool:
+        """Whether it has unloaded its model, since nothing was asked of it."""
+        idle = self.clock() - self.active_at
+        return not self.busy and not self.queued and idle >= self.sleep_idle_seconds
 
     @property
     def busy(self) -> int:
@@ -247,7 +271,7 @@ class EmulatedNode:
         if request.path.startswith("/__"):
             self.admin.handle(connection, request)
             return
-        needs_slot = request.path in _SLOT_PATHS
+        needs_slot = request.path in SLOT_PATHS
         if needs_slot:
             self.requests += 1
             self.seen.append(request)
@@ -261,14 +285,14 @@ class EmulatedNode:
             tag=request.headers.get(TAG_HEADER),
         )
         if not fault:
-            response = Response(
+            response = self.response_class(
                 connection,
                 closing=closing,
                 head_only=request.method == "HEAD",
                 closes_streams=self.close_after_stream,
             )
             connection.response = response
-            if not needs_slot:
+            if not needs_slot and not (self.sleeping and request.path in info_endpoints.WAKING):
                 self._answer_at_once(request, response)
                 connection.finished(response)
                 return
@@ -281,10 +305,14 @@ class EmulatedNode:
                 closes_streams=self.close_after_stream,
             )
             connection.response = response
-        task = asyncio.get_running_loop().create_task(self._serve(connection, request, response))
-        connection.task = task
+        connection.task = self._begin(self._serve(connection, request, response))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task that ends with the node."""
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _serve(
         self, connection: Connection, request: ReceivedRequest, response: Response
@@ -293,19 +321,26 @@ class EmulatedNode:
             await self._respond(request, response)
         except (ClientGoneError, asyncio.CancelledError):
             response.closing = True
+            if isinstance(response, ProxiedResponse):
+                response.break_off()
         except Exception as error:  # noqa: BLE001  # raised when the node ends
             self.failures.append(error)
             connection.reset()
         finally:
+            if request.path in SLOT_PATHS:
+                self.active_at = self.clock()
             connection.finished(response)
 
     async def _respond(self, request: ReceivedRequest, response: Response) -> None:
         if isinstance(response, FaultyResponse) and await response.replace_response():
             return
         try:
-            if request.path in _SLOT_PATHS:
+            if request.path in SLOT_PATHS:
                 await self._do_work(request, response)
             else:
+                if request.path in info_endpoints.WAKING:
+                    self._check_key(request)
+                    await self._wake()
                 status, body, kind = self._info_response(request)
                 await response.plain(status, body, kind)
         except RefusedError as refused:
@@ -322,7 +357,9 @@ class EmulatedNode:
         """Status, body and content type of a response that needs no slot."""
         self._check_key(request)
         path = request.path
-        kind = "application/json; charset=utf-8"
+        kind = JSON
+        if path in info_endpoints.WAKING:
+            self.active_at = self.clock()
         if request.method == "OPTIONS":
             return 200, b"", "text/html"
         if request.method in {"GET", "HEAD"}:
@@ -340,6 +377,7 @@ class EmulatedNode:
         if request.method != "POST":
             raise RefusedError(404, "not_found_error", "File Not Found")
         self._check_supported(path)
+        await self._wake()
         if path == _TRANSCRIPTIONS:
             # In the form of the real server's answer.
             await response.plain(200, to_json({"type": "transcript.text.done", "text": "heard"}))
@@ -363,6 +401,12 @@ class EmulatedNode:
             tag = request.headers.get(TAG_HEADER)
             tally = None if tag is None else self.engine.tally(tag)
             await self.engine.generate(generation, response, tally)
+
+    async def _wake(self) -> None:
+        if self.sleeping:
+            self.slots.clear_prompts()
+            await asyncio.sleep(self.load_seconds)
+        self.active_at = self.clock()
 
     def _check_key(self, request: ReceivedRequest) -> None:
         if self.loading:

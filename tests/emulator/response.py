@@ -22,6 +22,8 @@ REASONS = {
     504: "Gateway Timeout",
 }
 JSON = "application/json; charset=utf-8"
+_LAST_CHUNK = b"0\r\n\r\n"
+_PROXY_ERROR = b"proxy error: Failed to read connection"
 
 
 class ClientGoneError(Exception):
@@ -98,8 +100,7 @@ class Response:
 
     async def events(self, events: Sequence[bytes]) -> None:
         """Sends events in one chunk."""
-        data = b"".join(events)
-        self.connection.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self.connection.write(_chunk(b"".join(events)))
         await self.connection.drain()
 
     async def comment(self) -> None:
@@ -110,4 +111,41 @@ class Response:
         """Sends the last events and ends the body."""
         if last:
             await self.events(last)
-        self.connection.write(b"0\r\n\r\n")
+        self.connection.write(_LAST_CHUNK)
+
+
+class ProxiedResponse(Response):
+    """The response of a router, which passes on what the server of a model writes."""
+
+    begun = False
+
+    def write_plain(
+        self, status: int, body: bytes, kind: str = JSON, headers: dict[str, str] | None = None
+    ) -> None:
+        more = list((headers or {}).items())
+        if status >= 400 or self.closing:
+            more.append(("Connection", "close"))  # the router adds its own to it
+        self._write_chunk(status, body, kind, more)
+
+    async def open_stream(self) -> None:
+        self.begun = True
+        await super().open_stream()
+
+    def break_off(self) -> None:
+        """What a client gets when the model's server dies: even a stream is ended as if whole."""
+        if self.begun:
+            self.connection.write(_chunk(_PROXY_ERROR) + _LAST_CHUNK)
+        else:
+            self._write_chunk(500, _PROXY_ERROR, JSON, [])
+
+    def _write_chunk(
+        self, status: int, body: bytes, kind: str, more: list[tuple[str, str]]
+    ) -> None:
+        items = [*more, ("X-Accel-Buffering", "no"), ("Content-Type", kind)]
+        head = self._head(status, [*items, ("Transfer-Encoding", "chunked")])
+        self.connection.write(head + _chunk(body) + _LAST_CHUNK)
+        self.closing = self.closing or self.closes_streams
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)

@@ -10,6 +10,10 @@ from typing import Any
 from tests.emulator.prompt_cache import PromptCache, Tokens, reusable
 
 
+class PoolFullError(Exception):
+    """The slots have no room left for their tokens."""
+
+
 @dataclass(slots=True)
 class Slot:
     """One slot, with the values that `/slots` shows."""
@@ -24,8 +28,15 @@ class Slot:
     limit: int = -1
     contents: Tokens = b""
     used_at: int = 0
+    failed: bool = False  # the pool of tokens was full
+
+    @property
+    def used(self) -> int:
+        """Tokens of the pool that its request takes; those of an idle slot are given up."""
+        return self.cached + self.processed + self.decoded if self.busy else 0
 
     def begin(self, prompt_tokens: int, limit: int, cached: int = 0) -> None:
+        self.failed = False
         self.prompt_tokens = prompt_tokens
         self.cached = cached
         self.processed = self.decoded = 0
@@ -61,12 +72,16 @@ class Slot:
 class SlotPool:
     """All slots of one node. Requests wait in order of arrival while none is free.
 
-    Without a prompt cache every prompt is read from the beginning.
+    Without a prompt cache every prompt is read from the beginning. With `tokens` all slots share
+    the room for so many; once it is full, every request that runs fails.
     """
 
-    def __init__(self, count: int, cache: PromptCache | None = None) -> None:
+    def __init__(
+        self, count: int, cache: PromptCache | None = None, tokens: int | None = None
+    ) -> None:
         self.slots = [Slot(i) for i in range(count)]
         self.cache = cache
+        self.tokens = tokens
         self.peak_busy = 0
         self.waiting: deque[tuple[int, Tokens, asyncio.Future[list[Slot]]]] = deque()
         self._tasks = 0
@@ -94,6 +109,14 @@ class SlotPool:
             self._uses += 1
             slot.used_at = self._uses
         self._grant()
+
+    def check_room(self, slot: Slot) -> None:
+        """Raises `PoolFullError` when there is no room for what this slot has taken."""
+        if self.tokens is not None and sum(one.used for one in self.slots) > self.tokens:
+            for one in self.slots:
+                one.failed = one.busy
+        if slot.failed:
+            raise PoolFullError
 
     def cached(self, slot: Slot, prompt: Tokens) -> int:
         """Tokens of a prompt that a slot has cached."""

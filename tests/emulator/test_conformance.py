@@ -11,6 +11,7 @@ import pytest
 
 from tests.emulator import EmulatedNode
 from tests.emulator.language_model import WORDS
+from tests.emulator.shapes import heads, shape, stream_shape
 from tests.servers import (
     demo_servers,
     spawn_demo_server,
@@ -60,9 +61,6 @@ BAD: list[tuple[str, bytes]] = [
     ("/infill", b'{"input_prefix":"a","input_suffix":"b"}'),
     ("/v1/nothing", b"{}"),
 ]
-# Fields that depend on the model or on the machine, or that the emulator has in part only.
-SET_ASIDE = {"generation_settings", "params", "chat_template_caps", "speculative.types"}
-HEADERS = {"content-type", "connection", "keep-alive", "transfer-encoding", "server"}
 
 
 @pytest.fixture(scope="module")
@@ -75,36 +73,6 @@ def real() -> Iterator[str]:
 def real_embedder() -> Iterator[str]:
     with demo_servers(1, slots=2, context=1024, embedding=True) as [url]:
         yield url
-
-
-def shape(value: Any) -> Any:
-    """The shape of a value: its names and types."""
-    if isinstance(value, dict):
-        return {k: ... if k in SET_ASIDE else shape(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [shape(item) for item in value[:1]] if len(value) < 2 else [shape(value[0]), "more"]
-    return (
-        "number" if isinstance(value, int | float) and not isinstance(value, bool) else type(value)
-    )
-
-
-def stream_shape(body: str) -> list[Any]:
-    """The names and shapes of events; equal ones in a row count once."""
-    shapes: list[Any] = []
-    for block in body.split("\n\n")[:-1]:
-        *names, data = block.split("\n")
-        value = data.removeprefix("data: ")
-        found = [
-            *names,
-            value if value == "[DONE]" else shape(httpx.Response(200, text=value).json()),
-        ]
-        if not shapes or shapes[-1] != found:
-            shapes.append(found)
-    return shapes
-
-
-def heads(reply: httpx.Response) -> dict[str, str]:
-    return {name: value for name, value in reply.headers.items() if name in HEADERS}
 
 
 async def both(

@@ -217,6 +217,9 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
         print_note(
             "No --model: using the demo model. Its weights are random and its words mean nothing."
         )
+    if plan.binary is not None:
+        version = plan.binary.version or "unknown"
+        print_note(f"Using {plan.binary.path}, version {version}, not the embedded server.")
     servers = (
         "a llama.cpp server" if len(plan.specs) == 1 else f"{len(plan.specs)} llama.cpp servers"
     )

@@ -24,7 +24,9 @@ MIB = 1 << 20
 
 BINARY_NAME = "llama-server"
 
-HELP_TIMEOUT = 30.0  # seconds for --help
+HELP_TIMEOUT = 30.0  # seconds for --help, and for --version
+
+VERSION_PATTERN = re.compile(r"^version: (.+)$", re.MULTILINE)
 
 FLAG_PATTERN = re.compile(r"(?<![\w-])(--?[a-z][a-z0-9-]*)")
 
@@ -53,17 +55,18 @@ class ServerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ServerBinary:
-    """A llama-server, and the flags that its own help lists."""
+    """A llama-server, the flags that its own help lists, and its version with the build."""
 
     path: Path
     flags: frozenset[str]
+    version: str | None = None
 
 
 def find_binary(named: Path | None, search_path: str | None = None) -> ServerBinary | None:
     """Find the llama-server named, else the one on PATH, else None for the embedded server.
 
-    Its `--help` is read for the flags. Raises ServerBinaryError when the named one is no program,
-    or when the help is not a llama-server's.
+    Its `--help` is read for the flags, and its `--version`. Raises ServerBinaryError when the named
+    one is no program, or when the help is not a llama-server's.
     """
     found = shutil.which(str(named) if named else BINARY_NAME, path=search_path)
     if found is None:
@@ -72,22 +75,30 @@ def find_binary(named: Path | None, search_path: str | None = None) -> ServerBin
         raise ServerBinaryError(f"{named}: no such program; name a llama-server with --server-bin")
     path = Path(found).absolute()
     try:
-        result = subprocess.run(
-            [str(path), "--help"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=HELP_TIMEOUT,
-            check=False,
-        )
+        status, help_text = _output(path, "--help")
+        _, version_text = _output(path, "--version")
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ServerBinaryError(f"{path} --help: {error}; it must be a llama-server") from error
-    flags = parse_flags((result.stdout + result.stderr).decode(errors="replace"))
+        raise ServerBinaryError(f"{path}: {error}; it must be a llama-server") from error
+    flags = parse_flags(help_text)
     if not {"--model", "--port", "--parallel"} <= flags:
         raise ServerBinaryError(
-            f"{path}: its --help (exit status {result.returncode}) is not a llama-server's; name "
+            f"{path}: its --help (exit status {status}) is not a llama-server's; name "
             "one with --server-bin, or take it off PATH to have the embedded server used"
         )
-    return ServerBinary(path, flags)
+    version = VERSION_PATTERN.search(version_text)
+    return ServerBinary(path, flags, version[1] if version else None)
+
+
+def _output(program: Path, flag: str) -> tuple[int, str]:
+    """Exit status and output of a program with one flag. Raises OSError and TimeoutExpired."""
+    done = subprocess.run(
+        [str(program), flag],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=HELP_TIMEOUT,
+        check=False,
+    )
+    return done.returncode, (done.stdout + done.stderr).decode(errors="replace")
 
 
 def parse_flags(help_text: str) -> frozenset[str]:

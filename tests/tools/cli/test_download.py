@@ -19,7 +19,7 @@ import trustme
 
 from gateway.tools.cli.download import DownloadBar, describe_progress
 from gateway.tools.local.cache import downloads_folder
-from tests.servers import demo_model
+from tests.servers import demo_model, server_path
 from tests.tools.cli.running import run, run_on_terminal
 from tests.tools.cli.test_up import running
 from tests.tools.local.file_server import Fault, FileServer
@@ -56,7 +56,7 @@ def environment(tmp_path: Path, authority: Path, monkeypatch: pytest.MonkeyPatch
 
     given = {
         "LLAMA_GATEWAY_CACHE": str(tmp_path / "cache"),
-        "PATH": "/nowhere",  # no llama-server of this machine is used, but the embedded one
+        "PATH": server_path(),
         "SSL_CERT_FILE": str(authority),
         "HF_TOKEN": TOKEN,
         "TMPDIR": str(tmp_path),

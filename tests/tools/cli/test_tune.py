@@ -15,7 +15,7 @@ import yaml
 
 from gateway.tools.local.embedded import DEFAULT_BATCH, DEFAULT_MICRO_BATCH
 from tests.processes import wait_until_gone
-from tests.servers import demo_model
+from tests.servers import demo_model, server_path
 from tests.tools.cli.running import run
 
 LIMIT = 200.0  # seconds for a command that measures
@@ -28,8 +28,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     (cache / "models").mkdir(parents=True)
     model = demo_model()
     (cache / "models" / model.name).symlink_to(model)
-    # The embedded server, whatever this machine has.
-    return {**os.environ, "LLAMA_GATEWAY_CACHE": str(cache), "PATH": "/nowhere"}
+    return {**os.environ, "LLAMA_GATEWAY_CACHE": str(cache), "PATH": server_path()}
 
 
 def command(*arguments: str) -> list[str]:

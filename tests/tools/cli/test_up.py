@@ -31,7 +31,7 @@ from gateway.tools.local.plan import DEFAULT_CONTEXT, DEFAULT_SLOTS, plan_local_
 from gateway.tools.local.server_command import server_environment
 from gateway.tools.local.server_process import BASE_PORT, claim_free_port, claimed_port
 from tests.processes import wait_until_gone
-from tests.servers import demo_model, may_lock
+from tests.servers import demo_model, may_lock, server_binary, server_path
 from tests.tools.cli.running import read_until, run, run_process
 from tests.tools.local.small_models import SMALL, write_hollow
 
@@ -93,8 +93,7 @@ class Up:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    # No llama-server of this machine is used, but the embedded one.
-    given = {"LLAMA_GATEWAY_CACHE": str(tmp_path / "cache"), "PATH": "/nowhere"}
+    given = {"LLAMA_GATEWAY_CACHE": str(tmp_path / "cache"), "PATH": server_path()}
     state = str(tmp_path / "state")
     return server_environment({**given, "TMPDIR": str(tmp_path), "XDG_STATE_HOME": state})
 
@@ -160,6 +159,7 @@ class TestServing:
                 )
                 assert re.search(rf"^  {name}: ready after \d+\.\d s$", output, re.MULTILINE)
             assert "\x1b" not in output
+            assert ("not the embedded server" in output) is (server_binary() is not None)
 
             assert (await it.line_with("curl")).startswith(
                 f"  curl {url}/v1/chat/completions -d '{{"
@@ -186,6 +186,26 @@ class TestServing:
             assert await it.end() == 0
             await all_gone(servers)
         assert left_behind(environment) == []
+
+    @pytest.mark.binary_only("the wheel holds no program")
+    async def test_a_llama_server_on_path_is_used_and_named(
+        self, environment: dict[str, str], settings: Path
+    ) -> None:
+        binary = server_binary()
+        assert binary is not None
+        async with running(environment, "--slots", "3", "--config", settings) as it:
+            line = await it.line_with("Using")
+            assert line == (
+                f"Using {binary.path}, version {binary.version}, not the embedded server."
+            )
+            await it.url()
+            (server,) = it.servers()
+            assert server.exe() == str(binary.path)
+            node = (await it.nodes())["local-0"]
+            assert (node["slots_total"], node["context"]) == (3, DEFAULT_CONTEXT)
+            build = re.search(r"build (\d+)", line)
+            assert build is not None
+            assert node["build"].startswith(f"b{build[1]}")
 
     async def test_a_small_model_is_served_under_the_name_of_its_file(
         self, environment: dict[str, str], settings: Path, tmp_path: Path
@@ -284,7 +304,8 @@ class TestServing:
         slow = Path(environment["TMPDIR"]) / "llama-server"
         slow.write_text(
             "#!/bin/sh\n"
-            'case "$1" in --help) echo --model --port --parallel;; *) exec /bin/sleep 600;; esac\n'
+            'case "$1" in --help) echo --model --port --parallel;; --version) ;; '
+            "*) exec /bin/sleep 600;; esac\n"
         )
         slow.chmod(0o755)
         async with running(environment, "--servers", "2", "--server-bin", slow) as it:

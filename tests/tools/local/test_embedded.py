@@ -29,7 +29,7 @@ from tests.servers import (
 )
 from tests.tools.local.server_requests import TIMEOUT, get, post
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.wheel_only("about the embedded server itself")]
 
 TOOL = {
     "type": "function",

@@ -86,6 +86,7 @@ def test_without_any_copy_the_error_names_the_remedy(
 
 
 @pytest.mark.real
+@pytest.mark.wheel_only("the binary has its own OpenMP runtime")
 @pytest.mark.usefixtures("bare")
 def test_a_server_runs_on_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLAMA_GATEWAY_CACHE", str(tmp_path))

@@ -10,6 +10,7 @@ from gateway.tools.local import MemoryShortError, MissingExtraError, ModelFileEr
 from gateway.tools.local.plan import plan_local_fleet
 from gateway.tools.local.supervisor import LocalFleet
 from gateway.tools.local.topology import Topology, read_topology
+from tests.servers import server_path
 from tests.tools.local.machine import make_machine, two_sockets_with_smt
 
 
@@ -67,7 +68,10 @@ def test_a_missing_extra_is_reported_with_the_remedy(
 
 
 @pytest.mark.real
-async def test_the_plan_for_this_machine_can_be_started(tmp_path: Path) -> None:
+async def test_the_plan_for_this_machine_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", server_path())
     plan = plan_local_fleet(servers=2, cache=tmp_path)
     fleet = LocalFleet(plan.specs, plan.log_folder, binary=plan.binary, base_port=0)
     async with fleet, httpx.AsyncClient(timeout=60) as client:

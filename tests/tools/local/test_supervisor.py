@@ -5,7 +5,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -23,7 +25,7 @@ from gateway.tools.local.supervisor import (
     restart_backoff,
 )
 from tests.processes import gone
-from tests.servers import demo_model
+from tests.servers import demo_model, may_lock, server_binary
 
 ROOT = Path(gateway.__file__).parent.parent
 
@@ -41,6 +43,11 @@ def specs(count: int, model: Path | None = None) -> list[ServerSpec]:
         )
         for index in range(count)
     ]
+
+
+def local_fleet(plan: list[ServerSpec], folder: Path, **options: Any) -> LocalFleet:
+    """A fleet on free ports, of the llama.cpp servers that this run is about."""
+    return LocalFleet(plan, folder, binary=server_binary(), base_port=0, **options)
 
 
 async def until(condition: Callable[[], bool], limit: float = 60.0) -> None:
@@ -62,7 +69,7 @@ def test_the_backoff_doubles_up_to_a_limit_and_is_reset_by_uptime() -> None:
 @pytest.mark.real
 async def test_servers_answer_are_described_as_nodes_and_end_with_the_fleet(tmp_path: Path) -> None:
     events: list[ServerEvent] = []
-    fleet = LocalFleet(specs(2), tmp_path, base_port=0, on_event=events.append)
+    fleet = local_fleet(specs(2), tmp_path, on_event=events.append)
     async with fleet, httpx.AsyncClient(timeout=60) as client:
         for url in fleet.urls:
             props = (await client.get(f"{url}/props")).json()
@@ -82,9 +89,30 @@ async def test_servers_answer_are_described_as_nodes_and_end_with_the_fleet(tmp_
 
 
 @pytest.mark.real
+async def test_a_server_understands_every_option_of_its_plan(tmp_path: Path) -> None:
+    plan = replace(
+        *specs(1),
+        no_mmap=True,
+        mlock=may_lock(),
+        prompt_cache_bytes=64 << 20,
+        embedding=True,
+        batch=2048,
+        micro_batch=2048,
+    )
+    async with local_fleet([plan], tmp_path) as fleet, httpx.AsyncClient(timeout=60) as client:
+        (url,) = fleet.urls
+        answer = await client.post(f"{url}/v1/embeddings", json={"input": "hello"})
+        assert answer.status_code == 200, answer.text
+        assert (await client.get(f"{url}/metrics")).status_code == 200
+        assert (await client.get(f"{url}/slots")).status_code == 200
+        # No web page may read it, except one of its own.
+        assert answer.headers["access-control-allow-origin"] in {"", url}
+
+
+@pytest.mark.real
 async def test_the_fleet_ends_while_a_server_waits_for_its_restart(tmp_path: Path) -> None:
     events: list[ServerEvent] = []
-    async with LocalFleet(specs(1), tmp_path, base_port=0, on_event=events.append) as fleet:
+    async with local_fleet(specs(1), tmp_path, on_event=events.append) as fleet:
         (pid,) = fleet.pids
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
@@ -99,19 +127,19 @@ async def test_a_server_that_cannot_start_is_reported_with_its_log_and_ends_the_
 ) -> None:
     bad = tmp_path / "bad.gguf"
     bad.write_bytes(b"no model")
-    fleet = LocalFleet([*specs(1), *specs(2, bad)[1:]], tmp_path / "logs", base_port=0)
+    fleet = local_fleet([*specs(1), *specs(2, bad)[1:]], tmp_path / "logs")
     with pytest.raises(ServerStartError) as caught:
         await fleet.__aenter__()
     message = str(caught.value)
     assert message.startswith("local-1: the llama.cpp server ended (exit status 1)")
     assert str(fleet.logs[1]) in message
-    assert f"could not serve {bad}" in message
+    assert str(bad) in message.partition("the end of its log")[2]
     assert fleet.pids == (None, None)
 
 
 @pytest.mark.real
 async def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path: Path) -> None:
-    fleet = LocalFleet(specs(1), tmp_path, base_port=0, start_timeout=0.001)
+    fleet = local_fleet(specs(1), tmp_path, start_timeout=0.001)
     with pytest.raises(ServerStartError, match="not ready after"):
         await fleet.__aenter__()
     assert fleet.pids == (None,)
@@ -120,7 +148,7 @@ async def test_a_server_that_is_not_ready_in_time_is_ended(tmp_path: Path) -> No
 @pytest.mark.real
 async def test_cancelling_the_start_ends_the_started_servers(tmp_path: Path) -> None:
     started = asyncio.Event()
-    fleet = LocalFleet(specs(2), tmp_path, base_port=0, on_event=lambda _: started.set())
+    fleet = local_fleet(specs(2), tmp_path, on_event=lambda _: started.set())
     task = asyncio.create_task(fleet.__aenter__())
     async with asyncio.timeout(60):
         await started.wait()

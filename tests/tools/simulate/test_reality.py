@@ -38,6 +38,15 @@ async def client() -> AsyncIterator[httpx.AsyncClient]:
         yield made
 
 
+def by_first_use(rows: list[tuple[int, int, int]]) -> list[tuple[int, ...]]:
+    """The rows with slots numbered by their first use.
+
+    Of slots that nobody has used yet build 11549 takes the last one, and 11669 the first.
+    """
+    numbers: dict[int, int] = {}
+    return [(numbers.setdefault(slot, len(numbers)), *rest) for slot, *rest in rows]
+
+
 def in_steps(*jobs: Job) -> list[int]:
     """The steps that each takes in the model, from when it gets one of two slots."""
     # Where every step lasts a second, whatever it holds, seconds are steps.
@@ -78,7 +87,7 @@ async def test_slots_cached_tokens_and_steps_are_those_of_a_real_server(
         total, busy = await computed(client, url)
     finally:
         stop_demo_server(server)
-    assert seen == expected
+    assert by_first_use(seen) == by_first_use(expected)
     assert any(cached for _, cached, _ in seen)
     assert total == busy == sum(steps for _, _, steps in expected)
 

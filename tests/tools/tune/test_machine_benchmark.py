@@ -15,6 +15,7 @@ from gateway.tools.tune.machine_benchmark import (
 )
 from gateway.tools.tune.measurements import BenchmarkRequest
 from gateway.tools.tune.setting import Setting, rule_of_thumb
+from tests.servers import server_path
 from tests.tools.local.machine import make_machine
 from tests.tools.local.powercap import PowercapTree
 
@@ -26,7 +27,7 @@ CONTEXT = 2048
 
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalFleetPlan:
-    monkeypatch.setenv("PATH", "/nowhere")  # the embedded server, whatever this machine has
+    monkeypatch.setenv("PATH", server_path())
     return plan_local_fleet(cache=tmp_path)
 
 

@@ -1,0 +1,41 @@
+"""What of two responses must be equal: the names and types of values, and some headers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+# Fields that depend on the model or on the machine, or that the emulator has in part only.
+SET_ASIDE = {"generation_settings", "params", "chat_template_caps", "speculative.types"}
+HEADERS = {"content-type", "connection", "keep-alive", "transfer-encoding", "server"}
+
+
+def shape(value: Any) -> Any:
+    """The shape of a value: its names and types."""
+    if isinstance(value, dict):
+        return {k: ... if k in SET_ASIDE else shape(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [shape(item) for item in value[:1]] if len(value) < 2 else [shape(value[0]), "more"]
+    return (
+        "number" if isinstance(value, int | float) and not isinstance(value, bool) else type(value)
+    )
+
+
+def stream_shape(body: str) -> list[Any]:
+    """The names and shapes of events; equal ones in a row count once."""
+    shapes: list[Any] = []
+    for block in body.split("\n\n")[:-1]:
+        *names, data = block.split("\n")
+        value = data.removeprefix("data: ")
+        found = [
+            *names,
+            value if value == "[DONE]" else shape(httpx.Response(200, text=value).json()),
+        ]
+        if not shapes or shapes[-1] != found:
+            shapes.append(found)
+    return shapes
+
+
+def heads(reply: httpx.Response) -> dict[str, str]:
+    return {name: value for name, value in reply.headers.items() if name in HEADERS}

@@ -1,0 +1,233 @@
+"""The emulated router compared with a real one: the same responses, and the same states.
+
+Build 11669 does not do what older pages say: it unloads idle models only, so that a request for
+another one waits; and when a model's server dies in a stream, the router writes a line of text and
+ends the body as if it were whole. That is how a gateway sees it: a stream without its last event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.emulator.raw_connection import chat, post, raw_connection
+from tests.emulator.router import EmulatedRouter
+from tests.emulator.shapes import heads, shape
+from tests.polling import eventually
+from tests.servers import DemoServer, demo_model, running_router
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.slow,
+    pytest.mark.binary_only("the wheel's server has no router mode"),
+]
+CHAT = "/v1/chat/completions"
+LIMIT = 60.0  # seconds
+CONTEXT = 16_128  # tokens; a server rounds up to a multiple of 256
+ENDLESS: dict[str, Any] = {"ignore_eos": True, "max_tokens": 100_000}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of three models, and of a file that is none."""
+    made = tmp_path_factory.mktemp("models")
+    for name in ("a", "b", "c"):
+        (made / f"{name}.gguf").symlink_to(demo_model())
+    (made / "bad.gguf").write_text("no model")
+    return made
+
+
+@pytest.fixture(scope="module")
+def real(folder: Path) -> Iterator[DemoServer]:
+    with running_router(folder, slots=2, context=CONTEXT, extra=("--models-max", "1")) as router:
+        yield router
+
+
+@asynccontextmanager
+async def both(
+    real: DemoServer, **options: Any
+) -> AsyncIterator[list[tuple[httpx.AsyncClient, EmulatedRouter | None]]]:
+    """Clients of the real and of an emulated router, both without a loaded model."""
+    settings = {"models_max": 1, "slots": 2, "context": CONTEXT, "decode_tps": 2000} | options
+    fresh = httpx.Limits(max_keepalive_connections=0)
+    async with (
+        EmulatedRouter("abc", unreadable=["bad"], **settings) as emulated,
+        httpx.AsyncClient(base_url=real.url, timeout=LIMIT, limits=fresh) as first,
+        httpx.AsyncClient(base_url=emulated.url, timeout=LIMIT, limits=fresh) as second,
+    ):
+        for name, value in (await values(first)).items():
+            if value != "unloaded":
+                await first.post("/models/unload", json={"model": name})
+                await shows(first, name, "unloaded")
+        yield [(first, None), (second, emulated)]
+
+
+async def values(client: httpx.AsyncClient) -> dict[str, str]:
+    models = (await client.get("/v1/models")).json()["data"]
+    return {model["id"]: model["status"]["value"] for model in models}
+
+
+async def shows(client: httpx.AsyncClient, name: str, value: str) -> None:
+    """Wait until a router shows this value of a model."""
+
+    async def shown() -> bool | None:
+        return (await values(client))[name] == value or None
+
+    await eventually(shown)
+
+
+async def alike(
+    clients: list[tuple[httpx.AsyncClient, EmulatedRouter | None]],
+    method: str,
+    path: str,
+    **options: Any,
+) -> httpx.Response:
+    """Send a request to both, compare the responses, and return the real one."""
+    first, second = [await client.request(method, path, **options) for client, _ in clients]
+    assert (second.status_code, heads(second)) == (first.status_code, heads(first)), path
+    if "json" in first.headers["content-type"]:
+        assert shape(second.json()) == shape(first.json()), path
+    if first.status_code >= 400:
+        assert second.json() == first.json(), path
+    return first
+
+
+ONE = {"model": "a"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("GET", "/health", None),
+        ("GET", "/props", None),
+        ("GET", "/v1/models", None),
+        ("GET", "/slots", None),
+        ("GET", "/metrics", None),
+        ("GET", "/slots?model=a&autoload=false", None),
+        ("GET", "/metrics?model=a&autoload=false", None),
+        ("GET", "/props?model=a&autoload=false", None),
+        ("GET", "/slots?model=none", None),
+        ("GET", "/nothing", None),
+        ("POST", CHAT, chat()),
+        ("POST", CHAT, chat(model="none")),
+        ("POST", CHAT, chat(model="bad")),
+        ("POST", f"{CHAT}?autoload=false", chat(model="a")),
+        ("POST", "/tokenize", {"content": "a"}),
+        ("POST", "/models/load", {"model": "none"}),
+        ("POST", "/models/unload", {"model": "none"}),
+    ],
+)
+async def test_a_router_without_a_loaded_model_answers_alike(
+    real: DemoServer, method: str, path: str, body: dict[str, Any] | None
+) -> None:
+    async with both(real) as clients:
+        await alike(clients, method, path, json=body)
+
+
+async def test_a_loaded_model_is_shown_and_asked_alike(real: DemoServer) -> None:
+    async with both(real) as clients:
+        for client, _ in clients:
+            assert (await client.post("/models/load", json=ONE)).json() == {"success": True}
+            await shows(client, "a", "loaded")
+        listed = (await alike(clients, "GET", "/v1/models")).json()["data"][0]
+        assert listed["meta"]["n_ctx"] == CONTEXT
+        for path in ("/slots?model=a", "/props?model=a", "/metrics?model=a", "/slots"):
+            await alike(clients, "GET", path)
+        await alike(clients, "POST", "/models/load", json=ONE)
+        await alike(clients, "POST", "/models/load", json={"model": "b"})
+        body = chat(stream=False, model="a", max_tokens=2)
+        await alike(clients, "POST", CHAT, json=body)
+        await alike(clients, "POST", CHAT, json=body | {"stream": True})
+        await alike(clients, "POST", CHAT, json={"model": "a"})
+        await alike(clients, "POST", "/v1/embeddings", json={"model": "a", "input": "b"})
+        await alike(clients, "POST", "/tokenize", json={"model": "a", "content": "b"})
+
+
+async def test_a_model_that_does_not_load_is_marked_until_a_reload(real: DemoServer) -> None:
+    async with both(real) as clients:
+        for client, _ in clients:
+            await client.post(CHAT, json=chat(model="bad"))
+            states = (await client.get("/v1/models")).json()["data"]
+            [bad] = [model["status"] for model in states if model["id"] == "bad"]
+            assert (bad["value"], bad["failed"], bad["exit_code"]) == ("unloaded", True, 1)
+            states = (await client.get("/v1/models?reload=1")).json()["data"]
+            assert not any("failed" in model["status"] for model in states)
+
+
+async def test_a_request_for_another_model_waits_until_the_loaded_one_is_idle(
+    real: DemoServer,
+) -> None:
+    async with both(real) as clients:
+        for client, _ in clients:
+            async with raw_connection(str(client.base_url)) as busy:
+                await busy.send(post(CHAT, chat(model="a", **ENDLESS)))
+                await busy.until(b"\n\n")
+                body = chat(stream=False, model="b", max_tokens=2)
+                waiting = asyncio.create_task(client.post(CHAT, json=body))
+                for _ in range(20):  # answered as before: the other request changes nothing yet
+                    assert (await values(client))["b"] == "unloaded"
+                    assert not waiting.done()
+            answer = await waiting
+            assert (answer.status_code, answer.json()["model"]) == (200, "b")
+            assert await values(client) == {
+                **dict.fromkeys(("a", "bad", "c"), "unloaded"),
+                "b": "loaded",
+            }
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_death_of_a_model_s_server_looks_alike(real: DemoServer, stream: bool) -> None:
+    ends = []
+    async with both(real) as clients:
+        for client, emulated in clients:
+            async with raw_connection(str(client.base_url)) as wire:
+                await wire.send(post(CHAT, chat(model="a", stream=stream, **ENDLESS)))
+                if stream:
+                    await wire.until(b"\n\n")
+                await eventually(partial(is_busy, client))
+                if emulated is None:
+                    for child in psutil.Process(real.pid).children():
+                        child.kill()
+                else:
+                    await emulated.kill_model("a")
+                rest = await wire.rest()
+            ends.append((rest.splitlines()[0] if not stream else b"", rest[-48:]))
+            await eventually(partial(has_failed, client))
+            again = await client.post(CHAT, json=chat(stream=False, model="a", max_tokens=1))
+            assert again.status_code == 200
+    assert ends[0] == ends[1]
+    assert ends[0][1].endswith(b"proxy error: Failed to read connection\r\n0\r\n\r\n")
+
+
+async def is_busy(client: httpx.AsyncClient) -> bool | None:
+    slots = await client.get("/slots?model=a&autoload=false")
+    if slots.status_code != 200:
+        return None
+    return any(slot["is_processing"] for slot in slots.json()) or None
+
+
+async def has_failed(client: httpx.AsyncClient) -> bool | None:
+    status = (await client.get("/v1/models")).json()["data"][0]["status"]
+    wanted = {"value": "unloaded", "failed": True, "exit_code": 1}
+    return all(status.get(name) == value for name, value in wanted.items()) or None
+
+
+async def test_a_model_that_sleeps_is_shown_and_wakes_alike(folder: Path) -> None:
+    extra = ("--models-max", "1", "--sleep-idle-seconds", "1")
+    with running_router(folder, slots=2, context=CONTEXT, extra=extra) as router:
+        async with both(router, sleep_idle_seconds=1) as clients:
+            for client, _ in clients:
+                await client.post(CHAT, json=chat(stream=False, model="a", max_tokens=1))
+                await shows(client, "a", "sleeping")
+                assert (await client.get("/props?model=a")).json()["is_sleeping"] is True
+                assert (await values(client))["a"] == "sleeping"
+                assert (await client.get("/slots?model=a")).status_code == 200
+                assert (await values(client))["a"] == "loaded"

@@ -1,0 +1,356 @@
+"""The emulated node compared with a real server in what it says of itself, and in each state.
+
+What a server says of itself is the same in builds 11549 (the wheel's) and 11669, and does not tell
+its kind: `architecture` in `/v1/models` is text to text, `modalities` in `/props` are all false.
+
+| started with | chat | embeddings | rerank |
+| --- | --- | --- | --- |
+| nothing more | 200 | 501 | 501 |
+| `--embedding --pooling mean` | 200 | 200 | 501 |
+| `--embedding --pooling rank`, `--reranking` | 200 | 200, all zeros | 200 |
+
+With `--embedding` alone, build 11669 dies of SIGSEGV at the first chat to a model without a pooling
+of its own, as the demo model is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.tools.local.server_process import claim_port, claimed_port
+from tests.emulator import EmulatedNode
+from tests.emulator.raw_connection import chat, post, raw_connection
+from tests.emulator.shapes import heads, shape, stream_shape
+from tests.polling import eventually
+from tests.servers import (
+    spawn_demo_server,
+    start_demo_servers,
+    stop_demo_server,
+    wait_for_demo_server,
+)
+
+pytestmark = [pytest.mark.real, pytest.mark.slow]
+binary_only = pytest.mark.binary_only("the wheel's server has no option for it")
+CHAT = "/v1/chat/completions"
+ENDLESS: dict[str, Any] = {"ignore_eos": True, "max_tokens": 100_000}
+IDLE_LIMIT = 5.0  # seconds
+
+
+@contextmanager
+def server(**options: Any) -> Iterator[str]:
+    started = spawn_demo_server(**options)
+    try:
+        yield wait_for_demo_server(started)
+    finally:
+        stop_demo_server(started)
+
+
+@asynccontextmanager
+async def clients(
+    real: str, emulated: str, **options: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, httpx.AsyncClient]]:
+    limits = httpx.Limits(max_keepalive_connections=0)
+    async with (
+        httpx.AsyncClient(base_url=real, timeout=60, limits=limits, **options) as first,
+        httpx.AsyncClient(base_url=emulated, timeout=60, limits=limits, **options) as second,
+    ):
+        yield first, second
+
+
+async def alike(
+    pair: tuple[httpx.AsyncClient, httpx.AsyncClient], method: str, path: str, **options: Any
+) -> httpx.Response:
+    """Send a request to both, compare the responses, and return the real one."""
+    first, second = [await client.request(method, path, **options) for client in pair]
+    assert (second.status_code, heads(second)) == (first.status_code, heads(first)), path
+    if first.status_code >= 400:
+        assert second.json() == first.json(), path
+    elif "json" in first.headers["content-type"]:
+        assert shape(second.json()) == shape(first.json()), path
+    return first
+
+
+@pytest.mark.parametrize(
+    ("options", "kinds", "statuses"),
+    [
+        ({}, {}, (200, 501, 501)),
+        ({"embedding": True}, {"embeddings": True}, (200, 200, 501)),
+        (
+            {"embedding": True, "extra": ("--pooling", "rank")},
+            {"embeddings": True, "rerank": True},
+            (200, 200, 200),
+        ),
+    ],
+)
+async def test_what_a_server_says_of_itself_does_not_tell_its_kind(
+    options: dict[str, Any], kinds: dict[str, Any], statuses: tuple[int, ...]
+) -> None:
+    with server(slots=1, context=512, **options) as url:
+        async with (
+            EmulatedNode(slots=1, context=512, **kinds) as node,
+            clients(url, node.url) as pair,
+        ):
+            for client in pair:
+                [model] = (await client.get("/v1/models")).json()["data"]
+                assert model["architecture"] == {
+                    "input_modalities": ["text"],
+                    "output_modalities": ["text"],
+                }
+                assert model["meta"]["n_ctx"] == 512
+                props = (await client.get("/props")).json()
+                assert not any(props["modalities"].values())
+            bodies = {
+                CHAT: chat(stream=False, max_tokens=1),
+                "/v1/embeddings": {"input": "a"},
+                "/v1/rerank": {"query": "a", "documents": ["b"]},
+            }
+            answers = [await alike(pair, "POST", path, json=body) for path, body in bodies.items()]
+            assert tuple(answer.status_code for answer in answers) == statuses
+
+
+@binary_only
+async def test_the_first_alias_of_the_alphabet_names_the_model() -> None:
+    with server(slots=1, context=512, alias="small,demo,tiny") as url:
+        async with (
+            EmulatedNode(slots=1, model="small", aliases=("demo", "tiny")) as node,
+            clients(url, node.url) as pair,
+        ):
+            for client in pair:
+                [model] = (await client.get("/v1/models")).json()["data"]
+                assert (model["id"], model["aliases"]) == ("demo", ["demo", "small", "tiny"])
+                assert (await client.get("/props")).json()["model_alias"] == "demo"
+                for asked in ("tiny", "another"):
+                    answer = await client.post(CHAT, json=chat(stream=False, model=asked))
+                    assert answer.json()["model"] == "demo"
+
+
+async def test_a_server_with_a_key_answers_alike(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("secret\n")
+    options: dict[str, Any] = {"slots": 1, "context": 512}
+    with server(**options, extra=("--api-key-file", str(tmp_path / "keys"))) as url:
+        async with EmulatedNode(**options, api_key="secret") as node:
+            public = {"/health", "/v1/health", "/"}
+            paths = [*sorted(public), "/props", "/slots", "/metrics", "/v1/models", "/nothing"]
+            async with clients(url, node.url) as pair:
+                for path in paths:
+                    answer = await alike(pair, "GET", path)
+                    assert (answer.status_code == 401) is (path not in public), path
+                assert (await alike(pair, "POST", CHAT, json=chat())).status_code == 401
+                for name, value in (("authorization", "Bearer secret"), ("x-api-key", "secret")):
+                    answer = await alike(pair, "GET", "/props", headers={name: value})
+                    assert answer.status_code == 200
+                wrong = await alike(pair, "GET", "/props", headers={"authorization": "Bearer no"})
+                assert wrong.status_code == 401
+
+
+@binary_only
+async def test_endpoints_that_are_off_are_refused_alike() -> None:
+    with server(slots=1, context=512, extra=("--no-slots",)) as url:
+        async with (
+            EmulatedNode(slots=1, context=512, endpoint_slots=False) as node,
+            clients(url, node.url) as pair,
+        ):
+            assert (await alike(pair, "GET", "/slots")).status_code == 501
+            for client in pair:
+                assert (await client.get("/props")).json()["endpoint_slots"] is False
+
+
+async def test_a_busy_slot_is_shown_alike() -> None:
+    async with (
+        start_demo_servers(1, 1, context=16_128) as [url],
+        EmulatedNode(slots=1, context=16_128, decode_tps=100) as node,
+        clients(url, node.url) as pair,
+    ):
+        assert (await alike(pair, "GET", "/slots?fail_on_no_slot=1")).status_code == 200
+        for client in pair:
+            async with client.stream("POST", CHAT, json=chat(**ENDLESS)) as running:
+                chunks = running.aiter_raw()  # the stream ends with it
+                await anext(chunks)
+                full = await client.get("/slots?fail_on_no_slot=1")
+                assert full.status_code == 503
+                assert full.json()["error"]["message"] == "no slot available"
+                assert full.json()["error"]["type"] == "unavailable_error"
+                [slot] = (await client.get("/slots")).json()
+                assert slot["is_processing"] is True
+                assert slot["n_prompt_tokens"] > 0
+                assert slot["next_token"][0]["n_decoded"] >= 1
+                assert (await client.get("/health")).status_code == 200
+                figures = (await client.get("/metrics")).text
+                assert "llamacpp:requests_processing 1\n" in figures
+
+            async def idle(client: httpx.AsyncClient = client) -> bool | None:
+                return (await client.get("/slots?fail_on_no_slot=1")).status_code == 200 or None
+
+            await eventually(idle)
+
+
+async def test_a_server_that_loads_its_model_says_so_on_every_path() -> None:
+    paths = ("/health", "/props", "/slots", "/v1/models", "/nothing", CHAT)
+    async with EmulatedNode() as node, httpx.AsyncClient() as client:
+        node.loading = True
+        expected = [await client.get(node.url + path) for path in paths]
+        assert {answer.status_code for answer in expected} == {503}
+    seen: dict[str, httpx.Response] = {}
+    while len(seen) < len(paths):  # it loads within milliseconds: of one start some are seen
+        with claim_port("127.0.0.1") as claim:
+            started = spawn_demo_server(size="medium", port=claimed_port(claim))
+            try:
+                await look_while_loading(f"http://127.0.0.1:{claimed_port(claim)}", paths, seen)
+            finally:
+                await asyncio.to_thread(stop_demo_server, started)
+    for path, answer in zip(paths, expected, strict=True):
+        assert (seen[path].json(), heads(seen[path])) == (answer.json(), heads(answer))
+
+
+async def look_while_loading(
+    url: str, paths: tuple[str, ...], seen: dict[str, httpx.Response]
+) -> None:
+    """Ask until the server is ready."""
+    limits = httpx.Limits(max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=url, limits=limits) as client, asyncio.timeout(60):
+        while True:
+            for path in paths:
+                try:
+                    answer = await client.get(path)
+                except httpx.TransportError:
+                    await asyncio.sleep(0.001)
+                    break
+                if answer.status_code == 503:
+                    seen[path] = answer
+                elif path == "/health":
+                    return
+
+
+async def test_an_idle_connection_is_closed_after_five_seconds_and_a_refused_one_at_once() -> None:
+    async with start_demo_servers(1, 1, context=512) as [url], EmulatedNode() as node:
+
+        async def seconds_open(where: str, path: str) -> float:
+            async with raw_connection(where) as wire:
+                await wire.send(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+                await wire.some()
+                began = asyncio.get_running_loop().time()
+                assert await wire.rest() == b""
+                return asyncio.get_running_loop().time() - began
+
+        for where in (url, node.url):
+            assert await seconds_open(where, "/health") >= IDLE_LIMIT - 0.5
+            # Without a limit of its own: a machine may stand still for seconds.
+            async with raw_connection(where) as wire:
+                await wire.send(b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert b"Connection: close" in await wire.rest()
+
+
+@binary_only
+@pytest.mark.parametrize(
+    "path", [CHAT, "/v1/completions", "/completion", "/v1/messages", "/v1/responses"]
+)
+async def test_a_full_pool_ends_every_request_alike(path: str) -> None:
+    """Without `--parallel`: four slots, each with the whole context by its own words."""
+    body = chat() | {"prompt": "hello", "input": "hello", "n_predict": 200, "ignore_eos": True}
+    with server(slots=1, context=256, extra=("--parallel", "-1")) as url:
+        async with (
+            EmulatedNode(slots=4, context=256, unified=True, decode_tps=1000) as node,
+            clients(url, node.url) as pair,
+        ):
+            props = (await alike(pair, "GET", "/props")).json()
+            assert props["total_slots"] == 4
+            assert props["default_generation_settings"]["n_ctx"] == 256
+            assert [slot["n_ctx"] for slot in (await pair[0].get("/slots")).json()] == [256] * 4
+            ends = []
+            for client in pair:
+                # Twice what fits, of which some are streams.
+                answers = await asyncio.gather(
+                    *(client.post(path, json=body | {"stream": i % 2 == 0}) for i in range(4))
+                )
+                failed = [answer for answer in answers if "exceeded" in answer.text]
+                assert len(failed) >= 2
+                plain = {answer.text for answer in failed if answer.status_code == 500}
+                streams = {
+                    answer.text.rpartition("\n\n")[0].rpartition("\n\n")[2]
+                    for answer in failed
+                    if answer.status_code == 200
+                }
+                ends.append([sorted(map(order_keys, found)) for found in (plain, streams)])
+            assert ends[0] == ends[1]
+            alone = body | {"prompt": "hello " * 40, "n_predict": 1}
+            assert (await alike(pair, "POST", "/completion", json=alone)).status_code == 200
+            long = {"prompt": "hello " * 300}
+            too_long = (await alike_in_kind(pair, "/completion", long)).json()["error"]
+            assert (too_long["type"], too_long["n_ctx"]) == ("exceed_context_size_error", 256)
+
+
+def order_keys(text: str) -> str:
+    """An error or error event with its keys in order."""
+    start = text.index("{")
+    value = httpx.Response(200, text=text[start:]).json()
+    error = value.get("error", value)
+    return f"{text[:start]} {'error' in value} {sorted(error.items(), key=str)}"
+
+
+async def alike_in_kind(
+    pair: tuple[httpx.AsyncClient, httpx.AsyncClient], path: str, body: dict[str, Any]
+) -> httpx.Response:
+    """As `alike`, of errors that hold counts of tokens."""
+    first, second = [await client.post(path, json=body) for client in pair]
+    assert (second.status_code, heads(second)) == (first.status_code, heads(first))
+    assert shape(second.json()) == shape(first.json())
+    return first
+
+
+@binary_only
+async def test_a_server_sleeps_and_is_woken_alike() -> None:
+    with server(slots=1, context=512, extra=("--sleep-idle-seconds", "1")) as url:
+        async with (
+            EmulatedNode(slots=1, context=512, sleep_idle_seconds=1) as node,
+            clients(url, node.url) as pair,
+        ):
+            for client in pair:
+
+                async def sleeps(client: httpx.AsyncClient = client) -> bool | None:
+                    return (await client.get("/props")).json()["is_sleeping"] or None
+
+                for path in ("/health", "/v1/models", "/metrics", "/props"):
+                    await eventually(sleeps)
+                    assert (await client.get(path)).status_code == 200
+                    assert await sleeps(), path
+                for method, path, body in (
+                    ("GET", "/slots", None),
+                    ("POST", "/tokenize", {"content": "a"}),
+                    ("POST", "/apply-template", chat()),
+                    ("POST", CHAT, chat(stream=False, max_tokens=1)),
+                ):
+                    await eventually(sleeps)
+                    assert (await client.request(method, path, json=body)).status_code == 200
+                    assert not await sleeps(), path
+
+
+@binary_only
+async def test_the_server_s_own_comments_in_a_stream_agree() -> None:
+    extra = ("--sse-ping-interval", "1", "-b", "8", "-ub", "8")
+    with server(slots=1, context=16_128, extra=extra) as url:
+        async with EmulatedNode(slots=1, context=16_128, ping_interval=1, prefill_tps=4000) as node:
+            for where in (url, node.url):
+                async with raw_connection(where) as wire:
+                    await wire.send(post(CHAT, chat("hello there " * 3000, max_tokens=1)))
+                    await wire.head()
+                    assert await wire.until(b"\n\n\r\n") == b"3\r\n:\n\n\r\n"
+
+
+async def test_a_stream_with_usage_and_timings_agrees() -> None:
+    options: dict[str, Any] = {"stream_options": {"include_usage": True}}
+    async with (
+        start_demo_servers(1, 2, context=512) as [url],
+        EmulatedNode(slots=2, context=512) as node,
+        clients(url, node.url) as pair,
+    ):
+        body = chat(max_tokens=3, timings_per_token=True, **options)
+        first, second = [await client.post(CHAT, json=body) for client in pair]
+        assert stream_shape(second.text) == stream_shape(first.text)
+        assert first.text.endswith("data: [DONE]\n\n")

@@ -1,0 +1,133 @@
+"""`pytest --llama-server binary`, with a llama-server that only tells its build."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from setup.llama_server import EXPECTED_BUILD
+from tests.servers import BINARY_VARIABLE
+
+pytest_plugins = ["pytester"]
+FILE = f"""
+import os
+import pytest
+
+pytestmark = pytest.mark.real
+
+def test_passes(): assert os.environ[{BINARY_VARIABLE!r}].endswith("/llama-server")
+
+def test_fails(): assert "one" == "other"
+
+@pytest.fixture
+def server(): raise AssertionError("no server")
+
+def test_has_no_server(server): pass
+
+@pytest.mark.wheel_only("reads the wheel's log")
+def test_of_the_wheel(): pass
+"""
+FAST = "def test_fast(): assert False"
+
+
+@pytest.fixture
+def checkout(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(pytester.path / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.delenv("TESTS_UNDER_GATE", raising=False)
+    pytester.makepyfile(FILE)
+    return pytester
+
+
+def install(checkout: pytest.Pytester, build: int) -> None:
+    program = checkout.path / "cache/llama-gateway-tests/llama-server/llama-server"
+    program.parent.mkdir(parents=True)
+    program.write_text(f"#!/bin/sh\necho 'version: 0.7.0 (build {build}, commit x)'\n")
+    program.chmod(0o755)
+
+
+def run(checkout: pytest.Pytester, *arguments: str, kind: str = "binary") -> pytest.RunResult:
+    plugins = ("-p", "tests.server_kind", "-p", "no:asyncio", "-rA")
+    return checkout.runpytest_subprocess(*plugins, "--llama-server", kind, *arguments)
+
+
+def test_with_the_expected_build_failures_fail(
+    checkout: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TESTS_UNDER_GATE", "yes")
+    install(checkout, EXPECTED_BUILD)
+    ran = run(checkout)
+    ran.assert_outcomes(passed=1, failed=1, errors=1, skipped=1)
+    assert "DRIFT" not in ran.stdout.str()
+    assert "wheel_only: reads the wheel's log" in ran.stdout.str()
+
+
+def test_with_another_build_failures_fail_on_a_developer_s_machine(
+    checkout: pytest.Pytester,
+) -> None:
+    install(checkout, 12)
+    run(checkout).assert_outcomes(passed=1, failed=1, errors=1, skipped=1)
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_with_another_build_failures_are_drift_in_the_gate(
+    checkout: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, workers: str
+) -> None:
+    monkeypatch.setenv("TESTS_UNDER_GATE", "yes")
+    install(checkout, 12)
+    ran = run(checkout, "-n", workers)
+    assert ran.ret == 0
+    ran.assert_outcomes(passed=1, skipped=1)
+    ran.stdout.fnmatch_lines(
+        [
+            f"*DRIFT: llama-server is build 12, expected {EXPECTED_BUILD}*",
+            "DRIFT *::test_fails",
+            "*AssertionError: assert 'one' == 'other'*",
+        ]
+    )
+    ran.stdout.fnmatch_lines(["DRIFT *::test_has_no_server"])
+
+
+def test_drift_excuses_no_other_test(
+    checkout: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TESTS_UNDER_GATE", "yes")
+    install(checkout, 12)
+    checkout.makepyfile(test_fast=FAST)
+    ran = run(checkout)
+    assert ran.ret == 1
+    ran.assert_outcomes(passed=1, failed=1, skipped=1)
+
+
+def test_without_the_program_real_tests_skip(checkout: pytest.Pytester) -> None:
+    ran = run(checkout)
+    ran.assert_outcomes(skipped=4)
+    assert "is missing or does not run: make llama-server" in ran.stdout.str()
+
+
+def test_without_the_program_real_tests_fail_in_the_gate(
+    checkout: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TESTS_UNDER_GATE", "yes")
+    ran = run(checkout)
+    ran.assert_outcomes(errors=3, skipped=1)
+    assert "is missing or does not run: make llama-server" in ran.stdout.str()
+
+
+def test_the_wheel_s_server_needs_no_program(
+    checkout: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(BINARY_VARIABLE, "/somewhere/else")
+    checkout.makepyfile(
+        f"""
+        import os, pytest
+
+        @pytest.mark.real
+        def test_passes(): assert {BINARY_VARIABLE!r} not in os.environ
+
+        @pytest.mark.binary_only("no router mode")
+        def test_of_the_binary(): pass
+        """
+    )
+    run(checkout, kind="wheel").assert_outcomes(passed=1, skipped=1)
