@@ -33,6 +33,8 @@ from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.postgres import needs_postgres, running_postgres
 
+pytestmark = pytest.mark.usefixtures("hurried")
+
 ALICE, BOB, OWN = new_key("alice"), new_key("bob"), new_key("own")
 
 CHAT = json.dumps({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1})

@@ -7,18 +7,22 @@ import time
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from gateway.batches.kept_bytes import kept_by
 from gateway.batches.states import RequestKind, RequestState
 from gateway.web.owners import ANONYMOUS_OWNER
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 
+pytestmark = pytest.mark.usefixtures("hurried")
+
 BODY = {"messages": [{"role": "user", "content": "tell me a story"}], "max_tokens": 40}
 
 
 async def test_what_runs_when_the_gateway_ends_is_run_by_the_next_one(tmp_path: Path) -> None:
     path, prefer = "/v1/chat/completions", {"prefer": "respond-async"}
-    async with EmulatedNode(slots=1, decode_tps=20, answer_tokens=1000) as node:
+    async with EmulatedNode(slots=1, decode_tps=100, answer_tokens=1000) as node:
         async with running_gateway(tmp_path, [node.url]) as running:
             answers = [await running.client.post(path, json=BODY, headers=prefer) for _ in range(2)]
             await until(lambda: node.busy == 1)
@@ -49,7 +53,7 @@ async def test_requests_of_a_key_that_keeps_as_much_as_it_may_wait_until_there_i
         "file_bytes": 60_000, "bytes_per_key": 60_000, "background_at_once": 1,
     }  # fmt: skip
     ask = {"input": "tell me a story", "max_output_tokens": 100, "background": True}
-    node = EmulatedNode(slots=1, decode_tps=200, answer_tokens=1000)
+    node = EmulatedNode(slots=1, decode_tps=1000, answer_tokens=1000)
     async with node, running_gateway(tmp_path, [node.url], {"batches": limits}) as running:
         api, requests = running.client, running.gateway.background.requests
         assert requests is not None

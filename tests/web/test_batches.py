@@ -25,6 +25,8 @@ from gateway.web.batches import batch_object
 from tests.gateways import Running, running_gateway
 from tests.polling import eventually
 
+pytestmark = pytest.mark.usefixtures("hurried")
+
 DEAD = "http://127.0.0.1:9"
 ALICE, BOB = new_key("alice"), new_key("bob")
 CHAT: Final = "/v1/chat/completions"
