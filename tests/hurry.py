@@ -21,10 +21,13 @@ from gateway.transport.certificates import changed_files
 from gateway.web.admin.live_feed import LiveFeed
 
 PAUSES: tuple[tuple[Any, str, float], ...] = (
+    (BatchUpkeep.__init__, "idle_seconds", 0.03),
     (BatchUpkeep.__init__, "round_seconds", 0.03),
     (KeySync.__init__, "poll_seconds", 0.03),
+    (LiveFeed.__init__, "look_seconds", 0.03),
     (LiveFeed.__init__, "update_seconds", 0.03),
     (RequestTracing.__init__, "settle_seconds", 2 * DEFER_SECONDS),
+    (Store.__init__, "check_seconds", 0.1),
     (Store.__init__, "look_seconds", 0.03),
     (TraceExporter.__init__, "batch_seconds", 0.03),
     (WebhookSender.__init__, "poll_seconds", 0.03),

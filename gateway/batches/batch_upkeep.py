@@ -96,6 +96,7 @@ class BatchUpkeep:
         on_end: EndListener | None = None,
         *,
         round_seconds: float = ROUND_SECONDS,
+        idle_seconds: float = IDLE_SECONDS,
     ) -> None:
         self._store = store
         self._folder = folder
@@ -108,7 +109,7 @@ class BatchUpkeep:
         self._clock = clock
         self._work = work
         self._on_end = on_end
-        self._round_seconds = round_seconds
+        self._round_seconds, self._idle_seconds = round_seconds, idle_seconds
         self._wakes = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """By batch."""
@@ -145,7 +146,7 @@ class BatchUpkeep:
                 else:
                     self.folder_error = None
                     self._problems.pop("", None)
-                pause = IDLE_SECONDS if self._is_idle else self._round_seconds
+                pause = self._idle_seconds if self._is_idle else self._round_seconds
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause):
                         await self._wakes.wait()

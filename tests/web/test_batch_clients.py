@@ -19,7 +19,7 @@ from tests.emulator import EmulatedNode, expected_chat_text
 from tests.gateway_processes import serving
 from tests.polling import eventually
 
-pytestmark = pytest.mark.usefixtures("hurried")
+pytestmark = pytest.mark.slow
 
 CHAT: Final = "/v1/chat/completions"
 KEY = new_key("alice")
