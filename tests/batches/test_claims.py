@@ -178,6 +178,7 @@ def test_rows_of_a_process_that_is_not_registered_wait_again_at_once(store: Stor
     assert left(store) == (1, 1)
 
 
+@pytest.mark.slow
 def test_rows_of_a_killed_process_wait_again_at_once(store_url: str, store: Store) -> None:
     begin(store, a_batch(), [a_line(number) for number in range(1, 41)])
     with subprocess.Popen(
@@ -235,6 +236,7 @@ def test_threads_that_claim_at_once_take_every_row_once(store_url: str) -> None:
     assert sum(map(len, taken)) == count
 
 
+@pytest.mark.slow
 def test_processes_that_claim_at_once_take_every_row_once(store_url: str) -> None:
     count = 300
     with opened(store_url) as store:

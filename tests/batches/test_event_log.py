@@ -19,7 +19,9 @@ from gateway.batches.folder import Folder, FolderError
 from gateway.batches.log_file import LogBroken, LogEnded, LogFull
 from tests.batches.log_writer import delta
 from tests.batches.responses_over_nodes import logged, open_logs
+from tests.batches.virtual_store import store_in_virtual_time
 from tests.gateways import until
+from tests.virtual import in_virtual_time
 
 END = {"type": "response.completed", "response": {}}
 
@@ -213,16 +215,18 @@ async def test_the_end_is_on_the_disk_before_it_is_seen(
         await log.release()
 
 
+@in_virtual_time
 async def test_what_was_written_is_synced_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[int] = []
     monkeypatch.setattr(os, "fdatasync", lambda fd: synced.append(os.fstat(fd).st_size))
-    async with open_logs(tmp_path) as logs:
-        log = await logs.create()
-        await log.append(values(1))
-        await until(lambda: log.size in synced and log.size > 0, 10)
-        await log.release()
+    with store_in_virtual_time():
+        async with open_logs(tmp_path) as logs:
+            log = await logs.create()
+            await log.append(values(1))
+            await until(lambda: log.size in synced and log.size > 0, 10)
+            await log.release()
 
 
 def test_the_limits_are_what_the_words_say() -> None:

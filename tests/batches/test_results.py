@@ -74,6 +74,7 @@ async def run_rest(here: BatchPlace) -> int:
     return ran
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 700, 1500])
 async def test_a_killed_process_leaves_every_result_whole_and_once(
     store_url: str, tmp_path: Path, rows: int
@@ -303,6 +304,7 @@ print("done", end="")
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_in_the_middle_delays_results_and_loses_none(tmp_path: Path) -> None:
     # A small file system of its own, in a namespace of its own.
     mount = 'mount -t tmpfs -o size=4m none "$1" && exec "$3" -c "$4" "$1" "$2"'

@@ -33,6 +33,7 @@ from tests.batches.receivers import (
     status,
     target,
 )
+from tests.virtual import in_virtual_time
 
 BODY = '{"object":"event","id":"evt_1","type":"batch.completed","created_at":1,"data":{"id":"b"}}'
 
@@ -146,6 +147,7 @@ async def test_a_receiver_that_does_not_answer_is_cut_by_the_timeout() -> None:
     assert result == PostResult(None, "no answer within 0.3 s")
 
 
+@in_virtual_time
 async def test_a_receiver_that_answers_byte_by_byte_is_cut_too() -> None:
     async def drip(writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\n")
@@ -190,6 +192,7 @@ async def test_no_more_than_a_little_of_an_endless_answer_is_read() -> None:
     assert MOST_READ <= 4096
 
 
+@in_virtual_time
 async def test_a_success_counts_though_its_body_never_ends() -> None:
     async def stuck(writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nx")

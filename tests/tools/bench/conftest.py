@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _heap_of_one_test() -> Iterator[None]:
-    """Each load begins with a collection: half a second, if all that other tests have loaded is in it."""
+    """Each load begins with a collection, which takes long where other tests have loaded much."""
     gc.freeze()
     yield
     gc.unfreeze()
