@@ -112,10 +112,11 @@ async def test_other_clients_wait_no_longer_than_beside_a_plain_text(tmp_path: P
         gateway = await stack.enter_async_context(process(tmp_path, node.url))
         plain, _ = await _measured(tmp_path, gateway, chat(b'"' + b"a" * SIZE + b'"'))
         for shape, body in shapes():
-            for _ in range(TRIES):
-                waited, grown = await _measured(tmp_path, gateway, body)
+            waited, grown = await _measured(tmp_path, gateway, body)
+            for _ in range(TRIES - 1):
                 if waited < plain + 1.0:
                     break
+                waited, _ = await _measured(tmp_path, gateway, body)
             assert waited < plain + 1.0, f"{shape}: {waited} s, beside a plain text {plain} s"
             assert grown < 4 * SIZE, f"{shape}: {grown} bytes"
 

@@ -150,8 +150,10 @@ async def test_of_requests_that_no_slot_comes_for(
         await until(fleeting(gate, left), 2.0, left)
 
 
-@pytest.mark.parametrize("times", [1, 2, 9])
-@pytest.mark.parametrize("fault", [{"kind": "reset"}, {"kind": "status", "status": 500}])
+@pytest.mark.parametrize(
+    ("times", "fault"),
+    [(1, {"kind": "reset"}), (2, {"kind": "status", "status": 500}), (9, {"kind": "reset"})],
+)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("events", [None, 2])
 @in_virtual_time
