@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import typer.main
@@ -41,7 +42,7 @@ def calls(text: str) -> Iterator[list[str]]:
 
 def unknown(words: list[str]) -> list[str]:
     """Return what the program does not know of these words: a command, an action, or flags."""
-    command: Any = typer.main.get_command(app)
+    command: Any = _program()
     words = list(words)
     while words and words[0] in getattr(command, "commands", {}):
         command = command.commands[words.pop(0)]
@@ -55,6 +56,12 @@ def unknown(words: list[str]) -> list[str]:
     if words[:1] and words[0] not in _actions(command, words[0]):
         missing.append(words[0])
     return missing
+
+
+@cache
+def _program() -> Any:
+    """The program with all its commands, which takes long to build."""
+    return typer.main.get_command(app)
 
 
 def _actions(command: Any, word: str) -> list[str]:

@@ -94,6 +94,9 @@ class BatchUpkeep:
         work: UnfinishedWork,
         on_rows: Callable[[], None],
         on_end: EndListener | None = None,
+        *,
+        round_seconds: float = ROUND_SECONDS,
+        idle_seconds: float = IDLE_SECONDS,
     ) -> None:
         self._store = store
         self._folder = folder
@@ -106,6 +109,7 @@ class BatchUpkeep:
         self._clock = clock
         self._work = work
         self._on_end = on_end
+        self._round_seconds, self._idle_seconds = round_seconds, idle_seconds
         self._wakes = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """By batch."""
@@ -142,8 +146,9 @@ class BatchUpkeep:
                 else:
                     self.folder_error = None
                     self._problems.pop("", None)
+                pause = self._idle_seconds if self._is_idle else self._round_seconds
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(IDLE_SECONDS if self._is_idle else ROUND_SECONDS):
+                    async with asyncio.timeout(pause):
                         await self._wakes.wait()
                 self._wakes.clear()
         finally:
@@ -234,7 +239,7 @@ class BatchUpkeep:
             found = await self._store.run(job, write=False)
             if found is None or found.ended_lines == ended_lines:
                 # Others of its lines run yet, or another process ends it.
-                self._retry_at[batch.id] = self._clock() + ROUND_SECONDS
+                self._retry_at[batch.id] = self._clock() + self._round_seconds
                 break
             batch = found  # Of very many lines that are cancelled some are left.
 

@@ -120,6 +120,7 @@ class WebhookSender:
         policy: RetryPolicy | None = None,
         now: Callable[[], float] = time.time,
         poll_seconds: float = POLL_SECONDS,
+        close_seconds: float = CLOSE_SECONDS,
         recorded: Callable[[], int] | None = None,
     ) -> None:
         """`recorded`: how many deliveries this process has added; None: that is not known."""
@@ -133,6 +134,7 @@ class WebhookSender:
         self._policy = policy or RetryPolicy()
         self._now = now
         self._poll_seconds = poll_seconds
+        self._close_seconds = close_seconds
         self._recorded = recorded
         self._none_since: tuple[int, int] | None = None
         """The changes of the store and `recorded` before the look that found nothing."""
@@ -327,7 +329,7 @@ class WebhookSender:
         """Let attempts end, or give them to other processes."""
         if not self._running:
             return
-        await asyncio.wait(self._running, timeout=CLOSE_SECONDS)
+        await asyncio.wait(self._running, timeout=self._close_seconds)
         left, tasks = list(self._running.values()), list(self._running)
         for task in tasks:
             task.cancel()

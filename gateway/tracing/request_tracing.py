@@ -58,12 +58,14 @@ class RequestTracing:
         wall_clock_ns: Callable[[], int] = time.time_ns,
         rng: random.Random,
         open_sender: Callable[[TracesSettings], Sender] = open_otlp_sender,
+        settle_seconds: float = SETTLE_SECONDS,
     ) -> None:
         self._decision_log = decision_log
         self._clock = clock
         self._wall_clock_ns = wall_clock_ns
         self._rng = rng
         self._open_sender = open_sender
+        self._settle_seconds = settle_seconds
         self._settling: list[_Settling] = []
         self._exporter: TraceExporter | None = None
         self._stopped: list[TraceExporter] = []
@@ -117,7 +119,7 @@ class RequestTracing:
             return
         self._settling.append(_Settling(trace, record, self._clock(), followed))
         if len(self._settling) == 1:
-            asyncio.get_running_loop().call_later(SETTLE_SECONDS, self._hand_over)
+            asyncio.get_running_loop().call_later(self._settle_seconds, self._hand_over)
 
     def forget(self, request_id: str) -> None:
         """A request has ended of which nothing is told."""

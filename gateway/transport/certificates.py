@@ -155,7 +155,7 @@ def _date(seconds: float) -> str:
 
 
 async def changed_files(
-    paths: Callable[[], Collection[Path]], poll_seconds: float = POLL_SECONDS
+    paths: Callable[[], Collection[Path]], *, poll_seconds: float = POLL_SECONDS
 ) -> AsyncIterator[set[Path]]:
     """Yield files that have been changed or replaced, once a change has settled.
 

@@ -22,6 +22,8 @@ from gateway.store.database import StoreLocation, locate_store
 from tests.access.test_key_sync import another_process, becomes, damage, gateway_of, store_keys
 from tests.gateways import until
 
+pytestmark = pytest.mark.usefixtures("hurried")
+
 ALICE, BOB = new_key("alice"), new_key("bob")
 
 

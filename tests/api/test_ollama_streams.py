@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -359,10 +359,13 @@ async def test_what_a_small_body_grows_to_counts(tmp_path: Path) -> None:
         await until(lambda: memory.total_bytes == 0)
 
 
-async def test_a_reload_changes_no_models_date(tmp_path: Path) -> None:
+async def test_a_reload_changes_no_models_date(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with EmulatedNode() as node, running_gateway(tmp_path, [node.url], ON) as running:
         before = (await running.client.get("/v1/models")).json()
-        await asyncio.sleep(1.1)
+        later = time.time() + 3600
+        monkeypatch.setattr(time, "time", lambda: later)
         running.write_settings(ON | {"retries": {"attempts": 2}})
         await running.gateway.reload()
         assert (await running.client.get("/v1/models")).json() == before

@@ -10,7 +10,7 @@ import time
 
 from gateway.store.store import Store
 from gateway.usage.processes import ProcessIdentity, register
-from tests.batches.stored_rows import NOW, claim
+from tests.batches.stored_rows import NOW, claim, once_unlocked
 from tests.store.stores import opened
 
 EMPTY_LOOKS = 20
@@ -21,7 +21,7 @@ def claim_all(store: Store, process: str, limit: int) -> None:
     """Claim until nothing is left."""
     empty = 0
     while empty < EMPTY_LOOKS:
-        rows = claim(store, process, limit)
+        rows = once_unlocked(lambda: claim(store, process, limit))
         print(*(row.id for row in rows), flush=True)
         empty = 0 if rows else empty + 1
 

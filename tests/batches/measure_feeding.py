@@ -12,26 +12,21 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from statistics import fmean, median, quantiles
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 from unittest.mock import patch
 
 import httpx
 
 from gateway.batches import line_reader
-from gateway.batches.disk_threads import DiskThreads
-from gateway.store.store import Store
 from tests.batches.test_feeder import HEADERS, gateway_over, output, show, submit
+from tests.batches.virtual_store import store_in_virtual_time
 from tests.emulator import EmulatedNode
 from tests.gateways import Running
-from tests.virtual import VirtualLoop, in_virtual_time, now
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from tests.virtual import in_virtual_time, now
 
 CHATS, INTERVAL = 80, 1.5
 SAMPLE_SECONDS = 0.25
@@ -67,32 +62,6 @@ def a_node(slots: int) -> EmulatedNode:
         prefill_stalls=True,
         cache_ram=1 << 12,
     )
-
-
-def holding_the_clock(work: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """Virtual time stands still while this work, which is done by threads, goes on."""
-
-    @wraps(work)
-    async def run(*args: P.args, **keys: P.kwargs) -> T:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, VirtualLoop)
-        loop._virtual.threads += 1
-        try:
-            return await work(*args, **keys)
-        finally:
-            loop._virtual.threads -= 1
-
-    return run
-
-
-@contextlib.contextmanager
-def store_in_virtual_time() -> Iterator[None]:
-    with (
-        patch.object(Store, "run", holding_the_clock(Store.run)),
-        patch.object(Store, "wait_opened", holding_the_clock(Store.wait_opened)),
-        patch.object(DiskThreads, "run", holding_the_clock(DiskThreads.run)),
-    ):
-        yield
 
 
 @contextlib.asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -12,6 +13,7 @@ from gateway.batches.claims import Claim, Pick
 from gateway.batches.recorded_results import RecordedResult
 from gateway.batches.request_rows import StoredRow, add_rows
 from gateway.batches.states import RequestKind, RequestState, line_id, new_id
+from gateway.store.failures import StoreLocked
 from gateway.store.store import Store
 from gateway.usage.ledger import ROW_COLUMNS
 
@@ -31,6 +33,13 @@ def do(
 ) -> T:
     """Run a job of the store with these arguments."""
     return store.run_now(lambda connection: job(connection, *args, **keys))
+
+
+def once_unlocked(job: Callable[[], T]) -> T:
+    """Do the job, again and again while it finds the store locked: SQLite's lock is not fair."""
+    while True:
+        with contextlib.suppress(StoreLocked):
+            return job()
 
 
 def batch_id(number: int = 1) -> str:

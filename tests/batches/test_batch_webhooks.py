@@ -18,6 +18,8 @@ from tests.batches.receivers import SECRET, ReceivedRequest, Receiver, receiving
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway
 
+pytestmark = pytest.mark.usefixtures("hurried")
+
 ALICE, BOB = new_key("alice"), new_key("bob")
 
 

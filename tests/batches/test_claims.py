@@ -26,6 +26,7 @@ from tests.batches.stored_rows import (
     begin,
     claim,
     numbers,
+    once_unlocked,
 )
 from tests.processes import gone
 from tests.store.stores import opened
@@ -178,6 +179,7 @@ def test_rows_of_a_process_that_is_not_registered_wait_again_at_once(store: Stor
     assert left(store) == (1, 1)
 
 
+@pytest.mark.slow
 def test_rows_of_a_killed_process_wait_again_at_once(store_url: str, store: Store) -> None:
     begin(store, a_batch(), [a_line(number) for number in range(1, 41)])
     with subprocess.Popen(
@@ -221,7 +223,7 @@ def test_threads_that_claim_at_once_take_every_row_once(store_url: str) -> None:
                 # A row that another claims at this moment is passed over, so one look may be vain.
                 empty = 0
                 while empty < 20:
-                    rows = claim(own, f"p{number}", 1 + number * 3)
+                    rows = once_unlocked(lambda: claim(own, f"p{number}", 1 + number * 3))
                     taken[number] += [row.id for row in rows]
                     empty = 0 if rows else empty + 1
 
@@ -235,6 +237,7 @@ def test_threads_that_claim_at_once_take_every_row_once(store_url: str) -> None:
     assert sum(map(len, taken)) == count
 
 
+@pytest.mark.slow
 def test_processes_that_claim_at_once_take_every_row_once(store_url: str) -> None:
     count = 300
     with opened(store_url) as store:

@@ -19,7 +19,9 @@ from gateway.batches.folder import Folder, FolderError
 from gateway.batches.log_file import LogBroken, LogEnded, LogFull
 from tests.batches.log_writer import delta
 from tests.batches.responses_over_nodes import logged, open_logs
+from tests.batches.virtual_store import store_in_virtual_time
 from tests.gateways import until
+from tests.virtual import in_virtual_time
 
 END = {"type": "response.completed", "response": {}}
 
@@ -71,6 +73,7 @@ async def test_pending_bytes_are_bounded(tmp_path: Path) -> None:
         await log.release()
 
 
+@in_virtual_time
 async def test_many_logs_are_written_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,17 +86,18 @@ async def test_many_logs_are_written_together(
         return write_all(*arguments)
 
     monkeypatch.setattr(log_file, "write_all", counted)
-    async with open_logs(tmp_path) as logs:
-        open_ones = [await logs.create() for _ in range(100)]
-        for _ in range(20):
+    with store_in_virtual_time():
+        async with open_logs(tmp_path) as logs:
+            open_ones = [await logs.create() for _ in range(100)]
+            for _ in range(20):
+                for log in open_ones:
+                    await log.append(values(1))
+                await asyncio.sleep(0.01)
+            await asyncio.gather(*(log.flush() for log in open_ones))
+            assert all(log.event_count == 20 for log in open_ones)
+            assert rounds <= 15
             for log in open_ones:
-                await log.append(values(1))
-            await asyncio.sleep(0.01)
-        await asyncio.gather(*(log.flush() for log in open_ones))
-        assert all(log.event_count == 20 for log in open_ones)
-        assert rounds <= 15
-        for log in open_ones:
-            await log.release()
+                await log.release()
 
 
 async def test_a_disk_that_fails_fails_the_log_and_no_other(tmp_path: Path) -> None:
@@ -213,16 +217,18 @@ async def test_the_end_is_on_the_disk_before_it_is_seen(
         await log.release()
 
 
+@in_virtual_time
 async def test_what_was_written_is_synced_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[int] = []
     monkeypatch.setattr(os, "fdatasync", lambda fd: synced.append(os.fstat(fd).st_size))
-    async with open_logs(tmp_path) as logs:
-        log = await logs.create()
-        await log.append(values(1))
-        await until(lambda: log.size in synced and log.size > 0, 10)
-        await log.release()
+    with store_in_virtual_time():
+        async with open_logs(tmp_path) as logs:
+            log = await logs.create()
+            await log.append(values(1))
+            await until(lambda: log.size in synced and log.size > 0, 10)
+            await log.release()
 
 
 def test_the_limits_are_what_the_words_say() -> None:
@@ -232,7 +238,7 @@ def test_the_limits_are_what_the_words_say() -> None:
 
 
 async def test_nobody_waits_for_logs_that_have_closed(tmp_path: Path) -> None:
-    async with open_logs(tmp_path) as logs, asyncio.timeout(10):
+    async with open_logs(tmp_path) as logs, asyncio.timeout(60):
         early = await logs.create()
         await logs.close()
         late = await logs.create()

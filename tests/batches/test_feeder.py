@@ -16,8 +16,12 @@ import pytest
 from gateway.access.keys import hash_key
 from gateway.store.failures import StoreUnavailable
 from gateway.store.store import Store
+from tests.batches.virtual_store import store_in_virtual_time
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
+from tests.virtual import in_virtual_time
+
+pytestmark = pytest.mark.usefixtures("hurried")
 
 KEY = "lg_k1_" + "s" * 43
 HEADERS = {"authorization": f"Bearer {KEY}"}
@@ -58,6 +62,17 @@ async def gateway_over(
         yield running
     log = (folder / "gateway.log").read_text()
     assert "Traceback" not in log, log
+
+
+@contextlib.asynccontextmanager
+async def virtual_gateway_over(
+    folder: Path, *nodes: EmulatedNode, **settings: Any
+) -> AsyncIterator[Running]:
+    """In virtual time, with a store."""
+    store = {"url": f"sqlite:///{folder}/gateway.db"}
+    with store_in_virtual_time():
+        async with gateway_over(folder, *nodes, store=store, **settings) as running:
+            yield running
 
 
 async def submit(running: Running, items: list[dict[str, Any]], **fields: Any) -> str:
@@ -103,31 +118,32 @@ async def output(running: Running, id_: str) -> list[dict[str, Any]]:
 
 
 async def test_all_lines_of_a_batch_are_run_once(tmp_path: Path) -> None:
-    nodes = [EmulatedNode(slots=4, decode_tps=400) for _ in range(2)]
+    nodes = [EmulatedNode(slots=4) for _ in range(2)]
     async with gateway_over(tmp_path, *nodes) as running:
-        batch = await submit(running, lines(100))
+        batch = await submit(running, lines(40))
         found = await ended(running, batch)
         assert found["status"] == "completed"
-        assert found["request_counts"] == {"total": 100, "completed": 100, "failed": 0}
+        assert found["request_counts"] == {"total": 40, "completed": 40, "failed": 0}
         results = await output(running, found["output_file_id"])
         assert sorted(one["custom_id"] for one in results) == sorted(
-            f"line-{number}" for number in range(100)
+            f"line-{number}" for number in range(40)
         )
-        assert sum(node.requests for node in nodes) == 100
+        assert sum(node.requests for node in nodes) == 40
         metrics = (await running.client.get(f"{running.admin_url}/metrics")).text
-        assert 'llama_gateway_batch_lines_total{outcome="done"} 100\n' in metrics
+        assert 'llama_gateway_batch_lines_total{outcome="done"} 40\n' in metrics
 
 
+@in_virtual_time
 async def test_as_many_lines_run_as_there_are_slots_and_no_more_wait(tmp_path: Path) -> None:
     node = EmulatedNode(slots=4, decode_tps=40)
-    async with gateway_over(tmp_path, node) as running:
+    async with virtual_gateway_over(tmp_path, node) as running:
         batch = await submit(running, lines(40))
         await until(lambda: node.slots.busy == 4)
         seen: list[tuple[int, int]] = []
         scheduler = running.gateway.scheduler
         while (await show(running, batch))["request_counts"]["completed"] < 30:
             seen.append((node.slots.busy, len(scheduler.waiters)))
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.02)
         assert sum(busy for busy, _ in seen) / len(seen) >= 0.95 * 4
         assert max(waiting for _, waiting in seen) <= 4
         await ended(running, batch)
@@ -144,10 +160,11 @@ async def test_a_cancelled_batch_leaves_its_slots(tmp_path: Path) -> None:
         await until(lambda: node.slots.busy == 0)
 
 
+@in_virtual_time
 async def test_lines_of_a_revoked_key_fail(tmp_path: Path) -> None:
     other = key(id="k2", name="bob", sha256=hash_key("lg_k2_" + "t" * 43).sha256)
     node = EmulatedNode(slots=2, decode_tps=20)
-    async with gateway_over(tmp_path, node, keys=[key(), other]) as running:
+    async with virtual_gateway_over(tmp_path, node, keys=[key(), other]) as running:
         batch = await submit(running, lines(20))
         await until(lambda: node.requests >= 4)
         running.gateway.key_sync.configure([], allow_anonymous=False)
@@ -189,19 +206,17 @@ async def test_lines_for_an_unknown_model_fail_soon(tmp_path: Path) -> None:
         assert found["request_counts"] == {"total": 50, "completed": 0, "failed": 50}
 
 
+@in_virtual_time
 async def test_a_gateway_that_ends_puts_back_what_it_runs(tmp_path: Path) -> None:
-    node = EmulatedNode(slots=2, decode_tps=30)
-    async with node:
-        specs = [{"name": "n0", "url": node.url}]
-        settings = {"keys": [key()], **CALM}
-        async with running_gateway(tmp_path, specs, settings) as running:
-            batch = await submit(running, lines(20))
-            await until(lambda: node.requests >= 4)
-        async with running_gateway(tmp_path, specs, settings) as running:
-            found = await ended(running, batch, 60.0)
-            assert found["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
-            results = await output(running, found["output_file_id"])
-            assert len({one["custom_id"] for one in results}) == len(results) == 20
+    async with virtual_gateway_over(tmp_path, EmulatedNode(slots=2, decode_tps=30)) as running:
+        batch = await submit(running, lines(20))
+        node = running.gateway.fleet.nodes["n0"]
+        await until(lambda: node.requests >= 4)
+    async with virtual_gateway_over(tmp_path, EmulatedNode(slots=2, decode_tps=30)) as running:
+        found = await ended(running, batch, 60.0)
+        assert found["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
+        results = await output(running, found["output_file_id"])
+        assert len({one["custom_id"] for one in results}) == len(results) == 20
 
 
 @pytest.mark.slow
@@ -225,13 +240,13 @@ async def test_lines_end_while_the_store_is_away_and_are_recorded_later(tmp_path
 
 async def test_lines_of_a_paused_model_wait_and_go_on(tmp_path: Path) -> None:
     nodes = [
-        EmulatedNode(slots=2, decode_tps=200),
-        EmulatedNode(slots=2, decode_tps=200, model="other"),
+        EmulatedNode(slots=2),
+        EmulatedNode(slots=2, model="other"),
     ]
     async with gateway_over(tmp_path, *nodes) as running:
         fleet = running.gateway.fleet
         fleet.pause_model("demo")
-        with patch("gateway.errors.PAUSED_RETRY_SECONDS", 1.0):
+        with patch("gateway.errors.PAUSED_RETRY_SECONDS", 0.05):
             paused = await submit(running, lines(20, model="demo"))
             others = await submit(running, lines(20, model="other"))
             assert (await ended(running, others))["request_counts"]["completed"] == 20

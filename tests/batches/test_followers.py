@@ -56,10 +56,10 @@ async def test_each_sees_all_events_once_from_any_point(
     rng = random.Random(tail)
     async with open_logs(tmp_path) as logs:
         followers, log = Followers(logs), await logs.create()
-        writing = asyncio.create_task(write(log, 3000, rng))
+        writing = asyncio.create_task(write(log, 600, rng))
         readers: dict[asyncio.Task[bytes], int] = {}
         while not writing.done():
-            after = rng.choice([-1, 0, rng.randint(-1, 3000)])
+            after = rng.choice([-1, 0, rng.randint(-1, 600)])
             readers[asyncio.create_task(read(followers, log.name, after))] = after
             await asyncio.sleep(0.02)
         last = log.next_number - 1
@@ -96,7 +96,7 @@ async def test_a_follower_that_waits_gets_each_event_when_it_is_written(tmp_path
 async def test_silence_is_broken_by_a_comment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_log, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(event_log, "SILENCE_SECONDS", 0.05)
     async with open_logs(tmp_path) as logs:
         followers, log = Followers(logs), await logs.create()
         pieces = followers.follow(log.name, 3)
@@ -104,7 +104,9 @@ async def test_silence_is_broken_by_a_comment(
         await log.append([value(number) for number in range(4)])
         assert await anext(pieces) == sse.HEARTBEAT
         await log.append([value(4)])
-        assert numbers(await anext(pieces)) == [4]
+        while (piece := await anext(pieces)) == sse.HEARTBEAT:
+            pass
+        assert numbers(piece) == [4]
         await pieces.aclose()
         await log.release()
 
@@ -151,7 +153,7 @@ async def test_one_that_reads_nothing_holds_nobody_up(tmp_path: Path) -> None:
 
 
 async def test_many_logs_with_clients_that_reconnect_at_random(tmp_path: Path) -> None:
-    rng, count = random.Random(5), 200
+    rng, count = random.Random(5), 100
     files = open_files()
     most = 0
 

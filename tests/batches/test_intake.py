@@ -53,6 +53,7 @@ async def check_whole(here: BatchPlace, batch: Batch) -> None:
     assert [one["error"]["line"] for one in errors] == [n + 1 for n in range(LINES) if broken(n)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 1500, 3000])
 async def test_a_killed_intake_begins_again_and_doubles_nothing(
     store_url: str, tmp_path: Path, rows: int

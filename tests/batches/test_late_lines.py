@@ -15,8 +15,8 @@ from unittest.mock import patch
 from gateway.access.keys import hash_key
 from gateway.events import RequestFinished
 from gateway.request import Priority
-from tests.batches.measure_feeding import store_in_virtual_time
 from tests.batches.test_feeder import HEADERS, ended, gateway_over, key, lines, output, show, submit
+from tests.batches.virtual_store import store_in_virtual_time
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, until
 from tests.usage.kills import rows_of

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from sqlalchemy import Row, create_engine, select, text
 
 from gateway.store.database import locate_store
@@ -111,6 +112,7 @@ async def end_of(client: httpx.AsyncClient, id_: str) -> dict[str, Any]:
         await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow
 async def test_a_response_that_had_ended_is_recorded_and_paid_once_by_the_next_process(
     store_url: str, tmp_path: Path
 ) -> None:

@@ -10,6 +10,8 @@ import pytest
 from tests.batches.receivers import receiving
 from tests.batches.test_batch_webhooks import client, gateway, origin, unwrapped
 
+pytestmark = pytest.mark.usefixtures("hurried")
+
 pytest.importorskip("gateway.batches.background_runner")
 
 

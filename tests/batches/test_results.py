@@ -74,6 +74,7 @@ async def run_rest(here: BatchPlace) -> int:
     return ran
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 700, 1500])
 async def test_a_killed_process_leaves_every_result_whole_and_once(
     store_url: str, tmp_path: Path, rows: int
@@ -237,7 +238,7 @@ async def test_runners_need_not_wait_for_a_group_to_fill(tmp_path: Path) -> None
         await begun(here, 1)
         task = asyncio.create_task(here.results.run())
         (row,) = await here.claim()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             assert await here.results.add(row, "openai", answer(row, here.process.id))
         task.cancel()
 
@@ -303,6 +304,7 @@ print("done", end="")
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_in_the_middle_delays_results_and_loses_none(tmp_path: Path) -> None:
     # A small file system of its own, in a namespace of its own.
     mount = 'mount -t tmpfs -o size=4m none "$1" && exec "$3" -c "$4" "$1" "$2"'

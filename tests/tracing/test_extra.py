@@ -42,7 +42,7 @@ async def run(folder: Path, settings: str, *command: str) -> tuple[int | None, s
     return process.returncode, " ".join(out.decode().split())
 
 
-@pytest.mark.parametrize("command", ["serve", "check"])
+@pytest.mark.parametrize("command", [pytest.param("serve", marks=pytest.mark.slow), "check"])
 async def test_the_remedy_is_named(folder: Path, command: str) -> None:
     settings = "telemetry: {traces: {endpoint: 'http://127.0.0.1:4318'}}"
     status, said = await run(folder, settings, command)

@@ -159,7 +159,7 @@ class Looks:
 
 async def changes(paths: Looks) -> set[Path]:
     """The next change."""
-    async for changed in changed_files(paths, 0.05):
+    async for changed in changed_files(paths, poll_seconds=0.05):
         return changed
     raise AssertionError
 

@@ -184,7 +184,7 @@ async def test_a_fleet_lives_with_a_resolver_that_hangs(tmp_path: Path) -> None:
                 {"name": "named", "url": f"http://known.test:{one.port}"},
                 {"name": "plain", "url": f"http://127.0.0.1:{two.port}"},
             ]
-            settings = {"health": {"interval": 0.2, "timeout": 1.0}}
+            settings = {"health": {"interval": 0.1, "timeout": 1.0}}
             async with running_gateway(tmp_path, nodes, settings, resolver=names) as running:
                 found = running.gateway.fleet.nodes
                 await until(lambda: found["named"].state is NodeState.READY)

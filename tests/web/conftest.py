@@ -9,7 +9,10 @@ import pytest
 import pytest_asyncio
 import uvloop
 
+from tests.hurry import hurried
 from tests.web.raw_client import Public, public
+
+__all__ = ["hurried"]
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

@@ -19,6 +19,8 @@ from tests.emulator import EmulatedNode, expected_chat_text
 from tests.gateway_processes import serving
 from tests.polling import eventually
 
+pytestmark = pytest.mark.slow
+
 CHAT: Final = "/v1/chat/completions"
 KEY = new_key("alice")
 

@@ -25,6 +25,8 @@ from gateway.web.batches import batch_object
 from tests.gateways import Running, running_gateway
 from tests.polling import eventually
 
+pytestmark = pytest.mark.usefixtures("hurried")
+
 DEAD = "http://127.0.0.1:9"
 ALICE, BOB = new_key("alice"), new_key("bob")
 CHAT: Final = "/v1/chat/completions"
@@ -196,7 +198,7 @@ async def test_broken_lines_have_errors_of_their_own_before_the_end_too(tmp_path
 async def ended_batches(asker: AsyncOpenAI) -> dict[str, Batch]:
     """A batch in each state of the end."""
     cancelled = await created(asker)
-    late = await created(asker, completion_window="1s")
+    late = await created(asker, completion_window="0.3s")
     empty = await created(asker, b"")
     wrong = await created(asker, b"x")
     await asker.batches.cancel(cancelled.id)
@@ -209,7 +211,7 @@ async def ended_batches(asker: AsyncOpenAI) -> dict[str, Batch]:
 
 
 async def test_what_has_ended_stays_as_it_is(tmp_path: Path) -> None:
-    windows = {"windows": {"shortest": "1s"}}
+    windows = {"windows": {"shortest": "0.3s"}}
     async with gateway(tmp_path, batches=windows) as running, client(running) as alice:
         ended = await ended_batches(alice)
         for status, batch in ended.items():

@@ -89,7 +89,7 @@ async def test_one_that_runs_is_ended_by_its_deletion(tmp_path: Path) -> None:
         runs = (await ask(running, "/v1/chat/completions", long)).headers["location"]
         await until(lambda: node.busy == 1)
         waits = (await ask(running, "/v1/chat/completions", long)).headers["location"]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (told := (await running.client.get(waits)).json())["position"] is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         assert told["status"] == "queued"

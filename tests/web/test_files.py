@@ -24,6 +24,8 @@ from tests.emulator.raw_connection import raw_connection
 from tests.gateways import Running, running_gateway, until
 from tests.web.raw_client import answer
 
+pytestmark = pytest.mark.usefixtures("hurried")
+
 DEAD = "http://127.0.0.1:9"
 LINES = b'{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {}}\n'
 ALICE, BOB = new_key("alice"), new_key("bob")
@@ -343,7 +345,7 @@ async def test_a_client_that_leaves_half_way_leaves_nothing_behind(tmp_path: Pat
 
 async def test_an_upload_that_stalls_ends_within_its_time(tmp_path: Path) -> None:
     async with (
-        gateway(tmp_path, limits={"body_timeout": 0.5}) as running,
+        gateway(tmp_path, limits={"body_timeout": 0.1}) as running,
         raw_connection(running.url) as wire,
     ):
         await wire.send(head("Content-Length: 100000") + form(b"x")[:150])
@@ -472,6 +474,7 @@ print("done", end="")
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_in_the_middle_ends_the_upload_and_nothing_else(tmp_path: Path) -> None:
     # A small file system of its own, in a namespace of its own: 64 MiB of it stay free.
     mount = 'mount -t tmpfs -o size=96m none "$1" && exec "$2" -c "$3" "$1"'

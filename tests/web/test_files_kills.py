@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from gateway.batches.folder import ID_FILE
 from tests.emulator.raw_connection import raw_connection
 from tests.gateways import until
@@ -47,6 +49,7 @@ async def process(folder: Path) -> AsyncIterator[str]:
         await made.wait()
 
 
+@pytest.mark.slow
 async def test_what_was_kept_is_there_after_a_kill_and_what_was_coming_is_not(
     tmp_path: Path,
 ) -> None:

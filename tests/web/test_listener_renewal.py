@@ -18,6 +18,8 @@ from gateway.access.keys import new_key
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 
+pytestmark = pytest.mark.usefixtures("hurried")
+
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 
 

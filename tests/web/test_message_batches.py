@@ -30,6 +30,8 @@ from tests.polling import eventually
 from tests.web.raw_client import answer
 from tests.web.test_files import kept
 
+pytestmark = pytest.mark.usefixtures("hurried")
+
 DEAD = "http://127.0.0.1:9"
 ALICE, BOB = new_key("alice"), new_key("bob")
 PATH = "/v1/messages/batches"

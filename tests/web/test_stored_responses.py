@@ -20,6 +20,8 @@ from gateway.batches.folder import ID_FILE
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 
+pytestmark = pytest.mark.usefixtures("hurried")
+
 ALICE, BOB = new_key("alice"), new_key("bob")
 
 

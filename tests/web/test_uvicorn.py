@@ -175,7 +175,7 @@ def test_reading_is_resumed_by_flow_control_alone() -> None:
 # Server, of which UvicornServer is a subclass.
 
 
-@pytest.mark.parametrize("name", ["main_loop", "capture_signals"])
+@pytest.mark.parametrize("name", ["main_loop", "shutdown", "capture_signals"])
 def test_an_overridden_method_of_the_server_is_still_called_by_it(name: str) -> None:
     theirs = getattr(Server, name, None)
     assert theirs is not None, changed(f"Server.{name} is gone", "listener.py")
@@ -189,9 +189,8 @@ def test_an_overridden_method_of_the_server_is_still_called_by_it(name: str) -> 
 def test_the_server_has_the_attributes_by_which_it_is_ended() -> None:
     missing = {"should_exit", "force_exit", "server_state", "servers"} - assigned(Server)
     assert not missing, changed(f"Server lacks {missing}", "listener.py")
-    waits = ast.parse(textwrap.dedent(inspect.getsource(Server._wait_tasks_to_complete)))
-    assert "force_exit" in attributes_of(waits, "self"), changed(
-        "force_exit no longer ends the wait for requests", "listener.py"
-    )
+    ends = ast.parse(textwrap.dedent(inspect.getsource(Server.shutdown)))
+    told = attributes_of(ends, "server", "connection")
+    assert {"close", "shutdown"} <= told, changed("what ends a server differs", "listener.py")
     missing = {"connections", "tasks", "total_requests"} - set(vars(ServerState()))
     assert not missing, changed(f"ServerState lacks {missing}", "listener.py")

@@ -73,6 +73,7 @@ class LiveFeed:
         view: LiveView,
         *,
         update_seconds: float = UPDATE_SECONDS,
+        look_seconds: float = LOOK_SECONDS,
         stall_seconds: float = STALL_SECONDS,
         life_seconds: float = LIFE_SECONDS,
         most_watchers: int = MOST_WATCHERS,
@@ -80,6 +81,7 @@ class LiveFeed:
         self._view = view
         self._problem_log = ProblemLog(time.monotonic)
         self._update_seconds = update_seconds
+        self._look_seconds = look_seconds
         self._stall_seconds = stall_seconds
         self._life_seconds = life_seconds
         self._most_watchers = most_watchers
@@ -104,7 +106,7 @@ class LiveFeed:
         next_step = clock() + history.step_seconds
         try:
             while True:
-                pause = self._update_seconds if self._watchers else LOOK_SECONDS
+                pause = self._update_seconds if self._watchers else self._look_seconds
                 await self._wait(min(next_step - clock(), pause))
                 point = None
                 if clock() >= next_step:

@@ -208,14 +208,14 @@ PATHS_WITHOUT_SLOTS = [
 @pytest.mark.parametrize("path", PATHS_WITHOUT_SLOTS)
 @in_virtual_time
 async def test_the_limits_hold_where_nothing_is_generated(tmp_path: Path, path: str) -> None:
-    huge = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(50_000)}}
+    huge = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(20_000)}}
     async with proxy_over(tmp_path, EmulatedNode()) as proxy:
         for more in (
             {"grammar": DEEP},
             {"json_schema": SCHEMA},
             {"tools": [tool(SCHEMA)]},
             {"tools": [{"name": "f", "input_schema": SCHEMA}]},
-            {"tools": [tool({"a": 1})] * 20_000},
+            {"tools": [tool({"a": 1})] * 10_000},
             {"response_format": {"type": "json_schema", "json_schema": {"schema": huge}}},
             {"text": {"format": {"schema": SCHEMA}}},
         ):

@@ -32,6 +32,12 @@ def api() -> Iterator[BatchApi]:
         yield served
 
 
+@pytest.fixture(autouse=True)
+def _looks_come_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.tools.cli.batch_client.FIRST_PAUSE", 0.01)
+    monkeypatch.setattr("gateway.tools.cli.batch_progress.FIRST_POLL", 0.01)
+
+
 @pytest.fixture
 def lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -304,6 +310,7 @@ def test_a_certificate_of_its_own(tmp_path: Path) -> None:
         assert run("batch", "list", "--url", api.url, "--ca", ca).status == 0
 
 
+@pytest.mark.slow
 def test_on_a_terminal_one_line_moves(api: BatchApi, lines: Path) -> None:
     api.lines_per_look = 2
     status, shown = run_on_terminal(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pty
@@ -22,6 +23,14 @@ from tests.tools.cli.local_server import serving
 from tests.tools.cli.running import read_until, run, run_on_terminal
 
 SMALL = ("--prompt", "64", "--max-tokens", "8", "--warm-up", "1")
+
+
+@pytest.fixture(autouse=True)
+def _heap_of_one_test() -> Iterator[None]:
+    """Each load begins with a collection, which takes long where other tests have loaded much."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +181,7 @@ def test_a_server_of_garbage_is_counted_and_the_command_fails() -> None:
     assert "Traceback" not in ran.err
 
 
+@pytest.mark.slow
 def test_a_bar_shows_the_progress_on_a_terminal(url: str) -> None:
     status, shown = run_on_terminal("bench", url, "--concurrency", "2", "--requests", "40", *SMALL)
     assert status == 0
@@ -179,6 +189,7 @@ def test_a_bar_shows_the_progress_on_a_terminal(url: str) -> None:
     assert "tokens/s" in shown
 
 
+@pytest.mark.slow
 def test_ctrl_c_reports_what_was_measured() -> None:
     with emulator_process("--slots", "2", "--decode-tps", "20") as slow:
         ours, theirs = pty.openpty()

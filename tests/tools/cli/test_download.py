@@ -118,6 +118,7 @@ def test_no_token_is_sent_unless_it_is_asked_for(
     assert all("authorization" not in headers for _, headers in server.requests)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_keeps_what_has_arrived(
     server: FileServer, environment: dict[str, str], content: bytes, number: signal.Signals
@@ -231,6 +232,7 @@ class TestProgress:
         assert lines[1] == "  10 MiB of 40 MiB (25%), 1.0 MiB/s, about 30 s left"
         assert len(lines) == 3
 
+    @pytest.mark.slow
     def test_a_terminal_shows_a_bar(
         self, server: FileServer, environment: dict[str, str], content: bytes
     ) -> None:

@@ -43,7 +43,6 @@ def test_without_a_command_the_help_is_shown_and_it_is_wrong_usage() -> None:
 
 
 def test_it_is_also_a_module_and_keeps_its_exit_status(tmp_path: Path) -> None:
-    assert run_process(["--version"]).out == f"llama-gateway {__version__}\n"
     ran = run_process(["check", "--nodes", str(tmp_path / "missing.yaml")])
     assert (ran.status, ran.out) == (2, "")
     assert "Traceback" not in ran.err

@@ -93,7 +93,10 @@ def test_waiting_has_a_limit_and_says_that_the_node_stays_drained(api: AdminApi)
     assert "a still runs 2 after 0.1 s; it stays drained" in ran.err
 
 
-def test_waiting_survives_a_few_failed_polls(api: AdminApi) -> None:
+def test_waiting_survives_a_few_failed_polls(
+    api: AdminApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gateway.tools.cli.nodes.LONGEST_POLL_INTERVAL", 0.02)
     api.add("a", in_flight=2)
     api.drains_end = False
 

@@ -400,6 +400,7 @@ class TestRefusing:
         assert len(re.findall(r"\d+\.\d GiB", ran.err)) == 4
         assert "--force-memory" in ran.err
 
+    @pytest.mark.slow
     def test_a_model_that_may_not_be_locked_is_refused_with_the_remedy(self) -> None:
         command = ["prlimit", "--memlock=65536:65536", sys.executable, "-m", "gateway"]
         if os.geteuid() == 0:
@@ -446,7 +447,7 @@ class TestRefusing:
         assert run("up", *arguments).status == 2
 
     def test_an_open_address_without_keys_is_2(self) -> None:
-        ran = run_process(["up", "--host", "0.0.0.0"])
+        ran = run("up", "--host", "0.0.0.0")
         assert ran.status == 2
         assert "--allow-anonymous" in ran.err
 

@@ -111,6 +111,7 @@ def test_a_lying_header_is_refused_before_anything_is_allocated(data: bytes, pro
         read(data)
 
 
+@pytest.mark.slow
 def test_the_longest_array_of_empty_texts_takes_seconds_at_most(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     begin = head(1) + text(b"k") + struct.pack("<IIQ", ARRAY, STRING, MOST_STRINGS)

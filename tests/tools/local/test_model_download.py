@@ -190,7 +190,7 @@ class TestTwoProcesses:
     def test_a_process_that_makes_no_progress_is_not_waited_for_for_ever(
         self, models: Models, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("gateway.tools.local.model_download.WAIT_ROUND", 0.05)
+        monkeypatch.setattr("gateway.tools.local.model_download.WAIT_ROUND", 0.005)
         folder = models.target().parent
         with (
             file_lock(folder.with_name(f"{folder.name}.lock"), timeout=1),

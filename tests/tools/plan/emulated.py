@@ -22,8 +22,8 @@ from gateway.tools.plan.trial import WARM_UP_SHARE, FleetPart
 from gateway.tools.simulate.report import Percentiles
 from gateway.tools.simulate.server import SimulatedMachine
 from gateway.tools.simulate.trace import Job, Trace
-from tests.batches.measure_feeding import holding_the_clock
 from tests.batches.test_feeder import HEADERS, key, submit
+from tests.batches.virtual_store import holding_the_clock
 from tests.emulator import EmulatedNode
 from tests.emulator.language_model import WORDS
 from tests.gateways import Running, running_gateway

@@ -4,9 +4,17 @@ import math
 
 import pytest
 
-from gateway.tools.plan.search import Goal, find_fleet, least_count, least_that, why_impossible
+from gateway.tools.plan.search import (
+    FoundFleet,
+    Goal,
+    find_fleet,
+    least_count,
+    least_that,
+    why_impossible,
+)
 from gateway.tools.plan.trial import TimeLimit
 from gateway.tools.plan.workload import Workload, make_trace
+from gateway.tools.simulate.trace import Trace
 from tests.each_case import each_case
 from tests.tools.plan.build import a_type
 
@@ -38,11 +46,20 @@ def test_without_a_goal_the_use_decides() -> None:
     assert least_count(two_sockets, WORKLOAD, Goal()) == 2
 
 
-def test_a_goal_takes_more_nodes_than_the_work() -> None:
-    node_type, trace = a_type(), make_trace(WORKLOAD, 1500, seed=1)
-    limit = TimeLimit(120.0)
-    loose = find_fleet(node_type, WORKLOAD, Goal(completion_p95=120.0), trace, limit, 1)
-    tight = find_fleet(node_type, WORKLOAD, Goal(ttft_p95=5.0), trace, limit, 1)
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return make_trace(WORKLOAD, 1500, seed=1)
+
+
+@pytest.fixture(scope="module")
+def tight(trace: Trace) -> FoundFleet:
+    """The fleet for five seconds to the first token."""
+    return find_fleet(a_type(), WORKLOAD, Goal(ttft_p95=5.0), trace, TimeLimit(120.0), 1)
+
+
+def test_a_goal_takes_more_nodes_than_the_work(trace: Trace, tight: FoundFleet) -> None:
+    goal = Goal(completion_p95=120.0)
+    loose = find_fleet(a_type(), WORKLOAD, goal, trace, TimeLimit(120.0), 1)
     assert loose.trial is not None
     assert tight.trial is not None
     assert loose.trial.completion.p95 <= 120.0
@@ -50,16 +67,13 @@ def test_a_goal_takes_more_nodes_than_the_work() -> None:
     assert loose.count < tight.count
 
 
-def test_the_number_that_is_found_is_the_least() -> None:
-    node_type, trace = a_type(), make_trace(WORKLOAD, 1500, seed=1)
-    goal = Goal(ttft_p95=5.0)
-    found = find_fleet(node_type, WORKLOAD, goal, trace, TimeLimit(120.0), 1)
-    fewer = Goal(ttft_p95=5.0)
-    assert found.count > least_count(node_type, WORKLOAD, goal)
+def test_the_number_that_is_found_is_the_least(trace: Trace, tight: FoundFleet) -> None:
+    node_type, goal = a_type(), Goal(ttft_p95=5.0)
+    assert tight.count > least_count(node_type, WORKLOAD, goal)
     from gateway.tools.plan.trial import FleetPart, try_fleet
 
-    trial = try_fleet((FleetPart(node_type, found.count - 1),), trace, TimeLimit(120.0), seed=1)
-    assert fewer.misses(trial.ttft.p95, trial.completion.p95) != []
+    trial = try_fleet((FleetPart(node_type, tight.count - 1),), trace, TimeLimit(120.0), seed=1)
+    assert goal.misses(trial.ttft.p95, trial.completion.p95) != []
 
 
 def test_an_impossible_goal_names_the_figure_and_by_how_much() -> None:

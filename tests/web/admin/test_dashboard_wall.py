@@ -26,7 +26,7 @@ INK = """(name) => {
   const canvas = document.querySelector(".wall canvas");
   const node = document.querySelector(`[data-node="${name}"]`)?.getBoundingClientRect();
   // Until the wall is laid out, nothing is drawn.
-  if (!canvas || !node) return [];
+  if (!canvas?.width || !node?.width) return [];
   const scale = canvas.width / canvas.clientWidth, corner = canvas.getBoundingClientRect();
   const { data } = canvas.getContext("2d").getImageData((node.left - corner.left) * scale,
     (node.top - corner.top) * scale, node.width * scale, node.height * scale);
@@ -39,9 +39,12 @@ INK = """(name) => {
 """The colours that the wall's canvas has where a node stands."""
 
 SIDES = """(name) => {
-  const canvas = document.querySelector(".wall canvas"), corner = canvas.getBoundingClientRect();
+  const canvas = document.querySelector(".wall canvas");
+  const node = document.querySelector(`[data-node="${name}"]`)?.getBoundingClientRect();
+  // Until the wall is laid out, nothing is drawn.
+  if (!canvas?.width || !node?.width) return [0, 1];
+  const corner = canvas.getBoundingClientRect();
   const across = canvas.width / corner.width, down = canvas.height / corner.height;
-  const node = document.querySelector(`[data-node="${name}"]`).getBoundingClientRect();
   const { data, width } = canvas.getContext("2d").getImageData((node.left - corner.left) * across,
     (node.top - corner.top) * down, node.width * across, node.height * down);
   const inked = [];

@@ -18,6 +18,8 @@ from gateway.access.keys import hash_key, new_key
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 
+pytestmark = pytest.mark.usefixtures("hurried")
+
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
 
 OWN = new_key("own")
@@ -124,15 +126,15 @@ async def test_a_rotation_gives_a_new_secret_and_the_old_one_a_grace(tmp_path: P
 
 async def test_the_grace_ends_and_a_key_expires_by_themselves(tmp_path: Path) -> None:
     async with keyed_gateway(tmp_path) as (running, admin):
-        short = (await admin.post("/admin/keys", json={"name": "s", "expires": "1.5s"})).json()
+        short = (await admin.post("/admin/keys", json={"name": "s", "expires": "0.5s"})).json()
         made = (await admin.post("/admin/keys", json={"name": "alice"})).json()
         began = time.monotonic()
-        await admin.post("/admin/keys/alice/rotate", json={"grace": "1.5s"})
+        await admin.post("/admin/keys/alice/rotate", json={"grace": "0.5s"})
         for key in (short["key"], made["key"]):
             while await status_with(running.client, key) == 200:
-                assert time.monotonic() - began < 20
+                assert time.monotonic() - began < 60
                 await asyncio.sleep(0.05)
-        assert time.monotonic() - began >= 1.0
+        assert time.monotonic() - began >= 0.4
         assert (await admin.get("/admin/keys/s")).json()["state"] == "expired"
 
 

@@ -20,6 +20,8 @@ from gateway.web.admin.live_feed import MOST_WATCHERS, Frame
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway, until
 
+pytestmark = pytest.mark.usefixtures("hurried")
+
 KEYS = {role: new_key(f"the-{role.label}") for role in AdminRole}
 ADMIN = {
     "keys": [{"id": key.id, "sha256": key.sha256, "role": role.label} for role, key in KEYS.items()]

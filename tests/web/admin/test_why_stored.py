@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.batches.test_feeder import HEADERS, ended, gateway_over, lines, output, submit
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, until
+
+pytestmark = pytest.mark.usefixtures("hurried")
 
 SECRET = "write text"
 
