@@ -1,4 +1,4 @@
-"""The wheel, installed by the tools that people install commands with (`make test-all ARGS=wheel`)."""
+"""The wheel, as people install it: `make test-all ARGS=wheel`."""
 
 from __future__ import annotations
 

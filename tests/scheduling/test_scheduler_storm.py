@@ -6,6 +6,7 @@ import asyncio
 import random
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -238,6 +239,7 @@ def test_nobody_waits_in_vain_and_nothing_leaks(events: list[tuple[str, int]], s
     play(events, seed)
 
 
+@pytest.mark.slow
 def test_nobody_waits_in_vain_in_long_random_scripts() -> None:
     """Hypothesis prefers short and uniform scripts, in which few limits are reached."""
     for seed in range(RANDOM_SCRIPTS):

@@ -306,6 +306,7 @@ def own_postgres() -> Iterator[PostgresServer]:
         yield server
 
 
+@pytest.mark.slow
 @needs_postgres
 def test_a_server_that_is_not_there_is_told_and_found_when_it_comes(
     own_postgres: PostgresServer,
@@ -318,6 +319,7 @@ def test_a_server_that_is_not_there_is_told_and_found_when_it_comes(
         comes_back(store)
 
 
+@pytest.mark.slow
 @needs_postgres
 @pytest.mark.parametrize("way", ["stop", "kill"])
 def test_a_server_that_ends_and_starts_again_keeps_what_it_has_confirmed(
@@ -332,6 +334,7 @@ def test_a_server_that_ends_and_starts_again_keeps_what_it_has_confirmed(
         assert store.run_now(names) == ["afterwards", "before"]
 
 
+@pytest.mark.slow
 @needs_postgres
 def test_a_server_that_is_halted_costs_its_callers_a_bounded_time(
     own_postgres: PostgresServer,
@@ -355,6 +358,7 @@ def test_a_server_that_is_halted_costs_its_callers_a_bounded_time(
         assert set(store.run_now(names)) <= {"afterwards", "before", "unanswered"}
 
 
+@pytest.mark.slow
 @needs_postgres
 def test_a_store_on_a_halted_server_is_left_within_its_time(own_postgres: PostgresServer) -> None:
     with opened(own_postgres.new_database()) as store:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import Connection, create_engine, func, select
@@ -57,6 +58,7 @@ def reports(connection: Connection, by: list[Dimension]) -> list[UsageReport]:
     ]
 
 
+@pytest.mark.slow
 @given(rows, batches, questions)
 def test_no_report_changes_when_rows_become_sums(
     listed: list[dict[str, object]], moves: list[tuple[float, int]], by: list[Dimension]

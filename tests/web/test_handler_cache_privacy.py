@@ -54,6 +54,7 @@ async def is_drawn(proxy: ProxyOverNodes, first: ApiKey, second: ApiKey, subject
     return proxy.attempts[-1].node == home
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("isolate", "alice_and_bob", "bob_and_carol"),
     [("off", True, True), ("group", False, True), ("key", False, False)],

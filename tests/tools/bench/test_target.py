@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 
+import pytest
+
 from gateway.tools.bench.exchange import RequestResult
 from gateway.tools.bench.target import (
     Baseline,
@@ -74,6 +76,7 @@ async def test_nonsense_about_itself_is_not_believed() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 async def test_token_counts_come_from_tokenize_where_a_server_has_no_usage() -> None:
     """A server without `usage`, whose `/tokenize` counts two tokens for each word."""
     seen: list[int] = []
