@@ -31,7 +31,7 @@ def test_every_command_and_flag_of_a_page_exists(page: Path) -> None:
 
 MODULES = {
     f"/{shown(path)}"
-    for part in ("gateway", "tests", "deploy")
+    for part in ("gateway", "setup", "tests", "deploy")
     for path in (ROOT / part).rglob("*.py")
 }
 

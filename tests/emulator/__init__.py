@@ -13,6 +13,8 @@ faults: `faults.POINT_FAULTS`, `faults.RESPONSE_FAULTS`, `faults.PRESETS`. `pyth
 tests.emulator` runs a node as a process of its own, whose faults are switched over HTTP
 (`admin.py`).
 
+`router.py` emulates a router, a server of many models (`--models-dir`), with such a node for each.
+
 A request passes `connection.py` (HTTP), `node.py` (routes), `request_body.py`, `slots.py` with
 `prompt_cache.py`, and `generation.py` with `compute.py` (speeds), `language_model.py` (text) and
 `apis/` (the form of the answer), which writes it by `response.py` or, with a fault,
