@@ -215,7 +215,7 @@ async def test_the_limits_hold_where_nothing_is_generated(tmp_path: Path, path: 
             {"json_schema": SCHEMA},
             {"tools": [tool(SCHEMA)]},
             {"tools": [{"name": "f", "input_schema": SCHEMA}]},
-            {"tools": [tool({"a": 1})] * 10_000},
+            {"tools": [tool({"a": 1})] * 20_000},
             {"response_format": {"type": "json_schema", "json_schema": {"schema": huge}}},
             {"text": {"format": {"schema": SCHEMA}}},
         ):
