@@ -9,6 +9,7 @@ import pytest
 from setup.llama_server import EXPECTED_BUILD
 from tests.servers import BINARY_VARIABLE
 
+pytestmark = pytest.mark.slow
 pytest_plugins = ["pytester"]
 FILE = f"""
 import os

@@ -76,16 +76,15 @@ def find_binary(named: Path | None, search_path: str | None = None) -> ServerBin
     path = Path(found).absolute()
     try:
         status, help_text = _output(path, "--help")
-        _, version_text = _output(path, "--version")
+        flags = parse_flags(help_text)
+        if not {"--model", "--port", "--parallel"} <= flags:
+            raise ServerBinaryError(
+                f"{path}: its --help (exit status {status}) is not a llama-server's; name "
+                "one with --server-bin, or take it off PATH to have the embedded server used"
+            )
+        version = VERSION_PATTERN.search(_output(path, "--version")[1])
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ServerBinaryError(f"{path}: {error}; it must be a llama-server") from error
-    flags = parse_flags(help_text)
-    if not {"--model", "--port", "--parallel"} <= flags:
-        raise ServerBinaryError(
-            f"{path}: its --help (exit status {status}) is not a llama-server's; name "
-            "one with --server-bin, or take it off PATH to have the embedded server used"
-        )
-    version = VERSION_PATTERN.search(version_text)
     return ServerBinary(path, flags, version[1] if version else None)
 
 
