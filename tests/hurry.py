@@ -1,7 +1,7 @@
 """A gateway in a hurry: what it looks for every second or so, it looks for all the time.
 
 For tests that wait for such a look in real time, since threads, files or other processes take part.
-In virtual time it would only make more steps.
+In virtual time it makes more steps, and no test needs it.
 """
 
 from __future__ import annotations
