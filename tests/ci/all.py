@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tests.ci.change import ROOT, add_since, change
-from tests.ci.groups import Group, Table, commands_of, read_table
+from tests.ci.groups import Group, Table, commands_of, read_table, runs_of
 from tests.ci.repeat import read_run, repeat_failed
 
 PROCESSES = os.environ.get("TEST_PROCESSES", "3")
@@ -104,11 +104,10 @@ def run_group(group: Group, *, since: str | None, repeat: bool) -> Result:
     """Run a group's tests and commands; all of them, whichever fail."""
     began = time.monotonic()
     result = Result(group.name, commit_of_tree(), passed=True, seconds=0.0)
-    pytest = [sys.executable, "-m", "pytest", "-m", "", *PARALLEL]
-    for command in commands_of(group, pytest):
-        if command[: len(pytest)] == pytest:
-            _run_tests(command, group, result, since=since, repeat=repeat)
-        elif _run(command, group) != 0:
+    for options in runs_of(group):
+        _run_tests(options, group, result, since=since, repeat=repeat)
+    for command in commands_of(group):
+        if _run(command, group) != 0:
             result.failures.append(" ".join(command))
     result.seconds = round(time.monotonic() - began, 1)
     result.passed = not result.failures
@@ -116,20 +115,23 @@ def run_group(group: Group, *, since: str | None, repeat: bool) -> Result:
 
 
 def _run_tests(
-    command: Sequence[str], group: Group, result: Result, *, since: str | None, repeat: bool
+    options: Sequence[str], group: Group, result: Result, *, since: str | None, repeat: bool
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "failures.json")
-        status = _run([*command, "-p", "tests.ci.failures", "--failures", str(path)], group)
+        record = ("-p", "tests.ci.failures", "--failures", str(path))
+        status = _run([sys.executable, "-m", "pytest", *PARALLEL, *record, *options], group)
+        broken = f"status {status}: pytest {' '.join(options)}"
         try:
             run = read_run(path)
         except (OSError, ValueError, KeyError):
-            result.failures.append(f"status {status}: {' '.join(command)}")
+            result.failures.append(broken)
             return
     result.tests += run.tests
-    if status == 0 or (repeat and repeat_failed(run, since)):
+    alone = [word for word in options if not word.startswith("tests")]
+    if status == 0 or (repeat and repeat_failed(run, since, alone)):
         return
-    result.failures += list(run.failed) or [f"status {status}: {' '.join(command)}"]
+    result.failures += list(run.failed) or [broken]
 
 
 def _run(command: Sequence[str], group: Group) -> int:

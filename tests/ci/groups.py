@@ -11,7 +11,7 @@ import shlex
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -112,17 +112,18 @@ def read_table(path: Path = TABLE) -> Table:
     return table
 
 
-def commands_of(group: Group, pytest: Sequence[str]) -> list[list[str]]:
-    """Return the commands that run a group; `pytest`: the beginning of one that runs tests."""
-    runs: list[list[str]] = []
-    if group.has_tests:
-        # With marks the tests may be anywhere.
-        places = ["tests"] if group.marks else [*group.files, *group.tests]
-        runs = [
-            [*pytest, "--group", group.name, *shlex.split(options), *places]
-            for options in group.options
-        ]
-    for command in group.commands:
-        program, *words = shlex.split(command)
-        runs.append([sys.executable if program == "python" else program, *words])
-    return runs
+def runs_of(group: Group) -> list[list[str]]:
+    """Return the options of pytest for each run of a group's tests, the places behind them."""
+    if not group.has_tests:
+        return []
+    # With marks the tests may be anywhere.
+    places = ["tests"] if group.marks else [*group.files, *group.tests]
+    return [["--group", group.name, *shlex.split(one), *places] for one in group.options]
+
+
+def commands_of(group: Group) -> list[list[str]]:
+    """Return the commands of a group."""
+    commands = [shlex.split(command) for command in group.commands]
+    return [
+        [sys.executable if program == "python" else program, *words] for program, *words in commands
+    ]

@@ -141,9 +141,9 @@ def known_flaky(page: Path = KNOWN_FLAKY) -> str:
     return page.read_text() if page.exists() else ""
 
 
-def passes_alone(test: str) -> bool:
+def passes_alone(test: str, options: Sequence[str] = ()) -> bool:
     """Run one test in a process of its own, with its output shown."""
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", test]
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", *options, test]
     try:
         return subprocess.run(command, cwd=ROOT, timeout=LIMIT, check=False).returncode == 0
     except subprocess.TimeoutExpired:
@@ -200,8 +200,8 @@ def main() -> int:
     return int(not repeat_failed(run, options.since))
 
 
-def repeat_failed(run: Run, since: str | None) -> bool:
-    """Repeat the failed tests of a run, and print the verdict; whether the gate passes."""
+def repeat_failed(run: Run, since: str | None, options: Sequence[str] = ()) -> bool:
+    """Repeat the failed tests of a run with its options of pytest; whether the gate passes."""
     if run.status != FAILED or not run.failed:
         print(f"== pytest ended with status {run.status}: nothing is repeated")
         return False
@@ -211,7 +211,7 @@ def repeat_failed(run: Run, since: str | None) -> bool:
     repeated = {}
     for test in run.failed:
         print(f"== repeat {test}", flush=True)
-        repeated[test] = passes_alone(test)
+        repeated[test] = passes_alone(test, options)
     verdict = judge(repeated, change(since))
     print(report(verdict, run, known_flaky()), flush=True)
     return verdict.passed

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.ci.change import ROOT
-from tests.ci.groups import commands_of, read_table
+from tests.ci.groups import commands_of, read_table, runs_of
 
 TABLE = """
 [groups.kills]
@@ -72,14 +72,13 @@ def test_files_that_no_group_is_for_touch_none(path: Path) -> None:
 
 def test_a_group_runs_its_tests_with_each_option_and_then_its_commands(path: Path) -> None:
     groups = read_table(path).groups
-    begin = ["pytest", "--group", "kills"]
     places = ["tests/kills/", "tests/a/test_one.py"]
-    assert commands_of(groups["kills"], ["pytest"]) == [
-        [*begin, *places],
-        [*begin, "--fast", "yes", *places],
+    assert runs_of(groups["kills"]) == [
+        ["--group", "kills", *places],
+        ["--group", "kills", "--fast", "yes", *places],
     ]
-    assert commands_of(groups["real"], ["pytest"]) == [["pytest", "--group", "real", "tests"]]
-    assert commands_of(groups["equipment"], ["pytest"])[1:] == [
+    assert runs_of(groups["real"]) == [["--group", "real", "tests"]]
+    assert commands_of(groups["equipment"]) == [
         ["make", "docs", "ARGS=a b"],
         [sys.executable, "-m", "this"],
     ]
