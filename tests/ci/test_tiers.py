@@ -103,6 +103,17 @@ def test_a_group_of_second_runs_takes_tests_of_other_groups(run: pytest.Pytester
     assert outcome(run, "--group", "real", "tests/batches") == ["batches/test_kills.py::test_real"]
 
 
+def test_a_slow_test_that_no_group_has_fails(pytester: pytest.Pytester) -> None:
+    pytester.makefile(".ini", pytest=INI)
+    pytester.makepyfile(**{"tests/test_alone": FILE})
+    ran = pytester.runpytest_inprocess(
+        "-p", "tests.ci.tiers", "-p", "no:xdist", "-p", "no:asyncio", "tests", "--group", "kills"
+    )
+    ran.assert_outcomes(deselected=9)
+    ran = pytester.runpytest_inprocess("-p", "tests.ci.tiers", "-p", "no:xdist", "-p", "no:asyncio")
+    ran.stdout.fnmatch_lines(["*no group of tests/ci/groups.toml has it*"])
+
+
 def test_an_unknown_group_is_told_with_the_known_ones(
     run: pytest.Pytester, capsys: pytest.CaptureFixture[str]
 ) -> None:
