@@ -68,8 +68,9 @@ STORE_SECONDS = 1.0
 NEAR_SHARE, NEAR_SECONDS = 0.25, 60.0
 """A deadline is near in the last quarter of the time until it, and in the last minute."""
 
-CLOSE_SECONDS = 3.0
-"""Most seconds until what runs has ended, at the end, and again to put it back."""
+CLOSE_SECONDS = 2.0
+"""At the end: most seconds until what has ended is recorded, again until what runs has ended, and
+again until the store knows what waits."""
 
 log = structlog.get_logger()
 
@@ -183,12 +184,18 @@ class BackgroundRunner:
         wakes.clear()
 
     async def _close(self) -> None:
-        """End what runs, and let it wait again."""
+        """Let what has ended be recorded; end what runs, and let it wait again."""
         tasks = dict(self._running)
-        for task in tasks.values():
-            task.cancel()
+        for id_, task in tasks.items():
+            if not self._has_ended(id_):
+                task.cancel()
         if tasks:
             await asyncio.wait(tasks.values(), timeout=CLOSE_SECONDS)
+        late = [task for task in tasks.values() if not task.done()]
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late, timeout=CLOSE_SECONDS)
         # Who still writes keeps its claim: the log must not have a second writer.
         ids = [id_ for id_, task in tasks.items() if task.done()]
         if len(ids) < len(tasks):
@@ -197,6 +204,10 @@ class BackgroundRunner:
         with contextlib.suppress(StoreError, FolderError, TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS):
                 await self._leases.write()
+
+    def _has_ended(self, id_: str) -> bool:
+        """Whether those who follow a response have seen its end."""
+        return id_ in self._log_sizes and self._log_sizes[id_][0].ended
 
     # Claims.
 
