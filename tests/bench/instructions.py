@@ -34,6 +34,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -53,16 +54,17 @@ from tests.bench.scenarios import chat, plain_load, stream_load
 from tests.bench.targets import HOST, status_of
 from tests.bench.upstream import Script, Upstream
 
-WARM_UP = 150
+WARM_UP = 300
 """Requests before the counted ones: they fill caches, and CPython specialises its code."""
 START_LIMIT = 900.0
 LIMIT = 600.0
 """Seconds; valgrind slows the gateway down some fifty times."""
 TOKENS = 20
-LONG_TOKENS = 220
+LONG_TOKENS = 120
 """Tokens of a longer stream: what it takes more than the short one is the cost of its chunks."""
-STREAMS = 8
-"""Streams of either length that are counted, whose chunks come one by one."""
+STREAMS = 25
+"""Streams of either length that are counted, whose chunks come one by one. The ledger writes their
+rows at once."""
 WINDOWS = 3
 """Counts of as many requests, of which the least counts."""
 WINDOW_SECONDS = 1.0
@@ -76,7 +78,8 @@ DEFERRED = 3 * RATE // 20
 """Deferred work that is done at once at that rate: three pieces for each request, 20 times a
 second."""
 SETTLE_SECONDS = 5.0
-"""Seconds after the last request of an idle gateway: its row is written by then."""
+"""Seconds after the last request of an idle gateway: its row is written by then. So long also after
+clocks have been stopped: most waits are over by then."""
 IDLE_SECONDS = 30.0
 """Seconds for which an idle gateway is counted."""
 STOPPED = 1e6
@@ -99,12 +102,14 @@ TIMER_DEFAULTS = {
 SHORTEST_STOPPED = 0.1
 """Seconds from which on sleeps and time limits never end."""
 STOP_CLOCKS = f"""
-import asyncio, importlib, sys
+import asyncio, importlib, signal, sys
 sleep, timeout = asyncio.sleep, asyncio.timeout
-asyncio.sleep = lambda delay, *result: sleep(
-    delay if delay < {SHORTEST_STOPPED} else {STOPPED}, *result)
-asyncio.timeout = lambda delay: timeout(
-    delay if delay is not None and delay < {SHORTEST_STOPPED} else None)
+def stop(*_):
+    asyncio.sleep = lambda delay, *result: sleep(
+        delay if delay < {SHORTEST_STOPPED} else {STOPPED}, *result)
+    asyncio.timeout = lambda delay: timeout(
+        delay if delay is not None and delay < {SHORTEST_STOPPED} else None)
+signal.signal(signal.SIGUSR1, stop)  # by then the gateway is ready, for which it must wait
 for module, values in {TIMERS!r}.items():
     try:
         found = importlib.import_module(module)
@@ -360,6 +365,8 @@ async def count(
     found: dict[str, Instructions] = {}
     if set(only) != {"idle"}:
         async with _served(subject, subject.launcher()) as served:
+            served.process.send_signal(signal.SIGUSR1)
+            await asyncio.sleep(SETTLE_SECONDS)
             for one in SCENARIOS:
                 if one.option in only:
                     load = subject.send(one.load(served.address))
@@ -462,7 +469,7 @@ def _start_gateway(
 
 async def _until_ready(process: subprocess.Popen[bytes], address: Address, folder: Path) -> None:
     async with asyncio.timeout(START_LIMIT):
-        while await status_of(address, "/ready") != 200:
+        while await status_of(address, "/v1/models") not in {200, 401}:  # 401: it knows its keys
             if process.poll() is not None:
                 raise RuntimeError(f"the gateway ended; see {folder}/log")
             await asyncio.sleep(0.2)
@@ -482,6 +489,7 @@ class Instructions(NamedTuple):
 async def _count_request(load: Load, served: Served, requests: int) -> Instructions:
     await load.connect(1)
     await load.run(WARM_UP, LIMIT)
+    await asyncio.sleep(WINDOW_SECONDS)
     few = await _least(load, served, requests)
     many = await _least(load, served, 2 * requests)
     await load.close()
@@ -495,8 +503,11 @@ async def _count_chunk(subject: Subject, served: Served) -> Instructions:
         served.node.script = Script(tokens, interval=0.0, held=True)
         load = subject.send(stream_load(served.address, tokens))
         load.connection = ChunkCountingConnection
-        ChunkCountingConnection.node, ChunkCountingConnection.chunks = served.node, 0
+        ChunkCountingConnection.node = served.node
         await load.connect(1)
+        await load.run(STREAMS, LIMIT)
+        await asyncio.sleep(WINDOW_SECONDS)
+        ChunkCountingConnection.chunks = 0
         counted = await _least(load, served, STREAMS)
         await load.close()
         found.append((counted, ChunkCountingConnection.chunks / WINDOWS))
@@ -552,6 +563,8 @@ def instructions_of(dumps: Collection[Path]) -> Instructions:
         threads += int(found[1])
         if dump.name.endswith("-01"):  # the first thread: a gateway's loop runs in the main one
             loop += int(found[1])
+    if not loop:
+        raise RuntimeError("callgrind counted nothing of the event loop's thread")
     return Instructions(loop, threads)
 
 

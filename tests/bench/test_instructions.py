@@ -19,6 +19,8 @@ def test_a_dump_without_a_sum_is_no_count(tmp_path: Path) -> None:
     dump.write_text("version: 1\n")
     with pytest.raises(RuntimeError, match="no sum"):
         instructions.instructions_of([dump])
+    with pytest.raises(RuntimeError, match="nothing"):
+        instructions.instructions_of([])
 
 
 def test_what_n_and_2n_requests_have_in_common_does_not_count() -> None:
