@@ -187,6 +187,18 @@ def test_only_the_end_of_a_stream_in_one_chunk_is_not_ordinary() -> None:
     assert framer.special_bytes == len(CHAT.stream_end)
 
 
+@pytest.mark.parametrize(
+    ("api", "name"),
+    [(RESPONSES, b"response.completed"), (RESPONSES, b"error"), (MESSAGES, b"error")],
+)
+def test_spaces_around_its_name_make_no_event_ordinary(api: Api, name: bytes) -> None:
+    for line in (b"event:  " + name, b"event: " + name + b" ", b"event: " + name + b"\r"):
+        framer = EventFramer(LIMIT, api.ordinary_events)
+        event = line + b'\ndata: {"type":"x"}\n\n'
+        assert framer.feed(event) == event
+        assert framer.special_bytes == len(event)
+
+
 @given(st.data(), st.binary(max_size=400), st.integers(8, 64))
 def test_no_more_than_the_limit_is_buffered(data: st.DataObject, stream: bytes, limit: int) -> None:
     framer = EventFramer(limit)

@@ -225,7 +225,8 @@ class MessagesApi(Api):
     terminal_mark = b"event: message_stop"
     error_mark = b"event: error\n"
     ordinary_events = staticmethod(
-        sse.ordinary_events(line=rb"event: (?!error\n|message_stop).*\n")
+        # A name may have spaces around it.
+        sse.ordinary_events(line=rb"event: (?! |error[ \r]*\n|message_stop).*\n")
     )
     streaming_fields: ClassVar[JsonObject] = {"stream": True}
     transcript_reader = staticmethod(read_message)

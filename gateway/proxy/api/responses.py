@@ -69,7 +69,8 @@ class ResponsesApi(Api):
     terminal_mark = b"event: response.completed"
     ordinary_events = staticmethod(
         sse.ordinary_events(
-            line=rb"event: (?!error\n|response\.(?:completed|incomplete|failed)\n).*\n",
+            # A name may have spaces around it.
+            line=rb"event: (?! |(?:error|response\.(?:completed|incomplete|failed))[ \r]*\n).*\n",
             after_brace=rb'(?!"error":)',
         )
     )
