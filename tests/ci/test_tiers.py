@@ -36,6 +36,7 @@ SKIPPING = """
 import pytest
 
 @pytest.mark.smoke
+@pytest.mark.slow
 def test_smoke(): pytest.skip("no browser here")
 
 def test_other(): pytest.skip("no browser here")
@@ -121,16 +122,26 @@ def test_an_unknown_group_is_told_with_the_known_ones(
     assert "--group kils: there is none; chaos, kills" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("gate", "failed", "skipped"), [("", 0, 2), ("yes", 1, 1)])
-def test_under_the_gate_a_smoke_test_must_not_be_skipped(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, gate: str, failed: int, skipped: int
+@pytest.mark.parametrize(
+    ("gate", "options", "failed", "skipped"),
+    [("", [], 0, 2), ("yes", [], 1, 1), ("yes", ["--group", "kills"], 0, 1)],
+)
+def test_under_the_gate_a_smoke_test_of_make_test_must_not_be_skipped(
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    gate: str,
+    options: list[str],
+    failed: int,
+    skipped: int,
 ) -> None:
     monkeypatch.setenv("TESTS_UNDER_GATE", gate)
     pytester.makefile(".ini", pytest=INI)
-    pytester.makepyfile(test_skipping=SKIPPING)
+    path = pytester.path / "tests" / "batches" / "test_kills.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(SKIPPING)
     ran = pytester.runpytest_inprocess(
-        "-p", "tests.ci.tiers", "-p", "no:xdist", "-p", "no:asyncio", "test_skipping.py"
+        "-p", "tests.ci.tiers", "-p", "no:xdist", "-p", "no:asyncio", *options
     )
-    ran.assert_outcomes(failed=failed, skipped=skipped)
+    ran.assert_outcomes(failed=failed, skipped=skipped, deselected=len(options) // 2)
     if failed:
         ran.stdout.fnmatch_lines(["*must not be skipped in the gate: *no browser here*"])
