@@ -32,7 +32,7 @@ async def kept(here: BatchPlace, owner: str = "alice") -> int:
 
 def on_disk(here: BatchPlace) -> int:
     return sum(path.stat().st_size for path in here.folder.location.iterdir()
-               if path.name != ID_FILE)  # fmt: skip
+               if not path.name.endswith(ID_FILE))  # fmt: skip
 
 
 async def refused(asked: Any) -> GatewayError:

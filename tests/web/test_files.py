@@ -53,7 +53,8 @@ def client(running: Running, key: ApiKey | None = ALICE) -> AsyncOpenAI:
 
 def kept(folder: Path) -> list[str]:
     """Return the names of all files in the gateway's folder, but that of its id."""
-    return sorted(p.name for p in (folder / "state/batches").glob("*") if p.name != ID_FILE)
+    names = [path.name for path in (folder / "state/batches").glob("*")]
+    return sorted(name for name in names if not name.endswith(ID_FILE))
 
 
 def form(content: bytes, *, purpose: str = "batch", name: str = "a.jsonl") -> bytes:

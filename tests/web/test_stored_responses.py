@@ -47,7 +47,9 @@ def client(running: Running, key: ApiKey | None = ALICE) -> AsyncOpenAI:
 
 
 def kept(folder: Path) -> list[str]:
-    return sorted(p.name for p in (folder / "state/batches").glob("*") if p.name != ID_FILE)
+    """What the folder has but its own id, which may still have its temporary name."""
+    names = [path.name for path in (folder / "state/batches").glob("*")]
+    return sorted(name for name in names if not name.endswith(ID_FILE))
 
 
 ASK: dict[str, Any] = {"model": "demo", "input": "tell me a story", "max_output_tokens": 12}

@@ -8,22 +8,19 @@ import json
 import random
 import re
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import httpx
 
-from gateway.batches.disk_threads import DiskThreads
-from gateway.store.store import Store
 from gateway.tools.plan.trial import WARM_UP_SHARE, FleetPart
 from gateway.tools.simulate.report import Percentiles
 from gateway.tools.simulate.server import SimulatedMachine
 from gateway.tools.simulate.trace import Job, Trace
 from tests.batches.test_feeder import HEADERS, key, submit
-from tests.batches.virtual_store import holding_the_clock
+from tests.batches.virtual_store import store_in_virtual_time
 from tests.emulator import EmulatedNode
 from tests.emulator.language_model import WORDS
 from tests.gateways import Running, running_gateway
@@ -126,17 +123,6 @@ async def play(parts: Sequence[FleetPart], trace: Trace) -> Measured:
     return Measured(
         len(jobs) - skipped, Percentiles.of(completion[skipped:]), Percentiles.of(ttft[skipped:])
     )
-
-
-@contextlib.contextmanager
-def store_in_virtual_time() -> Iterator[None]:
-    """Time stands still while the store or a disk works."""
-    with (
-        patch.object(Store, "run", holding_the_clock(Store.run)),
-        patch.object(Store, "wait_opened", holding_the_clock(Store.wait_opened)),
-        patch.object(DiskThreads, "run", holding_the_clock(DiskThreads.run)),
-    ):
-        yield
 
 
 async def play_batch(parts: Sequence[FleetPart], trace: Trace) -> Measured:
