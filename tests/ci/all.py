@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tests.ci.change import ROOT, add_since, change
+from setup.llama_server import cache_folder
+from tests.ci.change import ROOT, add_since, change, git
 from tests.ci.groups import Group, Table, commands_of, read_table, runs_of
 from tests.ci.repeat import read_run, repeat_failed
 
@@ -71,33 +72,20 @@ class Results:
             if not path.exists():
                 continue
             result = Result(**json.loads(path.read_text()))
-            touched = {
-                one for name in change(commit, self._root) for one in table.groups_of_code(name)
-            }
-            return result if result.passed and group.name not in touched else None
+            touched = table.touched(change(commit, self._root))
+            return result if result.passed and group not in touched else None
         return None
 
     def _commits(self) -> Iterator[str]:
         """The commits with results that HEAD descends from, the newest first."""
         kept = {path.name for path in self._folder.iterdir()} if self._folder.exists() else set()
-        history = _git("rev-list", "--max-count=1000", "HEAD").split()
+        history = git(self._root, "rev-list", "--max-count=1000", "HEAD").split()
         return (commit for commit in history if commit in kept)
-
-
-def results_folder() -> Path:
-    """Return the folder of results, outside the tree."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache, "llama-gateway-tests", "results")
 
 
 def commit_of_tree() -> str:
     """Return HEAD's id; empty if the tree has other changes."""
-    return "" if _git("status", "--porcelain") else _git("rev-parse", "HEAD").strip()
-
-
-def _git(*words: str) -> str:
-    command = ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT), *words]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return "" if git(ROOT, "status", "--porcelain") else git(ROOT, "rev-parse", "HEAD").strip()
 
 
 def run_group(group: Group, *, since: str | None, repeat: bool) -> Result:
@@ -247,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for group in groups:
             print(f"{group.name:<14}{group.seconds:>6} s  {group.about}")
         return 0
-    kept = Results(results_folder())
+    kept = Results(cache_folder().with_name("results"))  # beside the llama-server
     results, resumed = run_all(
         groups,
         kept=lambda group: kept.still_passed(group, table) if options.resume else None,

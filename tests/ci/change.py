@@ -43,7 +43,7 @@ def change(since: str | None, root: Path = ROOT) -> dict[str, set[int]]:
     found: dict[str, set[int]] = {}
     before = name = ""
     in_head = False
-    for line in _git(root, "diff", "--unified=0", "--find-renames", base).splitlines():
+    for line in git(root, "diff", "--unified=0", "--find-renames", base).splitlines():
         if line.startswith("diff --git "):
             in_head = True
         elif in_head and line.startswith("--- "):
@@ -58,7 +58,7 @@ def change(since: str | None, root: Path = ROOT) -> dict[str, set[int]]:
             first, count = int(hunk[1]), int(hunk[2] or 1)
             # Removed lines were between two lines.
             found[name] |= set(range(first, first + count)) if count else {first, first + 1}
-    for name in _git(root, "ls-files", "--others", "--exclude-standard").splitlines():
+    for name in git(root, "ls-files", "--others", "--exclude-standard").splitlines():
         found[name] = set(range(1, len((root / name).read_bytes().splitlines()) + 1))
     return found
 
@@ -68,7 +68,7 @@ def _only_imports(root: Path, base: str, before: str, after: str) -> bool:
     if not (before.endswith(".py") and (root / after).is_file()):
         return False
     try:
-        old = ast.parse(_git(root, "show", f"{base}:{before}"))
+        old = ast.parse(git(root, "show", f"{base}:{before}"))
         new = ast.parse((root / after).read_bytes())
     except SyntaxError:
         return False
@@ -88,20 +88,21 @@ def _without_imports(tree: ast.Module) -> str:
 
 
 def _left_upstream(root: Path) -> str | None:
-    head = _git(root, "rev-parse", "HEAD").strip()
+    head = git(root, "rev-parse", "HEAD").strip()
     try:
-        base = _git(root, "merge-base", "HEAD", "@{upstream}").strip()
+        base = git(root, "merge-base", "HEAD", "@{upstream}").strip()
     except subprocess.CalledProcessError:
         return None
     return base if base != head else None
 
 
 def _before_recent_hours(root: Path) -> str | None:
-    when = int(_git(root, "log", "-1", "--format=%ct"))
+    when = int(git(root, "log", "-1", "--format=%ct"))
     before = f"--before={when - RECENT_HOURS * 3600}"
-    return _git(root, "rev-list", "-1", before, "HEAD").strip() or None
+    return git(root, "rev-list", "-1", before, "HEAD").strip() or None
 
 
-def _git(root: Path, *words: str) -> str:
+def git(root: Path, *words: str) -> str:
+    """Return what a command of git prints. Raises: CalledProcessError."""
     command = ["git", "-c", f"safe.directory={root}", "-C", str(root), *words]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout

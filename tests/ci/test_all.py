@@ -56,7 +56,7 @@ def test_a_result_holds_until_something_changes_that_the_group_is_for(
     tmp_path: Path, table: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = Results(tmp_path)
-    monkeypatch.setattr(run_groups, "_git", lambda *words: "c2\nc1\n")
+    monkeypatch.setattr(run_groups, "git", lambda root, *words: "c2\nc1\n")
     changed: dict[str, set[int]] = {"docs/a.md": {1}}
     monkeypatch.setattr(run_groups, "change", lambda since, root: changed)
     assert results.still_passed(table.groups["one"], table) is None
@@ -72,7 +72,7 @@ def test_the_newest_result_decides_and_a_dirty_tree_has_none(
     tmp_path: Path, table: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = Results(tmp_path)
-    monkeypatch.setattr(run_groups, "_git", lambda *words: "c2\nc1\n")
+    monkeypatch.setattr(run_groups, "git", lambda root, *words: "c2\nc1\n")
     monkeypatch.setattr(run_groups, "change", lambda since, root: {})
     results.keep(Result("one", "c1", passed=True, seconds=1.0))
     results.keep(Result("one", "", passed=False, seconds=1.0))
