@@ -382,6 +382,11 @@ class NodeSpec(ConfigModel):
         return stop
 
     @property
+    def written_hint(self) -> float | None:
+        """Its `speed_hint`; None: the file has none."""
+        return self.speed_hint if "speed_hint" in self.model_fields_set else None
+
+    @property
     def autoscaled(self) -> bool:
         """Whether the gateway starts and stops the node."""
         return self.standby and self.start is not None and self.stop is not None

@@ -100,7 +100,6 @@ class Node:
 
     def __post_init__(self) -> None:
         self.name = self.spec.name
-        self.speed.set_relative(self.spec.speed_hint)
         if self.spec.kind == "openai":
             self.concurrency_limit = ConcurrencyLimit()
         self.info = self._new_info()

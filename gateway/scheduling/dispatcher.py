@@ -32,7 +32,7 @@ from gateway.scheduling.node_slots import (
     clamp,
 )
 from gateway.scheduling.placement_state import PlacementState
-from gateway.scheduling.selection import POLICIES, available_rows, compare
+from gateway.scheduling.selection import POLICIES, available_rows, compare, explore
 from gateway.scheduling.wait_queue import VirtualTokenCounters, WaitQueue
 
 
@@ -100,12 +100,16 @@ class Dispatcher:
             return None
         rows = available.rows
         row = rows[0] if len(rows) == 1 else self._choose(available, queued, now, self._rng)
+        state, penalties = self.placement_state, queued.penalties
+        if state.exploring and self._policy.by_cost:
+            row = explore(state, available, queued, row, now, self._rng)
         if (queued.cached or queued.pending) and self._policy.by_cost:
             queued.find_warmest_rows()
             cost = row_cost(row, queued, now)
             if self._holds.defer(queued, available.candidate_set, cost, now):
                 if not keep_deferral:
                     self._holds.drop(queued)
+                queued.set_penalties(penalties)
                 return None
         counters = queue.levels[queued.priority].counters
         account = counters.account(queued.fairness_key)

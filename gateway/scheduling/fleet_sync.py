@@ -15,8 +15,10 @@ from gateway.fleet.health import ALIVE_STATES
 from gateway.fleet.model_index import CapableNodes
 from gateway.fleet.node import Node, NodeState
 from gateway.fleet.prompt_cache import CacheContents, FleetPromptCache
+from gateway.fleet.speed import Speed
 from gateway.request import Endpoint
 from gateway.scheduling.node_slots import (
+    EXPLORING_REQUESTS,
     NEGLIGIBLE_COMPLETION,
     NO_ROWS,
     CandidateSet,
@@ -41,6 +43,11 @@ MOST_SERVICES = 10_000
 MOST_COUNTED_AT_ONCE, RECOUNT_SECONDS = 64, 0.5
 """Rows whose states are counted whenever any has changed; of more, only so often."""
 
+HOPE_UNKNOWN, HOPE_GUESSED, HOPE_MEASURED = 0.5, 1.25, 2 / 3
+"""Factors of the expected cost of a row that may be explored. Nothing is known of it: it may be
+twice as fast as the best. It has a calibration or a hint: it must look better by a quarter. It was
+measured once, perhaps while its server read the model from disk: it may be better by a half."""
+
 ModelGroups = tuple[TierSets, ...]
 """For each model name of a request: its candidate sets, by tier."""
 
@@ -50,6 +57,19 @@ NodesByModel = Sequence[tuple[str, Sequence[Node]]]
 ServiceKey = tuple[str, Endpoint, bool, bool, NodeLabels]
 """Public model name, endpoint, whether it must read images, whether it must be llama.cpp's, and
 the labels of the pool."""
+
+
+def show_speed(state: PlacementState, row: NodeSlots, speed: Speed) -> None:
+    """Bring a row up to date with what is known of its node's speed."""
+    state.set_speed(row, speed.expected_prefill_tps, speed.token_base, speed.token_step)
+    samples = min(speed.samples, EXPLORING_REQUESTS)
+    measured = speed.prefill_tps is not None and speed.decode_tps is not None
+    if samples:
+        hope = HOPE_MEASURED
+    else:
+        hope = HOPE_GUESSED if speed.hinted or speed.calibrated else HOPE_UNKNOWN
+    if samples != row.samples or hope != row.hope or measured is not row.measured:
+        state.set_learnt(row, samples, hope, measured=measured)
 
 
 def is_alive(node: Node) -> bool:
@@ -256,14 +276,8 @@ class FleetSync:
         self._sync_prompt_cache(node, row, total)
 
     def _refresh_speed(self, node: Node, row: NodeSlots) -> None:
-        speed = node.speed
-        self._speed_versions[row] = speed.version
-        self.placement_state.set_speed(
-            row, speed.expected_prefill_tps, speed.token_base, speed.token_step
-        )
-        measured = speed.prefill_tps is not None and speed.decode_tps is not None
-        if measured is not row.measured:
-            self.placement_state.set_measured(row, measured=measured)
+        self._speed_versions[row] = node.speed.version
+        show_speed(self.placement_state, row, node.speed)
 
     def _refresh_reserve_group(self, node: Node, row: NodeSlots) -> None:
         """Nodes share a reserve if they serve the same models and belong to the same pools."""

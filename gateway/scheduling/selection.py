@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from gateway.request import Priority
 from gateway.scheduling.comparison import MOST_COMPARED_ROWS, Comparison, RowFigures
-from gateway.scheduling.cost import LOOP_ROWS, CostColumns, row_costs, row_figures
+from gateway.scheduling.cost import LOOP_ROWS, CostColumns, row_cost, row_costs, row_figures
 from gateway.scheduling.node_slots import (
     AvailableRows,
     CandidateSet,
@@ -206,6 +207,56 @@ def compare(
         len(available.candidate_set.rows),
         policy.by_cost,
     )
+
+
+MOST_FREELY_EXPLORED = 8
+"""Rows whose speed is known up to which each request may explore another; of more rows, one in so
+many: the more are known, the less likely is it that the next one is the fastest."""
+
+LONG_PROMPT_TOKENS = 2048
+"""Each such number of tokens to be read counts as one more request when an unknown row is explored:
+on a slow node they take minutes."""
+
+
+def explore(
+    state: PlacementState,
+    available: AvailableRows,
+    queued: QueuedRequest,
+    chosen: NodeSlots,
+    now: float,
+    rng: random.Random,
+) -> NodeSlots:
+    """The row that gets the request in order to learn how fast it is; else `chosen`.
+
+    The row that has the prompt cached would win against any other for ever, so the others are
+    compared as if they had as much of it cached. The difference becomes a bonus of the request.
+    Only idle rows are explored, and less for `premium`, `urgent` and a client that will not wait.
+    """
+    known = state.node_count - len(state.exploring)
+    if queued.failed or not queued.slots or rng.random() * (known + 1) >= MOST_FREELY_EXPLORED:
+        return chosen
+    rows = available.rows
+    if len(rows) > LOOP_ROWS:
+        rows = rng.sample(rows, LOOP_ROWS)
+    careful = (queued.priority < Priority.NORMAL) + (queued.deadline is not None)
+    warmest = max(queued.cached.values(), default=0.0)
+    best, least, bonus = chosen, row_cost(chosen, queued, now), 0.0
+    for row in rows:
+        if row.exploring <= careful or row.busy:
+            continue
+        cached = queued.cached.get(row.index, 0.0)
+        if row.hope < 1.0 and not row.samples:
+            long = (queued.prompt_tokens - cached) // LONG_PROMPT_TOKENS
+            if row.exploring <= careful + long:
+                continue
+        cost = row_cost(row, queued, now)
+        hoped = row.hope * (cost - (warmest - cached) * row.per_prompt_token)
+        if hoped < least:
+            best, least, bonus = row, hoped, hoped - cost
+    if best is not chosen:
+        own = queued.penalties.get(best.index, 0.0)
+        queued.set_penalties({**queued.penalties, best.index: own + bonus})
+    return best
 
 
 def available_rows(placement_state: PlacementState, queued: QueuedRequest) -> AvailableRows | None:
