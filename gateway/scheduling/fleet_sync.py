@@ -43,10 +43,11 @@ MOST_SERVICES = 10_000
 MOST_COUNTED_AT_ONCE, RECOUNT_SECONDS = 64, 0.5
 """Rows whose states are counted whenever any has changed; of more, only so often."""
 
-HOPE_UNKNOWN, HOPE_GUESSED, HOPE_MEASURED = 0.5, 1.25, 2 / 3
+HOPE_UNKNOWN, HOPE_GUESSED, HOPE_MEASURED, HOPE_AWAITED = 0.5, 1.25, 2 / 3, math.inf
 """Factors of the expected cost of a row that may be explored. Nothing is known of it: it may be
 twice as fast as the best. It has a calibration or a hint: it must look better by a quarter. It was
-measured once, perhaps while its server read the model from disk: it may be better by a half."""
+measured once, perhaps while its server read the model from disk: it may be better by a half. It is
+about to be calibrated: no request need find out."""
 
 ModelGroups = tuple[TierSets, ...]
 """For each model name of a request: its candidate sets, by tier."""
@@ -59,15 +60,22 @@ ServiceKey = tuple[str, Endpoint, bool, bool, NodeLabels]
 the labels of the pool."""
 
 
-def show_speed(state: PlacementState, row: NodeSlots, speed: Speed) -> None:
-    """Bring a row up to date with what is known of its node's speed."""
+def show_speed(
+    state: PlacementState, row: NodeSlots, speed: Speed, *, awaited: bool = False
+) -> None:
+    """Bring a row up to date with what is known of its node's speed.
+
+    `awaited`: it is about to be calibrated.
+    """
     state.set_speed(row, speed.expected_prefill_tps, speed.token_base, speed.token_step)
     samples = min(speed.samples, EXPLORING_REQUESTS)
     measured = speed.prefill_tps is not None and speed.decode_tps is not None
     if samples:
         hope = HOPE_MEASURED
+    elif speed.hinted or speed.calibrated:
+        hope = HOPE_GUESSED
     else:
-        hope = HOPE_GUESSED if speed.hinted or speed.calibrated else HOPE_UNKNOWN
+        hope = HOPE_AWAITED if awaited else HOPE_UNKNOWN
     if samples != row.samples or hope != row.hope or measured is not row.measured:
         state.set_learnt(row, samples, hope, measured=measured)
 
@@ -254,7 +262,7 @@ class FleetSync:
         total, occupancy = node.slots_total, node.occupancy
         foreign = occupancy.foreign + occupancy.leased - row.ours
         capacity = node.capacity(now)
-        penalty = FAILURE_PENALTY * node.circuit.failures
+        penalty = FAILURE_PENALTY * node.circuit.failures + node.calibration.penalty
         if capacity and node.state is NodeState.EJECTED:
             # One request on trial, beside whatever still runs.
             capacity = row.ours + foreign + 1 if row.ours + foreign < total else 0
@@ -267,7 +275,7 @@ class FleetSync:
             or alive is not row.alive
         ):
             self.placement_state.set_slots(row, total, capacity, foreign, alive=alive)
-        if self._speed_versions.get(row) != node.speed.version:
+        if self._speed_versions.get(row) != node.speed.version or row.exploring:
             self._refresh_speed(node, row)
         if penalty != row.penalty:
             self.placement_state.set_penalty(row, penalty)
@@ -277,7 +285,8 @@ class FleetSync:
 
     def _refresh_speed(self, node: Node, row: NodeSlots) -> None:
         self._speed_versions[row] = node.speed.version
-        show_speed(self.placement_state, row, node.speed)
+        awaited = node.calibration.penalty > 0 or node.calibration_due(self.clock())
+        show_speed(self.placement_state, row, node.speed, awaited=awaited)
 
     def _refresh_reserve_group(self, node: Node, row: NodeSlots) -> None:
         """Nodes share a reserve if they serve the same models and belong to the same pools."""
