@@ -1,14 +1,14 @@
 """Cold starts: how soon one client behind a fresh gateway is served by the fastest nodes.
 
-    python -m tests.bench.scheduling.cold_start                     20 starts, seconds
+    python -m tests.bench.scheduling.cold_start                     20 starts, half a minute
     python -m tests.bench.scheduling.cold_start --no-calibration    exploring alone
-    python -m tests.bench.scheduling.cold_start --at-once           the client doesn't wait
+    python -m tests.bench.scheduling.cold_start --wait 0            the client begins at once
+    python -m tests.bench.scheduling.cold_start --one-host          calibrated one after the other
 
 Eight emulated nodes of 5 to 60 tokens/s, in another order at each start, and one client that asks
 one request at a time: chats that share a system prompt. Gateway, nodes and client run in one
-process, in virtual time. By default the client begins a minute after the gateway is ready, with
-`--at-once` with the first probe. The mean of requests 5 to 12 is divided by the fastest node's own:
-what the same requests take where there is no other node. Exit status: 0; 1 a request failed.
+process, in virtual time. The mean of some requests is divided by the fastest node's own: what the
+same requests take where there is no other node. Exit status: 0; 1 if a request failed.
 """
 
 from __future__ import annotations
@@ -20,134 +20,143 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
-from gateway.config.inventory import NodeSpec
-from tests.bench.scheduling.fleet import Speed, nodes
-from tests.bench.scheduling.play import Player, as_emulated
+from tests.bench.arguments import positive
+from tests.bench.scheduling.client import ask
+from tests.bench.scheduling.fleet import MODEL, Speed, nodes
+from tests.bench.scheduling.play import UNKNOWN
 from tests.bench.scheduling.trace import Shape, make
 from tests.gateways import running_gateway
 from tests.virtual import VirtualLoop, now
 
 DECODES = (5.0, 8.0, 12.0, 18.0, 25.0, 35.0, 48.0, 60.0)
 """Tokens/s that the nodes write; they read fifteen times as fast."""
-REQUESTS = 24
-SYSTEM_TOKENS = 1500
-SETTLED = 60.0
-"""Seconds that the client waits, by default, before it asks."""
+PARTS = ((5, 12), (5, 24), (13, 24))
+"""Requests whose means are told: the first and the last, counted from 1."""
+
+
+class RequestFailedError(Exception):
+    """A request was not answered; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class ColdStart:
-    """Seconds that each request took, and the node that served it, by its tokens/s."""
+class Start:
+    """How a start is played."""
 
-    took: tuple[float, ...]
-    served_by: tuple[float, ...]
+    decodes: tuple[float, ...] = DECODES
+    calibrate: bool = True
+    wait: float = 60.0
+    """Seconds from the first probes to the first request."""
+    one_host: bool = False
+    system_tokens: int = 1500
+    requests: int = 24
+
+    def play(self, seed: int, folder: Path) -> Served:
+        """Play it in virtual time, in the order of nodes and with the chats of this seed."""
+        folder.mkdir(parents=True)
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            return runner.run(self._played(seed, folder))
+
+    async def _played(self, seed: int, folder: Path) -> Served:
+        order = random.Random(seed).sample(self.decodes, len(self.decodes))
+        trace = make(str(seed), 1.0, Shape(self.requests, 1, 1, self.system_tokens))
+        served = Served([], [])
+        async with AsyncExitStack() as stack:
+            speeds = [Speed(15 * decode, decode, 0.1 / decode) for decode in order]
+            fleet = await stack.enter_async_context(nodes(speeds, 1.0, now))
+            specs = [
+                {
+                    "name": f"node-{place}",
+                    "url": node.url,
+                    "host": "one" if self.one_host else f"host-{place}",
+                    "calibrate": self.calibrate,
+                }
+                for place, node in enumerate(fleet)
+            ]
+            gateway = running_gateway(folder, specs, rng=random.Random(seed))
+            site = await stack.enter_async_context(gateway)
+            listener = site.gateway.public_listener
+            assert listener is not None
+            await asyncio.sleep(self.wait)
+            for session in trace.sessions:
+                messages = [
+                    {"role": "system", "content": trace.systems[0]},
+                    {"role": "user", "content": session.turns[0].question},
+                ]
+                body = {"model": MODEL, "messages": messages, "max_tokens": UNKNOWN}
+                body |= {"stream": True, "stream_options": {"include_usage": True}}
+                known = site.gateway.fleet.nodes.values()
+                before = [node.requests for node in known]
+                answer = await ask((listener.host, listener.port), body, 600.0, now)
+                if answer.problem:
+                    raise RequestFailedError(answer.problem)
+                served.took.append(answer.done - answer.sent)
+                counts = zip(order, known, before, strict=True)
+                served.by.extend(decode for decode, node, count in counts if node.requests > count)
+        return served
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Seconds that each request took, and the tokens/s of the node that served it."""
+
+    took: list[float]
+    by: list[float]
 
     def mean(self, first: int, last: int) -> float:
-        """The mean of requests `first` to `last`, counted from 1."""
+        """The mean of these requests, counted from 1."""
         return fmean(self.took[first - 1 : last])
 
 
-def play(
-    seed: int,
-    folder: Path,
-    decodes: Sequence[float] = DECODES,
-    *,
-    calibrate: bool = True,
-    wait: float = SETTLED,
-    system_tokens: int = SYSTEM_TOKENS,
-    requests: int = REQUESTS,
-) -> ColdStart:
-    """One start over nodes of these speeds in random order."""
-    order = list(decodes)
-    random.Random(seed).shuffle(order)
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(
-            _played(seed, folder, order, calibrate, wait, system_tokens, requests)
-        )
-
-
-def compare(seed: int, folder: Path, **keys: float) -> tuple[ColdStart, ColdStart]:
-    """One start, and the fastest node alone with the same requests."""
-    found = play(seed, folder / "all", **keys)  # type: ignore[arg-type]
-    return found, play(seed, folder / "alone", (max(DECODES),), **keys)  # type: ignore[arg-type]
-
-
-async def _played(
-    seed: int,
-    folder: Path,
-    order: Sequence[float],
-    calibrate: bool,
-    wait: float,
-    system_tokens: int,
-    requests: int,
-) -> ColdStart:
-    folder.mkdir(parents=True)
-    trace = make(str(seed), 1.0, Shape(requests, 1, 1, system_tokens))
-    served_by = []
-    async with AsyncExitStack() as stack:
-        speeds = [Speed(15 * decode, decode, 0.1 / decode) for decode in order]
-        fleet = await stack.enter_async_context(nodes(speeds, 1.0, now))
-        setting = {"calibrate": calibrate} if "calibrate" in NodeSpec.model_fields else {}
-        specs = [
-            {"name": f"node-{place}", "url": node.url, "host": f"host-{place}", **setting}
-            for place, node in enumerate(fleet)
-        ]
-        site = await stack.enter_async_context(
-            running_gateway(folder, specs, rng=random.Random(seed))
-        )
-        assert site.gateway.public_listener is not None
-        address = site.gateway.public_listener.host, site.gateway.public_listener.port
-        await asyncio.sleep(wait)
-        player = Player(address, 1.0, known=False, check=as_emulated, clock=now)
-        took = []
-        for session in trace.sessions:
-            before = [node.requests for node in fleet]
-            one = type(trace)(trace.shape, trace.systems, (_at_once(session),))
-            (record,) = await player.play(one)
-            if record.problem:
-                raise AssertionError(record.problem)
-            took.append(record.took)
-            served_by += [
-                decode
-                for decode, node, count in zip(order, fleet, before, strict=True)
-                if node.requests > count
-            ][:1]
-    return ColdStart(tuple(took), tuple(served_by))
-
-
-def _at_once(session):  # type: ignore[no-untyped-def]
-    return type(session)(0.0, session.tenant, session.turns)
+def ratios(start: Start, seed: int, folder: Path) -> tuple[list[float], Served]:
+    """The means of `PARTS` by the fastest node's own, and how the requests were served."""
+    served = start.play(seed, folder / f"{seed}")
+    fastest = replace(start, decodes=(max(start.decodes),)).play(seed, folder / f"{seed}-alone")
+    parts = [part for part in PARTS if part[1] <= start.requests]
+    return [served.mean(*part) / fastest.mean(*part) for part in parts], served
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    """Play the starts and print a line for each."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.scheduling.cold_start",
+        description="How soon a fresh gateway finds its fastest node.",
+    )
     add = parser.add_argument
-    add("--starts", type=int, default=20)
+    add("--starts", type=positive, default=20)
     add("--calibration", action=argparse.BooleanOptionalAction, default=True)
-    add("--at-once", action="store_true", help="the client begins with the first probe")
-    add("--system", type=int, default=SYSTEM_TOKENS, help="tokens of the shared prompt")
-    add("--requests", type=int, default=REQUESTS)
+    add("--wait", type=float, default=60.0, help="seconds until the first request (default 60)")
+    add("--one-host", action="store_true", help="all nodes on one host")
+    add("--system", type=positive, default=1500, help="tokens of the system prompt (default 1500)")
     options = parser.parse_args(words)
-    ratios = []
+    start = Start(
+        calibrate=options.calibration,
+        wait=options.wait,
+        one_host=options.one_host,
+        system_tokens=options.system,
+    )
+    found = []
     with tempfile.TemporaryDirectory(prefix="llama-gateway-cold-") as folder:
         for seed in range(1, options.starts + 1):
-            found, alone = compare(
-                seed,
-                Path(folder) / str(seed),
-                calibrate=options.calibration,
-                wait=0.0 if options.at_once else SETTLED,
-                system_tokens=options.system,
-                requests=options.requests,
-            )
-            ratios.append([found.mean(*part) / alone.mean(*part) for part in ((5, 12), (5, 24), (13, 24))])
-            print(f"start {seed}: requests 5 to 12 at {ratios[-1][0]:.2f} x the fastest node's own, "
-              f"5 to 24 {ratios[-1][1]:.2f}, 13 to 24 {ratios[-1][2]:.2f}; served by " + " ".join(f"{one:g}" for one in found.served_by))
-    print("mean:", *(f"{fmean(one):.2f}" for one in zip(*ratios)), "worst:", *(f"{max(one):.2f}" for one in zip(*ratios)))
+            try:
+                factors, served = ratios(start, seed, Path(folder))
+            except RequestFailedError as error:
+                print(f"start {seed}: {error}", file=sys.stderr)
+                return 1
+            found.append(factors)
+            print(f"start {seed}:", _words(factors), "by", *(f"{one:g}" for one in served.by))
+    columns = list(zip(*found, strict=True))
+    print("mean:", _words([fmean(column) for column in columns]))
+    print("worst:", _words([max(column) for column in columns]))
     return 0
+
+
+def _words(factors: Sequence[float]) -> str:
+    parts = zip(PARTS, factors, strict=False)
+    return ", ".join(f"{factor:.2f} ({first}-{last})" for (first, last), factor in parts)
 
 
 if __name__ == "__main__":
