@@ -69,6 +69,8 @@ def show_speed(
     """
     state.set_speed(row, speed.expected_prefill_tps, speed.token_base, speed.token_step)
     samples = min(speed.samples, EXPLORING_REQUESTS)
+    if samples and speed.calibrated:
+        samples = EXPLORING_REQUESTS  # The calibration has read the model from disk.
     measured = speed.prefill_tps is not None and speed.decode_tps is not None
     if samples:
         hope = HOPE_MEASURED

@@ -15,6 +15,7 @@ from gateway.request import Priority
 from gateway.scheduling.comparison import MOST_COMPARED_ROWS, Comparison, RowFigures
 from gateway.scheduling.cost import LOOP_ROWS, CostColumns, row_cost, row_costs, row_figures
 from gateway.scheduling.node_slots import (
+    LEAST_UNCACHED_TOKENS,
     AvailableRows,
     CandidateSet,
     NodeSlots,
@@ -228,9 +229,10 @@ def explore(
 ) -> NodeSlots:
     """The row that gets the request in order to learn how fast it is; else `chosen`.
 
-    The row that has the prompt cached would win against any other for ever, so the others are
-    compared as if they had as much of it cached. The difference becomes a bonus of the request.
-    Only idle rows are explored, and less for `premium`, `urgent` and a client that will not wait.
+    The row that has the prompt cached would win against any other for ever. So a row that has shown
+    nothing yet is compared as if it had as much of the prompt cached, and by the speeds alone,
+    without what runs on `chosen`. The difference in cost becomes a bonus of the request. Only idle
+    rows are explored, and less for `premium`, `urgent` and a client that will not wait.
     """
     known = state.node_count - len(state.exploring)
     if queued.failed or not queued.slots or rng.random() * (known + 1) >= MOST_FREELY_EXPLORED:
@@ -239,8 +241,8 @@ def explore(
     if len(rows) > LOOP_ROWS:
         rows = rng.sample(rows, LOOP_ROWS)
     careful = (queued.priority < Priority.NORMAL) + (queued.deadline is not None)
-    warmest = max(queued.cached.values(), default=0.0)
-    best, least, bonus = chosen, row_cost(chosen, queued, now), 0.0
+    warm = queued.cached.get(chosen.index, 0.0)
+    best, least = chosen, _seconds_alone(chosen, queued, warm)
     for row in rows:
         if row.exploring <= careful or row.busy:
             continue
@@ -249,14 +251,20 @@ def explore(
             long = (queued.prompt_tokens - cached) // LONG_PROMPT_TOKENS
             if row.exploring <= careful + long:
                 continue
-        cost = row_cost(row, queued, now)
-        hoped = row.hope * (cost - (warmest - cached) * row.per_prompt_token)
+        hoped = row.hope * _seconds_alone(row, queued, cached if row.samples else max(cached, warm))
         if hoped < least:
-            best, least, bonus = row, hoped, hoped - cost
+            best, least = row, hoped
     if best is not chosen:
+        bonus = row_cost(chosen, queued, now) - row_cost(best, queued, now)
         own = queued.penalties.get(best.index, 0.0)
         queued.set_penalties({**queued.penalties, best.index: own + bonus})
     return best
+
+
+def _seconds_alone(row: NodeSlots, queued: QueuedRequest, cached: float) -> float:
+    """Seconds of a request on an idle row that has so many of its tokens cached."""
+    uncached = max(LEAST_UNCACHED_TOKENS, queued.prompt_tokens - cached)
+    return uncached / row.prefill_tps + queued.completion_tokens * row.token_base
 
 
 def available_rows(placement_state: PlacementState, queued: QueuedRequest) -> AvailableRows | None:
