@@ -30,7 +30,7 @@ RECENT_REQUESTS = 9
 LEAST_REQUESTS = 5
 """Fewer requests prove nothing."""
 
-DEGRADED_AFTER = 15.0
+DEGRADED_AFTER = 12.0
 """Seconds for which requests must have been slow: one stall can hit all that run."""
 
 DEGRADED_STALE = 600.0
