@@ -84,6 +84,7 @@ class Load:
                 for task in self.tasks:
                     task.cancel()
                 await asyncio.gather(*self.tasks, return_exceptions=True)
+                self.tasks.clear()
 
     async def until_degraded(self, folder: Path, factor: float, usual: float = USUAL) -> float:
         """Seconds until a node is `degraded` that becomes so many times slower; 600 at most."""
