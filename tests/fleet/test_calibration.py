@@ -151,12 +151,32 @@ async def test_a_measured_node_is_only_warmed_up_after_its_server_has_loaded() -
         running["a"].speed.learn_timings({"predicted_n": 100, "predicted_ms": 5000.0})
         await server.kill()
         await running.until_state("a", NodeState.DOWN)
+        server.faults.next("status", status=500)
         await server.revive()
+        await running.until(lambda: len(ended) == 2)
+        assert ended.pop().outcome == "failed"
         await running.until(lambda: len(ended) == 2)
         assert ended[1].outcome == "warmed"
         await asyncio.sleep(60)
         assert len(ended) == 2
         assert running["a"].speed.samples == 1
+
+
+@in_virtual_time
+async def test_a_drain_and_the_end_of_the_gateway_end_a_calibration() -> None:
+    slow: dict[str, Any] = {"prefill_tps": 20.0, "decode_tps": 2.0, "prefill_stalls": True}
+    async with EmulatedNode(slots=1, batch=32, **slow) as server:
+        async with calibrated(a_spec(url=server.url)) as (running, ended):
+            node = running["a"]
+            for resumed in (True, False):
+                await running.until(lambda: server.slots.busy == 1)
+                if resumed:
+                    running.fleet.drain("a")
+                    await running.until(lambda: not node.leases, limit=1.5)
+                    await running.until(lambda: server.slots.busy == 0, limit=2)
+                    running.fleet.resume("a")
+        # The calibrator has been cancelled.
+        assert (node.in_flight, node.calibration.penalty, ended) == (0, 0.0, [])
 
 
 def test_only_idle_llama_cpp_nodes_of_unknown_speed_are_due() -> None:
