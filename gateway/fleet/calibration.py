@@ -325,7 +325,9 @@ class Calibrator:
                 )
                 if measure and not shown and outcome == "done":
                     outcome, detail = "failed", "its reply shows no speed"
-                record.end(outcome, clock(), warm=run.warm, again=measure and not shown)
+                record.end(
+                    outcome, clock(), warm=run.warm, again=not (shown if measure else run.warm)
+                )
                 self._bus.publish(
                     NodeCalibrated(
                         node.name,

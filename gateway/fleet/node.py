@@ -65,7 +65,7 @@ class CalibrationRecord:
     """A node's calibrations (`calibration.py`). Times are monotonic seconds."""
 
     tries: int = 0
-    """Those in a row that have shown nothing."""
+    """Those in a row that were in vain."""
     due_at: float = -math.inf
     """When the next one may begin."""
     loaded_at: int = -1
@@ -89,7 +89,7 @@ class CalibrationRecord:
         self.prefill_tps, self.decode_tps = prefill_tps, decode_tps
 
     def end(self, outcome: str, now: float, *, warm: bool, again: bool) -> None:
-        """It has ended. `warm`: the model has worked; `again`: another one must show the speed."""
+        """It has ended. `warm`: the model has worked; `again`: another one is needed."""
         self.outcome, self.ended_at = outcome, now
         self.tries = self.tries + 1 if again else 0
         self.due_at = now + CALIBRATION_PAUSE * 4.0 ** (self.tries - 1)
