@@ -300,7 +300,13 @@ class NodeSpec(ConfigModel):
         Field(description="Cost of its tokens, instead of `cost_per_hour`."),
     ] = None
     speed_hint: Annotated[
-        Factor, Field(description="Assumed relative speed, until it is measured.")
+        Factor,
+        Field(
+            description=(
+                "Assumed speed relative to that of similar nodes, until it is measured. Where it "
+                "is not written: that of the best of them."
+            )
+        ),
     ] = 1.0
     calibrate: Annotated[
         bool,

@@ -3,6 +3,9 @@
 Like is compared with like: the time of a token with others at as many busy slots and as much text
 in the slot, the prefill of a prompt with those of about its length. So neither more load nor longer
 prompts make a node look degraded. A handful of requests over some time must agree, by their median.
+A span of a running stream counts as one, by the events that have come: long answers of a slow node
+end late. An event holds about as many tokens as in streams before. Spans in which others' requests
+run on the node, or the client lags, prove nothing.
 To recover, the median must come nearer to the usual speed than the value at which it was degraded.
 
 The usual speed (the baseline) is learnt quickly at first. Later it follows slowly: half of the way,
