@@ -90,7 +90,7 @@ class Load:
         """Seconds until a node is `degraded` that becomes so many times slower; 600 at most."""
         async with self.running(folder) as (server, node):
             await asyncio.sleep(usual)
-            assert node.state is NodeState.READY, node.reason
+            assert node.state.value == "ready", node.reason
             slow_down(server, factor)
             for tick in range(1200):
                 if node.state is NodeState.DEGRADED:

@@ -194,6 +194,10 @@ def test_a_calibrated_node_is_explored_only_if_it_is_faster() -> None:
         sim = QueueSimulation((2, 2), speeds=(100.0, speed))
         unknown(sim, hope=HOPE_GUESSED)
         assert explored(sim).total() == count, speed
+
+
+def test_a_node_that_is_about_to_be_calibrated_is_not_explored() -> None:
+    sim = QueueSimulation((2, 2))
     unknown(sim, hope=HOPE_AWAITED)
     assert not explored(sim)
 
