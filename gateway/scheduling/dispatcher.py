@@ -100,9 +100,9 @@ class Dispatcher:
             return None
         rows = available.rows
         row = rows[0] if len(rows) == 1 else self._choose(available, queued, now, self._rng)
-        state, penalties = self.placement_state, queued.penalties
-        if state.exploring and self._policy.by_cost:
-            row = explore(state, available, queued, row, now, self._rng)
+        penalties = queued.penalties
+        if self.placement_state.exploring and self._policy.by_cost:
+            row = explore(self.placement_state, available, queued, row, now, self._rng)
         if (queued.cached or queued.pending) and self._policy.by_cost:
             queued.find_warmest_rows()
             cost = row_cost(row, queued, now)

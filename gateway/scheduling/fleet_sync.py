@@ -68,9 +68,9 @@ def show_speed(
     `awaited`: it is about to be calibrated.
     """
     state.set_speed(row, speed.expected_prefill_tps, speed.token_base, speed.token_step)
-    samples = min(speed.samples, EXPLORING_REQUESTS)
-    if samples and speed.calibrated:
-        samples = EXPLORING_REQUESTS  # The calibration has read the model from disk.
+    samples = speed.samples
+    if samples > EXPLORING_REQUESTS or (samples and speed.calibrated):
+        samples = EXPLORING_REQUESTS  # A calibration has read the model from disk.
     measured = speed.prefill_tps is not None and speed.decode_tps is not None
     if samples:
         hope = HOPE_MEASURED
@@ -286,9 +286,12 @@ class FleetSync:
         self._sync_prompt_cache(node, row, total)
 
     def _refresh_speed(self, node: Node, row: NodeSlots) -> None:
-        self._speed_versions[row] = node.speed.version
-        awaited = node.calibration.penalty > 0 or node.calibration_due(self.clock())
-        show_speed(self.placement_state, row, node.speed, awaited=awaited)
+        speed = node.speed
+        self._speed_versions[row] = speed.version
+        awaited = not speed.samples and (
+            node.calibration.penalty > 0 or node.calibration_due(self.clock())
+        )
+        show_speed(self.placement_state, row, speed, awaited=awaited)
 
     def _refresh_reserve_group(self, node: Node, row: NodeSlots) -> None:
         """Nodes share a reserve if they serve the same models and belong to the same pools."""
