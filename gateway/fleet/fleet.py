@@ -363,6 +363,15 @@ class Fleet:
         elif had_failures:
             self._notify_change(node)
 
+    def woke(self, lease: Lease, now: float, expected: float) -> None:
+        """Content came from a server that had slept; awake, it would have taken `expected` s."""
+        node = lease.node
+        if lease.wakes:
+            node.sleep.learn_wake(now - lease.taken_at - expected)
+        lease.woke()
+        node.sleep.woke()
+        self.refresh_state(node)
+
     def request_failed(
         self,
         node: Node,

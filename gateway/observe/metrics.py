@@ -51,6 +51,7 @@ NODE_STATES = (
     "standby",
     "draining",
     "down",
+    "sleeping",
     "loading",
     "starting",
     "ejected",
