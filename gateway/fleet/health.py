@@ -28,7 +28,7 @@ class HealthMonitor:
     """Probes one node and keeps its state current, in a task of its own.
 
     `refresh_state` is called whenever the state may have changed. `gate` bounds how many nodes
-    are probed at the same time.
+    are probed at the same time. `fleet_works` tells whether any node has had work lately.
     """
 
     def __init__(
@@ -37,11 +37,13 @@ class HealthMonitor:
         refresh_state: Callable[[Node], None],
         gate: asyncio.Semaphore,
         rng: random.Random,
+        fleet_works: Callable[[], bool],
     ) -> None:
         self._node = node
         self._refresh_state = refresh_state
         self._gate = gate
         self._rng = rng
+        self._fleet_works = fleet_works
         self._wake = asyncio.Event()
         self._probing = asyncio.Lock()
         self._task = asyncio.create_task(self._run(), name=f"watch {node.name}")
@@ -149,7 +151,7 @@ class HealthMonitor:
     async def _read_slots(self, *, comes_up: bool = False) -> None:
         """Ask how many slots are busy, by what does not keep an idle server from sleeping."""
         node, history, asked_at = self._node, self._node.probe_history, self._node.clock()
-        path = node.load_endpoint(asked_at, comes_up=comes_up)
+        path = node.load_endpoint(asked_at, comes_up=comes_up, fleet_works=self._fleet_works())
         if path is None:
             node.occupancy.clear_foreign()
             history.slots_read()

@@ -20,7 +20,7 @@ from gateway.fleet.degradation import DegradationDetector
 from gateway.fleet.lifecycle import Lifecycle, LifecyclePhase
 from gateway.fleet.probe_history import ProbeHistory
 from gateway.fleet.server_properties import ServerProperties, inventory_drift
-from gateway.fleet.sleep import REST_DELAY, Sleep
+from gateway.fleet.sleep import RECENT_USE, REST_DELAY, Sleep
 from gateway.fleet.slot_occupancy import LeasePhase, SlotOccupancy
 from gateway.fleet.speed import ObservedTiming, Speed
 from gateway.lease import NodeInfo
@@ -197,12 +197,15 @@ class Node:
         """Whether it answers `/slots`, as far as is known."""
         return self.spec.kind == "llama.cpp" and self.properties.slots_endpoint is not False
 
-    def load_endpoint(self, now: float, *, comes_up: bool = False) -> str | None:
+    def load_endpoint(
+        self, now: float, *, comes_up: bool = False, fleet_works: bool = False
+    ) -> str | None:
         """Where a probe may ask how many slots are busy; None: nowhere.
 
         A server that may sleep is asked only by what keeps no idle one awake: `/slots` while it
         works, else `/metrics`. Without that it is left alone, but for one reading when it
-        `comes_up`.
+        `comes_up`, and until it is seen asleep while it was in use of late and the `fleet_works`:
+        then others' load on it matters.
         """
         sleep = self.sleep
         if not self.reports_slots or sleep.asleep:
@@ -211,7 +214,9 @@ class Node:
             return "/slots"
         if self.properties.metrics_endpoint:
             return "/metrics"
-        used = comes_up or self.foreign > 0 or now - self.released_at < REST_DELAY
+        idle = now - self.released_at
+        wanted = fleet_works and not sleep.seen and idle < RECENT_USE
+        used = comes_up or wanted or self.foreign > 0 or idle < REST_DELAY
         return None if sleep.may_rest(now, used=used) else "/slots"
 
     @property
@@ -312,8 +317,8 @@ class Node:
         """Count `slots` as used, at once. The caller has checked `free_slots`.
 
         `expected_prefill` and `expected_total` are seconds from now, and hold `wake`, in which
-        its server wakes up. `holder` is told how the lease goes on. Raises ValueError for a negative number of slots; a request that needs no
-        slot takes 0.
+        its server wakes up. `holder` is told how the lease goes on. Raises ValueError for a
+        negative number of slots; a request that needs no slot takes 0.
         """
         if slots < 0:
             raise ValueError(f"{slots} slots")

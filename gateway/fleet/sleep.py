@@ -15,6 +15,10 @@ from dataclasses import dataclass
 REST_DELAY = 3.0
 """Seconds after our last request for which a server may still be asked what restarts its time."""
 
+RECENT_USE = 60.0
+"""Seconds after our last request for which others' load on a server is of interest while the fleet
+works."""
+
 MOST_REST = 2000.0
 """Seconds: a server without `/metrics` that was left alone so long in all, and was never seen
 asleep, is taken for one that does not sleep; above half an hour, a common setting."""

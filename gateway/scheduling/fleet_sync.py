@@ -13,7 +13,7 @@ from gateway.config.cache_privacy import NodeLabels, has_labels
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.health import ALIVE_STATES
 from gateway.fleet.model_index import CapableNodes
-from gateway.fleet.node import Node, NodeState
+from gateway.fleet.node import Node
 from gateway.fleet.prompt_cache import CacheContents, FleetPromptCache
 from gateway.request import Endpoint
 from gateway.scheduling.node_slots import (

@@ -201,8 +201,6 @@ class LocalLeaseService:
                 self.scheduler.completion_rate.completed(now)
             if report.outcome == "ok":
                 self.fleet.request_succeeded(lease.node, now, lease.taken_at)
-                if lease.wakes:
-                    self._woke(record, now)
                 if self._failures:
                     self._blame_others(record, complete=True)
         else:
@@ -226,6 +224,8 @@ class LocalLeaseService:
         now = lease.abandoned_at or lease.released_at or self.scheduler.clock()
         usage, reported = report.attempt, report.reported
         record.grant.settled(usage, reported=reported is not None)
+        if complete and lease.wakes:
+            self._woke(record, now)  # A response in one piece.
         if complete and reported is not None and not lease.wake:
             self.scheduler.accuracy.settled(record.grant)
         is_sample = False
