@@ -125,6 +125,8 @@ class HealthMonitor:
         if comes_up and history.up:
             node.circuit.server_restarted(now)
             node.degradation.server_restarted()
+            if not first:
+                node.calibration.server_started(node.requests)
         if not history.up:
             node.sleep.restarted()
         history.schedule(

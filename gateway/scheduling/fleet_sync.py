@@ -235,7 +235,7 @@ class FleetSync:
         foreign = occupancy.foreign + occupancy.leased - row.ours
         capacity = node.capacity(now)
         wake = node.wake_price(now)
-        penalty = FAILURE_PENALTY * node.circuit.failures
+        penalty = FAILURE_PENALTY * node.circuit.failures + node.calibration.penalty
         if capacity and node.circuit.open_until is not None:
             # One request on trial, beside whatever still runs.
             capacity = row.ours + foreign + 1 if row.ours + foreign < total else 0
