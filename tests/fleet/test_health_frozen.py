@@ -138,7 +138,7 @@ async def test_a_stream_on_a_frozen_node_is_resumed_elsewhere_after_its_silence(
 @pytest.mark.real
 @pytest.mark.slow
 async def test_a_grammar_that_freezes_a_real_server_makes_its_node_mute() -> None:
-    quick = {"interval": 0.5, "timeout": 0.5}
+    quick: dict[str, Any] = {"interval": 0.5, "timeout": 0.5}
     with running_demo_servers(1, slots=2) as [server]:
         async with (
             a_fleet(a_spec(url=server.url), **quick) as fleet,
