@@ -252,8 +252,12 @@ async def test_an_awake_node_is_preferred_unless_that_costs_more(tmp_path: Path)
     ):
         node = await until_state(running, "a", NodeState.SLEEPING)
         node.sleep.learn_wake(20.0)
-        served = [(await ask(running)).headers["x-gateway-node"] for _ in range(3)]
+        answers = [await ask(running) for _ in range(3)]
+        served = [answer.headers["x-gateway-node"] for answer in answers]
+        request_id = answers[-1].headers["x-request-id"]
         assert served == ["b", "b", "b"]
+        last = await running.client.get(f"{running.admin_url}/admin/requests/{request_id}/why")
+        assert "sleeps, and takes about 20.0 s to wake up" in last.text
         long = asyncio.create_task(ask(running, max_tokens=3000))
         await until(lambda: awake.busy == 1, 10.0)
         assert (await ask(running)).headers["x-gateway-node"] == "a"
