@@ -232,7 +232,7 @@ def explore(
     The row that has the prompt cached would win against any other for ever. So a row that has shown
     nothing yet is compared as if it had as much of the prompt cached, and by the speeds alone,
     without what runs on `chosen`. The difference in cost becomes a bonus of the request. Only idle
-    rows are explored, and less for `premium`, `urgent` and a client that will not wait.
+    rows that are awake are explored, and less for `premium`, `urgent` and a client that will not wait.
     """
     known = state.node_count - len(state.exploring)
     if queued.failed or not queued.slots or rng.random() * (known + 1) >= MOST_FREELY_EXPLORED:
@@ -244,7 +244,7 @@ def explore(
     warm = queued.cached.get(chosen.index, 0.0)
     best, least = chosen, _seconds_alone(chosen, queued, warm)
     for row in rows:
-        if row.exploring <= careful or row.busy:
+        if row.exploring <= careful or row.busy or row.wake:
             continue
         cached = queued.cached.get(row.index, 0.0)
         if row.hope < 1.0 and not row.samples:
