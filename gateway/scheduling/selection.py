@@ -232,7 +232,7 @@ def explore(
     The row that has the prompt cached would win against any other for ever. So a row that has shown
     nothing yet is compared as if it had as much of the prompt cached, and by the speeds alone,
     without what runs on `chosen`. The difference in cost becomes a bonus of the request. Only idle
-    rows that are awake are explored, and less for `premium`, `urgent` and a client that will not wait.
+    rows that are awake are explored, and less for `premium`, `urgent` and clients that hurry.
     """
     known = state.node_count - len(state.exploring)
     if queued.failed or not queued.slots or rng.random() * (known + 1) >= MOST_FREELY_EXPLORED:
