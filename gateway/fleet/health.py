@@ -150,7 +150,8 @@ class HealthMonitor:
         with node.occupancy.slots_query(node.clock()) as query:
             busy = await probe_slots(node)
         if busy is not None:
-            node.occupancy.record_busy(busy, query, node.clock())
+            node.occupancy.record_busy(len(busy), query, node.clock())
+            node.occupancy.record_tokens(busy)
 
 
 PREFILL_GRACE_FACTOR = 4.0

@@ -149,20 +149,22 @@ async def has_changed(node: Node) -> bool:
     return node.probe_history.props_differ(reply.body)
 
 
-async def probe_slots(node: Node) -> int | None:
-    """How many slots the node reports as busy; None: unknown. Learns whether it has `/slots`."""
+async def probe_slots(node: Node) -> tuple[int, ...] | None:
+    """The tokens of each slot that the node reports as busy; None: unknown.
+
+    Learns whether it has `/slots`.
+    """
     reply = await fetch(node, "/slots")
     if isinstance(reply, ProbeResult):
         # Without a process no slot is busy.
-        return 0 if reply.answer is ProbeAnswer.CONNECTION_REFUSED else None
+        return () if reply.answer is ProbeAnswer.CONNECTION_REFUSED else None
     if reply.status in NOT_FOUND_STATUSES | KEY_REJECTED_STATUSES:
         node.properties.slots_refused()
     counts = count_slots(reply.json()) if reply.status == HTTPStatus.OK else None
     if counts is None:
         return None
-    busy, total = counts
-    node.properties.slots_reported(total)
-    return busy
+    node.properties.slots_reported(counts.total)
+    return counts.busy_tokens
 
 
 def _judge_health(reply: ProbeResponse) -> tuple[ProbeAnswer, str]:
