@@ -410,6 +410,25 @@ class Fleet:
         else:
             self._notify_change(node)
 
+    def pool_full(self, node: Node) -> None:
+        """The node failed a request, still leased, for lack of room in the context.
+
+        If it has more work, its slots share one pool, which is full: nobody is to blame.
+        """
+        if node.slots_busy > 1 and node.properties.pool_learnt():
+            log.warning(
+                "Node %s: its slots share one pool of %s tokens. Requests wait for room there from "
+                "now on; start the server with -np, or with a larger context",
+                node.name,
+                node.context,
+            )
+            self.refresh_state(node)
+        self._probe_soon(node)
+
+    def connection_reset(self, node: Node) -> None:
+        """A connection of a request broke: the server's process may have ended."""
+        node.properties.process_ended()
+
     def connect_failed(self, node: Node, detail: str) -> None:
         """A request could not connect: count it as a probe that was refused."""
         self._record_probe(node, ProbeAnswer.CONNECTION_REFUSED, detail)
@@ -495,6 +514,8 @@ class Fleet:
             self._bus.publish(NodeChanged(node.name, old.value, node.state.value, node.reason))
         if node.probe_history.down:
             self._reclaimer.release_all(node)
+        if node.probe_history.down or node.probe_history.loading:
+            node.properties.process_ended()
         self._compare_properties(node)
         if node.probe_history.probed and node in self._unprobed:
             self._unprobed.discard(node)

@@ -200,6 +200,14 @@ class Node:
         return self.spec.context if self.spec.context is not None else self.properties.context
 
     @property
+    def pool(self) -> int:
+        """Tokens that its slots share; 0: each slot has its own, as far as is known."""
+        kv = self.spec.kv
+        if kv == "split" or (kv == "auto" and not self.properties.shared_pool):
+            return 0
+        return self.context or 0
+
+    @property
     def silence_timeout(self) -> float:
         """Seconds that a stream of this node may be silent."""
         own = self.spec.timeouts.silence
