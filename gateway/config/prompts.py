@@ -29,9 +29,11 @@ LinePattern = Annotated[str, BeforeValidator(_pattern), TypeLabel("regular expre
 
 
 class PromptSettings(ConfigModel):
-    """Lines of system prompts that change with each request, and so void every prompt cache.
+    """How the node that knows a prompt is found.
 
-    Patterns are matched against the beginnings of lines. The billing line of Claude Code is known.
+    Patterns are for lines of system prompts that change with each request, and so void every
+    prompt cache. They are matched against the beginnings of lines. The billing line of Claude Code
+    is known.
     """
 
     volatile: Annotated[
@@ -46,6 +48,16 @@ class PromptSettings(ConfigModel):
         Field(description="Lines to overlook, and to take out of the request as well."),
         TypeLabel("list of patterns"),
     ] = ()
+    remember: Annotated[
+        bool,
+        Field(
+            description=(
+                "Keep over a restart which prompts each node has cached, as keyed digests beside "
+                "their key: see the page on security. `false`: they are forgotten at once."
+            )
+        ),
+        TypeLabel("true or false"),
+    ] = True
 
 
 SHORTEST_LITERAL_PREFIX = 4

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -237,6 +238,21 @@ class DecisionLog:
         if self.followed:
             self._collect(refusal)
 
+    def by_kind(self) -> tuple[deque[Any], ...]:
+        """The decisions of each kind: grants, queueings, refusals."""
+        return self.grants, self.queueings, self.refusals
+
+    def restore(self, earlier: Iterable[Decision]) -> None:
+        """Remember decisions of an earlier process, too. A lease that is there is replaced."""
+        decisions = [*earlier]
+        for log, kind in zip(self.by_kind(), (Grant, Queueing, Refusal), strict=True):
+            mine: list[Decision] = [*log, *(one for one in decisions if type(one) is kind)]
+            found = {_identity(one): one for one in mine}
+            log.clear()
+            log.extend(sorted(found.values(), key=lambda one: one.at))
+            if log:
+                self.started_at = min(self.started_at, log[0].at)
+
     # Collected for those who need all of one request, however long it runs.
 
     def follow(self, request_id: str) -> None:
@@ -286,3 +302,7 @@ class DecisionLog:
         yield from self.queueings
         yield from self.refusals
         yield from self.grants
+
+
+def _identity(one: Decision) -> object:
+    return (one.request_id, one.lease_id) if isinstance(one, Grant) else one

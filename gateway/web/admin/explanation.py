@@ -22,6 +22,7 @@ _OUTCOMES = {
     "cancelled": "was cancelled",
     "yielded": "gave up its slot to a higher class",
     "moved": "was moved away by a drain",
+    "unknown": "went on under an earlier process of this gateway, which told no more of it",
 }
 
 _FALLBACKS = {
