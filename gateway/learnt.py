@@ -879,7 +879,7 @@ class Decisions(Section):
         """The decisions since the last call, and those before that may have come to their end."""
         clock, later = self._log.clock(), list[Decision](self._running)
         shift, self._running = self._now() - clock, []
-        for kind, found in zip(_KINDS.values(), self._log.by_kind(), strict=True):
+        for kind, found in self._log.by_kind():
             newest = self._newest.get(kind)
             later += [*takewhile(lambda one: one is not newest, reversed(found))][::-1]  # noqa: B023
             if found:
@@ -905,13 +905,13 @@ class Decisions(Section):
         """Give all at once: they are sorted by time."""
         self._log.restore(self._found)
         self._found = []
-        for kind, found in zip(_KINDS.values(), self._log.by_kind(), strict=True):
+        for kind, found in self._log.by_kind():
             if found:
                 self._newest[kind] = found[-1]
 
 
 _KINDS: Mapping[str, type[Decision]] = {"g": Grant, "q": Queueing, "r": Refusal}
-"""The first letter of a row's key, for each kind in the order of `DecisionLog.by_kind`."""
+"""By the first letter of a row's key."""
 
 
 def _shifted(one: Decision, shift: float) -> Decision:

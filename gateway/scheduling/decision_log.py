@@ -10,7 +10,7 @@ out. What runs for each request costs next to nothing: words are found when some
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -238,16 +238,14 @@ class DecisionLog:
         if self.followed:
             self._collect(refusal)
 
-    def by_kind(self) -> tuple[deque[Any], ...]:
-        """The decisions of each kind: grants, queueings, refusals."""
-        return self.grants, self.queueings, self.refusals
+    def by_kind(self) -> tuple[tuple[type[Decision], deque[Any]], ...]:
+        """The decisions of each kind."""
+        return (Grant, self.grants), (Queueing, self.queueings), (Refusal, self.refusals)
 
-    def restore(self, earlier: Iterable[Decision]) -> None:
+    def restore(self, earlier: Sequence[Decision]) -> None:
         """Remember decisions of an earlier process, too. A lease that is there is replaced."""
-        decisions = [*earlier]
-        for log, kind in zip(self.by_kind(), (Grant, Queueing, Refusal), strict=True):
-            mine: list[Decision] = [*log, *(one for one in decisions if type(one) is kind)]
-            found = {_identity(one): one for one in mine}
+        for kind, log in self.by_kind():
+            found = {_identity(one): one for one in (*log, *earlier) if type(one) is kind}
             log.clear()
             log.extend(sorted(found.values(), key=lambda one: one.at))
             if log:
