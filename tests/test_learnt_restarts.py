@@ -149,7 +149,7 @@ async def test_a_successor_knows_the_decisions_of_its_predecessors_last_second(
             # The last rows come a moment after the successor has begun to serve.
             while not outcomes or "404" in outcomes:
                 outcomes.clear()
-                for one in asked:
+                for one in asked[-20:]:
                     try:
                         outcomes[str((await explained(line, one))["actual"]["outcome"])] += 1
                     except AssertionError as error:

@@ -157,7 +157,7 @@ class FleetHistory:
     def restore(self, points: Iterable[HistoryPoint], now: float) -> None:
         """Put these points of an earlier process among the others; `now` is Unix time."""
         whole = {one.at: one for one in (*points, *self.points)}
-        recent = sorted(at for at in whole if now - SPAN_SECONDS < at <= now)
+        recent = sorted(at for at in whole if now - SPAN_SECONDS < at < now + self.step_seconds)
         self.points.clear()
         self.points.extend(whole[at] for at in recent)
 
