@@ -500,6 +500,8 @@ class LearntTable:
             .where(c.changed_at >= self._now() - OLDEST)
             .order_by(c.changed_at.desc())
             .limit(MOST_READ_ROWS)
+            # All at once they would hold up the other threads.
+            .execution_options(yield_per=ROWS_PER_JOB)
         )
         for whose in (own, (~own) & c.section.in_(SHARED_SECTIONS)):
             for section, version, key, caller, at, value in connection.execute(newest.where(whose)):

@@ -41,8 +41,8 @@ from gateway.scheduling.scheduler import Scheduler
 from gateway.store.schema import learnt as table
 from gateway.store.store import Store
 from tests.each_case import each_case
-from tests.fleet.build import Clock
-from tests.scheduling.build import a_request, a_scheduler, node
+from tests.fleet.build import Clock, a_node
+from tests.scheduling.build import a_request, a_scheduler
 from tests.store.stores import opened
 
 WHOLE = 10.0
@@ -69,7 +69,7 @@ class Life:
     ) -> None:
         self.clock = Clock()
         self.ring = KeyRing()
-        self.node = node("a", slots=None)
+        self.node = a_node(name="a", url="http://a:1")
         self.node.properties = ServerProperties(**said)
         self.scheduler: Scheduler = a_scheduler(self.node, clock=self.clock)
         self.scheduler.fleet.refresh_state(self.node)
@@ -312,7 +312,7 @@ async def test_rows_of_another_version_are_left_alone_in_the_store(store: Store)
         "changed_at": 4e9,
         "value": "?",
     }
-    store.run_now(lambda c: c.execute(insert(table).values(foreign)) and None)
+    store.run_now(lambda c: c.execute(insert(table).values(foreign)).rowcount)
     with capture_logs() as logs:
         life = await next_life(store)
     assert [line["event"] for line in logs] == ["learnt: rows are left alone"]
@@ -364,14 +364,14 @@ KEY = KeySpec(id="team", sha256=sha256(b"secret").hexdigest(), name="team")
 
 
 async def test_revoking_a_key_deletes_what_was_learnt_of_its_caller(store: Store) -> None:
-    store.run_now(lambda c: add_keys(c, [KEY], 1.0) and None)
+    store.run_now(lambda c: add_keys(c, [KEY], 1.0))
     life = Life(store)
     life.ring.configure([KEY])
     await life.memory.load(WHOLE)
     life.serve("team", "team/alice")
     await life.memory.save(WHOLE)
     assert {section for section, caller in kept(store) if caller == "team"} == {"demand", "prompts"}
-    store.run_now(lambda c: revoke_key(c, "team", 2.0) and None)
+    store.run_now(lambda c: revoke_key(c, "team", 2.0))
     assert "team" not in {caller for _, caller in kept(store)}
     # What the running gateway would write of it again.
     life.serve("team", "team/alice")

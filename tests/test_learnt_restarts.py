@@ -14,8 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.scheduling.decision_log import Grant
+from gateway.tools.local.server_process import claim_port, claimed_port
 from tests.emulator import EmulatedNode
 from tests.gateway_processes import LIMIT, Succession, serving
+from tests.gateways import Running, running_gateway
+from tests.servers import spawn_demo_server, stop_demo_server, wait_for_demo_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -156,3 +160,42 @@ async def test_a_successor_knows_the_decisions_of_its_predecessors_last_second(
                         outcomes["404" if "not_found" in str(error) else str(error)] += 1
     assert set(outcomes) <= {"ok", "unknown"}
     assert outcomes["unknown"] <= 1, "one may have run while the sockets were handed over"
+
+
+@pytest.mark.real
+async def test_a_real_server_is_known_after_a_restart_until_it_has_other_slots(
+    tmp_path: Path,
+) -> None:
+    claim = claim_port("127.0.0.1")
+    text = "Of ships and shoes and sealing wax, of cabbages and kings. " * 12
+
+    def speed_of(gateway: Running) -> float | None:
+        return gateway.gateway.fleet.nodes["node-0"].speed.decode_tps
+
+    server = await asyncio.to_thread(spawn_demo_server, slots=2, port=claimed_port(claim))
+    try:
+        url = await asyncio.to_thread(wait_for_demo_server, server)
+        async with running_gateway(tmp_path, [url], IN_A_FILE) as gateway:
+            assert speed_of(gateway) is None
+            for _ in range(2):
+                await ask(gateway.client, text)
+        learnt = speed_of(gateway)
+        async with running_gateway(tmp_path, [url], IN_A_FILE) as gateway:
+            assert speed_of(gateway) == learnt is not None
+            last = await ask(gateway.client, text)
+            gateway.gateway.bus.flush()
+            (grant,) = gateway.gateway.scheduler.decision_log.find([last])[last].decisions
+            assert isinstance(grant, Grant)
+            assert grant.comparison is not None
+            assert grant.used is not None
+            # What it was believed to have cached, it had.
+            assert grant.comparison.chosen.cached == pytest.approx(grant.used[1], abs=40)
+            assert grant.used[1] > 100
+        await asyncio.to_thread(stop_demo_server, server)
+        server = await asyncio.to_thread(spawn_demo_server, slots=4, port=claimed_port(claim))
+        assert await asyncio.to_thread(wait_for_demo_server, server) == url
+        async with running_gateway(tmp_path, [url], IN_A_FILE) as gateway:
+            assert speed_of(gateway) is None
+    finally:
+        await asyncio.to_thread(stop_demo_server, server)
+        claim.close()

@@ -29,11 +29,9 @@ LinePattern = Annotated[str, BeforeValidator(_pattern), TypeLabel("regular expre
 
 
 class PromptSettings(ConfigModel):
-    """How the node that knows a prompt is found.
+    """Lines of system prompts that change with each request, and so void every prompt cache.
 
-    Patterns are for lines of system prompts that change with each request, and so void every
-    prompt cache. They are matched against the beginnings of lines. The billing line of Claude Code
-    is known.
+    Patterns are matched against the beginnings of lines. The billing line of Claude Code is known.
     """
 
     volatile: Annotated[
@@ -52,8 +50,8 @@ class PromptSettings(ConfigModel):
         bool,
         Field(
             description=(
-                "Keep over a restart which prompts each node has cached, as keyed digests beside "
-                "their key: see the page on security. `false`: they are forgotten at once."
+                "Keep over a restart which prompts each node has cached, as digests beside their "
+                "key. `false`: what was kept is deleted, and a restart forgets."
             )
         ),
         TypeLabel("true or false"),
