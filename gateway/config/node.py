@@ -302,6 +302,15 @@ class NodeSpec(ConfigModel):
     speed_hint: Annotated[
         Factor, Field(description="Assumed relative speed, until it is measured.")
     ] = 1.0
+    calibrate: Annotated[
+        bool,
+        Field(
+            description=(
+                "`false`: no tiny requests that measure its speed while it is idle and unmeasured."
+            )
+        ),
+        TypeLabel("true or false"),
+    ] = True
     api_key_env: Annotated[
         EnvVarName | None,
         Field(description="Name of the environment variable that holds the node's key."),

@@ -122,6 +122,8 @@ class HealthMonitor:
         if comes_up and history.up:
             node.circuit.server_restarted(now)
             node.degradation.server_restarted()
+            if not first:
+                node.calibration.server_started(node.requests)
         history.schedule(
             now + probe_delay(health.interval, self._rng, first=first, unstable=history.unstable)
         )

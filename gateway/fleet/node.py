@@ -61,6 +61,62 @@ class LearntOfServer(msgspec.Struct, frozen=True):
     usual: UsualSpeeds
 
 
+MOST_CALIBRATIONS = 5
+"""Calibrations of one server that may fail, or be given up."""
+
+CALIBRATION_PAUSE = 5.0
+"""Seconds after the first of them until the next; four times as many after each further one."""
+
+
+@dataclass(slots=True)
+class CalibrationRecord:
+    """A node's calibrations (`calibration.py`). Times are monotonic seconds."""
+
+    tries: int = 0
+    """Those in a row that were in vain."""
+    due_at: float = -math.inf
+    """When the next one may begin."""
+    loaded_at: int = -1
+    """The node's `requests` when its server loaded its model: no request has warmed it until they
+    are more."""
+    penalty: float = 0.0
+    """While one runs: seconds until its prompt has been read, and the slot can be free."""
+    outcome: str | None = None
+    """How the last one ended; None: there was none."""
+    ended_at: float = 0.0
+    prefill_tps: float | None = None
+    """What the last good one showed."""
+    decode_tps: float | None = None
+
+    def begin(self, penalty: float) -> None:
+        """One begins."""
+        self.penalty = penalty
+
+    def showed(self, prefill_tps: float | None, decode_tps: float | None) -> None:
+        """It showed these speeds."""
+        self.prefill_tps, self.decode_tps = prefill_tps, decode_tps
+
+    def end(self, outcome: str, now: float, *, warm: bool, again: bool) -> None:
+        """It has ended. `warm`: the model has worked; `again`: another one is needed."""
+        self.outcome, self.ended_at = outcome, now
+        self.tries = self.tries + 1 if again else 0
+        self.due_at = now + CALIBRATION_PAUSE * 4.0 ** (self.tries - 1)
+        if warm:
+            self.loaded_at = -1
+
+    def over(self) -> None:
+        """The slot is free."""
+        self.penalty = 0.0
+
+    def postpone(self, until: float) -> None:
+        """None may begin before."""
+        self.due_at = until
+
+    def server_started(self, requests: int) -> None:
+        """The server has loaded its model anew, after so many requests."""
+        self.tries, self.due_at, self.loaded_at = 0, -math.inf, requests
+
+
 @dataclass(slots=True, eq=False)
 class Node:
     """One node. The fleet decides its `state` and `reason` (`Fleet.refresh_state`)."""
@@ -77,6 +133,7 @@ class Node:
     """The model and build of which the speed was learnt, as far as the server has said."""
     replacements: int = 0
     """How often the server came to have another model, build or number of slots."""
+    calibration: CalibrationRecord = field(default_factory=CalibrationRecord)
     concurrency_limit: ConcurrencyLimit | None = None
     """Requests at once, learnt from answers: for OpenAI-compatible endpoints only."""
     probe_history: ProbeHistory = field(default_factory=ProbeHistory)
@@ -119,6 +176,11 @@ class Node:
         self.info = self._new_info()
 
     # What it may be given.
+
+    @property
+    def host(self) -> str:
+        """Its failure domain."""
+        return self.spec.host
 
     @property
     def slots_total(self) -> int:
@@ -263,6 +325,24 @@ class Node:
             return 1 if used < self.slots_total else 0
         return max(0, capacity - used)
 
+    def calibration_due(self, now: float) -> bool:
+        """Whether a calibration may begin, as far as is known: it is idle and its speed unknown.
+
+        Or its server has just loaded its model, and is to be warmed up.
+        """
+        record, speed = self.calibration, self.speed
+        known = speed.samples or speed.calibrated is not None
+        if (known and record.loaded_at != self.requests) or now < record.due_at:
+            return False
+        return (
+            record.tries < MOST_CALIBRATIONS
+            and self.spec.calibrate
+            and (self.state is NodeState.READY or self.state is NodeState.DEGRADED)
+            and self.reports_slots
+            and not (self.leases or self.foreign)
+            and self.capacity(now) > 0
+        )
+
     def free_slots_grew(self, now: float) -> bool:
         """Whether more slots are free than the scheduler knows; from then on it knows."""
         free = self.free_slots(now)
@@ -320,6 +400,13 @@ class Node:
         lease.prefill_seconds = occupancy.prefill_seconds
         self.requests += 1
         self.announced_free = self.announced_free - slots if self.announced_free > slots else 0
+        return lease
+
+    def take_calibration_lease(self, now: float) -> Lease:
+        """A lease on no slot, since no request may wait for it, and none of the `requests`."""
+        lease = Lease(self, self.upstream, 0, now, True, None, None)
+        lease.prefill_began_at = now
+        self.leases.add(lease)
         return lease
 
     def lease_released(self, lease: Lease, *, counted: bool) -> None:
@@ -422,6 +509,7 @@ class Node:
         if not _may_be_same(self.measured, now):
             self.speed.forget()
             self.degradation.forget()
+            self.calibration.server_started(self.requests)
             self.replacements += 1
             self.measured = now
         else:

@@ -234,7 +234,7 @@ class FleetSync:
         total, occupancy = node.slots_total, node.occupancy
         foreign = occupancy.foreign + occupancy.leased - row.ours
         capacity = node.capacity(now)
-        penalty = FAILURE_PENALTY * node.circuit.failures
+        penalty = FAILURE_PENALTY * node.circuit.failures + node.calibration.penalty
         if capacity and node.state is NodeState.EJECTED:
             # One request on trial, beside whatever still runs.
             capacity = row.ours + foreign + 1 if row.ours + foreign < total else 0

@@ -169,6 +169,14 @@ NODE_FIELDS: Mapping[str, tuple[str, str]] = {
     "context": ("integer?", "tokens of one slot"),
     "prefill_tps": ("number?", "measured tokens/s of prefill"),
     "decode_tps": ("number?", "measured tokens/s of decode"),
+    "calibration": (
+        "object?",
+        (
+            "the last [calibration](../scheduling.md#a-cold-node): `outcome` (`done`, `warmed`, "
+            "`given_up`, `timed_out`, `failed`), `seconds_ago`, `prefill_tps` and `decode_tps` "
+            "that one has shown, and whether these are `in_use`, as a first guess"
+        ),
+    ),
     "requests": ("integer", "sent to it since the start"),
     "failures": ("integer", "of those that it failed"),
     "cost_per_hour": ("number", "of the inventory"),

@@ -291,12 +291,20 @@ def _row(node: dict[str, Any]) -> list[object]:
         get("in_flight"),
         get("models"),
         get("context"),
-        get("prefill_tps"),
-        get("decode_tps"),
+        _speed(node, "prefill_tps"),
+        _speed(node, "decode_tps"),
         get("requests"),
         get("failures"),
         None if get("state") == "ready" else get("reason"),
     ]
+
+
+def _speed(node: dict[str, Any], key: str) -> object:
+    """The measured speed, else the first guess of a calibration."""
+    calibration = node.get("calibration") or {}
+    if node.get(key) is None and calibration.get("in_use") and calibration.get(key):
+        return f"~{format_cell(calibration[key])}"
+    return node.get(key)
 
 
 def _summary(node: dict[str, Any]) -> str:

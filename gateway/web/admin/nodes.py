@@ -150,6 +150,7 @@ def node_json(node: Node) -> dict[str, Any]:
         "context": node.context,
         "prefill_tps": _rounded(node.speed.prefill_tps),
         "decode_tps": _rounded(node.speed.decode_tps),
+        "calibration": _calibration(node, now),
         "requests": node.requests,
         "failures": node.failures,
         "cost_per_hour": spec.cost_per_hour,
@@ -163,6 +164,20 @@ def node_json(node: Node) -> dict[str, Any]:
             "failures": circuit.failures,
             "open_for": None if open_until is None else _rounded(max(0.0, open_until - now)),
         },
+    }
+
+
+def _calibration(node: Node, now: float) -> dict[str, Any] | None:
+    """The last calibration; `in_use`: its speeds are the first guess that requests go by."""
+    record, speed = node.calibration, node.speed
+    if record.outcome is None:
+        return None
+    return {
+        "outcome": record.outcome,
+        "seconds_ago": _rounded(now - record.ended_at),
+        "prefill_tps": _rounded(record.prefill_tps),
+        "decode_tps": _rounded(record.decode_tps),
+        "in_use": speed.calibrated is not None and not speed.samples,
     }
 
 
