@@ -128,9 +128,9 @@ def inherit_from_environment(
     if passed := environment.get(SOCKETS_VARIABLE):
         numbers = dict(part.split("=", 1) for part in passed.split())
         ready, from_systemd = numbers.pop("ready"), numbers.pop("fixed", "")
-        others = {ready, *numbers.values()}
-        key_pipe = _inherited_pipe(environment.get(HASH_KEY_VARIABLE), others)
-        learnt_pipe = _inherited_pipe(environment.get(LEARNT_VARIABLE), others)
+        others, key_number = {ready, *numbers.values()}, environment.get(HASH_KEY_VARIABLE, "")
+        key_pipe = _inherited_pipe(key_number, others)
+        learnt_pipe = _inherited_pipe(environment.get(LEARNT_VARIABLE), {*others, key_number})
         sockets = {name: _adopt_socket(int(number)) for name, number in numbers.items()}
         os.set_inheritable(int(ready), False)
         words = environment.get(PREDECESSOR_VARIABLE, "").split()

@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, Self
 
 import msgspec
 import structlog
-from sqlalchemy import Connection, bindparam, delete, select
+from sqlalchemy import Connection, bindparam, delete, select, true
 
 from gateway.access.keys import KeyRing
 from gateway.events import EventBus
@@ -80,8 +80,12 @@ ROWS_PER_JOB = 500
 MOST_READ_ROWS = 50_000
 """Rows that are read at the start."""
 
-MOST_STORED_ROWS = 500_000
+MOST_STORED_ROWS = 200_000
 """Rows of all gateways in one store; the oldest go first."""
+
+SHORT_LIVED, SHORT_LIFE = ("prompts", "charts", "decisions"), 2 * 86400.0
+"""Sections whose rows leave the store earlier, whichever gateway's they are: they are many, and a
+gateway that does not come back leaves them behind."""
 
 LARGEST_ROW = 64 << 10
 """Bytes of a value; larger ones are not kept."""
@@ -216,7 +220,7 @@ class LearntMemory:
         self._callers: frozenset[str] | None = None
         """The ids of the keys at the last look; None: they are not known yet."""
         self._keys_version = -1
-        self._tried = self._read = self._closed = False
+        self._tried = self._read = self._writes = False
         self._pipe: BinaryIO | None = None
         """To a successor: it ends when this process writes no more."""
         self._full: set[str] = set()
@@ -283,16 +287,21 @@ class LearntMemory:
             with suppress(TimeoutError):
                 await asyncio.wait_for(predecessor(), PREDECESSOR_SECONDS)
             await self.load(PREDECESSOR_SECONDS)
+        self.begin_writing()
         while True:
             await asyncio.sleep(max(WRITE_SECONDS, self._backend.pause))
             if not self._read:
                 await self.load(PREDECESSOR_SECONDS)
             await self.save(PREDECESSOR_SECONDS)
 
+    def begin_writing(self) -> None:
+        """This process accepts connections, and no other one of this gateway."""
+        self._writes = True
+
     async def save(self, seconds: float) -> None:
         """Write what has changed, within so many seconds."""
         async with self._lock:
-            if self._closed:
+            if not self._writes:
                 return
             await self._gather()
             if self._unwritten:
@@ -305,7 +314,7 @@ class LearntMemory:
         """Write the rest, and nothing from then on: this process ends, or has a successor."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self.save(seconds), seconds)
-        self._closed = True
+        self._writes = False
         self.close_pipe()
 
     def open_pipe(self) -> BinaryIO:
@@ -547,7 +556,9 @@ class LearntTable:
         newest = select(table.c.changed_at).order_by(table.c.changed_at.desc())
         least = connection.scalar(newest.offset(MOST_STORED_ROWS).limit(1))
         oldest = max(self._now() - OLDEST, 0.0 if least is None else least)
-        connection.execute(delete(table).where(table.c.changed_at < oldest))
+        short = table.c.section.in_(SHORT_LIVED)
+        for old, which in ((oldest, true()), (self._now() - SHORT_LIFE, short)):
+            connection.execute(delete(table).where(table.c.changed_at < old, which))
 
 
 class _FileContent(msgspec.Struct):
@@ -565,17 +576,20 @@ class LearntFile:
         """Those of other versions, too."""
         self._size = 0
         self._writing = threading.Lock()
-        self._error: OSError | None = None
+        self._error: Exception | None = None
 
     @property
     def pause(self) -> float:
         """Seconds that the last file's bytes are worth."""
         return self._size / FILE_PACE
 
-    async def read(self, seconds: float) -> Sequence[Row]:
+    async def read(self, seconds: float) -> Sequence[Row] | None:
         """The rows, as `Backend` says; of an unusable file none, and it is set aside."""
         reading = asyncio.to_thread(read_state, self._path, _FileContent, LARGEST_FILE, LOST)
-        found = await asyncio.wait_for(reading, seconds)
+        try:
+            found = await asyncio.wait_for(reading, seconds)
+        except TimeoutError:
+            return None
         if found is not None and found.version != FILE_VERSION:
             kept_as = await asyncio.to_thread(set_aside, self._path)
             told = {"path": str(self._path), "version": found.version, "kept_as": kept_as}
@@ -591,20 +605,23 @@ class LearntFile:
         self._rows.update({row.place: row for row in put})
         for place in drop:
             self._rows.pop(place, None)
+        if self._writing.locked():  # The disk stands still.
+            return False
         writing = asyncio.to_thread(self._replace, [*self._rows.values()])
-        before, self._error = self._error, await asyncio.wait_for(writing, seconds)
-        if self._error is not None and before is None:
-            log.warning("learnt: it can't be written and will be lost", why=str(self._error))
+        before, self._error = self._error, None
+        try:
+            await asyncio.wait_for(writing, seconds)
+        except (OSError, TimeoutError) as error:
+            self._error = error
+            if before is None:
+                why = str(error) or f"not within {seconds:.0f} s"
+                log.warning("learnt: it can't be written and will be lost", why=why)
         return self._error is None
 
-    def _replace(self, rows: list[Row]) -> OSError | None:
+    def _replace(self, rows: list[Row]) -> None:
         with self._writing:
             self._size = sum(len(bytes(row.value)) for row in rows)
-            try:
-                write_state(self._path, _FileContent(FILE_VERSION, rows), mode=0o600)
-            except OSError as error:
-                return error
-        return None
+            write_state(self._path, _FileContent(FILE_VERSION, rows), mode=0o600)
 
 
 # What is kept.

@@ -147,8 +147,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 async def learnt_once(place: Path | Store, **keys: Any) -> Life:
     """A life that has served a request, and has ended."""
-    life = Life(place, **keys)
-    await life.memory.load(WHOLE)
+    life = await next_life(place, **keys)
     for _ in range(3):
         life.serve()
     life.history.close_step(time.time(), life.clock(), Gauges(0, 1, 0))
@@ -159,6 +158,7 @@ async def learnt_once(place: Path | Store, **keys: Any) -> Life:
 async def next_life(place: Path | Store, **keys: Any) -> Life:
     life = Life(place, **keys)
     await life.memory.load(WHOLE)
+    life.memory.begin_writing()
     return life
 
 
@@ -257,7 +257,7 @@ async def test_older_evidence_counts_less_and_old_rows_are_dropped(file: Path) -
 
     first = TokenEstimates()
     memory = estimates_of(first)
-    await memory.load(WHOLE)
+    memory.begin_writing()
     for _ in range(50):
         first.learn("demo", ANYBODY, 1000, 500, 1000, None)
     await memory.close(WHOLE)
@@ -359,7 +359,7 @@ async def test_a_full_section_drops_what_changed_least_recently(file: Path) -> N
 
     estimates = TokenEstimates()
     memory = small(estimates)
-    await memory.load(WHOLE)
+    memory.begin_writing()
     with capture_logs() as logs:
         for number in range(30):
             estimates.learn("demo", f"anonymous:{number}", 1000, 500, 100, None)
@@ -377,6 +377,7 @@ async def test_revoking_a_key_deletes_what_was_learnt_of_its_caller(store: Store
     life = Life(store)
     life.ring.configure([KEY])
     await life.memory.load(WHOLE)
+    life.memory.begin_writing()
     life.serve("team", "team/alice")
     await life.memory.save(WHOLE)
     assert {section for section, caller in kept(store) if caller == "team"} == {"demand", "prompts"}
@@ -398,6 +399,7 @@ async def test_what_was_learnt_of_a_key_that_went_meanwhile_is_dropped_at_the_st
     life = Life(file)
     life.ring.configure([KEY])
     await life.memory.load(WHOLE)
+    life.memory.begin_writing()
     life.serve("team")
     life.serve("anonymous:2001:db8::/64")
     await life.memory.close(WHOLE)
@@ -420,6 +422,18 @@ async def test_prompts_are_forgotten_where_the_settings_say_so(file: Path) -> No
 async def test_prompts_of_another_key_say_nothing(file: Path) -> None:
     await learnt_once(file)
     assert (await next_life(file, key=bytes(32))).cached == 0
+
+
+async def test_a_process_that_never_served_writes_nothing(place: Path | Store) -> None:
+    await learnt_once(place)
+    rows = times(place)
+    life = Life(place)
+    await life.memory.close(WHOLE)
+    life = Life(place)
+    await life.memory.load(WHOLE)
+    life.serve()
+    await life.memory.close(WHOLE)
+    assert times(place) == rows
 
 
 async def test_a_lease_that_ran_at_the_end_is_not_said_to_run(file: Path) -> None:
