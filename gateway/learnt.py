@@ -25,7 +25,7 @@ from functools import partial
 from hashlib import blake2b
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Protocol, Self
+from typing import Any, BinaryIO, NamedTuple, Self
 
 import msgspec
 import structlog
@@ -181,27 +181,13 @@ class Section:
         """Forget what was learnt of the callers that are gone."""
 
 
-class Backend(Protocol):
-    """Where rows are kept."""
-
-    @property
-    def pause(self) -> float:
-        """Seconds to wait until the next `write`."""
-
-    async def read(self, seconds: float) -> Sequence[Row] | None:
-        """The rows, the oldest first; None: they can't be read in this time."""
-
-    async def write(self, put: Sequence[Row], drop: Sequence[Place], seconds: float) -> bool:
-        """Keep these rows, and drop others; whether that is done."""
-
-
 class LearntMemory:
     """Keeps what `sections` have learnt in `backend`. `now` gives Unix time."""
 
     def __init__(
         self,
         sections: Sequence[Section],
-        backend: Backend,
+        backend: LearntTable | LearntFile,
         key_ring: KeyRing,
         now: Callable[[], float] = time.time,
         flush: Callable[[], None] = lambda: None,
@@ -472,6 +458,7 @@ class LearntTable:
     """
 
     pause = 0.0
+    """Seconds to wait until the next `write`."""
 
     def __init__(self, store: Store, gateway: str, now: Callable[[], float] = time.time) -> None:
         self._store = store
@@ -480,14 +467,17 @@ class LearntTable:
         self._upkeep_at = 0.0
 
     async def read(self, seconds: float) -> Sequence[Row] | None:
-        """The rows, as `Backend` says."""
+        """The rows, the oldest first; None: they can't be read in this time."""
         try:
             return await self._store.run(self._rows, write=False, seconds=seconds)
         except StoreError:
             return None
 
     async def write(self, put: Sequence[Row], drop: Sequence[Place], seconds: float) -> bool:
-        """Write a few hundred rows at a time, since the ledger waits meanwhile."""
+        """Keep these rows and drop others; whether that is done.
+
+        A few hundred at a time, since the ledger waits meanwhile.
+        """
         changes: list[Row | Place] = [*put, *drop]
         try:
             for start in range(0, len(changes), ROWS_PER_JOB):
@@ -584,7 +574,7 @@ class LearntFile:
         return self._size / FILE_PACE
 
     async def read(self, seconds: float) -> Sequence[Row] | None:
-        """The rows, as `Backend` says; of an unusable file none, and it is set aside."""
+        """The same; of an unusable file there are none, and it is set aside."""
         reading = asyncio.to_thread(read_state, self._path, _FileContent, LARGEST_FILE, LOST)
         try:
             found = await asyncio.wait_for(reading, seconds)
@@ -601,7 +591,7 @@ class LearntFile:
         return [*self._rows.values()]
 
     async def write(self, put: Sequence[Row], drop: Sequence[Place], seconds: float) -> bool:
-        """Replace the file."""
+        """The same, by another file in its place."""
         self._rows.update({row.place: row for row in put})
         for place in drop:
             self._rows.pop(place, None)
