@@ -323,6 +323,10 @@ class LearntMemory:
         self._forget_callers()
         for section in self._sections:
             await self._gather_section(section)
+        # While the store is away they would be ever more: each decision comes and goes.
+        gone = [place for place, row in self._unwritten.items() if row is None]
+        for place in gone[: max(0, len(gone) - MOST_READ_ROWS)]:
+            del self._unwritten[place]
 
     async def _gather_section(self, section: Section, *, as_read: bool = False) -> None:
         """Find what has changed in a section; `as_read`: the rows that are kept are still true."""
@@ -468,6 +472,8 @@ class LearntTable:
 
     async def read(self, seconds: float) -> Sequence[Row] | None:
         """The rows, the oldest first; None: they can't be read in this time."""
+        if not self._store.status().up:
+            return None
         try:
             return await self._store.run(self._rows, write=False, seconds=seconds)
         except StoreError:
@@ -479,6 +485,8 @@ class LearntTable:
         A few hundred at a time, since the ledger waits meanwhile.
         """
         changes: list[Row | Place] = [*put, *drop]
+        if not self._store.status().up:
+            return False
         try:
             for start in range(0, len(changes), ROWS_PER_JOB):
                 some = changes[start : start + ROWS_PER_JOB]
@@ -640,17 +648,23 @@ class Servers(Section):
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._seen: dict[str, tuple[Node, int]] = {}
-        """For each node's name, the version of its speed."""
+        self._seen: dict[str, tuple[Node, int, bool]] = {}
+        """For each name: the node, the version of its speed, and whether that is known."""
         self._found: dict[str, tuple[LearntOfServer, float]] = {}
 
     def changes(self) -> Iterator[Change]:
-        """The servers whose speed may have changed."""
+        """The servers whose speed may have changed, or was forgotten."""
         before, self._seen = self._seen, {}
         for name, node in [*self._fleet.nodes.items()]:
-            seen = self._seen[name] = node, node.speed.version
-            if before.get(name) != seen:
-                yield server_key(node.spec), None, node.export()
+            was, version, is_known = before.get(name, (node, -1, False))
+            if was is node and version == node.speed.version:
+                self._seen[name] = before[name]
+                continue
+            learnt = node.export()
+            self._seen[name] = node, node.speed.version, learnt is not None
+            # Another node may have learnt of this server.
+            if learnt is not None or is_known:
+                yield server_key(node.spec), None, learnt
 
     def restore(self, row: Row, age: float) -> bool:
         """Keep it for `restored`."""
