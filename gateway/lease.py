@@ -301,6 +301,8 @@ class GrantedLease(msgspec.Struct, frozen=True, eq=False):
     """Seconds until the prompt is expected to have been read; None: the node's speed is unknown."""
     fallback: str | None = None
     """Why the node is not of the tier that the request's class belongs to."""
+    wake: float = 0.0
+    """Seconds that the node may take besides, since its server sleeps or may have fallen asleep."""
 
 
 # What is reported.

@@ -240,13 +240,15 @@ async def test_a_server_that_has_not_said_yet_what_it_has_is_as_it_was(file: Pat
     assert life.node.speed.decode_tps
 
 
-async def test_a_calibration_is_not_repeated_after_a_restart(file: Path) -> None:
+async def test_what_a_calibration_and_waking_up_have_shown_is_kept(file: Path) -> None:
     life = await next_life(file)
     assert life.node.speed.calibrate(TIMINGS)
+    life.node.sleep.learn_wake(7.0)
     await life.memory.close(WHOLE)
     after = await next_life(file)
     assert after.node.speed.calibrated == life.node.speed.calibrated is not None
     assert not after.node.speed.samples
+    assert after.node.sleep.measured == 7.0
 
 
 async def test_older_evidence_counts_less_and_old_rows_are_dropped(file: Path) -> None:

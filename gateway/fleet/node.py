@@ -22,6 +22,7 @@ from gateway.fleet.degradation import DegradationDetector, UsualSpeeds
 from gateway.fleet.lifecycle import Lifecycle, LifecyclePhase
 from gateway.fleet.probe_history import ProbeHistory
 from gateway.fleet.server_properties import ServedAs, ServerProperties, inventory_drift
+from gateway.fleet.sleep import RECENT_USE, REST_DELAY, Sleep
 from gateway.fleet.slot_occupancy import LeasePhase, SlotOccupancy
 from gateway.fleet.speed import ObservedTiming, Speed, SpeedState
 from gateway.lease import NodeInfo
@@ -35,6 +36,8 @@ class NodeState(enum.Enum):
     STANDBY = "standby"
     DRAINING = "draining"
     DOWN = "down"
+    SLEEPING = "sleeping"
+    """It has unloaded its model while it was idle (`sleep.py`). It gets work, which wakes it."""
     LOADING = "loading"
     STARTING = "starting"
     EJECTED = "ejected"
@@ -59,6 +62,7 @@ class LearntOfServer(msgspec.Struct, frozen=True):
     """The model and build of which it was learnt."""
     speed: SpeedState
     usual: UsualSpeeds
+    wake_seconds: float | None
 
 
 MOST_CALIBRATIONS = 5
@@ -137,6 +141,7 @@ class Node:
     concurrency_limit: ConcurrencyLimit | None = None
     """Requests at once, learnt from answers: for OpenAI-compatible endpoints only."""
     probe_history: ProbeHistory = field(default_factory=ProbeHistory)
+    sleep: Sleep = field(default_factory=Sleep)
     state: NodeState = NodeState.STARTING
     reason: str = ""
     draining: bool = False
@@ -155,6 +160,8 @@ class Node:
     """Its public models, as the fleet's index has them."""
     leases: set[Lease] = field(default_factory=set)
     occupancy: SlotOccupancy = field(default_factory=SlotOccupancy)
+    released_at: float = -math.inf
+    """When the last lease ended."""
     requests: int = 0
     """Leases taken since the start."""
     failures: int = 0
@@ -266,6 +273,28 @@ class Node:
         """Whether it answers `/slots`, as far as is known."""
         return self.spec.kind == "llama.cpp" and self.properties.slots_endpoint is not False
 
+    def load_endpoint(
+        self, now: float, *, comes_up: bool = False, fleet_works: bool = False
+    ) -> str | None:
+        """Where a probe may ask how many slots are busy; None: nowhere.
+
+        A server that may sleep is asked only by what keeps no idle one awake: `/slots` while it
+        works, else `/metrics`. Without that it is left alone, but for one reading when it
+        `comes_up`, and until it is seen asleep while it was in use of late and the `fleet_works`:
+        then others' load on it matters.
+        """
+        sleep = self.sleep
+        if not self.reports_slots or sleep.asleep:
+            return None
+        if not sleep.possible or self.leases:
+            return "/slots"
+        if self.properties.metrics_endpoint:
+            return "/metrics"
+        idle = now - self.released_at
+        wanted = fleet_works and not sleep.seen and idle < RECENT_USE
+        used = comes_up or wanted or self.foreign > 0 or idle < REST_DELAY
+        return None if sleep.may_rest(now, used=used) else "/slots"
+
     @property
     def leased(self) -> int:
         """Slots that our leases hold; the sum over `leases`."""
@@ -294,12 +323,17 @@ class Node:
         """Slots that work may use at this moment, those in use included."""
         if self.removed or self.paused(now):
             return 0
-        if self.state is NodeState.READY or self.state is NodeState.DEGRADED:
+        sleeping = self.state is NodeState.SLEEPING
+        if (
+            self.state is NodeState.READY
+            or self.state is NodeState.DEGRADED
+            or (sleeping and self.circuit.open_until is None)
+        ):
             return self.circuit.slow_start_slots(self.slots_total, now)
         if (
-            self.state is NodeState.EJECTED
+            (sleeping or self.state is NodeState.EJECTED)
             and self.circuit.wants_trial(now)
-            and not self.probe_history.mute
+            and not self.probe_history.silent
         ):
             return 1
         return 0
@@ -321,7 +355,7 @@ class Node:
         if not capacity:
             return 0
         used = self.leased + self.foreign
-        if self.state is NodeState.EJECTED:
+        if self.circuit.open_until is not None:
             return 1 if used < self.slots_total else 0
         return max(0, capacity - used)
 
@@ -350,6 +384,12 @@ class Node:
         self.announced_free = free
         return grew
 
+    def wake_price(self, now: float) -> float:
+        """Seconds until it could begin a request, while it sleeps and none of ours wakes it."""
+        if self.state is not NodeState.SLEEPING or any(lease.wakes for lease in self.leases):
+            return 0.0
+        return self.sleep.seconds_left(self.properties.size, now)
+
     def next_change(self, now: float) -> float:
         """When time alone may change what work it takes; infinity: never."""
         due = self.circuit.next_change(now)
@@ -365,13 +405,14 @@ class Node:
         stream: bool = True,
         expected_prefill: float | None = None,
         expected_total: float | None = None,
+        wake: float = 0.0,
         holder: LeaseHolder | None = None,
     ) -> Lease:
         """Count `slots` as used, at once. The caller has checked `free_slots`.
 
-        `expected_prefill` and `expected_total` are seconds from now. `holder` is told how the
-        lease goes on. Raises ValueError for a negative number of slots; a request that needs no
-        slot takes 0.
+        `expected_prefill` and `expected_total` are seconds from now, and hold `wake`, in which
+        its server wakes up. `holder` is told how the lease goes on. Raises ValueError for a
+        negative number of slots; a request that needs no slot takes 0.
         """
         if slots < 0:
             raise ValueError(f"{slots} slots")
@@ -388,6 +429,8 @@ class Node:
         )
         lease.prefill_began_at = now
         lease.prefilling = stream and slots > 0
+        if wake:
+            lease.wake, lease.wakes = wake, self.sleep.begin_wake(now)
         circuit, occupancy = self.circuit, self.occupancy
         if circuit.open_until is not None and circuit.wants_trial(now):
             lease.trial = True
@@ -415,6 +458,7 @@ class Node:
         `counted`: its holder has counted them as free by itself.
         """
         self.leases.remove(lease)
+        self.released_at = lease.released_at or 0.0
         if lease.trial:
             self.circuit.end_trial(lease)
         self.on_lease_released(lease, counted)
@@ -465,6 +509,7 @@ class Node:
     def reset_probes(self, now: float) -> None:
         """Forget earlier probes, and probe now: the server may be another process."""
         self.probe_history = ProbeHistory(next_probe_at=now)
+        self.sleep.restarted()
 
     # What requests and probes find out.
 
@@ -509,6 +554,7 @@ class Node:
         if not _may_be_same(self.measured, now):
             self.speed.forget()
             self.degradation.forget()
+            self.sleep.forget()
             self.calibration.server_started(self.requests)
             self.replacements += 1
             self.measured = now
@@ -520,7 +566,8 @@ class Node:
         speed = self.speed.export()
         if speed is None:
             return None
-        return LearntOfServer(self.measured, speed, self.degradation.export())
+        usual = self.degradation.export()
+        return LearntOfServer(self.measured, speed, usual, self.sleep.measured)
 
     def restore(self, learnt: LearntOfServer, kept: float) -> None:
         """Go on from what was learnt, unless it was of another model or build.
@@ -533,6 +580,8 @@ class Node:
             self.measured = _together(now, learnt.served_as)
             self.speed.restore(learnt.speed, kept)
             self.degradation.restore(learnt.usual, kept, self.clock())
+            if learnt.wake_seconds is not None:
+                self.sleep.learn_wake(learnt.wake_seconds)
 
     def _new_info(self) -> NodeInfo:
         spec, own = self.spec, self.spec.timeouts
@@ -610,6 +659,10 @@ class Lease:
     """Predicted seconds from dispatch to the end; None: unknown."""
     holder: LeaseHolder | None = None
     """Told how the lease goes on, until it is released; None: nobody wants to know."""
+    wake: float = 0.0
+    """The part of `expected_prefill` in which its server, which slept, wakes up."""
+    wakes: bool = False
+    """Whether it was the first request to a server that slept, and no content has come."""
     trial: bool = False
     """Whether its outcome closes or reopens the node's circuit."""
     phase: LeasePhase = LeasePhase.WAITING_HEAD
@@ -653,6 +706,10 @@ class Lease:
     def bytes_received(self, now: float) -> None:
         """More of a response came whose first content was noted, or that comes in one piece."""
         self.last_content_at = now
+
+    def woke(self) -> None:
+        """Its server has shown that it is awake."""
+        self.wakes = False
 
     def release(self) -> None:
         """The slots are free. Calling it again does nothing."""

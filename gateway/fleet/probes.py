@@ -9,7 +9,8 @@ import msgspec
 
 from gateway.fleet.node import Node
 from gateway.fleet.probe_history import ProbeAnswer, ProbeResult
-from gateway.fleet.server_properties import count_slots
+from gateway.fleet.server_properties import count_processing, count_slots
+from gateway.fleet.sleep import read_is_sleeping
 from gateway.transport.connection import LoopTimeout
 from gateway.transport.errors import (
     ConnectFailed,
@@ -120,7 +121,7 @@ async def discover(node: Node) -> ProbeResult:
         if reply.status == HTTPStatus.OK:
             properties.clear_remembered()
             if path == "/props":
-                node.probe_history.props_read(reply.body)
+                node.probe_history.props_read(_note_sleep(node, reply.body))
                 properties.read_props(reply.json())
             else:
                 properties.read_models(reply.json())
@@ -146,16 +147,39 @@ async def has_changed(node: Node) -> bool:
     reply = await fetch(node, "/props")
     if isinstance(reply, ProbeResult) or reply.status != HTTPStatus.OK:
         return False
-    return node.probe_history.props_differ(reply.body)
+    if not node.probe_history.props_differ(_note_sleep(node, reply.body)):
+        return False
+    node.sleep.restarted()
+    return True
+
+
+def _note_sleep(node: Node, props: bytes) -> bytes:
+    """Take in whether the server sleeps; returns the rest of its answer to `/props`."""
+    asleep, rest = read_is_sleeping(props)
+    node.sleep.props_read(asleep, node.clock(), asked=any(one.wake for one in node.leases))
+    return rest
 
 
 async def probe_slots(node: Node) -> int | None:
-    """How many slots the node reports as busy; None: unknown. Learns whether it has `/slots`."""
-    reply = await fetch(node, "/slots")
+    """How many slots the node reports as busy; None: unknown. Learns whether it has `/slots`.
+
+    It wakes a server that sleeps, and begins the time anew of one that may fall asleep.
+    """
+    return read_busy(node, "/slots", await fetch(node, "/slots"))
+
+
+def read_busy(node: Node, path: str, reply: ProbeResponse | ProbeResult) -> int | None:
+    """As `probe_slots`, from the answer to `/slots` or `/metrics`."""
     if isinstance(reply, ProbeResult):
         # Without a process no slot is busy.
         return 0 if reply.answer is ProbeAnswer.CONNECTION_REFUSED else None
-    if reply.status in NOT_FOUND_STATUSES | KEY_REJECTED_STATUSES:
+    refused = reply.status in NOT_FOUND_STATUSES | KEY_REJECTED_STATUSES
+    if path == "/metrics":
+        busy = count_processing(reply.body) if reply.status == HTTPStatus.OK else None
+        if refused or (busy is None and reply.status == HTTPStatus.OK):
+            node.properties.metrics_refused()
+        return busy
+    if refused:
         node.properties.slots_refused()
     counts = count_slots(reply.json()) if reply.status == HTTPStatus.OK else None
     if counts is None:

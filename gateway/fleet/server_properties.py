@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -46,6 +47,8 @@ class ServerProperties:
     audio: bool | None = None
     slots_endpoint: bool | None = None
     """Whether it answers `/slots`."""
+    metrics_endpoint: bool | None = None
+    """Whether it answers `/metrics`."""
     n_params: int | None = None
     size: int | None = None
     """Bytes of the model's tensors."""
@@ -101,6 +104,7 @@ class ServerProperties:
             self.vision = _flag(modalities.get("vision"), self.vision)
             self.audio = _flag(modalities.get("audio"), self.audio)
         self.slots_endpoint = _flag(props.get("endpoint_slots"), self.slots_endpoint)
+        self.metrics_endpoint = _flag(props.get("endpoint_metrics"), self.metrics_endpoint)
         alias = _name(props.get("model_alias"))
         if alias and not self.models:
             self.models = (alias,)
@@ -133,6 +137,10 @@ class ServerProperties:
     def slots_refused(self) -> None:
         """It has no `/slots`, or does not allow it."""
         self.slots_endpoint = False
+
+    def metrics_refused(self) -> None:
+        """It has no `/metrics`, or does not allow it."""
+        self.metrics_endpoint = False
 
 
 def server_identity(spec: NodeSpec) -> tuple[object, ...]:
@@ -172,6 +180,15 @@ def count_slots(answer: object) -> tuple[int, int] | None:
     if not all(isinstance(slot, dict) and "is_processing" in slot for slot in answer):
         return None
     return sum(slot["is_processing"] is True for slot in answer), len(answer)
+
+
+_PROCESSING = re.compile(rb"^llamacpp:requests_processing (\d{1,5})$", re.MULTILINE)
+
+
+def count_processing(metrics: bytes) -> int | None:
+    """Busy slots by an answer to `/metrics`; None: it does not say."""
+    found = _PROCESSING.search(metrics)
+    return None if found is None else int(found[1])
 
 
 def inventory_drift(spec: NodeSpec, properties: ServerProperties) -> tuple[str, ...]:

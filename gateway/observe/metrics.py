@@ -53,6 +53,7 @@ NODE_STATES = (
     "standby",
     "draining",
     "down",
+    "sleeping",
     "loading",
     "starting",
     "ejected",

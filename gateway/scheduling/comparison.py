@@ -43,6 +43,8 @@ class RowFigures(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The part of D that holds for this request alone."""
     cached: float
     """Prompt tokens that it was believed to have cached."""
+    wake: float = 0.0
+    """The seconds of `penalty` in which the node, which sleeps, wakes up."""
 
 
 class Comparison(msgspec.Struct, frozen=True, eq=False, gc=False):

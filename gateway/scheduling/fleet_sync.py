@@ -13,7 +13,7 @@ from gateway.config.cache_privacy import NodeLabels, has_labels
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.health import ALIVE_STATES
 from gateway.fleet.model_index import CapableNodes
-from gateway.fleet.node import Node, NodeState
+from gateway.fleet.node import Node
 from gateway.fleet.prompt_cache import CacheContents, FleetPromptCache
 from gateway.request import Endpoint
 from gateway.scheduling.node_slots import (
@@ -234,8 +234,9 @@ class FleetSync:
         total, occupancy = node.slots_total, node.occupancy
         foreign = occupancy.foreign + occupancy.leased - row.ours
         capacity = node.capacity(now)
+        wake = node.wake_price(now)
         penalty = FAILURE_PENALTY * node.circuit.failures + node.calibration.penalty
-        if capacity and node.state is NodeState.EJECTED:
+        if capacity and node.circuit.open_until is not None:
             # One request on trial, beside whatever still runs.
             capacity = row.ours + foreign + 1 if row.ours + foreign < total else 0
             penalty = -TRIAL_BONUS
@@ -249,8 +250,8 @@ class FleetSync:
             self.placement_state.set_slots(row, total, capacity, foreign, alive=alive)
         if self._speed_versions.get(row) != node.speed.version:
             self._refresh_speed(node, row)
-        if penalty != row.penalty:
-            self.placement_state.set_penalty(row, penalty)
+        if penalty + wake != row.penalty or wake != row.wake:
+            self.placement_state.set_penalty(row, penalty + wake, wake=wake)
         if self.placement_state.batch_reserve:
             self._refresh_reserve_group(node, row)
         self._sync_prompt_cache(node, row, total)
@@ -275,7 +276,8 @@ class FleetSync:
         """Forget a node's cached prompts when its server goes or serves other models."""
         if node.spec.kind != "llama.cpp":
             return
-        gone = node.probe_history.down or node.probe_history.loading or not node.in_service
+        history = node.probe_history
+        gone = history.down or history.loading or node.sleep.asleep or not node.in_service
         current = None if gone else (total, node.indexed_models, node.replacements)
         indexed = self._cached_models.get(row)
         if indexed == current:

@@ -150,8 +150,11 @@ class LocalLeaseService:
 
     def content_began(self, lease_id: int) -> None:
         """The first content has come: the prompt has been read."""
-        lease = self._records[lease_id].lease
-        lease.content_received(self.scheduler.clock())
+        record = self._records[lease_id]
+        lease, now = record.lease, self.scheduler.clock()
+        lease.content_received(now)
+        if lease.wake:
+            self._woke(record, now)
 
     def content_went_on(self, lease_id: int) -> None:
         """More content has come since the last report, a second ago or so: the node is alive."""
@@ -221,7 +224,9 @@ class LocalLeaseService:
         now = lease.abandoned_at or lease.released_at or self.scheduler.clock()
         usage, reported = report.attempt, report.reported
         record.grant.settled(usage, reported=reported is not None)
-        if complete and reported is not None:
+        if complete and lease.wakes:
+            self._woke(record, now)  # A response in one piece.
+        if complete and reported is not None and not lease.wake:
             self.scheduler.accuracy.settled(record.grant)
         is_sample = False
         if reported is not None and complete:
@@ -297,7 +302,15 @@ class LocalLeaseService:
         elif error.key_rejected_at is not None:
             self.fleet.key_rejected(node, error.key_rejected_at, status)
 
+    def _woke(self, record: LeaseRecord, now: float) -> None:
+        """Content came from a server that had slept."""
+        placement, speed = record.placement, record.lease.node.speed
+        tokens = 0.0 if placement is None else placement.queued.prompt_tokens
+        self.fleet.woke(record.lease, now, tokens / speed.expected_prefill_tps)
+
     def _learn_speed(self, lease: Lease, usage: Usage) -> None:
+        if lease.wake or _woke_unnoticed(lease, usage):
+            return  # Its time, and the first use of freshly loaded weights, say nothing.
         if usage.timings is not None:
             self.fleet.learn_timings(lease.node, usage.timings, lease)
         elif lease.slots:
@@ -349,6 +362,16 @@ class LocalLeaseService:
                 )
         if left:
             self._failures[request.id] = tuple(left)
+
+
+def _woke_unnoticed(lease: Lease, usage: Usage) -> bool:
+    """Whether the server had fallen asleep since the last probe, so that it was loading first."""
+    sleep, content_at = lease.node.sleep, lease.first_content_at
+    if not sleep.seen or content_at is None or usage.timings is None:
+        return False
+    read = usage.timings.get("prompt_ms")
+    waited = content_at - lease.taken_at - (read / 1000 if isinstance(read, int | float) else 0.0)
+    return waited > max(1.0, sleep.wake_seconds(lease.node.properties.size) / 2)
 
 
 def _charge_of_failed(record: LeaseRecord, report: AttemptReport, now: float) -> AttemptCharge:

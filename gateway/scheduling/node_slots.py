@@ -295,6 +295,8 @@ class NodeSlots:
     """Whether these speeds were measured; else they are guesses. No decision depends on it."""
     penalty: float = 0.0
     """Seconds by which it is made to look slower; negative: faster."""
+    wake: float = 0.0
+    """Those of them in which its node, which sleeps, wakes up."""
     prefill_until: float = 0.0
     """When the prompts that are queued there are expected to have been read."""
     ends_sum: float = 0.0
@@ -360,9 +362,10 @@ class NodeSlots:
         """As `PlacementState.set_measured`."""
         self.measured = measured
 
-    def set_penalty(self, seconds: float) -> None:
+    def set_penalty(self, seconds: float, wake: float = 0.0) -> None:
         """As `PlacementState.set_penalty`."""
         self.penalty = clamp(seconds, -MOST_PENALTY_SECONDS, MOST_PENALTY_SECONDS, 0.0)
+        self.wake = wake
 
     def set_batch_reserve(self, slots: int) -> None:
         """As `PlacementState.spread_batch_reserve`."""

@@ -161,9 +161,12 @@ class PlacementState:
         """Count `speed_changes` from 0 again."""
         self.speed_changes = 0
 
-    def set_penalty(self, row: NodeSlots, seconds: float) -> None:
-        """Seconds by which a node is made to look slower; negative: faster."""
-        row.set_penalty(seconds)
+    def set_penalty(self, row: NodeSlots, seconds: float, *, wake: float = 0.0) -> None:
+        """Seconds by which a node is made to look slower; negative: faster.
+
+        `wake`: those of them in which it wakes up.
+        """
+        row.set_penalty(seconds, wake)
         self._recompute(row)
 
     def set_limits(self, batch_reserve: float, slotless_limit: int) -> None:

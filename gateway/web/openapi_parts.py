@@ -155,8 +155,8 @@ NODE_FIELDS: Mapping[str, tuple[str, str]] = {
     "state": (
         "string",
         (
-            "`ready`, `degraded`, `mute`, `ejected`, `starting`, `loading`, `down`, `draining` or "
-            "`standby`"
+            "`ready`, `degraded`, `mute`, `ejected`, `starting`, `loading`, `sleeping`, `down`, "
+            "`draining` or `standby`"
         ),
     ),
     "reason": ("string", "why it is in that state"),

@@ -125,6 +125,7 @@ class EmulatedNode:
         self.clock = clock
         self.sleep_idle_seconds = sleep_idle_seconds
         self.load_seconds = load_seconds
+        self.loaded_at = clock()  # when it has loaded its model again, after a sleep
         self.active_at = clock()  # when the last request ended that keeps it awake
         self.embeddings = embeddings
         self.rerank = rerank
@@ -173,7 +174,15 @@ class EmulatedNode:
     def sleeping(self) -> bool:
         """Whether it has unloaded its model, since nothing was asked of it."""
         idle = self.clock() - self.active_at
-        return not self.busy and not self.queued and idle >= self.sleep_idle_seconds
+        waking = self.clock() < self.loaded_at
+        return not (self.busy or self.queued or waking) and idle >= self.sleep_idle_seconds
+
+    def _waits_for_model(self, path: str) -> bool:
+        """Whether this is answered when the model is loaded: a sleeper says at once that it is
+        awake, and then even its metrics wait."""
+        if self.clock() < self.loaded_at:
+            return path == "/metrics" or path in info_endpoints.WAKING
+        return self.sleeping and path in info_endpoints.WAKING
 
     @property
     def busy(self) -> int:
@@ -292,7 +301,7 @@ class EmulatedNode:
                 closes_streams=self.close_after_stream,
             )
             connection.response = response
-            if not needs_slot and not (self.sleeping and request.path in info_endpoints.WAKING):
+            if not needs_slot and not self._waits_for_model(request.path):
                 self._answer_at_once(request, response)
                 connection.finished(response)
                 return
@@ -338,7 +347,7 @@ class EmulatedNode:
             if request.path in SLOT_PATHS:
                 await self._do_work(request, response)
             else:
-                if request.path in info_endpoints.WAKING:
+                if self._waits_for_model(request.path):
                     self._check_key(request)
                     await self._wake()
                 status, body, kind = self._info_response(request)
@@ -405,7 +414,8 @@ class EmulatedNode:
     async def _wake(self) -> None:
         if self.sleeping:
             self.slots.clear_prompts()
-            await asyncio.sleep(self.load_seconds)
+            self.loaded_at = self.clock() + self.load_seconds
+        await asyncio.sleep(max(0.0, self.loaded_at - self.clock()))
         self.active_at = self.clock()
 
     def _check_key(self, request: ReceivedRequest) -> None:

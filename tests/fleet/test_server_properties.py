@@ -5,7 +5,12 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.fleet.server_properties import ServerProperties, count_slots, inventory_drift
+from gateway.fleet.server_properties import (
+    ServerProperties,
+    count_processing,
+    count_slots,
+    inventory_drift,
+)
 from tests.each_case import each_case
 from tests.fleet.build import a_spec
 
@@ -98,6 +103,12 @@ def test_busy_slots_are_counted() -> None:
 @each_case("answer", [None, {}, [], [1], [{"id": 0}], "x"])
 def test_an_answer_that_is_no_list_of_slots_is_not_counted(answer: Any) -> None:
     assert count_slots(answer) is None
+
+
+def test_busy_slots_are_counted_in_metrics_too() -> None:
+    page = b"# HELP llamacpp:requests_processing 7\nllamacpp:requests_processing 3\nllamacpp:x 1\n"
+    assert count_processing(page) == 3
+    assert count_processing(b"llamacpp:requests_processing much\n") is None
 
 
 def test_drift_names_both_values() -> None:

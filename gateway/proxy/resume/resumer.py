@@ -379,7 +379,7 @@ class Resumer:
         in_flight.begin_attempt(attempt)
         outcome, fault, unreachable = "client_closed", Fault.NOBODY, None
         try:
-            queries = NodeQueries(attempt.pool, attempt.connect_timeout)
+            queries = NodeQueries(attempt.pool, attempt.connect_timeout, lease.wake)
             await self._check_kind(queries)
             resume_plan = await plan_resume(queries.post, self._source)
             if resume_plan.final_events is not None:
@@ -475,7 +475,8 @@ def _is_out_of_time(failure: UpstreamError) -> bool:
 
 
 QUERY_TIMEOUT = 10.0
-"""Seconds for one query. None of them takes a slot, or as long as a token."""
+"""Seconds for one query. None of them takes a slot, or as long as a token; a server that sleeps
+wakes up first (`GrantedLease.wake`)."""
 
 MOST_QUERY_RESPONSE_BYTES = 64 * 1024 * 1024
 """A prompt's tokens with their pieces are some 40 bytes each."""
@@ -487,9 +488,10 @@ _JSON_HEADER_LINE = b"content-type: application/json\r\n"
 class NodeQueries:
     """Queries to one node. Its `post` is a `splice.PostToNode`."""
 
-    def __init__(self, pool: ConnectionPool, connect_timeout: float) -> None:
+    def __init__(self, pool: ConnectionPool, connect_timeout: float, wake: float = 0.0) -> None:
         self._pool = pool
         self._connect_timeout = connect_timeout
+        self._timeout = QUERY_TIMEOUT + wake
 
     async def post(self, path: str, value: JsonObject) -> JsonObject:
         """Post JSON, get JSON. Raises: UpstreamError."""
@@ -503,7 +505,7 @@ class NodeQueries:
         head = self._pool.address.request_head(method, path.encode(), _JSON_HEADER_LINE, len(body))
         try:
             async with (
-                LoopTimeout(QUERY_TIMEOUT),
+                LoopTimeout(self._timeout),
                 self._pool.response(
                     head, body, connect_timeout=self._connect_timeout
                 ) as connection,
@@ -511,7 +513,7 @@ class NodeQueries:
                 answer = await connection.read_all(MOST_QUERY_RESPONSE_BYTES)
         except TimeoutError:
             raise UpstreamTimeout(
-                "first_byte", f"{path} was not answered for {QUERY_TIMEOUT:.0f} s"
+                "first_byte", f"{path} was not answered for {self._timeout:.0f} s"
             ) from None
         if connection.status != 200:
             raise NodeReportedError(f"The node answered {path} with status {connection.status}")

@@ -35,9 +35,12 @@ _FALLBACKS = {
 }
 
 
-def of_doubts(penalty: float, own_penalty: float) -> list[str]:
-    """Why a node looked slower, or faster, than by its speed; penalties in seconds."""
-    found = []
+def of_doubts(penalty: float, own_penalty: float, wake: float) -> list[str]:
+    """Why a node looked slower, or faster, than by its speed; penalties in seconds.
+
+    `wake`: seconds that a node that sleeps takes to wake up.
+    """
+    found = [f"sleeps, and takes about {_seconds(wake)} to wake up"] if wake else []
     if penalty >= FAILURE_PENALTY:
         failures = round(penalty / FAILURE_PENALTY)
         found.append(

@@ -338,7 +338,7 @@ def _row_json(row: RowFigures, prompt: float, completion: float, *, chosen: bool
         },
         "slowed_by_neighbours": _rounded(slowed),
         "holds_up_neighbours": _rounded(held_up),
-        "doubts": explanation.of_doubts(row.penalty, row.own_penalty),
+        "doubts": explanation.of_doubts(row.penalty - row.wake, row.own_penalty, row.wake),
         "cached_tokens": round(min(row.cached, prompt)),
         "cached_saves": _rounded((prompt - uncached) / row.prefill_tps),
         "prefill_tps": _rounded(row.prefill_tps),
