@@ -35,8 +35,12 @@ class KeyedHash:
     __slots__ = ("_empty", "key")
 
     def __init__(self, key: bytes | None = None) -> None:
-        self.key = key or secrets.token_bytes(HASH_KEY_BYTES)
-        self._empty = blake2b(digest_size=_DIGEST_BYTES, key=self.key)
+        self.set_key(key or secrets.token_bytes(HASH_KEY_BYTES))
+
+    def set_key(self, key: bytes) -> None:
+        """Make digests with this key from now on; they agree with none from before."""
+        self.key = key
+        self._empty = blake2b(digest_size=_DIGEST_BYTES, key=key)
 
     def digest(self, parts: Iterable[bytes | memoryview]) -> bytes:
         """The digest of all parts together, wherever one ends and the next begins."""
@@ -182,6 +186,21 @@ class Tried:
     """Server errors of nodes; the same from two nodes is the request's own fault."""
     may_assemble: bool = True
     """False: a stream could not be assembled, so a plain response is asked for."""
+    pool_overflows: int = 0
+    """How often it ended because the pool of tokens that the slots of its node share was full."""
+
+    @property
+    def was_sent(self) -> bool:
+        """Whether it has been at a node, which has not served it."""
+        return bool(self.failed_nodes or self.pool_overflows)
+
+    def overflowed_on(self, node: str) -> Tried:
+        """The same after the shared pool of this node was full.
+
+        The node may serve it later; if it failed though it ran alone, others are preferred.
+        """
+        tried = self.failed_on(node) if self.pool_overflows > 1 else self
+        return replace(tried, pool_overflows=self.pool_overflows + 1)
 
     def failed_on(self, node: str) -> Tried:
         """The same after this node has failed the request."""

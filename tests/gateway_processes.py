@@ -30,6 +30,7 @@ class Succession:
     first: Process
     lines: list[dict[str, Any]] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
+    killed: bool = False
 
     async def read_log(self) -> None:
         assert self.first.stderr is not None
@@ -62,6 +63,12 @@ class Succession:
     def newest(self) -> int:
         succeeded = self.logged("succeeded")
         return int(succeeded[-1]["pid"]) if succeeded else self.first.pid
+
+    async def kill(self) -> None:
+        """Kill the first process, which has no successor."""
+        self.killed = True
+        self.first.kill()
+        await self.first.wait()
 
     async def succeed(self) -> None:
         """Let the newest process be succeeded; returns when the new one has taken over."""
@@ -117,4 +124,4 @@ async def serving(
             for pid in {process.pid, *(entry["pid"] for entry in line.logged("succeeded"))}:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-    assert await process.wait() == 0
+    assert await process.wait() == (-signal.SIGKILL if line.killed else 0)

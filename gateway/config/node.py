@@ -281,6 +281,16 @@ class NodeSpec(ConfigModel):
         Field(description="Tokens of one slot. Unset: as the server reports."),
         TypeLabel("number", "tokens"),
     ] = None
+    kv: Annotated[
+        Literal["auto", "shared", "split"],
+        Field(
+            description=(
+                "`shared`: all its slots share one pool of `context` tokens, as those of a server "
+                "that was started without `-np`; `split`: each slot has its own. `auto`: learnt "
+                "from the error of a full pool."
+            )
+        ),
+    ] = "auto"
     host: Annotated[
         Host,
         Field(

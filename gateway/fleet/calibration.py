@@ -296,8 +296,8 @@ class Calibrator:
         with node.occupancy.slots_query(clock()) as query:
             busy = await probe_slots(node)
         if busy is not None:
-            node.occupancy.record_busy(busy, query, clock())
-        if busy != 0 or not paths or not node.calibration_due(clock()):
+            node.occupancy.record_busy(len(busy), query, clock())
+        if busy != () or not paths or not node.calibration_due(clock()):
             self._fleet.refresh_state(node)
             pause = BLIND_PAUSE if busy is None else BUSY_PAUSE
             record.postpone(clock() + pause if paths else math.inf)
@@ -369,5 +369,5 @@ async def _settle(node: Node) -> None:
     for _ in range(MOST_SETTLING_POLLS):
         await asyncio.sleep(SLOT_LINGER)
         busy = await probe_slots(node)
-        if busy is None or busy <= node.leased:
+        if busy is None or len(busy) <= node.leased:
             return

@@ -175,7 +175,8 @@ class HealthMonitor:
         history.slots_read()
         node.sleep.woke()
         if busy is not None:
-            node.occupancy.record_busy(busy, query, now)
+            node.occupancy.record_busy(len(busy), query, now)
+            node.occupancy.record_tokens(busy)
 
 
 PREFILL_GRACE_FACTOR = 4.0

@@ -160,33 +160,33 @@ def _note_sleep(node: Node, props: bytes) -> bytes:
     return rest
 
 
-async def probe_slots(node: Node) -> int | None:
-    """How many slots the node reports as busy; None: unknown. Learns whether it has `/slots`.
+async def probe_slots(node: Node) -> tuple[int, ...] | None:
+    """The tokens of each slot that the node reports as busy; None: unknown.
 
-    It wakes a server that sleeps, and begins the time anew of one that may fall asleep.
+    Learns whether it has `/slots`. It wakes a server that sleeps, and begins the time anew of one
+    that may fall asleep.
     """
     return read_busy(node, "/slots", await fetch(node, "/slots"))
 
 
-def read_busy(node: Node, path: str, reply: ProbeResponse | ProbeResult) -> int | None:
-    """As `probe_slots`, from the answer to `/slots` or `/metrics`."""
+def read_busy(node: Node, path: str, reply: ProbeResponse | ProbeResult) -> tuple[int, ...] | None:
+    """As `probe_slots`, from the answer to `/slots`, or to `/metrics`, which knows no tokens."""
     if isinstance(reply, ProbeResult):
         # Without a process no slot is busy.
-        return 0 if reply.answer is ProbeAnswer.CONNECTION_REFUSED else None
+        return () if reply.answer is ProbeAnswer.CONNECTION_REFUSED else None
     refused = reply.status in NOT_FOUND_STATUSES | KEY_REJECTED_STATUSES
     if path == "/metrics":
         busy = count_processing(reply.body) if reply.status == HTTPStatus.OK else None
         if refused or (busy is None and reply.status == HTTPStatus.OK):
             node.properties.metrics_refused()
-        return busy
+        return None if busy is None else (0,) * busy
     if refused:
         node.properties.slots_refused()
     counts = count_slots(reply.json()) if reply.status == HTTPStatus.OK else None
     if counts is None:
         return None
-    busy, total = counts
-    node.properties.slots_reported(total)
-    return busy
+    node.properties.slots_reported(counts.total)
+    return counts.busy_tokens
 
 
 def _judge_health(reply: ProbeResponse) -> tuple[ProbeAnswer, str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from gateway.config.inventory import NodeSpec
 
@@ -19,6 +21,13 @@ LONGEST_PROPERTY = 512
 """Characters of a name or another text."""
 
 MOST_MODEL_SIZE = 1 << 60
+
+_CONSTANT_MARKER = "<__media__>"
+"""The `media_marker` of builds whose processes all have the same one."""
+
+
+ServedAs = tuple[tuple[str, ...] | None, int | None, int | None, str | None, str | None, int | None]
+"""What a server's speed and caches depend on; see `ServerProperties.served_as`."""
 
 
 @dataclass(slots=True)
@@ -50,12 +59,20 @@ class ServerProperties:
     """The quantization's name."""
     refused: set[str] = field(default_factory=set)
     """Endpoints that it has refused with 501, such as `rerank`."""
+    process: str | None = None
+    """A mark that each process of the server chooses anew; None: this build has none."""
+    shared_pool: bool | None = None
+    """Whether this process has shown that its slots share one pool of tokens."""
     remembered: bool = field(default=False, compare=False)
     """Whether this was reported to an earlier process, or before it left the inventory."""
 
     def version_key(self) -> tuple[object, ...]:
         """Changes when another build or another model runs."""
         return (self.build, self.models, self.n_params, self.size, self.ftype, self.template)
+
+    def served_as(self) -> ServedAs:
+        """Models, parameters, bytes, file, build and slots; None: not reported."""
+        return (self.models or None, self.n_params, self.size, self.file, self.build, self.slots)
 
     def resume_key(self) -> tuple[object, ...]:
         """Must be equal on two servers for one to resume the other's stream.
@@ -67,7 +84,9 @@ class ServerProperties:
     def clear_remembered(self) -> None:
         """It answers: remembered values must not fill in what the answer leaves out."""
         if self.remembered:
-            fresh = ServerProperties()
+            # Its pool is the same as long as its process is, which `read_props` finds out.
+            fresh = ServerProperties(process=self.process)
+            fresh.shared_pool = self.shared_pool if self.process else None
             for one in fields(self):
                 setattr(self, one.name, getattr(fresh, one.name))
 
@@ -80,6 +99,10 @@ class ServerProperties:
         if isinstance(settings, dict):
             self.context = _count(settings.get("n_ctx"), MOST_CONTEXT) or self.context
         self.build = _name(props.get("build_info")) or self.build
+        process = _name(props.get("media_marker"))
+        process = None if process == _CONSTANT_MARKER else process
+        if process != self.process:
+            self.process, self.shared_pool = process, None
         path = _name(props.get("model_path"))
         if path is not None:
             self.file = path.replace("\\", "/").rpartition("/")[2] or None
@@ -124,6 +147,16 @@ class ServerProperties:
         self.slots_endpoint = True
         self.slots = self.slots or total
 
+    def pool_learnt(self) -> bool:
+        """Its slots share one pool of tokens; whether that is new."""
+        known, self.shared_pool = self.shared_pool, True
+        return not known
+
+    def process_ended(self) -> None:
+        """The server's process may have ended. A build that has `process` shows by that."""
+        if self.process is None:
+            self.shared_pool = None
+
     def slots_refused(self) -> None:
         """It has no `/slots`, or does not allow it."""
         self.slots_endpoint = False
@@ -138,6 +171,12 @@ def server_identity(spec: NodeSpec) -> tuple[object, ...]:
     return (spec.url, spec.kind)
 
 
+def server_key(spec: NodeSpec, *also: str) -> str:
+    """A hash of the identity, so that it is short and a file shows no address."""
+    whole = msgspec.json.encode((*also, *server_identity(spec)))
+    return hashlib.sha256(whole).hexdigest()[:32]
+
+
 def is_plausible(properties: ServerProperties) -> bool:
     """Whether properties from a file are within the limits that a server's answers must meet."""
     counts = (
@@ -148,7 +187,13 @@ def is_plausible(properties: ServerProperties) -> bool:
         (properties.size, MOST_MODEL_SIZE),
     )
     names = (*properties.models, *properties.refused)
-    texts = (properties.build, properties.template, properties.file, properties.ftype)
+    texts = (
+        properties.build,
+        properties.template,
+        properties.file,
+        properties.ftype,
+        properties.process,
+    )
     return (
         len(names) <= MOST_MODELS
         and all(count is None or _count(count, most) for count, most in counts)
@@ -157,13 +202,23 @@ def is_plausible(properties: ServerProperties) -> bool:
     )
 
 
-def count_slots(answer: object) -> tuple[int, int] | None:
-    """(busy slots, all slots) of an answer to `/slots`; None if it is malformed."""
+class SlotCounts(NamedTuple):
+    """An answer to `/slots`."""
+
+    busy_tokens: tuple[int, ...]
+    """Tokens that each busy slot has read and written; 0: it does not say."""
+    total: int
+
+
+def count_slots(answer: object) -> SlotCounts | None:
+    """The busy slots, and all, of an answer to `/slots`; None if it is malformed."""
     if not isinstance(answer, list) or not 0 < len(answer) <= MOST_SLOTS:
         return None
     if not all(isinstance(slot, dict) and "is_processing" in slot for slot in answer):
         return None
-    return sum(slot["is_processing"] is True for slot in answer), len(answer)
+    busy = [slot for slot in answer if slot["is_processing"] is True]
+    tokens = tuple([_count(slot.get("n_prompt_tokens"), MOST_CONTEXT) or 0 for slot in busy])
+    return SlotCounts(tokens, len(answer))
 
 
 _PROCESSING = re.compile(rb"^llamacpp:requests_processing (\d{1,5})$", re.MULTILINE)
@@ -187,6 +242,8 @@ def inventory_drift(spec: NodeSpec, properties: ServerProperties) -> tuple[str, 
         drift.append(
             f"context: the inventory says {spec.context} tokens a slot, the server has {context}"
         )
+    if spec.kv == "split" and properties.shared_pool:
+        drift.append("kv: the inventory says split, the server's slots share one pool")
     if spec.models is not None and properties.models:
         missing = sorted(set(spec.models.values()) - set(properties.models))
         if missing:

@@ -76,6 +76,8 @@ class SlotOccupancy:
     """Our prompts that are being read, integrated likewise."""
     prefills: int = 0
     """Our prompts that are being read."""
+    tokens_reading: tuple[int, ...] | None = None
+    """The tokens of each busy slot, ours and others', by the last reading; None: it was taken."""
     _integrated_at: float = 0.0
     """Up to when the sums go."""
     _window: int = 0
@@ -165,9 +167,18 @@ class SlotOccupancy:
             self.integrate(now)
         self.foreign = max(0, busy - query.peak_leased - query.lent)
 
+    def record_tokens(self, reading: tuple[int, ...]) -> None:
+        """The node reported the tokens of its busy slots."""
+        self.tokens_reading = reading
+
+    def take_tokens_reading(self) -> tuple[int, ...] | None:
+        """The last reading of the busy slots' tokens, the first time; then None."""
+        reading, self.tokens_reading = self.tokens_reading, None
+        return reading
+
     def clear_foreign(self) -> None:
         """The node reports no slots: nothing is known of others' work."""
-        self.foreign = 0
+        self.foreign, self.tokens_reading = 0, ()
 
     def _roll(self, now: float) -> None:
         window = int(now / SLOT_LINGER)

@@ -170,6 +170,8 @@ def row_figures(row: NodeSlots, queued: QueuedRequest, now: float) -> RowFigures
         penalties.get(index, 0.0) if penalties else 0.0,
         cached.get(index, 0.0) if cached else 0.0,
         row.wake,
+        row.pool,
+        round(row.pool_reserved) + row.pool_foreign if row.pool else 0,
     )
 
 

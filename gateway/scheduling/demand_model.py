@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final, TypeVar
 
 from gateway.fleet.prompt_cache import FleetPromptCache
@@ -81,6 +82,14 @@ ANSWERS_HALF_LIFE = 24.0
 OUTLIER_ANSWER_MEANS = 8.0
 """One answer counts as at most this many means."""
 
+POOL_ANSWER_MARGIN = 2.0
+"""Room that a shared pool must have for an answer, in its expected lengths, as far as `max_tokens`
+allows: of lengths that are distributed exponentially one in seven is greater."""
+
+POOL_PROMPT_DOUBT = 1.25
+"""Room that it must have for a prompt beyond the estimate, as a share of that, while nothing is
+known of such texts; it becomes less with the evidence. An overflow ends all that runs there."""
+
 MOST_TOKENS = float(1 << 20)
 """Tokens of a prompt or an answer; more is a mistake and is clamped."""
 
@@ -133,6 +142,16 @@ class TokenStats:
     media_factor: float = 1.0
     """Real tokens of images and audio, divided by those guessed."""
 
+    def aged(self, kept: float) -> TokenStats:
+        """The same with a share of its evidence. Raises: ValueError for impossible figures."""
+        sums = self.prompt_tokens, self.prompt_bytes, self.answer_tokens, self.finished_answers
+        if min(sums) < 0 or not LEAST_MEDIA_FACTOR <= self.media_factor <= MOST_MEDIA_FACTOR:
+            raise ValueError("impossible figures")
+        prompt_tokens, prompt_bytes, answer_tokens, finished = (kept * one for one in sums)
+        return TokenStats(
+            prompt_tokens, prompt_bytes, answer_tokens, finished, self.media_factor**kept
+        )
+
     def mean_answer(self, prior_mean: float) -> float:
         """Mean tokens of an answer that nothing cuts off; `prior_mean` without evidence."""
         prior = PRIOR_ANSWERS / (1 + self.finished_answers)
@@ -178,6 +197,8 @@ class TokenEstimates:
     most_models: int = 1024
     most_callers: int = 16_384
     """Most pairs of caller and model."""
+    lessons: int = 0
+    """Answers from which something was learnt."""
     _models: OrderedDict[str, TokenStats] = field(default_factory=OrderedDict)
     _callers: OrderedDict[tuple[str, str], TokenStats] = field(default_factory=OrderedDict)
 
@@ -215,6 +236,13 @@ class TokenEstimates:
         # A smooth minimum: at most the limit, at most the mean, less where both are close.
         return prompt, mean * max_tokens / math.hypot(mean, max_tokens)
 
+    def prompt_doubt(self, model: str, caller: str) -> float:
+        """By what share of the estimate a prompt may well be longer."""
+        common = self._models.get(model, _NO_STATS)
+        own = self._callers.get((caller, model), _NO_STATS)
+        seen = (own.prompt_bytes + common.prompt_bytes) / 2
+        return POOL_PROMPT_DOUBT * PRIOR_BYTES / (seen + PRIOR_BYTES)
+
     def learn(
         self,
         model: str,
@@ -233,6 +261,7 @@ class TokenEstimates:
         `completion_tokens` is of each answer. Not `complete`: its client or a failure cut it short,
         so its length says only that it would have been at least as long.
         """
+        self.lessons += 1
         common = _most_recent(self._models, model, self.most_models)
         own = _most_recent(self._callers, (caller, model), self.most_callers)
         if (
@@ -264,6 +293,32 @@ class TokenEstimates:
             mean = common.mean_answer(DEFAULT_ANSWER_TOKENS)
             own.add_answer(completion_tokens, ended, own.mean_answer(mean))
             common.add_answer(completion_tokens, ended, mean)
+
+    def latest(self, lessons: int) -> Iterator[tuple[str | None, str, TokenStats]]:
+        """What the last so many lessons have changed: caller (None: all of them), model, figures.
+
+        The least recently used first.
+        """
+        # Copied: the caller may pause between two of them.
+        for model, stats in [*islice(reversed(self._models.items()), lessons)][::-1]:
+            yield None, model, stats
+        for (caller, model), stats in [*islice(reversed(self._callers.items()), lessons)][::-1]:
+            yield caller, model, stats
+
+    def restore(self, caller: str | None, model: str, stats: TokenStats, kept: float) -> None:
+        """Go on from these figures, with this share of their evidence. Raises: ValueError."""
+        aged = stats.aged(kept)
+        if caller is None:
+            _most_recent(self._models, model, self.most_models)
+            self._models[model] = aged
+        else:
+            _most_recent(self._callers, (caller, model), self.most_callers)
+            self._callers[caller, model] = aged
+
+    def forget(self, is_gone: Callable[[str], bool]) -> None:
+        """Forget what was learnt of the callers (fairness keys) that are gone."""
+        for key in [key for key in self._callers if is_gone(key[0])]:
+            del self._callers[key]
 
 
 def _clamp_tokens(value: float) -> float:
@@ -303,10 +358,12 @@ class DemandModel:
         candidates: NodeCandidates,
         received_at: float,
         earlier: QueuedRequest | None = None,
+        overflows: int = 0,
     ) -> QueuedRequest:
         """The request in numbers, as predicted now.
 
-        `earlier`: the same request in numbers; its estimate of the tokens still holds.
+        `earlier`: the same request in numbers; its estimate of the tokens still holds. `overflows`:
+        `Tried.pool_overflows`.
         """
         key = request.prompt_key
         if earlier is None:
@@ -345,6 +402,8 @@ class DemandModel:
         )
         if request.time_limit is not None:
             queued.deadline = received_at + request.time_limit
+        if self.dispatcher.placement_state.pools:
+            self.estimate_pool(queued, request, overflows)
         if not request.slots:
             queued.slotless_caller = request.caller
         if request.session is not None and request.generates:
@@ -357,6 +416,30 @@ class DemandModel:
             if key.blocks:
                 queued.affinity_hash = key.blocks[0]
         return queued
+
+    def estimate_pool(self, queued: QueuedRequest, request: LeaseRequest, overflows: int) -> None:
+        """Set the tokens for which a shared pool must have room, by what is known now.
+
+        They are rather too many, since an overflow ends all that runs there. A request that was
+        ended twice (`overflows`) runs alone; a response that was cut has room for all that it may
+        still write.
+        """
+        estimates = self.token_estimates
+        prompt, answer = estimates.expected_tokens(
+            request.model,
+            request.fairness_key,
+            request.text_bytes,
+            request.max_tokens if request.generates else 0,
+            request.exact_tokens,
+            request.media_tokens,
+        )
+        doubt = estimates.prompt_doubt(request.model, request.fairness_key)
+        prompt += doubt * max(0.0, prompt - request.exact_tokens)
+        most = math.inf if request.max_tokens is None else request.max_tokens
+        if overflows < 1 or request.resume_key is None:
+            most = min(most, POOL_ANSWER_MARGIN * answer)
+        alone = overflows > 1
+        queued.set_pool_tokens(math.inf if alone else prompt + most * max(1, request.slots))
 
     def refresh_cached(self, queued: QueuedRequest) -> None:
         """Look up what the nodes have cached of its prompt by now."""
@@ -443,6 +526,7 @@ class DemandModel:
                 reported.prompt_tokens,
                 reported.cached_tokens,
                 reported.completion_tokens,
+                request.caller,
             )
 
     def _row_is_current(self, placement: Placement) -> bool:

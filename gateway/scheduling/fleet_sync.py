@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -188,7 +189,8 @@ class FleetSync:
     has_gpu_tier: bool = False
     """Whether the inventory has nodes of tier `gpu`."""
     rows_version: int = 0
-    """Changes with the set of rows: then an index may stand for another node."""
+    """Changes with the set of rows: then an index may stand for another node. Also when the slots
+    of one begin or cease to share a pool."""
     _rows: dict[Node, NodeSlots] = field(default_factory=dict)
     nodes: dict[int, Node] = field(default_factory=dict)
     """By row index."""
@@ -201,8 +203,8 @@ class FleetSync:
     _out_of_service: WeakKeyDictionary[CandidateSet, _OutOfService] = field(
         default_factory=WeakKeyDictionary
     )
-    _cached_models: dict[NodeSlots, tuple[int, frozenset[str]]] = field(default_factory=dict)
-    """The slots and models for which a row's prompt cache is indexed."""
+    _cached_models: dict[NodeSlots, tuple[int, frozenset[str], int]] = field(default_factory=dict)
+    """The slots, the models and the server for which a row's prompt cache is indexed."""
 
     def cache_contents(self, node: Node) -> CacheContents:
         """What a node is believed to cache."""
@@ -278,6 +280,8 @@ class FleetSync:
             or alive is not row.alive
         ):
             self.placement_state.set_slots(row, total, capacity, foreign, alive=alive)
+        if (pool := node.pool) or row.pool:
+            self._refresh_pool(node, row, pool)
         if self._speed_versions.get(row) != node.speed.version or row.exploring:
             self._refresh_speed(node, row)
         if penalty + wake != row.penalty or wake != row.wake:
@@ -285,6 +289,21 @@ class FleetSync:
         if self.placement_state.batch_reserve:
             self._refresh_reserve_group(node, row)
         self._sync_prompt_cache(node, row, total)
+
+    def _refresh_pool(self, node: Node, row: NodeSlots, pool: int) -> None:
+        """Take in whether the node's slots share a pool, and what others use of it.
+
+        Of the busy slots those with most tokens are taken for others'. So are tokens for which no
+        request of ours has a reservation: one that writes more than was expected.
+        """
+        reading, foreign = node.occupancy.take_tokens_reading(), row.pool_foreign
+        if reading is not None:
+            others = sum(heapq.nlargest(node.foreign, reading))
+            foreign = int(max(others, sum(reading) - row.pool_reserved, 0.0))
+        if bool(pool) is not bool(row.pool):
+            self.rows_version += 1  # What waits is to be estimated anew.
+        if pool != row.pool or foreign != row.pool_foreign:
+            self.placement_state.set_pool(row, pool, foreign if pool else 0)
 
     def _refresh_speed(self, node: Node, row: NodeSlots) -> None:
         speed = node.speed
@@ -306,11 +325,11 @@ class FleetSync:
             return
         history = node.probe_history
         gone = history.down or history.loading or node.sleep.asleep or not node.in_service
-        current = None if gone else (total, node.indexed_models)
+        current = None if gone else (total, node.indexed_models, node.replacements)
         indexed = self._cached_models.get(row)
         if indexed == current:
             return
-        if indexed is not None and (current is None or indexed[1] != current[1]):
+        if indexed is not None and (current is None or indexed[1:] != current[1:]):
             self.prompt_cache.forget_node(row.index)
         if current is None:
             del self._cached_models[row]

@@ -98,7 +98,9 @@ class LeaseGranter:
         Candidates that are not used must be given to `TierRouter.cancel_reservation`.
         """
         candidates = self.candidate_finder.find(request, tried)
-        queued = self.demand_model.build(request, candidates, received_at)
+        queued = self.demand_model.build(
+            request, candidates, received_at, overflows=tried.pool_overflows
+        )
         if self.fleet_sync.has_gpu_tier:
             candidates = self.tier_router.narrow(request, tried, candidates, queued, now)
             queued.set_groups(candidates.groups)

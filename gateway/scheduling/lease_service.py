@@ -189,6 +189,8 @@ class LocalLeaseService:
         Returns what it took if no response began; else `settle` does.
         """
         record, charge = self._records[report.lease_id], NOTHING_CHARGED
+        if report.outcome == "pool_full":
+            self.fleet.pool_full(record.lease.node)
         if record.request.yields:
             self.scheduler.granter.yielding.pop(report.lease_id, None)
         if report.node_done:
@@ -211,10 +213,8 @@ class LocalLeaseService:
         else:
             del self._records[report.lease_id]
             charge = self._attempt_failed(record, report, now)
-        if report.fault is Fault.NODE:
-            self.fleet.request_failed(record.lease.node, now, record.lease.taken_at)
-        elif report.fault is Fault.NODE_OR_REQUEST:
-            self._count_unattributed(record, now, response_began=report.response_began)
+        if report.fault is not Fault.NOBODY:
+            self._blame(record, report, now)
         if report.unreachable is not None:
             self.fleet.connect_failed(record.lease.node, report.unreachable)
         return charge
@@ -326,6 +326,16 @@ class LocalLeaseService:
         self.scheduler.fleet_sync.speed_learnt(lease.node)
 
     # Who is to blame.
+
+    def _blame(self, record: LeaseRecord, report: AttemptReport, now: float) -> None:
+        """The node, or the node or the request, is to blame for the attempt's end."""
+        lease = record.lease
+        if report.outcome == "reset":
+            self.fleet.connection_reset(lease.node)
+        if report.fault is Fault.NODE:
+            self.fleet.request_failed(lease.node, now, lease.taken_at)
+        else:
+            self._count_unattributed(record, now, response_began=report.response_began)
 
     def _count_unattributed(self, record: LeaseRecord, now: float, *, response_began: bool) -> None:
         """The request failed under this lease; the node or the request itself is to blame.

@@ -165,6 +165,13 @@ NODE_FIELDS: Mapping[str, tuple[str, str]] = {
     "leased": ("integer", "slots leased to requests of this gateway"),
     "foreign": ("integer", "slots that others use"),
     "in_flight": ("integer", "requests that run on it"),
+    "pool": (
+        "object?",
+        (
+            "where its slots share one pool of `tokens`: those `reserved` for our requests, and "
+            "`foreign`, which others use"
+        ),
+    ),
     "models": ("array", "public names"),
     "context": ("integer?", "tokens of one slot"),
     "prefill_tps": ("number?", "measured tokens/s of prefill"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -40,6 +41,10 @@ _TRANSCRIPTIONS = "/v1/audio/transcriptions"
 TAG_HEADER = "x-tag"
 """Requests with this header are counted by its value (`Engine.tallies`)."""
 SLOT_PATHS = {*_APIS, *_EMBEDDINGS, *_RERANKS, "/infill", _TRANSCRIPTIONS}
+
+
+def _marker() -> str:
+    return f"<__media_{secrets.token_urlsafe(24)}__>"
 
 
 class EmulatedNode:
@@ -146,6 +151,7 @@ class EmulatedNode:
         self.admin = AdminServer(self)
         self.response_class = Response
         self.loading = False  # 503 on every path
+        self.marker = _marker()  # which each process chooses anew
         self.requests = 0  # that need a slot
         self.control_requests = 0
         self.connections_opened = 0
@@ -257,6 +263,7 @@ class EmulatedNode:
     async def revive(self, *, loading: bool = False) -> None:
         """Listens again on the same port with empty slots; `loading`: answers 503 until unset."""
         self.loading = loading
+        self.marker = _marker()
         await self.accept()
 
     async def until(self, condition: Callable[[], bool], limit: float = 30.0) -> None:

@@ -290,13 +290,20 @@ def _row(node: dict[str, Any]) -> list[object]:
         f"{format_cell(get('slots_busy'))}/{format_cell(get('slots_total'))}",
         get("in_flight"),
         get("models"),
-        get("context"),
+        _context(get("context"), get("pool")),
         _speed(node, "prefill_tps"),
         _speed(node, "decode_tps"),
         get("requests"),
         get("failures"),
         None if get("state") == "ready" else get("reason"),
     ]
+
+
+def _context(tokens: object, pool: dict[str, int] | None) -> str:
+    """Tokens of a slot; or how many are taken of those that all slots share."""
+    if not pool:
+        return format_cell(tokens)
+    return f"{pool.get('reserved', 0) + pool.get('foreign', 0)}/{pool.get('tokens')} shared"
 
 
 def _speed(node: dict[str, Any], key: str) -> object:

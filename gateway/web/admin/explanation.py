@@ -22,6 +22,8 @@ _OUTCOMES = {
     "cancelled": "was cancelled",
     "yielded": "gave up its slot to a higher class",
     "moved": "was moved away by a drain",
+    "pool_full": "was ended by the node, whose slots had no room left for their tokens together",
+    "unknown": "went on under an earlier process of this gateway, which told no more of it",
 }
 
 _FALLBACKS = {
@@ -104,6 +106,10 @@ def of_waiting(waiting: Json) -> str:
         why = "No node that could serve it is up"
     elif any(not one["free_in"] for one in nodes if one["free_in"] is not None):
         why = "A slot is free, but others go before it, or the slot is kept for other classes"
+    elif any(one["pool"] and one["slots_busy"] < one["slots_total"] for one in nodes):
+        needed = waiting["tokens_needed"]
+        why = "A slot is free, but in the pool of tokens that the node's slots share there is no "
+        why += "room for it: it is to run alone" if needed is None else f"room for {needed}"
     else:
         why = f"None of the {waiting['nodes_alive']} nodes that could serve it has a free slot"
         if waiting["nodes_alive"] == 1:

@@ -15,6 +15,8 @@ from gateway.errors import GatewayError, truncate_echo
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Node
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest
+from gateway.scheduling.fleet_sync import FleetSync
+from gateway.scheduling.node_slots import NodeSlots
 from gateway.web.admin.suggestions import suggestion
 from gateway.web.asgi import JsonResponse, number_parameter
 
@@ -71,6 +73,7 @@ class NodeEndpoints:
     """The endpoints of nodes."""
 
     fleet: Fleet
+    fleet_sync: FleetSync
     drain_deadlines: DrainDeadlines
 
     async def list(self, _: Request) -> Response:
@@ -119,7 +122,20 @@ class NodeEndpoints:
 
     def _json(self, node: Node) -> dict[str, Any]:
         left = self.drain_deadlines.seconds_left(node.name)
-        return {**node_json(node), "deadline_in": None if left is None else round(left, 1)}
+        pools = [pool_json(row) for row in self.fleet_sync.rows((node,))]
+        return {
+            **node_json(node),
+            "pool": pools[0] if pools else None,
+            "deadline_in": None if left is None else round(left, 1),
+        }
+
+
+def pool_json(row: NodeSlots) -> dict[str, int] | None:
+    """The pool of tokens that a node's slots share, and what of it is taken; None: it has none."""
+    if not row.pool:
+        return None
+    reserved = round(row.pool_reserved)
+    return {"tokens": row.pool, "reserved": reserved, "foreign": row.pool_foreign}
 
 
 def node_json(node: Node) -> dict[str, Any]:

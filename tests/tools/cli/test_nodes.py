@@ -356,3 +356,8 @@ def test_an_authority_s_file_without_a_certificate_is_reported(
     ran = run("nodes", "--admin-url", "https://127.0.0.1:1", "--admin-ca", str(tmp_path / "ca.pem"))
     assert ran.status == 2
     assert "ca.pem" in ran.err
+
+
+def test_a_pool_that_slots_share_stands_in_place_of_the_context(api: AdminApi) -> None:
+    api.add("a", context=2048, pool={"tokens": 2048, "reserved": 1100, "foreign": 100})
+    assert "1200/2048 shared" in run_nodes(api).out
