@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from tests.emulator import EmulatedNode
+from tests.gateways import QUIET
 
 LIMIT = 120.0
 """Seconds for each wait."""
@@ -101,7 +102,7 @@ async def serving(
         if isinstance(node, EmulatedNode)
         else [dict(one) for one in node]
     )
-    (folder / "nodes.yaml").write_text(yaml.safe_dump({"nodes": nodes}))
+    (folder / "nodes.yaml").write_text(yaml.safe_dump({**QUIET, "nodes": nodes}))
     files = ("--nodes", str(folder / "nodes.yaml"), "--config", str(folder / "gateway.yaml"))
     process = await asyncio.create_subprocess_exec(
         *(command or (sys.executable, "-m", "gateway")), "serve", *files,
