@@ -472,8 +472,12 @@ class LeaseService(Protocol):
     def content_began(self, lease_id: int) -> None:
         """The first content has come: the prompt has been read."""
 
-    def content_went_on(self, lease_id: int) -> None:
-        """More content has come since the last report, a second ago or so: the node is alive."""
+    def content_went_on(self, lease_id: int, tokens: int) -> None:
+        """More content has come since the last report, a second ago or so: the node is alive.
+
+        `tokens`: how many have come of the stream, as counted by events; 0: it is not known how
+        fast the node writes them, for example since the client lags.
+        """
 
     def response_received(self, lease_id: int) -> None:
         """The whole response has come: the slots are free, though the client still reads it."""

@@ -310,7 +310,13 @@ class NodeSpec(ConfigModel):
         Field(description="Cost of its tokens, instead of `cost_per_hour`."),
     ] = None
     speed_hint: Annotated[
-        Factor, Field(description="Assumed relative speed, until it is measured.")
+        Factor,
+        Field(
+            description=(
+                "Assumed speed relative to that of similar nodes, until it is measured. Where it "
+                "is not written: that of the best of them."
+            )
+        ),
     ] = 1.0
     calibrate: Annotated[
         bool,
@@ -399,6 +405,11 @@ class NodeSpec(ConfigModel):
                 "model",
             )
         return stop
+
+    @property
+    def written_hint(self) -> float | None:
+        """Its `speed_hint`; None: the file has none."""
+        return self.speed_hint if "speed_hint" in self.model_fields_set else None
 
     @property
     def autoscaled(self) -> bool:

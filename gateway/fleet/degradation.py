@@ -3,6 +3,9 @@
 Like is compared with like: the time of a token with others at as many busy slots and as much text
 in the slot, the prefill of a prompt with those of about its length. So neither more load nor longer
 prompts make a node look degraded. A handful of requests over some time must agree, by their median.
+A span of a running stream counts as one, by the events that have come: long answers of a slow node
+end late. An event holds about as many tokens as in streams before. Spans in which others' requests
+run on the node, or the client lags, prove nothing.
 To recover, the median must come nearer to the usual speed than the value at which it was degraded.
 
 The usual speed (the baseline) is learnt quickly at first. Later it follows slowly: half of the way,
@@ -19,7 +22,7 @@ from typing import Annotated
 
 import msgspec
 
-from gateway.fleet.speed import SpeedSample, TokenTime
+from gateway.fleet.speed import ObservedTiming, SpeedSample, TokenTime, sample_from_clock
 
 DEGRADED_BELOW = 0.4
 """Share of its usual speed below which a node is degraded."""
@@ -33,7 +36,7 @@ RECENT_REQUESTS = 9
 LEAST_REQUESTS = 5
 """Fewer requests prove nothing."""
 
-DEGRADED_AFTER = 15.0
+DEGRADED_AFTER = 12.0
 """Seconds for which requests must have been slow: one stall can hit all that run."""
 
 DEGRADED_STALE = 600.0
@@ -65,6 +68,11 @@ LEAST_PREFILL_TOKENS = 64
 LEAST_DECODE_TOKENS = 8
 """Shorter decodes are mostly chance."""
 
+MOST_TOKENS_PER_EVENT = 64.0
+
+EVENT_LEARNING = 1 / 32
+"""Share of the way to a lower `tokens_per_event` that one stream makes."""
+
 MOST_BASELINES = 64
 """Kinds of requests with a baseline."""
 
@@ -79,21 +87,33 @@ class SpeedBaseline:
     learned_at: float = 0.0
     """When it last learnt; monotonic seconds."""
 
-    def compare(self, rate: TokenTime, now: float) -> float | None:
-        """A request's speed as a share of the usual one, and learn from it; None: too early."""
+    @property
+    def is_young(self) -> bool:
+        """Whether too few requests have made it to compare others with it."""
+        return self.samples < YOUNG_BASELINE
+
+    def learn(self, rate: TokenTime, now: float) -> None:
+        """Learn from a request."""
         learned = math.log(max(rate.low, LEAST_ALLOWED_SHARE * rate.high))
-        if self.samples < YOUNG_BASELINE:
+        if self.is_young:
             self.samples += 1
             self.log_seconds += (learned - self.log_seconds) / self.samples
             self.learned_at = now
-            return None
-        faster = self.log_seconds - math.log(rate.low)
+            return
         elapsed = min(now - self.learned_at, MOST_WORK_GAP)
         if elapsed > 0:
             self.learned_at = now
             half_life = BASELINE_HALF_LIFE if learned > self.log_seconds else FASTER_HALF_LIFE
             self.log_seconds += (learned - self.log_seconds) * (1 - 0.5 ** (elapsed / half_life))
-        return math.exp(max(-50.0, min(50.0, faster)))
+
+
+def _is_slow(share: float | None) -> bool:
+    return share is not None and share < DEGRADED_BELOW
+
+
+def _share(usual: float, rate: TokenTime) -> float:
+    """A request's speed as a share of the usual one, whose seconds have the logarithm `usual`."""
+    return math.exp(max(-50.0, min(50.0, usual - math.log(rate.low))))
 
 
 @dataclass(slots=True)
@@ -107,6 +127,8 @@ class SpeedHistory:
     row_since: float | None = None
     """End of the first of the slow requests that no other request has come between."""
     degraded: bool = False
+    bounded: bool = False
+    """Whether kinds are busy slots and contexts, so that one bounds another (`_usual`)."""
     compared_at: float = 0.0
     """When a request was last compared."""
     usual_tps: float = 0.0
@@ -121,19 +143,54 @@ class SpeedHistory:
     def learn(self, kind: tuple[int, int], rate: TokenTime, now: float) -> None:
         """Compare one more request, by the fastest speed that its measurement allows.
 
-        Doubt is the node's: what is learnt from it is less fast.
+        Doubt is the node's: what is learnt from it is less fast. A kind that is new does not learn
+        its usual speed while the node is slow.
         """
         baseline = self.baselines.get(kind)
         if baseline is None:
             if len(self.baselines) >= MOST_BASELINES:
                 return
             baseline = self.baselines[kind] = SpeedBaseline()
-        share = baseline.compare(rate, now)
-        if share is None:
-            return
+        usual = self._usual(kind)
+        share = None if usual is None else _share(usual, rate)
+        if not baseline.is_young or (self.slow_since is None and not _is_slow(share)):
+            baseline.learn(rate, now)
+        if usual is not None and share is not None:
+            self._judge(share, usual, now)
+
+    def watch(self, kind: tuple[int, int], rate: TokenTime, now: float) -> None:
+        """Compare a span of a running request, from which no usual speed is learnt."""
+        usual = self._usual(kind)
+        if usual is not None:
+            self._judge(_share(usual, rate), usual, now)
+
+    def _usual(self, kind: tuple[int, int]) -> float | None:
+        """Logarithm of the usual seconds of this kind; None: unknown.
+
+        Of a kind that is new, of the most that they can be by those that are known: a token takes
+        twice as long at most with twice as many slots busy, or with four times as much text.
+        """
+        baseline = self.baselines.get(kind)
+        if baseline is not None and not baseline.is_young:
+            return baseline.log_seconds
+        if not self.bounded:
+            return None
+        busy, context = kind
+        return min(
+            [
+                known.log_seconds
+                + math.log(2) * (max(0, busy - other) / 2 + max(0, context - text))
+                for (other, text), known in self.baselines.items()
+                if not known.is_young
+            ],
+            default=None,
+        )
+
+    def _judge(self, share: float, usual: float, now: float) -> None:
+        """One more request, or a span of one, had this share of the usual speed."""
         self.shares.append(share)
         idle, self.compared_at = now - self.compared_at > MOST_WORK_GAP, now
-        self.usual_tps = math.exp(-baseline.log_seconds)
+        self.usual_tps = math.exp(-usual)
         if share >= DEGRADED_BELOW:
             self.row_since = None
         elif self.row_since is None or idle:
@@ -194,7 +251,9 @@ class DegradationDetector:
     """The usual and the present speed of one node, for prefill and decode."""
 
     prefill: SpeedHistory = field(default_factory=SpeedHistory)
-    decode: SpeedHistory = field(default_factory=SpeedHistory)
+    decode: SpeedHistory = field(default_factory=lambda: SpeedHistory(bounded=True))
+    tokens_per_event: float = 1.0
+    """Tokens that an event of a stream holds: the most lately, since it depends on the text."""
 
     @property
     def degraded(self) -> bool:
@@ -215,8 +274,26 @@ class DegradationDetector:
             and rate.tokens >= LEAST_DECODE_TOKENS
             and sample.busy_slots is not None
         ):
-            kind = (round(2 * math.log2(sample.busy_slots)), _size_class(sample.context_tokens))
-            self.decode.learn(kind, rate, now)
+            self.decode.learn(_decode_kind(sample), rate, now)
+        return self.degraded is not before
+
+    def learn_events(self, tokens: float, events: float) -> None:
+        """A whole stream of so many tokens came in so many events."""
+        if events >= LEAST_DECODE_TOKENS and tokens > 0:
+            seen = min(max(1.0, tokens / events), MOST_TOKENS_PER_EVENT)
+            known = self.tokens_per_event
+            self.tokens_per_event = max(seen, known + (seen - known) * EVENT_LEARNING)
+
+    def watch(self, events: float, seen: ObservedTiming, context_tokens: float, now: float) -> bool:
+        """Compare a span of a running stream; whether `degraded` has changed.
+
+        `context_tokens`: of its prompt.
+        """
+        before = self.degraded
+        tokens = 1.0 + events * self.tokens_per_event  # The first one's time is not the span's.
+        sample = sample_from_clock(context_tokens, context_tokens, tokens, seen)
+        if sample.decode is not None:
+            self.decode.watch(_decode_kind(sample), sample.decode, now)
         return self.degraded is not before
 
     def refresh(self, now: float) -> bool:
@@ -242,7 +319,7 @@ class DegradationDetector:
 
     def forget(self) -> None:
         """Another model or another server: it has no usual speed yet."""
-        self.prefill, self.decode = SpeedHistory(), SpeedHistory()
+        self.prefill, self.decode = SpeedHistory(), SpeedHistory(bounded=True)
 
     def reason(self, now: float, *, endpoint: bool = False) -> str:
         """What is wrong, in words that an operator can act on."""
@@ -260,6 +337,11 @@ class DegradationDetector:
             else "look on its host for swapping, other load, CPU frequency and thermal throttling"
         )
         return f"{' and '.join(findings)}: {advice}"
+
+
+def _decode_kind(sample: SpeedSample) -> tuple[int, int]:
+    """Busy slots and text: tokens of one kind take about as long."""
+    return round(2 * math.log2(sample.busy_slots or 1.0)), _size_class(sample.context_tokens)
 
 
 def _size_class(tokens: float) -> int:

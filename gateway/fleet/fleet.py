@@ -494,6 +494,17 @@ class Fleet:
             seen = None if lease is None else lease.observed_timing()
             self._learn_speed(node, node.speed.learn_timings(timings, seen))
 
+    def stream_went_on(self, lease: Lease, tokens: int, context_tokens: float) -> None:
+        """So many events of a stream have come by now; 0: unknown, or others' fault.
+
+        `context_tokens`: of its prompt.
+        """
+        now, node = self._clock(), lease.node
+        lease.bytes_received(now)
+        span = lease.next_span(tokens, now)
+        if span is not None and node.degradation.watch(*span, context_tokens, now):
+            self.refresh_state(node)
+
     def learn_clocked(
         self, lease: Lease, prompt_tokens: float, cached_tokens: float, completion_tokens: float
     ) -> None:

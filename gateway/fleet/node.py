@@ -29,6 +29,9 @@ from gateway.lease import NodeInfo
 from gateway.request import Endpoint
 from gateway.transport.pool import ConnectionPool
 
+SPAN_SECONDS, SPAN_TOKENS = 2.5, 4
+"""Least seconds and events of a span of a decode that shows how fast it goes."""
+
 
 class NodeState(enum.Enum):
     """The states of a node, in the order in which `judge_state` tests for them."""
@@ -177,7 +180,6 @@ class Node:
 
     def __post_init__(self) -> None:
         self.name = self.spec.name
-        self.speed.set_relative(self.spec.speed_hint)
         if self.spec.kind == "openai":
             self.concurrency_limit = ConcurrencyLimit()
         self.info = self._new_info()
@@ -694,6 +696,9 @@ class Lease:
     """Likewise."""
     first_content_at: float | None = None
     """When its first content came."""
+    span: tuple[float, int, float, float] = (0.0, 0, 0.0, 0.0)
+    """The span of its decode that goes on: when it began, the events before it (0: none goes on),
+    and the node's `slot_seconds` and `prefill_seconds` then."""
 
     def head_received(self, now: float) -> None:
         """The head of a streamed answer has come: a slot reads the prompt."""
@@ -714,6 +719,27 @@ class Lease:
     def bytes_received(self, now: float) -> None:
         """More of a response came whose first content was noted, or that comes in one piece."""
         self.last_content_at = now
+
+    def next_span(self, tokens: int, now: float) -> tuple[int, ObservedTiming] | None:
+        """The events of a span of its decode that ends now, and what was seen; None: none ends.
+
+        `tokens`: events that have come by now; 0: unknown. What others' requests do to the node is
+        unknown too.
+        """
+        occupancy = self.node.occupancy
+        occupancy.integrate(now)
+        began, before, slot_seconds, prefill_seconds = self.span
+        if occupancy.foreign or self.slots != 1:
+            tokens = 0
+        seconds, count = now - began, tokens - before
+        if before and tokens and (seconds < SPAN_SECONDS or count < SPAN_TOKENS):
+            return None
+        self.span = now, tokens, occupancy.slot_seconds, occupancy.prefill_seconds
+        if not (before and tokens):
+            return None
+        busy = (occupancy.slot_seconds - slot_seconds) / seconds
+        stalled = min(seconds, occupancy.prefill_seconds - prefill_seconds)
+        return count, ObservedTiming(seconds, 0.0, busy, stalled)
 
     def woke(self) -> None:
         """Its server has shown that it is awake."""

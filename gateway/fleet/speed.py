@@ -10,7 +10,6 @@ slots.
 from __future__ import annotations
 
 import math
-import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -59,25 +58,26 @@ class SpeedPrior:
         )
 
 
-CPU_PRIOR = SpeedPrior(100.0, 0.1, 0.02)
-"""A server CPU with a model of 7 to 8 billion parameters in 4 bits; its `speed_hint` is 1.0."""
+CPU_PRIOR = SpeedPrior(300.0, 1 / 52, 0.15 / 52)
+"""The best server CPU of the catalogue (`tools/plan/catalogue.yaml`), with a model of 8 billion
+parameters in 4 bits: a node is believed to be fast until a node like it is measured."""
 
-GPU_FACTOR = 20.0
-"""How many times as fast as such a CPU a GPU is assumed to be."""
+GPU_PRIOR = SpeedPrior(2900.0, 1 / 105, 0.03 / 105)
+"""The best GPU of the catalogue."""
 
 
 @dataclass(slots=True)
 class Speed:
     """The known speed of one node."""
 
-    relative: float = 1.0
-    """Compared with other nodes of the same models: the inventory's `speed_hint` until measured."""
     prior: SpeedPrior = CPU_PRIOR
     """The assumed speed until it is measured; set by `compare_speeds`."""
     version: int = 0
     """Goes up whenever one of the figures below may have changed."""
     samples: int = 0
     """Answers from which it was learnt."""
+    hinted: bool = False
+    """Whether `prior` is the node's own, by a `speed_hint` that is written in the inventory."""
     calibrated: SpeedPrior | None = None
     """Its assumed speed by a calibration; beats `prior` until an answer shows the real one."""
     # Kept up to date: they are read for each request, and change with a sample.
@@ -137,14 +137,10 @@ class Speed:
         self._update()
         return True
 
-    def set_relative(self, relative: float) -> None:
-        """Its speed compared with that of other nodes."""
-        self.relative = relative
-
-    def set_prior(self, prior: SpeedPrior) -> None:
-        """Its assumed speed, by other nodes' measurements."""
-        if prior != self.prior:
-            self.prior = prior
+    def set_prior(self, prior: SpeedPrior, *, hinted: bool = False) -> None:
+        """Its assumed speed, by other nodes' measurements; `hinted`: and its own `speed_hint`."""
+        if prior != self.prior or hinted is not self.hinted:
+            self.prior, self.hinted = prior, hinted
             self._update()
 
     def export(self) -> SpeedState | None:
@@ -233,8 +229,12 @@ class RatedSpec(Protocol):
         """`cpu` or `gpu`."""
 
     @property
-    def speed_hint(self) -> float:
-        """Its speed relative to other nodes, as guessed by the operator."""
+    def kind(self) -> str:
+        """`llama.cpp` or `openai`."""
+
+    @property
+    def written_hint(self) -> float | None:
+        """Its speed relative to other nodes, as guessed by the operator; None: not guessed."""
 
 
 class RatedNode(Protocol):
@@ -254,48 +254,43 @@ class RatedNode(Protocol):
 
 
 def compare_speeds(nodes: Iterable[RatedNode]) -> None:
-    """Set every node's relative and assumed speed, on one scale for nodes of the same models.
+    """Set every node's assumed speed: the best that similar nodes show.
 
-    The scale joins hints and measurements: 1.0 is the median of the measured speeds, each divided
-    by its node's hint, so that a node without measurements compares fairly with the others.
+    Similar nodes serve the same models in the same tier and are of the same kind. Where none shows
+    its speed, the best of the catalogue is assumed. A node with a hint is assumed to be so many
+    times as fast as the best of them, each divided by its own hint, so that hints and measurements
+    are on one scale.
     """
-    groups: dict[frozenset[str], list[RatedNode]] = defaultdict(list)
+    groups: dict[tuple[frozenset[str], str, str], list[RatedNode]] = defaultdict(list)
     for node in nodes:
-        groups[node.public_models].append(node)
-    for group in groups.values():
-        rates = [node.speed.decode_tps for node in group]
-        if not any(rates):
-            rates = [node.speed.prefill_tps for node in group]
-        hints = [node.spec.speed_hint for node in group]
-        per_hint = [rate / hint for rate, hint in zip(rates, hints, strict=True) if rate]
-        unit = statistics.median(per_hint) if per_hint else 1.0
-        for node, rate, hint in zip(group, rates, hints, strict=True):
-            node.speed.set_relative(rate / unit if rate else hint)
-        _set_priors(group)
+        groups[node.public_models, node.spec.tier, node.spec.kind].append(node)
+    for (_, tier, _), group in groups.items():
+        usual = CPU_PRIOR if tier == "cpu" else GPU_PRIOR
+        best = _best_shown([(node.speed, 1.0) for node in group], usual)
+        unit = _best_shown([(node.speed, node.spec.written_hint or 1.0) for node in group], usual)
+        for node in group:
+            hint = node.spec.written_hint
+            if hint is None:
+                node.speed.set_prior(best)
+            else:
+                node.speed.set_prior(unit.scaled(hint), hinted=True)
 
 
-def _set_priors(group: list[RatedNode]) -> None:
-    """Set the assumed speed of one group's nodes, by the measured nodes of the same tier."""
-    for tier in {node.spec.tier for node in group}:
-        nodes = [node for node in group if node.spec.tier == tier]
-        usual = CPU_PRIOR if tier == "cpu" else CPU_PRIOR.scaled(GPU_FACTOR)
-        read = [tps / n.spec.speed_hint for n in nodes if (tps := n.speed.prefill_tps)]
-        wrote = [n for n in nodes if n.speed.decode_tps]
-        unit = SpeedPrior(
-            statistics.median(read) if read else usual.prefill_tps,
-            _median(wrote, "token_base") or usual.token_base,
-            _median(wrote, "token_step") if wrote else usual.token_step,
-        )
-        for node in nodes:
-            node.speed.set_prior(unit.scaled(node.spec.speed_hint))
-
-
-def _median(nodes: list[RatedNode], attribute: str) -> float:
-    """The median of this attribute of `Speed`, for a hint of 1.0; 0 without nodes."""
-    return (
-        statistics.median(getattr(n.speed, attribute) * n.spec.speed_hint for n in nodes)
-        if nodes
-        else 0.0
+def _best_shown(speeds: list[tuple[Speed, float]], usual: SpeedPrior) -> SpeedPrior:
+    """The best that answers or calibrations have shown, each divided by its factor."""
+    read = [
+        speed.expected_prefill_tps / factor
+        for speed, factor in speeds
+        if speed.prefill_tps or speed.calibrated
+    ]
+    wrote = [
+        (speed.token_base * factor, speed.token_step * factor)
+        for speed, factor in speeds
+        if speed.decode_tps or speed.calibrated
+    ]
+    return SpeedPrior(
+        max(read, default=usual.prefill_tps),
+        *min(wrote, default=(usual.token_base, usual.token_step)),
     )
 
 

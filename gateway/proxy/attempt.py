@@ -333,7 +333,8 @@ class Attempt:
         """Tell the scheduler if content has come since the last call."""
         if self.last_content_at != self._reported_content_at:
             self._reported_content_at = self.last_content_at
-            self._leases.content_went_on(self.lease.id)
+            tokens = 0 if self.client_lagging else self.content_events
+            self._leases.content_went_on(self.lease.id, tokens)
 
     def report_received(self) -> None:
         """Tell the scheduler that the whole response has come, though the client still reads it."""

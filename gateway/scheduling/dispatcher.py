@@ -33,7 +33,7 @@ from gateway.scheduling.node_slots import (
     clamp,
 )
 from gateway.scheduling.placement_state import PlacementState
-from gateway.scheduling.selection import POLICIES, available_rows, compare
+from gateway.scheduling.selection import POLICIES, available_rows, compare, explore
 from gateway.scheduling.wait_queue import VirtualTokenCounters, WaitQueue
 
 
@@ -101,12 +101,16 @@ class Dispatcher:
             return None
         rows = available.rows
         row = rows[0] if len(rows) == 1 else self._choose(available, queued, now, self._rng)
+        penalties = queued.penalties
+        if self.placement_state.exploring and self._policy.by_cost:
+            row = explore(self.placement_state, available, queued, row, now, self._rng)
         if (queued.cached or queued.pending) and self._policy.by_cost:
             queued.find_warmest_rows()
             cost = row_cost(row, queued, now)
             if self._holds.defer(queued, available.candidate_set, cost, now):
                 if not keep_deferral:
                     self._holds.drop(queued)
+                queued.set_penalties(penalties)
                 return None
         counters = queue.levels[queued.priority].counters
         account = counters.account(queued.fairness_key)

@@ -16,8 +16,10 @@ from gateway.fleet.health import ALIVE_STATES
 from gateway.fleet.model_index import CapableNodes
 from gateway.fleet.node import Node
 from gateway.fleet.prompt_cache import CacheContents, FleetPromptCache
+from gateway.fleet.speed import Speed
 from gateway.request import Endpoint
 from gateway.scheduling.node_slots import (
+    EXPLORING_REQUESTS,
     NEGLIGIBLE_COMPLETION,
     NO_ROWS,
     CandidateSet,
@@ -42,6 +44,12 @@ MOST_SERVICES = 10_000
 MOST_COUNTED_AT_ONCE, RECOUNT_SECONDS = 64, 0.5
 """Rows whose states are counted whenever any has changed; of more, only so often."""
 
+HOPE_UNKNOWN, HOPE_GUESSED, HOPE_MEASURED, HOPE_AWAITED = 0.5, 1.25, 2 / 3, math.inf
+"""Factors of the expected cost of a row that may be explored. Nothing is known of it: it may be
+twice as fast as the best. It has a calibration or a hint: it must look better by a quarter. It was
+measured once, perhaps while its server read the model from disk: it may be better by a half. It is
+about to be calibrated: no request need find out."""
+
 ModelGroups = tuple[TierSets, ...]
 """For each model name of a request: its candidate sets, by tier."""
 
@@ -51,6 +59,28 @@ NodesByModel = Sequence[tuple[str, Sequence[Node]]]
 ServiceKey = tuple[str, Endpoint, bool, bool, NodeLabels]
 """Public model name, endpoint, whether it must read images, whether it must be llama.cpp's, and
 the labels of the pool."""
+
+
+def show_speed(
+    state: PlacementState, row: NodeSlots, speed: Speed, *, awaited: bool = False
+) -> None:
+    """Bring a row up to date with what is known of its node's speed.
+
+    `awaited`: it is about to be calibrated.
+    """
+    state.set_speed(row, speed.expected_prefill_tps, speed.token_base, speed.token_step)
+    samples = speed.samples
+    if samples > EXPLORING_REQUESTS or (samples and speed.calibrated):
+        samples = EXPLORING_REQUESTS  # A calibration has read the model from disk.
+    measured = speed.prefill_tps is not None and speed.decode_tps is not None
+    if samples:
+        hope = HOPE_MEASURED
+    elif speed.hinted or speed.calibrated:
+        hope = HOPE_GUESSED
+    else:
+        hope = HOPE_AWAITED if awaited else HOPE_UNKNOWN
+    if samples != row.samples or hope != row.hope or measured is not row.measured:
+        state.set_learnt(row, samples, hope, measured=measured)
 
 
 def is_alive(node: Node) -> bool:
@@ -252,7 +282,7 @@ class FleetSync:
             self.placement_state.set_slots(row, total, capacity, foreign, alive=alive)
         if (pool := node.pool) or row.pool:
             self._refresh_pool(node, row, pool)
-        if self._speed_versions.get(row) != node.speed.version:
+        if self._speed_versions.get(row) != node.speed.version or row.exploring:
             self._refresh_speed(node, row)
         if penalty + wake != row.penalty or wake != row.wake:
             self.placement_state.set_penalty(row, penalty + wake, wake=wake)
@@ -278,12 +308,10 @@ class FleetSync:
     def _refresh_speed(self, node: Node, row: NodeSlots) -> None:
         speed = node.speed
         self._speed_versions[row] = speed.version
-        self.placement_state.set_speed(
-            row, speed.expected_prefill_tps, speed.token_base, speed.token_step
+        awaited = not speed.samples and (
+            node.calibration.penalty > 0 or node.calibration_due(self.clock())
         )
-        measured = speed.prefill_tps is not None and speed.decode_tps is not None
-        if measured is not row.measured:
-            self.placement_state.set_measured(row, measured=measured)
+        show_speed(self.placement_state, row, speed, awaited=awaited)
 
     def _refresh_reserve_group(self, node: Node, row: NodeSlots) -> None:
         """Nodes share a reserve if they serve the same models and belong to the same pools."""

@@ -156,10 +156,15 @@ class LocalLeaseService:
         if lease.wake:
             self._woke(record, now)
 
-    def content_went_on(self, lease_id: int) -> None:
-        """More content has come since the last report, a second ago or so: the node is alive."""
-        lease = self._records[lease_id].lease
-        lease.bytes_received(self.scheduler.clock())
+    def content_went_on(self, lease_id: int, tokens: int) -> None:
+        """More content has come since the last report, a second ago or so: the node is alive.
+
+        `tokens`: how many have come of the stream, as counted by events; 0: it is not known how
+        fast the node writes them, for example since the client lags.
+        """
+        record = self._records[lease_id]
+        context = 0.0 if record.placement is None else record.placement.queued.prompt_tokens
+        self.fleet.stream_went_on(record.lease, tokens, context)
 
     def response_received(self, lease_id: int) -> None:
         """The whole response has come: the slots are free, though the client still reads it."""
@@ -235,6 +240,7 @@ class LocalLeaseService:
             if is_sample:
                 self._sampled_at[name] = now
                 self._learn_speed(lease, usage)
+                lease.node.degradation.learn_events(usage.completion_tokens, report.sent_tokens)
         self.scheduler.demand_model.learn(
             record.placement,
             request,

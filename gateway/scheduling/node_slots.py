@@ -47,6 +47,10 @@ MOST_PENALTY_SECONDS = 1e6
 
 MOST_SLOTS = 1 << 16
 
+EXPLORING_REQUESTS = 2
+"""Requests that a row gets in order to learn its speed, though another seems to be better. The
+second one corrects the first, for which a server may have had to read its model from disk."""
+
 UNMEASURED_PREFILL_TPS = 100.0
 """Prompt tokens/s of a node whose speed was never set."""
 
@@ -153,6 +157,10 @@ class QueuedRequest(msgspec.Struct, eq=False):
     def keeps_batch_reserve(self) -> bool:
         """Whether it must leave each node's batch reserve free."""
         return self.priority is Priority.BATCH
+
+    def set_penalties(self, penalties: Mapping[int, float]) -> None:
+        """These rows look slower to it, or faster."""
+        self.penalties = penalties
 
     @property
     def is_wide(self) -> bool:
@@ -323,6 +331,12 @@ class NodeSlots:
     token_step: float = 0.0
     measured: bool = True
     """Whether these speeds were measured; else they are guesses. No decision depends on it."""
+    samples: int = EXPLORING_REQUESTS
+    """Responses that have shown its speed, up to `EXPLORING_REQUESTS`."""
+    exploring: int = 0
+    """Requests that it may still get in order to learn its speed (`selection.explore`)."""
+    hope: float = 1.0
+    """Factor of its expected cost when it is decided whether it gets such a request."""
     penalty: float = 0.0
     """Seconds by which it is made to look slower; negative: faster."""
     wake: float = 0.0
@@ -396,9 +410,15 @@ class NodeSlots:
         self.prefill_tps, self.token_base, self.token_step = prefill_tps, token_base, token_step
         return not (0.5 <= prefill_ratio <= 2.0 and 0.5 <= base_ratio <= 2.0)
 
-    def set_measured(self, *, measured: bool) -> None:
-        """As `PlacementState.set_measured`."""
-        self.measured = measured
+    def set_learnt(self, samples: int, hope: float, *, measured: bool) -> None:
+        """As `PlacementState.set_learnt`."""
+        left = EXPLORING_REQUESTS if samples < self.samples else self.exploring
+        self.exploring = min(left, EXPLORING_REQUESTS - samples)
+        self.samples, self.hope, self.measured = samples, hope, measured
+
+    def explored(self) -> None:
+        """One more request has started from which its speed may be learnt."""
+        self.exploring -= 1
 
     def set_penalty(self, seconds: float, wake: float = 0.0) -> None:
         """As `PlacementState.set_penalty`."""

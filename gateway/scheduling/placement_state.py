@@ -48,6 +48,8 @@ class PlacementState:
     """Rows that became twice as fast, or half, since `clear_speed_changes`."""
     slots_freed: bool = False
     """Whether slots have come free since `clear_slots_freed`."""
+    exploring: set[int] = field(default_factory=set)
+    """Indexes of rows that may get requests in order to learn their speed."""
     reserved_rows: list[NodeSlots] = field(default_factory=list)
     """Rows whose free slots are reserved for a wide request."""
     last_release: float = 0.0
@@ -92,6 +94,7 @@ class PlacementState:
             return
         del self.by_name[row.name]
         self.set_slots(row, 0, 0, 0)
+        self.exploring.discard(row.index)
         self.set_pool(row, 0, 0)
         for candidates in list(self._candidate_sets):
             if row.index in candidates.row_indexes:
@@ -162,9 +165,14 @@ class PlacementState:
         self.speed_changes += row.set_speed(prefill_tps, token_base, token_step)
         self._recompute(row)
 
-    def set_measured(self, row: NodeSlots, *, measured: bool) -> None:
-        """Whether the speeds of `row` were measured, or are guesses."""
-        row.set_measured(measured=measured)
+    def set_learnt(self, row: NodeSlots, samples: int, hope: float, *, measured: bool) -> None:
+        """How many responses have shown the speeds of `row`, up to `EXPLORING_REQUESTS`.
+
+        With fewer it may be explored, by its `hope`; with fewer than before, from the beginning.
+        `measured`: whether its speeds were measured, or are guesses.
+        """
+        row.set_learnt(samples, hope, measured=measured)
+        (self.exploring.add if row.exploring else self.exploring.discard)(row.index)
 
     def clear_speed_changes(self) -> None:
         """Count `speed_changes` from 0 again."""
@@ -232,6 +240,10 @@ class PlacementState:
         if before and not row.free:
             self.free_rows_version += 1
             self.free_rows.pop(row.index, None)
+        if row.exploring and queued.slots:
+            row.explored()
+            if not row.exploring:
+                self.exploring.discard(row.index)
         self._changed.add(row.index)
         return placement
 

@@ -12,9 +12,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
+from gateway.request import Priority
 from gateway.scheduling.comparison import MOST_COMPARED_ROWS, Comparison, RowFigures
-from gateway.scheduling.cost import LOOP_ROWS, CostColumns, row_costs, row_figures
+from gateway.scheduling.cost import LOOP_ROWS, CostColumns, row_cost, row_costs, row_figures
 from gateway.scheduling.node_slots import (
+    LEAST_UNCACHED_TOKENS,
     AvailableRows,
     CandidateSet,
     NodeSlots,
@@ -207,6 +209,63 @@ def compare(
         len(available.candidate_set.rows),
         policy.by_cost,
     )
+
+
+MOST_FREELY_EXPLORED = 8
+"""Rows whose speed is known up to which each request may explore another; of more rows, one in so
+many: the more are known, the less likely is it that the next one is the fastest."""
+
+LONG_PROMPT_TOKENS = 2048
+"""Each such number of tokens to be read counts as one more request when an unknown row is explored:
+on a slow node they take minutes."""
+
+
+def explore(
+    state: PlacementState,
+    available: AvailableRows,
+    queued: QueuedRequest,
+    chosen: NodeSlots,
+    now: float,
+    rng: random.Random,
+) -> NodeSlots:
+    """The row that gets the request in order to learn how fast it is; else `chosen`.
+
+    The row that has the prompt cached would win against any other for ever. So a row that has shown
+    nothing yet is compared as if it had as much of the prompt cached, and by the speeds alone,
+    without what runs on `chosen`. The difference in cost becomes a bonus of the request. Only idle
+    rows that are awake are explored, and less for `premium`, `urgent` and clients that hurry.
+    """
+    known = state.node_count - len(state.exploring)
+    if queued.failed or not queued.slots or rng.random() * (known + 1) >= MOST_FREELY_EXPLORED:
+        return chosen
+    rows = available.rows
+    if len(rows) > LOOP_ROWS:
+        rows = rng.sample(rows, LOOP_ROWS)
+    careful = (queued.priority < Priority.NORMAL) + (queued.deadline is not None)
+    warm = queued.cached.get(chosen.index, 0.0)
+    best, least = chosen, _seconds_alone(chosen, queued, warm)
+    for row in rows:
+        if row.exploring <= careful or row.busy or row.wake:
+            continue
+        cached = queued.cached.get(row.index, 0.0)
+        if row.hope < 1.0 and not row.samples:
+            long = (queued.prompt_tokens - cached) // LONG_PROMPT_TOKENS
+            if row.exploring <= careful + long:
+                continue
+        hoped = row.hope * _seconds_alone(row, queued, cached if row.samples else max(cached, warm))
+        if hoped < least:
+            best, least = row, hoped
+    if best is not chosen:
+        bonus = row_cost(chosen, queued, now) - row_cost(best, queued, now)
+        own = queued.penalties.get(best.index, 0.0)
+        queued.set_penalties({**queued.penalties, best.index: own + bonus})
+    return best
+
+
+def _seconds_alone(row: NodeSlots, queued: QueuedRequest, cached: float) -> float:
+    """Seconds of a request on an idle row that has so many of its tokens cached."""
+    uncached = max(LEAST_UNCACHED_TOKENS, queued.prompt_tokens - cached)
+    return uncached / row.prefill_tps + queued.completion_tokens * row.token_base
 
 
 def available_rows(

@@ -16,7 +16,7 @@ from gateway.fleet.degradation import (
     DegradationDetector,
 )
 from gateway.fleet.node import NodeState
-from gateway.fleet.speed import SpeedSample, TokenTime
+from gateway.fleet.speed import ObservedTiming, SpeedSample, TokenTime
 from tests.emulator import EmulatedNode
 from tests.fleet.build import Clock, a_fleet, a_spec, take
 
@@ -319,3 +319,38 @@ def test_its_duration_is_given_in_fitting_units(seconds: float, words: str) -> N
     pace = DegradationDetector()
     pace.decode.slow_since, pace.decode.degraded = 1000.0, True
     assert f"for {words}:" in pace.reason(1000.0 + seconds)
+
+
+def spans(pace: DegradationDetector, now: float, events: float, times: int = 8) -> list[bool]:
+    """A stream writes so many events in each span of three seconds; degraded after each?"""
+    states = []
+    for _ in range(times):
+        now += 3.0
+        pace.watch(events, ObservedTiming(3.0, 0.0), 500, now)
+        states.append(pace.degraded)
+    return states
+
+
+def test_a_running_stream_shows_that_the_node_is_slow_before_it_ends() -> None:
+    work = Work()
+    assert not any(spans(work.pace, work.now, 6))  # Nothing is usual yet.
+    work.does(30)
+    assert not any(spans(work.pace, work.now, 30))
+    assert spans(work.pace, work.now + 30, 6)[-1]
+
+
+def test_a_text_whose_events_hold_several_tokens_is_no_degradation() -> None:
+    work = Work()
+    work.does(30)
+    work.pace.learn_events(300, 100)
+    assert not any(spans(work.pace, work.now, 10))
+    assert spans(work.pace, work.now + 30, 2)[-1]
+
+
+def test_a_node_that_becomes_slow_as_its_load_grows_is_found() -> None:
+    work = Work()
+    work.does(30)
+    # Two busy slots were never seen; they can take twice as long at most.
+    assert work.does(10, speed=0.12, busy=2)[-1]
+    work.pace.server_restarted()
+    assert not any(work.does(10, speed=0.5, busy=2))

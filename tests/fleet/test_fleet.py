@@ -68,7 +68,7 @@ async def test_labels_and_limits_change_in_a_running_node() -> None:
         assert change.changed == ["a"]
         assert (fleet["a"], node.upstream) == (node, upstream)
         assert (node.slots_total, node.free_slots(now())) == (5, 4)
-        assert node.speed.relative == 3
+        assert node.spec.written_hint == 3
         assert fleet.capacity > before
         assert node.state is NodeState.READY
         lease.release()

@@ -247,7 +247,7 @@ async def test_loading_its_model_again_is_nobodys_fault_and_teaches_no_speed(
 async def test_an_awake_node_is_preferred_unless_that_costs_more(tmp_path: Path) -> None:
     async with (
         EmulatedNode(slots=1, sleep_idle_seconds=IDLE, load_seconds=20) as sleeper,
-        EmulatedNode(slots=1, decode_tps=10, answer_tokens=3000) as awake,
+        EmulatedNode(slots=1, decode_tps=40, answer_tokens=3000) as awake,
         a_gateway(tmp_path, sleeper, awake) as running,
     ):
         node = await until_state(running, "a", NodeState.SLEEPING)

@@ -12,7 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.fleet.speed import CPU_PRIOR, ObservedTiming, Speed, compare_speeds
+from gateway.fleet.speed import (
+    CPU_PRIOR,
+    GPU_PRIOR,
+    ObservedTiming,
+    Speed,
+    compare_speeds,
+)
+from gateway.tools.plan.catalogue import packaged_catalogue
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.fleet.build import Running, a_fleet, a_node, a_spec, seconds_per_token, take
@@ -110,45 +117,49 @@ def test_any_timings_leave_a_speed_a_positive_number(told: list[dict[str, object
             assert rate is None or 0 < rate < math.inf
 
 
-def test_until_it_is_measured_the_hint_holds() -> None:
-    node = a_node(speed_hint=2.5)
-    assert node.speed.relative == 2.5
-    compare_speeds([node])
-    assert node.speed.relative == 2.5
+def test_an_unmeasured_node_is_assumed_to_be_as_fast_as_the_best_of_its_like() -> None:
+    slow, fast, calibrated, unknown = a_node(), a_node(), a_node(), a_node()
+    others = [a_node(tier="gpu"), a_node(kind="openai"), a_node(model="another")]
+    slow.speed.learn_timings(timings(tps=5) | {"prompt_ms": 100.0})
+    fast.speed.learn_timings(timings(tps=60))
+    compare_speeds([slow, fast, calibrated, unknown, *others])
+    assert unknown.speed.expected_prefill_tps == pytest.approx(1000)
+    assert unknown.speed.token_base == pytest.approx(1 / 60)
+    assert calibrated.speed.calibrate(timings(tps=70))
+    compare_speeds([slow, fast, calibrated, unknown, *others])
+    assert unknown.speed.expected_prefill_tps == pytest.approx(1000)
+    assert unknown.speed.token_base == calibrated.speed.token_base
+    assert [node.speed.prior for node in others] == [GPU_PRIOR, CPU_PRIOR, CPU_PRIOR]
 
 
-def test_measured_and_assumed_speeds_are_on_one_scale() -> None:
-    slow, fast, guessed = a_node(speed_hint=1), a_node(speed_hint=2), a_node(speed_hint=4)
-    slow.speed.learn_timings(timings(tps=10))
-    fast.speed.learn_timings(timings(tps=20))
-    compare_speeds([slow, fast, guessed])
-    assert slow.speed.relative == pytest.approx(1)
-    assert fast.speed.relative == pytest.approx(2)
-    assert guessed.speed.relative == 4
+def test_where_no_node_is_measured_the_best_of_the_catalogue_is_assumed() -> None:
+    for tier, prior in (("cpu", CPU_PRIOR), ("gpu", GPU_PRIOR)):
+        node = a_node(tier=tier)
+        compare_speeds([node])
+        assert node.speed.prior == prior
+        types = [one for one in packaged_catalogue().types if one.tier == tier]
+        best = max(types, key=lambda one: one.decode_tps)
+        assert prior.prefill_tps == best.prefill_tps
+        assert prior.token_base == pytest.approx(1 / best.decode_tps)
+        assert prior.token_step == pytest.approx(best.batch_cost / best.decode_tps)
 
 
-def test_a_wrong_hint_is_overruled_by_the_measurement() -> None:
-    boast, honest, other = a_node(speed_hint=10), a_node(), a_node()
-    for node in (boast, honest, other):
-        node.speed.learn_timings(timings(tps=10))
-    compare_speeds([boast, honest, other])
-    assert boast.speed.relative == pytest.approx(honest.speed.relative)
-
-
-def test_nodes_of_different_models_are_not_compared() -> None:
-    small, large = a_node(model="small"), a_node(model="large")
-    small.speed.learn_timings(timings(tps=100))
-    large.speed.learn_timings(timings(tps=2))
-    compare_speeds([small, large])
-    assert small.speed.relative == large.speed.relative == pytest.approx(1)
-
-
-def test_nodes_that_only_embed_are_compared_by_their_prefill() -> None:
-    slow, fast = a_node(), a_node()
-    slow.speed.learn_timings({"prompt_n": 100, "prompt_ms": 1000})
-    fast.speed.learn_timings({"prompt_n": 300, "prompt_ms": 1000})
-    compare_speeds([slow, fast])
-    assert fast.speed.relative == pytest.approx(3 * slow.speed.relative)
+def test_a_hint_that_is_written_beats_what_others_show() -> None:
+    measured, hinted, written, silent = (
+        a_node(speed_hint=2),
+        a_node(speed_hint=0.5),
+        a_node(speed_hint=1),
+        a_node(),
+    )
+    measured.speed.learn_timings(timings(tps=20))
+    compare_speeds([measured, hinted, written, silent])
+    # The measured one is twice as fast as a usual one, as its own hint says.
+    assert hinted.speed.token_base == pytest.approx(1 / 5)
+    assert written.speed.expected_prefill_tps == pytest.approx(100)
+    assert silent.speed.expected_prefill_tps == pytest.approx(200)
+    assert [node.speed.hinted for node in (hinted, written, silent)] == [True, True, False]
+    hinted.speed.learn_timings(timings(tps=50))
+    assert hinted.speed.expected_prefill_tps == pytest.approx(500)
 
 
 def learn_at(speed: Speed, busy: int, per_token: float, times: int = 30) -> None:
@@ -221,7 +232,6 @@ def test_a_node_with_false_timings_gets_no_more_than_its_hint() -> None:
         )
         honest.speed.learn_timings(timings(tps=10), ObservedTiming(4.3, 1))
     compare_speeds([liar, honest])
-    assert liar.speed.relative == pytest.approx(honest.speed.relative)
     assert liar.speed.token_base == pytest.approx(honest.speed.token_base)
     assert liar.speed.expected_prefill_tps == pytest.approx(honest.speed.expected_prefill_tps)
 
@@ -239,22 +249,6 @@ def test_an_endpoint_without_timings_is_learnt_by_our_clock() -> None:
     speed.learn_clocked(1000, 200, 101, ObservedTiming(7.0, 2.0))
     assert speed.prefill_tps == pytest.approx(400)
     assert speed.decode_tps == pytest.approx(20)
-
-
-def test_the_assumed_speed_of_an_unmeasured_node_follows_its_hint() -> None:
-    cpu, fast, gpu = a_node(), a_node(speed_hint=2), a_node(tier="gpu")
-    compare_speeds([cpu, fast, gpu])
-    assert cpu.speed.expected_prefill_tps == CPU_PRIOR.prefill_tps
-    assert fast.speed.token_base == CPU_PRIOR.token_base / 2
-    assert gpu.speed.expected_prefill_tps > 10 * cpu.speed.expected_prefill_tps
-    measured = a_node(speed_hint=0.5)
-    learn_at(measured.speed, 1, 0.04)
-    measured.speed.learn_timings({"prompt_n": 1000, "prompt_ms": 5000})
-    compare_speeds([cpu, fast, measured])
-    assert cpu.speed.token_base == pytest.approx(measured.speed.token_base / 2, rel=0.01)
-    assert fast.speed.expected_prefill_tps == pytest.approx(
-        4 * measured.speed.expected_prefill_tps, rel=0.01
-    )
 
 
 def test_a_change_of_the_assumed_speed_changes_the_version() -> None:

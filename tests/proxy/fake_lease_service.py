@@ -139,7 +139,7 @@ class FakeLeaseService:
     def content_began(self, lease_id: int) -> None:
         self.progress.append(("content", lease_id))
 
-    def content_went_on(self, lease_id: int) -> None:
+    def content_went_on(self, lease_id: int, tokens: int) -> None:
         pass
 
     def response_received(self, lease_id: int) -> None:

@@ -108,7 +108,7 @@ def test_a_lease_follows_the_reports() -> None:
     phases.append(held.phase)
     assert held.first_content_at == 102.0
     world.clock.passes(3.0)
-    world.leases.content_went_on(lease.id)
+    world.leases.content_went_on(lease.id, 20)
     assert held.last_content_at == 105.0
     assert world.leases.lease_now(a_request(), NOTHING_TRIED, 0.0) is None
     world.leases.response_received(lease.id)

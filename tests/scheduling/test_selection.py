@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from gateway.request import Priority
 from gateway.scheduling.comparison import MOST_COMPARED_ROWS
 from gateway.scheduling.cost import cost_of_figures, row_cost
+from gateway.scheduling.fleet_sync import HOPE_AWAITED, HOPE_GUESSED, HOPE_UNKNOWN
 from gateway.scheduling.matching import DispatchRules
-from gateway.scheduling.node_slots import AvailableRows
-from gateway.scheduling.selection import POLICIES, available_rows, compare
+from gateway.scheduling.node_slots import EXPLORING_REQUESTS, AvailableRows
+from gateway.scheduling.selection import POLICIES, LeastFinish, available_rows, compare, explore
 from tests.each_case import each_case
 from tests.scheduling.queue_simulation import QueueSimulation
 
@@ -113,3 +115,109 @@ def test_a_comparison_after_another_request_was_compared_is_not_mixed_up_with_it
     row = policy.choose(available, first, 0.0, rng)
     policy.choose(available, second, 0.0, rng)
     assert {one.cached for one in compare(available, first, row, policy, 0.0).others} == {90.0}
+
+
+WARM = {"prompt_tokens": 1600.0, "completion_tokens": 40.0}
+"""A chat whose system prompt of 1,500 tokens is cached on the first node."""
+
+
+def unknown(sim: QueueSimulation, *, samples: int = 0, hope: float = HOPE_UNKNOWN) -> None:
+    """Let nothing but this be known of every node but the first."""
+    for row in sim.rows[1:]:
+        sim.state.set_learnt(row, samples, hope, measured=False)
+
+
+def explored(sim: QueueSimulation, times: int = 20, **keys: Any) -> Counter[str]:
+    """How often the other nodes get one of so many requests that come one by one."""
+    names: Counter[str] = Counter()
+    for _ in range(times):
+        _, placement = sim.arrive(cached={0: 1500.0}, **{**WARM, **keys})
+        assert placement is not None
+        names[placement.row.name] += 1
+        sim.finish(placement, 0.0)
+    del names["node-0"]
+    return names
+
+
+def test_nodes_of_unknown_speed_get_a_few_requests_though_the_prompt_is_cached_elsewhere() -> None:
+    sim = QueueSimulation((2,) * 4)
+    assert not explored(sim)
+    unknown(sim)
+    assert explored(sim) == {f"node-{i}": EXPLORING_REQUESTS for i in (1, 2, 3)}
+    assert not sim.state.exploring
+    # Another server, of unknown speed.
+    sim.state.set_learnt(sim.rows[1], EXPLORING_REQUESTS, 1.0, measured=True)
+    sim.state.set_learnt(sim.rows[1], 0, HOPE_UNKNOWN, measured=False)
+    assert explored(sim) == {"node-1": EXPLORING_REQUESTS}
+
+
+@each_case(
+    "keys",
+    [
+        {"priority": Priority.PREMIUM},
+        {"priority": Priority.URGENT},
+        {"deadline": 60.0},
+        {"prompt_tokens": 3000.0},
+    ],
+)
+def test_requests_that_would_suffer_explore_less(keys: dict[str, Any]) -> None:
+    sim = QueueSimulation((2, 2))
+    unknown(sim)
+    assert explored(sim, **keys) == {"node-1": EXPLORING_REQUESTS - 1}, keys
+
+
+@each_case(
+    "keys",
+    [{"priority": Priority.PREMIUM, "prompt_tokens": 4000.0}, {"prompt_tokens": 9000.0}],
+)
+def test_the_dearest_requests_never_explore(keys: dict[str, Any]) -> None:
+    sim = QueueSimulation((2, 2))
+    unknown(sim)
+    assert not explored(sim, **keys), keys
+
+
+def test_a_request_that_a_node_has_failed_does_not_explore() -> None:
+    sim = QueueSimulation((2, 2, 2))
+    unknown(sim)
+    assert not explored(sim, failed=[1])
+
+
+def test_a_node_in_use_is_not_explored() -> None:
+    sim = QueueSimulation((2, 2))
+    unknown(sim)
+    sim.state.set_slots(sim.rows[1], 2, 2, 1)
+    assert not explored(sim)
+
+
+def test_a_calibrated_node_is_explored_only_if_it_is_faster() -> None:
+    for speed, count in ((100.0, 0), (110.0, 0), (140.0, EXPLORING_REQUESTS)):
+        sim = QueueSimulation((2, 2), speeds=(100.0, speed))
+        unknown(sim, hope=HOPE_GUESSED)
+        assert explored(sim).total() == count, speed
+
+
+def test_a_node_that_is_about_to_be_calibrated_is_not_explored() -> None:
+    sim = QueueSimulation((2, 2))
+    unknown(sim, hope=HOPE_AWAITED)
+    assert not explored(sim)
+
+
+def test_the_more_nodes_are_known_the_fewer_requests_explore() -> None:
+    sim = QueueSimulation((2,) * 101)
+    sim.state.set_learnt(sim.rows[100], 0, HOPE_UNKNOWN, measured=False)
+    # About one of twelve requests explores.
+    assert explored(sim, 4).total() < EXPLORING_REQUESTS
+    assert explored(sim, 200).total() <= EXPLORING_REQUESTS
+
+
+def test_the_figures_of_an_exploring_request_say_why_it_went_there() -> None:
+    sim = QueueSimulation((2, 2))
+    unknown(sim)
+    queued = sim.request(cached={0: 1500.0}, **WARM)
+    available = available_rows(sim.state, queued)
+    assert available is not None
+    row = explore(sim.state, available, queued, sim.rows[0], 0.0, random.Random(1))
+    assert row is sim.rows[1]
+    found = compare(available, queued, row, LeastFinish(sim.state), 0.0)
+    least = cost_of_figures(found.others[0], 1600.0, 40.0)
+    assert cost_of_figures(found.chosen, 1600.0, 40.0) == pytest.approx(least)

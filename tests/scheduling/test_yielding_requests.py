@@ -8,6 +8,7 @@ from typing import Any
 
 from gateway.errors import GatewayError
 from gateway.fleet.node import Node
+from gateway.fleet.speed import SpeedPrior
 from gateway.lease import LeaseRequest
 from gateway.request import Priority
 from gateway.scheduling.lease_granter import LeaseRecord
@@ -164,7 +165,9 @@ async def test_what_was_in_vain_a_while_ago_is_tried_again_at_once() -> None:
 
 
 async def test_others_are_asked_when_the_slot_does_not_come() -> None:
-    world = World((node("a", slots=2),))
+    one = node("a", slots=2)
+    one.speed.set_prior(SpeedPrior(100.0, 0.1, 0.02))
+    world = World((one,))
     first, second = world.row(), world.row(exact_tokens=300, prompt_tokens=300)
     waiting = await start_lease(world.scheduler, a_request())
     world.clock.passes(ASK_AGAIN_SECONDS - 0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import importlib.util
 from pathlib import Path
 from typing import Annotated
@@ -149,6 +150,26 @@ AdminCa = Annotated[
 ]
 
 Json = Annotated[bool, typer.Option("--json", help="Write JSON, for scripts.")]
+
+
+class StartKind(enum.StrEnum):
+    """What a simulated gateway knows of the nodes' speeds when it starts."""
+
+    COLD = "cold"
+    WARM = "warm"
+
+
+Start = Annotated[
+    StartKind,
+    typer.Option(
+        "--start",
+        help=(
+            "What the gateway knows of the nodes' speeds. cold: nothing; it calibrates idle nodes, "
+            "a few seconds each, and explores the others. warm: all, as after a restart that kept "
+            "what was learnt."
+        ),
+    ),
+]
 
 
 def settings_file(path: Path | None) -> Path | None:

@@ -282,6 +282,7 @@ def plan(
         int,
         typer.Option(metavar="N", help="Same seed, same plan.", rich_help_panel=_SIMULATION),
     ] = 1,
+    start: options.Start = options.StartKind.COLD,
     time_limit: Annotated[
         float,
         typer.Option(
@@ -336,6 +337,7 @@ def plan(
     from gateway.tools.plan.catalogue import packaged_catalogue, read_catalogue
     from gateway.tools.plan.search import Goal
 
+    warm = start is options.StartKind.WARM
     goal = Goal(ttft_p95, completion_p95, most_use)
     recorded = None if trace is None else plan_input.read_recorded(trace, limit)
     given = (requests_per_hour, backlog, prompt, completion)
@@ -354,7 +356,7 @@ def plan(
             else:
                 report = plan_input.ledger_report(admin, since)
                 workload = plan_input.ledger_workload(report, peak)
-        question = PlanQuestion(workload, goal, (), price_per_kwh, requests, seed, recorded)
+        question = PlanQuestion(workload, goal, (), price_per_kwh, requests, seed, warm, recorded)
         _plan_fleet(question, measured, time_limit, as_json)
         return
     workload = (
@@ -382,7 +384,9 @@ def plan(
         currency = listed.currency
     if claimed_per_million is not None:
         plan_input.check_claim(nodes[0], claimed_per_million)
-    question = PlanQuestion(workload, goal, tuple(nodes), price_per_kwh, requests, seed, recorded)
+    question = PlanQuestion(
+        workload, goal, tuple(nodes), price_per_kwh, requests, seed, warm, recorded
+    )
     _plan_new(question, currency, time_limit, plot, as_json)
 
 

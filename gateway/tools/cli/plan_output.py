@@ -150,6 +150,7 @@ def as_dict(
         "decisions": [row.as_dict() for row in rows],
         "break_even": None if crossing is None else crossing.as_dict(),
         "currency": currency,
+        "start": _start(question),
         "simulations": found.trials,
         "notes": list(found.notes),
     }
@@ -198,6 +199,11 @@ def _traffic(workload: Workload) -> dict[str, Any]:
         "backlog_hours": workload.backlog_hours,
         "arrivals_per_second": workload.arrivals,
     }
+
+
+def _start(question: PlanQuestion) -> str:
+    """As `--start`."""
+    return "warm" if question.warm else "cold"
 
 
 def _goal(goal: Goal) -> dict[str, Any]:
@@ -260,6 +266,7 @@ def changes_as_dict(
     return {
         "traffic": _traffic(question.workload),
         "goal": _goal(question.goal),
+        "start": _start(question),
         "nodes": [
             {
                 "like": part.node_type.name,

@@ -39,6 +39,10 @@ EXAMPLES = examples_epilog(
         "your own traffic, two policies",
     ),
     (
+        "llama-gateway simulate --fleet 4x2@40:600,2x2@16:250 --start warm",
+        "the same nodes, with speeds that are known from the start",
+    ),
+    (
         "llama-gateway simulate --fleet 2x2@40:600 --standby 4x2@40:600 --generate burst=8",
         "bursts: what standby machines save, and what they cost in waits",
     ),
@@ -218,6 +222,7 @@ def simulate(
             ),
         ),
     ] = False,
+    start: options.Start = options.StartKind.COLD,
     plot: Annotated[
         Path | None,
         typer.Option("--plot", metavar="FILE", help="Plot the results: .png, .svg or .pdf."),
@@ -235,6 +240,9 @@ def simulate(
     from gateway.tools.simulate.report import overload_warning
     from gateway.tools.simulate.simulation import StuckError
 
+    warm = start is options.StartKind.WARM
+    if exact and warm:
+        raise CommandFailed("--exact knows all speeds: leave --start out", status=2)
     names = list(dict.fromkeys(policy or known_policies()))
     for name in names:
         if name not in known_policies():
@@ -249,19 +257,20 @@ def simulate(
     if standby is not None:
         _check_standby(fleet, policy, plot, exact=exact)
         traffic = _requests(trace, generate, seed, limit, skip_broken=skip_broken)
-        simulate_elastic(
-            machines, standby, elastic, ServerSetup(batch, cache_ram), traffic, seed, as_json
-        )
+        setup = ServerSetup(batch, cache_ram)
+        simulate_elastic(machines, standby, elastic, setup, traffic, seed, as_json, warm=warm)
         return
     options.check_plot_file(plot)
     requests = _requests(trace, generate, seed, limit, skip_broken=skip_broken)
     try:
         with _progress(len(names) * len(requests.jobs)) as progress:
-            reports = compare(requests, machines, names, exact=exact, seed=seed, progress=progress)
+            reports = compare(
+                requests, machines, names, exact=exact, warm=warm, seed=seed, progress=progress
+            )
     except (StuckError, UnknownPolicyError) as error:
         raise CommandFailed(str(error)) from None
     if as_json:
-        print_json(_as_dict(machines, requests, reports))
+        print_json({"start": start.value, **_as_dict(machines, requests, reports)})
     else:
         print_table(_COLUMNS, map(_row, reports), state_column=0)
         if warning := overload_warning(reports):
@@ -416,6 +425,8 @@ def simulate_elastic(
     trace: Trace,
     seed: int,
     as_json: bool,
+    *,
+    warm: bool = False,
 ) -> None:
     """Play the trace on three fleets and print the table. Raises CommandFailed."""
     from gateway.tools.simulate.comparison import compare_elastic
@@ -428,11 +439,12 @@ def simulate_elastic(
     except FleetError as error:
         raise CommandFailed(f"--standby: {error}", status=2) from None
     try:
-        found = compare_elastic(trace, base, spares, rules, startup, seed=seed)
+        found = compare_elastic(trace, base, spares, rules, startup, warm=warm, seed=seed)
     except StuckError as error:
         raise CommandFailed(str(error)) from None
     if as_json:
-        print_json({"fleets": [one.as_dict(cost) for one in found]})
+        start = options.StartKind.WARM if warm else options.StartKind.COLD
+        print_json({"start": start.value, "fleets": [one.as_dict(cost) for one in found]})
     else:
         print_table(_ELASTIC_COLUMNS, [_elastic_row(one, cost) for one in found], state_column=0)
 

@@ -55,6 +55,8 @@ class PlanQuestion:
     requests: int = DEFAULT_REQUESTS
     """Of a trial."""
     seed: int = 1
+    warm: bool = False
+    """Whether the gateway knows the nodes' speeds from the start."""
     recorded: Trace | None = None
     """A recorded trace, to be played in place of made-up requests."""
 
@@ -165,7 +167,13 @@ def _searched(question: PlanQuestion, node_type: NodeType, limit: TimeLimit) -> 
     count = least_count(node_type, question.workload, question.goal)
     slots = min(count * node_type.servers, MOST_SIMULATED_NODES) * node_type.slots
     found = find_fleet(
-        node_type, question.workload, question.goal, question.trace(slots), limit, question.seed
+        node_type,
+        question.workload,
+        question.goal,
+        question.trace(slots),
+        limit,
+        question.seed,
+        warm=question.warm,
     )
     return _option(question, found)
 
@@ -265,7 +273,12 @@ def try_hybrid(
         if count not in trials:
             backlog = workload.requests_per_hour if workload.backlog_hours is not None else None
             trials[count] = try_fleet(
-                fleet(count), trace, limit, backlog=backlog, seed=question.seed
+                fleet(count),
+                trace,
+                limit,
+                backlog=backlog,
+                seed=question.seed,
+                warm=question.warm,
             )
         return meets_goal(trials[count], workload, goal)
 

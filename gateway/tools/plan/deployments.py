@@ -103,7 +103,15 @@ def _one_node(found: PlanAnswer, node_type: NodeType, way: Way, limit: TimeLimit
     policy = DIRECT if way == "single" else GATEWAY
     try:
         trace = question.trace(node_type.servers * node_type.slots)
-        trial = try_fleet(parts, trace, limit, backlog=backlog, policy=policy, seed=question.seed)
+        trial = try_fleet(
+            parts,
+            trace,
+            limit,
+            backlog=backlog,
+            policy=policy,
+            seed=question.seed,
+            warm=question.warm,
+        )
     except OutOfTimeError as error:
         return Deployment(way, name, "no", f"not simulated: {error}", per_month=month)
     missed = goal.misses(trial.ttft.p95, trial.completion.p95)

@@ -262,7 +262,9 @@ def _tried(
     trial = None
     if use < 1.0:
         try:
-            trial = try_fleet(parts, question.trace(), limit, seed=question.seed)
+            trial = try_fleet(
+                parts, question.trace(), limit, seed=question.seed, warm=question.warm
+            )
         except OutOfTimeError:
             trial = None
     price = option_price(question, parts, trial)

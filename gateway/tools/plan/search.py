@@ -144,7 +144,14 @@ def why_impossible(node_type: NodeType, trace: Trace, goal: Goal) -> str:
 
 
 def find_fleet(
-    node_type: NodeType, workload: Workload, goal: Goal, trace: Trace, limit: TimeLimit, seed: int
+    node_type: NodeType,
+    workload: Workload,
+    goal: Goal,
+    trace: Trace,
+    limit: TimeLimit,
+    seed: int,
+    *,
+    warm: bool = False,
 ) -> FoundFleet:
     """The least number of a type that meets the goal."""
     times = times_of(node_type, workload)
@@ -166,7 +173,7 @@ def find_fleet(
         if count not in trials:
             parts = (FleetPart(node_type, count),)
             backlog = workload.requests_per_hour if workload.backlog_hours is not None else None
-            trials[count] = try_fleet(parts, trace, limit, backlog=backlog, seed=seed)
+            trials[count] = try_fleet(parts, trace, limit, backlog=backlog, seed=seed, warm=warm)
         return meets_goal(trials[count], workload, goal)
 
     most = min(least * MOST_MORE + 4, MOST_SIMULATED_NODES // node_type.servers)

@@ -146,16 +146,18 @@ def try_fleet(
     backlog: float | None = None,
     policy: str = GATEWAY,
     seed: int = 1,
+    warm: bool = False,
 ) -> FleetTrial:
     """Play a trace on a fleet.
 
     `backlog`: the requests there really are, of which the trace is a sample that waits from the
-    start; times grow in proportion. Raises OutOfTimeError.
+    start; times grow in proportion. `warm`: the nodes' speeds are known.
+    Raises OutOfTimeError.
     """
     name = fleet_name(parts)
     limit.begin(name)
     machines = [one for part in parts for one in part.node_type.machines(part.count)]
-    front = build_front(policy, machines, seed=seed)
+    front = build_front(policy, machines, warm=warm, seed=seed)
     result = simulate(trace, machines, front, lambda _: limit.check(name))
     jobs = list(result.jobs)
     bounds = [0]

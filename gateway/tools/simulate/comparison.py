@@ -39,12 +39,14 @@ def build_front(
     *,
     rules: DispatchRules | None = None,
     exact: bool = False,
+    warm: bool = False,
     seed: int = 0,
 ) -> Front:
     """The front of that name for a fleet. Raises UnknownPolicyError.
 
     `rules`: the gateway's queue settings; `name` replaces their policy. `exact`: the gateway knows
-    speeds, lengths and caches instead of learning them (`knowledge.ExactKnowledge`).
+    speeds, lengths and caches instead of learning them (`knowledge.ExactKnowledge`). `warm`: it
+    has learnt the speeds before.
     """
     if name in OTHER_PROXIES:
         return OTHER_PROXIES[name](machines)
@@ -52,7 +54,8 @@ def build_front(
         raise UnknownPolicyError(_unknown(name))
     given = rules or DispatchRules()
     used = DispatchRules(name, given.overdue_after, given.overdue_share, given.batch_reserve)
-    return GatewayFront(machines, used, seed, ExactKnowledge() if exact else LearntKnowledge())
+    knowledge = ExactKnowledge() if exact else LearntKnowledge(warm=warm)
+    return GatewayFront(machines, used, seed, knowledge)
 
 
 def compare(
@@ -62,6 +65,7 @@ def compare(
     *,
     rules: DispatchRules | None = None,
     exact: bool = False,
+    warm: bool = False,
     seed: int = 0,
     progress: Callable[[str, int], None] | None = None,
 ) -> list[PolicyReport]:
@@ -75,7 +79,7 @@ def compare(
     reports: list[PolicyReport] = []
     for name in names:
         # Made one by one: what a front learns may be large.
-        front = build_front(name, machines, rules=rules, exact=exact, seed=seed)
+        front = build_front(name, machines, rules=rules, exact=exact, warm=warm, seed=seed)
         reports.append(_played(trace, machines, name, front, progress))
     return reports
 
@@ -129,12 +133,14 @@ def compare_elastic(
     rules: AutoscalingRules,
     startup: float,
     *,
+    warm: bool = False,
     seed: int = 0,
     progress: Callable[[str, int], None] | None = None,
 ) -> list[StandbyResult]:
     """Play the trace with `standby` machines always on, autoscaled, and on `base` alone.
 
-    Speeds, lengths and caches are learnt. Raises `simulation.StuckError`.
+    Speeds, lengths and caches are learnt; `warm`: speeds were before. Raises
+    `simulation.StuckError`.
     """
     standby = [replace(one, name=f"standby-{place}") for place, one in enumerate(standby, 1)]
     every = [*base, *standby]
@@ -144,10 +150,13 @@ def compare_elastic(
         report = None if progress is None else lambda ended: progress(name, ended)
         return summarise(name, simulate(trace, machines, front, report))
 
-    always = played("always on", every, GatewayFront(every, seed=seed, knowledge=LearntKnowledge()))
+    def gateway(machines: Sequence[SimulatedMachine]) -> GatewayFront:
+        return GatewayFront(machines, seed=seed, knowledge=LearntKnowledge(warm=warm))
+
+    always = played("always on", every, gateway(every))
     found.append(StandbyResult("always on", always, len(every) * always.seconds / SECONDS_PER_HOUR))
     front = AutoscalingFront(
-        GatewayFront(every, seed=seed, knowledge=LearntKnowledge()),
+        gateway(every),
         every,
         len(base),
         rules,
@@ -158,9 +167,7 @@ def compare_elastic(
     seconds = len(base) * elastic.seconds + front.standby_seconds(end)
     found.append(StandbyResult("elastic", elastic, seconds / SECONDS_PER_HOUR, front.starts))
     if base:
-        alone = played(
-            "base alone", base, GatewayFront(base, seed=seed, knowledge=LearntKnowledge())
-        )
+        alone = played("base alone", base, gateway(base))
         found.append(
             StandbyResult("base alone", alone, len(base) * alone.seconds / SECONDS_PER_HOUR)
         )

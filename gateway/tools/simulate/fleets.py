@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,17 +115,17 @@ def from_inventory(
         prefill = own.prefill_tps or (default_speeds.prefill_tps or 0.0) * node.speed_hint
         decode = own.decode_tps or (default_speeds.decode_tps or 0.0) * node.speed_hint
         cost = own.batch_cost if own.batch_cost is not None else default_speeds.batch_cost
-        machines.append(
-            _machine(
-                node.name,
-                slots or 1,
-                prefill,
-                decode,
-                BATCH_COST if cost is None else cost,
-                setup,
-                node.name,
-            )
+        machine = _machine(
+            node.name,
+            slots or 1,
+            prefill,
+            decode,
+            BATCH_COST if cost is None else cost,
+            setup,
+            node.name,
         )
+        calibrated = node.calibrate and node.kind == "llama.cpp"
+        machines.append(replace(machine, host=node.host, calibrated=calibrated))
     if not machines:
         raise FleetError("the inventory has no node that gets work")
     notes = []

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-from gateway.fleet.node import Node
+from gateway.fleet.calibration import (
+    LOOK_SECONDS,
+    READ_WORDS,
+    WARM_UP_TOKENS,
+    WARM_UP_WORDS,
+    WRITE_TOKENS,
+    due,
+)
+from gateway.fleet.fleet import COMPARE_SPEEDS_EVERY
+from gateway.fleet.node import CalibrationRecord, Node
 from gateway.fleet.prompt_cache import FleetPromptCache
 from gateway.fleet.slot_occupancy import SlotOccupancy
 from gateway.fleet.speed import ObservedTiming, Speed, compare_speeds
 from gateway.lease import PromptKey
 from gateway.scheduling.demand_model import TokenEstimates
-from gateway.scheduling.node_slots import Placement
+from gateway.scheduling.fleet_sync import show_speed
+from gateway.scheduling.node_slots import NodeSlots, Placement
 from gateway.scheduling.placement_state import PlacementState
 from gateway.tools.simulate.server import SimulatedMachine
 from gateway.tools.simulate.simulation import SimulatedFleet
@@ -154,9 +165,6 @@ BYTES_PER_TOKEN = 4
 BLOCK_TOKENS = 128
 """Tokens of a prompt key's block: 512 bytes (`proxy/inbound/prompt_key.py`)."""
 
-COMPARE_NODES_EVERY = 10.0
-"""Seconds between two comparisons of the nodes' speeds, while some are not measured."""
-
 MOST_STREAMS = 30_000
 """Conversations whose blocks are kept; a client would send the whole text again."""
 
@@ -166,17 +174,76 @@ _Numbers = tuple[int, ...]
 
 
 class _NodeStub:
-    """As much of a node as `compare_speeds` reads."""
+    """As much of a node as `compare_speeds` and the choice of those to calibrate read."""
 
     public_models = frozenset({SIMULATED_MODEL})
 
     class _Spec:
         tier = "cpu"
-        speed_hint = 1.0
+        kind = "llama.cpp"
+        written_hint = None
 
-    def __init__(self) -> None:
+    def __init__(self, machine: SimulatedMachine, row: NodeSlots) -> None:
         self.spec = self._Spec()
         self.speed = Speed()
+        self.machine = machine
+        self.row = row
+        self.host = machine.host or machine.name
+        self.calibration = CalibrationRecord()
+        self.calibrated_at = math.inf
+        """When the calibration that runs has shown the speed; infinity: none runs."""
+
+    def calibration_due(self, now: float) -> bool:
+        """Whether it is idle and its speed unknown."""
+        return not (
+            self.speed.samples
+            or self.speed.calibrated
+            or now < self.calibration.due_at
+            or self.row.ours
+            or not (self.row.capacity and self.machine.calibrated)
+        )
+
+    def begin_calibration(self, now: float) -> None:
+        """It reads and writes as much as the gateway's two requests do."""
+        machine = self.machine
+        read = (WARM_UP_WORDS + READ_WORDS) / machine.prefill_tps
+        self.calibrated_at = now + read + (WARM_UP_TOKENS + WRITE_TOKENS) * machine.token_base
+
+    def end_calibration(self, now: float, *, given_up: bool) -> None:
+        """It has ended: its speed is known, unless a request took the slot."""
+        if not given_up:
+            read, wrote = READ_WORDS / self.machine.prefill_tps, self.machine.token_base
+            wrote *= WRITE_TOKENS - 1
+            self.speed.calibrate(_timings(READ_WORDS, read, WRITE_TOKENS, wrote))
+        self.calibration.end("", now, warm=True, again=given_up)
+        self.calibrated_at = math.inf
+
+    def know_speed(self) -> None:
+        """Learn the real speed, as from many answers, alone and beside others."""
+        machine = self.machine
+        read = WARM_TOKENS / machine.prefill_tps
+        for _ in range(WARM_ANSWERS):
+            for busy in {1, machine.slots}:
+                wrote = WARM_TOKENS * (machine.token_base + machine.token_step * (busy - 1))
+                self.speed.learn_timings(
+                    _timings(WARM_TOKENS, read, WARM_TOKENS, wrote),
+                    ObservedTiming(read + wrote, read, busy),
+                )
+
+
+WARM_ANSWERS, WARM_TOKENS = 8, 512
+"""Answers for each number of busy slots that a gateway which starts warm has learnt from, and the
+tokens read and written for each."""
+
+
+def _timings(read: int, read_s: float, wrote: int, wrote_s: float) -> dict[str, object]:
+    """What llama.cpp reports of so many tokens and seconds."""
+    return {
+        "prompt_n": read,
+        "prompt_ms": read_s * 1000,
+        "predicted_n": wrote,
+        "predicted_ms": wrote_s * 1000,
+    }
 
 
 class _Measured:
@@ -203,35 +270,51 @@ class _Measured:
 
 
 class LearntKnowledge:
-    """Learns as the gateway does, from nothing."""
+    """Learns as the gateway does: of speeds from nothing (`warm`: it knows them), else too.
 
-    def __init__(self) -> None:
+    Idle nodes are calibrated. Their slots are free meanwhile, and a request ends it.
+    """
+
+    def __init__(self, *, warm: bool = False) -> None:
+        self._warm = warm
         self.prompt_cache = FleetPromptCache()
         self.token_estimates = TokenEstimates()
         self._state = PlacementState()
         self._stubs: list[_NodeStub] = []
         self._occupancies: list[SlotOccupancy] = []
         self._slots: list[int] = []
-        self._unmeasured = 0
         self._compared_at = 0.0
+        self._looked_at: float | None = None
+        """When calibrations were last begun."""
+        self._unknown: list[_NodeStub] = []
+        """Those that may have to be calibrated."""
         self._measured: dict[int, _Measured] = {}
         """By the id of each job that has arrived and not ended."""
         # By conversation: its blocks, and where each of them ends.
         self._blocks_by_stream: OrderedDict[int, tuple[_Numbers, _Numbers]] = OrderedDict()
 
     def start(self, machines: Sequence[SimulatedMachine], placement_state: PlacementState) -> None:
-        """Every node has the default speed."""
+        """Every node has the default speed, or its own."""
         self._state = placement_state
-        self._stubs = [_NodeStub() for _ in machines]
+        self._stubs = [
+            _NodeStub(machine, row)
+            for machine, row in zip(machines, placement_state.rows, strict=True)
+        ]
         self._occupancies = [SlotOccupancy() for _ in machines]
         self._slots = [machine.slots for machine in machines]
-        self._unmeasured = len(machines)
+        if self._warm:
+            for stub in self._stubs:
+                stub.know_speed()
+        else:
+            self._unknown = list(self._stubs)
         for machine, row in zip(machines, placement_state.rows, strict=True):
             self.prompt_cache.resize(row.index, machine.slots)
-        self._set_all_speeds()
+        self._set_all_speeds(0.0)
 
     def expect(self, job: Job, fleet: SimulatedFleet) -> ExpectedRequest:
         """What to expect of it, by what was learnt so far."""
+        if self._unknown:
+            self._calibrate(fleet.now)
         text = job.prompt.tokens * BYTES_PER_TOKEN
         tokens, completion = self.token_estimates.expected_tokens(
             SIMULATED_MODEL, job.caller, text, job.max_tokens
@@ -256,6 +339,9 @@ class LearntKnowledge:
         occupancy = self._occupancies[job.node]
         occupancy.take(1, now, prefilling=True)
         measured.note(occupancy)
+        stub = self._stubs[job.node]
+        if stub.calibrated_at < math.inf:
+            stub.end_calibration(now, given_up=True)
 
     def prefill_done(self, job: Job, expected: ExpectedRequest, now: float) -> None:
         """Its prompt has been read."""
@@ -274,13 +360,9 @@ class LearntKnowledge:
         wrote = now - job.first
         busy = (occupancy.slot_seconds - measured.slot_seconds) / wrote if wrote else 1.0
         stalled = min(wrote, occupancy.prefill_seconds - measured.prefill_seconds)
-        timings = {
-            "cache_n": job.cached,
-            "prompt_n": job.prompt.tokens - job.cached,
-            "prompt_ms": (job.first - job.began) * 1000,
-            "predicted_n": job.output,
-            "predicted_ms": wrote * 1000,
-        }
+        unread = job.prompt.tokens - job.cached
+        timings = _timings(unread, job.first - job.began, job.output, wrote)
+        timings["cache_n"] = job.cached
         seen = ObservedTiming(
             now - job.sent, job.first - job.sent, busy, stalled, measured.mean_prefills
         )
@@ -302,28 +384,45 @@ class LearntKnowledge:
     def _learn_speed(
         self, node: int, timings: Mapping[str, object], seen: ObservedTiming, now: float
     ) -> None:
-        speed = self._stubs[node].speed
-        fresh = speed.prefill_tps is None or speed.decode_tps is None
-        speed.learn_timings(timings, seen)
-        if fresh and speed.prefill_tps is not None and speed.decode_tps is not None:
-            self._unmeasured -= 1
-            fresh = False
-            if not self._unmeasured:
-                self._set_all_speeds()
-        if self._unmeasured and now >= self._compared_at + COMPARE_NODES_EVERY:
-            self._compared_at = now
-            self._set_all_speeds()
-        row = self._state.rows[node]
-        self._state.set_speed(row, speed.expected_prefill_tps, speed.token_base, speed.token_step)
+        self._stubs[node].speed.learn_timings(timings, seen)
+        if self._state.exploring and now >= self._compared_at + COMPARE_SPEEDS_EVERY:
+            self._set_all_speeds(now)
+        else:
+            show_speed(self._state, self._state.rows[node], self._stubs[node].speed)
 
-    def _set_all_speeds(self) -> None:
-        """Compare the nodes' speeds: those not measured are taken to be as fast as the others."""
+    def _calibrate(self, now: float) -> None:
+        """Take in the calibrations that have ended by now, in their order, and begin others."""
+        at = now if self._looked_at is None else self._looked_at
+        if 0 < now - at < LOOK_SECONDS:
+            return
+        self._looked_at = now
+        self._unknown = [stub for stub in self._unknown if not stub.speed.samples]
+        running = [stub for stub in self._unknown if stub.calibrated_at < math.inf]
+        ended = False
+        while True:
+            for stub in due(self._unknown, running, at):
+                stub.begin_calibration(at)
+                running.append(stub)
+            if not running:
+                break
+            first = min(running, key=lambda stub: stub.calibrated_at)
+            if first.calibrated_at > now:
+                break
+            at = first.calibrated_at
+            first.end_calibration(at, given_up=False)
+            running.remove(first)
+            self._unknown.remove(first)
+            ended = True
+        if ended:
+            self._set_all_speeds(now)
+
+    def _set_all_speeds(self, now: float) -> None:
+        """Compare the nodes' speeds: those not measured are taken to be as fast as the best."""
+        self._compared_at = now
         compare_speeds(cast("list[Node]", self._stubs))
         for stub, row in zip(self._stubs, self._state.rows, strict=True):
-            speed = stub.speed
-            self._state.set_speed(
-                row, speed.expected_prefill_tps, speed.token_base, speed.token_step
-            )
+            awaited = stub.calibrated_at < math.inf or stub.calibration_due(now)
+            show_speed(self._state, row, stub.speed, awaited=awaited)
 
     def _prompt_key(self, job: Job, expected_tokens: float) -> PromptKey:
         """The prompt in blocks; a new block begins where a turn or an answer does."""

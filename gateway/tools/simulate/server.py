@@ -228,6 +228,10 @@ class SimulatedMachine:
     batch_tokens: int = BATCH_TOKENS
     cache_tokens: int = CACHE_RAM_MIB * 1024 * 1024 // KV_BYTES_PER_TOKEN
     """Tokens of evicted prompts that the host-memory cache holds; 0: it has none."""
+    host: str = ""
+    """Machines of one host are calibrated one at a time; empty: it has its own."""
+    calibrated: bool = True
+    """Whether it is calibrated while idle."""
 
     def __post_init__(self) -> None:
         if self.slots < 1 or self.batch_tokens <= self.slots or self.cache_tokens < 0:

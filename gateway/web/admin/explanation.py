@@ -52,7 +52,7 @@ def of_doubts(penalty: float, own_penalty: float, wake: float) -> list[str]:
     if own_penalty >= SAME_HOST_PENALTY / 2:
         found.append("shares a host with a node that failed this request, or is on trial")
     elif own_penalty < 0:
-        found.append("served the session's last request")
+        found.append("is explored, or served the session's last request")
     return found
 
 

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from gateway.scheduling.fleet_sync import HOPE_GUESSED
 from gateway.scheduling.matching import DispatchRules
 from gateway.tools.simulate.fronts import GatewayFront
 from gateway.tools.simulate.knowledge import (
@@ -10,6 +13,7 @@ from gateway.tools.simulate.knowledge import (
     Knowledge,
     LearntKnowledge,
 )
+from gateway.tools.simulate.server import SimulatedMachine
 from gateway.tools.simulate.simulation import SimulatedFleet, simulate
 from gateway.tools.simulate.trace import Job
 from tests.tools.simulate.build import job, machine, trace
@@ -107,3 +111,41 @@ def test_a_conversation_returns_to_its_node() -> None:
     later = [one for one in jobs if one.is_later_turn]
     assert len(later) == 20
     assert all(one.cached >= one.prompt.tokens - 800 - 1 for one in later)
+
+
+FLEET = [
+    machine(2, f"n{decode}", decode=decode, prefill=15 * decode) for decode in (5.0, 12.0, 60.0)
+]
+
+
+def served_by(knowledge: LearntKnowledge, machines: list[SimulatedMachine]) -> list[int]:
+    """The nodes of twenty chats with one system prompt, that come one by one."""
+    chats = [
+        job(time=60.0 * place, prompt=1600, output=40, head=5, shared=1500) for place in range(20)
+    ]
+    simulate(trace(chats), machines, GatewayFront(machines, knowledge=knowledge))
+    return [chat.node for chat in chats]
+
+
+def test_a_warm_gateway_knows_the_speeds_and_a_cold_one_calibrates_and_explores() -> None:
+    assert served_by(LearntKnowledge(warm=True), FLEET) == [2] * 20
+    # Calibrated between the first chat and the second.
+    assert served_by(LearntKnowledge(), FLEET)[1:] == [2] * 19
+    alone = [replace(one, calibrated=False) for one in FLEET]
+    found = served_by(LearntKnowledge(), alone)
+    assert set(found) == {0, 1, 2}
+    assert found[8:] == [2] * 12
+
+
+def test_machines_of_one_host_are_calibrated_one_after_the_other() -> None:
+    def known(machines: list[SimulatedMachine], seconds: float) -> int:
+        knowledge = LearntKnowledge()
+        front = GatewayFront(machines, knowledge=knowledge)
+        later = [job(time=seconds * place) for place in range(2)]
+        simulate(trace(later), machines, front)
+        return sum(row.hope == HOPE_GUESSED for row in front.state.rows)
+
+    machines = [machine(2, f"n{place}", prefill=100.0) for place in range(12)]
+    # Each takes two seconds or so; at most eight at once.
+    assert known(machines, 3.0) == 8
+    assert known([replace(one, host="one") for one in machines], 7.0) == 3
