@@ -19,7 +19,11 @@ from gateway.fleet.concurrency_limit import MOST_LIMIT, ConcurrencyLimit
 from gateway.fleet.degradation import DegradationDetector
 from gateway.fleet.lifecycle import Lifecycle, LifecyclePhase
 from gateway.fleet.probe_history import ProbeHistory
-from gateway.fleet.server_properties import ServerProperties, inventory_drift
+from gateway.fleet.server_properties import (
+    REFUSED_FOR_PURPOSE,
+    ServerProperties,
+    inventory_drift,
+)
 from gateway.fleet.slot_occupancy import LeasePhase, SlotOccupancy
 from gateway.fleet.speed import ObservedTiming, Speed
 from gateway.lease import NodeInfo
@@ -140,7 +144,7 @@ class Node:
     @property
     def public_models(self) -> frozenset[str]:
         """The public names of the models it serves: declared, else reported."""
-        return frozenset(self.properties.models if self.spec.models is None else self.spec.models)
+        return frozenset(self.properties.names if self.spec.models is None else self.spec.models)
 
     @property
     def models_unknown(self) -> bool:
@@ -153,18 +157,30 @@ class Node:
         """The node's own name for this public model name; None if it does not serve it."""
         if self.spec.models is not None:
             return self.spec.models.get(model)
-        return model if model in self.properties.models else None
+        properties = self.properties
+        return model if model in properties.models or model in properties.aliases else None
 
     def supports(self, endpoint: Endpoint, *, vision: bool = False) -> bool:
         """Whether it serves this endpoint: as declared, else unless it has refused it."""
         if self.spec.endpoints is not None:
             wanted = {endpoint, "vision"} if vision else {endpoint}
             return wanted <= self.spec.endpoints
-        if endpoint in self.properties.refused:
+        properties = self.properties
+        if endpoint in properties.refused or endpoint in REFUSED_FOR_PURPOSE.get(
+            properties.purpose, ()
+        ):
             return False
         return not vision or (
-            self.properties.vision is not False and "vision" not in self.properties.refused
+            properties.vision is not False and "vision" not in properties.refused
         )
+
+    @property
+    def is_for_chat(self) -> bool:
+        """Whether chats belong here; False: its server is for embeddings or reranking."""
+        return self.spec.endpoints is not None or self.properties.purpose not in {
+            "embeddings",
+            "rerank",
+        }
 
     @property
     def in_service(self) -> bool:

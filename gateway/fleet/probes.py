@@ -9,7 +9,7 @@ import msgspec
 
 from gateway.fleet.node import Node
 from gateway.fleet.probe_history import ProbeAnswer, ProbeResult
-from gateway.fleet.server_properties import count_slots
+from gateway.fleet.server_properties import Purpose, count_slots
 from gateway.transport.connection import LoopTimeout
 from gateway.transport.errors import (
     ConnectFailed,
@@ -30,6 +30,8 @@ RETRY_REFUSED_AFTER = 300.0
 """Seconds after which a node is tried again with endpoints that it refused with 501."""
 
 _HEADER_LINES = b"accept: */*\r\naccept-encoding: identity\r\nuser-agent: llama-gateway\r\n"
+
+_POST_HEADER_LINES = _HEADER_LINES + b"content-type: application/json\r\n"
 
 _ENCODING = b"content-encoding"
 
@@ -52,9 +54,9 @@ class ProbeResponse:
 
 
 async def fetch(
-    node: Node, path: str, *, largest: int = LARGEST_RESPONSE
+    node: Node, path: str, *, body: bytes | None = None, largest: int = LARGEST_RESPONSE
 ) -> ProbeResponse | ProbeResult:
-    """GET `path`, limited by the probe's timeout and in bytes; a ProbeResult if that failed."""
+    """GET `path`, or POST `body`, limited in time and bytes; a ProbeResult if that failed."""
     began = node.clock()
     limit = node.settings.health.timeout
 
@@ -62,22 +64,25 @@ async def fetch(
         return ProbeResult(answer, detail, node.clock() - began)
 
     pool = node.upstream
-    head = pool.address.request_head(b"GET", path.encode(), _HEADER_LINES)
+    if body is None:
+        head = pool.address.request_head(b"GET", path.encode(), _HEADER_LINES)
+    else:
+        head = pool.address.request_head(b"POST", path.encode(), _POST_HEADER_LINES, len(body))
     try:
         async with (
             LoopTimeout(limit),
-            pool.response(head, connect_timeout=limit) as connection,
+            pool.response(head, body or b"", connect_timeout=limit) as connection,
         ):
             encodings = {value.lower() for name, value in connection.headers if name == _ENCODING}
             # A compressed body of some bytes may have millions; none was asked for.
             if not encodings <= {b"", b"identity"}:
                 return ended(ProbeAnswer.FAILED, f"{path} is compressed, though asked not to be")
-            body = bytearray()
+            found = bytearray()
             while part := await connection.read():
-                body += part
-                if len(body) > largest:
+                found += part
+                if len(found) > largest:
                     return ended(ProbeAnswer.FAILED, f"{path} answers without end")
-            return ProbeResponse(connection.status, bytes(body))
+            return ProbeResponse(connection.status, bytes(found))
     except (TimeoutError, ConnectTimedOut):
         return ended(ProbeAnswer.TIMED_OUT, f"no answer to {path} within {limit:g} s")
     except LocalResourcesExhausted as error:
@@ -110,6 +115,7 @@ async def discover(node: Node) -> ProbeResult:
     paths = ["/v1/models"] if node.spec.kind == "openai" else ["/v1/models", "/props"]
     properties = node.properties
     before = properties.version_key()
+    props: object = None
     for path in paths:
         reply = await fetch(node, path)
         if isinstance(reply, ProbeResult):
@@ -120,8 +126,9 @@ async def discover(node: Node) -> ProbeResult:
         if reply.status == HTTPStatus.OK:
             properties.clear_remembered()
             if path == "/props":
+                props = reply.json()
                 node.probe_history.props_read(reply.body)
-                properties.read_props(reply.json())
+                properties.read_props(props)
             else:
                 properties.read_models(reply.json())
     if node.spec.kind == "llama.cpp" and not properties.models and node.spec.models is None:
@@ -129,11 +136,37 @@ async def discover(node: Node) -> ProbeResult:
         detail = f"its /v1/models and /props name no model: {NAME_MODEL_HINT}"
         return ProbeResult(ProbeAnswer.NO_MODEL, detail, node.clock() - began)
     long_ago = node.clock() >= node.endpoint_refused_at + RETRY_REFUSED_AFTER
-    if long_ago or properties.version_key() != before or node.probe_history.discovered_at is None:
+    is_new = properties.version_key() != before or node.probe_history.discovered_at is None
+    if long_ago or is_new:
         # Another build or model, or a new process, perhaps with other options: earlier refusals
         # prove nothing. Nor do they for ever.
         properties.refused.clear()
+    # A question about its purpose would wake a sleeping server.
+    if node.spec.kind == "llama.cpp" and not (
+        isinstance(props, dict) and props.get("is_sleeping") is True
+    ):
+        if properties.purpose is None or (is_new and properties.process is None):
+            properties.purpose_found(await _ask_purpose(node))
     return ProbeResult(ProbeAnswer.UP, "", node.clock() - began)
+
+
+async def _ask_purpose(node: Node) -> Purpose | None:
+    """What the server was started for; None: it did not answer.
+
+    It says so nowhere, but checks whether it does embeddings and reranking (501) before the body
+    (400). So an empty one is refused at once, at a busy server too, and takes no slot. Yet it
+    counts as activity for `--sleep-idle-seconds`: so a process is asked once.
+    """
+    serves = []
+    for path, needed_field in (("/v1/rerank", b"query"), ("/v1/embeddings", b"input")):
+        reply = await fetch(node, path, body=b"{}")
+        if isinstance(reply, ProbeResult):
+            return None
+        is_served = reply.status == HTTPStatus.BAD_REQUEST and needed_field in reply.body
+        if not is_served and reply.status not in NOT_FOUND_STATUSES:
+            return "unknown"  # such as a router, which wants a model's name first
+        serves.append(is_served)
+    return "rerank" if serves[0] else "embeddings" if serves[1] else "chat"
 
 
 async def has_changed(node: Node) -> bool:

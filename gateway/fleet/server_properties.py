@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from gateway.config.inventory import NodeSpec
 
@@ -19,6 +19,21 @@ LONGEST_PROPERTY = 512
 
 MOST_MODEL_SIZE = 1 << 60
 
+Purpose = Literal["chat", "embeddings", "rerank", "unknown"]
+"""The work that a llama.cpp server was started for. It says so nowhere: see `probes.py`."""
+
+REFUSED_FOR_PURPOSE: dict[Purpose | None, frozenset[str]] = {
+    "chat": frozenset({"embeddings", "rerank"}),
+    "embeddings": frozenset({"rerank"}),
+    "rerank": frozenset({"embeddings"}),
+}
+"""Endpoints that a server of this purpose refuses with 501; a reranker answers embeddings of zeros.
+
+All servers answer chats. One for embeddings or reranking is meant for them only where no node of
+its model is for chats (`ModelIndex.capable_nodes`)."""
+
+_KEPT_WITH_PROCESS = frozenset({"process", "purpose"})
+
 
 @dataclass(slots=True)
 class ServerProperties:
@@ -30,7 +45,9 @@ class ServerProperties:
     trained_context: int | None = None
     """Tokens that the model was trained for."""
     models: tuple[str, ...] = ()
-    """Its own names for the models that it serves."""
+    """Its own names for the models that it serves, one for each."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Further names that it answers to, and for each the name in `models`."""
     build: str | None = None
     template: str | None = None
     """A hash of its chat template."""
@@ -38,6 +55,7 @@ class ServerProperties:
     """The model's file, without its folder."""
     vision: bool | None = None
     audio: bool | None = None
+    video: bool | None = None
     slots_endpoint: bool | None = None
     """Whether it answers `/slots`."""
     n_params: int | None = None
@@ -47,8 +65,22 @@ class ServerProperties:
     """The quantization's name."""
     refused: set[str] = field(default_factory=set)
     """Endpoints that it has refused with 501, such as `rerank`."""
+    process: str | None = None
+    """Differs for each process of the server (`media_marker`); builds before 2026 have no such."""
+    purpose: Purpose | None = None
+    """None: its process has not been asked yet."""
     remembered: bool = field(default=False, compare=False)
     """Whether this was reported to an earlier process, or before it left the inventory."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that it answers to."""
+        return (*self.models, *self.aliases)
+
+    @property
+    def all_refused(self) -> frozenset[str]:
+        """Endpoints that it does not serve: it has refused them, or is for other work."""
+        return REFUSED_FOR_PURPOSE.get(self.purpose, frozenset()) | self.refused
 
     def version_key(self) -> tuple[object, ...]:
         """Changes when another build or another model runs."""
@@ -66,7 +98,8 @@ class ServerProperties:
         if self.remembered:
             fresh = ServerProperties()
             for one in fields(self):
-                setattr(self, one.name, getattr(fresh, one.name))
+                if one.name not in _KEPT_WITH_PROCESS:
+                    setattr(self, one.name, getattr(fresh, one.name))
 
     def read_props(self, props: object) -> None:
         """Take in the answer to `/props`; values that it leaves out stay as they were."""
@@ -90,7 +123,11 @@ class ServerProperties:
         if isinstance(modalities, dict):
             self.vision = _flag(modalities.get("vision"), self.vision)
             self.audio = _flag(modalities.get("audio"), self.audio)
+            self.video = _flag(modalities.get("video"), self.video)
         self.slots_endpoint = _flag(props.get("endpoint_slots"), self.slots_endpoint)
+        process = _name(props.get("media_marker"))
+        if process != self.process:
+            self.process, self.purpose = process, None
         alias = _name(props.get("model_alias"))
         if alias and not self.models:
             self.models = (alias,)
@@ -101,9 +138,16 @@ class ServerProperties:
         if not isinstance(data, list):
             return
         entries = [entry for entry in data[:MOST_MODELS] if isinstance(entry, dict)]
-        names = [name for entry in entries if (name := _name(entry.get("id")))]
-        self.models = tuple(dict.fromkeys(names))
+        named = {name: entry for entry in entries if (name := _name(entry.get("id")))}
+        self.models = tuple(named)
+        self.aliases = _read_aliases(named)
         only = entries[0] if len(entries) == 1 else {}
+        architecture = only.get("architecture")
+        inputs = architecture.get("input_modalities") if isinstance(architecture, dict) else None
+        if isinstance(inputs, list):
+            self.vision, self.audio, self.video = (
+                kind in inputs for kind in ("image", "audio", "video")
+            )
         # vLLM and SGLang tell the context so; a node of kind `openai` is not asked for `/props`.
         self.context = _count(only.get("max_model_len"), MOST_CONTEXT) or self.context
         meta = only.get("meta")
@@ -119,6 +163,10 @@ class ServerProperties:
         """It answered `/slots`, with so many slots."""
         self.slots_endpoint = True
         self.slots = self.slots or total
+
+    def purpose_found(self, purpose: Purpose | None) -> None:
+        """It was asked for its purpose; None: without an answer."""
+        self.purpose = purpose
 
     def slots_refused(self) -> None:
         """It has no `/slots`, or does not allow it."""
@@ -139,10 +187,16 @@ def is_plausible(properties: ServerProperties) -> bool:
         (properties.n_params, MOST_MODEL_SIZE),
         (properties.size, MOST_MODEL_SIZE),
     )
-    names = (*properties.models, *properties.refused)
-    texts = (properties.build, properties.template, properties.file, properties.ftype)
+    names = (*properties.names, *properties.aliases.values(), *properties.refused)
+    texts = (
+        properties.build,
+        properties.template,
+        properties.file,
+        properties.ftype,
+        properties.process,
+    )
     return (
-        len(names) <= MOST_MODELS
+        len(names) <= 3 * MOST_MODELS
         and all(count is None or _count(count, most) for count, most in counts)
         and all(_name(name) for name in names)
         and all(text is None or _name(text) for text in texts)
@@ -171,13 +225,26 @@ def inventory_drift(spec: NodeSpec, properties: ServerProperties) -> tuple[str, 
             f"context: the inventory says {spec.context} tokens a slot, the server has {context}"
         )
     if spec.models is not None and properties.models:
-        missing = sorted(set(spec.models.values()) - set(properties.models))
+        missing = sorted(set(spec.models.values()) - set(properties.names))
         if missing:
             drift.append(
                 f"model: the inventory says {', '.join(missing)}, "
-                f"the server serves {', '.join(properties.models[:8])}"
+                f"the server serves {', '.join(properties.names[:8])}"
             )
     return tuple(drift)
+
+
+def _read_aliases(entries: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """For each further name of the models the model; with them at most MOST_MODELS names."""
+    found: dict[str, str] = {}
+    for model, entry in entries.items():
+        aliases = entry.get("aliases")
+        for alias in aliases[:MOST_MODELS] if isinstance(aliases, list) else ():
+            if len(entries) + len(found) == MOST_MODELS:
+                return found
+            if _name(alias) and alias not in entries:
+                found.setdefault(alias, model)
+    return found
 
 
 def _count(value: Any, most: int) -> int | None:
