@@ -187,7 +187,7 @@ def is_plausible(properties: ServerProperties) -> bool:
         (properties.n_params, MOST_MODEL_SIZE),
         (properties.size, MOST_MODEL_SIZE),
     )
-    names = (*properties.names, *properties.aliases.values(), *properties.refused)
+    names = (*properties.names, *properties.refused)
     texts = (
         properties.build,
         properties.template,
@@ -196,7 +196,8 @@ def is_plausible(properties: ServerProperties) -> bool:
         properties.process,
     )
     return (
-        len(names) <= 3 * MOST_MODELS
+        len(names) <= MOST_MODELS
+        and all(model in properties.models for model in properties.aliases.values())
         and all(count is None or _count(count, most) for count, most in counts)
         and all(_name(name) for name in names)
         and all(text is None or _name(text) for text in texts)

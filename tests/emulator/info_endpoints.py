@@ -32,7 +32,7 @@ def props(node: EmulatedNode, query: str) -> Body:
         "model_ftype": "all F32",
         "model_path": f"/models/{node.model}.gguf",
         "modalities": {"vision": node.vision, "video": False, "audio": node.audio},
-        "media_marker": "<__media__>",
+        "media_marker": node.media_marker,
         "endpoint_slots": node.endpoint_slots,
         "endpoint_props": True,
         "endpoint_metrics": True,
@@ -96,7 +96,7 @@ def models(node: EmulatedNode, query: str) -> Body:
         "data": [
             {
                 "id": name,
-                "aliases": node.names,
+                "aliases": [name, *node.aliases],
                 "tags": [],
                 "object": "model",
                 "architecture": architecture(node),

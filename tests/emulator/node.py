@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -97,7 +98,8 @@ class EmulatedNode:
         clock: Callable[[], float] = now,
     ) -> None:
         # A real server sorts them too: the first one of the alphabet is the model's id.
-        self.names = sorted({model, *aliases})
+        names = sorted({model, *aliases})
+        self.aliases = names[1:]
         cache = None if cache_ram is None else PromptCache(cache_ram)
         self.slots = SlotPool(slots, cache, context if unified else None)
         compute = None
@@ -111,7 +113,7 @@ class EmulatedNode:
             )
         self.engine = Engine(
             pool=self.slots,
-            model=self.names[0],
+            model=names[0],
             context=context,
             prefill_tps=prefill_tps,
             decode_tps=decode_tps,
@@ -151,6 +153,7 @@ class EmulatedNode:
         self.seen: deque[ReceivedRequest] = deque(maxlen=remember)  # those that need a slot
         self.failures: list[Exception] = []  # of the emulator itself
         self.started = int(time.time())
+        self.media_marker = f"<__media_{secrets.token_hex(16)}__>"  # of each process another
         self.open_connections: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -272,7 +275,8 @@ class EmulatedNode:
             self.admin.handle(connection, request)
             return
         needs_slot = request.path in SLOT_PATHS
-        if needs_slot:
+        is_question = request.body == b"{}"  # refused at once, without a slot
+        if needs_slot and not is_question:
             self.requests += 1
             self.seen.append(request)
         else:
@@ -280,7 +284,7 @@ class EmulatedNode:
         closing = not request.keep_alive or connection.served >= self.keepalive_requests
         fault = self.faults and self.faults.take(
             request.path,
-            control=not needs_slot,
+            control=is_question or not needs_slot,
             reused=request.reused,
             tag=request.headers.get(TAG_HEADER),
         )
