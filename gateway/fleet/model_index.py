@@ -200,9 +200,7 @@ class ModelIndex:
             for node in self._nodes:
                 if node.spec.enabled:
                     # In the node's own order, so that lists of models are stable.
-                    models = (
-                        node.properties.names if node.spec.models is None else node.spec.models
-                    )
+                    models = node.properties.names if node.spec.models is None else node.spec.models
                     for model in models:
                         serving.setdefault(model, []).append(node)
             self._serving = {model: tuple(nodes) for model, nodes in serving.items()}

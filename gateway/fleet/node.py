@@ -170,9 +170,7 @@ class Node:
             properties.purpose, ()
         ):
             return False
-        return not vision or (
-            properties.vision is not False and "vision" not in properties.refused
-        )
+        return not vision or (properties.vision is not False and "vision" not in properties.refused)
 
     @property
     def is_for_chat(self) -> bool:

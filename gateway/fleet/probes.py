@@ -141,12 +141,10 @@ async def discover(node: Node) -> ProbeResult:
         # Another build or model, or a new process, perhaps with other options: earlier refusals
         # prove nothing. Nor do they for ever.
         properties.refused.clear()
-    # A question about its purpose would wake a sleeping server.
-    if node.spec.kind == "llama.cpp" and not (
-        isinstance(props, dict) and props.get("is_sleeping") is True
-    ):
-        if properties.purpose is None or (is_new and properties.process is None):
-            properties.purpose_found(await _ask_purpose(node))
+    is_asleep = isinstance(props, dict) and props.get("is_sleeping") is True
+    is_unasked = properties.purpose is None or (is_new and properties.process is None)
+    if is_unasked and not is_asleep and node.spec.kind == "llama.cpp":
+        properties.purpose_found(await _ask_purpose(node))
     return ProbeResult(ProbeAnswer.UP, "", node.clock() - began)
 
 
@@ -154,8 +152,8 @@ async def _ask_purpose(node: Node) -> Purpose | None:
     """What the server was started for; None: it did not answer.
 
     It says so nowhere, but checks whether it does embeddings and reranking (501) before the body
-    (400). So an empty one is refused at once, at a busy server too, and takes no slot. Yet it
-    counts as activity for `--sleep-idle-seconds`: so a process is asked once.
+    (400). So an empty one is refused at once, also while it is busy, and takes no slot. Yet the
+    question wakes a sleeping server, and begins its idle time anew: each process is asked once.
     """
     serves = []
     for path, needed_field in (("/v1/rerank", b"query"), ("/v1/embeddings", b"input")):
