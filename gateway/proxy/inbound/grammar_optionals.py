@@ -9,7 +9,7 @@ measurements. So the longest row is counted, through parentheses, repeats and ru
 
 | item | counts |
 | --- | --- |
-| `x?`, `(x | )` | 1, or as many as `x` ends with; of several alternatives each, a text a quarter |
+| `x?`, `(x | )` | 1, or half of what `x` ends with; of alternatives each, a text a quarter |
 | `x*`, `x{m,}`, a rule that may be empty and names itself | 2 |
 | `x{m,n}` | (n - m) ^ 0.3; if `x` itself may be empty, n times what `x` counts |
 
@@ -91,7 +91,7 @@ def longest_row(grammar: str, enough: float = math.inf) -> int:
     for name, is_recursive in _in_order(rules):
         shape = _shape_of(rules[name], shapes, enough)
         if is_recursive and shape[0]:
-            shape = _repeated(shape, 0, None)
+            shape = (True, *(2.0 * figure for figure in shape[1:]))  # type: ignore[assignment]
         shapes[name] = shape = _bounded(shape)
         longest = max(longest, shape[_LONGEST])
         if longest > enough:
@@ -222,14 +222,14 @@ def _repeated(shape: _Shape, least: int, most: int | None) -> _Shape:
             through * least,
             start + again,
             end + again,
-            max(longest, again + end + start) if least > 1 else longest,
+            max(longest, end + through * (least - 2) + start) if least > 1 else longest,
             ways * least if empty else ways,
         )
     if copies:
         # The copies are nested, so only their number of ways is kept in mind.
         count = max(1.0, ways) * (copies if empty else copies**COPIES_EXPONENT)
-        count = max(count, end)
+        count = max(count, end / 2)
         inside = max(longest, end + start if copies > 1 else 0.0)
-        optional = (True, count, count, count, max(inside, count), count)
+        optional = (True, count, count, max(count, end), max(inside, count), count)
         whole = _joined(whole, optional)
     return whole
