@@ -26,6 +26,7 @@ class ServerFigures:
     """Tokens that the model was trained with; None: not known."""
     has_vision: bool
     has_audio: bool
+    has_video: bool
     endpoints: frozenset[str]
     """What it serves, as far as it is known: by the inventory, or by what it has refused."""
     is_up: bool

@@ -15,7 +15,7 @@ from gateway.request import Endpoint
 
 MOST_CACHED_LOOKUPS = 10_000
 
-_DEDICATED: frozenset[Endpoint] = frozenset({"embeddings", "rerank"})
+DEDICATED_ENDPOINTS: frozenset[Endpoint] = frozenset({"embeddings", "rerank"})
 """Endpoints that servers are started for, and which those of another purpose refuse."""
 
 
@@ -97,7 +97,9 @@ class ModelIndex:
         key = (model, endpoint, vision, native, labels)
         found = self.cached_lookups.get(key)
         if found is None:
-            dedicated_too = endpoint in _DEDICATED or not self._has_chat_node(model)
+            dedicated_too = endpoint in DEDICATED_ENDPOINTS or not (
+                self._has_chat_node(model) or self._may_grow()
+            )
             found = CapableNodes.of(
                 model,
                 (
@@ -113,9 +115,13 @@ class ModelIndex:
                 self.cached_lookups[key] = found
         return found
 
+    def awaits_chat_node(self, models: Iterable[str]) -> bool:
+        """Whether none of the models' nodes is for chats, but one may yet turn up."""
+        return self._may_grow() and not any(map(self._has_chat_node, models))
+
     def _has_chat_node(self, model: str) -> bool:
-        """Whether a node is for chats of this model, down or not, or may yet turn out to be."""
-        return any(node.is_for_chat for node in self.nodes_for(model)) or self._may_grow()
+        """Whether a node is for chats of this model, down or not."""
+        return any(node.is_for_chat for node in self.nodes_for(model))
 
     def _may_grow(self) -> bool:
         """Whether a node may yet report any model; one that is down does not count."""
@@ -170,6 +176,7 @@ class ModelIndex:
                 trained_context=node.properties.trained_context,
                 has_vision=_has_vision(node),
                 has_audio=node.properties.audio is True,
+                has_video=node.properties.video is True,
                 endpoints=_known_endpoints(node),
                 is_up=node.state in ALIVE_STATES,
                 on_gpu=node.spec.tier == "gpu",

@@ -61,6 +61,29 @@ async def test_nodes_of_one_model_that_differ_are_a_warning(folder: Path) -> Non
     ]
 
 
+async def test_a_mix_of_purposes_under_one_name_is_a_warning(folder: Path) -> None:
+    async with EmulatedNode() as one, EmulatedNode(embeddings=True) as other:
+        nodes = [f"{{name: {name}, url: '{node.url}'" for name, node in (("a", one), ("b", other))]
+        inventory = f"nodes:\n- {nodes[0]}}}\n- {nodes[1]}}}\n"
+        warned = await check_nodes(folder, inventory)
+        settled = await check_nodes(
+            folder, f"nodes:\n- {nodes[0]}}}\n- {nodes[1]}, endpoints: embeddings}}\n"
+        )
+    assert "demo: purpose: chat on a; embeddings on b: say the `endpoints`" in warned.err
+    assert settled.err == ""
+
+
+async def test_a_server_that_runs_tools_is_named(folder: Path) -> None:
+    async with EmulatedNode() as node:
+        names = ["read_file", "exec_shell_command", "get_info", "grep_search"]
+        body = json.dumps([{"tool": name, "permissions": {}} for name in names])
+        node.faults.set("status", path="/tools", status=200, body=body)
+        inventory = f"nodes: [{{name: a, url: '{node.url}'}}]\n"
+        ran = await check_nodes(folder, inventory, "--json")
+    (answer,) = json.loads(ran.out)["nodes"]
+    assert answer["tools"] == ["exec_shell_command", "read_file", "get_info", "grep_search"]
+
+
 async def test_a_node_that_does_not_answer_is_status_1_and_hides_no_other(folder: Path) -> None:
     async with EmulatedNode() as node, EmulatedNode(api_key="secret") as locked:
         inventory = (
