@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from gateway.fleet.lifecycle import Lifecycle, LifecyclePhase
 from gateway.fleet.probe_history import ProbeHistory
 from gateway.fleet.server_properties import (
     REFUSED_FOR_PURPOSE,
+    Purpose,
     ServerProperties,
     inventory_drift,
 )
@@ -392,6 +393,11 @@ class Node:
         self.endpoint_refused_at = now
         if hint is not None:
             self.refusal_hints[endpoint] = hint
+
+    def purpose_found(self, purpose: Purpose | None, hints: Mapping[str, str]) -> None:
+        """It was asked what it is for; `hints`: its words about endpoints that it lacks."""
+        self.properties.purpose_found(purpose)
+        self.refusal_hints.update(hints)
 
     def record_refusal(self, lease: Lease, now: float, retry_after: float | None) -> bool:
         """Count a 429 or 503; whether its concurrency limit or pause has changed."""

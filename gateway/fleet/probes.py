@@ -9,7 +9,7 @@ import msgspec
 
 from gateway.fleet.node import Node
 from gateway.fleet.probe_history import ProbeAnswer, ProbeResult
-from gateway.fleet.server_properties import Purpose, count_slots
+from gateway.fleet.server_properties import LONGEST_PROPERTY, Purpose, count_slots
 from gateway.transport.connection import LoopTimeout
 from gateway.transport.errors import (
     ConnectFailed,
@@ -144,27 +144,33 @@ async def discover(node: Node) -> ProbeResult:
     is_asleep = isinstance(props, dict) and props.get("is_sleeping") is True
     is_unasked = properties.purpose is None or (is_new and properties.process is None)
     if is_unasked and not is_asleep and node.spec.kind == "llama.cpp":
-        properties.purpose_found(await _ask_purpose(node))
+        node.purpose_found(*await _ask_purpose(node))
     return ProbeResult(ProbeAnswer.UP, "", node.clock() - began)
 
 
-async def _ask_purpose(node: Node) -> Purpose | None:
-    """What the server was started for; None: it did not answer.
+async def _ask_purpose(node: Node) -> tuple[Purpose | None, dict[str, str]]:
+    """What the server was started for, and its words about endpoints that it lacks.
+
+    None: it did not answer.
 
     It says so nowhere, but checks whether it does embeddings and reranking (501) before the body
     (400). So an empty one is refused at once, also while it is busy, and takes no slot. Yet the
     question wakes a sleeping server, and begins its idle time anew: each process is asked once.
     """
-    serves = []
-    for path, needed_field in (("/v1/rerank", b"query"), ("/v1/embeddings", b"input")):
-        reply = await fetch(node, path, body=b"{}")
+    purpose: Purpose = "chat"
+    hints: dict[str, str] = {}
+    questions: tuple[tuple[Purpose, bytes], ...] = (("embeddings", b"input"), ("rerank", b"query"))
+    for endpoint, needed_field in questions:
+        reply = await fetch(node, f"/v1/{endpoint}", body=b"{}")
         if isinstance(reply, ProbeResult):
-            return None
-        is_served = reply.status == HTTPStatus.BAD_REQUEST and needed_field in reply.body
-        if not is_served and reply.status not in NOT_FOUND_STATUSES:
-            return "unknown"  # such as a router, which wants a model's name first
-        serves.append(is_served)
-    return "rerank" if serves[0] else "embeddings" if serves[1] else "chat"
+            return None, {}
+        if reply.status == HTTPStatus.BAD_REQUEST and needed_field in reply.body:
+            purpose = endpoint
+        elif reply.status not in NOT_FOUND_STATUSES:
+            return "unknown", {}  # such as a router, which wants a model's name first
+        elif isinstance(answer := reply.json(), dict) and isinstance(answer.get("error"), dict):
+            hints[endpoint] = str(answer["error"].get("message"))[:LONGEST_PROPERTY]
+    return purpose, hints
 
 
 async def has_changed(node: Node) -> bool:

@@ -257,6 +257,8 @@ async def test_a_server_is_asked_once_what_it_was_started_for(
         await discover(node)
         assert server.control_requests == asked + 2
         assert server.requests == 0
+        if purpose != "rerank":
+            assert node.refusal_hints["rerank"].endswith("Start it with `--reranking`")
         server.media_marker = "another process"
         server.embeddings, server.rerank = False, False
         await discover(node)
