@@ -153,7 +153,7 @@ class EmulatedNode:
         self.seen: deque[ReceivedRequest] = deque(maxlen=remember)  # those that need a slot
         self.failures: list[Exception] = []  # of the emulator itself
         self.started = int(time.time())
-        self.media_marker = f"<__media_{secrets.token_hex(16)}__>"  # of each process another
+        self.media_marker = ""
         self.open_connections: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -218,6 +218,7 @@ class EmulatedNode:
         if not self.port:
             self._claim = claim_port(self.host)
             self.port = claimed_port(self._claim)
+        self.media_marker = f"<__media_{secrets.token_hex(16)}__>"  # of each process another
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
             lambda: Connection(self),

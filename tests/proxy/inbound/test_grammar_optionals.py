@@ -104,7 +104,8 @@ def test_any_text_is_counted(text: str) -> None:
         "root ::= " + '"a"? "b" ' * 14_000, "root ::= " + '("a"?) "b" ' * 11_000,
         'root ::= "a"' + "{0,1}" * 25_000, "root ::= " + "x " * 65_000, 'x ::= "a"' + "? " * 65_000,
         "\n".join(f"r{i} ::= r{i + 1} r{i + 1}" for i in range(6_500)), "root ::= " + "(" * 130_000,
-        "root ::= [" * 13_000, 'root ::= "' + "\\" * 130_000,
+        "root ::= [" * 13_000, "root ::= " + "!<" * 60_000, "root ::= " + "{0" * 60_000,
+        'root ::= "' + "\\" * 130_000,
     ],
 )  # fmt: skip
 def test_the_work_is_bounded(grammar: str) -> None:
