@@ -25,6 +25,7 @@ from gateway.config.inventory import Inventory
 from gateway.config.listeners import LimitSettings
 from gateway.config.settings import Settings, changed_restart_keys
 from gateway.events import EventBus, InventoryChanged, SettingsChanged
+from gateway.fleet.calibration import Calibrator
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.state_files import DrainedNodes, PausedModels, PropertiesStore
 from gateway.handover import (
@@ -159,6 +160,7 @@ class Gateway:
             yield_slot=self.registry.yield_slot,
         )
         self.autoscaler = Autoscaler(self.fleet, self.scheduler, settings, self.bus, self.clock)
+        self.calibrator = Calibrator(self.fleet, self.bus, self.clock, rng)
         self.tracing = RequestTracing(
             settings.telemetry.traces, self.scheduler.decision_log, clock=self.clock, rng=rng
         )
@@ -326,7 +328,8 @@ class Gateway:
             self._notifier.notify("READY=1", f"STATUS=serving on {self.public_listener.url}")
             self._inherited.notify_ready()
             self.audit.record("gateway", None, "start", __version__)
-            # Not earlier: the predecessor writes the file until now.
+            # Not earlier: the predecessor calibrates, and writes the file, until now.
+            self._start_task(self.calibrator.run(), "calibrate idle nodes")
             self._start_task(self.fleet.properties_store.save_loop(), "save what nodes said")
             yield
         finally:
@@ -372,6 +375,7 @@ class Gateway:
                 self.audit.record("signal", None, "handover", "", "failed")
                 return
             self.autoscaler.hand_over()
+            self.calibrator.stop()
             self.background.stop()
             self.fleet.properties_store.stop_saving()
             self._notifier.notify(f"MAINPID={self._successor.pid}")
@@ -399,6 +403,7 @@ class Gateway:
             self.audit.record("signal", None, "stop")
             log.info("shutting down", in_flight=len(self.registry), grace=shutdown.grace)
             self.handler.begin_shutdown()
+            self.calibrator.stop()
             self.background.stop()
             await self._unless_stopped(asyncio.sleep(shutdown.delay))
             self.handler.reject_requests()

@@ -262,6 +262,25 @@ class ModelsDiffer:
     """Those that there are now, a sentence each."""
 
 
+CALIBRATION_OUTCOMES = ("done", "warmed", "given_up", "timed_out", "failed")
+"""How calibrations end; `warmed`: the node's speed was known already."""
+
+
+@dataclass(slots=True)
+class NodeCalibrated:
+    """A calibration of a node has ended."""
+
+    node: str
+    outcome: str
+    """One of `CALIBRATION_OUTCOMES`."""
+    seconds: float
+    prefill_tps: float | None
+    """What it showed; None: nothing."""
+    decode_tps: float | None
+    detail: str
+    """Why it failed, for an operator."""
+
+
 @dataclass(slots=True)
 class HookEnded:
     """A hook that starts or stops a standby node has ended or was aborted."""

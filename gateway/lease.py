@@ -182,6 +182,21 @@ class Tried:
     """Server errors of nodes; the same from two nodes is the request's own fault."""
     may_assemble: bool = True
     """False: a stream could not be assembled, so a plain response is asked for."""
+    pool_overflows: int = 0
+    """How often it ended because the pool of tokens that the slots of its node share was full."""
+
+    @property
+    def was_sent(self) -> bool:
+        """Whether it has been at a node, which has not served it."""
+        return bool(self.failed_nodes or self.pool_overflows)
+
+    def overflowed_on(self, node: str) -> Tried:
+        """The same after the shared pool of this node was full.
+
+        The node may serve it later; if it failed though it ran alone, others are preferred.
+        """
+        tried = self.failed_on(node) if self.pool_overflows > 1 else self
+        return replace(tried, pool_overflows=self.pool_overflows + 1)
 
     def failed_on(self, node: str) -> Tried:
         """The same after this node has failed the request."""
@@ -297,6 +312,8 @@ class GrantedLease(msgspec.Struct, frozen=True, eq=False):
     """Seconds until the prompt is expected to have been read; None: the node's speed is unknown."""
     fallback: str | None = None
     """Why the node is not of the tier that the request's class belongs to."""
+    wake: float = 0.0
+    """Seconds that the node may take besides, since its server sleeps or may have fallen asleep."""
 
 
 # What is reported.

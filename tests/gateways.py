@@ -39,6 +39,9 @@ PATIENT = {"timeout": 30.0}
 """The default for `health` in real time: a machine that is suspended for some seconds must not make
 a node look down."""
 
+QUIET = {"defaults": {"calibrate": False}}
+"""For inventories: their nodes get no requests but those of the test."""
+
 
 @dataclass(slots=True)
 class Running:
@@ -54,7 +57,7 @@ class Running:
 
     def write_nodes(self, nodes: Sequence[Mapping[str, Any]]) -> None:
         """Replace the inventory as an editor does: by a rename."""
-        _write(self.nodes_file, {"nodes": [dict(node) for node in nodes]})
+        _write(self.nodes_file, {**QUIET, "nodes": [dict(node) for node in nodes]})
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
         """Replace the settings likewise."""
@@ -84,7 +87,7 @@ async def running_gateway(
         for number, node in enumerate(nodes)
     ]
     nodes_file, settings_file = folder / "nodes.yaml", folder / "gateway.yaml"
-    _write(nodes_file, {"nodes": specs})
+    _write(nodes_file, {**QUIET, "nodes": specs})
     _write(settings_file, _patient(settings or {}))
     if not options and "store" not in (settings or {}):
         _put_store(folder / "state" / FILE_NAME)

@@ -131,10 +131,14 @@ def spawn_demo_server(
     port: int = 0,
     alias: str = "demo",
     extra: tuple[str, ...] = (),
+    binary: ServerBinary | None = None,
 ) -> DemoServer:
-    """Start a server without waiting for it; `context` is tokens of one slot."""
+    """Start a server without waiting for it; `context` is tokens of one slot.
+
+    `binary`: this program, whatever the kind of server of this run.
+    """
     log = tempfile.TemporaryFile()  # noqa: SIM115
-    binary = server_binary()
+    binary = binary or server_binary()
     spec = ServerSpec(
         name="demo",
         model=demo_model(size),

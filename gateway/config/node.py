@@ -282,6 +282,16 @@ class NodeSpec(ConfigModel):
         Field(description="Tokens of one slot. Unset: as the server reports."),
         TypeLabel("number", "tokens"),
     ] = None
+    kv: Annotated[
+        Literal["auto", "shared", "split"],
+        Field(
+            description=(
+                "`shared`: all its slots share one pool of `context` tokens, as those of a server "
+                "that was started without `-np`; `split`: each slot has its own. `auto`: learnt "
+                "from the error of a full pool."
+            )
+        ),
+    ] = "auto"
     host: Annotated[
         Host,
         Field(
@@ -303,6 +313,15 @@ class NodeSpec(ConfigModel):
     speed_hint: Annotated[
         Factor, Field(description="Assumed relative speed, until it is measured.")
     ] = 1.0
+    calibrate: Annotated[
+        bool,
+        Field(
+            description=(
+                "`false`: no tiny requests that measure its speed while it is idle and unmeasured."
+            )
+        ),
+        TypeLabel("true or false"),
+    ] = True
     api_key_env: Annotated[
         EnvVarName | None,
         Field(description="Name of the environment variable that holds the node's key."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Callable, Collection, Mapping
 from itertools import chain
@@ -21,6 +22,7 @@ from gateway.fleet.probe_history import ProbeAnswer, ProbeResult
 from gateway.fleet.probes import key_rejected_reason
 from gateway.fleet.reclaim import Reclaimer
 from gateway.fleet.server_properties import server_identity
+from gateway.fleet.sleep import REST_DELAY
 from gateway.fleet.speed import SpeedSample, compare_speeds
 from gateway.fleet.state_files import DrainedNodes, PausedModels, PropertiesStore
 from gateway.request import Endpoint
@@ -77,6 +79,7 @@ class Fleet:
         self._closing = ClosingNodes()
         self._speed_comparison: asyncio.Task[None] | None = None
         self._unprobed: set[Node] = set()
+        self._has_work, self._work_looked_at = False, -math.inf
         self._on_capacity: Callable[[], None] | None = None
         self._on_change: Callable[[Node | None], None] | None = None
 
@@ -254,7 +257,9 @@ class Fleet:
         node.enter(draining=node.name in self._drained_nodes)
         node.set_state(*judge_state(node, self._clock()))
         self._unprobed.add(node)
-        self._monitors[node] = HealthMonitor(node, self.refresh_state, self._probe_gate, self._rng)
+        self._monitors[node] = HealthMonitor(
+            node, self.refresh_state, self._probe_gate, self._rng, self.has_work
+        )
         if node.state is not published:
             old = None if published is None else published.value
             self._bus.publish(NodeChanged(node.name, old, node.state.value, node.reason))
@@ -271,6 +276,16 @@ class Fleet:
     def is_probed(self) -> bool:
         """Whether every node of the first inventory has been probed once."""
         return self.first_probes_done.is_set()
+
+    def has_work(self) -> bool:
+        """Whether some node has had work of ours within seconds; looked at once a second."""
+        now = self._clock()
+        if now - self._work_looked_at >= 1.0:
+            self._work_looked_at = now
+            self._has_work = any(
+                node.leases or now - node.released_at < REST_DELAY for node in self.nodes.values()
+            )
+        return self._has_work
 
     def has_free_slot(self) -> bool:
         """Whether some node could begin a request now."""
@@ -363,6 +378,15 @@ class Fleet:
         elif had_failures:
             self._notify_change(node)
 
+    def woke(self, lease: Lease, now: float, expected: float) -> None:
+        """Content came from a server that had slept; awake, it would have taken `expected` s."""
+        node = lease.node
+        if lease.wakes:
+            node.sleep.learn_wake(now - lease.taken_at - expected)
+        lease.woke()
+        node.sleep.woke()
+        self.refresh_state(node)
+
     def request_failed(
         self,
         node: Node,
@@ -385,6 +409,25 @@ class Fleet:
             self._refresh_and_wake(node)
         else:
             self._notify_change(node)
+
+    def pool_full(self, node: Node) -> None:
+        """The node failed a request, still leased, for lack of room in the context.
+
+        If it has more work, its slots share one pool, which is full: nobody is to blame.
+        """
+        if node.slots_busy > 1 and node.properties.pool_learnt():
+            log.warning(
+                "Node %s: its slots share one pool of %s tokens. Requests wait for room there from "
+                "now on; start the server with -np, or with a larger context",
+                node.name,
+                node.context,
+            )
+            self.refresh_state(node)
+        self._probe_soon(node)
+
+    def connection_reset(self, node: Node) -> None:
+        """A connection of a request broke: the server's process may have ended."""
+        node.properties.process_ended()
 
     def connect_failed(self, node: Node, detail: str) -> None:
         """A request could not connect: count it as a probe that was refused."""
@@ -471,6 +514,8 @@ class Fleet:
             self._bus.publish(NodeChanged(node.name, old.value, node.state.value, node.reason))
         if node.probe_history.down:
             self._reclaimer.release_all(node)
+        if node.probe_history.down or node.probe_history.loading:
+            node.properties.process_ended()
         self._compare_properties(node)
         if node.probe_history.probed and node in self._unprobed:
             self._unprobed.discard(node)

@@ -10,10 +10,11 @@ from gateway.fleet.circuit import CircuitPhase
 from gateway.fleet.lifecycle import LifecyclePhase
 from gateway.fleet.node import Lease, Node, NodeState
 from gateway.fleet.probe_history import QUICK_PROBE_DELAY, ProbeAnswer, ProbeResult, probe_delay
-from gateway.fleet.probes import check_alive, discover, has_changed, probe_slots
+from gateway.fleet.probes import check_alive, discover, fetch, has_changed, read_busy
+from gateway.fleet.sleep import WAKE_SLACK
 from gateway.fleet.slot_occupancy import LeasePhase
 
-ALIVE_STATES = frozenset({NodeState.READY, NodeState.DEGRADED, NodeState.MUTE})
+ALIVE_STATES = frozenset({NodeState.READY, NodeState.DEGRADED, NodeState.MUTE, NodeState.SLEEPING})
 """States of a node that is worth the ordinary wait; for any other, `wait_for_node` holds."""
 
 ALIVE_BUT_UNUSABLE = frozenset({ProbeAnswer.KEY_REJECTED, ProbeAnswer.NO_MODEL})
@@ -27,7 +28,7 @@ class HealthMonitor:
     """Probes one node and keeps its state current, in a task of its own.
 
     `refresh_state` is called whenever the state may have changed. `gate` bounds how many nodes
-    are probed at the same time.
+    are probed at the same time. `fleet_works` tells whether any node has had work lately.
     """
 
     def __init__(
@@ -36,11 +37,13 @@ class HealthMonitor:
         refresh_state: Callable[[Node], None],
         gate: asyncio.Semaphore,
         rng: random.Random,
+        fleet_works: Callable[[], bool],
     ) -> None:
         self._node = node
         self._refresh_state = refresh_state
         self._gate = gate
         self._rng = rng
+        self._fleet_works = fleet_works
         self._wake = asyncio.Event()
         self._probing = asyncio.Lock()
         self._task = asyncio.create_task(self._run(), name=f"watch {node.name}")
@@ -115,13 +118,17 @@ class HealthMonitor:
             result = await self._discover(result)
         if result.up and comes_up:
             # Before it gets work, the load that other clients put on it must be known.
-            await self._read_slots()
+            await self._read_slots(comes_up=True)
         now = node.clock()
         sign = sign_of_life(node, now) if result.answer is ProbeAnswer.TIMED_OUT else None
         history.record(result, rise=health.rise, fall=health.fall, sign_of_life=sign)
         if comes_up and history.up:
             node.circuit.server_restarted(now)
             node.degradation.server_restarted()
+            if not first:
+                node.calibration.server_started(node.requests)
+        if not history.up:
+            node.sleep.restarted()
         history.schedule(
             now + probe_delay(health.interval, self._rng, first=first, unstable=history.unstable)
         )
@@ -129,6 +136,8 @@ class HealthMonitor:
         if result.up and not comes_up:
             await self._read_slots()
             self._refresh_state(node)
+        if history.unread or node.sleep.waking_since is not None:
+            history.probe_by(node.clock() + QUICK_PROBE_DELAY)
         return result
 
     async def _discover(self, alive: ProbeResult) -> ProbeResult:
@@ -141,16 +150,33 @@ class HealthMonitor:
         # for its properties again.
         return result if result.answer in ALIVE_BUT_UNUSABLE else alive
 
-    async def _read_slots(self) -> None:
-        """Ask how many slots are busy."""
-        node = self._node
-        if not node.reports_slots:
+    async def _read_slots(self, *, comes_up: bool = False) -> None:
+        """Ask how many slots are busy, by what does not keep an idle server from sleeping."""
+        node, history, asked_at = self._node, self._node.probe_history, self._node.clock()
+        path = node.load_endpoint(asked_at, comes_up=comes_up, fleet_works=self._fleet_works())
+        if path is None:
             node.occupancy.clear_foreign()
+            history.slots_read()
+            if not node.sleep.asleep:
+                node.sleep.woke()
             return
-        with node.occupancy.slots_query(node.clock()) as query:
-            busy = await probe_slots(node)
+        with node.occupancy.slots_query(asked_at) as query:
+            reply = await fetch(node, path)
+            busy = read_busy(node, path, reply)
+            if busy and path != "/slots":
+                # It is awake and busy: `/slots` changes nothing, and tells more.
+                reply = await fetch(node, "/slots")
+                busy = read_busy(node, "/slots", reply)
+        now = node.clock()
+        if isinstance(reply, ProbeResult):
+            if reply.answer is ProbeAnswer.TIMED_OUT and not is_excused(node, asked_at, now):
+                history.slots_unread(asked_at, node.settings.health.fall)
+            return
+        history.slots_read()
+        node.sleep.woke()
         if busy is not None:
-            node.occupancy.record_busy(busy, query, node.clock())
+            node.occupancy.record_busy(len(busy), query, now)
+            node.occupancy.record_tokens(busy)
 
 
 PREFILL_GRACE_FACTOR = 4.0
@@ -159,10 +185,11 @@ PREFILL_GRACE_FACTOR = 4.0
 
 def prefill_grace(lease: Lease) -> float:
     """Seconds for which this request's prefill is a sign of life of its node."""
-    return max(
+    grace = max(
         lease.node.settings.health.prefill_grace,
         PREFILL_GRACE_FACTOR * (lease.expected_prefill or 0.0),
     )
+    return grace + WAKE_SLACK if lease.wake else grace
 
 
 def sign_of_life(node: Node, now: float) -> str | None:
@@ -174,6 +201,17 @@ def sign_of_life(node: Node, now: float) -> str | None:
         if _is_prefilling(lease) and now - lease.prefill_began_at < prefill_grace(lease):
             return "it reads a prompt"
     return None
+
+
+def is_excused(node: Node, asked_at: float, now: float) -> bool:
+    """Whether our own work, or waking up, explains that its slots could not be read."""
+    if node.sleep.waking_since is not None:
+        return not node.sleep.is_overdue(node.properties.size, now)
+    return any(
+        (lease.last_content_at is not None and lease.last_content_at >= asked_at)
+        or (_is_prefilling(lease) and now - lease.prefill_began_at < prefill_grace(lease))
+        for lease in node.leases
+    )
 
 
 def another_prefills(lease: Lease, now: float) -> bool:
@@ -202,6 +240,8 @@ def judge_state(node: Node, now: float) -> tuple[NodeState, str]:
         return NodeState.DOWN, history.detail
     if node.key_rejection.active(now):
         return NodeState.DOWN, node.key_rejection.reason
+    if node.sleep.sleeping:
+        return NodeState.SLEEPING, _sleeping_reason(node, now)
     if history.loading:
         return NodeState.LOADING, "the server is loading its model"
     if not history.probed:
@@ -220,6 +260,12 @@ def judge_state(node: Node, now: float) -> tuple[NodeState, str]:
             pass
     if history.mute:
         return NodeState.MUTE, history.detail
+    if history.frozen:
+        return NodeState.MUTE, (
+            f"/health answers but /slots has not for {now - history.unread_since:.0f} s though "
+            "nothing is being read: a request may have frozen its loop (a huge grammar?); restart "
+            "the server if it lasts"
+        )
     if node.degradation.degraded:
         return NodeState.DEGRADED, node.degradation.reason(now, endpoint=node.spec.kind == "openai")
     return NodeState.READY, _ready_reason(node, now)
@@ -251,6 +297,17 @@ def _kept_off(node: Node) -> tuple[NodeState, str] | None:
         detail = f"; not up yet: {history.detail}" if history.detail else ""
         return NodeState.STARTING, lifecycle.reason + detail
     return None
+
+
+def _sleeping_reason(node: Node, now: float) -> str:
+    seconds = node.sleep.seconds_left(node.properties.size, now)
+    if node.sleep.waking_since is not None:
+        waited = now - node.sleep.waking_since
+        return f"it wakes up: it has loaded its model for {waited:.0f} s"
+    return (
+        "it has unloaded its model while it was idle (--sleep-idle-seconds); "
+        f"the next request wakes it, in about {seconds:.2g} s"
+    )
 
 
 def _ready_reason(node: Node, now: float) -> str:

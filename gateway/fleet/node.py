@@ -25,6 +25,7 @@ from gateway.fleet.server_properties import (
     ServerProperties,
     inventory_drift,
 )
+from gateway.fleet.sleep import RECENT_USE, REST_DELAY, Sleep
 from gateway.fleet.slot_occupancy import LeasePhase, SlotOccupancy
 from gateway.fleet.speed import ObservedTiming, Speed
 from gateway.lease import NodeInfo
@@ -38,6 +39,8 @@ class NodeState(enum.Enum):
     STANDBY = "standby"
     DRAINING = "draining"
     DOWN = "down"
+    SLEEPING = "sleeping"
+    """It has unloaded its model while it was idle (`sleep.py`). It gets work, which wakes it."""
     LOADING = "loading"
     STARTING = "starting"
     EJECTED = "ejected"
@@ -55,6 +58,62 @@ class NodeSettings:
     timeouts: TimeoutSettings
 
 
+MOST_CALIBRATIONS = 5
+"""Calibrations of one server that may fail, or be given up."""
+
+CALIBRATION_PAUSE = 5.0
+"""Seconds after the first of them until the next; four times as many after each further one."""
+
+
+@dataclass(slots=True)
+class CalibrationRecord:
+    """A node's calibrations (`calibration.py`). Times are monotonic seconds."""
+
+    tries: int = 0
+    """Those in a row that were in vain."""
+    due_at: float = -math.inf
+    """When the next one may begin."""
+    loaded_at: int = -1
+    """The node's `requests` when its server loaded its model: no request has warmed it until they
+    are more."""
+    penalty: float = 0.0
+    """While one runs: seconds until its prompt has been read, and the slot can be free."""
+    outcome: str | None = None
+    """How the last one ended; None: there was none."""
+    ended_at: float = 0.0
+    prefill_tps: float | None = None
+    """What the last good one showed."""
+    decode_tps: float | None = None
+
+    def begin(self, penalty: float) -> None:
+        """One begins."""
+        self.penalty = penalty
+
+    def showed(self, prefill_tps: float | None, decode_tps: float | None) -> None:
+        """It showed these speeds."""
+        self.prefill_tps, self.decode_tps = prefill_tps, decode_tps
+
+    def end(self, outcome: str, now: float, *, warm: bool, again: bool) -> None:
+        """It has ended. `warm`: the model has worked; `again`: another one is needed."""
+        self.outcome, self.ended_at = outcome, now
+        self.tries = self.tries + 1 if again else 0
+        self.due_at = now + CALIBRATION_PAUSE * 4.0 ** (self.tries - 1)
+        if warm:
+            self.loaded_at = -1
+
+    def over(self) -> None:
+        """The slot is free."""
+        self.penalty = 0.0
+
+    def postpone(self, until: float) -> None:
+        """None may begin before."""
+        self.due_at = until
+
+    def server_started(self, requests: int) -> None:
+        """The server has loaded its model anew, after so many requests."""
+        self.tries, self.due_at, self.loaded_at = 0, -math.inf, requests
+
+
 @dataclass(slots=True, eq=False)
 class Node:
     """One node. The fleet decides its `state` and `reason` (`Fleet.refresh_state`)."""
@@ -69,9 +128,11 @@ class Node:
     degradation: DegradationDetector = field(default_factory=DegradationDetector)
     measured_model: tuple[object, ...] = (None, None, None)
     """The identity of the model whose speed was learnt."""
+    calibration: CalibrationRecord = field(default_factory=CalibrationRecord)
     concurrency_limit: ConcurrencyLimit | None = None
     """Requests at once, learnt from answers: for OpenAI-compatible endpoints only."""
     probe_history: ProbeHistory = field(default_factory=ProbeHistory)
+    sleep: Sleep = field(default_factory=Sleep)
     state: NodeState = NodeState.STARTING
     reason: str = ""
     draining: bool = False
@@ -90,6 +151,8 @@ class Node:
     """Its public models, as the fleet's index has them."""
     leases: set[Lease] = field(default_factory=set)
     occupancy: SlotOccupancy = field(default_factory=SlotOccupancy)
+    released_at: float = -math.inf
+    """When the last lease ended."""
     requests: int = 0
     """Leases taken since the start."""
     failures: int = 0
@@ -111,6 +174,11 @@ class Node:
         self.info = self._new_info()
 
     # What it may be given.
+
+    @property
+    def host(self) -> str:
+        """Its failure domain."""
+        return self.spec.host
 
     @property
     def slots_total(self) -> int:
@@ -135,6 +203,14 @@ class Node:
     def context(self) -> int | None:
         """Tokens of one slot: declared, else reported; None: unknown."""
         return self.spec.context if self.spec.context is not None else self.properties.context
+
+    @property
+    def pool(self) -> int:
+        """Tokens that its slots share; 0: each slot has its own, as far as is known."""
+        kv = self.spec.kv
+        if kv == "split" or (kv == "auto" and not self.properties.shared_pool):
+            return 0
+        return self.context or 0
 
     @property
     def silence_timeout(self) -> float:
@@ -206,6 +282,28 @@ class Node:
         """Whether it answers `/slots`, as far as is known."""
         return self.spec.kind == "llama.cpp" and self.properties.slots_endpoint is not False
 
+    def load_endpoint(
+        self, now: float, *, comes_up: bool = False, fleet_works: bool = False
+    ) -> str | None:
+        """Where a probe may ask how many slots are busy; None: nowhere.
+
+        A server that may sleep is asked only by what keeps no idle one awake: `/slots` while it
+        works, else `/metrics`. Without that it is left alone, but for one reading when it
+        `comes_up`, and until it is seen asleep while it was in use of late and the `fleet_works`:
+        then others' load on it matters.
+        """
+        sleep = self.sleep
+        if not self.reports_slots or sleep.asleep:
+            return None
+        if not sleep.possible or self.leases:
+            return "/slots"
+        if self.properties.metrics_endpoint:
+            return "/metrics"
+        idle = now - self.released_at
+        wanted = fleet_works and not sleep.seen and idle < RECENT_USE
+        used = comes_up or wanted or self.foreign > 0 or idle < REST_DELAY
+        return None if sleep.may_rest(now, used=used) else "/slots"
+
     @property
     def leased(self) -> int:
         """Slots that our leases hold; the sum over `leases`."""
@@ -234,12 +332,17 @@ class Node:
         """Slots that work may use at this moment, those in use included."""
         if self.removed or self.paused(now):
             return 0
-        if self.state is NodeState.READY or self.state is NodeState.DEGRADED:
+        sleeping = self.state is NodeState.SLEEPING
+        if (
+            self.state is NodeState.READY
+            or self.state is NodeState.DEGRADED
+            or (sleeping and self.circuit.open_until is None)
+        ):
             return self.circuit.slow_start_slots(self.slots_total, now)
         if (
-            self.state is NodeState.EJECTED
+            (sleeping or self.state is NodeState.EJECTED)
             and self.circuit.wants_trial(now)
-            and not self.probe_history.mute
+            and not self.probe_history.silent
         ):
             return 1
         return 0
@@ -261,9 +364,27 @@ class Node:
         if not capacity:
             return 0
         used = self.leased + self.foreign
-        if self.state is NodeState.EJECTED:
+        if self.circuit.open_until is not None:
             return 1 if used < self.slots_total else 0
         return max(0, capacity - used)
+
+    def calibration_due(self, now: float) -> bool:
+        """Whether a calibration may begin, as far as is known: it is idle and its speed unknown.
+
+        Or its server has just loaded its model, and is to be warmed up.
+        """
+        record, speed = self.calibration, self.speed
+        known = speed.samples or speed.calibrated is not None
+        if (known and record.loaded_at != self.requests) or now < record.due_at:
+            return False
+        return (
+            record.tries < MOST_CALIBRATIONS
+            and self.spec.calibrate
+            and (self.state is NodeState.READY or self.state is NodeState.DEGRADED)
+            and self.reports_slots
+            and not (self.leases or self.foreign)
+            and self.capacity(now) > 0
+        )
 
     def free_slots_grew(self, now: float) -> bool:
         """Whether more slots are free than the scheduler knows; from then on it knows."""
@@ -271,6 +392,12 @@ class Node:
         grew = free > self.announced_free
         self.announced_free = free
         return grew
+
+    def wake_price(self, now: float) -> float:
+        """Seconds until it could begin a request, while it sleeps and none of ours wakes it."""
+        if self.state is not NodeState.SLEEPING or any(lease.wakes for lease in self.leases):
+            return 0.0
+        return self.sleep.seconds_left(self.properties.size, now)
 
     def next_change(self, now: float) -> float:
         """When time alone may change what work it takes; infinity: never."""
@@ -287,13 +414,14 @@ class Node:
         stream: bool = True,
         expected_prefill: float | None = None,
         expected_total: float | None = None,
+        wake: float = 0.0,
         holder: LeaseHolder | None = None,
     ) -> Lease:
         """Count `slots` as used, at once. The caller has checked `free_slots`.
 
-        `expected_prefill` and `expected_total` are seconds from now. `holder` is told how the
-        lease goes on. Raises ValueError for a negative number of slots; a request that needs no
-        slot takes 0.
+        `expected_prefill` and `expected_total` are seconds from now, and hold `wake`, in which
+        its server wakes up. `holder` is told how the lease goes on. Raises ValueError for a
+        negative number of slots; a request that needs no slot takes 0.
         """
         if slots < 0:
             raise ValueError(f"{slots} slots")
@@ -310,6 +438,8 @@ class Node:
         )
         lease.prefill_began_at = now
         lease.prefilling = stream and slots > 0
+        if wake:
+            lease.wake, lease.wakes = wake, self.sleep.begin_wake(now)
         circuit, occupancy = self.circuit, self.occupancy
         if circuit.open_until is not None and circuit.wants_trial(now):
             lease.trial = True
@@ -324,12 +454,20 @@ class Node:
         self.announced_free = self.announced_free - slots if self.announced_free > slots else 0
         return lease
 
+    def take_calibration_lease(self, now: float) -> Lease:
+        """A lease on no slot, since no request may wait for it, and none of the `requests`."""
+        lease = Lease(self, self.upstream, 0, now, True, None, None)
+        lease.prefill_began_at = now
+        self.leases.add(lease)
+        return lease
+
     def lease_released(self, lease: Lease, *, counted: bool) -> None:
         """The lease's slots are free: called by the lease, once.
 
         `counted`: its holder has counted them as free by itself.
         """
         self.leases.remove(lease)
+        self.released_at = lease.released_at or 0.0
         if lease.trial:
             self.circuit.end_trial(lease)
         self.on_lease_released(lease, counted)
@@ -380,6 +518,7 @@ class Node:
     def reset_probes(self, now: float) -> None:
         """Forget earlier probes, and probe now: the server may be another process."""
         self.probe_history = ProbeHistory(next_probe_at=now)
+        self.sleep.restarted()
 
     # What requests and probes find out.
 
@@ -431,6 +570,8 @@ class Node:
             ):
                 self.speed.forget()
                 self.degradation.forget()
+                self.sleep.forget()
+                self.calibration.server_started(self.requests)
             self.measured_model = model
 
     def _new_info(self) -> NodeInfo:
@@ -496,6 +637,10 @@ class Lease:
     """Predicted seconds from dispatch to the end; None: unknown."""
     holder: LeaseHolder | None = None
     """Told how the lease goes on, until it is released; None: nobody wants to know."""
+    wake: float = 0.0
+    """The part of `expected_prefill` in which its server, which slept, wakes up."""
+    wakes: bool = False
+    """Whether it was the first request to a server that slept, and no content has come."""
     trial: bool = False
     """Whether its outcome closes or reopens the node's circuit."""
     phase: LeasePhase = LeasePhase.WAITING_HEAD
@@ -539,6 +684,10 @@ class Lease:
     def bytes_received(self, now: float) -> None:
         """More of a response came whose first content was noted, or that comes in one piece."""
         self.last_content_at = now
+
+    def woke(self) -> None:
+        """Its server has shown that it is awake."""
+        self.wakes = False
 
     def release(self) -> None:
         """The slots are free. Calling it again does nothing."""

@@ -55,6 +55,12 @@ class ProbeHistory:
     loading: bool = False
     mute: bool = False
     """It let a probe time out while something else showed that it is alive."""
+    unread: int = 0
+    """Readings of its slots in a row that timed out without excuse, though `/health` answered."""
+    unread_since: float = 0.0
+    """When the first of them began."""
+    frozen: bool = False
+    """Whether these were `fall`, and none has been answered since."""
     detail: str = ""
     successes_in_a_row: int = 0
     failures_in_a_row: int = 0
@@ -71,6 +77,11 @@ class ProbeHistory:
     def down(self) -> bool:
         """Whether the verdict is that the node is not there."""
         return self.probed and not self.up and not self.loading
+
+    @property
+    def silent(self) -> bool:
+        """Whether it lives and leaves probes unanswered, so that it gets no work."""
+        return self.mute or self.frozen
 
     @property
     def unstable(self) -> bool:
@@ -122,8 +133,20 @@ class ProbeHistory:
         elif self.mute:
             self.detail = f"{result.detail} ({self.failures_in_a_row} of {fall} times)"
 
+    def slots_unread(self, asked_at: float, fall: int) -> None:
+        """A reading of its slots has timed out, and no work of ours explains it."""
+        if not self.unread:
+            self.unread_since = asked_at
+        self.unread += 1
+        self.frozen = self.unread >= fall
+
+    def slots_read(self) -> None:
+        """Its slots were read, or can't be asked for."""
+        self.unread, self.frozen = 0, False
+
     def _not_up(self, *, loading: bool, detail: str) -> None:
         self.up = self.mute = False
+        self.slots_read()
         self.loading = loading
         self.discovered_at = None
         self.detail = detail

@@ -9,7 +9,13 @@ import msgspec
 
 from gateway.fleet.node import Node
 from gateway.fleet.probe_history import ProbeAnswer, ProbeResult
-from gateway.fleet.server_properties import LONGEST_PROPERTY, Purpose, count_slots
+from gateway.fleet.server_properties import (
+    LONGEST_PROPERTY,
+    Purpose,
+    count_processing,
+    count_slots,
+)
+from gateway.fleet.sleep import read_is_sleeping
 from gateway.transport.connection import LoopTimeout
 from gateway.transport.errors import (
     ConnectFailed,
@@ -115,7 +121,6 @@ async def discover(node: Node) -> ProbeResult:
     paths = ["/v1/models"] if node.spec.kind == "openai" else ["/v1/models", "/props"]
     properties = node.properties
     before = properties.version_key()
-    props: object = None
     for path in paths:
         reply = await fetch(node, path)
         if isinstance(reply, ProbeResult):
@@ -126,9 +131,8 @@ async def discover(node: Node) -> ProbeResult:
         if reply.status == HTTPStatus.OK:
             properties.clear_remembered()
             if path == "/props":
-                props = reply.json()
-                node.probe_history.props_read(reply.body)
-                properties.read_props(props)
+                node.probe_history.props_read(_note_sleep(node, reply.body))
+                properties.read_props(reply.json())
             else:
                 properties.read_models(reply.json())
     if node.spec.kind == "llama.cpp" and not properties.models and node.spec.models is None:
@@ -141,9 +145,8 @@ async def discover(node: Node) -> ProbeResult:
         # Another build or model, or a new process, perhaps with other options: earlier refusals
         # prove nothing. Nor do they for ever.
         properties.refused.clear()
-    is_asleep = isinstance(props, dict) and props.get("is_sleeping") is True
     is_unasked = properties.purpose is None or (is_new and properties.process is None)
-    if is_unasked and not is_asleep and node.spec.kind == "llama.cpp":
+    if is_unasked and not node.sleep.sleeping and node.spec.kind == "llama.cpp":
         node.purpose_found(*await _ask_purpose(node))
     return ProbeResult(ProbeAnswer.UP, "", node.clock() - began)
 
@@ -183,23 +186,46 @@ async def has_changed(node: Node) -> bool:
     reply = await fetch(node, "/props")
     if isinstance(reply, ProbeResult) or reply.status != HTTPStatus.OK:
         return False
-    return node.probe_history.props_differ(reply.body)
+    if not node.probe_history.props_differ(_note_sleep(node, reply.body)):
+        return False
+    node.sleep.restarted()
+    return True
 
 
-async def probe_slots(node: Node) -> int | None:
-    """How many slots the node reports as busy; None: unknown. Learns whether it has `/slots`."""
-    reply = await fetch(node, "/slots")
+def _note_sleep(node: Node, props: bytes) -> bytes:
+    """Take in whether the server sleeps; returns the rest of its answer to `/props`."""
+    asleep, rest = read_is_sleeping(props)
+    node.sleep.props_read(asleep, node.clock(), asked=any(one.wake for one in node.leases))
+    return rest
+
+
+async def probe_slots(node: Node) -> tuple[int, ...] | None:
+    """The tokens of each slot that the node reports as busy; None: unknown.
+
+    Learns whether it has `/slots`. It wakes a server that sleeps, and begins the time anew of one
+    that may fall asleep.
+    """
+    return read_busy(node, "/slots", await fetch(node, "/slots"))
+
+
+def read_busy(node: Node, path: str, reply: ProbeResponse | ProbeResult) -> tuple[int, ...] | None:
+    """As `probe_slots`, from the answer to `/slots`, or to `/metrics`, which knows no tokens."""
     if isinstance(reply, ProbeResult):
         # Without a process no slot is busy.
-        return 0 if reply.answer is ProbeAnswer.CONNECTION_REFUSED else None
-    if reply.status in NOT_FOUND_STATUSES | KEY_REJECTED_STATUSES:
+        return () if reply.answer is ProbeAnswer.CONNECTION_REFUSED else None
+    refused = reply.status in NOT_FOUND_STATUSES | KEY_REJECTED_STATUSES
+    if path == "/metrics":
+        busy = count_processing(reply.body) if reply.status == HTTPStatus.OK else None
+        if refused or (busy is None and reply.status == HTTPStatus.OK):
+            node.properties.metrics_refused()
+        return None if busy is None else (0,) * busy
+    if refused:
         node.properties.slots_refused()
     counts = count_slots(reply.json()) if reply.status == HTTPStatus.OK else None
     if counts is None:
         return None
-    busy, total = counts
-    node.properties.slots_reported(total)
-    return busy
+    node.properties.slots_reported(counts.total)
+    return counts.busy_tokens
 
 
 def _judge_health(reply: ProbeResponse) -> tuple[ProbeAnswer, str]:

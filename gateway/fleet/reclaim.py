@@ -86,7 +86,7 @@ class Reclaimer:
             return 0
         began = node.clock()
         busy = await probe_slots(node) if node.reports_slots else None
-        free = 0 if busy is None else released_slots(busy, node.leases, began)
+        free = 0 if busy is None else released_slots(len(busy), node.leases, began)
         confirmed = min(free, free_before)
         now = node.clock()
         for lease in abandoned_leases(node):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from gateway.config.inventory import NodeSpec
 
@@ -32,7 +33,8 @@ REFUSED_FOR_PURPOSE: dict[Purpose | None, frozenset[str]] = {
 All servers answer chats. One for embeddings or reranking is meant for them only where no node of
 its model is for chats (`ModelIndex.capable_nodes`)."""
 
-_KEPT_WITH_PROCESS = frozenset({"process", "purpose"})
+_CONSTANT_MARKER = "<__media__>"
+"""The `media_marker` of builds whose processes all have the same one."""
 
 
 @dataclass(slots=True)
@@ -58,6 +60,8 @@ class ServerProperties:
     video: bool | None = None
     slots_endpoint: bool | None = None
     """Whether it answers `/slots`."""
+    metrics_endpoint: bool | None = None
+    """Whether it answers `/metrics`."""
     n_params: int | None = None
     size: int | None = None
     """Bytes of the model's tensors."""
@@ -66,7 +70,9 @@ class ServerProperties:
     refused: set[str] = field(default_factory=set)
     """Endpoints that it has refused with 501, such as `rerank`."""
     process: str | None = None
-    """Differs for each process of the server (`media_marker`); builds before 2026 have no such."""
+    """A mark that each process of the server chooses anew; None: this build has none."""
+    shared_pool: bool | None = None
+    """Whether this process has shown that its slots share one pool of tokens."""
     purpose: Purpose | None = None
     """None: its process has not been asked yet."""
     remembered: bool = field(default=False, compare=False)
@@ -96,10 +102,12 @@ class ServerProperties:
     def clear_remembered(self) -> None:
         """It answers: remembered values must not fill in what the answer leaves out."""
         if self.remembered:
-            fresh = ServerProperties()
+            # These are the same as long as its process is, which `read_props` finds out.
+            fresh = ServerProperties(process=self.process)
+            if self.process:
+                fresh.shared_pool, fresh.purpose = self.shared_pool, self.purpose
             for one in fields(self):
-                if one.name not in _KEPT_WITH_PROCESS:
-                    setattr(self, one.name, getattr(fresh, one.name))
+                setattr(self, one.name, getattr(fresh, one.name))
 
     def read_props(self, props: object) -> None:
         """Take in the answer to `/props`; values that it leaves out stay as they were."""
@@ -110,6 +118,10 @@ class ServerProperties:
         if isinstance(settings, dict):
             self.context = _count(settings.get("n_ctx"), MOST_CONTEXT) or self.context
         self.build = _name(props.get("build_info")) or self.build
+        process = _name(props.get("media_marker"))
+        process = None if process == _CONSTANT_MARKER else process
+        if process != self.process:
+            self.process, self.shared_pool, self.purpose = process, None, None
         path = _name(props.get("model_path"))
         if path is not None:
             self.file = path.replace("\\", "/").rpartition("/")[2] or None
@@ -125,9 +137,7 @@ class ServerProperties:
             self.audio = _flag(modalities.get("audio"), self.audio)
             self.video = _flag(modalities.get("video"), self.video)
         self.slots_endpoint = _flag(props.get("endpoint_slots"), self.slots_endpoint)
-        process = _name(props.get("media_marker"))
-        if process != self.process:
-            self.process, self.purpose = process, None
+        self.metrics_endpoint = _flag(props.get("endpoint_metrics"), self.metrics_endpoint)
         alias = _name(props.get("model_alias"))
         if alias and not self.models:
             self.models = (alias,)
@@ -168,9 +178,23 @@ class ServerProperties:
         """It was asked for its purpose; None: without an answer."""
         self.purpose = purpose
 
+    def pool_learnt(self) -> bool:
+        """Its slots share one pool of tokens; whether that is new."""
+        known, self.shared_pool = self.shared_pool, True
+        return not known
+
+    def process_ended(self) -> None:
+        """The server's process may have ended. A build that has `process` shows by that."""
+        if self.process is None:
+            self.shared_pool = self.purpose = None
+
     def slots_refused(self) -> None:
         """It has no `/slots`, or does not allow it."""
         self.slots_endpoint = False
+
+    def metrics_refused(self) -> None:
+        """It has no `/metrics`, or does not allow it."""
+        self.metrics_endpoint = False
 
 
 def server_identity(spec: NodeSpec) -> tuple[object, ...]:
@@ -204,13 +228,32 @@ def is_plausible(properties: ServerProperties) -> bool:
     )
 
 
-def count_slots(answer: object) -> tuple[int, int] | None:
-    """(busy slots, all slots) of an answer to `/slots`; None if it is malformed."""
+class SlotCounts(NamedTuple):
+    """An answer to `/slots`."""
+
+    busy_tokens: tuple[int, ...]
+    """Tokens that each busy slot has read and written; 0: it does not say."""
+    total: int
+
+
+def count_slots(answer: object) -> SlotCounts | None:
+    """The busy slots, and all, of an answer to `/slots`; None if it is malformed."""
     if not isinstance(answer, list) or not 0 < len(answer) <= MOST_SLOTS:
         return None
     if not all(isinstance(slot, dict) and "is_processing" in slot for slot in answer):
         return None
-    return sum(slot["is_processing"] is True for slot in answer), len(answer)
+    busy = [slot for slot in answer if slot["is_processing"] is True]
+    tokens = tuple([_count(slot.get("n_prompt_tokens"), MOST_CONTEXT) or 0 for slot in busy])
+    return SlotCounts(tokens, len(answer))
+
+
+_PROCESSING = re.compile(rb"^llamacpp:requests_processing (\d{1,5})$", re.MULTILINE)
+
+
+def count_processing(metrics: bytes) -> int | None:
+    """Busy slots by an answer to `/metrics`; None: it does not say."""
+    found = _PROCESSING.search(metrics)
+    return None if found is None else int(found[1])
 
 
 def inventory_drift(spec: NodeSpec, properties: ServerProperties) -> tuple[str, ...]:
@@ -225,6 +268,8 @@ def inventory_drift(spec: NodeSpec, properties: ServerProperties) -> tuple[str, 
         drift.append(
             f"context: the inventory says {spec.context} tokens a slot, the server has {context}"
         )
+    if spec.kv == "split" and properties.shared_pool:
+        drift.append("kv: the inventory says split, the server's slots share one pool")
     if spec.models is not None and properties.models:
         missing = sorted(set(spec.models.values()) - set(properties.names))
         if missing:

@@ -8,7 +8,7 @@ were being read meanwhile, which delays the other slots.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -37,10 +37,31 @@ class SlotsQuery:
 
     peak_leased: int
     """The most busy slots in its answer that our leases can account for."""
+    lent: int = 0
+    """The busy slots in its answer that may be lent."""
 
     def leases_grew(self, leased: int) -> None:
         """Our leases hold so many slots now."""
         self.peak_leased = max(self.peak_leased, leased)
+
+    def slot_lent(self) -> None:
+        """A slot is lent."""
+        self.lent = 1
+
+
+@dataclass(slots=True, eq=False)
+class SlotLoan:
+    """A slot that counts as free while a calibration uses it, until a lease wants any slot."""
+
+    call_in: Callable[[], None]
+
+    def leases_grew(self, leased: int) -> None:
+        """Our leases hold so many slots now."""
+        if leased:
+            self.call_in()
+
+    def slot_lent(self) -> None:
+        """A slot is lent."""
 
 
 @dataclass(slots=True)
@@ -55,6 +76,8 @@ class SlotOccupancy:
     """Our prompts that are being read, integrated likewise."""
     prefills: int = 0
     """Our prompts that are being read."""
+    tokens_reading: tuple[int, ...] | None = None
+    """The tokens of each busy slot, ours and others', by the last reading; None: it was taken."""
     _integrated_at: float = 0.0
     """Up to when the sums go."""
     _window: int = 0
@@ -63,7 +86,9 @@ class SlotOccupancy:
     """The most slots leased in this window."""
     _earlier_peak: int = 0
     """The most in the window before."""
-    _queries: list[SlotsQuery] = field(default_factory=list)
+    _watchers: list[SlotsQuery | SlotLoan] = field(default_factory=list)
+    """All that is told of each lease."""
+    _lent: int = 0
 
     def integrate(self, now: float) -> None:
         """Bring the sums up to this moment."""
@@ -87,8 +112,8 @@ class SlotOccupancy:
         self.prefills += prefilling
         if self._peak < self.leased:  # noqa: PLR1730 - a call costs four times as much
             self._peak = self.leased
-        for query in self._queries:
-            query.leases_grew(self.leased)
+        for watcher in self._watchers:
+            watcher.leases_grew(self.leased)
 
     def prefill_done(self, now: float) -> None:
         """One of our prompts has been read."""
@@ -115,22 +140,45 @@ class SlotOccupancy:
     def slots_query(self, now: float) -> Iterator[SlotsQuery]:
         """Watch our leases while the node is asked for its busy slots."""
         self._roll(now)
-        query = SlotsQuery(max(self._peak, self._earlier_peak))
-        self._queries.append(query)
+        query = SlotsQuery(max(self._peak, self._earlier_peak), self._lent)
+        self._watchers.append(query)
         try:
             yield query
         finally:
-            self._queries.remove(query)
+            self._watchers.remove(query)
+
+    @contextmanager
+    def lend_slot(self, call_in: Callable[[], None]) -> Iterator[None]:
+        """Lend a slot of an idle node; it goes on counting as free. Each lease calls `call_in`."""
+        loan = SlotLoan(call_in)
+        for watcher in self._watchers:
+            watcher.slot_lent()
+        self._watchers.append(loan)
+        self._lent = 1
+        try:
+            yield
+        finally:
+            self._lent = 0
+            self._watchers.remove(loan)
 
     def record_busy(self, busy: int, query: SlotsQuery, now: float | None = None) -> None:
         """The node reported busy slots: those that our leases can't account for are others'."""
         if now is not None:
             self.integrate(now)
-        self.foreign = max(0, busy - query.peak_leased)
+        self.foreign = max(0, busy - query.peak_leased - query.lent)
+
+    def record_tokens(self, reading: tuple[int, ...]) -> None:
+        """The node reported the tokens of its busy slots."""
+        self.tokens_reading = reading
+
+    def take_tokens_reading(self) -> tuple[int, ...] | None:
+        """The last reading of the busy slots' tokens, the first time; then None."""
+        reading, self.tokens_reading = self.tokens_reading, None
+        return reading
 
     def clear_foreign(self) -> None:
         """The node reports no slots: nothing is known of others' work."""
-        self.foreign = 0
+        self.foreign, self.tokens_reading = 0, ()
 
     def _roll(self, now: float) -> None:
         window = int(now / SLOT_LINGER)

@@ -76,6 +76,8 @@ class Speed:
     """Goes up whenever one of the figures below may have changed."""
     samples: int = 0
     """Answers from which it was learnt."""
+    calibrated: SpeedPrior | None = None
+    """Its assumed speed by a calibration; beats `prior` until an answer shows the real one."""
     # Kept up to date: they are read for each request, and change with a sample.
     prefill_tps: float | None = None
     """Prompt tokens per second of one request alone; None: not measured."""
@@ -112,6 +114,27 @@ class Speed:
         """Learn from what the gateway saw of an endpoint without timings; returns the sample."""
         return self._learn(sample_from_clock(prompt_tokens, cached_tokens, completion_tokens, seen))
 
+    def calibrate(self, timings: Mapping[str, object]) -> bool:
+        """Assume what one tiny request's `timings` show, and of the rest what is assumed now.
+
+        It is no sample: the first answer that shows the node's reading or writing replaces it.
+        Returns whether they show anything.
+        """
+        shown = sample_from_timings(timings)
+        if shown.prefill is None and shown.decode is None:
+            return False
+        known = self.calibrated or self.prior
+        prefill_tps, base, step = known.prefill_tps, known.token_base, known.token_step
+        if shown.prefill is not None:
+            prefill_tps = 1 / shown.prefill.low
+        if shown.decode is not None:
+            # The first token comes with the prefill: so many tokens take one decode less.
+            base = shown.decode.low * shown.decode.tokens / (shown.decode.tokens - 1)
+            step = STEP_PRIOR * base
+        self.calibrated = SpeedPrior(prefill_tps, base, step)
+        self._update()
+        return True
+
     def set_relative(self, relative: float) -> None:
         """Its speed compared with that of other nodes."""
         self.relative = relative
@@ -126,13 +149,13 @@ class Speed:
         """Another model or another server: no measurement holds any more."""
         fresh = Speed()
         self._prefill, self._decode = fresh._prefill, fresh._decode
-        self.samples = 0
+        self.samples, self.calibrated = 0, None
         self._update()
 
     def _update(self) -> None:
         """Derive the figures from what was learnt and assumed."""
         self.version += 1
-        prior, decode = self.prior, self._decode
+        prior, decode = self.calibrated or self.prior, self._decode
         prefill = self._prefill.level
         self.prefill_tps = 1 / prefill if prefill else None
         self.expected_prefill_tps = 1 / prefill if prefill else prior.prefill_tps

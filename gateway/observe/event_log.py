@@ -16,6 +16,7 @@ from gateway.events import (
     HookEnded,
     InventoryChanged,
     ModelsDiffer,
+    NodeCalibrated,
     NodeChanged,
     NodeDrift,
     RequestFinished,
@@ -47,6 +48,7 @@ def log_events(bus: EventBus, logs: Logs, draw: Callable[[], float] = random.ran
     bus.subscribe(StreamResumed, event_log.resumed)
     bus.subscribe(SlotYielded, event_log.yielded)
     bus.subscribe(NodeChanged, event_log.node)
+    bus.subscribe(NodeCalibrated, event_log.calibrated)
     bus.subscribe(NodeDrift, event_log.drift)
     bus.subscribe(ModelsDiffer, event_log.models_differ)
     bus.subscribe(HookEnded, event_log.hook)
@@ -158,6 +160,20 @@ class EventLog:
             self._log("warning", "node differs from the inventory", fields)
         else:
             self._log("info", "node is as the inventory says again", {"node": event.node})
+
+    def calibrated(self, event: NodeCalibrated) -> None:
+        """A calibration has ended: of interest if it should have shown something."""
+        level = "info" if event.outcome in {"failed", "timed_out"} else "debug"
+        fields = {
+            "node": event.node,
+            "outcome": event.outcome,
+            "seconds": round(event.seconds, 3),
+            "prefill_tps": event.prefill_tps,
+            "decode_tps": event.decode_tps,
+        }
+        if event.detail:
+            fields["detail"] = event.detail
+        self._log(level, "calibration", fields)
 
     def models_differ(self, event: ModelsDiffer) -> None:
         """Nodes that serve one model differ, or do so no longer."""

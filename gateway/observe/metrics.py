@@ -19,11 +19,13 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 
 from gateway import __version__
 from gateway.events import (
+    CALIBRATION_OUTCOMES,
     WEBHOOK_OUTCOMES,
     AttemptEnded,
     EventBus,
     HookEnded,
     LimitReached,
+    NodeCalibrated,
     NodeChanged,
     RequestFinished,
     SlotYielded,
@@ -51,6 +53,7 @@ NODE_STATES = (
     "standby",
     "draining",
     "down",
+    "sleeping",
     "loading",
     "starting",
     "ejected",
@@ -132,6 +135,7 @@ class Metrics:
         self._yielded = 0
         # From 0: Prometheus sees no increase in a series that begins with its first event.
         self._webhooks: dict[str, int] = dict.fromkeys(WEBHOOK_OUTCOMES, 0)
+        self._calibrations: dict[str, int] = dict.fromkeys(CALIBRATION_OUTCOMES, 0)
         self._limits_reached: dict[tuple[str, str], int] = {}
         self._refused: dict[tuple[str, str], int] = {}
         self._duration = Histogram(SECONDS_UP_TO_AN_HOUR)
@@ -150,6 +154,7 @@ class Metrics:
         bus.subscribe(SlotYielded, self.yielded)
         bus.subscribe(LimitReached, self.limit_reached)
         bus.subscribe(WebhookAttempted, self.webhook_attempted)
+        bus.subscribe(NodeCalibrated, self.calibrated)
         bus.subscribe(NodeChanged, self.node_changed)
 
     def configure(self, *, gen_ai: bool) -> None:
@@ -228,6 +233,10 @@ class Metrics:
     def webhook_attempted(self, event: WebhookAttempted) -> None:
         """Count an attempt to deliver an event."""
         self._webhooks[event.outcome] = self._webhooks.get(event.outcome, 0) + 1
+
+    def calibrated(self, event: NodeCalibrated) -> None:
+        """Count a calibration."""
+        self._calibrations[event.outcome] += 1
 
     def node_changed(self, event: NodeChanged) -> None:
         """Forget a node that has left the fleet."""
@@ -372,6 +381,12 @@ class Metrics:
             "counter",
             "Slots that batch requests gave up to requests of higher classes.",
             [("", self._yielded)],
+        )
+        page.add_family(
+            "calibrations_total",
+            "counter",
+            "Tiny requests by which idle nodes of unknown speed were measured, by how they ended.",
+            [(labels(outcome=one), count) for one, count in self._calibrations.items()],
         )
         page.add_family(
             "limits_reached_total",

@@ -47,8 +47,8 @@ CERTIFICATE_DAYS, CERTIFICATE_HURRY_DAYS = 14.0, 3.0
 OUT_STATES = frozenset({"down", "ejected", "loading"})
 """States of nodes that should work and do not."""
 
-USABLE_STATES = frozenset({"ready", "degraded", "mute"})
-"""States of nodes that work; a mute one is busy."""
+USABLE_STATES = frozenset({"ready", "degraded", "mute", "sleeping"})
+"""States of nodes that work; a mute one is busy, a sleeping one wakes up for its next request."""
 
 NODES = "llama-gateway nodes"
 MODELS = "llama-gateway models"

@@ -20,6 +20,7 @@ from gateway.proxy.outcome import (
     error_message,
     error_status,
     is_context_overflow,
+    is_pool_full,
 )
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.sse import EventFilter, EventFramer
@@ -30,6 +31,7 @@ from gateway.transport.errors import (
     ConnectTimedOut,
     InvalidResponse,
     NodeReportedError,
+    PoolFull,
     UpstreamError,
 )
 from gateway.transport.pool import ConnectionPool
@@ -537,8 +539,10 @@ class Attempt:
     def _reported_error(self, data: bytes) -> NodeReportedError:
         """The failure that the node's error event reports."""
         request = self.request.lease_request
-        message = error_message(data) or "The node failed in the middle of it"
-        failure = NodeReportedError(message, error_status(data))
+        message, status = error_message(data), error_status(data)
+        if message is not None and is_pool_full(status, data):
+            return PoolFull(message)
+        failure = NodeReportedError(message or "The node failed in the middle of it", status)
         if is_context_overflow(failure.status, data, request.endpoint):
             tokens, context = context_overflow_sizes(data)
             context = context or self.lease.node.context

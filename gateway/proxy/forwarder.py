@@ -38,12 +38,14 @@ from gateway.proxy.response_stream import (
 )
 from gateway.proxy.resume.plan import NotResumable
 from gateway.proxy.resume.resumer import FirstRun, Resumer
+from gateway.proxy.retry import MOST_POOL_OVERFLOWS
 from gateway.proxy.transcript import TokenIdExtractor, TranscriptRecorder
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import (
     ConnectFailed,
     ConnectionReset,
     ConnectTimedOut,
+    PoolFull,
     UpstreamError,
     UpstreamTimeout,
 )
@@ -101,13 +103,14 @@ class Forwarder:
         may_cross = settings.attempts > 1
         while True:
             crosses = False
-            if may_cross and failed.retryable and failed.node.tier == "gpu":
+            repeats = failed.pool_full and failed.retryable
+            if not repeats and may_cross and failed.retryable and failed.node.tier == "gpu":
                 # Once, a request moves from GPU to CPU nodes at once and at no cost: this can't
                 # multiply an outage of the GPU nodes.
                 lease_request = in_flight.request.lease_request
                 crosses = self.context.leases.has_cpu_node(lease_request, failed.tried)
                 may_cross = False
-            if not crosses and not await retries.granted(failed):
+            if not (crosses or repeats) and not await retries.granted(failed):
                 break
             result = await self._attempt(in_flight, failed.tried)
             if isinstance(result, ProxyResponse):
@@ -296,6 +299,8 @@ class Forwarder:
             drop_traceback(failed)
             if not _ended_by_request(failed.failure):
                 self.context.accounting.discard(in_flight)
+            if isinstance(failed.failure, PoolFull):
+                return _pool_full(node, tried, failed.error)
             tried = tried.failed_on(node.name)
             # An evicted request needs another node at once; any other may wait for one.
             retryable = is_resumable(failed.failure) and (
@@ -329,6 +334,9 @@ class Forwarder:
         response = ProxyResponse(status, attempt.header_lines, content)
         if kind is ResponseOutcome.PASS:
             return response
+        if kind is ResponseOutcome.POOL_FULL:
+            message = outcome.error_message(content) or "The node has no room."
+            return _pool_full(node, tried, errors.node_failed(message))
         tried = tried.failed_on(node.name)
         if kind is ResponseOutcome.CONTEXT_OVERFLOW:
             return self._judge_overflow(request, content, node, tried)
@@ -418,6 +426,15 @@ class FailedAttempt:
     """Whether the node received the request; if not, a retry adds no load."""
     error_response: ProxyResponse | None = None
     """The node's own error, for the client if no other attempt may follow."""
+    pool_full: bool = False
+    """Whether its node had no room for the tokens of all its slots: the next is no retry."""
+
+
+def _pool_full(node: NodeInfo, tried: Tried, error: GatewayError) -> FailedAttempt:
+    """The slots of the node had no room left for their tokens together: wait for room there."""
+    tried = tried.overflowed_on(node.name)
+    again = tried.pool_overflows <= MOST_POOL_OVERFLOWS
+    return FailedAttempt(node, tried, error, retryable=again, pool_full=True)
 
 
 def _ended_by_request(failure: UpstreamError | None) -> bool:

@@ -24,6 +24,8 @@ class ResponseOutcome(enum.Enum):
     """This node can never serve the request: try another one."""
     BUSY = "busy"
     """This node can't serve the request now: try another one."""
+    POOL_FULL = "pool_full"
+    """The slots of the node have no room left for their tokens together: wait, or go elsewhere."""
     SERVER_ERROR = "server_error"
     """The node failed, or the request makes every node fail: another node shows which."""
 
@@ -34,6 +36,9 @@ MOST_MESSAGE_CHARACTERS = 1024
 _CONTEXT = re.compile(r"exceeds? the available context size|maximum context length is \d")
 """The message for a prompt that is too long, of llama.cpp before it had an error type for that and
 of other servers with OpenAI's API."""
+
+_POOL_FULL = "Context size has been exceeded"
+"""The message with which llama.cpp ends all that runs when its slots have used up its context."""
 
 _TOKENS = re.compile(r"^(?:request|input) \((\d{1,9}) tokens\)")
 
@@ -91,17 +96,29 @@ def classify(status: int, content: bytes, endpoint: Endpoint) -> ResponseOutcome
         return ResponseOutcome.BUSY
     if status in _REFUSED or status < 400:
         return ResponseOutcome.REFUSED
+    if is_pool_full(status, content):
+        return ResponseOutcome.POOL_FULL
     if is_context_overflow(status, content, endpoint):
         return ResponseOutcome.CONTEXT_OVERFLOW
     return ResponseOutcome.SERVER_ERROR if status >= 500 else ResponseOutcome.PASS
 
 
 _BLAMELESS_OUTCOMES = frozenset(
-    {"client_closed", "cancelled", "moved", "yielded", "exhausted", "request_error", "refused"}
+    {
+        "client_closed",
+        "cancelled",
+        "moved",
+        "yielded",
+        "exhausted",
+        "pool_full",
+        "request_error",
+        "refused",
+    }
 )
 """Outcomes that blame no node: the client left, the gateway or a drain ended the request, it gave
-up its slot to another, this machine had no descriptor left, every node would report that error, or
-the node refused to resume a stream."""
+up its slot to another, this machine had no descriptor left, the slots of the node had no room left
+for their tokens together, every node would report that error, or the node refused to resume a
+stream."""
 
 _UNREACHED_OUTCOMES = frozenset({"connect_failed", "connect_timeout"})
 
@@ -115,6 +132,12 @@ def fault_of(outcome: str, *, request_took_time: bool) -> Fault:
     if outcome in _BLAMELESS_OUTCOMES or (outcome == "total_timeout" and request_took_time):
         return Fault.NOBODY
     return Fault.NODE if outcome in _UNREACHED_OUTCOMES else Fault.NODE_OR_REQUEST
+
+
+def is_pool_full(status: int, content: bytes) -> bool:
+    """Whether the pool of tokens that the node's slots share was full, not one prompt too long."""
+    error = _error(content) if status == 500 else None
+    return error is not None and error.message.startswith(_POOL_FULL)
 
 
 def is_context_overflow(status: int, content: bytes, endpoint: Endpoint) -> bool:

@@ -22,6 +22,7 @@ from gateway.proxy.in_flight import (
 from gateway.proxy.resume.resumer import Resumed, Resumer
 from gateway.transport.errors import (
     NodeReportedError,
+    PoolFull,
     UpstreamError,
     UpstreamTimeout,
 )
@@ -175,7 +176,8 @@ class ResponseStream:
             self._resuming = True
             try:
                 yielded = isinstance(failure, RequestYielded)
-                resumed = await self.resumer.resume(attempt, yielded=yielded)
+                pool_full = isinstance(failure, PoolFull)
+                resumed = await self.resumer.resume(attempt, yielded=yielded, pool_full=pool_full)
             except GatewayError as ended:
                 failure, error = RequestCancelled(ended), ended
             else:

@@ -25,6 +25,11 @@ from tenacity.stop import stop_base
 from gateway.config.routing import RetrySettings
 from gateway.lease import LeaseService
 
+MOST_POOL_OVERFLOWS = 4
+"""Times that one request, or one cut stream, is sent again because the slots of its node had no
+room left for their tokens together. These are no retries: they take nothing of the budget, and
+nobody has failed. From the second on it runs alone."""
+
 BUDGET_WINDOW = 60.0
 """Seconds of the past that the budget counts."""
 

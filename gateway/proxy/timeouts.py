@@ -223,4 +223,5 @@ def timeouts_for(
         # Any other response comes in one piece, after its last token.
         # A node is not failed here while its state (`mute`) excuses it.
         first_byte = max(node.first_byte_timeout or timeouts.first_byte, lease.prefill_grace)
+        first_byte += lease.wake
     return AttemptTimeouts(first_byte, node.silence_timeout or timeouts.silence, deadline)

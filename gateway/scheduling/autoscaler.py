@@ -270,8 +270,8 @@ class Autoscaler:
         await self._stop(node, f"its start hook failed: {why}")
 
     async def _stop_idle(self, node: Node) -> None:
-        """Stop it, unless a probe shows that it is busy with others' work."""
-        if node.reports_slots and not node.probe_history.down:
+        """Stop it, unless a probe shows that it is busy with others' work: if it isn't asleep."""
+        if node.reports_slots and not (node.probe_history.down or node.sleep.asleep):
             busy = await probe_slots(node)
             if busy or (busy is None and node.reports_slots):
                 return

@@ -145,7 +145,7 @@ class CandidateFinder:
             for row in self.fleet_sync.rows((node,)):
                 if node.name in failed:
                     rows.add(row.index)
-                elif node.spec.host in hosts or row.penalty < 0:
+                elif node.spec.host in hosts or row.penalty < row.wake:
                     penalties[row.index] = SAME_HOST_PENALTY
         return frozenset(rows), penalties
 

@@ -43,6 +43,12 @@ class RowFigures(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The part of D that holds for this request alone."""
     cached: float
     """Prompt tokens that it was believed to have cached."""
+    wake: float = 0.0
+    """The seconds of `penalty` in which the node, which sleeps, wakes up."""
+    pool: int = 0
+    """Tokens that its slots share; 0: none."""
+    pool_used: int = 0
+    """Of these, tokens that were reserved, or that others used."""
 
 
 class Comparison(msgspec.Struct, frozen=True, eq=False, gc=False):

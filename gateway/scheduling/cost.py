@@ -11,8 +11,9 @@
      reads a prompt decodes nothing
 - Σr seconds that the neighbours still have to run; d = s / (b + s·(k-1)): the share by which one
      more sequence slows them down; 0 where none decodes
-- D  penalty in seconds: of a node that failed lately; negative for one that needs a request on
-     trial, and for the one that served the request's session last
+- D  penalty in seconds: of a node that failed lately, and of one that sleeps, which wakes up
+     first; negative for one that needs a request on trial, and for the one that served the
+     request's session last
 
 The first four terms are the request's own time, the next two what it costs its neighbours: with the
 least T all of them together lose least.
@@ -168,6 +169,9 @@ def row_figures(row: NodeSlots, queued: QueuedRequest, now: float) -> RowFigures
         row.penalty,
         penalties.get(index, 0.0) if penalties else 0.0,
         cached.get(index, 0.0) if cached else 0.0,
+        row.wake,
+        row.pool,
+        round(row.pool_reserved) + row.pool_foreign if row.pool else 0,
     )
 
 

@@ -81,6 +81,14 @@ ANSWERS_HALF_LIFE = 24.0
 OUTLIER_ANSWER_MEANS = 8.0
 """One answer counts as at most this many means."""
 
+POOL_ANSWER_MARGIN = 2.0
+"""Room that a shared pool must have for an answer, in its expected lengths, as far as `max_tokens`
+allows: of lengths that are distributed exponentially one in seven is greater."""
+
+POOL_PROMPT_DOUBT = 1.25
+"""Room that it must have for a prompt beyond the estimate, as a share of that, while nothing is
+known of such texts; it becomes less with the evidence. An overflow ends all that runs there."""
+
 MOST_TOKENS = float(1 << 20)
 """Tokens of a prompt or an answer; more is a mistake and is clamped."""
 
@@ -215,6 +223,13 @@ class TokenEstimates:
         # A smooth minimum: at most the limit, at most the mean, less where both are close.
         return prompt, mean * max_tokens / math.hypot(mean, max_tokens)
 
+    def prompt_doubt(self, model: str, caller: str) -> float:
+        """By what share of the estimate a prompt may well be longer."""
+        common = self._models.get(model, _NO_STATS)
+        own = self._callers.get((caller, model), _NO_STATS)
+        seen = (own.prompt_bytes + common.prompt_bytes) / 2
+        return POOL_PROMPT_DOUBT * PRIOR_BYTES / (seen + PRIOR_BYTES)
+
     def learn(
         self,
         model: str,
@@ -303,10 +318,12 @@ class DemandModel:
         candidates: NodeCandidates,
         received_at: float,
         earlier: QueuedRequest | None = None,
+        overflows: int = 0,
     ) -> QueuedRequest:
         """The request in numbers, as predicted now.
 
-        `earlier`: the same request in numbers; its estimate of the tokens still holds.
+        `earlier`: the same request in numbers; its estimate of the tokens still holds. `overflows`:
+        `Tried.pool_overflows`.
         """
         key = request.prompt_key
         if earlier is None:
@@ -345,6 +362,8 @@ class DemandModel:
         )
         if request.time_limit is not None:
             queued.deadline = received_at + request.time_limit
+        if self.dispatcher.placement_state.pools:
+            self.estimate_pool(queued, request, overflows)
         if not request.slots:
             queued.slotless_caller = request.caller
         if request.session is not None and request.generates:
@@ -357,6 +376,30 @@ class DemandModel:
             if key.blocks:
                 queued.affinity_hash = key.blocks[0]
         return queued
+
+    def estimate_pool(self, queued: QueuedRequest, request: LeaseRequest, overflows: int) -> None:
+        """Set the tokens for which a shared pool must have room, by what is known now.
+
+        They are rather too many, since an overflow ends all that runs there. A request that was
+        ended twice (`overflows`) runs alone; a response that was cut has room for all that it may
+        still write.
+        """
+        estimates = self.token_estimates
+        prompt, answer = estimates.expected_tokens(
+            request.model,
+            request.fairness_key,
+            request.text_bytes,
+            request.max_tokens if request.generates else 0,
+            request.exact_tokens,
+            request.media_tokens,
+        )
+        doubt = estimates.prompt_doubt(request.model, request.fairness_key)
+        prompt += doubt * max(0.0, prompt - request.exact_tokens)
+        most = math.inf if request.max_tokens is None else request.max_tokens
+        if overflows < 1 or request.resume_key is None:
+            most = min(most, POOL_ANSWER_MARGIN * answer)
+        alone = overflows > 1
+        queued.set_pool_tokens(math.inf if alone else prompt + most * max(1, request.slots))
 
     def refresh_cached(self, queued: QueuedRequest) -> None:
         """Look up what the nodes have cached of its prompt by now."""

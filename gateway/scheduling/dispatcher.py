@@ -5,6 +5,7 @@ It is a pure core: nothing here waits, sleeps or reads a clock; time comes in wi
 A slot stays idle while a request that may use it waits for three reasons only: the request is
 deferred to a busy node that has its prompt cached and is predicted to finish it sooner; a wide
 request reserves a node's slots until there are enough of them; `batch` leaves its reserve free.
+Where the slots of a node share one pool of tokens, a request also waits for room in it.
 
 Requests without a slot have a wait queue of their own, in the same order: neither queue waits for
 the other.
@@ -228,6 +229,8 @@ class Dispatcher:
         queued.looked_up(now)
         if queued.slots:
             queued.expect_work(*self._forecast.work_tokens(queued))
+            if self.placement_state.pools:
+                queued.set_fills_pool(fills=_fills_pool(queued))
         self.waiting += 1
         queue = self._queue_of(queued)
         queue.add(queued, queue.levels[queued.priority].counters.account(queued.fairness_key))
@@ -276,6 +279,16 @@ class Dispatcher:
 
     def _queue_of(self, queued: QueuedRequest) -> WaitQueue:
         return self._wait_queue if queued.slots else self._slotless_queue
+
+
+def _fills_pool(queued: QueuedRequest) -> bool:
+    """Whether it needs more than half of a shared pool that it may be given room in."""
+    needed = queued.tokens_needed
+    return any(
+        row.pool and needed > row.pool / 2
+        for candidates in queued.groups[0]
+        for row in candidates.rows
+    )
 
 
 def dispatch_rules(settings: Settings) -> DispatchRules:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ from gateway.config.cache_privacy import NodeLabels, has_labels
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.health import ALIVE_STATES
 from gateway.fleet.model_index import CapableNodes
-from gateway.fleet.node import Node, NodeState
+from gateway.fleet.node import Node
 from gateway.fleet.prompt_cache import CacheContents, FleetPromptCache
 from gateway.request import Endpoint
 from gateway.scheduling.node_slots import (
@@ -158,7 +159,8 @@ class FleetSync:
     has_gpu_tier: bool = False
     """Whether the inventory has nodes of tier `gpu`."""
     rows_version: int = 0
-    """Changes with the set of rows: then an index may stand for another node."""
+    """Changes with the set of rows: then an index may stand for another node. Also when the slots
+    of one begin or cease to share a pool."""
     _rows: dict[Node, NodeSlots] = field(default_factory=dict)
     nodes: dict[int, Node] = field(default_factory=dict)
     """By row index."""
@@ -234,8 +236,9 @@ class FleetSync:
         total, occupancy = node.slots_total, node.occupancy
         foreign = occupancy.foreign + occupancy.leased - row.ours
         capacity = node.capacity(now)
-        penalty = FAILURE_PENALTY * node.circuit.failures
-        if capacity and node.state is NodeState.EJECTED:
+        wake = node.wake_price(now)
+        penalty = FAILURE_PENALTY * node.circuit.failures + node.calibration.penalty
+        if capacity and node.circuit.open_until is not None:
             # One request on trial, beside whatever still runs.
             capacity = row.ours + foreign + 1 if row.ours + foreign < total else 0
             penalty = -TRIAL_BONUS
@@ -247,13 +250,30 @@ class FleetSync:
             or alive is not row.alive
         ):
             self.placement_state.set_slots(row, total, capacity, foreign, alive=alive)
+        if (pool := node.pool) or row.pool:
+            self._refresh_pool(node, row, pool)
         if self._speed_versions.get(row) != node.speed.version:
             self._refresh_speed(node, row)
-        if penalty != row.penalty:
-            self.placement_state.set_penalty(row, penalty)
+        if penalty + wake != row.penalty or wake != row.wake:
+            self.placement_state.set_penalty(row, penalty + wake, wake=wake)
         if self.placement_state.batch_reserve:
             self._refresh_reserve_group(node, row)
         self._sync_prompt_cache(node, row, total)
+
+    def _refresh_pool(self, node: Node, row: NodeSlots, pool: int) -> None:
+        """Take in whether the node's slots share a pool, and what others use of it.
+
+        Of the busy slots those with most tokens are taken for others'. So are tokens for which no
+        request of ours has a reservation: one that writes more than was expected.
+        """
+        reading, foreign = node.occupancy.take_tokens_reading(), row.pool_foreign
+        if reading is not None:
+            others = sum(heapq.nlargest(node.foreign, reading))
+            foreign = int(max(others, sum(reading) - row.pool_reserved, 0.0))
+        if bool(pool) is not bool(row.pool):
+            self.rows_version += 1  # What waits is to be estimated anew.
+        if pool != row.pool or foreign != row.pool_foreign:
+            self.placement_state.set_pool(row, pool, foreign if pool else 0)
 
     def _refresh_speed(self, node: Node, row: NodeSlots) -> None:
         speed = node.speed
@@ -275,7 +295,8 @@ class FleetSync:
         """Forget a node's cached prompts when its server goes or serves other models."""
         if node.spec.kind != "llama.cpp":
             return
-        gone = node.probe_history.down or node.probe_history.loading or not node.in_service
+        history = node.probe_history
+        gone = history.down or history.loading or node.sleep.asleep or not node.in_service
         current = None if gone else (total, node.indexed_models)
         indexed = self._cached_models.get(row)
         if indexed == current:

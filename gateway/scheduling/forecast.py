@@ -194,9 +194,7 @@ def prospects(queued: QueuedRequest, now: float) -> list[Prospect]:
             for row in candidates.rows:
                 if not row.alive or row.index in queued.excluded:
                     continue
-                wait: float | None = 0.0
-                if row.free < queued.slots:
-                    wait = row.seconds_until_free(queued.slots - row.free, now)
+                wait = row.seconds_until_room(queued, now)
                 cost = math.inf if wait is None else row_cost_after(row, queued, wait)
                 found.append(Prospect(row, wait, cost))
     return sorted(found, key=lambda one: (one.cost, one.row.name))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from gateway import errors
 from gateway.fleet.health import PREFILL_GRACE_FACTOR
-from gateway.fleet.node import Lease
+from gateway.fleet.node import Lease, NodeState
 from gateway.lease import GrantedLease, LeaseRequest, Tried
 from gateway.scheduling.budget import SpillReservation
 from gateway.scheduling.candidates import CandidateFinder
@@ -98,7 +98,9 @@ class LeaseGranter:
         Candidates that are not used must be given to `TierRouter.cancel_reservation`.
         """
         candidates = self.candidate_finder.find(request, tried)
-        queued = self.demand_model.build(request, candidates, received_at)
+        queued = self.demand_model.build(
+            request, candidates, received_at, overflows=tried.pool_overflows
+        )
         if self.fleet_sync.has_gpu_tier:
             candidates = self.tier_router.narrow(request, tried, candidates, queued, now)
             queued.set_groups(candidates.groups)
@@ -176,7 +178,14 @@ class LeaseGranter:
         # The predicted prefill and total bound how long the node may be silent.
         speed, prefill_tps = node.speed, node.speed.prefill_tps
         tokens = max(request.prompt_tokens, queued.prompt_tokens)
-        prefill = tokens / (prefill_tps or PESSIMISTIC_PREFILL_TPS)
+        grace = prefill = tokens / (prefill_tps or PESSIMISTIC_PREFILL_TPS)
+        wake = wake_limit = 0.0
+        if node.sleep.seen:
+            # It may have fallen asleep since the last probe, too.
+            wake_limit = node.sleep.wake_limit(node.properties.size)
+            if node.state is NodeState.SLEEPING:
+                wake = node.sleep.seconds_left(node.properties.size, now)
+                prefill += wake
         total: float | None = None
         if request.max_tokens is not None and (decode_tps := speed.decode_tps) is not None:
             total = prefill + request.max_tokens / decode_tps
@@ -200,13 +209,17 @@ class LeaseGranter:
             stream=stream,
             expected_prefill=prefill,
             expected_total=total,
+            wake=wake,
             holder=record,
         )
         record.lease = lease
         self.records[lease_id] = record
         if request.yields:
             self.yielding[lease_id] = record
-        if lease.trial:
+        if lease.wakes:
+            # As if the prompt took longer to read: later requests wait for that too.
+            self.dispatcher.prefill_done(placement, placement.prefill_ends + wake)
+        if lease.trial or lease.wakes:
             self.fleet_sync.node_changed(node)
         if request.prompt_key is not None or request.session is not None:
             self.demand_model.placed(placement, request)
@@ -217,9 +230,10 @@ class LeaseGranter:
             node.served_name(model) or model,
             slots,
             stream,
-            PREFILL_GRACE_FACTOR * prefill,
+            PREFILL_GRACE_FACTOR * grace,
             None if prefill_tps is None else placement.prefill_ends - placement.placed_at,
             fallback,
+            wake_limit,
         )
 
     def _nodes_without_room(self, placement: Placement, now: float) -> Mapping[str, int]:

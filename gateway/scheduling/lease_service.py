@@ -150,8 +150,11 @@ class LocalLeaseService:
 
     def content_began(self, lease_id: int) -> None:
         """The first content has come: the prompt has been read."""
-        lease = self._records[lease_id].lease
-        lease.content_received(self.scheduler.clock())
+        record = self._records[lease_id]
+        lease, now = record.lease, self.scheduler.clock()
+        lease.content_received(now)
+        if lease.wake:
+            self._woke(record, now)
 
     def content_went_on(self, lease_id: int) -> None:
         """More content has come since the last report, a second ago or so: the node is alive."""
@@ -181,6 +184,8 @@ class LocalLeaseService:
         Returns what it took if no response began; else `settle` does.
         """
         record, charge = self._records[report.lease_id], NOTHING_CHARGED
+        if report.outcome == "pool_full":
+            self.fleet.pool_full(record.lease.node)
         if record.request.yields:
             self.scheduler.granter.yielding.pop(report.lease_id, None)
         if report.node_done:
@@ -203,10 +208,8 @@ class LocalLeaseService:
         else:
             del self._records[report.lease_id]
             charge = self._attempt_failed(record, report, now)
-        if report.fault is Fault.NODE:
-            self.fleet.request_failed(record.lease.node, now, record.lease.taken_at)
-        elif report.fault is Fault.NODE_OR_REQUEST:
-            self._count_unattributed(record, now, response_began=report.response_began)
+        if report.fault is not Fault.NOBODY:
+            self._blame(record, report, now)
         if report.unreachable is not None:
             self.fleet.connect_failed(record.lease.node, report.unreachable)
         return charge
@@ -221,7 +224,9 @@ class LocalLeaseService:
         now = lease.abandoned_at or lease.released_at or self.scheduler.clock()
         usage, reported = report.attempt, report.reported
         record.grant.settled(usage, reported=reported is not None)
-        if complete and reported is not None:
+        if complete and lease.wakes:
+            self._woke(record, now)  # A response in one piece.
+        if complete and reported is not None and not lease.wake:
             self.scheduler.accuracy.settled(record.grant)
         is_sample = False
         if reported is not None and complete:
@@ -297,7 +302,15 @@ class LocalLeaseService:
         elif error.key_rejected_at is not None:
             self.fleet.key_rejected(node, error.key_rejected_at, status)
 
+    def _woke(self, record: LeaseRecord, now: float) -> None:
+        """Content came from a server that had slept."""
+        placement, speed = record.placement, record.lease.node.speed
+        tokens = 0.0 if placement is None else placement.queued.prompt_tokens
+        self.fleet.woke(record.lease, now, tokens / speed.expected_prefill_tps)
+
     def _learn_speed(self, lease: Lease, usage: Usage) -> None:
+        if lease.wake or _woke_unnoticed(lease, usage):
+            return  # Its time, and the first use of freshly loaded weights, say nothing.
         if usage.timings is not None:
             self.fleet.learn_timings(lease.node, usage.timings, lease)
         elif lease.slots:
@@ -307,6 +320,16 @@ class LocalLeaseService:
         self.scheduler.fleet_sync.speed_learnt(lease.node)
 
     # Who is to blame.
+
+    def _blame(self, record: LeaseRecord, report: AttemptReport, now: float) -> None:
+        """The node, or the node or the request, is to blame for the attempt's end."""
+        lease = record.lease
+        if report.outcome == "reset":
+            self.fleet.connection_reset(lease.node)
+        if report.fault is Fault.NODE:
+            self.fleet.request_failed(lease.node, now, lease.taken_at)
+        else:
+            self._count_unattributed(record, now, response_began=report.response_began)
 
     def _count_unattributed(self, record: LeaseRecord, now: float, *, response_began: bool) -> None:
         """The request failed under this lease; the node or the request itself is to blame.
@@ -349,6 +372,16 @@ class LocalLeaseService:
                 )
         if left:
             self._failures[request.id] = tuple(left)
+
+
+def _woke_unnoticed(lease: Lease, usage: Usage) -> bool:
+    """Whether the server had fallen asleep since the last probe, so that it was loading first."""
+    sleep, content_at = lease.node.sleep, lease.first_content_at
+    if not sleep.seen or content_at is None or usage.timings is None:
+        return False
+    read = usage.timings.get("prompt_ms")
+    waited = content_at - lease.taken_at - (read / 1000 if isinstance(read, int | float) else 0.0)
+    return waited > max(1.0, sleep.wake_seconds(lease.node.properties.size) / 2)
 
 
 def _charge_of_failed(record: LeaseRecord, report: AttemptReport, now: float) -> AttemptCharge:

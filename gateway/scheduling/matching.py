@@ -13,6 +13,7 @@ However many requests wait, a bounded number is compared for one placement.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,10 +32,17 @@ from gateway.scheduling.node_slots import (
 )
 from gateway.scheduling.placement_state import PlacementState
 from gateway.scheduling.selection import AvailabilityCache, SelectionPolicy
-from gateway.scheduling.wait_queue import COUNTER_SLACK, PriorityLevel, WaitQueue
+from gateway.scheduling.wait_queue import COUNTER_SLACK, PriorityLevel, WaitQueue, by_age
 
 OLDEST_PER_FIFO = 24
 """Requests of one FIFO that are compared, from its oldest on."""
+
+MOST_PASSED_OVER = 256
+"""Requests of one FIFO that are passed over, since no shared pool has room for their tokens."""
+
+MOST_POOLS_HELD = 2
+"""Nodes whose pools are reserved at a time for requests that need most of one: where many do, pools
+come free as fast as they are needed, and each reservation looks at all nodes."""
 
 MOST_COMPARED = 48
 """Requests that are compared for one placement, at most."""
@@ -124,10 +132,13 @@ class Matcher:
         if overdue is not None and self._starvation_guard.overdue_next:
             # Its class goes first; between that class's callers it stays as fair as ever.
             levels = (levels[overdue.priority], *levels)
-            if available.rows_for(overdue) is None and self._holds.reserve_for(
-                overdue, from_all_classes=True
-            ):
-                available.clear()
+            rows = available.rows_for(overdue)
+            if rows is None:
+                if self._holds.reserve_for(overdue, from_all_classes=True):
+                    available.clear()
+            elif overdue.was_reserved_for:
+                self._starvation_guard.placed(to_overdue=True)
+                return self._match(overdue, rows, now)
         for level in levels:
             if level.count:
                 match = self._next_of_level(level, now, available)
@@ -140,7 +151,7 @@ class Matcher:
         return None
 
     def _oldest_overdue(self, now: float, available: AvailabilityCache) -> QueuedRequest | None:
-        """The oldest overdue request that is wide or that some node has room for."""
+        """The oldest overdue request that is wide, or for which some node has the slots."""
         oldest: QueuedRequest | None = None
         for level, overdue_after in zip(self._wait_queue.levels, self._overdue_after, strict=True):
             for fifo in level.fifos.values():
@@ -149,7 +160,11 @@ class Matcher:
                         oldest is not None and oldest.arrival_key < queued.arrival_key
                     ):
                         break
-                    if queued.slots > 1 or available.rows_for(queued) is not None:
+                    if (
+                        queued.is_wide
+                        or available.rows_for(queued) is not None
+                        or available.lacks_tokens(queued)
+                    ):
                         oldest = queued
                         break
         return oldest
@@ -198,16 +213,30 @@ class Matcher:
     ) -> None:
         """Add one caller's requests that can be placed now, the oldest of each FIFO."""
         if self._wait_queue.wide_count and not matches:
-            self._reserve_for_oldest(account, available)
+            oldest = min((fifo[0] for fifo in account.fifos.values()), key=by_age)
+            if oldest.is_wide:
+                rows = available.rows_for(oldest)
+                if rows is None:
+                    held = len(self._state.reserved_rows)
+                    if (oldest.slots > 1 or held < MOST_POOLS_HELD) and self._holds.reserve_for(
+                        oldest
+                    ):
+                        available.clear()
+                elif oldest.fills_pool or oldest.was_reserved_for:
+                    matches.append(self._match(oldest, rows, now, goes_first=True))
+                    return
         for fifo in account.fifos.values():
             left = OLDEST_PER_FIFO if self._policy.by_cost else 1
+            too_large = 0
             for queued in fifo:
                 rows = available.rows_for(queued)
                 if rows is None:
                     if not queued.excluded and not queued.failed:
-                        break  # No row has room for these requirements.
+                        too_large += 1
+                        if too_large >= MOST_PASSED_OVER or not available.lacks_tokens(queued):
+                            break  # No row has room for these requirements.
                     continue
-                self._add_match(queued, rows, matches, now)
+                matches.append(self._match(queued, rows, now))
                 left = min(left - 1, MOST_EVALUATIONS // len(rows.rows))
                 if left <= 0:
                     break
@@ -225,21 +254,17 @@ class Matcher:
                     rows = None if queued in seen else available.rows_for(queued)
                     if rows is not None:
                         seen.add(queued)
-                        self._add_match(queued, rows, matches, now)
+                        matches.append(self._match(queued, rows, now))
 
-    def _reserve_for_oldest(self, account: FairnessAccount, available: AvailabilityCache) -> None:
-        """Reserve a node for the caller's oldest request if no node has enough free slots."""
-        oldest = min((fifo[0] for fifo in account.fifos.values()), key=lambda one: one.arrival_key)
-        if (
-            oldest.slots > 1
-            and available.rows_for(oldest) is None
-            and self._holds.reserve_for(oldest)
-        ):
-            available.clear()
-
-    def _add_match(
-        self, queued: QueuedRequest, available: AvailableRows, matches: list[Match], now: float
-    ) -> None:
+    def _match(
+        self,
+        queued: QueuedRequest,
+        available: AvailableRows,
+        now: float,
+        *,
+        goes_first: bool = False,
+    ) -> Match:
+        """A request with the best of these rows; `goes_first`: before all that it competes with."""
         self.evaluations += 1
         if (
             self._refresh_cached is not None
@@ -252,8 +277,8 @@ class Matcher:
             self._wait_queue.cached_changed(queued)
         row = self._choose_row(available, queued, now)
         cost = row_cost(row, queued, now)
-        ratio = (now - queued.received_at + cost) / cost
-        matches.append(Match(queued, available, row, cost, ratio))
+        ratio = math.inf if goes_first else (now - queued.received_at + cost) / cost
+        return Match(queued, available, row, cost, ratio)
 
     def _first_that_accepts(
         self, level: PriorityLevel, most: int, available: AvailabilityCache, now: float
@@ -363,6 +388,7 @@ class SlotHolds:
 
         `from_all_classes`: from higher classes too.
         """
+        needed = queued.tokens_needed
         rows = [
             row
             for candidates in queued.groups[0]
@@ -370,20 +396,30 @@ class SlotHolds:
             if row.capacity >= queued.slots
             and row.reserved_for is None
             and row.index not in queued.excluded
+            and not (row.pool and row.is_held_up_by_others(needed))
         ]
         if queued.keeps_batch_reserve:
             rows = [row for row in rows if not row.kept_from_batch] or rows
         if not rows:
             return False
-        row = max(rows, key=lambda row: (row.index not in queued.failed, row.free - row.foreign))
+        row = max(
+            rows,
+            key=lambda row: (
+                row.index not in queued.failed,
+                -row.tokens_short(needed),
+                row.free - row.foreign,
+            ),
+        )
         self.placement_state.reserve(row, queued, from_all_classes=from_all_classes)
+        queued.note_reserved_for()
         return True
 
 
 def _is_worth_waiting(row: NodeSlots, queued: QueuedRequest) -> bool:
     index = row.index
     return (
-        row.free < queued.slots <= row.capacity
+        queued.slots <= row.capacity
+        and (row.free < queued.slots or row.tokens_short(queued.tokens_needed) > 0.0)
         and index not in queued.excluded
         and index not in queued.failed
         and not (row.kept_from_batch and queued.keeps_batch_reserve)

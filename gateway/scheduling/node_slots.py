@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 import msgspec
@@ -112,6 +113,9 @@ class QueuedRequest(msgspec.Struct, eq=False):
     """When its client stops waiting for the answer."""
     slotless_caller: str = ""
     """The caller, all its users together, of a request that takes no slot."""
+    pool_tokens: float = 0.0
+    """Tokens for which a shared pool must have room; infinity: it runs alone there; 0: as many as
+    are expected."""
     # Set while it waits, by the wait queue and the dispatcher.
     work_tokens: tuple[float, float] = (0.0, 0.0)
     """Prompt tokens to be read and output tokens to be decoded for it, as expected."""
@@ -120,6 +124,10 @@ class QueuedRequest(msgspec.Struct, eq=False):
     account: FairnessAccount | None = None
     """Its caller's account while it waits; None: it does not wait."""
     requirements: Requirements = NO_REQUIREMENTS
+    fills_pool: bool = False
+    """Whether it needs most of the tokens of a shared pool."""
+    was_reserved_for: bool = False
+    """Whether a node's room has been reserved for it: once it suffices, it goes first."""
     warmest_rows: tuple[int, ...] = ()
     """Indexes of the rows that have most of its prompt cached."""
     cache_checked_at: float = 0.0
@@ -145,6 +153,28 @@ class QueuedRequest(msgspec.Struct, eq=False):
     def keeps_batch_reserve(self) -> bool:
         """Whether it must leave each node's batch reserve free."""
         return self.priority is Priority.BATCH
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether room must be kept for it, since others would take it piece by piece."""
+        return self.slots > 1 or self.fills_pool
+
+    @property
+    def tokens_needed(self) -> float:
+        """Tokens for which a shared pool must have room."""
+        return self.pool_tokens or self.prompt_tokens + self.completion_tokens * self.slots
+
+    def set_pool_tokens(self, tokens: float) -> None:
+        """Set `pool_tokens`; before it runs."""
+        self.pool_tokens = tokens
+
+    def set_fills_pool(self, *, fills: bool) -> None:
+        """Set `fills_pool`; before it waits."""
+        self.fills_pool = fills
+
+    def note_reserved_for(self) -> None:
+        """A node's room is reserved for it."""
+        self.was_reserved_for = True
 
     def set_groups(self, groups: tuple[TierSets, ...]) -> None:
         """It may go to these candidates only; before it waits."""
@@ -295,6 +325,8 @@ class NodeSlots:
     """Whether these speeds were measured; else they are guesses. No decision depends on it."""
     penalty: float = 0.0
     """Seconds by which it is made to look slower; negative: faster."""
+    wake: float = 0.0
+    """Those of them in which its node, which sleeps, wakes up."""
     prefill_until: float = 0.0
     """When the prompts that are queued there are expected to have been read."""
     ends_sum: float = 0.0
@@ -326,6 +358,14 @@ class NodeSlots:
     """Requests without a slot that run here."""
     slotless_by_caller: dict[str, int] = field(default_factory=dict)
     """How many of them each caller has."""
+    pool: int = 0
+    """Tokens that its slots share; 0: each has its own."""
+    pool_reserved: float = 0.0
+    """Tokens of the pool that are reserved for what runs here."""
+    pool_foreign: int = 0
+    """Tokens of the pool that others use, or ours beyond what is reserved for them."""
+    pool_room: float = math.inf
+    """Tokens that a request here may need; infinity: any number, as while the node is idle."""
 
     # The node's own figures.
 
@@ -360,9 +400,17 @@ class NodeSlots:
         """As `PlacementState.set_measured`."""
         self.measured = measured
 
-    def set_penalty(self, seconds: float) -> None:
+    def set_penalty(self, seconds: float, wake: float = 0.0) -> None:
         """As `PlacementState.set_penalty`."""
         self.penalty = clamp(seconds, -MOST_PENALTY_SECONDS, MOST_PENALTY_SECONDS, 0.0)
+        self.wake = wake
+
+    def set_pool(self, tokens: int, foreign: int) -> None:
+        """As `PlacementState.set_pool`."""
+        self.pool, self.pool_foreign = tokens, foreign
+        self.pool_reserved = sum([self._pool_share(one.queued) for one in self.running])
+        self.pool_room = math.inf
+        self.recompute()
 
     def set_batch_reserve(self, slots: int) -> None:
         """As `PlacementState.spread_batch_reserve`."""
@@ -385,6 +433,9 @@ class NodeSlots:
         step = self.token_step
         self.per_output_token = per_token = self.token_base + step * busy
         self.per_prompt_token = (1 + busy) / self.prefill_tps
+        if self.pool:
+            left = self.pool - self.pool_reserved - self.pool_foreign
+            self.pool_room = left if busy else math.inf
         # Requests without a slot may decode where no slot is busy.
         self.decode_slowdown = step / (per_token - step) if self.decoding and step and busy else 0.0
 
@@ -446,6 +497,8 @@ class NodeSlots:
         self.last_placement = number
         if queued.slots:
             self.ours += queued.slots
+            if self.pool:
+                self.pool_reserved += self._pool_share(queued)
         else:
             caller = queued.slotless_caller
             self.slotless_running += 1
@@ -473,6 +526,9 @@ class NodeSlots:
         queued = placement.queued
         if queued.slots:
             self.ours -= queued.slots
+            if self.pool:
+                left = self.pool_reserved - self._pool_share(queued)
+                self.pool_reserved = left if self.ours else 0.0
         else:
             self._slotless_ended(queued.slotless_caller)
         decodes = queued.completion_tokens > NEGLIGIBLE_COMPLETION
@@ -509,6 +565,36 @@ class NodeSlots:
         self.slotless_by_caller[caller] -= 1
         if not self.slotless_by_caller[caller]:
             del self.slotless_by_caller[caller]
+
+    def _pool_share(self, queued: QueuedRequest) -> float:
+        return min(queued.tokens_needed, self.pool) if queued.slots else 0.0
+
+    def tokens_short(self, needed: float) -> float:
+        """Tokens that its pool lacks for a request that needs so many; 0: it has room.
+
+        While it is idle it takes any request, which runs alone if it needs the whole pool.
+        """
+        if needed <= self.pool_room:
+            return 0.0
+        return max(1.0, min(needed, self.pool) - self.pool_room)
+
+    def is_held_up_by_others(self, needed: float) -> bool:
+        """Whether its pool lacks the room while others' work goes on, whatever of ours ends."""
+        return self.foreign > 0 and self.pool_foreign + min(needed, self.pool) > self.pool > 0
+
+    def seconds_until_room(self, queued: QueuedRequest, now: float) -> float | None:
+        """Seconds until it has the slots and tokens for a request; None: it never will."""
+        slots, tokens = queued.slots - self.free, self.tokens_short(queued.tokens_needed)
+        if not tokens:
+            return self.seconds_until_free(slots, now)
+        for wait, one in sorted(
+            [(one.seconds_left(now), one) for one in self.running], key=itemgetter(0)
+        ):
+            slots -= one.queued.slots
+            tokens -= self._pool_share(one.queued)
+            if slots <= 0 and tokens <= 0.0:
+                return wait
+        return None
 
     def seconds_until_free(self, slots: int, now: float) -> float | None:
         """Seconds until `slots` more than now are free; None: they never will be."""

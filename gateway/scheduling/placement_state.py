@@ -52,6 +52,8 @@ class PlacementState:
     """Rows whose free slots are reserved for a wide request."""
     last_release: float = 0.0
     """When a placement last ended, anywhere."""
+    pools: int = 0
+    """Rows whose slots share one pool of tokens."""
     slots_version: int = 0
     """Changes with the number of slots of any row."""
     _reserve_is_stale: bool = False
@@ -90,6 +92,7 @@ class PlacementState:
             return
         del self.by_name[row.name]
         self.set_slots(row, 0, 0, 0)
+        self.set_pool(row, 0, 0)
         for candidates in list(self._candidate_sets):
             if row.index in candidates.row_indexes:
                 candidates.replace_rows(other for other in candidates.rows if other is not row)
@@ -146,6 +149,12 @@ class PlacementState:
             self._reserve_is_stale = True
         self._recompute(row)
 
+    def set_pool(self, row: NodeSlots, tokens: int, foreign: int) -> None:
+        """The slots of `row` share so many tokens, of which others use `foreign`; 0: none."""
+        self.pools += bool(tokens) - bool(row.pool)
+        row.set_pool(tokens, foreign)
+        self.slots_freed = True
+
     def set_speed(
         self, row: NodeSlots, prefill_tps: float, token_base: float, token_step: float
     ) -> None:
@@ -161,9 +170,12 @@ class PlacementState:
         """Count `speed_changes` from 0 again."""
         self.speed_changes = 0
 
-    def set_penalty(self, row: NodeSlots, seconds: float) -> None:
-        """Seconds by which a node is made to look slower; negative: faster."""
-        row.set_penalty(seconds)
+    def set_penalty(self, row: NodeSlots, seconds: float, *, wake: float = 0.0) -> None:
+        """Seconds by which a node is made to look slower; negative: faster.
+
+        `wake`: those of them in which it wakes up.
+        """
+        row.set_penalty(seconds, wake)
         self._recompute(row)
 
     def set_limits(self, batch_reserve: float, slotless_limit: int) -> None:

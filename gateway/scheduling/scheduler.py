@@ -182,12 +182,12 @@ class Scheduler:
                 candidates,
                 room.counted_waiting,
                 now,
-                retried=bool(tried.failed_nodes),
+                retried=tried.was_sent,
             )
         except errors.GatewayError:
             self.tier_router.cancel_reservation(candidates)
             raise
-        if room.displaced is not None and not tried.failed_nodes:
+        if room.displaced is not None and not tried.was_sent:
             self._refuse(room.displaced, self._displaced_error(now))
         granted: asyncio.Future[GrantedLease] = asyncio.get_running_loop().create_future()
         down_since = None if candidates.any_alive() else now
@@ -465,7 +465,9 @@ class Scheduler:
     def _rebuild(self, waiter: Waiter, candidates: NodeCandidates) -> None:
         """Give a waiter that is not in the queue these candidates."""
         earlier = waiter.queued
-        queued = self.demand_model.build(waiter.request, candidates, earlier.received_at, earlier)
+        queued = self.demand_model.build(
+            waiter.request, candidates, earlier.received_at, earlier, waiter.tried.pool_overflows
+        )
         waiter.requeue_as(candidates, queued)
 
     def _match_soon(self) -> None:
@@ -576,6 +578,10 @@ class Scheduler:
         self._update_candidates(waiter, now)
         if waiter.granted.done():
             return
+        if self.dispatcher.placement_state.pools:
+            self.demand_model.estimate_pool(
+                waiter.queued, waiter.request, waiter.tried.pool_overflows
+            )
         retry_after = self.completion_rate.retry_after(len(self.waiters), now)
         error = waiter.expiry_error(self.settings, retry_after, now)
         if error is not None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -208,11 +209,18 @@ def compare(
     )
 
 
-def available_rows(placement_state: PlacementState, queued: QueuedRequest) -> AvailableRows | None:
+def available_rows(
+    placement_state: PlacementState,
+    queued: QueuedRequest,
+    *,
+    any_pool: bool = False,
+) -> AvailableRows | None:
     """The rows that have room for a request now; None: no row has.
 
     A tier is passed over when it is full, a group only when none of its rows is alive.
+    `any_pool`: the slots suffice, whether a shared pool has room for the request's tokens or not.
     """
+    by_tokens = placement_state.pools > 0 and queued.slots > 0 and not any_pool
     if queued.slots == 1 and not (
         queued.excluded
         or queued.failed
@@ -224,8 +232,11 @@ def available_rows(placement_state: PlacementState, queued: QueuedRequest) -> Av
         version = placement_state.free_rows_version
         if candidates.available_version != version:
             candidates.set_available(_rows_with_room(placement_state, candidates, queued), version)
-        if candidates.available is not None:
-            return candidates.available
+        found = candidates.available
+        if found is not None and by_tokens:
+            found = _with_tokens(found, queued)
+        if found is not None:
+            return found
     keeps_reserve = placement_state.batch_reserve > 0.0 and queued.keeps_batch_reserve
     if keeps_reserve:
         placement_state.spread_batch_reserve()
@@ -241,9 +252,10 @@ def available_rows(placement_state: PlacementState, queued: QueuedRequest) -> Av
             if rows and placement_state.reserved_rows and queued.slots:
                 rows = [r for r in rows if _is_open_to(r, queued)]
             if rows:
-                return AvailableRows(
-                    rows, candidates, group, unfiltered=len(rows) == count and queued.slots > 0
-                )
+                unfiltered = len(rows) == count and queued.slots > 0
+                found = AvailableRows(rows, candidates, group, unfiltered)
+                if not by_tokens or (found := _with_tokens(found, queued)) is not None:
+                    return found
         if any(
             row.alive and row.index not in queued.excluded and row.index not in avoided
             for candidates in tiers
@@ -315,6 +327,15 @@ def _rows_with_room(
     return rows
 
 
+def _with_tokens(found: AvailableRows, queued: QueuedRequest) -> AvailableRows | None:
+    """Those of the rows whose slots share no pool, or one that has room; None: there are none."""
+    needed = queued.tokens_needed
+    rows = [row for row in found.rows if row.pool_room >= needed]
+    if len(rows) == len(found.rows):
+        return found
+    return AvailableRows(rows, found.candidate_set, found.group, False) if rows else None
+
+
 def _another_is_alive(queued: QueuedRequest) -> bool:
     return any(
         row.alive and row.index not in queued.failed and row.index not in queued.excluded
@@ -339,16 +360,36 @@ class AvailabilityCache:
 
     placement_state: PlacementState
     _found: dict[Requirements, AvailableRows | None] = field(default_factory=dict)
+    """By slots alone."""
+    _least_refused: dict[Requirements, float] = field(default_factory=dict)
+    """The fewest tokens for which no shared pool had room: none has room for more."""
 
     def rows_for(self, queued: QueuedRequest) -> AvailableRows | None:
         """The rows with room for a waiting request; None: no row has."""
+        state, requirements = self.placement_state, queued.requirements
         if queued.excluded or queued.failed or not queued.slots:
-            return available_rows(self.placement_state, queued)
-        if queued.requirements in self._found:
-            return self._found[queued.requirements]
-        rows = self._found[queued.requirements] = available_rows(self.placement_state, queued)
+            return available_rows(state, queued)
+        if requirements not in self._found:
+            self._found[requirements] = available_rows(state, queued, any_pool=True)
+        rows = self._found[requirements]
+        if rows is None or not state.pools:
+            return rows
+        needed, refused = queued.tokens_needed, self._least_refused.get(requirements, math.inf)
+        if needed >= refused and not (
+            queued.was_reserved_for
+            and any(row.reserved_for is queued for row in state.reserved_rows)
+        ):
+            return None
+        rows = available_rows(state, queued)
+        if rows is None:
+            self._least_refused[requirements] = min(needed, refused)
         return rows
+
+    def lacks_tokens(self, queued: QueuedRequest) -> bool:
+        """Whether a request without room would have it if it needed fewer tokens of a pool."""
+        return self._found.get(queued.requirements) is not None
 
     def clear(self) -> None:
         """Forget all: rows have been reserved since."""
         self._found.clear()
+        self._least_refused.clear()

@@ -138,7 +138,7 @@ class WaitQueue:
     )
     count: int = 0
     wide_count: int = 0
-    """How many need several slots."""
+    """How many need several slots, or most of a shared pool."""
     _arrivals: int = 0
     _warm: dict[int, dict[QueuedRequest, None]] = field(default_factory=dict)
     """By row index: the requests that have that row among their warmest."""
@@ -149,7 +149,7 @@ class WaitQueue:
         queued.enter(account, self._arrivals)
         self.levels[queued.priority].add(queued, account)
         self.count += 1
-        self.wide_count += queued.slots > 1
+        self.wide_count += queued.is_wide
         if queued.slots:
             for sums, tokens in zip(
                 queued.groups[0][0].queued_tokens, queued.work_tokens, strict=True
@@ -164,7 +164,7 @@ class WaitQueue:
         level.remove(queued, account)
         queued.leave()
         self.count -= 1
-        self.wide_count -= queued.slots > 1
+        self.wide_count -= queued.is_wide
         if queued.slots:
             for sums, tokens in zip(
                 queued.groups[0][0].queued_tokens, queued.work_tokens, strict=True

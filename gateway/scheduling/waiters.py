@@ -55,7 +55,7 @@ class Waiter:
         Not once it, or the request that it is a part of, has been at a node: its response may have
         begun.
         """
-        return not (self.tried.failed_nodes or self.request.admitted or self.granted.done())
+        return not (self.tried.was_sent or self.request.admitted or self.granted.done())
 
     @property
     def due_at(self) -> float:

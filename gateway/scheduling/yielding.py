@@ -112,7 +112,15 @@ def missing_slots(queued: QueuedRequest) -> Iterator[dict[int, int]]:
         if not any(alive):
             continue  # A later name counts only when no node of this one is alive.
         found = [
-            {row.index: queued.slots - (row.capacity - row.busy) for row in rows} for rows in alive
+            {
+                row.index: max(
+                    queued.slots - (row.capacity - row.busy),
+                    # A slot's tokens, of a pool that lacks them.
+                    int(row.tokens_short(queued.tokens_needed) > 0.0),
+                )
+                for row in rows
+            }
+            for rows in alive
         ]
         if all(lacking > 0 for rows in found for lacking in rows.values()):
             yield from found

@@ -7,6 +7,7 @@ UpstreamError
 ├── ConnectionReset           the connection broke before the response was complete
 │   └── StaleConnection       ... a reused one, at once and before the first byte: not an attempt
 ├── NodeReportedError         the node's own error, in the middle of its answer
+│   └── PoolFull              ... its slots have no room left for their tokens together
 ├── InvalidResponse           the response is not HTTP, or its head is too large
 └── UpstreamTimeout           the caller's own limit passed (first byte, silence, whole request)
 
@@ -77,6 +78,12 @@ class NodeReportedError(UpstreamError):
     def is_request_fault(self) -> bool:
         """Whether the request itself is wrong, so that every node would refuse it."""
         return self.status in {400, 413, 422}
+
+
+class PoolFull(NodeReportedError):  # noqa: N818
+    """The node ended all that ran on it: the pool of tokens that its slots share was full."""
+
+    outcome = "pool_full"
 
 
 class UpstreamTimeout(UpstreamError):  # noqa: N818

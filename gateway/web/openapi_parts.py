@@ -155,8 +155,8 @@ NODE_FIELDS: Mapping[str, tuple[str, str]] = {
     "state": (
         "string",
         (
-            "`ready`, `degraded`, `mute`, `ejected`, `starting`, `loading`, `down`, `draining` or "
-            "`standby`"
+            "`ready`, `degraded`, `mute`, `ejected`, `starting`, `loading`, `sleeping`, `down`, "
+            "`draining` or `standby`"
         ),
     ),
     "reason": ("string", "why it is in that state"),
@@ -165,10 +165,25 @@ NODE_FIELDS: Mapping[str, tuple[str, str]] = {
     "leased": ("integer", "slots leased to requests of this gateway"),
     "foreign": ("integer", "slots that others use"),
     "in_flight": ("integer", "requests that run on it"),
+    "pool": (
+        "object?",
+        (
+            "where its slots share one pool of `tokens`: those `reserved` for our requests, and "
+            "`foreign`, which others use"
+        ),
+    ),
     "models": ("array", "public names"),
     "context": ("integer?", "tokens of one slot"),
     "prefill_tps": ("number?", "measured tokens/s of prefill"),
     "decode_tps": ("number?", "measured tokens/s of decode"),
+    "calibration": (
+        "object?",
+        (
+            "the last [calibration](../scheduling.md#a-cold-node): `outcome` (`done`, `warmed`, "
+            "`given_up`, `timed_out`, `failed`), `seconds_ago`, `prefill_tps` and `decode_tps` "
+            "that one has shown, and whether these are `in_use`, as a first guess"
+        ),
+    ),
     "requests": ("integer", "sent to it since the start"),
     "failures": ("integer", "of those that it failed"),
     "cost_per_hour": ("number", "of the inventory"),

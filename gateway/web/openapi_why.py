@@ -37,9 +37,11 @@ WHY_FIELDS: Mapping[str, tuple[str, str]] = {
         "object?",
         (
             "while it waits: `position`, `expected_start`, `waited`, `expires_in`, `deferred_to` "
-            "(the busy node that has its prompt cached), `nodes_alive`, and in `nodes` the best 8 "
-            "of them: `name`, `state`, `slots_busy`, `slots_total`, `free_in` (seconds until it "
-            "has room, were it alone), `cached_tokens`, `expected_seconds` (that wait included)"
+            "(the busy node that has its prompt cached), `tokens_needed` (in a pool that slots "
+            "share; null: it is to run alone there), `nodes_alive`, and in `nodes` the best 8 of "
+            "them: `name`, `state`, `slots_busy`, `slots_total`, `pool` (as a node has it), "
+            "`free_in` (seconds until it has room, were it alone), `cached_tokens`, "
+            "`expected_seconds` (that wait included)"
         ),
     ),
     "decisions": ("array", "about it, the oldest first, [below](#a-decision)"),
@@ -139,6 +141,8 @@ COMPARED_FIELDS: Mapping[str, tuple[str, str]] = {
     "decode_tps": ("number", "tokens/s of decode, as expected of one request alone"),
     "slots_busy": ("integer", "neighbours, before this request came"),
     "slots_total": ("integer", "its slots"),
+    "pool_tokens": ("integer", "tokens of the pool that its slots share; 0: they share none"),
+    "pool_used": ("integer", "of these reserved or in use, before this request came"),
 }
 """Fields of a node that was compared."""
 

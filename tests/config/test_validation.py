@@ -24,7 +24,7 @@ def test_an_unknown_key_is_reported_with_the_nearest_and_all_known(
     (problem,) = nodes_problems(ONE.format("slot: 2"))
     assert problem.message == "unknown key"
     assert "did you mean slots?" in problem.remedy
-    assert "api_key_env, api_key_file, context" in problem.remedy
+    assert "api_key_env, api_key_file, calibrate, context" in problem.remedy
     assert "api_key," not in problem.remedy
 
 

@@ -27,6 +27,7 @@ def _options() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--context", type=int, default=4096, help="tokens of one slot")
+    parser.add_argument("--unified", action="store_true", help="all slots share that context")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--prefill-tps", type=float, default=inf, help="prompt tokens/s")
     parser.add_argument("--decode-tps", type=float, default=inf, help="tokens/s of one slot")

@@ -32,7 +32,7 @@ def props(node: EmulatedNode, query: str) -> Body:
         "model_ftype": "all F32",
         "model_path": f"/models/{node.model}.gguf",
         "modalities": {"vision": node.vision, "video": False, "audio": node.audio},
-        "media_marker": node.media_marker,
+        "media_marker": node.marker,
         "endpoint_slots": node.endpoint_slots,
         "endpoint_props": True,
         "endpoint_metrics": True,

@@ -43,6 +43,10 @@ TAG_HEADER = "x-tag"
 SLOT_PATHS = {*_APIS, *_EMBEDDINGS, *_RERANKS, "/infill", _TRANSCRIPTIONS}
 
 
+def _marker() -> str:
+    return f"<__media_{secrets.token_urlsafe(24)}__>"
+
+
 class EmulatedNode:
     """A llama.cpp server that can misbehave.
 
@@ -127,6 +131,7 @@ class EmulatedNode:
         self.clock = clock
         self.sleep_idle_seconds = sleep_idle_seconds
         self.load_seconds = load_seconds
+        self.loaded_at = clock()  # when it has loaded its model again, after a sleep
         self.active_at = clock()  # when the last request ended that keeps it awake
         self.embeddings = embeddings
         self.rerank = rerank
@@ -147,13 +152,13 @@ class EmulatedNode:
         self.admin = AdminServer(self)
         self.response_class = Response
         self.loading = False  # 503 on every path
+        self.marker = _marker()  # which each process chooses anew
         self.requests = 0  # that need a slot
         self.control_requests = 0
         self.connections_opened = 0
         self.seen: deque[ReceivedRequest] = deque(maxlen=remember)  # those that need a slot
         self.failures: list[Exception] = []  # of the emulator itself
         self.started = int(time.time())
-        self.media_marker = ""
         self.open_connections: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
@@ -176,7 +181,15 @@ class EmulatedNode:
     def sleeping(self) -> bool:
         """Whether it has unloaded its model, since nothing was asked of it."""
         idle = self.clock() - self.active_at
-        return not self.busy and not self.queued and idle >= self.sleep_idle_seconds
+        waking = self.clock() < self.loaded_at
+        return not (self.busy or self.queued or waking) and idle >= self.sleep_idle_seconds
+
+    def _waits_for_model(self, path: str) -> bool:
+        """Whether this is answered when the model is loaded: a sleeper says at once that it is
+        awake, and then even its metrics wait."""
+        if self.clock() < self.loaded_at:
+            return path == "/metrics" or path in info_endpoints.WAKING
+        return self.sleeping and path in info_endpoints.WAKING
 
     @property
     def busy(self) -> int:
@@ -218,7 +231,6 @@ class EmulatedNode:
         if not self.port:
             self._claim = claim_port(self.host)
             self.port = claimed_port(self._claim)
-        self.media_marker = f"<__media_{secrets.token_hex(16)}__>"  # of each process another
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
             lambda: Connection(self),
@@ -252,6 +264,7 @@ class EmulatedNode:
     async def revive(self, *, loading: bool = False) -> None:
         """Listens again on the same port with empty slots; `loading`: answers 503 until unset."""
         self.loading = loading
+        self.marker = _marker()
         await self.accept()
 
     async def until(self, condition: Callable[[], bool], limit: float = 30.0) -> None:
@@ -297,7 +310,7 @@ class EmulatedNode:
                 closes_streams=self.close_after_stream,
             )
             connection.response = response
-            if not needs_slot and not (self.sleeping and request.path in info_endpoints.WAKING):
+            if not needs_slot and not self._waits_for_model(request.path):
                 self._answer_at_once(request, response)
                 connection.finished(response)
                 return
@@ -343,7 +356,7 @@ class EmulatedNode:
             if request.path in SLOT_PATHS:
                 await self._do_work(request, response)
             else:
-                if request.path in info_endpoints.WAKING:
+                if self._waits_for_model(request.path):
                     self._check_key(request)
                     await self._wake()
                 status, body, kind = self._info_response(request)
@@ -410,7 +423,8 @@ class EmulatedNode:
     async def _wake(self) -> None:
         if self.sleeping:
             self.slots.clear_prompts()
-            await asyncio.sleep(self.load_seconds)
+            self.loaded_at = self.clock() + self.load_seconds
+        await asyncio.sleep(max(0.0, self.loaded_at - self.clock()))
         self.active_at = self.clock()
 
     def _check_key(self, request: ReceivedRequest) -> None:

@@ -337,6 +337,13 @@ async def test_a_server_sleeps_and_is_woken_alike() -> None:
                     await eventually(sleeps)
                     assert (await client.request(method, path, json=body)).status_code == 200
                     assert not await sleeps(), path
+                for path, keeps_awake in (("/metrics", None), ("/slots", True)):
+                    await eventually(sleeps)
+                    await client.post(CHAT, json=chat(stream=False, max_tokens=1))
+                    for _ in range(6):
+                        await asyncio.sleep(0.3)
+                        assert (await client.get(path)).status_code == 200
+                    assert (not await sleeps() or None) is keeps_awake, path
 
 
 @binary_only

@@ -18,7 +18,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Lease, Node, NodeSettings, NodeState
 from gateway.fleet.probe_history import ProbeAnswer, ProbeResult
 from gateway.fleet.speed import Speed
-from gateway.fleet.state_files import DrainedNodes
+from gateway.fleet.state_files import DrainedNodes, PropertiesStore
 from gateway.transport.node_pool import open_node_pool
 from gateway.transport.pool import ConnectionPool
 from tests.virtual import now
@@ -141,6 +141,7 @@ async def a_fleet(
     clock: Callable[[], float] = now,
     probed: bool = True,
     timeouts: dict[str, Any] | None = None,
+    properties_store: PropertiesStore | None = None,
     **health: Any,
 ) -> AsyncIterator[Running]:
     """A running fleet with quick probes; `probed`: wait for its first probes."""
@@ -153,6 +154,7 @@ async def a_fleet(
         clock=clock,
         rng=random.Random(7),
         drained_nodes=DrainedNodes(drains),
+        properties_store=properties_store,
     )
     running = Running(fleet)
     bus.subscribe(NodeChanged, running.changes.append)

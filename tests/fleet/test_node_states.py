@@ -18,6 +18,7 @@ def everything_at_once() -> Node:
     """A node for which every state but `starting` would hold."""
     node = a_node(enabled=False)
     node.draining = True
+    node.sleep.props_read(True, 900.0, asked=False)
     node.probe_history = ProbeHistory(probed=True, up=False, detail="no connection", mute=True)
     for _ in range(5):
         node.circuit.record_failure(1000.0)
@@ -38,6 +39,8 @@ def test_the_first_state_that_holds_wins() -> None:
     seen.append(state())
     node.probe_history.loading = True
     seen.append(state())
+    node.sleep.woke()
+    seen.append(state())
     node.probe_history.loading = node.probe_history.probed = False
     seen.append(state())
     node.probe_history.probed = node.probe_history.up = True
@@ -49,16 +52,16 @@ def test_the_first_state_that_holds_wins() -> None:
     node.degradation.server_restarted()
     seen.append(state())
     assert seen == [
-        "standby", "draining", "down", "loading", "starting", "ejected", "mute", "degraded",
-        "ready",
+        "standby", "draining", "down", "sleeping", "loading", "starting", "ejected", "mute",
+        "degraded", "ready",
     ]  # fmt: skip
 
 
 def test_the_states_are_tested_in_their_order() -> None:
     assert [state.value for state in NodeState] == (
         [
-            "standby", "draining", "down", "loading", "starting", "ejected", "mute", "degraded",
-            "ready",
+            "standby", "draining", "down", "sleeping", "loading", "starting", "ejected", "mute",
+            "degraded", "ready",
         ]
     )  # fmt: skip
 
@@ -125,7 +128,7 @@ def test_a_half_open_node_whose_slots_are_full_takes_nothing() -> None:
 def test_only_nodes_that_may_work_have_capacity() -> None:
     for state in NodeState:
         node = a_node(slots=3, state=state)
-        may = state in {NodeState.READY, NodeState.DEGRADED}
+        may = state in {NodeState.READY, NodeState.DEGRADED, NodeState.SLEEPING}
         assert node.capacity(1000.0) == (3 if may else 0)
     node = a_node(slots=3)
     node.removed = True

@@ -259,7 +259,7 @@ async def test_a_server_is_asked_once_what_it_was_started_for(
         assert server.requests == 0
         if purpose != "rerank":
             assert node.refusal_hints["rerank"].endswith("Start it with `--reranking`")
-        server.media_marker = "another process"
+        server.marker = "another process"
         server.embeddings, server.rerank = False, False
         await discover(node)
         assert node.properties.purpose == "chat"
@@ -312,11 +312,12 @@ async def test_an_old_server_that_names_no_model_needs_one_in_the_inventory(
 @in_virtual_time
 async def test_busy_slots_are_read() -> None:
     async with EmulatedNode(slots=2, decode_tps=50) as server, node_at(server.url) as node:
-        assert await probe_slots(node) == 0
+        assert await probe_slots(node) == ()
         body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 50}
         async with pool_client(node.upstream).stream("POST", "/v1/chat/completions", json=body):
             await server.until(lambda: server.busy == 1)
-            assert await probe_slots(node) == 1
+            [tokens] = await probe_slots(node) or ()
+            assert tokens > 0
 
 
 @in_virtual_time
@@ -331,7 +332,7 @@ async def test_a_server_without_slots_is_not_asked_again() -> None:
 async def test_no_process_has_no_busy_slot() -> None:
     async with EmulatedNode() as server, node_at(server.url) as node:
         await server.kill()
-        assert await probe_slots(node) == 0
+        assert await probe_slots(node) == ()
 
 
 @each_case(

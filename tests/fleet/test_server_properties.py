@@ -2,12 +2,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.fleet.server_properties import (
     MOST_MODELS,
     ServerProperties,
+    SlotCounts,
+    count_processing,
     count_slots,
     inventory_drift,
 )
@@ -147,12 +150,23 @@ def test_any_answer_can_be_read(answer: Any) -> None:
 
 
 def test_busy_slots_are_counted() -> None:
-    assert count_slots([{"is_processing": True}, {"is_processing": False}]) == (1, 2)
+    slots = [
+        {"is_processing": True, "n_prompt_tokens": 7},
+        {"is_processing": False, "n_prompt_tokens": 5},
+        {"is_processing": True, "n_prompt_tokens": "many"},
+    ]
+    assert count_slots(slots) == SlotCounts((7, 0), 3)
 
 
 @each_case("answer", [None, {}, [], [1], [{"id": 0}], "x"])
 def test_an_answer_that_is_no_list_of_slots_is_not_counted(answer: Any) -> None:
     assert count_slots(answer) is None
+
+
+def test_busy_slots_are_counted_in_metrics_too() -> None:
+    page = b"# HELP llamacpp:requests_processing 7\nllamacpp:requests_processing 3\nllamacpp:x 1\n"
+    assert count_processing(page) == 3
+    assert count_processing(b"llamacpp:requests_processing much\n") is None
 
 
 def test_drift_names_both_values() -> None:
@@ -172,3 +186,34 @@ def test_undeclared_or_unreported_values_are_no_drift() -> None:
     facts.read_props(PROPS)
     assert inventory_drift(a_spec(), facts) == ()
     assert inventory_drift(a_spec(slots=2, context=4096, model={"mine": "demo"}), facts) == ()
+
+
+def test_a_shared_pool_is_known_until_another_process_answers() -> None:
+    properties = ServerProperties()
+    properties.read_props({"media_marker": "<__media_a__>"})
+    assert properties.pool_learnt()
+    assert not properties.pool_learnt()
+    properties.remembered = True
+    properties.process_ended()  # perhaps: its mark will show
+    properties.clear_remembered()
+    properties.read_props({"media_marker": "<__media_a__>", "is_sleeping": True})
+    assert properties.shared_pool
+    properties.read_props({"media_marker": "<__media_b__>"})
+    assert not properties.shared_pool
+
+
+@pytest.mark.parametrize("end", [ServerProperties.process_ended, ServerProperties.clear_remembered])
+def test_where_processes_have_no_mark_a_shared_pool_is_forgotten_sooner(end: Any) -> None:
+    properties = ServerProperties(remembered=True)
+    properties.read_props({"media_marker": "<__media__>"})
+    properties.pool_learnt()
+    end(properties)
+    assert not properties.shared_pool
+
+
+def test_a_pool_that_was_declared_as_split_is_a_difference() -> None:
+    properties = ServerProperties(shared_pool=True)
+    assert inventory_drift(a_spec(kv="split"), properties) == (
+        "kv: the inventory says split, the server's slots share one pool",
+    )
+    assert inventory_drift(a_spec(), properties) == ()

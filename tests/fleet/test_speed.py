@@ -50,6 +50,34 @@ def test_one_surprise_moves_it_little_and_a_lasting_change_fully() -> None:
     assert speed.decode_tps == pytest.approx(10, rel=0.05)
 
 
+def test_a_calibration_is_assumed_until_an_answer_shows_the_speed() -> None:
+    speed = Speed()
+    # Eight tokens take seven decodes: 20 tokens/s.
+    assert speed.calibrate(timings(prompt=100, tps=20, predicted=8) | {"predicted_ms": 350.0})
+    assert (speed.samples, speed.prefill_tps, speed.decode_tps) == (0, None, None)
+    assert speed.expected_prefill_tps == pytest.approx(200)
+    assert speed.token_base == pytest.approx(0.05)
+    # Neither other nodes' speeds nor timings without figures change it.
+    version = speed.version
+    speed.set_prior(CPU_PRIOR.scaled(3))
+    assert not speed.calibrate({"prompt_n": math.nan, "predicted_n": 1, "predicted_ms": 5})
+    assert (speed.expected_prefill_tps, speed.token_base) == pytest.approx((200, 0.05))
+    assert speed.version == version + 1  # The prior's own.
+    speed.learn_timings(timings(prompt=50, tps=5))
+    assert (speed.prefill_tps, speed.decode_tps) == pytest.approx((50, 5))
+    assert (speed.expected_prefill_tps, speed.token_base) == pytest.approx((50, 0.2))
+    speed.forget()
+    assert speed.calibrated is None
+    assert speed.expected_prefill_tps == CPU_PRIOR.scaled(3).prefill_tps
+
+
+def test_a_calibration_that_wrote_nothing_leaves_the_assumed_decode() -> None:
+    speed = Speed()
+    assert speed.calibrate({"prompt_n": 100, "prompt_ms": 500.0})
+    assert speed.expected_prefill_tps == pytest.approx(200)
+    assert speed.token_base == CPU_PRIOR.token_base
+
+
 @each_case("bad", [0, -5, math.nan, math.inf, -math.inf, None, "32", True, 10**400, [], 1e-300])
 def test_nonsense_is_ignored(bad: Any) -> None:
     for key in ("prompt_n", "prompt_ms", "predicted_n", "predicted_ms"):

@@ -136,7 +136,7 @@ async def test_a_refused_endpoint_is_asked_for_again_some_minutes_later(
     tmp_path: Path,
 ) -> None:
     async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
-        body = {"input_prefix": "a", "n_predict": 1}
+        body: dict[str, Any] = {"input_prefix": "a", "n_predict": 1}
         assert (await proxy.ask("/infill", **body)).status_code == 501
         node.infill = True
         assert (await proxy.ask("/infill", **body)).status_code == 501

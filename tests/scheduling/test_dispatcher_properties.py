@@ -6,6 +6,7 @@ import math
 import random
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,6 +33,7 @@ requests = st.fixed_dictionaries(
         "pending": st.dictionaries(indexes, st.floats(0, 5000), max_size=2),
         "excluded": st.frozensets(indexes, max_size=2),
         "failed": st.frozensets(indexes, max_size=2),
+        "pool_tokens": st.sampled_from([0.0, 200.0, 700.0, 3000.0, math.inf]),
     }
 )
 events = st.one_of(
@@ -47,6 +49,14 @@ events = st.one_of(
             "which": indexes,
             "capacity": st.integers(0, 3),
             "foreign": st.integers(0, 2),
+        }
+    ),
+    st.fixed_dictionaries(
+        {
+            "what": st.just("pool"),
+            "which": indexes,
+            "tokens": st.sampled_from([0, 1000, 4000]),
+            "foreign": st.sampled_from([0, 0, 500]),
         }
     ),
     st.fixed_dictionaries(
@@ -98,6 +108,10 @@ def play(played: list[tuple[float, dict[str, Any]]], rules: DispatchRules) -> li
                 sim.state.set_slots(row, 3, event["capacity"], event["foreign"])
                 assert row.ours == before
                 note(sim.match(now))
+            case "pool":
+                row = sim.rows[event["which"]]
+                sim.state.set_pool(row, event["tokens"], event["foreign"])
+                note(sim.match(now))
             case "speed":
                 sim.state.set_speed(sim.rows[event["which"]], *event["values"])
         check(sim, now)
@@ -113,7 +127,10 @@ def check(sim: QueueSimulation, now: float) -> None:
         assert row.free == max(0, row.capacity - row.ours - row.foreign)
         assert (row.index in sim.state.free_rows) == (row.free > 0)
         assert math.isfinite(row.ends_sum)
+        shares = [min(one.queued.tokens_needed, row.pool) for one in running if one.queued.slots]
+        assert row.pool_reserved == pytest.approx(sum(shares) if row.pool else 0.0)
         assert row.reserved_for is None or row.reserved_for.account is not None
+    assert sim.state.pools == sum(row.pool > 0 for row in sim.rows)
     waiting = sim.waiting(now)
     assert len(waiting) == dispatcher.waiting == sum(dispatcher.depths().values())
     assert not {one.queued for one in sim.running} & set(waiting)
@@ -129,6 +146,7 @@ def check(sim: QueueSimulation, now: float) -> None:
                     row.index in queued.excluded
                     or row.index in queued.failed
                     or row.reserved_for is not None
+                    or row.tokens_short(queued.tokens_needed) > 0.0
                 )
                 spare = row.batch_reserve if queued.priority is Priority.BATCH else 0
                 assert barred or row.free <= spare, "a slot idles"

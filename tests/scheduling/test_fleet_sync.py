@@ -53,7 +53,7 @@ def test_the_state_decides_what_a_node_takes(state: NodeState) -> None:
     one = node(state=state)
     scheduler = a_scheduler(one)
     check_rows(scheduler)
-    alive = state in {NodeState.READY, NodeState.DEGRADED, NodeState.MUTE}
+    alive = state in {*(NodeState.READY, NodeState.DEGRADED, NodeState.MUTE, NodeState.SLEEPING)}
     assert row_of(scheduler).alive is alive
 
 

@@ -22,9 +22,9 @@ from gateway.proxy.inbound.edits import NO_PROMPT_CACHE
 from gateway.proxy.inbound.large_body import FULL_PARSE_BYTES, Body, bytes_to_parse
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
-from gateway.proxy.outcome import fault_of, is_context_overflow
+from gateway.proxy.outcome import fault_of, is_context_overflow, is_pool_full
 from gateway.proxy.resume.plan import NotResumable, ResumeInput, ResumePlan, plan_resume
-from gateway.proxy.retry import Retries
+from gateway.proxy.retry import MOST_POOL_OVERFLOWS, Retries
 from gateway.proxy.splice import OverlapMismatch, SplicePoint
 from gateway.proxy.transcript import Transcript, TranscriptRecorder
 from gateway.transport.connection import LoopTimeout
@@ -35,6 +35,7 @@ from gateway.transport.errors import (
     ConnectTimedOut,
     InvalidResponse,
     NodeReportedError,
+    PoolFull,
     UpstreamError,
     UpstreamTimeout,
 )
@@ -80,6 +81,8 @@ class FailedStream(NamedTuple):
 
     reached_node: bool = True
     retryable: bool = True
+    pool_full: bool = False
+    """Whether its node had no room for the tokens of all its slots."""
 
 
 class FirstRun(NamedTuple):
@@ -102,7 +105,8 @@ class Resumer:
     """Resumes the stream of one request from the transcript of what was sent.
 
     The first resumption is always granted. Each further one, whether the resumed stream has failed
-    or the resumption itself, is a retry and needs the budget that all retries share.
+    or the resumption itself, is a retry and needs the budget that all retries share. Those of
+    streams that were cut because the slots of a node had no room left have a bound of their own.
     """
 
     __slots__ = (
@@ -163,20 +167,26 @@ class Resumer:
             return False
         return True
 
-    async def resume(self, failed: Attempt, *, yielded: bool = False) -> Resumed | None:
+    async def resume(
+        self, failed: Attempt, *, yielded: bool = False, pool_full: bool = False
+    ) -> Resumed | None:
         """The stream's continuation from another node; None: it can't be resumed.
 
         `yielded`: its node did not fail; it was cut for another request, waits for a slot of any
-        node, and no retry is counted. Raises: GatewayError, when the request was cancelled, is in
+        node, and no retry is counted. `pool_full`: its node had no room for the tokens of all its
+        slots, and may continue it. Raises: GatewayError, when the request was cancelled, is in
         quarantine or out of time; if it has yielded, also when it can't wait for a slot.
         """
         await ensure_task()
         failed_node = failed.lease.node.name
         if yielded:
             return await self._resume_yielded(failed_node)
-        self._exclude(failed_node)
+        if pool_full:
+            self._tried = self._tried.overflowed_on(failed_node)
+        else:
+            self._exclude(failed_node)
         try:
-            resumed = await self._resume(failed_node)
+            resumed = await self._resume(failed_node, pool_full=pool_full)
         except NotResumable as error:
             drop_traceback(error)
             self._publish(failed_node, None, str(error))
@@ -227,14 +237,16 @@ class Resumer:
         tag = self._in_flight.request.x_request_id
         self._context.bus.publish(StreamResumed(tag, failed_node, resumed_on, tokens, reason))
 
-    async def _resume(self, failed_node: str, *, yielded: bool = False) -> Resumed:
+    async def _resume(
+        self, failed_node: str, *, yielded: bool = False, pool_full: bool = False
+    ) -> Resumed:
         """Resume as often as the retry policy grants. Raises: NotResumable, GatewayError.
 
-        `yielded`: for the first time without asking it.
+        `yielded`: for the first time without asking it. `pool_full`: up to its own bound without.
         """
         self._source = self._resume_input()
         self._lease_request = self._resumed_lease_request(self._source.transcript)
-        failure = FailedStream()
+        failure = FailedStream(pool_full=pool_full)
         while yielded or await self._is_granted(failure):
             result = await self._attempt(failed_node, yielded=yielded)
             if isinstance(result, Resumed):
@@ -263,6 +275,8 @@ class Resumer:
 
     async def _is_granted(self, failure: FailedStream) -> bool:
         """Whether another resumption may follow `failure`; the first needs no budget."""
+        if failure.pool_full:
+            return self._tried.pool_overflows <= MOST_POOL_OVERFLOWS
         if self._retries is not None:
             return await self._retries.granted(failure)
         context = self._context
@@ -300,6 +314,9 @@ class Resumer:
                 if self._needs_completion(failure):
                     # The node's template may refuse a message that has begun: go around it.
                     self._source = dataclasses.replace(self._source, as_completion=True)
+                elif isinstance(failure, PoolFull):
+                    self._tried = self._tried.overflowed_on(node)
+                    return FailedStream(pool_full=True)
                 else:
                     self._exclude(node)
                     return FailedStream(
@@ -379,7 +396,7 @@ class Resumer:
         in_flight.begin_attempt(attempt)
         outcome, fault, unreachable = "client_closed", Fault.NOBODY, None
         try:
-            queries = NodeQueries(attempt.pool, attempt.connect_timeout)
+            queries = NodeQueries(attempt.pool, attempt.connect_timeout, lease.wake)
             await self._check_kind(queries)
             resume_plan = await plan_resume(queries.post, self._source)
             if resume_plan.final_events is not None:
@@ -434,6 +451,8 @@ class Resumer:
         await attempt.open(self._upstream_request(attempt, resume_plan))
         if attempt.status >= 300:
             endpoint = self._lease_request.endpoint
+            if is_pool_full(attempt.status, attempt.content):
+                raise PoolFull("The node has no room for the tokens of its slots")
             if is_context_overflow(attempt.status, attempt.content, endpoint):
                 raise NotResumable("no node has room for the response so far")
             raise ResumeRefused(attempt.status)
@@ -475,7 +494,8 @@ def _is_out_of_time(failure: UpstreamError) -> bool:
 
 
 QUERY_TIMEOUT = 10.0
-"""Seconds for one query. None of them takes a slot, or as long as a token."""
+"""Seconds for one query. None of them takes a slot, or as long as a token; a server that sleeps
+wakes up first (`GrantedLease.wake`)."""
 
 MOST_QUERY_RESPONSE_BYTES = 64 * 1024 * 1024
 """A prompt's tokens with their pieces are some 40 bytes each."""
@@ -487,9 +507,10 @@ _JSON_HEADER_LINE = b"content-type: application/json\r\n"
 class NodeQueries:
     """Queries to one node. Its `post` is a `splice.PostToNode`."""
 
-    def __init__(self, pool: ConnectionPool, connect_timeout: float) -> None:
+    def __init__(self, pool: ConnectionPool, connect_timeout: float, wake: float = 0.0) -> None:
         self._pool = pool
         self._connect_timeout = connect_timeout
+        self._timeout = QUERY_TIMEOUT + wake
 
     async def post(self, path: str, value: JsonObject) -> JsonObject:
         """Post JSON, get JSON. Raises: UpstreamError."""
@@ -503,7 +524,7 @@ class NodeQueries:
         head = self._pool.address.request_head(method, path.encode(), _JSON_HEADER_LINE, len(body))
         try:
             async with (
-                LoopTimeout(QUERY_TIMEOUT),
+                LoopTimeout(self._timeout),
                 self._pool.response(
                     head, body, connect_timeout=self._connect_timeout
                 ) as connection,
@@ -511,7 +532,7 @@ class NodeQueries:
                 answer = await connection.read_all(MOST_QUERY_RESPONSE_BYTES)
         except TimeoutError:
             raise UpstreamTimeout(
-                "first_byte", f"{path} was not answered for {QUERY_TIMEOUT:.0f} s"
+                "first_byte", f"{path} was not answered for {self._timeout:.0f} s"
             ) from None
         if connection.status != 200:
             raise NodeReportedError(f"The node answered {path} with status {connection.status}")

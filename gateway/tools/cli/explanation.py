@@ -138,16 +138,24 @@ def _node_row(node: Json, prompt: int) -> list[object]:
         *(_seconds(terms[name]) for name in ("queue", "reading")),
         f"{node['cached_tokens']} of {prompt}",
         *(_seconds(terms[name]) for name in ("writing", "neighbours", "doubt")),
-        f"{node['slots_busy']}/{node['slots_total']}",
+        _slots(node, node.get("pool_used", 0), node.get("pool_tokens")),
         "; ".join(notes),
     ]
 
 
+def _slots(node: Json, used: int, tokens: int | None) -> str:
+    """Busy slots of all; and, where they share a pool of tokens, used ones of all."""
+    slots = f"{node['slots_busy']}/{node['slots_total']}"
+    return f"{slots}, {used}/{tokens} tokens" if tokens else slots
+
+
 def _waiting_row(node: Json) -> list[object]:
+    pool = node.get("pool") or {}
+    used = pool.get("reserved", 0) + pool.get("foreign", 0)
     return [
         node["name"],
         node["state"],
-        f"{node['slots_busy']}/{node['slots_total']}",
+        _slots(node, used, pool.get("tokens")),
         _seconds(node["free_in"]),
         node["cached_tokens"],
         _seconds(node["expected_seconds"]),

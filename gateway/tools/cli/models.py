@@ -96,5 +96,5 @@ def _row(model: dict[str, Any]) -> list[object]:
 def _state(model: dict[str, Any]) -> str:
     if model["paused"]:
         return "paused"
-    up = sum(model["nodes"].get(state, 0) for state in ("ready", "degraded", "mute"))
+    up = sum(model["nodes"].get(state, 0) for state in ("ready", "degraded", "mute", "sleeping"))
     return "served" if up else "no node"

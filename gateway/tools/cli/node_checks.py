@@ -34,6 +34,8 @@ class NodeCheck:
     seconds: float
     properties: ServerProperties
     drift: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
+    """What the server does not say, and the inventory could."""
     tools: tuple[str, ...] = ()
     """What its server runs on its host for whoever asks (`--tools`, `--agent`)."""
 
@@ -49,14 +51,14 @@ class NodeCheck:
 
     @property
     def remarks(self) -> str:
-        """Details of the probe, differences from the inventory, and dangers."""
+        """Details of the probe, differences from the inventory, hints and dangers."""
         danger = ""
         if self.tools:
             danger = (
                 f"its server was started with --tools or --agent: whoever reaches it can run "
                 f"{', '.join(self.tools[:MOST_NAMED_TOOLS])} on its host; start it without"
             )
-        return "; ".join(part for part in (self.detail, *self.drift, danger) if part)
+        return "; ".join(part for part in (self.detail, *self.drift, *self.hints, danger) if part)
 
     def table_row(self, cell: Callable[[object], str]) -> list[object]:
         """Return the row of the table."""
@@ -87,6 +89,7 @@ class NodeCheck:
             "quantisation": self.properties.ftype,
             "template": self.properties.template,
             "drift": list(self.drift),
+            "hints": list(self.hints),
             "purpose": self.properties.purpose,
             "tools": list(self.tools),
         }
@@ -124,6 +127,21 @@ async def check_nodes(inventory: Inventory, settings: Settings) -> list[NodeChec
     return await asyncio.gather(*map(check, inventory.nodes))
 
 
+SLOTS_OF_A_SHARED_POOL = 4
+"""Slots of a llama.cpp server that was started without `-np`: then all share one context."""
+
+
+def _hints(spec: NodeSpec, properties: ServerProperties) -> tuple[str, ...]:
+    slots, context = properties.slots, properties.context
+    if spec.kv != "auto" or slots != SLOTS_OF_A_SHARED_POOL or context is None:
+        return ()
+    hint = (
+        f"{slots} slots of {context} tokens each, by its own words: started without -np they share "
+        f"{context} tokens; say so in the inventory (kv: shared, else kv: split)"
+    )
+    return (hint,)
+
+
 async def _check_node(spec: NodeSpec, settings: Settings) -> NodeCheck:
     if not spec.enabled or spec.standby:
         reason = "standby: true" if spec.enabled else "enabled: false"
@@ -144,10 +162,11 @@ async def _check_node(spec: NodeSpec, settings: Settings) -> NodeCheck:
         seconds = outcome.seconds
         if outcome.up and spec.kind == "llama.cpp":
             outcome = await discover(node)
-        drift = inventory_drift(spec, node.properties)
+        properties = node.properties
+        drift, hints = inventory_drift(spec, properties), _hints(spec, properties)
         tools = await _read_tools(node) if outcome.up and spec.kind == "llama.cpp" else ()
         return NodeCheck(
-            spec, outcome.answer.value, outcome.detail, seconds, node.properties, drift, tools
+            spec, outcome.answer.value, outcome.detail, seconds, properties, drift, hints, tools
         )
     finally:
         pool.close()

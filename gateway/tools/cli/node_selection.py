@@ -10,7 +10,7 @@ from gateway.tools.cli.terminal import CommandFailed, format_cell
 
 Json = dict[str, Any]
 
-SERVING_STATES = frozenset({"ready", "degraded", "mute", "loading", "starting"})
+SERVING_STATES = frozenset({"ready", "degraded", "mute", "sleeping", "loading", "starting"})
 """States of nodes that serve their models, or will in a moment."""
 
 

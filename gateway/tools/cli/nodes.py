@@ -290,9 +290,9 @@ def _row(node: dict[str, Any]) -> list[object]:
         f"{format_cell(get('slots_busy'))}/{format_cell(get('slots_total'))}",
         get("in_flight"),
         get("models"),
-        get("context"),
-        get("prefill_tps"),
-        get("decode_tps"),
+        _context(get("context"), get("pool")),
+        _speed(node, "prefill_tps"),
+        _speed(node, "decode_tps"),
         get("requests"),
         get("failures"),
         get("reason") if get("state") != "ready" else _dedicated(node),
@@ -303,6 +303,21 @@ def _dedicated(node: dict[str, Any]) -> str | None:
     """What a ready node is for, if not for chats."""
     purpose = node.get("purpose")
     return f"for {purpose}" if purpose in {"embeddings", "rerank"} else None
+
+
+def _context(tokens: object, pool: dict[str, int] | None) -> str:
+    """Tokens of a slot; or how many are taken of those that all slots share."""
+    if not pool:
+        return format_cell(tokens)
+    return f"{pool.get('reserved', 0) + pool.get('foreign', 0)}/{pool.get('tokens')} shared"
+
+
+def _speed(node: dict[str, Any], key: str) -> object:
+    """The measured speed, else the first guess of a calibration."""
+    calibration = node.get("calibration") or {}
+    if node.get(key) is None and calibration.get("in_use") and calibration.get(key):
+        return f"~{format_cell(calibration[key])}"
+    return node.get(key)
 
 
 def _summary(node: dict[str, Any]) -> str:

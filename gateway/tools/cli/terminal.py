@@ -29,6 +29,7 @@ STATE_COLOURS = {
     "loading": "yellow",
     "mute": "yellow",
     "draining": "cyan",
+    "sleeping": "cyan",
     "standby": "bright_black",
     "ejected": "red",
     "down": "red",

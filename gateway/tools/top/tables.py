@@ -15,7 +15,7 @@ from gateway.tools.top.picture import FleetPicture, Row
 
 STATE_ORDER = (
     *("down", "ejected", "loading", "mute", "starting", "degraded", "draining"),
-    *("standby", "ready"),
+    *("standby", "sleeping", "ready"),
 )
 """States of nodes, what needs a look first."""
 
@@ -214,7 +214,7 @@ def headline(picture: FleetPicture) -> str:
     speeds = (row.get("tokens_per_second") for row in (picture.requests or {}).values())
     speed = sum(value for value in speeds if isinstance(value, int | float))
     states = get("states") or {}
-    working = sum(states.get(name, 0) for name in ("ready", "degraded", "mute"))
+    working = sum(states.get(name, 0) for name in ("ready", "degraded", "mute", "sleeping"))
     parts = [
         "ready" if get("ready") else f"not ready: {format_cell(get('reason'))}",
         f"{working} of {len(picture.nodes)} nodes work",

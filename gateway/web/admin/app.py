@@ -313,7 +313,7 @@ def admin_app(
         pages=PlainPages(metrics, document),
         health=health,
         status=StatusEndpoints(fleet, scheduler, registry, gateway, metrics, health, audit),
-        nodes=NodeEndpoints(fleet, drain_deadlines),
+        nodes=NodeEndpoints(fleet, scheduler.fleet_sync, drain_deadlines),
         node_metrics=NodeMetricsEndpoint(fleet, lambda: gateway.settings, gateway.clock),
         models=ModelEndpoints(fleet, scheduler, gateway),
         requests=RequestEndpoints(registry, scheduler),

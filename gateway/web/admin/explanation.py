@@ -22,6 +22,7 @@ _OUTCOMES = {
     "cancelled": "was cancelled",
     "yielded": "gave up its slot to a higher class",
     "moved": "was moved away by a drain",
+    "pool_full": "was ended by the node, whose slots had no room left for their tokens together",
 }
 
 _FALLBACKS = {
@@ -34,9 +35,12 @@ _FALLBACKS = {
 }
 
 
-def of_doubts(penalty: float, own_penalty: float) -> list[str]:
-    """Why a node looked slower, or faster, than by its speed; penalties in seconds."""
-    found = []
+def of_doubts(penalty: float, own_penalty: float, wake: float) -> list[str]:
+    """Why a node looked slower, or faster, than by its speed; penalties in seconds.
+
+    `wake`: seconds that a node that sleeps takes to wake up.
+    """
+    found = [f"sleeps, and takes about {_seconds(wake)} to wake up"] if wake else []
     if penalty >= FAILURE_PENALTY:
         failures = round(penalty / FAILURE_PENALTY)
         found.append(
@@ -101,6 +105,10 @@ def of_waiting(waiting: Json) -> str:
         why = "No node that could serve it is up"
     elif any(not one["free_in"] for one in nodes if one["free_in"] is not None):
         why = "A slot is free, but others go before it, or the slot is kept for other classes"
+    elif any(one["pool"] and one["slots_busy"] < one["slots_total"] for one in nodes):
+        needed = waiting["tokens_needed"]
+        why = "A slot is free, but in the pool of tokens that the node's slots share there is no "
+        why += "room for it: it is to run alone" if needed is None else f"room for {needed}"
     else:
         why = f"None of the {waiting['nodes_alive']} nodes that could serve it has a free slot"
         if waiting["nodes_alive"] == 1:

@@ -329,7 +329,7 @@ class _FleetCounts:
                     both[1] += usable
         if state == "draining" and not node.draining:
             return  # The gateway itself stops a standby node.
-        if state not in {"ready", "mute"} or node.drift or failures:
+        if state not in {"ready", "mute", "sleeping"} or node.drift or failures:
             self.conditions.append(
                 NodeCondition(
                     spec.name, spec.host, state, node.reason, spec.tier, node.drift, failures

@@ -85,7 +85,7 @@ class NodeMetricsEndpoint:
         try:
             async with asyncio.timeout(WHOLE_SECONDS):
                 for node in nodes:
-                    if node.in_service and node.probe_history.up and not node.probe_history.mute:
+                    if node.in_service and node.probe_history.up and not node.probe_history.silent:
                         await gate.acquire()
                         tasks[node.name] = asyncio.create_task(
                             _read(node, gate), name=f"metrics of {node.name}"

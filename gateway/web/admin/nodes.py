@@ -15,6 +15,8 @@ from gateway.errors import GatewayError, truncate_echo
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Node
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest
+from gateway.scheduling.fleet_sync import FleetSync
+from gateway.scheduling.node_slots import NodeSlots
 from gateway.web.admin.suggestions import suggestion
 from gateway.web.asgi import JsonResponse, number_parameter
 
@@ -71,6 +73,7 @@ class NodeEndpoints:
     """The endpoints of nodes."""
 
     fleet: Fleet
+    fleet_sync: FleetSync
     drain_deadlines: DrainDeadlines
 
     async def list(self, _: Request) -> Response:
@@ -119,7 +122,20 @@ class NodeEndpoints:
 
     def _json(self, node: Node) -> dict[str, Any]:
         left = self.drain_deadlines.seconds_left(node.name)
-        return {**node_json(node), "deadline_in": None if left is None else round(left, 1)}
+        pools = [pool_json(row) for row in self.fleet_sync.rows((node,))]
+        return {
+            **node_json(node),
+            "pool": pools[0] if pools else None,
+            "deadline_in": None if left is None else round(left, 1),
+        }
+
+
+def pool_json(row: NodeSlots) -> dict[str, int] | None:
+    """The pool of tokens that a node's slots share, and what of it is taken; None: it has none."""
+    if not row.pool:
+        return None
+    reserved = round(row.pool_reserved)
+    return {"tokens": row.pool, "reserved": reserved, "foreign": row.pool_foreign}
 
 
 def node_json(node: Node) -> dict[str, Any]:
@@ -150,6 +166,7 @@ def node_json(node: Node) -> dict[str, Any]:
         "context": node.context,
         "prefill_tps": _rounded(node.speed.prefill_tps),
         "decode_tps": _rounded(node.speed.decode_tps),
+        "calibration": _calibration(node, now),
         "requests": node.requests,
         "failures": node.failures,
         "cost_per_hour": spec.cost_per_hour,
@@ -164,6 +181,20 @@ def node_json(node: Node) -> dict[str, Any]:
             "failures": circuit.failures,
             "open_for": None if open_until is None else _rounded(max(0.0, open_until - now)),
         },
+    }
+
+
+def _calibration(node: Node, now: float) -> dict[str, Any] | None:
+    """The last calibration; `in_use`: its speeds are the first guess that requests go by."""
+    record, speed = node.calibration, node.speed
+    if record.outcome is None:
+        return None
+    return {
+        "outcome": record.outcome,
+        "seconds_ago": _rounded(now - record.ended_at),
+        "prefill_tps": _rounded(record.prefill_tps),
+        "decode_tps": _rounded(record.decode_tps),
+        "in_use": speed.calibrated is not None and not speed.samples,
     }
 
 

@@ -32,6 +32,7 @@ from gateway.scheduling.forecast import prospects
 from gateway.scheduling.scheduler import Scheduler
 from gateway.scheduling.waiters import Waiter
 from gateway.web.admin import explanation
+from gateway.web.admin.nodes import pool_json
 from gateway.web.asgi import JsonResponse
 
 MOST_MATCHES = 20
@@ -167,6 +168,7 @@ class WhyEndpoints:
     def _waiting(self, waiter: Waiter, now: float) -> Json:
         """The place of a request in the queue now, and the nodes that it waits for."""
         queued = waiter.queued
+        needed = queued.tokens_needed
         place = self.scheduler.queue_position(waiter.request.id)
         found = prospects(queued, now)
         nodes, deferred_to = self.scheduler.fleet_sync.nodes, queued.deferred_to
@@ -176,6 +178,7 @@ class WhyEndpoints:
             "waited": _rounded(now - waiter.queued_at),
             "expires_in": _rounded(max(0.0, waiter.expires_at - now)),
             "deferred_to": None if deferred_to is None else deferred_to.name,
+            "tokens_needed": None if math.isinf(needed) else round(needed),
             "nodes_alive": len(found),
             "nodes": [
                 {
@@ -183,6 +186,7 @@ class WhyEndpoints:
                     "state": nodes[row.index].state.value if row.index in nodes else "removed",
                     "slots_busy": row.busy,
                     "slots_total": row.total,
+                    "pool": pool_json(row),
                     "free_in": _rounded(wait),
                     "cached_tokens": round(queued.cached.get(row.index, 0.0)),
                     "expected_seconds": _rounded(cost),
@@ -338,13 +342,15 @@ def _row_json(row: RowFigures, prompt: float, completion: float, *, chosen: bool
         },
         "slowed_by_neighbours": _rounded(slowed),
         "holds_up_neighbours": _rounded(held_up),
-        "doubts": explanation.of_doubts(row.penalty, row.own_penalty),
+        "doubts": explanation.of_doubts(row.penalty - row.wake, row.own_penalty, row.wake),
         "cached_tokens": round(min(row.cached, prompt)),
         "cached_saves": _rounded((prompt - uncached) / row.prefill_tps),
         "prefill_tps": _rounded(row.prefill_tps),
         "decode_tps": _rounded(1 / row.token_base),
         "slots_busy": busy,
         "slots_total": row.total,
+        "pool_tokens": row.pool,
+        "pool_used": row.pool_used,
     }
 
 

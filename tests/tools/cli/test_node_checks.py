@@ -140,3 +140,15 @@ async def test_a_node_that_hangs_is_given_up_after_the_health_timeout(folder: Pa
     await asyncio.wait_for(server.wait_closed(), 60)
     assert ran.status == 1
     assert "timed out" in ran.out
+
+
+async def test_a_server_whose_slots_may_share_one_pool_is_hinted_at(folder: Path) -> None:
+    async with EmulatedNode(slots=4, context=2048, unified=True) as node:
+        for kv, hints in (("auto", 1), ("shared", 0), ("split", 0)):
+            inventory = f"nodes: [{{name: a, url: '{node.url}', kv: {kv}}}]\n"
+            ran = await check_nodes(folder, inventory, "--json")
+            (answer,) = json.loads(ran.out)["nodes"]
+            assert len(answer["hints"]) == hints
+        ran = await check_nodes(folder, f"nodes: [{{name: a, url: '{node.url}'}}]\n")
+    assert "4 slots of 2048 tokens each" in ran.out
+    assert "kv: shared" in ran.out

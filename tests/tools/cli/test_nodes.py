@@ -26,6 +26,16 @@ def run_nodes(api: AdminApi, *arguments: str) -> Ran:
     return run("nodes", *arguments, "--admin-url", api.url)
 
 
+def test_a_first_guess_of_a_node_s_speed_is_told_from_a_measured_one(api: AdminApi) -> None:
+    guess = {"prefill_tps": 210.5, "decode_tps": 14.25, "in_use": True, "outcome": "done"}
+    api.add("a", prefill_tps=None, decode_tps=None, calibration=guess)
+    api.add("b", prefill_tps=200.0, decode_tps=14.0, calibration=guess | {"in_use": False})
+    rows = run_nodes(api).out.splitlines()
+    assert "~210.5" in rows[1]
+    assert "~14.2 " in rows[1]
+    assert "~" not in rows[2]
+
+
 @pytest.mark.parametrize("arguments", [(), ("list",)])
 def test_the_fleet_is_a_table_that_a_pipe_does_not_fold(
     api: AdminApi, arguments: tuple[str, ...]
@@ -346,3 +356,8 @@ def test_an_authority_s_file_without_a_certificate_is_reported(
     ran = run("nodes", "--admin-url", "https://127.0.0.1:1", "--admin-ca", str(tmp_path / "ca.pem"))
     assert ran.status == 2
     assert "ca.pem" in ran.err
+
+
+def test_a_pool_that_slots_share_stands_in_place_of_the_context(api: AdminApi) -> None:
+    api.add("a", context=2048, pool={"tokens": 2048, "reserved": 1100, "foreign": 100})
+    assert "1200/2048 shared" in run_nodes(api).out

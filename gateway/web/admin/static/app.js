@@ -96,7 +96,7 @@ function requestsHint() {
 function headline() {
   const { summary } = state;
   if (summary === null) return "";
-  const usable = (summary.states.ready ?? 0) + (summary.states.degraded ?? 0) + (summary.states.mute ?? 0);
+  const usable = ["ready", "degraded", "mute", "sleeping"].reduce((sum, one) => sum + (summary.states[one] ?? 0), 0);
   const waiting = Object.values(summary.queue).reduce((sum, depth) => sum + depth, 0);
   return `${count(usable)} of ${plural(state.nodes.size, "node")} at work, ${count(summary.slots_busy)} of ${
     plural(summary.slots_total, "slot")} busy, ${waiting === 0 ? "nobody waits" : `${plural(waiting, "request")} wait`}`;

@@ -16,11 +16,11 @@ const MOST_PRINTED = 4;
 
 export const MARKS = {
   ready: "●", mute: "◍", degraded: "▼", draining: "‖", down: "✕", ejected: "⊘", loading: "◔",
-  starting: "◔", standby: "○",
+  sleeping: "☾", starting: "◔", standby: "○",
 };
 
 const PHASES = { r: "reading", w: "writing", h: "held", o: "used by others", f: "free" };
-const WORST = ["down", "ejected", "degraded", "loading", "starting", "draining", "mute", "ready", "standby"];
+const WORST = ["down", "ejected", "degraded", "loading", "starting", "draining", "mute", "ready", "sleeping", "standby"];
 
 const view = { size: "auto", words: "", filter: "", only: "", printed: false };
 

@@ -1,0 +1,246 @@
+"""Servers whose slots share one pool of tokens, as without `-np`: every answer comes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.events import AttemptEnded
+from gateway.fleet.node import NodeState
+from gateway.fleet.state_files import PropertiesStore
+from gateway.tools.local.server_command import find_binary
+from setup.llama_server import PROGRAM, build_of, cache_folder
+from tests.emulator import EmulatedNode
+from tests.fleet.build import a_spec
+from tests.gateways import Running, running_gateway
+from tests.servers import (
+    spawn_demo_server,
+    stop_demo_server,
+    wait_for_demo_server,
+)
+from tests.virtual import in_virtual_time
+from tests.web.bare_gateway import CHAT, BareGateway, bare_gateway
+
+POOL, SLOTS, CLIENTS = 512, 4, 8
+
+
+def chat(number: int, *, words: int = 80, answer: int | None = 80, **more: Any) -> dict[str, Any]:
+    """A chat of about twice as many tokens as words, of which every other is a stream."""
+    text = f"chat {number}: " + "hello " * words
+    body = {"messages": [{"role": "user", "content": text}], "stream": number % 2 == 0}
+    return body | {"max_tokens": answer, "temperature": 0, "ignore_eos": True} | more
+
+
+def text_of(response: httpx.Response) -> str:
+    """The text of a complete answer."""
+    assert response.status_code == 200, response.text
+    if response.headers["content-type"].startswith("application/json"):
+        return str(response.json()["choices"][0]["message"]["content"])
+    *events, done = [line for line in response.text.split("\n") if line.startswith("data: ")]
+    assert done == "data: [DONE]", response.text[-500:]
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert choices[-1]["finish_reason"] == "length"
+    return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+
+async def burst(client: httpx.AsyncClient, bodies: Sequence[dict[str, Any]]) -> list[str]:
+    """The texts of the answers to these chats, which are asked for at once."""
+    answers = await asyncio.gather(*(client.post(CHAT, json=body) for body in bodies))
+    return [text_of(answer) for answer in answers]
+
+
+def pooled(**options: Any) -> EmulatedNode:
+    speeds = {"decode_tps": 100, "prefill_tps": 4000}
+    return EmulatedNode(slots=SLOTS, context=POOL, unified=True, **speeds | options)
+
+
+@contextlib.asynccontextmanager
+async def two_pooled(
+    kv: str = "auto", **fleet: Any
+) -> AsyncIterator[tuple[BareGateway, list[str], EmulatedNode]]:
+    """A gateway over two nodes; the outcomes of its attempts; and a third node, without a pool."""
+    async with pooled() as one, pooled() as two, EmulatedNode(slots=8, context=POOL) as alone:
+        specs = [a_spec(name, node.url, kv=kv) for name, node in (("a", one), ("b", two))]
+        async with bare_gateway(*specs, serving=True, **fleet) as gateway:
+            outcomes: list[str] = []
+            gateway.public.timeout = httpx.Timeout(3600)
+            gateway.bus.subscribe(AttemptEnded, lambda event: outcomes.append(event.outcome))
+            yield gateway, outcomes, alone
+
+
+def blameless(gateway: BareGateway) -> bool:
+    nodes = gateway.fleet.nodes.values()
+    return all(node.failures == 0 and node.state is NodeState.READY for node in nodes)
+
+
+@in_virtual_time
+async def test_every_answer_comes_though_the_pools_overflow_and_nobody_is_blamed() -> None:
+    async with two_pooled() as (gateway, outcomes, alone), httpx.AsyncClient() as direct:
+        for first in (0, CLIENTS):
+            bodies = [chat(first + number) for number in range(CLIENTS)]
+            texts = await burst(gateway.public, bodies)
+            expected = [text_of(await direct.post(alone.url + CHAT, json=one)) for one in bodies]
+            assert texts == expected
+            gateway.bus.flush()
+            # The first burst teaches both nodes' pools; the second waits for room.
+            assert outcomes.count("pool_full") == CLIENTS
+        assert blameless(gateway)
+        assert [node.pool for node in gateway.fleet.nodes.values()] == [POOL, POOL]
+
+
+@in_virtual_time
+async def test_a_declared_pool_never_overflows() -> None:
+    async with two_pooled("shared") as (gateway, outcomes, _):
+        bodies = [chat(number, words=9 * number, answer=25 + 10 * number) for number in range(16)]
+        await burst(gateway.public, bodies)
+        gateway.bus.flush()
+        assert outcomes == ["ok"] * len(bodies)
+        assert (await gateway.admin.get("/admin/nodes/a")).json()["pool"] == {
+            "tokens": POOL,
+            "reserved": 0,
+            "foreign": 0,
+        }
+
+
+@in_virtual_time
+async def test_answers_that_overflow_again_run_alone() -> None:
+    """They are far longer than all before them, and no `max_tokens` says so."""
+
+    def answer_tokens(prompt: str) -> int:
+        return 8 if "hello" in prompt else 300
+
+    async with (
+        pooled(answer_tokens=answer_tokens) as node,
+        bare_gateway(a_spec("a", node.url, kv="shared"), serving=True) as gateway,
+    ):
+        gateway.public.timeout = httpx.Timeout(3600)
+        outcomes: list[str] = []
+        gateway.bus.subscribe(AttemptEnded, lambda event: outcomes.append(event.outcome))
+        for text in ("hello", "please go on for a while"):
+            answers = await asyncio.gather(*(gateway.chat(text) for _ in range(CLIENTS)))
+            assert [answer.status_code for answer in answers] == [200] * CLIENTS
+        gateway.bus.flush()
+        assert outcomes.count("ok") == 2 * CLIENTS
+        assert set(outcomes) == {"ok", "pool_full"}
+        assert blameless(gateway)
+
+
+@in_virtual_time
+async def test_a_large_request_waits_for_the_pool_and_is_not_passed_over_for_ever() -> None:
+    async with (
+        pooled() as node,
+        bare_gateway(a_spec("a", node.url, kv="shared"), serving=True) as gateway,
+    ):
+        gateway.public.timeout = httpx.Timeout(3600)
+        ended: list[str] = []
+
+        async def ask(name: str, body: dict[str, Any]) -> None:
+            text_of(await gateway.public.post(CHAT, json=body | {"stream": False}))
+            ended.append(name)
+
+        small = chat(0, words=12, answer=50)
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(SLOTS):
+                tasks.create_task(ask("small", small))
+            await gateway.until(lambda: node.busy == SLOTS)
+            tasks.create_task(ask("large", chat(1, words=200, answer=100)))
+            await gateway.until(lambda: gateway.scheduler.dispatcher.waiting == 1)
+            for _ in range(8):
+                tasks.create_task(ask("small", small))
+        assert ended.index("large") == SLOTS
+
+
+@in_virtual_time
+async def test_others_tokens_count_and_why_tells_of_the_pool() -> None:
+    async with pooled() as node, httpx.AsyncClient(base_url=node.url, timeout=600) as other:
+        foreign = asyncio.create_task(other.post(CHAT, json=chat(0, words=150, answer=100)))
+        await node.until(lambda: node.busy == 1)
+        spec = a_spec("a", node.url, kv="shared")
+        async with bare_gateway(spec, serving=True) as gateway:
+            body = chat(1, words=100, answer=75)
+            waits = asyncio.create_task(
+                gateway.public.post(CHAT, json=body, headers={"x-request-id": "waits"})
+            )
+            await gateway.until(lambda: gateway.scheduler.dispatcher.waiting == 1)
+            [told] = (await gateway.admin.get("/admin/requests/waits/why")).json()["requests"]
+            assert told["waiting"]["nodes"][0]["pool"]["foreign"] > 150
+            assert told["waiting"]["tokens_needed"] > 75
+            assert "pool of tokens" in told["summary"]
+            text_of(await waits)
+            text_of(await foreign)
+            gateway.bus.flush()
+            [told] = (await gateway.admin.get("/admin/requests/waits/why")).json()["requests"]
+            assert told["decisions"][-1]["nodes"][0]["pool_tokens"] == POOL
+
+
+@in_virtual_time
+async def test_what_was_learnt_lasts_as_long_as_the_server_s_process(tmp_path: Path) -> None:
+    path = tmp_path / "last_seen"
+    async with pooled() as node:
+        spec = a_spec("a", node.url)
+        store = PropertiesStore(path)
+        async with bare_gateway(spec, serving=True, properties_store=store) as gateway:
+            await burst(gateway.public, [chat(number) for number in range(SLOTS)])
+            assert gateway["a"].pool == POOL
+            store.save()
+        store = PropertiesStore(path)
+        async with bare_gateway(spec, serving=True, properties_store=store) as gateway:
+            assert gateway["a"].pool == POOL
+            await node.kill()
+            await gateway.until(lambda: gateway["a"].state is NodeState.DOWN)
+            await node.revive()
+            await gateway.until(lambda: gateway["a"].state is NodeState.READY)
+            assert gateway["a"].pool == 0
+            store.save()
+        async with bare_gateway(
+            spec, serving=True, properties_store=PropertiesStore(path)
+        ) as gateway:
+            assert gateway["a"].pool == 0
+
+
+@contextlib.contextmanager
+def real_server(*extra: str, context: int = POOL, port: int = 0) -> Iterator[str]:
+    """By `-np -1`, as without it: four slots that say that each has the whole context."""
+    if build_of(cache_folder() / PROGRAM) is None:
+        pytest.skip("make llama-server")
+    binary = find_binary(cache_folder() / PROGRAM)
+    started = spawn_demo_server(slots=1, context=context, extra=extra, port=port, binary=binary)
+    try:
+        yield wait_for_demo_server(started)
+    finally:
+        stop_demo_server(started)
+
+
+def pools(running: Running) -> list[int]:
+    return [node.pool for node in running.gateway.fleet.nodes.values()]
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.smoke
+async def test_every_answer_of_stock_servers_comes_and_what_they_taught_lasts(
+    tmp_path: Path,
+) -> None:
+    stock = ("--parallel", "-1", "--exact")
+    with real_server(*stock) as one, real_server(*stock) as two, real_server("--exact") as alone:
+        limits = httpx.Limits(max_keepalive_connections=0)
+        bodies = [chat(number, words=20) for number in range(2 * CLIENTS)]
+        async with httpx.AsyncClient(limits=limits, timeout=120) as direct:
+            expected = [text_of(await direct.post(alone + CHAT, json=body)) for body in bodies]
+        async with running_gateway(tmp_path, [one, two], {"resume": "exact"}) as running:
+            texts = await burst(running.client, bodies[:CLIENTS])
+            assert pools(running) == [POOL, POOL]
+            texts += await burst(running.client, bodies[CLIENTS:])
+            assert texts == expected
+            nodes = running.gateway.fleet.nodes.values()
+            assert [(node.failures, node.state) for node in nodes] == [(0, NodeState.READY)] * 2
+        async with running_gateway(tmp_path, [one, two]) as running:
+            assert pools(running) == [POOL, POOL]
