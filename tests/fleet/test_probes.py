@@ -275,6 +275,7 @@ async def test_a_sleeping_server_is_not_asked_what_it_was_started_for() -> None:
         await discover(node)
         assert (server.sleeping, node.properties.purpose) == (True, None)
         server.active_at = now()
+        node.sleep.woke()
         await discover(node)
         assert node.properties.purpose == "embeddings"
 
