@@ -38,6 +38,7 @@ from gateway.handover import (
     start_successor,
     successor_environment,
 )
+from gateway.learnt import LearntMemory
 from gateway.lease import KeyedHash
 from gateway.metering import Metering
 from gateway.observe.audit import AuditTrail
@@ -228,6 +229,18 @@ class Gateway:
             self, self.fleet, self.scheduler, self.registry, self.bus, self.audit,
             self.drain_deadlines,
         )  # fmt: skip
+        self.learnt = LearntMemory.of_gateway(
+            self.fleet,
+            self.scheduler,
+            self.live.history,
+            self.bus,
+            self.key_ring,
+            self._keyed_hash,
+            self.store or startup.learnt_file(options),
+            startup.gateway_name(options, settings),
+            lambda: self.settings.prompts.remember,
+            has_hash_key=self._inherited.hash_key is not None,
+        )
         self._files = FileReloader(
             options,
             settings=lambda: self.settings,
@@ -313,6 +326,7 @@ class Gateway:
                         self.fleet.first_probes_done.wait(), self.timings.first_probes
                     )
             await self.metering.load(self.timings.store)
+            await self.learnt.load(self.timings.store)
             for loop in (*self.metering.loops(), *self.background.loops()):
                 self._start_task(loop.work, loop.name)
             open_listeners(self.public_listener, self.admin_listener)
@@ -331,6 +345,8 @@ class Gateway:
             # Not earlier: the predecessor calibrates, and writes the file, until now.
             self._start_task(self.calibrator.run(), "calibrate idle nodes")
             self._start_task(self.fleet.properties_store.save_loop(), "save what nodes said")
+            waits = None if self._inherited.learnt_fd is None else self._inherited.wait_for_learnt
+            self._start_task(self.learnt.run(waits), "keep what was learnt")
             yield
         finally:
             await self._close()
@@ -356,12 +372,15 @@ class Gateway:
             sockets = {"public": self.public_listener.sock, "admin": self.admin_listener.sock}
             command = self.options.restart_command
             log.info("starting a successor", command=command[0])
+            await self.learnt.save(self.timings.store)
+            learnt_pipe = self.learnt.open_pipe()
             try:
                 self._successor = await start_successor(
                     command,
                     sockets,
                     from_systemd=self._inherited.from_systemd,
                     hash_key=self._keyed_hash.key,
+                    learnt_pipe=learnt_pipe,
                     extra_environment=successor_environment(
                         self.key_ring.access,
                         self.options.settings_file,
@@ -373,7 +392,10 @@ class Gateway:
             except HandoverFailed as error:
                 log.error("no successor", why=str(error))  # noqa: TRY400 - no traceback needed
                 self.audit.record("signal", None, "handover", "", "failed")
+                self.learnt.close_pipe()
                 return
+            finally:
+                learnt_pipe.close()
             self.autoscaler.hand_over()
             self.calibrator.stop()
             self.background.stop()
@@ -393,6 +415,7 @@ class Gateway:
         if self._successor is not None:
             log.info("succeeded", pid=self._successor.pid, in_flight=len(self.registry))
             closing = asyncio.create_task(self._drain(self.public_listener))
+            await self.learnt.close(self.timings.store)
             # Nobody waits for this process to end, so requests keep their usual time limits.
             stopped = asyncio.create_task(self._stop_requested.wait())
             await asyncio.wait([closing, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -442,6 +465,7 @@ class Gateway:
     async def _close(self) -> None:
         await self._end_tasks()
         await close_listeners(self.public_listener, self.admin_listener)
+        await self.learnt.close(self.timings.store)
         await self.background.aclose(self.timings.store)
         self.drain_deadlines.close()
         self.timeout_monitor.close()

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import BinaryIO
 
 from gateway.access.exposure import INITIAL_ACCESS, AnonymousAccess
 from gateway.config.settings import Settings
@@ -32,6 +33,10 @@ SOCKETS_VARIABLE = "LLAMA_GATEWAY_SOCKETS"
 HASH_KEY_VARIABLE = "LLAMA_GATEWAY_HASH_KEY_PIPE"
 """Set for a successor: the descriptor of a pipe that holds the key of `KeyedHash`. By a variable of
 its own, so that an older version can succeed, too; and by a pipe, which nobody else can read."""
+
+LEARNT_VARIABLE = "LLAMA_GATEWAY_LEARNT_PIPE"
+"""Set for a successor: the descriptor of a pipe that ends when the old process has written the last
+of what it has learnt, or is dead. By a variable of its own, as the key."""
 
 PREDECESSOR_VARIABLE = "LLAMA_GATEWAY_PREDECESSOR"
 """Set for a successor, which must not admit callers that the old process refuses. Words:
@@ -65,6 +70,8 @@ class InheritedState:
     """The predecessor's."""
     hash_key: bytes | None = field(default=None, repr=False)
     """The predecessor's key for digests of prompts; None: it has passed none."""
+    learnt_fd: int | None = None
+    """The pipe that ends when the predecessor has written what it has learnt; None: it has none."""
     customised: bool = False
     """The predecessor's settings were not the defaults, so an empty file must be a mistake."""
     had_admin_keys: bool = False
@@ -95,6 +102,13 @@ class InheritedState:
         del self.sockets[name]
         return sock
 
+    async def wait_for_learnt(self) -> None:
+        """Wait until the predecessor has written what it has learnt. The caller sets a limit."""
+        if self.learnt_fd is not None:
+            with os.fdopen(self.learnt_fd, "rb", buffering=0) as pipe:
+                self.learnt_fd = None
+                await _wait_until_readable(pipe.fileno())
+
     def notify_ready(self) -> None:
         """Report readiness to the predecessor, and close the sockets that nobody took."""
         for sock in self.sockets.values():
@@ -114,7 +128,9 @@ def inherit_from_environment(
     if passed := environment.get(SOCKETS_VARIABLE):
         numbers = dict(part.split("=", 1) for part in passed.split())
         ready, from_systemd = numbers.pop("ready"), numbers.pop("fixed", "")
-        hash_key = _read_hash_key(environment.get(HASH_KEY_VARIABLE), {ready, *numbers.values()})
+        others, key_number = {ready, *numbers.values()}, environment.get(HASH_KEY_VARIABLE, "")
+        key_pipe = _inherited_pipe(key_number, others)
+        learnt_pipe = _inherited_pipe(environment.get(LEARNT_VARIABLE), {*others, key_number})
         sockets = {name: _adopt_socket(int(number)) for name, number in numbers.items()}
         os.set_inheritable(int(ready), False)
         words = environment.get(PREDECESSOR_VARIABLE, "").split()
@@ -125,7 +141,8 @@ def inherit_from_environment(
             anonymous_access=AnonymousAccess(
                 had_keys="keyed" in words, allowed="anonymous" in words
             ),
-            hash_key=hash_key,
+            hash_key=_read_hash_key(key_pipe),
+            learnt_fd=learnt_pipe,
             customised="customised" in words,
             had_admin_keys="admin-keyed" in words,
         )
@@ -166,21 +183,28 @@ def _adopt_socket(number: int) -> socket.socket:
     return sock
 
 
-def _read_hash_key(number: str | None, others: Collection[str]) -> bytes | None:
-    """The key in this pipe, which is closed; None: the predecessor has passed none.
+def _inherited_pipe(number: str | None, others: Collection[str]) -> int | None:
+    """The pipe of this number; None: the predecessor has passed none.
 
-    A predecessor of a version without a key passes on the variable that it was given itself: its
-    number is that of no descriptor then, or of one of the `others`.
+    A predecessor of a version without that pipe passes on the variable that it was given itself:
+    its number is that of no descriptor then, or of one of the `others`.
     """
     if not number or number in others:
         return None
-    try:
-        if not stat.S_ISFIFO(os.fstat(int(number)).st_mode):
-            return None
-        with os.fdopen(int(number), "rb", buffering=0) as pipe:
-            return pipe.read(HASH_KEY_BYTES)
-    except OSError:
+    with contextlib.suppress(OSError):
+        if stat.S_ISFIFO(os.fstat(int(number)).st_mode):
+            os.set_inheritable(int(number), False)
+            return int(number)
+    return None
+
+
+def _read_hash_key(number: int | None) -> bytes | None:
+    """The key in this pipe, which is closed."""
+    if number is None:
         return None
+    with contextlib.suppress(OSError), os.fdopen(number, "rb", buffering=0) as pipe:
+        return pipe.read(HASH_KEY_BYTES)
+    return None
 
 
 def restart_command() -> tuple[str, ...]:
@@ -224,12 +248,14 @@ async def start_successor(
     *,
     from_systemd: bool,
     hash_key: bytes,
+    learnt_pipe: BinaryIO | None = None,
     extra_environment: Mapping[str, str] | None = None,
     timeout: float = READY_TIMEOUT,
 ) -> subprocess.Popen[bytes]:
     """Start the command with these listening sockets; returns its process once it is ready.
 
-    Until then nothing has changed. `timeout` is in seconds. Raises: HandoverFailed.
+    Until then nothing has changed. `learnt_pipe`: it ends when the caller has written what it has
+    learnt. `timeout` is in seconds. Raises: HandoverFailed.
     """
     reader, writer = os.pipe()
     numbers = {name: sock.fileno() for name, sock in sockets.items()}
@@ -241,14 +267,19 @@ async def start_successor(
         if name not in {"LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "WATCHDOG_PID"}
     }
     key_reader = _pipe_with(hash_key)
+    passed = [*numbers.values(), writer, key_reader]
     environment |= extra_environment or {}
     environment[HASH_KEY_VARIABLE] = str(key_reader)
+    environment.pop(LEARNT_VARIABLE, None)
+    if learnt_pipe is not None:
+        environment[LEARNT_VARIABLE] = str(learnt_pipe.fileno())
+        passed.append(learnt_pipe.fileno())
     environment[SOCKETS_VARIABLE] = f"{listed} ready={writer}{' fixed=1' if from_systemd else ''}"
     try:
         try:
             # Not by asyncio: the process outlives this event loop.
             process = subprocess.Popen(  # noqa: S603, ASYNC220 - our own command
-                command, env=environment, pass_fds=(*numbers.values(), writer, key_reader)
+                command, env=environment, pass_fds=passed
             )
         except OSError as error:
             raise HandoverFailed(f"{command[0]}: {error.strerror}") from None
@@ -284,6 +315,13 @@ def _pipe_with(data: bytes) -> int:
 
 async def _wait_until_ready(reader: int) -> None:
     """Wait for the successor to write. Raises: EOFError, if it ends without that."""
+    await _wait_until_readable(reader)
+    if not os.read(reader, 1):
+        raise EOFError
+
+
+async def _wait_until_readable(reader: int) -> None:
+    """Wait until something was written into the pipe, or its writer has closed it."""
     loop = asyncio.get_running_loop()
     os.set_blocking(reader, False)
     readable = asyncio.Event()
@@ -292,8 +330,6 @@ async def _wait_until_ready(reader: int) -> None:
         await readable.wait()
     finally:
         loop.remove_reader(reader)
-    if not os.read(reader, 1):
-        raise EOFError
 
 
 _PUBLIC_OPTION = "--port (listen.port)"

@@ -35,8 +35,12 @@ class KeyedHash:
     __slots__ = ("_empty", "key")
 
     def __init__(self, key: bytes | None = None) -> None:
-        self.key = key or secrets.token_bytes(HASH_KEY_BYTES)
-        self._empty = blake2b(digest_size=_DIGEST_BYTES, key=self.key)
+        self.set_key(key or secrets.token_bytes(HASH_KEY_BYTES))
+
+    def set_key(self, key: bytes) -> None:
+        """Make digests with this key from now on; they agree with none from before."""
+        self.key = key
+        self._empty = blake2b(digest_size=_DIGEST_BYTES, key=key)
 
     def digest(self, parts: Iterable[bytes | memoryview]) -> bytes:
         """The digest of all parts together, wherever one ends and the next begins."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -272,6 +273,23 @@ def pauses_file(options: Options) -> Path:
 def properties_file(options: Options) -> Path:
     """The file that keeps what the nodes of this inventory last reported over a restart."""
     return _state_file(options, "seen")
+
+
+def learnt_file(options: Options) -> Path:
+    """The file that keeps what was learnt over a restart, where there is no store."""
+    return _state_file(options, "learnt")
+
+
+def gateway_name(options: Options, settings: Settings) -> str:
+    """Tells this gateway from others of its store, and is the same after a restart.
+
+    SQLite's file is on one host, whose name may be another after each start of a container.
+    """
+    listen = settings.listen
+    location = store_location(options, settings)
+    host = socket.gethostname() if location is not None and location.path is None else ""
+    place = f"{host} {options.inventory_file.absolute()} {listen.host} {listen.port}"
+    return hashlib.sha256(place.encode()).hexdigest()[:16]
 
 
 def keys_file(options: Options) -> Path:

@@ -99,13 +99,18 @@ def read_state(path: Path, kind: type[T], most_bytes: int, consequence: str) -> 
             return msgspec.json.decode(raw, type=kind)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             damage = str(error)
+    log.warning("%s is damaged (%s): kept as %s, %s", path, damage, set_aside(path), consequence)
+    return None
+
+
+def set_aside(path: Path) -> str:
+    """Rename a file that can't be used; returns its new name, or its own if that failed."""
     bad = path.with_name(path.name + ".bad")
-    log.warning("%s is damaged (%s): kept as %s, %s", path, damage, bad.name, consequence)
     try:
-        path.replace(bad)
+        return path.replace(bad).name
     except OSError:
         log.warning("%s could not be set aside", path)
-    return None
+        return path.name
 
 
 def write_state(path: Path, value: object, *, mode: int = 0o666) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from tests.emulator import EmulatedNode
+from tests.gateways import QUIET
 
 LIMIT = 120.0
 """Seconds for each wait."""
@@ -30,6 +31,7 @@ class Succession:
     first: Process
     lines: list[dict[str, Any]] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
+    killed: bool = False
 
     async def read_log(self) -> None:
         assert self.first.stderr is not None
@@ -63,6 +65,12 @@ class Succession:
         succeeded = self.logged("succeeded")
         return int(succeeded[-1]["pid"]) if succeeded else self.first.pid
 
+    async def kill(self) -> None:
+        """Kill the first process, which has no successor."""
+        self.killed = True
+        self.first.kill()
+        await self.first.wait()
+
     async def succeed(self) -> None:
         """Let the newest process be succeeded; returns when the new one has taken over."""
         before = len(self.logged("succeeded"))
@@ -94,7 +102,7 @@ async def serving(
         if isinstance(node, EmulatedNode)
         else [dict(one) for one in node]
     )
-    (folder / "nodes.yaml").write_text(yaml.safe_dump({"nodes": nodes}))
+    (folder / "nodes.yaml").write_text(yaml.safe_dump({**QUIET, "nodes": nodes}))
     files = ("--nodes", str(folder / "nodes.yaml"), "--config", str(folder / "gateway.yaml"))
     process = await asyncio.create_subprocess_exec(
         *(command or (sys.executable, "-m", "gateway")), "serve", *files,
@@ -117,4 +125,4 @@ async def serving(
             for pid in {process.pid, *(entry["pid"] for entry in line.logged("succeeded"))}:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-    assert await process.wait() == 0
+    assert await process.wait() == (-signal.SIGKILL if line.killed else 0)

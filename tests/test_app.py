@@ -90,7 +90,7 @@ class Process:
 
 def command(folder: Path, url: str, settings: Mapping[str, Any], *arguments: str) -> list[str]:
     nodes, config = folder / "nodes.yaml", folder / "gateway.yaml"
-    nodes.write_text(yaml.safe_dump({"nodes": [{"name": "n", "url": url}]}))
+    nodes.write_text(yaml.safe_dump({"nodes": [{"name": "n", "url": url, "calibrate": False}]}))
     config.write_text(yaml.safe_dump(dict(settings)))
     files = ["--nodes", str(nodes), "--config", str(config)]
     ports = ["--port", "0", "--admin-port", "0"]

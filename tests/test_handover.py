@@ -12,6 +12,7 @@ import pytest
 from gateway.access.exposure import AnonymousAccess
 from gateway.handover import (
     HASH_KEY_VARIABLE,
+    LEARNT_VARIABLE,
     SOCKETS_VARIABLE,
     HandoverFailed,
     InheritedState,
@@ -278,3 +279,20 @@ def test_the_number_of_an_earlier_hash_key_is_ignored(listening: socket.socket) 
         os.fstat(writer)
     for number in (unrelated, reader, writer):
         os.close(number)
+
+
+async def test_a_successor_knows_when_its_predecessor_has_written_or_is_dead(
+    listening: socket.socket,
+) -> None:
+    reader, writer = os.pipe()
+    ready_reader, ready = os.pipe()
+    numbers = f"public={passed(listening)} ready={ready}"
+    inherited = inherit_from_environment({SOCKETS_VARIABLE: numbers, LEARNT_VARIABLE: str(reader)})
+    waiting = asyncio.create_task(inherited.wait_for_learnt())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    os.close(writer)
+    async with asyncio.timeout(60):
+        await waiting
+    inherited.notify_ready()
+    os.close(ready_reader)

@@ -15,7 +15,7 @@ from typing import Any
 
 import structlog
 from pydantic import ValidationError
-from sqlalchemy import Connection, Row, case, func, insert, or_, select, update
+from sqlalchemy import Connection, Row, case, delete, func, insert, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
@@ -25,7 +25,7 @@ from gateway.config.listeners import KeySpec
 from gateway.config.validation import error_words, model_at_path
 from gateway.errors import GatewayError, truncate_echo
 from gateway.store.schema import keys as keys_table
-from gateway.store.schema import revisions
+from gateway.store.schema import learnt, revisions
 
 MOST_STORED_KEYS = 100_000
 """Keys that a store may hold, revoked ones included: a gateway has all of them in memory."""
@@ -401,12 +401,16 @@ def rotate_key(
 
 
 def revoke_key(connection: Connection, name: str, now: float) -> StoredKey:
-    """End the key of this name or id for good. Raises: GatewayError (404)."""
+    """End the key of this name or id for good, and forget what was learnt of its requests.
+
+    Raises: GatewayError (404).
+    """
     key = find_key(connection, name)
     if key.revoked_at is not None:
         return key
     revoked = replace(key, revoked_at=now, previous_sha256=None, previous_until=None)
     _write(connection, revoked, now)
+    connection.execute(delete(learnt).where(learnt.c.caller == key.spec.id))
     return revoked
 
 

@@ -46,6 +46,16 @@ class PromptSettings(ConfigModel):
         Field(description="Lines to overlook, and to take out of the request as well."),
         TypeLabel("list of patterns"),
     ] = ()
+    remember: Annotated[
+        bool,
+        Field(
+            description=(
+                "Keep over a restart which prompts each node has cached, as digests beside their "
+                "key. `false`: what was kept is deleted, and a restart forgets."
+            )
+        ),
+        TypeLabel("true or false"),
+    ] = True
 
 
 SHORTEST_LITERAL_PREFIX = 4

@@ -15,6 +15,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
 
 from gateway.fleet.speed import SpeedSample, TokenTime
 
@@ -151,10 +154,39 @@ class SpeedHistory:
             while len(self.shares) > SHARES_KEPT_WHEN_STALE:
                 self.shares.popleft()
 
+    def export(self) -> list[UsualSpeed]:
+        """The usual speeds, by kind of request."""
+        return [
+            UsualSpeed(*kind, one.log_seconds, one.samples) for kind, one in self.baselines.items()
+        ]
+
+    def restore(self, usual: list[UsualSpeed], kept: float, now: float) -> None:
+        """Go on from these; with a smaller share `kept`, the next requests change them sooner."""
+        self.baselines = {
+            (one.first, one.second): SpeedBaseline(one.log_seconds, round(one.samples * kept), now)
+            for one in usual[:MOST_BASELINES]
+        }
+
     def forget_recent(self) -> None:
         """Keep the baselines only."""
         self.shares.clear()
         self.slow_since, self.row_since, self.degraded = None, None, False
+
+
+class UsualSpeed(msgspec.Struct, frozen=True, array_like=True):
+    """A `SpeedBaseline` and its kind of request, as they outlive their process."""
+
+    first: int
+    second: int
+    log_seconds: Annotated[float, msgspec.Meta(ge=-50, le=50)]
+    samples: Annotated[int, msgspec.Meta(ge=0, le=YOUNG_BASELINE)]
+
+
+class UsualSpeeds(msgspec.Struct, frozen=True):
+    """What a `DegradationDetector` knows of a node, as it outlives its process."""
+
+    prefill: list[UsualSpeed]
+    decode: list[UsualSpeed]
 
 
 @dataclass(slots=True)
@@ -193,6 +225,15 @@ class DegradationDetector:
         self.prefill.refresh(now)
         self.decode.refresh(now)
         return self.degraded is not before
+
+    def export(self) -> UsualSpeeds:
+        """The usual speeds."""
+        return UsualSpeeds(self.prefill.export(), self.decode.export())
+
+    def restore(self, usual: UsualSpeeds, kept: float, now: float) -> None:
+        """Go on from these usual speeds; the present speed is to be seen anew."""
+        self.prefill.restore(usual.prefill, kept, now)
+        self.decode.restore(usual.decode, kept, now)
 
     def server_restarted(self) -> None:
         """The server is a new process: the cause may have gone with the old one."""

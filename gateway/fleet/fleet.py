@@ -17,11 +17,11 @@ from gateway.fleet.circuit import Circuit
 from gateway.fleet.health import ALIVE_STATES, HealthMonitor, judge_state
 from gateway.fleet.model_differences import ComparedServer, ModelDifference, model_differences
 from gateway.fleet.model_index import ModelIndex
-from gateway.fleet.node import Lease, Node, NodeSettings, NodeState
+from gateway.fleet.node import LearntOfServer, Lease, Node, NodeSettings, NodeState
 from gateway.fleet.probe_history import ProbeAnswer, ProbeResult
 from gateway.fleet.probes import key_rejected_reason
 from gateway.fleet.reclaim import Reclaimer
-from gateway.fleet.server_properties import server_identity
+from gateway.fleet.server_properties import server_identity, server_key
 from gateway.fleet.sleep import REST_DELAY
 from gateway.fleet.speed import SpeedSample, compare_speeds
 from gateway.fleet.state_files import DrainedNodes, PausedModels, PropertiesStore
@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 
 PROBES_AT_ONCE = 256
 """Most nodes probed at the same time: if none of a thousand nodes answers, a round takes 8 s."""
+
+MOST_LEARNT = 10_000
+"""Servers that the inventory does not have and of which something learnt is kept."""
 
 COMPARE_SPEEDS_EVERY = 5.0
 """Seconds between two comparisons of all nodes' speeds."""
@@ -73,6 +76,8 @@ class Fleet:
         self._differences: tuple[ModelDifference, ...] = ()
         self.differences_in_words: Mapping[str, tuple[str, ...]] = {}
         """By public model: how its nodes differ, as of the last `compare_models`."""
+        self._learnt: dict[str, tuple[LearntOfServer, float]] = {}
+        """By `server_key`: what was learnt of servers before, and what share of it counts still."""
         self._reclaimer = Reclaimer()
         self._probe_gate = asyncio.Semaphore(PROBES_AT_ONCE)
         self._monitors: dict[Node, HealthMonitor] = {}
@@ -229,6 +234,8 @@ class Fleet:
             on_lease_released=self.lease_released,
             on_lease_abandoned=self._reclaimer.watch,
         )
+        if (learnt := self._learnt.get(server_key(spec))) is not None:
+            node.restore(*learnt)
         self._enter(node, published)
         return node
 
@@ -267,6 +274,10 @@ class Fleet:
     def _remove(self, node: Node) -> None:
         """Give it no new work, and close it when its leases have ended."""
         node.leave()
+        if (learnt := node.export()) is not None:
+            self._learnt[server_key(node.spec)] = learnt, 1.0
+            if len(self._learnt) > MOST_LEARNT:
+                del self._learnt[next(iter(self._learnt))]
         self._closing.own_task(self._monitors.pop(node).cancel())
         self._closing.close_when_idle(node)
 
@@ -462,6 +473,18 @@ class Fleet:
             return
         node.endpoint_refused(endpoint, hint, self._clock())
         self.model_index.node_changed()
+
+    def restore(self, learnt: Mapping[str, tuple[LearntOfServer, float]]) -> None:
+        """Go on from what was learnt of servers (`server_key`), and what share of it still counts.
+
+        That of servers that the inventory does not have waits until it has them.
+        """
+        self._learnt.update(learnt)
+        for node in self.nodes.values():
+            if (known := learnt.get(server_key(node.spec))) is not None:
+                node.restore(*known)
+        compare_speeds(self.nodes.values())
+        self._notify_change()
 
     def learn_timings(
         self, node: Node, timings: Mapping[str, object], lease: Lease | None = None

@@ -12,22 +12,25 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from gateway.config.inventory import NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.fleet.circuit import Circuit, KeyRejection
 from gateway.fleet.concurrency_limit import MOST_LIMIT, ConcurrencyLimit
-from gateway.fleet.degradation import DegradationDetector
+from gateway.fleet.degradation import DegradationDetector, UsualSpeeds
 from gateway.fleet.lifecycle import Lifecycle, LifecyclePhase
 from gateway.fleet.probe_history import ProbeHistory
 from gateway.fleet.server_properties import (
     REFUSED_FOR_PURPOSE,
     Purpose,
+    ServedAs,
     ServerProperties,
     inventory_drift,
 )
 from gateway.fleet.sleep import RECENT_USE, REST_DELAY, Sleep
 from gateway.fleet.slot_occupancy import LeasePhase, SlotOccupancy
-from gateway.fleet.speed import ObservedTiming, Speed
+from gateway.fleet.speed import ObservedTiming, Speed, SpeedState
 from gateway.lease import NodeInfo
 from gateway.request import Endpoint
 from gateway.transport.pool import ConnectionPool
@@ -56,6 +59,16 @@ class NodeSettings:
 
     health: HealthSettings
     timeouts: TimeoutSettings
+
+
+class LearntOfServer(msgspec.Struct, frozen=True):
+    """What was learnt of a server, as it outlives the process."""
+
+    served_as: ServedAs
+    """The model and build of which it was learnt."""
+    speed: SpeedState
+    usual: UsualSpeeds
+    wake_seconds: float | None
 
 
 MOST_CALIBRATIONS = 5
@@ -126,8 +139,10 @@ class Node:
     properties: ServerProperties = field(default_factory=ServerProperties)
     speed: Speed = field(default_factory=Speed)
     degradation: DegradationDetector = field(default_factory=DegradationDetector)
-    measured_model: tuple[object, ...] = (None, None, None)
-    """The identity of the model whose speed was learnt."""
+    measured: ServedAs = (None,) * 6
+    """The model and build of which the speed was learnt, as far as the server has said."""
+    replacements: int = 0
+    """How often the server came to have another model, build or number of slots."""
     calibration: CalibrationRecord = field(default_factory=CalibrationRecord)
     concurrency_limit: ConcurrencyLimit | None = None
     """Requests at once, learnt from answers: for OpenAI-compatible endpoints only."""
@@ -561,18 +576,41 @@ class Node:
         )
 
     def forget_replaced_model(self) -> None:
-        """Forget the learnt speed if the server has another model now."""
-        properties = self.properties
-        model = (properties.models or None, properties.n_params, properties.size)
-        if model != self.measured_model:
-            if any(
-                old not in {None, new} for old, new in zip(self.measured_model, model, strict=True)
-            ):
-                self.speed.forget()
-                self.degradation.forget()
-                self.sleep.forget()
-                self.calibration.server_started(self.requests)
-            self.measured_model = model
+        """Forget the learnt speed if the server has another model, build or number of slots now."""
+        now = self.properties.served_as()
+        if now == self.measured:
+            return
+        if not _may_be_same(self.measured, now):
+            self.speed.forget()
+            self.degradation.forget()
+            self.sleep.forget()
+            self.calibration.server_started(self.requests)
+            self.replacements += 1
+            self.measured = now
+        else:
+            self.measured = _together(now, self.measured)
+
+    def export(self) -> LearntOfServer | None:
+        """What was learnt of its server; None: nothing was."""
+        speed = self.speed.export()
+        if speed is None:
+            return None
+        usual = self.degradation.export()
+        return LearntOfServer(self.measured, speed, usual, self.sleep.measured)
+
+    def restore(self, learnt: LearntOfServer, kept: float) -> None:
+        """Go on from what was learnt, unless it was of another model or build.
+
+        `kept`: the share that its evidence still counts. If the server has not said yet what it
+        has, it gets no work either, and `forget_replaced_model` looks again when it has.
+        """
+        now = self.properties.served_as()
+        if _may_be_same(learnt.served_as, now):
+            self.measured = _together(now, learnt.served_as)
+            self.speed.restore(learnt.speed, kept)
+            self.degradation.restore(learnt.usual, kept, self.clock())
+            if learnt.wake_seconds is not None:
+                self.sleep.learn_wake(learnt.wake_seconds)
 
     def _new_info(self) -> NodeInfo:
         spec, own = self.spec, self.spec.timeouts
@@ -604,6 +642,19 @@ class Node:
         """Whether its `drift` differs from that of the last call."""
         before, self.drift = self.drift, inventory_drift(self.spec, self.properties)
         return self.drift != before
+
+
+def _may_be_same(before: ServedAs, now: ServedAs) -> bool:
+    """Whether they agree wherever both say something."""
+    return all(old in {None, new} or new is None for old, new in zip(before, now, strict=True))
+
+
+def _together(now: ServedAs, before: ServedAs) -> ServedAs:
+    """All that is known: a server that leaves something out still has it."""
+    models, params, size, file, build, slots = (
+        old if new is None else new for old, new in zip(before, now, strict=True)
+    )
+    return (models, params, size, file, build, slots)  # type: ignore[return-value]
 
 
 class LeaseHolder(Protocol):

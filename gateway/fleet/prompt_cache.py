@@ -14,10 +14,13 @@ its host memory: that is learnt from predictions that came true or failed.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import msgspec
 
 from gateway.fleet.prompt_tree import CachedPrompt, PrefixEdge, PromptTree
 from gateway.lease import PromptKey
@@ -83,6 +86,22 @@ class CacheContents(NamedTuple):
 
     prompts: int
     tokens: int
+
+
+class KeptPrompt(msgspec.Struct, frozen=True, array_like=True):
+    """A cached prompt as it outlives the process."""
+
+    blocks: bytes
+    """64 bits each, little-endian."""
+    prompt_tokens: Annotated[float, msgspec.Meta(ge=1, le=1e9)]
+    answer_tokens: Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+    ends_on_block: bool
+
+    @classmethod
+    def of(cls, held: CachedPrompt) -> KeptPrompt:
+        """The prompt in this form."""
+        blocks = held.blocks.tobytes()
+        return cls(blocks, held.prompt_tokens, held.answer_tokens, held.ends_on_block)
 
 
 @dataclass(slots=True)
@@ -193,6 +212,7 @@ class FleetPromptCache:
         prompt_tokens: float,
         cached_tokens: float,
         completion_tokens: float,
+        caller: str = "",
     ) -> None:
         """A request ended and reported its usage: its slot holds prompt and answer now."""
         node = self.nodes.get(row)
@@ -202,9 +222,9 @@ class FleetPromptCache:
         if 0 <= cached_tokens <= prompt_tokens:
             node.learn(running, cached_tokens)
         answer = completion_tokens if 0 <= completion_tokens < math.inf else 0.0
-        held = CachedPrompt(row, None, prompt_tokens, answer, prompt.ends_on_block)
+        held = CachedPrompt(row, None, prompt_tokens, answer, prompt.ends_on_block, caller=caller)
         self.tree.add(held, prompt.blocks)
-        node.slot_prompts[held] = None
+        node.take_in(held)
         self._evict_excess(row, node)
 
     def request_dropped(self, row: int, prompt: PromptKey, written_tokens: float = 0.0) -> None:
@@ -220,8 +240,38 @@ class FleetPromptCache:
             row, None, self._match(prompt).total, written_tokens, prompt.ends_on_block
         )
         self.tree.add(held, prompt.blocks, reported=False)
-        node.slot_prompts[held] = None
+        node.take_in(held)
         self._evict_excess(row, node)
+
+    def export(self, row: int) -> Iterator[tuple[int, CachedPrompt]]:
+        """The prompts that a node caches, the longest cached first: each with its last block."""
+        node = self.nodes.get(row)
+        for held in [] if node is None else [*node.host_prompts, *node.slot_prompts]:
+            if held.leaf is not None:
+                yield held.leaf.blocks[-1], held
+
+    def restore(self, row: int, kept: KeptPrompt, caller: str) -> None:
+        """A node has this prompt in its cache, after those restored before.
+
+        It goes where it would be had it been answered now. Raises: ValueError.
+        """
+        node, blocks = self.nodes.get(row), array("q")
+        blocks.frombytes(kept.blocks)
+        if node is None or not blocks:
+            return
+        held = CachedPrompt(
+            row, None, kept.prompt_tokens, kept.answer_tokens, kept.ends_on_block, caller=caller
+        )
+        self.tree.add(held, tuple(blocks))
+        node.take_in(held)
+        self._evict_excess(row, node)
+
+    def forget(self, is_gone: Callable[[str], bool]) -> None:
+        """Forget the prompts of the callers that are gone."""
+        for node in self.nodes.values():
+            for held in [*node.slot_prompts, *node.host_prompts]:
+                if held.caller and is_gone(held.caller):
+                    node.evict(held)
 
     def _match(self, prompt: PromptKey) -> PromptMatch:
         """Where the prompt agrees with cached ones, in tokens: reported, else in proportion."""
@@ -297,6 +347,13 @@ class NodePromptCache:
     the server ignores them."""
     failures: int = 0
     """Failed predictions in a row."""
+    changes: int = 0
+    """Prompts that have come or gone."""
+
+    def take_in(self, held: CachedPrompt) -> None:
+        """A slot holds this prompt now."""
+        self.slot_prompts[held] = None
+        self.changes += 1
 
     def resize(self, slots: int, host_tokens: float | None) -> None:
         """The node has so many slots; `host_tokens`: its host memory, if known."""
@@ -424,6 +481,7 @@ class NodePromptCache:
 
     def evict(self, held: CachedPrompt) -> None:
         """A prompt leaves its slot or host memory; its copy stays, if there is one."""
+        self.changes += 1
         if held.in_slot:
             del self.slot_prompts[held]
         else:

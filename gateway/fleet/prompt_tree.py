@@ -123,11 +123,21 @@ class CachedPrompt:
     """In a slot; else in the node's host memory."""
     other_copy: CachedPrompt | None = None
     """The same prompt in the other place, if it is in both."""
+    caller: str = ""
+    """The id of the caller that sent it; empty: unknown."""
 
     @property
     def tokens(self) -> float:
         """Tokens of prompt and answer."""
         return self.prompt_tokens + self.answer_tokens
+
+    @property
+    def blocks(self) -> array[int]:
+        """All its blocks."""
+        blocks = array("q")
+        for edge in [] if self.leaf is None else reversed([*self.leaf.path_to_root()]):
+            blocks += edge.blocks
+        return blocks
 
     def end_at(self, leaf: PrefixEdge) -> None:
         """It is in the tree, and ends at the end of this edge."""
@@ -154,6 +164,7 @@ class CachedPrompt:
             self.ends_on_block,
             in_slot=False,
             other_copy=self,
+            caller=self.caller,
         )
         self.other_copy = copied
         return copied

@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
+import msgspec
+
 from gateway.config.inventory import NodeSpec
 
 MOST_SLOTS = 65_536
@@ -35,6 +37,10 @@ its model is for chats (`ModelIndex.capable_nodes`)."""
 
 _CONSTANT_MARKER = "<__media__>"
 """The `media_marker` of builds whose processes all have the same one."""
+
+
+ServedAs = tuple[tuple[str, ...] | None, int | None, int | None, str | None, str | None, int | None]
+"""What a server's speed and caches depend on; see `ServerProperties.served_as`."""
 
 
 @dataclass(slots=True)
@@ -91,6 +97,10 @@ class ServerProperties:
     def version_key(self) -> tuple[object, ...]:
         """Changes when another build or another model runs."""
         return (self.build, self.models, self.n_params, self.size, self.ftype, self.template)
+
+    def served_as(self) -> ServedAs:
+        """Models, parameters, bytes, file, build and slots; None: not reported."""
+        return (self.models or None, self.n_params, self.size, self.file, self.build, self.slots)
 
     def resume_key(self) -> tuple[object, ...]:
         """Must be equal on two servers for one to resume the other's stream.
@@ -200,6 +210,12 @@ class ServerProperties:
 def server_identity(spec: NodeSpec) -> tuple[object, ...]:
     """Changes when a node's entry in the inventory names another server."""
     return (spec.url, spec.kind)
+
+
+def server_key(spec: NodeSpec, *also: str) -> str:
+    """A hash of the identity, so that it is short and a file shows no address."""
+    whole = msgspec.json.encode((*also, *server_identity(spec)))
+    return hashlib.sha256(whole).hexdigest()[:32]
 
 
 def is_plausible(properties: ServerProperties) -> bool:

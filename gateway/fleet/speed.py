@@ -14,7 +14,9 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Annotated, Protocol
+
+import msgspec
 
 PREFILL_HALF_LIFE = 8192.0
 """Tokens after which a measurement of the prefill counts half."""
@@ -145,6 +147,20 @@ class Speed:
             self.prior = prior
             self._update()
 
+    def export(self) -> SpeedState | None:
+        """What was learnt; None: nothing was."""
+        prefill, decode = self._prefill.export(), self._decode.export()
+        if prefill is None and decode is None and self.calibrated is None:
+            return None
+        return SpeedState(self.samples, prefill, decode, self.calibrated)
+
+    def restore(self, state: SpeedState, kept: float) -> None:
+        """Go on from what was learnt; `kept`: the share that its evidence still counts."""
+        self._prefill.restore(state.prefill, kept)
+        self._decode.restore(state.decode, kept)
+        self.samples, self.calibrated = state.samples, state.calibrated
+        self._update()
+
     def forget(self) -> None:
         """Another model or another server: no measurement holds any more."""
         fresh = Speed()
@@ -176,6 +192,37 @@ class Speed:
         self._update()
         self.samples += 1
         return sample
+
+
+class SpeedState(msgspec.Struct, frozen=True):
+    """A `Speed` as it outlives its process."""
+
+    samples: Annotated[int, msgspec.Meta(ge=0)]
+    prefill: TrendState | None
+    decode: TrendState | None
+    calibrated: SpeedPrior | None
+
+    def __post_init__(self) -> None:
+        """Raises: ValueError."""
+        known = self.calibrated
+        if known is not None and min(known.prefill_tps, known.token_base) <= 0:
+            raise ValueError("impossible figures")
+
+
+_Sum = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+_Positive = Annotated[float, msgspec.Meta(gt=0, le=1e18)]
+
+
+class TrendState(msgspec.Struct, frozen=True, array_like=True):
+    """A `LinearTrend` as it outlives its process."""
+
+    level: _Positive
+    slope: _Sum
+    w: _Positive
+    x: _Sum
+    y: _Sum
+    xx: _Sum
+    xy: _Sum
 
 
 class RatedSpec(Protocol):
@@ -470,6 +517,20 @@ class LinearTrend:
     _xy: float = 0.0
     _surprises: int = 0
     """Surprises in a row; negative: below the prediction."""
+
+    def export(self) -> TrendState | None:
+        """The line and the evidence for it; None: nothing is known."""
+        if not self.level:
+            return None
+        return TrendState(self.level, self.slope, self._w, self._x, self._y, self._xx, self._xy)
+
+    def restore(self, state: TrendState | None, kept: float) -> None:
+        """Take over this line, with this share of the evidence for it."""
+        if state is not None:
+            self.level, self.slope = state.level, state.slope
+            self._w, self._x, self._y, self._xx, self._xy = (
+                kept * one for one in (state.w, state.x, state.y, state.xx, state.xy)
+            )
 
     def learn(self, x: float, low: float, high: float, weight: float) -> bool:
         """Learn that y lies between `low` and `high` (0 < low <= high); False: it was ignored.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import logging
 import threading
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from gateway.config.inventory import NodeSpec
-from gateway.fleet.server_properties import ServerProperties, is_plausible, server_identity
+from gateway.fleet.server_properties import ServerProperties, is_plausible, server_key
 from gateway.system import read_state, write_state
 
 log = logging.getLogger(__name__)
@@ -130,14 +129,14 @@ class PropertiesStore:
 
     def recall(self, spec: NodeSpec) -> ServerProperties:
         """What this server reported last; empty if it never did."""
-        known = self._servers.get(_server_key(spec))
+        known = self._servers.get(server_key(spec, spec.name))
         return ServerProperties() if known is None else _copy_properties(known, remembered=True)
 
     def record(self, spec: NodeSpec, properties: ServerProperties) -> None:
         """Keep what this server has reported, if it is new."""
         if properties.remembered or properties == _NO_PROPERTIES:
             return
-        key = _server_key(spec)
+        key = server_key(spec, spec.name)
         if self._servers.get(key) != properties:
             self._servers.pop(key, None)
             self._servers[key] = _copy_properties(properties)
@@ -189,12 +188,6 @@ class PropertiesStore:
 
 
 _NO_PROPERTIES = ServerProperties()
-
-
-def _server_key(spec: NodeSpec) -> str:
-    """A hash, so that it is short and the file shows no address."""
-    whole = msgspec.json.encode((spec.name, *server_identity(spec)))
-    return hashlib.sha256(whole).hexdigest()[:32]
 
 
 def _copy_properties(properties: ServerProperties, *, remembered: bool = False) -> ServerProperties:

@@ -154,6 +154,13 @@ class FleetHistory:
         self._closed_at: float | None = None
         bus.subscribe(RequestFinished, self.finished)
 
+    def restore(self, points: Iterable[HistoryPoint], now: float) -> None:
+        """Put these points of an earlier process among the others; `now` is Unix time."""
+        whole = {one.at: one for one in (*points, *self.points)}
+        recent = sorted(at for at in whole if now - SPAN_SECONDS < at < now + self.step_seconds)
+        self.points.clear()
+        self.points.extend(whole[at] for at in recent)
+
     def finished(self, event: RequestFinished) -> None:
         """Count a request that has ended."""
         step = self._step

@@ -10,8 +10,9 @@ out. What runs for each request costs next to nothing: words are found when some
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -237,6 +238,19 @@ class DecisionLog:
         if self.followed:
             self._collect(refusal)
 
+    def by_kind(self) -> tuple[tuple[type[Decision], deque[Any]], ...]:
+        """The decisions of each kind."""
+        return (Grant, self.grants), (Queueing, self.queueings), (Refusal, self.refusals)
+
+    def restore(self, earlier: Sequence[Decision]) -> None:
+        """Remember decisions of an earlier process, too. A lease that is there is replaced."""
+        for kind, log in self.by_kind():
+            found = {_identity(one): one for one in (*log, *earlier) if type(one) is kind}
+            log.clear()
+            log.extend(sorted(found.values(), key=lambda one: one.at))
+            if log:
+                self.started_at = min(self.started_at, log[0].at)
+
     # Collected for those who need all of one request, however long it runs.
 
     def follow(self, request_id: str) -> None:
@@ -286,3 +300,7 @@ class DecisionLog:
         yield from self.queueings
         yield from self.refusals
         yield from self.grants
+
+
+def _identity(one: Decision) -> object:
+    return (one.request_id, one.lease_id) if isinstance(one, Grant) else one

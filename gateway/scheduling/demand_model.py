@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final, TypeVar
 
 from gateway.fleet.prompt_cache import FleetPromptCache
@@ -141,6 +142,16 @@ class TokenStats:
     media_factor: float = 1.0
     """Real tokens of images and audio, divided by those guessed."""
 
+    def aged(self, kept: float) -> TokenStats:
+        """The same with a share of its evidence. Raises: ValueError for impossible figures."""
+        sums = self.prompt_tokens, self.prompt_bytes, self.answer_tokens, self.finished_answers
+        if min(sums) < 0 or not LEAST_MEDIA_FACTOR <= self.media_factor <= MOST_MEDIA_FACTOR:
+            raise ValueError("impossible figures")
+        prompt_tokens, prompt_bytes, answer_tokens, finished = (kept * one for one in sums)
+        return TokenStats(
+            prompt_tokens, prompt_bytes, answer_tokens, finished, self.media_factor**kept
+        )
+
     def mean_answer(self, prior_mean: float) -> float:
         """Mean tokens of an answer that nothing cuts off; `prior_mean` without evidence."""
         prior = PRIOR_ANSWERS / (1 + self.finished_answers)
@@ -186,6 +197,8 @@ class TokenEstimates:
     most_models: int = 1024
     most_callers: int = 16_384
     """Most pairs of caller and model."""
+    lessons: int = 0
+    """Answers from which something was learnt."""
     _models: OrderedDict[str, TokenStats] = field(default_factory=OrderedDict)
     _callers: OrderedDict[tuple[str, str], TokenStats] = field(default_factory=OrderedDict)
 
@@ -248,6 +261,7 @@ class TokenEstimates:
         `completion_tokens` is of each answer. Not `complete`: its client or a failure cut it short,
         so its length says only that it would have been at least as long.
         """
+        self.lessons += 1
         common = _most_recent(self._models, model, self.most_models)
         own = _most_recent(self._callers, (caller, model), self.most_callers)
         if (
@@ -279,6 +293,32 @@ class TokenEstimates:
             mean = common.mean_answer(DEFAULT_ANSWER_TOKENS)
             own.add_answer(completion_tokens, ended, own.mean_answer(mean))
             common.add_answer(completion_tokens, ended, mean)
+
+    def latest(self, lessons: int) -> Iterator[tuple[str | None, str, TokenStats]]:
+        """What the last so many lessons have changed: caller (None: all of them), model, figures.
+
+        The least recently used first.
+        """
+        # Copied: the caller may pause between two of them.
+        for model, stats in [*islice(reversed(self._models.items()), lessons)][::-1]:
+            yield None, model, stats
+        for (caller, model), stats in [*islice(reversed(self._callers.items()), lessons)][::-1]:
+            yield caller, model, stats
+
+    def restore(self, caller: str | None, model: str, stats: TokenStats, kept: float) -> None:
+        """Go on from these figures, with this share of their evidence. Raises: ValueError."""
+        aged = stats.aged(kept)
+        if caller is None:
+            _most_recent(self._models, model, self.most_models)
+            self._models[model] = aged
+        else:
+            _most_recent(self._callers, (caller, model), self.most_callers)
+            self._callers[caller, model] = aged
+
+    def forget(self, is_gone: Callable[[str], bool]) -> None:
+        """Forget what was learnt of the callers (fairness keys) that are gone."""
+        for key in [key for key in self._callers if is_gone(key[0])]:
+            del self._callers[key]
 
 
 def _clamp_tokens(value: float) -> float:
@@ -486,6 +526,7 @@ class DemandModel:
                 reported.prompt_tokens,
                 reported.cached_tokens,
                 reported.completion_tokens,
+                request.caller,
             )
 
     def _row_is_current(self, placement: Placement) -> bool:

@@ -173,8 +173,8 @@ class FleetSync:
     _out_of_service: WeakKeyDictionary[CandidateSet, _OutOfService] = field(
         default_factory=WeakKeyDictionary
     )
-    _cached_models: dict[NodeSlots, tuple[int, frozenset[str]]] = field(default_factory=dict)
-    """The slots and models for which a row's prompt cache is indexed."""
+    _cached_models: dict[NodeSlots, tuple[int, frozenset[str], int]] = field(default_factory=dict)
+    """The slots, the models and the server for which a row's prompt cache is indexed."""
 
     def cache_contents(self, node: Node) -> CacheContents:
         """What a node is believed to cache."""
@@ -297,11 +297,11 @@ class FleetSync:
             return
         history = node.probe_history
         gone = history.down or history.loading or node.sleep.asleep or not node.in_service
-        current = None if gone else (total, node.indexed_models)
+        current = None if gone else (total, node.indexed_models, node.replacements)
         indexed = self._cached_models.get(row)
         if indexed == current:
             return
-        if indexed is not None and (current is None or indexed[1] != current[1]):
+        if indexed is not None and (current is None or indexed[1:] != current[1:]):
             self.prompt_cache.forget_node(row.index)
         if current is None:
             del self._cached_models[row]

@@ -32,7 +32,7 @@ class RatioCounts:
 
 @dataclass(slots=True, eq=False)
 class PredictionAccuracy:
-    """Counts of this process."""
+    """Counts of this gateway, over its restarts."""
 
     first_token: RatioCounts = field(default_factory=RatioCounts)
     completion: RatioCounts = field(default_factory=RatioCounts)
@@ -40,6 +40,23 @@ class PredictionAccuracy:
     """Tokens that nodes were believed to have cached of the prompts that they got."""
     cached_found: int = 0
     """Tokens of the same prompts that they had cached."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not (
+            any(self.first_token.counts) or any(self.completion.counts) or self.cached_found
+        )
+
+    def restore(self, earlier: PredictionAccuracy) -> None:
+        """Go on from an earlier process's counts. Raises: ValueError."""
+        if any(
+            len(ratios.counts) != len(RATIO_BOUNDS) + 1 or min(ratios.counts) < 0
+            for ratios in (earlier.first_token, earlier.completion)
+        ):
+            raise ValueError("counts of other classes")
+        self.first_token, self.completion = earlier.first_token, earlier.completion
+        self.cached_expected, self.cached_found = earlier.cached_expected, earlier.cached_found
 
     def settled(self, grant: Grant) -> None:
         """A complete response's tokens are known."""

@@ -27,7 +27,7 @@ from sqlalchemy import (
     text,
 )
 
-SCHEMA_LEVEL = 3
+SCHEMA_LEVEL = 4
 """The level of the tables below: the number of the newest migration."""
 
 metadata = MetaData(
@@ -468,3 +468,18 @@ Index(
     sqlite_where=_WAITING,
     postgresql_where=_WAITING,
 )
+
+learnt = Table(
+    "learnt",
+    metadata,
+    Column("gateway", Text, primary_key=True),
+    Column("section", Text, primary_key=True),
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("key", Text, primary_key=True),
+    Column("caller", Text, index=True),
+    Column("changed_at", Float, nullable=False, index=True),
+    Column("value", Text, nullable=False),
+)
+"""What each gateway has learnt of nodes and callers (`gateway.learnt`), as JSON. `version` is that
+of the section's values: a program leaves the rows of other versions alone. `caller` is the id of
+the key from whose requests it was learnt: revoking the key deletes it."""

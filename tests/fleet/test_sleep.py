@@ -252,7 +252,7 @@ async def test_an_awake_node_is_preferred_unless_that_costs_more(tmp_path: Path)
     ):
         node = await until_state(running, "a", NodeState.SLEEPING)
         node.sleep.learn_wake(20.0)
-        running.gateway.fleet.refresh_state(node)
+        running.gateway.fleet.lifecycle_changed(node)
         answers = [await ask(running) for _ in range(3)]
         served = [answer.headers["x-gateway-node"] for answer in answers]
         request_id = answers[-1].headers["x-request-id"]

@@ -16,8 +16,9 @@ from gateway.store.schema import SCHEMA_LEVEL
 from tests.store.stores import opened
 
 NEW_TABLES = {
-    1: {"files", "batches", "stored_requests", "webhook_deliveries"},
-    2: set[str](),
+    1: {"files", "batches", "stored_requests", "webhook_deliveries", "learnt"},
+    2: {"learnt"},
+    3: {"learnt"},
 }
 """What later levels have added."""
 

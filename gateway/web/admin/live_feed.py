@@ -100,6 +100,11 @@ class LiveFeed:
 
     # What is read.
 
+    @property
+    def history(self) -> FleetHistory:
+        """The last hour in numbers."""
+        return self._view.history
+
     async def run(self) -> None:
         """Close steps of the history, publish frames, and tell of problems; never ends."""
         history, clock = self._view.history, time.monotonic
