@@ -284,7 +284,7 @@ class BackgroundWork:
         """The mean cost of a token on the nodes that serve a model; None: unknown."""
         index = self._fleet.model_index
         if model is None:
-            names = index.model_names(())
+            names = index.one_name_each(index.model_names())
             model = names[0] if len(names) == 1 else None
         nodes = index.nodes_for(model) if model is not None else ()
         prices = [

@@ -6,7 +6,7 @@ shown to clients of a trusted listener (`GatewayError.reveal_nodes`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +26,7 @@ class ServerFigures:
     """Tokens that the model was trained with; None: not known."""
     has_vision: bool
     has_audio: bool
+    has_video: bool
     endpoints: frozenset[str]
     """What it serves, as far as it is known: by the inventory, or by what it has refused."""
     is_up: bool
@@ -51,6 +52,9 @@ class ServedModels(Protocol):
 
     def model_names(self, labels: NodeLabels = ()) -> tuple[str, ...]:
         """The public model names that nodes serve, declared or reported, down or not."""
+
+    def one_name_each(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Of the names that servers give to one model: the one that most nodes serve."""
 
     def serves(self, model: str, labels: NodeLabels = ()) -> bool:
         """Whether some node serves this public model name, down or not."""

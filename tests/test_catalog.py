@@ -58,6 +58,7 @@ async def test_a_server_of_several_models_is_counted_once() -> None:
                 None,
                 has_vision=True,
                 has_audio=False,
+                has_video=False,
                 endpoints=frozenset({"chat", "vision"}),
                 is_up=False,
                 on_gpu=False,

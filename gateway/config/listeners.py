@@ -477,6 +477,18 @@ class LimitSettings(ConfigModel):
         ),
         TypeLabel("number"),
     ] = 400
+    grammar_optionals: Annotated[
+        Count,
+        Field(
+            description=(
+                "Optional items in a row of a grammar, or of a schema's `pattern`: `x?` is one, "
+                "`x*` two, `x{m,n}` (n - m) ^ 0.3, repeats multiplied; 16 properties of an object "
+                "that may be left out count as one. Above it, 400: 32 stop a node for half a "
+                "second at the most, 1,000 for 20 s at each token."
+            )
+        ),
+        TypeLabel("number"),
+    ] = 32
     tools_bytes: Annotated[
         ByteCount, Field(description="All `tools` of a request together; above it, 400.")
     ] = MIB

@@ -271,7 +271,8 @@ class NodeSpec(ConfigModel):
         Field(
             description=(
                 "The APIs that it serves: `chat`, `embeddings`, `rerank`, `infill`, `audio`, "
-                "`vision`. Unset: all but those that the node refuses with 501."
+                "`vision`. Unset: all that the node does not refuse with 501; but a server for "
+                "embeddings or reranking gets chats only where no node of its model is for them."
             )
         ),
         TypeLabel("list"),

@@ -119,7 +119,11 @@ def paths_to_try(node: Node) -> list[str]:
     declared = node.spec.endpoints
     if declared is not None and "chat" in declared:
         return ["/completion"]
-    return [path for endpoint, path in _PATHS if node.supports(endpoint)]
+    return [
+        path
+        for endpoint, path in _PATHS
+        if node.supports(endpoint) and (endpoint != "chat" or node.is_for_chat)
+    ]
 
 
 def request_body(path: str, text: str, tokens: int) -> dict[str, object]:

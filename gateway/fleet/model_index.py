@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gateway import errors
@@ -14,6 +14,9 @@ from gateway.fleet.node import Node, NodeState
 from gateway.request import Endpoint
 
 MOST_CACHED_LOOKUPS = 10_000
+
+DEDICATED_ENDPOINTS: frozenset[Endpoint] = frozenset({"embeddings", "rerank"})
+"""Endpoints that servers are started for, and which those of another purpose refuse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ class ModelIndex:
         """The keys of `_serving`; as old as it is."""
         self._nameless: tuple[Node, ...] = ()
         """Nodes of which no model is known; as old as `_serving`."""
+        self._linked: dict[str, str] = {}
+        """For names of models that have several, one of them; as old as `_serving`."""
         self.cached_lookups: dict[tuple[str, str, bool, bool, NodeLabels], CapableNodes] = {}
         """Results of `capable_nodes` by its arguments."""
         self.paused: frozenset[str] = frozenset()
@@ -92,12 +97,16 @@ class ModelIndex:
         key = (model, endpoint, vision, native, labels)
         found = self.cached_lookups.get(key)
         if found is None:
+            dedicated_too = endpoint in DEDICATED_ENDPOINTS or not (
+                self._has_chat_node(model) or self._may_grow()
+            )
             found = CapableNodes.of(
                 model,
                 (
                     node
                     for node in self.nodes_for(model, labels)
                     if node.supports(endpoint, vision=vision)
+                    and (dedicated_too or node.is_for_chat)
                     and not (native and node.spec.kind == "openai")
                 ),
             )
@@ -106,6 +115,21 @@ class ModelIndex:
                 self.cached_lookups[key] = found
         return found
 
+    def awaits_chat_node(self, models: Iterable[str]) -> bool:
+        """Whether none of the models' nodes is for chats, but one may yet turn up."""
+        return self._may_grow() and not any(map(self._has_chat_node, models))
+
+    def _has_chat_node(self, model: str) -> bool:
+        """Whether a node is for chats of this model, down or not."""
+        return any(node.is_for_chat for node in self.nodes_for(model))
+
+    def _may_grow(self) -> bool:
+        """Whether a node may yet report any model; one that is down does not count."""
+        self._index()
+        return any(
+            node.models_unknown and node.state is not NodeState.DOWN for node in self._nameless
+        )
+
     def model_names(self, labels: NodeLabels = ()) -> tuple[str, ...]:
         """The public model names that nodes serve, declared or reported, down or not."""
         if self._serving is None:
@@ -113,6 +137,16 @@ class ModelIndex:
         if labels:
             return tuple(name for name in self._names if self.serves(name, labels))
         return self._names
+
+    def one_name_each(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Of the names that servers give to one model: the one that most nodes serve."""
+        serving = self._index()
+        found: dict[str, str] = {}
+        for name in names:
+            first = found.setdefault(self._linked.get(name, name), name)
+            if len(serving.get(name, ())) > len(serving.get(first, ())):
+                found[self._linked[name]] = name
+        return tuple(found.values())
 
     def serves(self, model: str, labels: NodeLabels = ()) -> bool:
         """Whether some node serves this public model name, down or not."""
@@ -125,9 +159,7 @@ class ModelIndex:
 
         A node that is down and has never reported its models does not count.
         """
-        return self.serves(model) or any(
-            node.models_unknown and node.state is not NodeState.DOWN for node in self._nameless
-        )
+        return self.serves(model) or self._may_grow()
 
     def nodes_for(self, model: str, labels: NodeLabels = ()) -> tuple[Node, ...]:
         """The nodes that serve this public model name, down or not."""
@@ -144,6 +176,7 @@ class ModelIndex:
                 trained_context=node.properties.trained_context,
                 has_vision=_has_vision(node),
                 has_audio=node.properties.audio is True,
+                has_video=node.properties.video is True,
                 endpoints=_known_endpoints(node),
                 is_up=node.state in ALIVE_STATES,
                 on_gpu=node.spec.tier == "gpu",
@@ -174,16 +207,32 @@ class ModelIndex:
             for node in self._nodes:
                 if node.spec.enabled:
                     # In the node's own order, so that lists of models are stable.
-                    models = (
-                        node.properties.models if node.spec.models is None else node.spec.models
-                    )
+                    models = node.properties.names if node.spec.models is None else node.spec.models
                     for model in models:
                         serving.setdefault(model, []).append(node)
             self._serving = {model: tuple(nodes) for model, nodes in serving.items()}
             self._names = tuple(serving)
+            self._linked = _link_names(self._nodes)
             named = set().union(*self._serving.values())
             self._nameless = tuple(node for node in self._nodes if node not in named)
         return self._serving
+
+
+def _link_names(nodes: Iterable[Node]) -> dict[str, str]:
+    """For each name of a model with several names the same one of them."""
+    links: dict[str, str] = {}
+
+    def end(name: str) -> str:
+        while (further := links.get(name, name)) != name:
+            links[name] = links.get(further, further)
+            name = further
+        return name
+
+    for node in nodes:
+        if node.spec.enabled and node.spec.models is None:
+            for alias, model in node.properties.aliases.items():
+                links[end(alias)] = end(model)
+    return {name: end(name) for name in tuple(links)} | {end(name): end(name) for name in links}
 
 
 def _with_labels(nodes: Iterable[Node], labels: NodeLabels) -> tuple[Node, ...]:
@@ -195,6 +244,8 @@ def _known_endpoints(node: Node) -> frozenset[str]:
     if node.spec.endpoints is not None:
         return frozenset(node.spec.endpoints)
     found = {"embeddings" if "chat" in node.properties.refused else "chat"}
+    if not node.is_for_chat:
+        found.add(str(node.properties.purpose))
     return frozenset(found | {"vision"} if _has_vision(node) else found)
 
 

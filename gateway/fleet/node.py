@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,7 +21,13 @@ from gateway.fleet.concurrency_limit import MOST_LIMIT, ConcurrencyLimit
 from gateway.fleet.degradation import DegradationDetector, UsualSpeeds
 from gateway.fleet.lifecycle import Lifecycle, LifecyclePhase
 from gateway.fleet.probe_history import ProbeHistory
-from gateway.fleet.server_properties import ServedAs, ServerProperties, inventory_drift
+from gateway.fleet.server_properties import (
+    REFUSED_FOR_PURPOSE,
+    Purpose,
+    ServedAs,
+    ServerProperties,
+    inventory_drift,
+)
 from gateway.fleet.sleep import RECENT_USE, REST_DELAY, Sleep
 from gateway.fleet.slot_occupancy import LeasePhase, SlotOccupancy
 from gateway.fleet.speed import ObservedTiming, Speed, SpeedState
@@ -232,7 +238,7 @@ class Node:
     @property
     def public_models(self) -> frozenset[str]:
         """The public names of the models it serves: declared, else reported."""
-        return frozenset(self.properties.models if self.spec.models is None else self.spec.models)
+        return frozenset(self.properties.names if self.spec.models is None else self.spec.models)
 
     @property
     def models_unknown(self) -> bool:
@@ -245,18 +251,28 @@ class Node:
         """The node's own name for this public model name; None if it does not serve it."""
         if self.spec.models is not None:
             return self.spec.models.get(model)
-        return model if model in self.properties.models else None
+        properties = self.properties
+        return model if model in properties.models or model in properties.aliases else None
 
     def supports(self, endpoint: Endpoint, *, vision: bool = False) -> bool:
         """Whether it serves this endpoint: as declared, else unless it has refused it."""
         if self.spec.endpoints is not None:
             wanted = {endpoint, "vision"} if vision else {endpoint}
             return wanted <= self.spec.endpoints
-        if endpoint in self.properties.refused:
+        properties = self.properties
+        if endpoint in properties.refused or endpoint in REFUSED_FOR_PURPOSE.get(
+            properties.purpose, ()
+        ):
             return False
-        return not vision or (
-            self.properties.vision is not False and "vision" not in self.properties.refused
-        )
+        return not vision or (properties.vision is not False and "vision" not in properties.refused)
+
+    @property
+    def is_for_chat(self) -> bool:
+        """Whether chats belong here; False: its server is for embeddings or reranking."""
+        return self.spec.endpoints is not None or self.properties.purpose not in {
+            "embeddings",
+            "rerank",
+        }
 
     @property
     def in_service(self) -> bool:
@@ -533,6 +549,11 @@ class Node:
         self.endpoint_refused_at = now
         if hint is not None:
             self.refusal_hints[endpoint] = hint
+
+    def purpose_found(self, purpose: Purpose | None, hints: Mapping[str, str]) -> None:
+        """It was asked what it is for; `hints`: its words about endpoints that it lacks."""
+        self.properties.purpose_found(purpose)
+        self.refusal_hints.update(hints)
 
     def record_refusal(self, lease: Lease, now: float, retry_after: float | None) -> bool:
         """Count a 429 or 503; whether its concurrency limit or pause has changed."""

@@ -9,7 +9,12 @@ import msgspec
 
 from gateway.fleet.node import Node
 from gateway.fleet.probe_history import ProbeAnswer, ProbeResult
-from gateway.fleet.server_properties import count_processing, count_slots
+from gateway.fleet.server_properties import (
+    LONGEST_PROPERTY,
+    Purpose,
+    count_processing,
+    count_slots,
+)
 from gateway.fleet.sleep import read_is_sleeping
 from gateway.transport.connection import LoopTimeout
 from gateway.transport.errors import (
@@ -32,6 +37,8 @@ RETRY_REFUSED_AFTER = 300.0
 
 _HEADER_LINES = b"accept: */*\r\naccept-encoding: identity\r\nuser-agent: llama-gateway\r\n"
 
+_POST_HEADER_LINES = _HEADER_LINES + b"content-type: application/json\r\n"
+
 _ENCODING = b"content-encoding"
 
 NAME_MODEL_HINT = "say in the inventory what it serves (model: ...)"
@@ -53,9 +60,9 @@ class ProbeResponse:
 
 
 async def fetch(
-    node: Node, path: str, *, largest: int = LARGEST_RESPONSE
+    node: Node, path: str, *, body: bytes | None = None, largest: int = LARGEST_RESPONSE
 ) -> ProbeResponse | ProbeResult:
-    """GET `path`, limited by the probe's timeout and in bytes; a ProbeResult if that failed."""
+    """GET `path`, or POST `body`, limited in time and bytes; a ProbeResult if that failed."""
     began = node.clock()
     limit = node.settings.health.timeout
 
@@ -63,22 +70,25 @@ async def fetch(
         return ProbeResult(answer, detail, node.clock() - began)
 
     pool = node.upstream
-    head = pool.address.request_head(b"GET", path.encode(), _HEADER_LINES)
+    if body is None:
+        head = pool.address.request_head(b"GET", path.encode(), _HEADER_LINES)
+    else:
+        head = pool.address.request_head(b"POST", path.encode(), _POST_HEADER_LINES, len(body))
     try:
         async with (
             LoopTimeout(limit),
-            pool.response(head, connect_timeout=limit) as connection,
+            pool.response(head, body or b"", connect_timeout=limit) as connection,
         ):
             encodings = {value.lower() for name, value in connection.headers if name == _ENCODING}
             # A compressed body of some bytes may have millions; none was asked for.
             if not encodings <= {b"", b"identity"}:
                 return ended(ProbeAnswer.FAILED, f"{path} is compressed, though asked not to be")
-            body = bytearray()
+            found = bytearray()
             while part := await connection.read():
-                body += part
-                if len(body) > largest:
+                found += part
+                if len(found) > largest:
                     return ended(ProbeAnswer.FAILED, f"{path} answers without end")
-            return ProbeResponse(connection.status, bytes(body))
+            return ProbeResponse(connection.status, bytes(found))
     except (TimeoutError, ConnectTimedOut):
         return ended(ProbeAnswer.TIMED_OUT, f"no answer to {path} within {limit:g} s")
     except LocalResourcesExhausted as error:
@@ -130,11 +140,40 @@ async def discover(node: Node) -> ProbeResult:
         detail = f"its /v1/models and /props name no model: {NAME_MODEL_HINT}"
         return ProbeResult(ProbeAnswer.NO_MODEL, detail, node.clock() - began)
     long_ago = node.clock() >= node.endpoint_refused_at + RETRY_REFUSED_AFTER
-    if long_ago or properties.version_key() != before or node.probe_history.discovered_at is None:
+    is_new = properties.version_key() != before or node.probe_history.discovered_at is None
+    if long_ago or is_new:
         # Another build or model, or a new process, perhaps with other options: earlier refusals
         # prove nothing. Nor do they for ever.
         properties.refused.clear()
+    is_unasked = properties.purpose is None or (is_new and properties.process is None)
+    if is_unasked and not node.sleep.sleeping and node.spec.kind == "llama.cpp":
+        node.purpose_found(*await _ask_purpose(node))
     return ProbeResult(ProbeAnswer.UP, "", node.clock() - began)
+
+
+async def _ask_purpose(node: Node) -> tuple[Purpose | None, dict[str, str]]:
+    """What the server was started for, and its words about endpoints that it lacks.
+
+    None: it did not answer.
+
+    It says so nowhere, but checks whether it does embeddings and reranking (501) before the body
+    (400). So an empty one is refused at once, also while it is busy, and takes no slot. Yet the
+    question wakes a sleeping server, and begins its idle time anew: each process is asked once.
+    """
+    purpose: Purpose = "chat"
+    hints: dict[str, str] = {}
+    questions: tuple[tuple[Purpose, bytes], ...] = (("embeddings", b"input"), ("rerank", b"query"))
+    for endpoint, needed_field in questions:
+        reply = await fetch(node, f"/v1/{endpoint}", body=b"{}")
+        if isinstance(reply, ProbeResult):
+            return None, {}
+        if reply.status == HTTPStatus.BAD_REQUEST and needed_field in reply.body:
+            purpose = endpoint
+        elif reply.status not in NOT_FOUND_STATUSES:
+            return "unknown", {}  # such as a router, which wants a model's name first
+        elif isinstance(answer := reply.json(), dict) and isinstance(answer.get("error"), dict):
+            hints[endpoint] = str(answer["error"].get("message"))[:LONGEST_PROPERTY]
+    return purpose, hints
 
 
 async def has_changed(node: Node) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -21,6 +21,19 @@ LONGEST_PROPERTY = 512
 """Characters of a name or another text."""
 
 MOST_MODEL_SIZE = 1 << 60
+
+Purpose = Literal["chat", "embeddings", "rerank", "unknown"]
+"""The work that a llama.cpp server was started for. It says so nowhere: see `probes.py`."""
+
+REFUSED_FOR_PURPOSE: dict[Purpose | None, frozenset[str]] = {
+    "chat": frozenset({"embeddings", "rerank"}),
+    "embeddings": frozenset({"rerank"}),
+    "rerank": frozenset({"embeddings"}),
+}
+"""Endpoints that a server of this purpose refuses with 501; a reranker answers embeddings of zeros.
+
+All servers answer chats. One for embeddings or reranking is meant for them only where no node of
+its model is for chats (`ModelIndex.capable_nodes`)."""
 
 _CONSTANT_MARKER = "<__media__>"
 """The `media_marker` of builds whose processes all have the same one."""
@@ -40,7 +53,9 @@ class ServerProperties:
     trained_context: int | None = None
     """Tokens that the model was trained for."""
     models: tuple[str, ...] = ()
-    """Its own names for the models that it serves."""
+    """Its own names for the models that it serves, one for each."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Further names that it answers to, and for each the name in `models`."""
     build: str | None = None
     template: str | None = None
     """A hash of its chat template."""
@@ -48,6 +63,7 @@ class ServerProperties:
     """The model's file, without its folder."""
     vision: bool | None = None
     audio: bool | None = None
+    video: bool | None = None
     slots_endpoint: bool | None = None
     """Whether it answers `/slots`."""
     metrics_endpoint: bool | None = None
@@ -63,8 +79,20 @@ class ServerProperties:
     """A mark that each process of the server chooses anew; None: this build has none."""
     shared_pool: bool | None = None
     """Whether this process has shown that its slots share one pool of tokens."""
+    purpose: Purpose | None = None
+    """None: its process has not been asked yet."""
     remembered: bool = field(default=False, compare=False)
     """Whether this was reported to an earlier process, or before it left the inventory."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that it answers to."""
+        return (*self.models, *self.aliases)
+
+    @property
+    def all_refused(self) -> frozenset[str]:
+        """Endpoints that it does not serve: it has refused them, or is for other work."""
+        return REFUSED_FOR_PURPOSE.get(self.purpose, frozenset()) | self.refused
 
     def version_key(self) -> tuple[object, ...]:
         """Changes when another build or another model runs."""
@@ -84,9 +112,10 @@ class ServerProperties:
     def clear_remembered(self) -> None:
         """It answers: remembered values must not fill in what the answer leaves out."""
         if self.remembered:
-            # Its pool is the same as long as its process is, which `read_props` finds out.
+            # These are the same as long as its process is, which `read_props` finds out.
             fresh = ServerProperties(process=self.process)
-            fresh.shared_pool = self.shared_pool if self.process else None
+            if self.process:
+                fresh.shared_pool, fresh.purpose = self.shared_pool, self.purpose
             for one in fields(self):
                 setattr(self, one.name, getattr(fresh, one.name))
 
@@ -102,7 +131,7 @@ class ServerProperties:
         process = _name(props.get("media_marker"))
         process = None if process == _CONSTANT_MARKER else process
         if process != self.process:
-            self.process, self.shared_pool = process, None
+            self.process, self.shared_pool, self.purpose = process, None, None
         path = _name(props.get("model_path"))
         if path is not None:
             self.file = path.replace("\\", "/").rpartition("/")[2] or None
@@ -116,6 +145,7 @@ class ServerProperties:
         if isinstance(modalities, dict):
             self.vision = _flag(modalities.get("vision"), self.vision)
             self.audio = _flag(modalities.get("audio"), self.audio)
+            self.video = _flag(modalities.get("video"), self.video)
         self.slots_endpoint = _flag(props.get("endpoint_slots"), self.slots_endpoint)
         self.metrics_endpoint = _flag(props.get("endpoint_metrics"), self.metrics_endpoint)
         alias = _name(props.get("model_alias"))
@@ -128,9 +158,16 @@ class ServerProperties:
         if not isinstance(data, list):
             return
         entries = [entry for entry in data[:MOST_MODELS] if isinstance(entry, dict)]
-        names = [name for entry in entries if (name := _name(entry.get("id")))]
-        self.models = tuple(dict.fromkeys(names))
+        named = {name: entry for entry in entries if (name := _name(entry.get("id")))}
+        self.models = tuple(named)
+        self.aliases = _read_aliases(named)
         only = entries[0] if len(entries) == 1 else {}
+        architecture = only.get("architecture")
+        inputs = architecture.get("input_modalities") if isinstance(architecture, dict) else None
+        if isinstance(inputs, list):
+            self.vision, self.audio, self.video = (
+                kind in inputs for kind in ("image", "audio", "video")
+            )
         # vLLM and SGLang tell the context so; a node of kind `openai` is not asked for `/props`.
         self.context = _count(only.get("max_model_len"), MOST_CONTEXT) or self.context
         meta = only.get("meta")
@@ -147,6 +184,10 @@ class ServerProperties:
         self.slots_endpoint = True
         self.slots = self.slots or total
 
+    def purpose_found(self, purpose: Purpose | None) -> None:
+        """It was asked for its purpose; None: without an answer."""
+        self.purpose = purpose
+
     def pool_learnt(self) -> bool:
         """Its slots share one pool of tokens; whether that is new."""
         known, self.shared_pool = self.shared_pool, True
@@ -155,7 +196,7 @@ class ServerProperties:
     def process_ended(self) -> None:
         """The server's process may have ended. A build that has `process` shows by that."""
         if self.process is None:
-            self.shared_pool = None
+            self.shared_pool = self.purpose = None
 
     def slots_refused(self) -> None:
         """It has no `/slots`, or does not allow it."""
@@ -186,7 +227,7 @@ def is_plausible(properties: ServerProperties) -> bool:
         (properties.n_params, MOST_MODEL_SIZE),
         (properties.size, MOST_MODEL_SIZE),
     )
-    names = (*properties.models, *properties.refused)
+    names = (*properties.names, *properties.refused)
     texts = (
         properties.build,
         properties.template,
@@ -196,6 +237,7 @@ def is_plausible(properties: ServerProperties) -> bool:
     )
     return (
         len(names) <= MOST_MODELS
+        and all(model in properties.models for model in properties.aliases.values())
         and all(count is None or _count(count, most) for count, most in counts)
         and all(_name(name) for name in names)
         and all(text is None or _name(text) for text in texts)
@@ -245,13 +287,26 @@ def inventory_drift(spec: NodeSpec, properties: ServerProperties) -> tuple[str, 
     if spec.kv == "split" and properties.shared_pool:
         drift.append("kv: the inventory says split, the server's slots share one pool")
     if spec.models is not None and properties.models:
-        missing = sorted(set(spec.models.values()) - set(properties.models))
+        missing = sorted(set(spec.models.values()) - set(properties.names))
         if missing:
             drift.append(
                 f"model: the inventory says {', '.join(missing)}, "
-                f"the server serves {', '.join(properties.models[:8])}"
+                f"the server serves {', '.join(properties.names[:8])}"
             )
     return tuple(drift)
+
+
+def _read_aliases(entries: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """For each further name of the models the model; with them at most MOST_MODELS names."""
+    found: dict[str, str] = {}
+    for model, entry in entries.items():
+        aliases = entry.get("aliases")
+        for alias in aliases[:MOST_MODELS] if isinstance(aliases, list) else ():
+            if len(entries) + len(found) == MOST_MODELS:
+                return found
+            if _name(alias) and alias not in entries:
+                found.setdefault(alias, model)
+    return found
 
 
 def _count(value: Any, most: int) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway import errors
-from gateway.fleet.model_index import ModelIndex
+from gateway.fleet.model_index import DEDICATED_ENDPOINTS, ModelIndex
 from gateway.fleet.node import Node
 from gateway.lease import LeaseRequest, Tried
 from gateway.scheduling.fleet_sync import (
@@ -162,6 +162,10 @@ class CandidateFinder:
         if is_served:
             if (unsupported := self.unsupported_error(request, tried)) is not None:
                 return unsupported
+            if request.endpoint not in DEDICATED_ENDPOINTS and self.model_index.awaits_chat_node(
+                request.model_names
+            ):
+                return self.model_index.not_found_error(request.model, request.node_labels)
             if request.needs_vision and not tried.excluded_nodes:
                 return errors.invalid_request(
                     f"No node that serves '{request.model}' reads images.",

@@ -126,6 +126,7 @@ def props_response(servers: Sequence[ServerFigures]) -> dict[str, Any]:
         "modalities": {
             "vision": any(server.has_vision for server in servers),
             "audio": any(server.has_audio for server in servers),
+            "video": any(server.has_video for server in servers),
         },
     }
 

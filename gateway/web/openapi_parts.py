@@ -191,7 +191,11 @@ NODE_FIELDS: Mapping[str, tuple[str, str]] = {
     "build": ("string?", "of its server"),
     "drift": ("array", "what differs from the inventory"),
     "endpoints": ("array?", "of the inventory"),
-    "endpoints_refused": ("array", "what it has refused with 501"),
+    "endpoints_refused": ("array", "what it has refused with 501, or is not for"),
+    "purpose": (
+        "string?",
+        "what its server was started for: `chat`, `embeddings`, `rerank` or `unknown`",
+    ),
     "circuit": ("object", "`phase`, `failures` in a row, `open_for` seconds"),
     "deadline_in": ("number?", "seconds until a drain's deadline"),
 }

@@ -159,7 +159,7 @@ async def test_properties_show_sizes_and_nothing_else(
     assert ours.json() == {
         "default_generation_settings": {"n_ctx": CONTEXT},
         "total_slots": own["total_slots"],
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": False, "audio": False, "video": False},
     }
 
 

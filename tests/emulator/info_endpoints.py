@@ -96,7 +96,7 @@ def models(node: EmulatedNode, query: str) -> Body:
         "data": [
             {
                 "id": name,
-                "aliases": node.names,
+                "aliases": [name, *node.aliases],
                 "tags": [],
                 "object": "model",
                 "architecture": architecture(node),

@@ -102,7 +102,8 @@ class EmulatedNode:
         clock: Callable[[], float] = now,
     ) -> None:
         # A real server sorts them too: the first one of the alphabet is the model's id.
-        self.names = sorted({model, *aliases})
+        names = sorted({model, *aliases})
+        self.aliases = names[1:]
         cache = None if cache_ram is None else PromptCache(cache_ram)
         self.slots = SlotPool(slots, cache, context if unified else None)
         compute = None
@@ -116,7 +117,7 @@ class EmulatedNode:
             )
         self.engine = Engine(
             pool=self.slots,
-            model=self.names[0],
+            model=names[0],
             context=context,
             prefill_tps=prefill_tps,
             decode_tps=decode_tps,
@@ -288,7 +289,8 @@ class EmulatedNode:
             self.admin.handle(connection, request)
             return
         needs_slot = request.path in SLOT_PATHS
-        if needs_slot:
+        is_question = request.body == b"{}"  # refused at once, without a slot
+        if needs_slot and not is_question:
             self.requests += 1
             self.seen.append(request)
         else:
@@ -296,7 +298,7 @@ class EmulatedNode:
         closing = not request.keep_alive or connection.served >= self.keepalive_requests
         fault = self.faults and self.faults.take(
             request.path,
-            control=not needs_slot,
+            control=is_question or not needs_slot,
             reused=request.reused,
             tag=request.headers.get(TAG_HEADER),
         )

@@ -1,13 +1,17 @@
 """The emulated node compared with a real server in what it says of itself, and in each state.
 
 What a server says of itself is the same in builds 11549 (the wheel's) and 11669, and does not tell
-its kind: `architecture` in `/v1/models` is text to text, `modalities` in `/props` are all false.
+its kind: `architecture` in `/v1/models` is text to text, `modalities` in `/props` all false;
+`/slots`, `/metrics`, the template and every `endpoint_*` are alike. An empty question tells it.
 
-| started with | chat | embeddings | rerank |
+| started with | chat | embeddings, `{}` | rerank, `{}` |
 | --- | --- | --- | --- |
-| nothing more | 200 | 501 | 501 |
-| `--embedding --pooling mean` | 200 | 200 | 501 |
-| `--embedding --pooling rank`, `--reranking` | 200 | 200, all zeros | 200 |
+| nothing more, `--pooling mean` | 200 | 501, 501 | 501, 501 |
+| `--embedding --pooling mean` | 200 | 200, 400 | 501, 501 |
+| `--embedding --pooling rank`, `--reranking` | 200 | 200 (all zeros), 400 | 200, 400 |
+
+The question takes no slot, 0.4 ms when idle and 8 ms while all slots are busy; but it wakes a
+sleeping server, and begins its idle time anew.
 
 With `--embedding` alone, build 11669 dies of SIGSEGV at the first chat to a model without a pooling
 of its own, as the demo model is.
@@ -113,6 +117,10 @@ async def test_what_a_server_says_of_itself_does_not_tell_its_kind(
             }
             answers = [await alike(pair, "POST", path, json=body) for path, body in bodies.items()]
             assert tuple(answer.status_code for answer in answers) == statuses
+            for path, status in list(zip(bodies, statuses, strict=True))[1:]:
+                question = await alike(pair, "POST", path, json={})
+                assert question.status_code == (400 if status == 200 else 501)
+            assert node.requests == len(bodies)
 
 
 @binary_only

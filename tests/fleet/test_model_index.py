@@ -54,6 +54,67 @@ def test_nodes_that_cannot_do_what_is_wanted_are_left_out() -> None:
     assert names(chat(index, "m", native=True)) == ["a"]
 
 
+def a_server(name: str, *models: str, purpose: Any = None, **keys: Any) -> Node:
+    """A node whose server has these names for its one model."""
+    node = a_node(name=name, **keys)
+    node.properties.models = models[:1]
+    node.properties.aliases = dict.fromkeys(models[1:], models[0])
+    node.properties.purpose = purpose
+    node.probe_history.discovered_at = 0.0
+    return node
+
+
+def test_all_names_of_a_model_are_served_and_count_as_one() -> None:
+    one, other, third = (
+        a_server("a", "demo", "small", "tiny"), a_server("b", "small", "demo"), a_server("c", "x"),
+    )  # fmt: skip
+    index = an_index(one, other)
+    assert index.model_names() == ("demo", "small", "tiny")
+    assert [names(chat(index, model)) for model in ("demo", "tiny")] == [["a", "b"], ["a"]]
+    assert (one.served_name("tiny"), other.served_name("tiny")) == ("tiny", None)
+    assert index.one_name_each(index.model_names()) == ("demo",)
+    assert index.one_name_each(("tiny", "small")) == ("small",)
+    index = an_index(one, other, third)
+    assert index.one_name_each(index.model_names()) == ("demo", "x")
+    declared = a_server("a", "demo", "small", models={"mine": "small"})
+    assert an_index(declared).model_names() == ("mine",)
+    assert declared.served_name("mine") == "small"
+
+
+def test_requests_go_to_servers_that_were_started_for_them() -> None:
+    index = an_index(
+        a_server("chat", "m", purpose="chat"),
+        a_server("old", "m"),
+        a_server("embed", "m", purpose="embeddings"),
+        a_server("rank", "m", purpose="rerank"),
+        a_server("both", "m", purpose="embeddings", endpoints=["chat", "embeddings"]),
+    )
+
+    def able(endpoint: Any) -> list[str]:
+        return names(index.capable_nodes("m", endpoint, vision=False, native=False))
+
+    assert able("chat") == ["chat", "old", "both"]
+    assert able("embeddings") == ["old", "embed", "both"]
+    assert able("rerank") == ["old", "rank"]
+    assert able("infill") == ["chat", "old"]
+
+
+def test_a_server_for_other_work_gets_chats_where_no_other_node_could_be_for_them() -> None:
+    embedder = a_server("e", "m", purpose="embeddings")
+    assert names(chat(an_index(embedder), "m")) == ["e"]
+    down = a_server("c", "m", purpose="chat", state=NodeState.DOWN)
+    assert names(chat(an_index(embedder, down), "m")) == ["c"]
+    labelled = a_server("e", "m", purpose="rerank", labels={"pool": "x"})
+    assert names(chat(an_index(labelled, down), "m", labels=(("pool", "x"),))) == []
+    silent = a_node(name="s", state=NodeState.LOADING)
+    index = an_index(embedder, silent)
+    assert names(chat(index, "m")) == []
+    assert index.awaits_chat_node(["m"])
+    silent.set_state(NodeState.DOWN, "")
+    index.node_changed()
+    assert names(chat(index, "m")) == ["e"]
+
+
 def test_a_lookup_holds_until_a_node_changes() -> None:
     node = a_node(models={"m": "m"})
     index = an_index(node)

@@ -239,6 +239,60 @@ async def test_another_build_may_do_what_the_old_one_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kinds", "purpose"),
+    [
+        ({}, "chat"),
+        ({"embeddings": True}, "embeddings"),
+        ({"embeddings": True, "rerank": True}, "rerank"),
+    ],
+)
+@in_virtual_time
+async def test_a_server_is_asked_once_what_it_was_started_for(
+    kinds: dict[str, Any], purpose: str
+) -> None:
+    async with EmulatedNode(slots=1, **kinds) as server, node_at(server.url) as node:
+        await discover(node)
+        assert node.properties.purpose == purpose
+        asked = server.control_requests
+        await discover(node)
+        assert server.control_requests == asked + 2
+        assert server.requests == 0
+        if purpose != "rerank":
+            assert node.refusal_hints["rerank"].endswith("Start it with `--reranking`")
+        server.marker = "another process"
+        server.embeddings, server.rerank = False, False
+        await discover(node)
+        assert node.properties.purpose == "chat"
+
+
+@in_virtual_time
+async def test_a_sleeping_server_is_not_asked_what_it_was_started_for() -> None:
+    async with (
+        EmulatedNode(embeddings=True, sleep_idle_seconds=5) as server,
+        node_at(server.url) as node,
+    ):
+        await asyncio.sleep(6)
+        await discover(node)
+        assert (server.sleeping, node.properties.purpose) == (True, None)
+        server.active_at = now()
+        node.sleep.woke()
+        await discover(node)
+        assert node.properties.purpose == "embeddings"
+
+
+@pytest.mark.parametrize("status", [400, 401, 500])
+@in_virtual_time
+async def test_a_server_that_answers_oddly_has_no_known_purpose(status: int) -> None:
+    async with EmulatedNode() as server, node_at(server.url) as node:
+        server.faults.set("status", path="/v1/rerank", status=status, body="{}")
+        await discover(node)
+        assert node.properties.purpose == "unknown"
+        server.faults.clear()
+        await discover(node)
+        assert node.properties.purpose == "unknown"
+
+
+@pytest.mark.parametrize(
     ("keys", "answer"), [({}, ProbeAnswer.NO_MODEL), ({"model": "m"}, ProbeAnswer.UP)]
 )
 @in_virtual_time

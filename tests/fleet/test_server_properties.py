@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.fleet.server_properties import (
+    MOST_MODELS,
     ServerProperties,
     SlotCounts,
     count_processing,
@@ -30,7 +31,13 @@ MODELS: dict[str, Any] = {"data": [{"id": "demo", "meta": META}]}
 
 json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from([*PROPS, "data", "id"]), inner),
+    lambda inner: (
+        st.lists(inner)
+        | st.dictionaries(
+            st.sampled_from([*PROPS, "data", "id", "aliases", "architecture", "input_modalities"]),
+            inner,
+        )
+    ),
 )
 
 
@@ -50,6 +57,50 @@ def test_models_report_names_and_size() -> None:
     assert facts.models == ("demo",)
     assert (facts.n_params, facts.size, facts.ftype) == (900, 3500, "all F32")
     assert (facts.context, facts.trained_context) == (4096, 8192)
+
+
+def test_a_model_has_the_names_that_its_server_answers_to() -> None:
+    facts = ServerProperties()
+    entry = {"id": "a", "aliases": ["a", "b", "", 7, "x" * 600, "c"]}
+    facts.read_models({"data": [entry, {"id": "b", "aliases": ["c", "d"]}, {"id": "e"}]})
+    assert facts.models == ("a", "b", "e")
+    assert facts.aliases == {"c": "a", "d": "b"}
+    assert facts.names == ("a", "b", "e", "c", "d")
+    facts.read_models({"data": [{"id": "a", "aliases": [f"n{one}" for one in range(5000)]}]})
+    assert len(facts.names) == MOST_MODELS
+    facts.read_models({"data": [{"id": "a", "aliases": "b"}]})
+    assert not facts.aliases
+
+
+@each_case(
+    ("inputs", "modalities", "found"),
+    [
+        (["text", "image", "video"], None, (True, False, True)),
+        (["text"], {"vision": True, "audio": True, "video": True}, (True, True, True)),
+        (["text", "audio"], {"vision": True}, (True, True, False)),  # builds without video
+        (None, {"vision": False, "audio": True}, (False, True, None)),
+        ("image", {"vision": 1}, (None, None, None)),
+    ],
+)
+def test_what_a_model_reads_is_told_in_either_place(
+    inputs: Any, modalities: Any, found: Any
+) -> None:
+    facts = ServerProperties()
+    facts.read_models({"data": [{"id": "m", "architecture": {"input_modalities": inputs}}]})
+    facts.read_props({"modalities": modalities})
+    assert (facts.vision, facts.audio, facts.video) == found
+
+
+def test_a_purpose_is_known_until_another_process_answers() -> None:
+    facts = ServerProperties()
+    facts.read_props({"media_marker": "1"})
+    facts.purpose_found("rerank")
+    assert facts.all_refused == {"embeddings"}
+    facts.read_props({"media_marker": "1"})
+    facts.clear_remembered()
+    assert facts.all_refused == {"embeddings"}
+    facts.read_props({"media_marker": "2"})
+    assert not facts.all_refused
 
 
 def test_an_endpoint_that_tells_its_context_by_max_model_len_is_believed() -> None:

@@ -57,6 +57,22 @@ def test_remembered_properties_that_are_not_reported_again_are_kept(tmp_path: Pa
     assert PropertiesStore(path).recall(a_spec()) == SAID
 
 
+def test_properties_are_read_from_older_versions_and_kept_readable_for_them(tmp_path: Path) -> None:
+    path = tmp_path / "seen.json"
+    new = ServerProperties(
+        models=("demo",), aliases={"tiny": "demo"}, video=True, process="p", purpose="embeddings"
+    )
+    written(path, saying(new))
+    assert PropertiesStore(path).recall(a_spec()) == new
+    value = json.loads(path.read_text())
+    facts = value["servers"][0]["facts"]
+    assert facts["models"] == ["demo"]  # all that an older version reads of the names
+    for name in ("aliases", "video", "process", "purpose"):
+        del facts[name]
+    path.write_text(json.dumps(value))
+    assert PropertiesStore(path).recall(a_spec()) == ServerProperties(models=("demo",))
+
+
 @each_case(
     "damage",
     [b"", b"{", b"[]", b"null", b'{"version": "1"}', b'{"version": 1}', b"\xff" * 9, b"[" * 9999],
@@ -90,7 +106,8 @@ def test_a_file_of_another_version_is_logged_and_not_read(
     "facts",
     [
         {"slots": -1}, {"slots": "many"}, {"context": 1 << 40}, {"models": ["x" * 5000]},
-        {"models": ["m"] * 2000}, {"refused": 7},
+        {"models": ["m"] * 2000}, {"refused": 7}, {"aliases": {"a": "unknown"}},
+        {"aliases": {f"{n}": "demo" for n in range(1000)}}, {"purpose": "war"},
     ],
 )  # fmt: skip
 def test_implausible_properties_are_left_out_and_the_rest_is_read(

@@ -226,12 +226,12 @@ async def test_props_contain_sizes_but_no_path_and_no_template() -> None:
     assert every == {
         "default_generation_settings": {"n_ctx": 8192},
         "total_slots": 5,
-        "modalities": {"vision": True, "audio": False},
+        "modalities": {"vision": True, "audio": False, "video": False},
     }
     assert one == {
         "default_generation_settings": {"n_ctx": 2048},
         "total_slots": 2,
-        "modalities": {"vision": False, "audio": False},
+        "modalities": {"vision": False, "audio": False, "video": False},
     }
     assert (unknown.status_code, error_of(unknown)["code"]) == (404, "model_not_found")
 

@@ -202,7 +202,7 @@ def resolve_model(
             known = tuple(name for name in known if caller.may_use(name))
         if not known:
             raise catalog.not_found_error(None, labels)
-        if len(known) > 1:
+        if len(known) > 1 and len(known := catalog.one_name_each(known)) > 1:
             some = ", ".join(f"'{name}'" for name in known[:8])
             raise errors.invalid_request(f"'model' is missing. There are: {some}.", "model")
         model = known[0]

@@ -4,7 +4,8 @@ llama.cpp parses grammars, and converts schemas to grammars, recursively and in 
 time. With the demo model a grammar of 50,000 parentheses ends the server, a schema of 4,000 levels
 keeps it busy for more than 40 s, and 250 KB of alternatives for 7 s. An object of 800 optional
 properties takes it 5 s, one of 4,400, 120 KB in all, more than two minutes: the time grows with the
-cube of their number. So all of them are measured before a node sees them, also on paths that
+cube of their number. A thousand optional items in a row take 20 s for each token
+(`grammar_optionals.py`). So all of them are measured before a node sees them, also on paths that
 generate nothing: those convert schemas, too.
 """
 
@@ -17,6 +18,7 @@ import msgspec
 
 from gateway import errors
 from gateway.config.listeners import LimitSettings
+from gateway.proxy.inbound.grammar_optionals import longest_row, longest_row_of_pattern
 from gateway.proxy.inbound.parsed_body import MISSING, ParsedBody, nesting_depth
 from gateway.proxy.json_values import ITEMS_DECODER, JSON_ERRORS, TEXT_DECODER, VALUE_DECODER
 
@@ -62,13 +64,13 @@ def check_grammars(parsed: ParsedBody, body_depth: int, limits: LimitSettings) -
         raw = getattr(parsed, name)
         if len(raw) > most and (name != "text" or bytes(memoryview(raw)[:1]) == b"{"):
             raise _too_large(name, most)
-    _check_optional_properties(parsed, limits.grammar_properties)
+    _check_optional_properties(parsed, limits)
     deepest = limits.grammar_depth
-    if (
-        parsed.grammar is not MISSING
-        and parenthesis_depth(_decode_text(parsed.grammar), deepest) > deepest
-    ):
-        raise _too_deep("grammar", deepest)
+    if parsed.grammar is not MISSING:
+        grammar = _decode_text(parsed.grammar)
+        if parenthesis_depth(grammar.encode("utf-8", "replace"), deepest) > deepest:
+            raise _too_deep("grammar", deepest)
+        _check_row("grammar", longest_row(grammar, limits.grammar_optionals), limits)
     if 0 < body_depth <= deepest:
         return
     for name in ("tools", *_SCHEMA_FIELDS):
@@ -76,13 +78,47 @@ def check_grammars(parsed: ParsedBody, body_depth: int, limits: LimitSettings) -
             raise _too_deep(name, deepest)
 
 
-def _check_optional_properties(parsed: ParsedBody, most: int) -> None:
-    """Check that no schema has more optional properties than a node can convert.
+_PATTERN = re.compile(rb'"pattern"\s*+:\s*+("(?:[^"\\]|\\.)*+")', re.DOTALL)
+
+_ESCAPED_LETTER = re.compile(rb"\\u00[67]")
+"""It may spell the name of a field; encoders write letters of ASCII as they are."""
+
+_REPEATS = re.compile(r"[?*{|]")
+
+MOST_PATTERN_BYTES = 16 << 10
+"""Of all patterns of a field that repeat anything. Those of an agent's tools are some hundreds; so
+many are counted in 10 ms."""
+
+PROPERTIES_PER_OPTIONAL = 16
+"""Optional properties of one object that cost a node no more than an optional item in a row."""
+
+
+def _check_row(name: str, count: int, limits: LimitSettings) -> None:
+    most = limits.grammar_optionals
+    if count > most:
+        raise errors.invalid_request(
+            f"'{name}' holds a grammar or pattern with {count} or more optional items in a row "
+            "('?', '*', '{m,n}', repeats multiplied), which would stop a node for seconds at each "
+            f"token; the most is {most} ('limits.grammar_optionals'). Put something that must be "
+            "there between them, or ask the operator to raise the limit.",
+            name,
+        )
+
+
+def _check_optional_properties(parsed: ParsedBody, limits: LimitSettings) -> None:
+    """Check that no schema has more optional properties or items than a node can take.
 
     Raises: GatewayError 400.
     """
+    most, setting = limits.grammar_properties, "grammar_properties"
+    if PROPERTIES_PER_OPTIONAL * limits.grammar_optionals < most:
+        most = PROPERTIES_PER_OPTIONAL * limits.grammar_optionals
+        setting = f"grammar_optionals', {PROPERTIES_PER_OPTIONAL} of them for one"
     for name in ("tools", *_SCHEMA_FIELDS):
         raw = getattr(parsed, name)
+        if raw is MISSING:
+            continue
+        _check_patterns(name, bytes(raw), limits)
         if len(raw) <= most:
             continue  # not even a byte for each
         parts = _decode_items(raw) if name == "tools" else [raw]
@@ -92,10 +128,32 @@ def _check_optional_properties(parsed: ParsedBody, most: int) -> None:
         if sum(map(_conversion_cost, parts)) > most**3:
             raise errors.invalid_request(
                 f"'{name}' holds a schema whose objects have more than {most} properties that "
-                "may be left out, of several objects the cubes added up "
-                "('limits.grammar_properties').",
+                f"may be left out, of several objects the cubes added up ('limits.{setting}').",
                 name,
             )
+
+
+def _check_patterns(name: str, schema: bytes, limits: LimitSettings) -> None:
+    """Check the regular expressions of a schema. Raises: GatewayError 400."""
+    if _ESCAPED_LETTER.search(schema):
+        try:
+            schema = msgspec.json.encode(VALUE_DECODER.decode(schema))
+        except JSON_ERRORS:
+            return
+    if b'"pattern"' not in schema:
+        return
+    left = MOST_PATTERN_BYTES
+    for found in _PATTERN.finditer(schema):
+        pattern = _decode_text(found[1])
+        if not _REPEATS.search(pattern):
+            continue
+        left -= len(pattern)
+        if left < 0:
+            raise errors.invalid_request(
+                f"'{name}' holds patterns of more than {MOST_PATTERN_BYTES} bytes. Shorten them.",
+                name,
+            )
+        _check_row(name, longest_row_of_pattern(pattern, limits.grammar_optionals), limits)
 
 
 def _conversion_cost(raw: msgspec.Raw) -> int:
@@ -165,11 +223,11 @@ def _decode_items(raw: msgspec.Raw) -> list[msgspec.Raw]:
         return [raw]
 
 
-def _decode_text(raw: msgspec.Raw) -> bytes:
+def _decode_text(raw: bytes | msgspec.Raw) -> str:
     try:
-        return TEXT_DECODER.decode(raw).encode()
+        return TEXT_DECODER.decode(raw)
     except JSON_ERRORS:
-        return b""  # null, or a value that the node refuses
+        return ""  # null, or a value that the node refuses
 
 
 def _too_large(name: str, most: int) -> errors.GatewayError:

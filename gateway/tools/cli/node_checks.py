@@ -7,17 +7,21 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from http import HTTPStatus
 
 from gateway.config.inventory import Inventory, NodeSpec
 from gateway.config.settings import Settings
 from gateway.fleet.circuit import Circuit
 from gateway.fleet.model_differences import ComparedServer, model_differences
 from gateway.fleet.node import Node, NodeSettings
-from gateway.fleet.probes import check_alive, discover
+from gateway.fleet.probe_history import ProbeResult
+from gateway.fleet.probes import check_alive, discover, fetch
 from gateway.fleet.server_properties import ServerProperties, inventory_drift
 from gateway.transport.node_pool import open_node_pool
 
 MOST_CONCURRENT_CHECKS = 32
+
+MOST_TOOLS, MOST_NAMED_TOOLS = 100, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,8 @@ class NodeCheck:
     drift: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
     """What the server does not say, and the inventory could."""
+    tools: tuple[str, ...] = ()
+    """What its server runs on its host for whoever asks (`--tools`, `--agent`)."""
 
     @property
     def should_be_up(self) -> bool:
@@ -45,8 +51,14 @@ class NodeCheck:
 
     @property
     def remarks(self) -> str:
-        """Details of the probe, differences from the inventory, and hints."""
-        return "; ".join(part for part in (self.detail, *self.drift, *self.hints) if part)
+        """Details of the probe, differences from the inventory, hints and dangers."""
+        danger = ""
+        if self.tools:
+            danger = (
+                f"its server was started with --tools or --agent: whoever reaches it can run "
+                f"{', '.join(self.tools[:MOST_NAMED_TOOLS])} on its host; start it without"
+            )
+        return "; ".join(part for part in (self.detail, *self.drift, *self.hints, danger) if part)
 
     def table_row(self, cell: Callable[[object], str]) -> list[object]:
         """Return the row of the table."""
@@ -56,7 +68,7 @@ class NodeCheck:
             self.answer,
             properties.slots,
             properties.context,
-            cell(properties.models),
+            cell(properties.names),
             properties.build,
             f"{self.seconds * 1000:.0f} ms" if self.seconds else None,
             self.remarks,
@@ -72,25 +84,36 @@ class NodeCheck:
             "latency_seconds": round(self.seconds, 4),
             "slots": self.properties.slots,
             "context": self.properties.context,
-            "models": list(self.properties.models),
+            "models": list(self.properties.names),
             "build": self.properties.build,
             "quantisation": self.properties.ftype,
             "template": self.properties.template,
             "drift": list(self.drift),
             "hints": list(self.hints),
+            "purpose": self.properties.purpose,
+            "tools": list(self.tools),
         }
 
 
 def differences(checks: Iterable[NodeCheck]) -> list[str]:
     """Where nodes that serve one model differ, a sentence each."""
     servers = []
+    purposes: dict[str, dict[str, list[str]]] = {}
     for one in checks:
         spec, properties = one.spec, one.properties
         if one.up and spec.kind == "llama.cpp":
-            models = properties.models if spec.models is None else tuple(spec.models)
+            models = properties.names if spec.models is None else tuple(spec.models)
             context = properties.context if spec.context is None else spec.context
             servers.append(ComparedServer(spec.name, models, context, properties))
-    return [one.in_words() for one in model_differences(servers)]
+            for model in models if spec.endpoints is None else ():
+                by_purpose = purposes.setdefault(model, {})
+                by_purpose.setdefault(properties.purpose or "unknown", []).append(spec.name)
+    found = [one.in_words() for one in model_differences(servers)]
+    for model, by_purpose in purposes.items():
+        if len(by_purpose) > 1:
+            told = "; ".join(f"{one} on {', '.join(on)}" for one, on in by_purpose.items())
+            found.append(f"{model}: purpose: {told}: say the `endpoints` of each in the inventory")
+    return found
 
 
 async def check_nodes(inventory: Inventory, settings: Settings) -> list[NodeCheck]:
@@ -141,8 +164,27 @@ async def _check_node(spec: NodeSpec, settings: Settings) -> NodeCheck:
             outcome = await discover(node)
         properties = node.properties
         drift, hints = inventory_drift(spec, properties), _hints(spec, properties)
+        tools = await _read_tools(node) if outcome.up and spec.kind == "llama.cpp" else ()
         return NodeCheck(
-            spec, outcome.answer.value, outcome.detail, seconds, properties, drift, hints
+            spec, outcome.answer.value, outcome.detail, seconds, properties, drift, hints, tools
         )
     finally:
         pool.close()
+
+
+async def _read_tools(node: Node) -> tuple[str, ...]:
+    """The tools that its server runs for whoever asks. Without such it answers 403 or 404."""
+    reply = await fetch(node, "/tools")
+    if isinstance(reply, ProbeResult) or reply.status != HTTPStatus.OK:
+        return ()
+    listed = reply.json()
+    names = [
+        one["tool"][:64]
+        for one in (listed[:MOST_TOOLS] if isinstance(listed, list) else ())
+        if isinstance(one, dict) and isinstance(one.get("tool"), str)
+    ]
+    # What can change something, first.
+    return tuple(sorted(names, key=lambda name: name not in _WORST_TOOLS))
+
+
+_WORST_TOOLS = frozenset({"exec_shell_command", "write_file", "edit_file"})

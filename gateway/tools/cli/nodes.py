@@ -295,8 +295,14 @@ def _row(node: dict[str, Any]) -> list[object]:
         _speed(node, "decode_tps"),
         get("requests"),
         get("failures"),
-        None if get("state") == "ready" else get("reason"),
+        get("reason") if get("state") != "ready" else _dedicated(node),
     ]
+
+
+def _dedicated(node: dict[str, Any]) -> str | None:
+    """What a ready node is for, if not for chats."""
+    purpose = node.get("purpose")
+    return f"for {purpose}" if purpose in {"embeddings", "rerank"} else None
 
 
 def _context(tokens: object, pool: dict[str, int] | None) -> str:

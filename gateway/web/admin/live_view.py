@@ -162,7 +162,7 @@ class LiveView:
             spec.tier,
             spec.host,
             dict(spec.labels),
-            list(properties.models if spec.models is None else spec.models),
+            list(properties.names if spec.models is None else spec.models),
             node.context,
             properties.build,
             list(node.drift),

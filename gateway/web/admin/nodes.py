@@ -142,7 +142,7 @@ def node_json(node: Node) -> dict[str, Any]:
     """A node as the admin API shows it, in seconds, tokens and tokens/s."""
     spec, properties, now = node.spec, node.properties, node.clock()
     circuit, cost = node.circuit, spec.cost_per_million_tokens
-    models = properties.models if spec.models is None else spec.models
+    models = properties.names if spec.models is None else spec.models
     open_until = circuit.open_until
     return {
         "name": spec.name,
@@ -174,7 +174,8 @@ def node_json(node: Node) -> dict[str, Any]:
         "build": properties.build,
         "drift": list(node.drift),
         "endpoints": None if spec.endpoints is None else sorted(spec.endpoints),
-        "endpoints_refused": sorted(properties.refused),
+        "endpoints_refused": sorted(properties.all_refused),
+        "purpose": properties.purpose,
         "circuit": {
             "phase": circuit.phase(now).value,
             "failures": circuit.failures,

@@ -32,6 +32,8 @@ def a_server(asked: list[dict[str, Any]], *chunks: dict[str, Any]) -> Script:
             path, kind = head.split(b" ")[1], b"application/json"
             if path in CONTROL:
                 reply = json.dumps(CONTROL[path]).encode()
+            elif body == b"{}":
+                reply = b"{}"  # the question what it was started for
             else:
                 asked.append(json.loads(body))
                 if asked[-1].get("stream"):

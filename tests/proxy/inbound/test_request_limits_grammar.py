@@ -13,6 +13,7 @@ from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
 from gateway.proxy.inbound import request_limits
 from gateway.proxy.inbound.parsed_body import nesting_depth, parse_body
+from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.proxy.proxy_over_nodes import proxy_over
 from tests.virtual import in_virtual_time
@@ -167,6 +168,45 @@ def test_optional_properties_are_counted(body: dict[str, Any], field: str | None
     assert "'limits.grammar_properties'" in raised.value.message
 
 
+def test_fewer_optional_items_mean_fewer_optional_properties() -> None:
+    parsed = parse_body(json.dumps({"json_schema": properties(33)}).encode())
+    request_limits.check_grammars(parsed, 0, LimitSettings(grammar_optionals=3))
+    with pytest.raises(GatewayError, match=r"'limits\.grammar_optionals', 16 of them"):
+        request_limits.check_grammars(parsed, 0, LimitSettings(grammar_optionals=2))
+
+
+ROW = "root ::= " + '"a"? ' * 33 + '"b"'
+PATTERN = {"type": "string", "pattern": "^" + "a?" * 33 + '[\\"]$'}
+
+
+@each_case(
+    ("body", "field"),
+    [
+        ({"grammar": ROW}, "grammar"),
+        ({"grammar": ROW.replace("? ", "? ", 1).replace('"a"? ', "", 1)}, None),
+        ({"grammar": "root ::= [a-z]{0,2000} [.]?"}, None),
+        ({"tools": [tool({}), tool({"properties": {"p": PATTERN}})]}, "tools"),
+        ({"tools": [{"name": "f", "input_schema": PATTERN}]}, "tools"),
+        ({"response_format": {"json_schema": {"schema": PATTERN}}}, "response_format"),
+        ({"text": {"format": {"schema": PATTERN}}}, "text"),
+        ({"text": json.dumps(PATTERN)}, None),
+        ({"tools": [tool({"properties": {"pattern": {"description": PATTERN["pattern"]}}})]}, None),
+        ({"tools": [tool({"pattern": "^[a-z]{2,40}$"})] * 900}, None),
+        ({"tools": [tool({"pattern": f"^{'ab' * 30}c?$"})] * 300}, "tools"),  # too long together
+        ({"tools": [tool({"pattern": f"^{'ab' * 30}$"})] * 300}, None),
+    ],
+)
+def test_optional_items_in_a_row_are_counted(body: dict[str, Any], field: str | None) -> None:
+    for spelt in (json.dumps(body), json.dumps(body).replace('"pattern"', '"\\u0070attern"')):
+        try:
+            request_limits.check_grammars(parse_body(spelt.encode()), 0, LimitSettings())
+        except GatewayError as error:
+            found = error.param
+        else:
+            found = None
+        assert found == field
+
+
 DEEP = "root ::= " + "(" * 100 + '"a"' + ")" * 100
 SCHEMA = {"description": "x" * 140_000}
 
@@ -175,7 +215,12 @@ SCHEMA = {"description": "x" * 140_000}
 @in_virtual_time
 async def test_a_refused_request_reaches_no_node(tmp_path: Path, path: str) -> None:
     async with proxy_over(tmp_path, EmulatedNode(infill=True)) as proxy:
-        for more in ({"grammar": DEEP}, {"json_schema": SCHEMA}, {"tools": [tool(SCHEMA)]}):
+        for more in (
+            {"grammar": DEEP},
+            {"grammar": ROW},
+            {"json_schema": SCHEMA},
+            {"tools": [tool(SCHEMA)]},
+        ):
             for stream in (True, False):
                 reply = await proxy.ask(path, stream=stream, **more)
                 assert reply.status_code == 400

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.emulator import EmulatedNode
+from tests.servers import spawn_demo_server, stop_demo_server, wait_for_demo_server
 from tests.tools.cli.running import Ran, run
 
 
@@ -59,6 +60,44 @@ async def test_nodes_of_one_model_that_differ_are_a_warning(folder: Path) -> Non
     assert json.loads(as_json.out)["differences"] == [
         "demo: build of llama.cpp: b1-one on a; b2-two on b"
     ]
+
+
+async def test_a_mix_of_purposes_under_one_name_is_a_warning(folder: Path) -> None:
+    async with EmulatedNode() as one, EmulatedNode(embeddings=True) as other:
+        nodes = [f"{{name: {name}, url: '{node.url}'" for name, node in (("a", one), ("b", other))]
+        inventory = f"nodes:\n- {nodes[0]}}}\n- {nodes[1]}}}\n"
+        warned = await check_nodes(folder, inventory)
+        settled = await check_nodes(
+            folder, f"nodes:\n- {nodes[0]}}}\n- {nodes[1]}, endpoints: embeddings}}\n"
+        )
+    assert "demo: purpose: chat on a; embeddings on b: say the `endpoints`" in warned.err
+    assert settled.err == ""
+
+
+async def test_a_server_that_runs_tools_is_named(folder: Path) -> None:
+    async with EmulatedNode() as node:
+        names = ["read_file", "exec_shell_command", "get_info", "grep_search"]
+        body = json.dumps([{"tool": name, "permissions": {}} for name in names])
+        node.faults.set("status", path="/tools", status=200, body=body)
+        inventory = f"nodes: [{{name: a, url: '{node.url}'}}]\n"
+        ran = await check_nodes(folder, inventory, "--json")
+    (answer,) = json.loads(ran.out)["nodes"]
+    assert answer["tools"] == ["exec_shell_command", "read_file", "get_info", "grep_search"]
+
+
+@pytest.mark.real
+@pytest.mark.slow
+@pytest.mark.binary_only("the wheel's server has no option for it")
+async def test_a_real_server_that_runs_tools_is_named(folder: Path) -> None:
+    for options in (("--tools", "get_info"), ("--agent",), ()):
+        server = spawn_demo_server(slots=1, context=512, extra=options)
+        try:
+            url = await asyncio.to_thread(wait_for_demo_server, server)
+            ran = await check_nodes(folder, f"nodes: [{{name: a, url: '{url}'}}]\n")
+        finally:
+            stop_demo_server(server)
+        assert ran.status == 0, ran.err
+        assert ("--tools or --agent" in " ".join(ran.out.split())) == bool(options)
 
 
 async def test_a_node_that_does_not_answer_is_status_1_and_hides_no_other(folder: Path) -> None:

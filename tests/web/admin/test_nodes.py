@@ -63,7 +63,8 @@ async def test_all_nodes_are_shown_in_the_inventorys_order() -> None:
             "build": "b42",
             "drift": [],
             "endpoints": None,
-            "endpoints_refused": [],
+            "endpoints_refused": ["embeddings", "rerank"],
+            "purpose": "chat",
             "circuit": {"phase": "closed", "failures": 0, "open_for": None},
             "deadline_in": None,
         }
@@ -282,5 +283,5 @@ async def test_endpoints_that_a_node_refuses_are_shown() -> None:
     ):
         response = await gateway.public.post("/v1/embeddings", json={"input": "x"})
         assert response.status_code == 501
-        assert (await shown(gateway, "a"))["endpoints_refused"] == ["embeddings"]
+        assert (await shown(gateway, "a"))["endpoints_refused"] == ["embeddings", "rerank"]
         assert (await gateway.public.post(CHAT, json={"messages": []})).status_code in {200, 400}
