@@ -233,10 +233,16 @@ def explore(
     The row that has the prompt cached would win against any other for ever. So a row that has shown
     nothing yet is compared as if it had as much of the prompt cached, and by the speeds alone,
     without what runs on `chosen`. The difference in cost becomes a bonus of the request. Only idle
-    rows that are awake are explored, and less for `premium`, `urgent` and clients that hurry.
+    rows that are awake are explored, and less for `premium`, `urgent` and clients that hurry; not
+    for a session that a header names, which stays on its row.
     """
     known = state.node_count - len(state.exploring)
-    if queued.failed or not queued.slots or rng.random() * (known + 1) >= MOST_FREELY_EXPLORED:
+    if (
+        queued.failed
+        or not queued.slots
+        or queued.penalties.get(chosen.index, 0.0) < 0.0
+        or rng.random() * (known + 1) >= MOST_FREELY_EXPLORED
+    ):
         return chosen
     rows = available.rows
     if len(rows) > LOOP_ROWS:

@@ -50,6 +50,7 @@ from tests.emulator import EmulatedNode
 from tests.emulator.generation import TokenTally
 from tests.emulator.language_model import count_tokens
 from tests.emulator.request_body import render_chat
+from tests.gateways import QUIET
 from tests.postgres import running_postgres
 
 HOST = "127.0.0.1"
@@ -203,7 +204,7 @@ class Site:
         }
         entries = [{"name": f"node-{i}", "url": one.url} for i, one in enumerate(nodes)]
         (folder / "gateway.yaml").write_text(yaml.safe_dump(settings))
-        (folder / "nodes.yaml").write_text(yaml.safe_dump({"nodes": entries}))
+        (folder / "nodes.yaml").write_text(yaml.safe_dump({**QUIET, "nodes": entries}))
 
     async def start(self) -> None:
         """Start the gateway, and wait until it serves."""
