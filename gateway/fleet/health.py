@@ -204,12 +204,19 @@ def sign_of_life(node: Node, now: float) -> str | None:
 
 
 def is_excused(node: Node, asked_at: float, now: float) -> bool:
-    """Whether our own work, or waking up, explains that its slots could not be read."""
+    """Whether our own work, or waking up, explains that its slots could not be read.
+
+    A stream without a head does not: a slot that reads its prompt has sent the head.
+    """
     if node.sleep.waking_since is not None:
         return not node.sleep.is_overdue(node.properties.size, now)
     return any(
         (lease.last_content_at is not None and lease.last_content_at >= asked_at)
-        or (_is_prefilling(lease) and now - lease.prefill_began_at < prefill_grace(lease))
+        or (
+            _is_prefilling(lease)
+            and not (lease.stream and lease.phase is LeasePhase.WAITING_HEAD)
+            and now - lease.prefill_began_at < prefill_grace(lease)
+        )
         for lease in node.leases
     )
 

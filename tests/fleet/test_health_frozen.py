@@ -61,8 +61,18 @@ async def test_a_prompt_that_is_read_excuses_a_node_for_its_grace() -> None:
     async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), **USUAL) as fleet:
         freeze(server)
         lease = take(fleet["a"])
+        lease.head_received(now())
         assert await state_after(fleet, 55) is NodeState.READY
         assert await state_after(fleet, 25) is NodeState.MUTE
+        lease.release()
+
+
+@in_virtual_time
+async def test_a_stream_without_a_head_excuses_no_node() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url), **USUAL) as fleet:
+        freeze(server)
+        lease = take(fleet["a"])
+        assert await state_after(fleet, 15) is NodeState.MUTE
         lease.release()
 
 
