@@ -55,6 +55,9 @@ MOST_SETTLING_POLLS = 8
 LARGEST_REPLY = 1 << 20
 """Bytes."""
 
+READ_LINES = 8
+"""Last lines of a reply that are read."""
+
 WARM_UP_WORDS, WARM_UP_TOKENS = 16, 2
 """Words read and tokens written by the request that is thrown away."""
 
@@ -148,20 +151,31 @@ class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
 
 
+class _Progress(msgspec.Struct):
+    processed: int = 0
+    time_ms: float = 0.0
+
+
 class _Reply(msgspec.Struct):
     """What is read of a reply, or of one event of it."""
 
     timings: dict[str, object] | None = None
     usage: _Usage | None = None
+    prompt_progress: _Progress | None = None
 
 
 def shown_timings(reply: bytes, seconds: float) -> dict[str, object] | None:
-    """The last `timings` in a reply, whole or cut off; of one without, by our own clock."""
-    for line in reversed(reply.splitlines()):
+    """The last `timings` in a reply, whole or cut off; of one without, by our own clock.
+
+    Of one that ends while the prompt is read, by its progress.
+    """
+    for line in reversed(reply.rsplit(b"\n", READ_LINES)):
         try:
             found = msgspec.json.decode(line.removeprefix(b"data: "), type=_Reply)
         except msgspec.MsgspecError:
             continue
+        if (read := found.prompt_progress) is not None:
+            return {"prompt_n": read.processed, "prompt_ms": read.time_ms} if read.time_ms else None
         if found.timings is not None:
             return found.timings
         if found.usage is not None:
@@ -233,17 +247,19 @@ class _Run:
         body = msgspec.json.encode(request_body(path, text, tokens))
         head = node.upstream.address.request_head(b"POST", path.encode(), _HEADER_LINES, len(body))
         began = node.clock()
-        async with node.upstream.response(
-            head, body, connect_timeout=node.settings.health.timeout
-        ) as connection:
-            if connection.status != HTTPStatus.OK:
-                raise _RefusedError(path, connection.status)
-            lease.head_received(node.clock())
-            while part := await connection.read():
-                self.reply += part
-                if len(self.reply) > LARGEST_REPLY:
-                    raise InvalidResponse(f"{path} answers without end")
-        self.seconds = node.clock() - began
+        try:
+            async with node.upstream.response(
+                head, body, connect_timeout=node.settings.health.timeout
+            ) as connection:
+                if connection.status != HTTPStatus.OK:
+                    raise _RefusedError(path, connection.status)
+                lease.head_received(node.clock())
+                while part := await connection.read():
+                    self.reply += part
+                    if len(self.reply) > LARGEST_REPLY:
+                        raise InvalidResponse(f"{path} answers without end")
+        finally:
+            self.seconds = node.clock() - began
 
 
 class Calibrator:
@@ -321,12 +337,7 @@ class Calibrator:
                     outcome = "given_up" if run.needed else "timed_out"
                 except UpstreamError as error:
                     outcome, detail = "failed", str(error)
-                shown = (
-                    measure
-                    and run.warm
-                    and outcome != "failed"
-                    and _learn(run, cut_off=outcome != "done")
-                )
+                shown = measure and run.warm and outcome != "failed" and _learn(run, outcome)
                 if measure and not shown and outcome == "done":
                     outcome, detail = "failed", "its reply shows no speed"
                 record.end(
@@ -350,20 +361,24 @@ class Calibrator:
             self._fleet.refresh_state(node)
 
 
-def _learn(run: _Run, *, cut_off: bool) -> bool:
-    """Whether the measured request has shown the node's speed; one that was cut off, all of it.
+def _learn(run: _Run, outcome: str) -> bool:
+    """Whether the measured request has shown the node's speed.
 
-    A node that wrote too slowly to end in time is known as slow by what it wrote.
+    One that was given up shows all of it, or nothing: its beginning says little. One that took
+    too long shows that the node is slow, even if it is not known how slow.
     """
     timings, speed = shown_timings(bytes(run.reply), run.seconds), run.node.speed
-    if timings is None or speed.samples:
+    if timings is None and outcome == "timed_out":
+        timings = {"prompt_n": READ_WORDS, "prompt_ms": run.seconds * 1000}
+    if timings is None or speed.samples or (outcome == "given_up" and "predicted_n" not in timings):
         return False
-    wrote = isinstance(n := timings.get("predicted_n"), int) and n > 1
-    if (cut_off and not wrote) or not speed.calibrate(timings):
+    shown = speed.calibrate(timings)
+    if shown is None:
         return False
     assert speed.calibrated is not None
     run.node.calibration.showed(
-        speed.calibrated.prefill_tps, 1 / speed.calibrated.token_base if wrote else None
+        speed.calibrated.prefill_tps if shown.prefill else None,
+        1 / speed.calibrated.token_base if shown.decode else None,
     )
     return True
 

@@ -70,6 +70,9 @@ LEAST_DECODE_TOKENS = 8
 
 MOST_TOKENS_PER_EVENT = 64.0
 
+MOST_DOUBT = 1.5
+"""A stream whose events held so many times more tokens than was known has not shown its speed."""
+
 EVENT_LEARNING = 1 / 32
 """Share of the way to a lower `tokens_per_event` that one stream makes."""
 
@@ -230,11 +233,14 @@ class SpeedHistory:
         self.slow_since, self.row_since, self.degraded = None, None, False
 
 
+_Class = Annotated[int, msgspec.Meta(ge=-64, le=64)]
+
+
 class UsualSpeed(msgspec.Struct, frozen=True, array_like=True):
     """A `SpeedBaseline` and its kind of request, as they outlive their process."""
 
-    first: int
-    second: int
+    first: _Class
+    second: _Class
     log_seconds: Annotated[float, msgspec.Meta(ge=-50, le=50)]
     samples: Annotated[int, msgspec.Meta(ge=0, le=YOUNG_BASELINE)]
 
@@ -283,11 +289,13 @@ class DegradationDetector:
             seen = min(max(1.0, tokens / events), MOST_TOKENS_PER_EVENT)
             known = self.tokens_per_event
             self.tokens_per_event = max(seen, known + (seen - known) * EVENT_LEARNING)
+            if seen > known * MOST_DOUBT:
+                self.decode.forget_recent()  # Its spans were taken for far slower than they were.
 
     def watch(self, events: float, seen: ObservedTiming, context_tokens: float, now: float) -> bool:
         """Compare a span of a running stream; whether `degraded` has changed.
 
-        `context_tokens`: of its prompt.
+        `context_tokens`: of its prompt, and of what it has written.
         """
         before = self.degraded
         tokens = 1.0 + events * self.tokens_per_event  # The first one's time is not the span's.

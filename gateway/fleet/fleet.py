@@ -502,7 +502,7 @@ class Fleet:
         now, node = self._clock(), lease.node
         lease.bytes_received(now)
         span = lease.next_span(tokens, now)
-        if span is not None and node.degradation.watch(*span, context_tokens, now):
+        if span is not None and node.degradation.watch(*span, context_tokens + tokens, now):
             self.refresh_state(node)
 
     def learn_clocked(

@@ -125,9 +125,14 @@ class CalibrationRecord:
         """None may begin before."""
         self.due_at = until
 
-    def server_started(self, requests: int) -> None:
-        """The server has loaded its model anew, after so many requests."""
-        self.tries, self.due_at, self.loaded_at = 0, -math.inf, requests
+    def server_started(self, requests: int, *, replaced: bool = False) -> None:
+        """The server has loaded its model anew, after so many requests; `replaced`: another one.
+
+        What failed before is not tried sooner for that: the server may die of it each time.
+        """
+        self.loaded_at = requests
+        if replaced or self.outcome != "failed":
+            self.tries, self.due_at = 0, -math.inf
 
 
 @dataclass(slots=True, eq=False)
@@ -586,7 +591,7 @@ class Node:
             self.speed.forget()
             self.degradation.forget()
             self.sleep.forget()
-            self.calibration.server_started(self.requests)
+            self.calibration.server_started(self.requests, replaced=True)
             self.replacements += 1
             self.measured = now
         else:

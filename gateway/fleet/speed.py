@@ -116,15 +116,15 @@ class Speed:
         """Learn from what the gateway saw of an endpoint without timings; returns the sample."""
         return self._learn(sample_from_clock(prompt_tokens, cached_tokens, completion_tokens, seen))
 
-    def calibrate(self, timings: Mapping[str, object]) -> bool:
+    def calibrate(self, timings: Mapping[str, object]) -> SpeedSample | None:
         """Assume what one tiny request's `timings` show, and of the rest what is assumed now.
 
         It is no sample: the first answer that shows the node's reading or writing replaces it.
-        Returns whether they show anything.
+        Returns what they show; None: nothing.
         """
         shown = sample_from_timings(timings)
         if shown.prefill is None and shown.decode is None:
-            return False
+            return None
         known = self.calibrated or self.prior
         prefill_tps, base, step = known.prefill_tps, known.token_base, known.token_step
         if shown.prefill is not None:
@@ -135,7 +135,7 @@ class Speed:
             step = STEP_PRIOR * base
         self.calibrated = SpeedPrior(prefill_tps, base, step)
         self._update()
-        return True
+        return shown
 
     def set_prior(self, prior: SpeedPrior, *, hinted: bool = False) -> None:
         """Its assumed speed, by other nodes' measurements; `hinted`: and its own `speed_hint`."""
@@ -201,7 +201,11 @@ class SpeedState(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         """Raises: ValueError."""
         known = self.calibrated
-        if known is not None and min(known.prefill_tps, known.token_base) <= 0:
+        if known is not None and not (
+            SLOWEST_TPS <= known.prefill_tps <= FASTEST_TPS
+            and SLOWEST_TPS <= 1 / max(known.token_base, 1 / (2 * FASTEST_TPS)) <= FASTEST_TPS
+            and 0 <= known.token_step <= 1 / SLOWEST_TPS
+        ):
             raise ValueError("impossible figures")
 
 

@@ -232,9 +232,10 @@ def explore(
 
     The row that has the prompt cached would win against any other for ever. So a row that has shown
     nothing yet is compared as if it had as much of the prompt cached, and by the speeds alone,
-    without what runs on `chosen`. The difference in cost becomes a bonus of the request. Only idle
-    rows that are awake are explored, and less for `premium`, `urgent` and clients that hurry; not
-    for a session that a header names, which stays on its row.
+    without what runs on `chosen`. The difference in cost becomes a bonus of the request. Rows are
+    explored while most are idle, since more load teaches their speeds by itself: those that are
+    idle, awake and well, and less for `premium`, `urgent` and clients that hurry. A session that a
+    header names stays on its row.
     """
     known = state.node_count - len(state.exploring)
     if (
@@ -247,11 +248,14 @@ def explore(
     rows = available.rows
     if len(rows) > LOOP_ROWS:
         rows = rng.sample(rows, LOOP_ROWS)
+    idle = sum(not row.busy for row in rows) / len(rows) * len(available.rows)
+    if 2 * idle <= len(available.candidate_set.rows):
+        return chosen
     careful = (queued.priority < Priority.NORMAL) + (queued.deadline is not None)
     warm = queued.cached.get(chosen.index, 0.0)
     best, least = chosen, _seconds_alone(chosen, queued, warm)
     for row in rows:
-        if row.exploring <= careful or row.busy or row.wake:
+        if row.exploring <= careful or row.busy or row.penalty > 0.0:
             continue
         cached = queued.cached.get(row.index, 0.0)
         if row.hope < 1.0 and not row.samples:

@@ -142,6 +142,17 @@ async def test_a_node_that_is_too_slow_or_broken_is_tried_a_few_times() -> None:
 
 
 @in_virtual_time
+async def test_a_node_that_reads_too_slowly_to_end_in_time_is_known_as_slow() -> None:
+    async with (
+        EmulatedNode(slots=1, prefill_tps=6.0, decode_tps=3.0) as server,
+        calibrated(a_spec(url=server.url)) as (running, ended),
+    ):
+        await running.until(lambda: bool(ended), limit=60)
+        assert ended[0].outcome == "timed_out"
+        assert running["a"].speed.expected_prefill_tps < 12
+
+
+@in_virtual_time
 async def test_a_measured_node_is_only_warmed_up_after_its_server_has_loaded() -> None:
     async with (
         EmulatedNode(slots=1, **HALF) as server,
@@ -226,6 +237,8 @@ def test_a_node_is_tried_later_and_later_and_not_for_ever() -> None:
     assert pauses == [5, 20, 80, 320, 1280]
     assert not due([node], (), clock())
     node.calibration.server_started(node.requests)
+    assert not due([node], (), clock())  # It may have died of it.
+    node.calibration.server_started(node.requests, replaced=True)
     assert due([node], (), clock())
 
 
@@ -237,6 +250,10 @@ def test_the_last_timings_of_a_reply_count_even_if_it_was_cut_off() -> None:
         "prompt_ms": 500.0,
     }
     assert shown_timings(b"\xff[1]\n\n1", 1.0) is None
+    reading = (
+        b'data: {"prompt_progress":{"total":100,"cache":0,"processed":64,"time_ms":9000.0}}\n\n'
+    )
+    assert shown_timings(reading, 20.0) == {"prompt_n": 64, "prompt_ms": 9000.0}
 
 
 @in_virtual_time

@@ -347,6 +347,14 @@ def test_a_text_whose_events_hold_several_tokens_is_no_degradation() -> None:
     assert spans(work.pace, work.now + 30, 2)[-1]
 
 
+def test_a_stream_whose_end_shows_several_tokens_an_event_takes_its_blame_back() -> None:
+    work = Work()
+    work.does(30)
+    assert spans(work.pace, work.now, 8)[-1]
+    work.pace.learn_events(600, 200)
+    assert not work.pace.degraded
+
+
 def test_a_node_that_becomes_slow_as_its_load_grows_is_found() -> None:
     work = Work()
     work.does(30)

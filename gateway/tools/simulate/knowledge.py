@@ -17,7 +17,7 @@ from gateway.fleet.calibration import (
     due,
 )
 from gateway.fleet.fleet import COMPARE_SPEEDS_EVERY
-from gateway.fleet.node import CalibrationRecord, Node
+from gateway.fleet.node import MOST_CALIBRATIONS, CalibrationRecord, Node
 from gateway.fleet.prompt_cache import FleetPromptCache
 from gateway.fleet.slot_occupancy import SlotOccupancy
 from gateway.fleet.speed import ObservedTiming, Speed, compare_speeds
@@ -199,6 +199,7 @@ class _NodeStub:
             self.speed.samples
             or self.speed.calibrated
             or now < self.calibration.due_at
+            or self.calibration.tries >= MOST_CALIBRATIONS
             or self.row.ours
             or not (self.row.capacity and self.machine.calibrated)
         )
