@@ -530,6 +530,11 @@ class Fleet:
         self._probe_soon(node)
         self.refresh_state(node)
 
+    def read_load(self, node: Node) -> None:
+        """The node gets work though its load was left unread: ask for it now."""
+        if (monitor := self._monitors.get(node)) is not None:
+            monitor.read_load()
+
     def _probe_soon(self, node: Node) -> None:
         if (monitor := self._monitors.get(node)) is not None:
             monitor.probe_soon()

@@ -67,6 +67,11 @@ class HealthMonitor:
         if history.probe_by((history.last_probe_at or 0.0) + QUICK_PROBE_DELAY):
             self._wake.set()
 
+    def read_load(self) -> None:
+        """It gets work, and its load was left unread: probe now."""
+        if self._node.probe_history.probe_by(self._node.clock()):
+            self._wake.set()
+
     def reschedule(self) -> None:
         """The interval has changed: choose a random moment in it."""
         node, interval = self._node, self._node.settings.health.interval
@@ -159,6 +164,7 @@ class HealthMonitor:
             history.slots_read()
             if not node.sleep.asleep:
                 node.sleep.woke()
+                history.leave_load_unread()
             return
         with node.occupancy.slots_query(asked_at) as query:
             reply = await fetch(node, path)

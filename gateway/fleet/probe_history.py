@@ -64,6 +64,8 @@ class ProbeHistory:
     detail: str = ""
     successes_in_a_row: int = 0
     failures_in_a_row: int = 0
+    load_unread: bool = False
+    """Whether its load is unknown, since it was left alone."""
     discovered_at: float | None = None
     """When the server's properties were last read; None: to be read before it gets work."""
     props_digest: bytes | None = None
@@ -142,7 +144,11 @@ class ProbeHistory:
 
     def slots_read(self) -> None:
         """Its slots were read, or can't be asked for."""
-        self.unread, self.frozen = 0, False
+        self.unread, self.frozen, self.load_unread = 0, False, False
+
+    def leave_load_unread(self) -> None:
+        """Its slots were not asked for, so that it may fall asleep."""
+        self.load_unread = True
 
     def _not_up(self, *, loading: bool, detail: str) -> None:
         self.up = self.mute = False

@@ -221,6 +221,8 @@ class LeaseGranter:
             self.dispatcher.prefill_done(placement, placement.prefill_ends + wake)
         if lease.trial or lease.wakes:
             self.fleet_sync.node_changed(node)
+        if node.probe_history.load_unread:
+            self.fleet_sync.fleet.read_load(node)
         if request.prompt_key is not None or request.session is not None:
             self.demand_model.placed(placement, request)
         return GrantedLease(

@@ -214,6 +214,28 @@ async def test_others_load_on_a_server_that_may_sleep_is_seen_and_delays_no_slee
 
 
 @in_virtual_time
+async def test_the_first_request_to_a_server_that_was_left_alone_shows_others_load(
+    tmp_path: Path,
+) -> None:
+    servers = [EmulatedNode(slots=2, decode_tps=10, answer_tokens=600) for _ in range(2)]
+    async with servers[0], servers[1], a_gateway(tmp_path, *servers) as running:
+        for server in servers:
+            server.faults.set(**BARE)
+        node = running.gateway.fleet.nodes["a"]
+        await asyncio.sleep(60)
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        async with httpx.AsyncClient(base_url=servers[0].url, timeout=100) as other:
+            work = asyncio.create_task(other.post(CHAT, json=body))
+            await until(lambda: servers[0].busy == 1, 10.0)
+            await asyncio.sleep(20)
+            assert node.foreign == 0
+            first = asyncio.create_task(ask(running, max_tokens=600))
+            second = asyncio.create_task(ask(running, "Goodbye", max_tokens=600))
+            await until(lambda: node.foreign == 1, 1.0)
+            await asyncio.gather(first, second, work)
+
+
+@in_virtual_time
 async def test_loading_its_model_again_is_nobodys_fault_and_teaches_no_speed(
     tmp_path: Path,
 ) -> None:
