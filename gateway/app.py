@@ -372,7 +372,6 @@ class Gateway:
             sockets = {"public": self.public_listener.sock, "admin": self.admin_listener.sock}
             command = self.options.restart_command
             log.info("starting a successor", command=command[0])
-            await self.learnt.save(self.timings.store)
             learnt_pipe = self.learnt.open_pipe()
             try:
                 self._successor = await start_successor(

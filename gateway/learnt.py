@@ -18,18 +18,20 @@ import asyncio
 import os
 import threading
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
 
 import msgspec
 import structlog
-from sqlalchemy import Connection, bindparam, delete, select, true
+from sqlalchemy import Connection, bindparam, delete, func, select
+from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.access.keys import KeyRing
 from gateway.events import EventBus
@@ -158,6 +160,8 @@ class Section:
     """Of its values' form; rows of others are left alone."""
     most_rows: int
     most_bytes: int
+    pause: float = 0.0
+    """Least seconds between two looks for changes, but at the end."""
 
     def is_kept(self) -> bool:
         """Whether the settings allow that its rows are kept."""
@@ -170,7 +174,7 @@ class Section:
     def restore(self, row: Row, age: float) -> bool:
         """Take a row, learnt `age` seconds ago; False: it is of no use any more.
 
-        Raises: ValueError, MsgspecError.
+        Raises whatever: the row is another program's.
         """
         raise NotImplementedError
 
@@ -206,11 +210,15 @@ class LearntMemory:
         self._callers: frozenset[str] | None = None
         """The ids of the keys at the last look; None: they are not known yet."""
         self._keys_version = -1
-        self._tried = self._read = self._writes = False
+        self._tried = self._read = self._writes = self._closed = False
         self._pipe: BinaryIO | None = None
         """To a successor: it ends when this process writes no more."""
         self._full: set[str] = set()
         """Sections of which it was told that they are full."""
+        self._gathered: dict[str, float] = {}
+        """When there was the last look at sections that have a `pause`."""
+        self._failures: set[str] = set()
+        """Errors that were told of."""
         self._lock = asyncio.Lock()
 
     @classmethod
@@ -255,14 +263,28 @@ class LearntMemory:
         read later (`run`).
         """
         async with self._lock:
-            end = time.monotonic() + seconds
-            if self._tried:
-                await self._gather()
-            self._tried = True
-            rows = await self._backend.read(seconds)
-            if rows is not None:
+            try:
+                await self._load(time.monotonic() + seconds, seconds)
+            except Exception as error:  # noqa: BLE001 - nothing here may stop a start
                 self._read = True
-                await self._restore(rows, end)
+                self._failed(error)
+
+    async def _load(self, end: float, seconds: float) -> None:
+        if self._tried:
+            await self._gather(whole=True)
+        self._tried = True
+        rows = await self._backend.read(seconds)
+        if rows is not None:
+            self._read = True
+            await self._restore(rows, end)
+
+    def _failed(self, error: Exception) -> None:
+        """Tell of an error once, without its words: they may be a caller's."""
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        why = f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}"
+        if why not in self._failures:
+            self._failures.add(why)
+            log.warning("learnt: something can't be kept or taken", why=why, remedy="report this")
 
     async def run(self, predecessor: Callable[[], Awaitable[None]] | None = None) -> None:
         """Write what changes, until cancelled; then `close` writes the rest.
@@ -271,7 +293,8 @@ class LearntMemory:
         """
         if predecessor is not None:
             with suppress(TimeoutError):
-                await asyncio.wait_for(predecessor(), PREDECESSOR_SECONDS)
+                async with asyncio.timeout(PREDECESSOR_SECONDS):
+                    await predecessor()
             await self.load(PREDECESSOR_SECONDS)
         self.begin_writing()
         while True:
@@ -282,24 +305,29 @@ class LearntMemory:
 
     def begin_writing(self) -> None:
         """This process accepts connections, and no other one of this gateway."""
-        self._writes = True
+        self._writes = not self._closed
 
-    async def save(self, seconds: float) -> None:
-        """Write what has changed, within so many seconds."""
+    async def save(self, seconds: float, *, whole: bool = False) -> None:
+        """Write what has changed, within so many seconds. `whole`: of all sections."""
         async with self._lock:
             if not self._writes:
                 return
-            await self._gather()
-            if self._unwritten:
-                put = [row for row in self._unwritten.values() if row is not None]
-                drop = [place for place, row in self._unwritten.items() if row is None]
-                if await self._backend.write(put, drop, seconds):
-                    self._unwritten.clear()
+            try:
+                await self._gather(whole=whole)
+                if self._unwritten:
+                    for section, _, key in await self._backend.write(self._unwritten, seconds):
+                        # To be written if it is given again, even unchanged.
+                        if section in self._kept:
+                            self._kept[section].pop(key, None)
+            except Exception as error:  # noqa: BLE001 - nothing here may end the gateway's work
+                self._failed(error)
 
     async def close(self, seconds: float) -> None:
         """Write the rest, and nothing from then on: this process ends, or has a successor."""
+        self._closed = True
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.save(seconds), seconds)
+            async with asyncio.timeout(seconds):
+                await self.save(seconds, whole=True)
         self._writes = False
         self.close_pipe()
 
@@ -317,12 +345,15 @@ class LearntMemory:
 
     # From owners to rows. All that changes rows runs under the lock.
 
-    async def _gather(self) -> None:
-        """Find what has changed."""
+    async def _gather(self, *, whole: bool) -> None:
+        """Find what has changed; `whole`: in all sections."""
         self._flush()
         self._forget_callers()
         for section in self._sections:
-            await self._gather_section(section)
+            now, last = time.monotonic(), self._gathered.get(section.name)
+            if whole or last is None or now - last >= section.pause:
+                self._gathered[section.name] = now
+                await self._gather_section(section)
         # While the store is away they would be ever more: each decision comes and goes.
         gone = [place for place, row in self._unwritten.items() if row is None]
         for place in gone[: max(0, len(gone) - MOST_READ_ROWS)]:
@@ -347,7 +378,9 @@ class LearntMemory:
         self._bound(section)
 
     def _row(self, section: Section, key: str, caller: str | None, value: object) -> Row | None:
-        """The row of a value; None: it can't be kept."""
+        """The row of a value; None: it can't be kept, or may not."""
+        if caller is not None and self._is_gone(caller):
+            return None  # Its request ran on.
         try:
             raw = msgspec.json.encode(value)
         except ValueError:  # Half a surrogate in a client's name for a model, say.
@@ -376,17 +409,20 @@ class LearntMemory:
             self._drop(section, key)
 
     def _forget_callers(self) -> None:
-        """Forget what was learnt of callers whose keys have gone since the last look."""
+        """Forget what was learnt of callers without a key, if keys have changed.
+
+        Not only of those that have just gone: their last requests end later.
+        """
         ring = self._key_ring
         if ring.version == self._keys_version or not ring.is_complete:
             return
         self._keys_version = ring.version
-        before, self._callers = self._callers, frozenset(one.id for one in ring.callers())
-        gone = (before or frozenset()) - self._callers
-        for section in self._sections if gone else ():
-            section.forget(gone.__contains__)
-            for key in [k for k, row in self._kept[section.name].items() if row.caller in gone]:
-                self._drop(section, key)
+        self._callers = frozenset(one.id for one in ring.callers())
+        for section in self._sections:
+            section.forget(self._is_gone)
+            for key, row in [*self._kept[section.name].items()]:
+                if row.caller is not None and self._is_gone(row.caller):
+                    self._drop(section, key)
 
     # From rows to owners.
 
@@ -403,7 +439,10 @@ class LearntMemory:
                 else:
                     unreadable += not self._restore_row(section, row)
                     await turn.give()
-            section.restored()
+            try:
+                section.restored()
+            except Exception as error:  # noqa: BLE001 - another program wrote the rows
+                self._failed(error)
             await turn.give(at_once=True)
             # What counts less by now is not another row: it keeps its age.
             await self._gather_section(section, as_read=True)
@@ -428,15 +467,15 @@ class LearntMemory:
                 or not section.restore(row, age)
             ):
                 self._drop(section, row.key)
-        except (msgspec.MsgspecError, ValueError, RecursionError):
-            del kept[row.key]
+        except Exception:  # noqa: BLE001 - another program wrote it
+            kept.pop(row.key, None)
             return False
         return True
 
     def _is_gone(self, caller: str) -> bool:
-        """Whether a row's caller has no key any more."""
+        """Whether a row's caller has no key any more; those with a colon never had one."""
         known = self._callers
-        return not (known is None or caller in known or caller.startswith(_ANONYMOUS))
+        return not (known is None or caller in known or ":" in caller)
 
 
 class _Turn:
@@ -478,33 +517,40 @@ class LearntTable:
             return await self._store.run(self._rows, write=False, seconds=seconds)
         except StoreError:
             return None
+        except SQLAlchemyError as error:  # Text that is none, say. Its words may be a row's.
+            log.warning("learnt: rows can't be read", why=type(error).__name__, consequence=LOST)
+            return []
 
-    async def write(self, put: Sequence[Row], drop: Sequence[Place], seconds: float) -> bool:
-        """Keep these rows and drop others; whether that is done.
+    async def write(self, changes: dict[Place, Row | None], seconds: float) -> Sequence[Place]:
+        """Keep these rows (None: drop it), and take out of `changes` what is done.
 
-        A few hundred at a time, since the ledger waits meanwhile.
+        Returns which other rows of this gateway it has dropped, as they were old. A few hundred at
+        a time, since the ledger waits meanwhile.
         """
-        changes: list[Row | Place] = [*put, *drop]
+        end = time.monotonic() + seconds
         if not self._store.status().up:
-            return False
+            return ()
         try:
-            for start in range(0, len(changes), ROWS_PER_JOB):
-                some = changes[start : start + ROWS_PER_JOB]
-                await self._store.run(partial(self._write, changes=some), seconds=seconds)
-            if self._now() >= self._upkeep_at:
+            while changes and (left := end - time.monotonic()) > 0:
+                some = dict(islice(changes.items(), ROWS_PER_JOB))
+                await self._store.run(partial(self._write, changes=some), seconds=left)
+                for place in some:
+                    del changes[place]
+            if self._now() >= self._upkeep_at and (left := end - time.monotonic()) > 0:
                 self._upkeep_at = self._now() + UPKEEP_SECONDS
-                await self._store.run(self._drop_old, seconds=seconds)
+                return await self._store.run(self._drop_old, seconds=left)
         except StoreError:
-            return False
-        return True
+            pass
+        return ()
 
     def _rows(self, connection: Connection) -> list[Row]:
         """A job of the store: own rows, and those of others that this gateway lacks."""
-        c, found, left = table.c, dict[Place, Row](), LARGEST_FILE
+        c, found, left, now = table.c, dict[Place, Row](), LARGEST_FILE, self._now()
+        foreign = 0
         own = c.gateway == self._gateway
         newest = (
             select(c.section, c.version, c.key, c.caller, c.changed_at, c.value)
-            .where(c.changed_at >= self._now() - OLDEST)
+            .where(c.changed_at >= now - OLDEST)
             .order_by(c.changed_at.desc())
             .limit(MOST_READ_ROWS)
             # All at once they would hold up the other threads.
@@ -512,18 +558,26 @@ class LearntTable:
         )
         for whose in (own, (~own) & c.section.in_(SHARED_SECTIONS)):
             for section, version, key, caller, at, value in connection.execute(newest.where(whose)):
-                row = Row(section, version, key, caller, at, msgspec.Raw(value.encode()))
+                # SQLite's columns take values of any type.
+                texts = (section, key, value, caller or "")
+                if not (isinstance(at, float) and all(isinstance(one, str) for one in texts)):
+                    foreign += 1
+                    continue
+                row = Row(section, version, key, caller, min(at, now), msgspec.Raw(value.encode()))
                 left -= len(value)
                 if left > 0:
                     found.setdefault(row.place, row)
+        if foreign:
+            log.warning("learnt: rows of other types are left alone", rows=foreign)
         return sorted(found.values(), key=lambda row: row.at)
 
-    def _write(self, connection: Connection, changes: Sequence[Row | Place]) -> None:
+    def _write(self, connection: Connection, changes: Mapping[Place, Row | None]) -> None:
         """A job of the store. It can be done twice."""
         c = table.c
         drop = [
             {"of_section": section, "of_version": version, "of_key": key}
-            for section, version, key in (one for one in changes if not isinstance(one, Row))
+            for (section, version, key), row in changes.items()
+            if row is None
         ]
         if drop:
             gone = delete(table).where(
@@ -539,8 +593,8 @@ class LearntTable:
                 "key": one.key, "caller": one.caller, "changed_at": one.at,
                 "value": bytes(one.value).decode(),
             }
-            for one in changes
-            if isinstance(one, Row)
+            for one in changes.values()
+            if one is not None
         ]  # fmt: skip
         if put:
             new = insert_for(connection)(table)
@@ -549,14 +603,27 @@ class LearntTable:
                 new.on_conflict_do_update(index_elements=[*table.primary_key], set_=changed), put
             )
 
-    def _drop_old(self, connection: Connection) -> None:
-        """A job of the store: drop what is old, or too much, whichever gateway's it is."""
-        newest = select(table.c.changed_at).order_by(table.c.changed_at.desc())
+    def _drop_old(self, connection: Connection) -> list[Place]:
+        """A job of the store: drop what is old, or too much; returns which rows of its own.
+
+        Those of others are as old as their newest say at most, lest a clock that is ahead drops
+        them all.
+        """
+        c, now = table.c, self._now()
+        own = c.gateway == self._gateway
+        others_now = connection.scalar(select(func.max(c.changed_at)).where(~own))
+        since = now if others_now is None else min(now, others_now)
+        newest = select(c.changed_at).where(~own).order_by(c.changed_at.desc())
         least = connection.scalar(newest.offset(MOST_STORED_ROWS).limit(1))
-        oldest = max(self._now() - OLDEST, 0.0 if least is None else least)
-        short = table.c.section.in_(SHORT_LIVED)
-        for old, which in ((oldest, true()), (self._now() - SHORT_LIFE, short)):
-            connection.execute(delete(table).where(table.c.changed_at < old, which))
+        oldest = max(since - OLDEST, 0.0 if least is None else least)
+        short = c.section.in_(SHORT_LIVED)
+        old = (c.changed_at < oldest) | (short & (c.changed_at < since - SHORT_LIFE))
+        connection.execute(delete(table).where(~own, old))
+        old = (c.changed_at < now - OLDEST) | (short & (c.changed_at < now - SHORT_LIFE))
+        mine = select(c.section, c.version, c.key).where(own, old)
+        dropped = [(section, version, key) for section, version, key in connection.execute(mine)]
+        connection.execute(delete(table).where(own, old))
+        return dropped
 
 
 class _FileContent(msgspec.Struct):
@@ -585,7 +652,8 @@ class LearntFile:
         """The same; of an unusable file there are none, and it is set aside."""
         reading = asyncio.to_thread(read_state, self._path, _FileContent, LARGEST_FILE, LOST)
         try:
-            found = await asyncio.wait_for(reading, seconds)
+            async with asyncio.timeout(seconds):
+                found = await reading
         except TimeoutError:
             return None
         if found is not None and found.version != FILE_VERSION:
@@ -593,28 +661,36 @@ class LearntFile:
             told = {"path": str(self._path), "version": found.version, "kept_as": kept_as}
             log.warning("learnt: a file of another version", **told, consequence=LOST)
             found = None
-        oldest = self._now() - OLDEST
-        rows = [] if found is None else [row for row in found.rows if row.at > oldest]
+        now = self._now()
+        rows = [
+            row if row.at <= now else msgspec.structs.replace(row, at=now)
+            for row in (() if found is None else found.rows)
+            if row.at > now - OLDEST
+        ]
         self._rows = {row.place: row for row in sorted(rows, key=lambda row: row.at)}
         return [*self._rows.values()]
 
-    async def write(self, put: Sequence[Row], drop: Sequence[Place], seconds: float) -> bool:
+    async def write(self, changes: dict[Place, Row | None], seconds: float) -> Sequence[Place]:
         """The same, by another file in its place."""
-        self._rows.update({row.place: row for row in put})
-        for place in drop:
-            self._rows.pop(place, None)
+        for place, row in changes.items():
+            if row is None:
+                self._rows.pop(place, None)
+            else:
+                self._rows[place] = row
         if self._writing.locked():  # The disk stands still.
-            return False
+            return ()
         writing = asyncio.to_thread(self._replace, [*self._rows.values()])
         before, self._error = self._error, None
         try:
-            await asyncio.wait_for(writing, seconds)
+            async with asyncio.timeout(seconds):
+                await writing
+            changes.clear()
         except (OSError, TimeoutError) as error:
             self._error = error
             if before is None:
                 why = str(error) or f"not within {seconds:.0f} s"
                 log.warning("learnt: it can't be written and will be lost", why=why)
-        return self._error is None
+        return ()
 
     def _replace(self, rows: list[Row]) -> None:
         with self._writing:
@@ -860,17 +936,21 @@ class Charts(Section):
     """The points of the dashboard's charts, for an hour."""
 
     name, most_rows, most_bytes = "charts", 720, 1 << 20
+    pause = 60.0  # They change all the time, whether anything else does or not.
 
     def __init__(self, history: FleetHistory, now: Callable[[], float] = time.time) -> None:
         self._history = history
         self._now = now
-        self._newest = 0.0
+        self._newest: HistoryPoint | None = None
+        """At the last call; not by its time, which a clock that is set back repeats."""
         self._found: list[HistoryPoint] = []
 
     def changes(self) -> Iterator[Change]:
         """The points since the last call."""
-        for point in [one for one in self._history.points if one.at > self._newest]:
-            self._newest = point.at
+        newest, points = self._newest, self._history.points
+        later = [*takewhile(lambda one: one is not newest, reversed(points))][::-1]
+        for self._newest in later:
+            point = self._newest
             yield f"{point.at:.1f}", None, point
 
     def restore(self, row: Row, age: float) -> bool:
@@ -881,6 +961,7 @@ class Charts(Section):
     def restored(self) -> None:
         """Give all at once: they are sorted by time."""
         self._history.restore(self._found, self._now())
+        self._newest = None  # Some may have come in between.
         self._found = []
 
 
@@ -896,12 +977,23 @@ class Decisions(Section):
         """The newest of each kind at the last call."""
         self._running: list[Grant] = []
         """Grants that had not come to their end at the last call."""
+        self._shift = 0.0
         self._found: list[Decision] = []
+
+    def _to_unix(self) -> float:
+        """Seconds from the log's clock to Unix time: the same, unless one of them was set.
+
+        Else each row of what runs would be another one at each call.
+        """
+        shift = self._now() - self._log.clock()
+        if abs(shift - self._shift) > 1:
+            self._shift = shift
+        return self._shift
 
     def changes(self) -> Iterator[Change]:
         """The decisions since the last call, and those before that may have come to their end."""
         clock, later = self._log.clock(), list[Decision](self._running)
-        shift, self._running = self._now() - clock, []
+        shift, self._running = self._to_unix(), []
         for kind, found in self._log.by_kind():
             newest = self._newest.get(kind)
             later += [*takewhile(lambda one: one is not newest, reversed(found))][::-1]  # noqa: B023
@@ -913,11 +1005,12 @@ class Decisions(Section):
                 if clock - ended_at < SETTLE_SECONDS:
                     self._running.append(one)
             letter = type(one).__name__[0].lower()
-            yield f"{letter}{one.request_id}.{one.at + shift:.2f}", None, _shifted(one, shift)
+            number = one.lease_id if isinstance(one, Grant) else f"{one.at + shift:.2f}"
+            yield f"{letter}{one.request_id}.{number}", None, _shifted(one, shift)
 
     def restore(self, row: Row, age: float) -> bool:
         """Keep it for `restored`. What runs may have gone on unseen."""
-        shift = self._log.clock() - self._now()
+        shift = -self._to_unix()
         one = _shifted(msgspec.json.decode(row.value, type=_KINDS[row.key[0]]), shift)
         if isinstance(one, Grant) and one.ended_at is None:
             one.ended("unknown", one.status, row.at + shift)
@@ -938,10 +1031,12 @@ _KINDS: Mapping[str, type[Decision]] = {"g": Grant, "q": Queueing, "r": Refusal}
 
 
 def _shifted(one: Decision, shift: float) -> Decision:
-    """A copy with its times on another clock."""
-    times: dict[str, Any] = {
+    """A copy with its times on another clock, and without words: they may be a client's."""
+    changed: dict[str, Any] = {
         name: min(value + shift, LAST_TIME)
         for name in ("at", "received_at", "expires_at", "first_content_at", "ended_at")
         if (value := getattr(one, name, None)) is not None
     }
-    return msgspec.structs.replace(one, **times)
+    if isinstance(one, Refusal):
+        changed["message"] = ""
+    return msgspec.structs.replace(one, **changed)

@@ -1,20 +1,25 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import Raw
+from msgspec.structs import replace
 from sqlalchemy import insert, select
 from structlog.testing import capture_logs
 
 from gateway.access.keys import KeyRing
 from gateway.access.stored_keys import add_keys, revoke_key
 from gateway.config.listeners import KeySpec
+from gateway.errors import GatewayError
 from gateway.events import EventBus
 from gateway.fleet.server_properties import ServerProperties
 from gateway.learnt import (
@@ -23,6 +28,8 @@ from gateway.learnt import (
     Demand,
     LearntFile,
     LearntMemory,
+    LearntTable,
+    Row,
 )
 from gateway.lease import (
     NOTHING_TRIED,
@@ -34,9 +41,10 @@ from gateway.lease import (
     UsageReport,
 )
 from gateway.observe.history import FleetHistory, Gauges
-from gateway.scheduling.decision_log import Grant
+from gateway.scheduling.decision_log import Grant, Refusal
 from gateway.scheduling.demand_model import TokenEstimates
 from gateway.scheduling.lease_service import LocalLeaseService
+from gateway.scheduling.prediction_accuracy import PredictionAccuracy, RatioCounts
 from gateway.scheduling.scheduler import Scheduler
 from gateway.store.schema import learnt as table
 from gateway.store.store import Store
@@ -169,6 +177,10 @@ def kept(place: Path | Store) -> list[tuple[str, str | None]]:
     return place.run_now(
         lambda c: [(s, who) for s, who in c.execute(select(table.c.section, table.c.caller))]
     )
+
+
+def file_has(file: Path, text: str) -> bool:
+    return text in file.read_text()
 
 
 def times(place: Path | Store) -> list[float]:
@@ -335,6 +347,149 @@ async def test_rows_of_another_version_are_left_alone_in_the_store(store: Store)
     )
 
 
+@each_case(
+    ("column", "value", "is_read"),
+    [
+        ("value", "X'7B7D'", True),
+        ("changed_at", "'soon'", True),
+        ("key", "X'00'", True),
+        ("value", "CAST(X'FFFE' AS TEXT)", False),
+        ("key", "'unknown'", True),
+        ("key", "''", True),
+        ("changed_at", "9e999", True),
+    ],
+)
+async def test_a_row_that_this_program_never_wrote_stops_nothing(
+    column: str, value: str, *, is_read: bool, tmp_path: Path
+) -> None:
+    name = sha256(f"{column} {value}".encode()).hexdigest()
+    with opened(f"sqlite:///{tmp_path / name}") as store:
+        await learnt_once(store)
+        row = {
+            "gateway": "'g'", "section": "'decisions'", "version": "1", "key": "'g1'",
+            "changed_at": "4e9", "value": "'{}'",
+        } | {column: value}  # fmt: skip
+        statement = f"INSERT INTO learnt ({','.join(row)}) VALUES ({','.join(row.values())})"
+        store.run_now(lambda c: c.exec_driver_sql(statement).rowcount)
+        with capture_logs() as logs:
+            life = await next_life(store)
+        assert [line["log_level"] for line in logs] == ["warning"], logs
+        assert bool(life.node.speed.decode_tps) is is_read
+        life.serve()
+        await life.memory.close(WHOLE)
+
+
+async def test_a_fault_of_a_section_stops_nothing_and_is_told_once(file: Path) -> None:
+    class Faulty(Demand):
+        def changes(self) -> Iterator[Any]:
+            raise KeyError("a caller's text")
+
+    memory = LearntMemory([Faulty(TokenEstimates())], LearntFile(file), KeyRing())
+    with capture_logs() as logs:
+        await memory.load(WHOLE)
+        memory.begin_writing()
+        for _ in range(3):
+            await memory.save(WHOLE)
+        await memory.close(WHOLE)
+    assert len(logs) == 1
+    assert "text" not in str(logs)
+
+
+async def test_a_clock_that_is_ahead_drops_no_rows_of_others(store: Store) -> None:
+    await learnt_once(store, name="one")
+    row = Row("servers", 1, "k", None, time.time(), Raw(b"{}"))
+    late = row.at - 2 * OLDEST
+
+    def table_of(name: str, ahead: float = 0.0) -> LearntTable:
+        return LearntTable(store, name, lambda: time.time() + ahead)
+
+    def names() -> set[str]:
+        return {*store.run_now(lambda c: [*c.scalars(select(table.c.gateway))])}
+
+    before = len(kept(store))
+    assert await table_of("ahead", 10 * OLDEST).write({row.place: row}, WHOLE) == [row.place]
+    assert len(kept(store)) == before
+    # The one whose clock is right drops its own old rows and others'.
+    old = replace(row, at=late)
+    for name in ("gone", "one"):
+        store.run_now(partial(table_of(name)._write, changes={row.place: old}))
+    assert names() == {"one", "gone"}
+    newer = replace(row, key="new")
+    await table_of("two").write({newer.place: newer}, WHOLE)
+    assert names() == {"one", "two"}
+    assert await table_of("one").write({newer.place: newer}, WHOLE) == []
+
+
+async def test_what_only_time_changes_is_written_once(file: Path) -> None:
+    life = await next_life(file)
+    leases = LocalLeaseService(life.scheduler, life.scheduler.fleet)
+    assert leases.lease_now(a_request(), NOTHING_TRIED, 0.0)
+    now = time.time()
+
+    async def written_at(step: float) -> tuple[float, int]:
+        life.history.close_step(now + step, life.clock(), Gauges(0, 1, 0))
+        await life.memory.save(WHOLE)
+        return max(times(file)), len(kept(file))
+
+    first = await written_at(0.0)
+    # The second one as if the clock had been set back.
+    assert [await written_at(step) for step in (5.0, -100.0)] == [first] * 2
+    await life.memory.close(WHOLE)
+    assert len(kept(file)) == first[1] + 2
+    # Nor does a process write that was closed while it waited for its predecessor.
+    life.memory.begin_writing()
+    written = times(file)
+    life.serve()
+    await life.memory.save(WHOLE)
+    assert times(file) == written
+
+
+async def test_of_a_refusal_the_code_is_kept_and_no_word(file: Path) -> None:
+    life = await next_life(file)
+    request = a_request()
+    life.scheduler.decision_log.refused(
+        request, GatewayError(404, "model_not_found", "no model named secret"), 0.0, 1.0
+    )
+    await life.memory.close(WHOLE)
+    assert not file_has(file, "secret")
+    (found,) = (
+        (await next_life(file)).scheduler.decision_log.find([request.id])[request.id].decisions
+    )
+    assert isinstance(found, Refusal)
+    assert (found.code, found.message) == ("model_not_found", "")
+
+
+@each_case(
+    "wrong",
+    [
+        {"cached_expected": -1.0},
+        {"cached_expected": math.inf},
+        {"cached_found": -1},
+        {"first_token": RatioCounts(sum=-1.0)},
+        {"completion": RatioCounts(sum=math.nan)},
+        {"completion": RatioCounts(counts=[1])},
+    ],
+)
+def test_counts_that_would_go_down_are_not_taken(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"counts|sums"):
+        PredictionAccuracy().restore(PredictionAccuracy(**wrong))
+
+
+async def test_prompts_stay_when_a_server_is_probed_for_the_first_time(file: Path) -> None:
+    await learnt_once(file)
+    life = Life(file, said={})
+    life.node.probe_history.probed = False
+    life.scheduler.fleet.refresh_state(life.node)
+    await life.memory.load(WHOLE)
+    assert life.cached
+    for is_same, models in ((True, ("demo",)), (False, ("other",))):
+        life.node.properties = ServerProperties(**SAID | {"models": models})
+        life.node.probe_history.probed = life.node.probe_history.up = True
+        life.node.models_changed()
+        life.scheduler.fleet.refresh_state(life.node)
+        assert bool(life.cached) is is_same
+
+
 async def test_gateways_of_one_store_keep_their_own_rows_and_learn_of_each_other(
     store: Store,
 ) -> None:
@@ -390,6 +545,14 @@ async def test_revoking_a_key_deletes_what_was_learnt_of_its_caller(store: Store
     life.ring.configure([])
     await life.memory.save(WHOLE)
     assert "team" not in {caller for _, caller in kept(store)}
+    assert life.expected("team/alice") == life.expected("nobody")
+    assert not life.cached
+    # What ran on.
+    life.serve("team", "team/alice")
+    await life.memory.save(WHOLE)
+    assert "team" not in {caller for _, caller in kept(store)}
+    life.ring.configure([])
+    await life.memory.save(WHOLE)
     assert life.expected("team/alice") == life.expected("nobody")
     assert not life.cached
     assert (await next_life(store)).node.speed.decode_tps

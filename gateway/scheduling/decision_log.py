@@ -68,7 +68,8 @@ class Refusal(msgspec.Struct, frozen=True, eq=False, gc=False):
     status: int
     code: str
     message: str
-    """For the client: names of models and nodes, and numbers, of at most `LONGEST_REASON`."""
+    """For the client, of at most `LONGEST_REASON`; it may quote the client. Empty: not kept over a
+    restart."""
 
 
 class Grant(msgspec.Struct, eq=False, gc=False):

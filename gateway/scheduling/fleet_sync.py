@@ -203,8 +203,11 @@ class FleetSync:
     _out_of_service: WeakKeyDictionary[CandidateSet, _OutOfService] = field(
         default_factory=WeakKeyDictionary
     )
-    _cached_models: dict[NodeSlots, tuple[int, frozenset[str], int]] = field(default_factory=dict)
-    """The slots, the models and the server for which a row's prompt cache is indexed."""
+    _cached_models: dict[NodeSlots, tuple[int, frozenset[str] | None, int]] = field(
+        default_factory=dict
+    )
+    """The slots, the models (None: not probed yet) and the server for which a row's prompt cache is
+    indexed."""
 
     def cache_contents(self, node: Node) -> CacheContents:
         """What a node is believed to cache."""
@@ -325,11 +328,17 @@ class FleetSync:
             return
         history = node.probe_history
         gone = history.down or history.loading or node.sleep.asleep or not node.in_service
-        current = None if gone else (total, node.indexed_models, node.replacements)
+        models = node.indexed_models if history.probed else None
+        current = None if gone else (total, models, node.replacements)
         indexed = self._cached_models.get(row)
         if indexed == current:
             return
-        if indexed is not None and (current is None or indexed[1:] != current[1:]):
+        if indexed is not None and (
+            current is None
+            or indexed[2] != current[2]
+            # What was restored before the first probe is of the server as it was then known.
+            or (indexed[1] != models and indexed[1] is not None)
+        ):
             self.prompt_cache.forget_node(row.index)
         if current is None:
             del self._cached_models[row]

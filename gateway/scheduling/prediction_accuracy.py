@@ -6,6 +6,7 @@ attempts that were not cut short count, and whose tokens their node has told.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
@@ -55,6 +56,12 @@ class PredictionAccuracy:
             for ratios in (earlier.first_token, earlier.completion)
         ):
             raise ValueError("counts of other classes")
+        sums = (
+            earlier.first_token.sum, earlier.completion.sum,
+            earlier.cached_expected, earlier.cached_found,
+        )  # fmt: skip
+        if not all(0 <= one < math.inf for one in sums):
+            raise ValueError("no sums")
         self.first_token, self.completion = earlier.first_token, earlier.completion
         self.cached_expected, self.cached_found = earlier.cached_expected, earlier.cached_found
 

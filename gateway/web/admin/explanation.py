@@ -132,7 +132,9 @@ def _of_queueing(queueing: Json) -> str:
 
 
 def _of_refusal(refusal: Json) -> str:
-    return f"It was refused with {refusal['status']} {refusal['code']}: {refusal['message']}"
+    text = f"It was refused with {refusal['status']} {refusal['code']}"
+    # Messages are not kept over a restart.
+    return f"{text}: {refusal['message']}" if refusal["message"] else f"{text}."
 
 
 def _of_grant(grant: Json) -> str:
