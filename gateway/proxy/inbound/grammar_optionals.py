@@ -29,12 +29,12 @@ COPIES_EXPONENT = 0.3
 """Measured in rows of `[a-z ]{0,n}`, with n from 1 to 100: so many fewer of them cost a second."""
 
 _GBNF = re.compile(
-    r"""\s+|\#[^\n]*
-    |(?P<operator>[?*+](?:\s*+[?*+])*+|\{[\s\d,]*\})
+    r"""\s+|\#[^\r\n]*
+    |(?P<operator>[?*+](?:\s*+[?*+])*+|\{(?:[\s\d,]|\#[^\r\n]*+)*+\})
     |(?P<bracket>[()|])
     |(?P<empty>"")
-    |(?P<text>"(?:[^"\\]|\\.)*+(?:"|\Z))
-    |(?P<item>\[(?:[^\]\\]|\\.)*+(?:\]|\Z)|!?<[^<>]*+>|\.)
+    |(?P<text>"(?:[^"\\]|\\.)*+(?:"|\\?\Z))
+    |(?P<item>\[(?:[^\]\\]|\\.)*+(?:\]|\\?\Z)|!?<[^<>]*+>|\.)
     |(?P<rule>[A-Za-z0-9_-]+)(?:\s*+(?P<definition>::=))?
     |.""",
     re.VERBOSE | re.DOTALL,
@@ -43,11 +43,13 @@ _GBNF = re.compile(
 _REGEX = re.compile(
     r"""(?P<operator>[?*+]++|\{[\s\d,]*\}\??)
     |(?P<bracket>\((?:\?[:=!])?|[)|])
-    |(?P<item>\[\^?\]?(?:[^\]\\]|\\.)*+(?:\]|\Z)|\\[A-Za-z]|\.)
+    |(?P<item>\[\^?\]?(?:[^\]\\]|\\.)*+(?:\]|\\?\Z)|\\[A-Za-z]|\.)
     |(?P<text>\\.|[^\^$])
     |.""",
     re.VERBOSE | re.DOTALL,
 )
+
+_COMMENT = re.compile(r"#[^\r\n]*")
 
 _COUNTS = re.compile(r"\{\s*(\d{0,9})\d*\s*(,?)\s*(\d{0,9})")
 
@@ -201,7 +203,7 @@ def _either(shapes: list[_Shape]) -> _Shape:
 def _with_operator(shape: _Shape, operator: str) -> _Shape:
     if operator == "?" and (shape is _ITEM or shape is _TEXT):
         return _OPTIONAL  # nearly always
-    counts = _COUNTS.match(operator)
+    counts = _COUNTS.match(_COMMENT.sub("", operator))
     if counts is None:
         kinds = set(operator) & {"?", "*", "+"}
         return _repeated(shape, int(kinds == {"+"}), 1 if kinds == {"?"} else None)
