@@ -91,7 +91,7 @@ _CLOSED: _Shape = (False, 0.0, 0.4, 0.0, 0.4, 1.0)
 """Of one that ends with something else."""
 
 _BETWEEN: _Shape = (False, 0.0, 0.4, 0.0, 0.4, 1e-6)
-"""Anything else: it ends a row, and makes two references before it too many."""
+"""Anything else: it ends a row, and makes two references before it too many: more than 2.1."""
 
 _PLENTY = 1e9
 """No figure gets higher: rules that name each other twice would soon pass the largest float."""
@@ -177,6 +177,7 @@ def _doubles(cycle: list[str], rules: dict[str, _Tokens], shapes: dict[str, _Sha
 
     References to rules of the cycle are counted, and whether anything comes after them: the ways
     double where a letter may be in either of two, and for each something else is left to come.
+    Letters are not compared, so that alternatives are not: `a ::= [a-z] a "x" | [a-z] a "y"`.
     """
     known = dict.fromkeys(cycle, _REFERENCE)
     others = {True: (True, *_BETWEEN[1:]), False: _BETWEEN}
@@ -186,17 +187,20 @@ def _doubles(cycle: list[str], rules: dict[str, _Tokens], shapes: dict[str, _Sha
                 known[text] = others[shapes.get(text, _ITEM)[0]]
     longest = 0.0
     for _ in range(3):  # until those that end with something else are found, or nearly all
-        longest = 0.0
+        longest, before = 0.0, known.copy()
         for name in cycle:
             shape = _shape_of(rules[name], known, math.inf, references=True)
             count = max(1.0, min(shape[1], 3.0)) if shape[0] else 1.0
             is_open = shape[0] or shape[_END] >= 0.5
             known[name] = (True, count, count, count, count, count) if is_open else _CLOSED
             longest = max(longest, shape[_LONGEST])
+        if known == before:
+            break
     return longest > 2.1
 
 
 def _with_operator_on_references(shape: _Shape, operator: str) -> _Shape:
+    """`a?` is one reference, `a*` one and a half: it is harmless before something else (0.4)."""
     least, most = _copies(operator)
     empty, through, start, end, longest, ways = shape
     through = min(through, 3.0) if empty else 0.0
