@@ -26,7 +26,7 @@ from gateway.proxy.json_values import ITEMS_DECODER, JSON_ERRORS, TEXT_DECODER, 
 _SCHEMA_FIELDS = ("json_schema", "response_format", "text", "output_config", "output_format")
 
 _UNGROUPED = re.compile(
-    rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|\[[^\]\\]*+(?:\\.[^\]\\]*+)*+(?:\]|\\?\Z)|#[^\n]*',
+    rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)|\[[^\]\\]*+(?:\\.[^\]\\]*+)*+(?:\]|\\?\Z)|#[^\r\n]*',
     re.DOTALL,
 )
 """Literals, character classes and comments of a GBNF grammar; an unclosed one runs to its end."""
@@ -67,7 +67,7 @@ def check_grammars(parsed: ParsedBody, body_depth: int, limits: LimitSettings) -
     _check_optional_properties(parsed, limits)
     deepest = limits.grammar_depth
     if parsed.grammar is not MISSING:
-        grammar = _decode_text(parsed.grammar)
+        grammar = _decode_text(parsed.grammar).partition("\0")[0]  # there llama.cpp ends it, too
         if parenthesis_depth(grammar.encode("utf-8", "replace"), deepest) > deepest:
             raise _too_deep("grammar", deepest)
         _check_row("grammar", longest_row(grammar, limits.grammar_optionals), limits)

@@ -103,6 +103,7 @@ def test_grammars_have_a_size_and_a_depth_limit() -> None:
         (b"(" * 200, 10),
         (b"(()" * 200, 10),
         (b'"\\', 0),
+        (b"# ((\r((((", 4),
     ],
 )
 def test_only_grouping_parentheses_count(text: bytes, levels: int) -> None:
@@ -185,6 +186,7 @@ PATTERN = {"type": "string", "pattern": "^" + "a?" * 33 + '[\\"]$'}
         ({"grammar": ROW}, "grammar"),
         ({"grammar": ROW.replace("? ", "? ", 1).replace('"a"? ', "", 1)}, None),
         ({"grammar": "root ::= [a-z]{0,2000} [.]?"}, None),
+        ({"grammar": f'{ROW}\0\nroot ::= "a"'}, "grammar"),
         ({"tools": [tool({}), tool({"properties": {"p": PATTERN}})]}, "tools"),
         ({"tools": [{"name": "f", "input_schema": PATTERN}]}, "tools"),
         ({"response_format": {"json_schema": {"schema": PATTERN}}}, "response_format"),
