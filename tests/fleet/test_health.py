@@ -191,12 +191,12 @@ async def test_a_refused_reading_of_the_slots_ends_the_work_of_other_clients() -
         node = fleet["a"]
         response = node.upstream.response
 
-        def refuse_slots(head: bytes, *args: Any, **keys: Any) -> Any:
-            if b" /slots " in head:
+        def refuse_readings(head: bytes, *args: Any, **keys: Any) -> Any:
+            if b" /slots " in head or b" /metrics " in head:
                 raise ConnectFailed("refused")
             return response(head, *args, **keys)
 
-        node.upstream.response = refuse_slots  # type: ignore[method-assign]
+        node.upstream.response = refuse_readings  # type: ignore[method-assign]
         node.occupancy.foreign = 1
         await fleet.until(lambda: node.foreign == 0)
         assert node.state is NodeState.READY
