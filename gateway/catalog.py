@@ -6,7 +6,7 @@ shown to clients of a trusted listener (`GatewayError.reveal_nodes`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,7 +48,11 @@ class ServedModels(Protocol):
 
     @property
     def paused(self) -> frozenset[str]:
-        """Public model names that an operator has paused."""
+        """Public model names that an operator has paused, and other names of such models."""
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """For names that all nodes which serve them give to one model: its own name."""
 
     def model_names(self, labels: NodeLabels = ()) -> tuple[str, ...]:
         """The public model names that nodes serve, declared or reported, down or not."""

@@ -396,6 +396,8 @@ class Fleet:
             node.sleep.learn_wake(now - lease.taken_at - expected)
         lease.woke()
         node.sleep.woke()
+        if node.is_purpose_unknown:
+            self._probe_soon(node)
         self.refresh_state(node)
 
     def request_failed(

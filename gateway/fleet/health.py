@@ -118,9 +118,12 @@ class HealthMonitor:
         result = await check_alive(node)
         comes_up = not history.up
         if result.up and (
-            history.discovery_due(node.clock(), health.discover_interval) or await has_changed(node)
+            history.discovery_due(node.clock(), health.discover_interval)
+            or await has_changed(node)
+            or (node.is_purpose_unknown and not node.sleep.sleeping)
         ):
             result = await self._discover(result)
+        waking = node.sleep.waking_since is not None
         if result.up and comes_up:
             # Before it gets work, the load that other clients put on it must be known.
             await self._read_slots(comes_up=True)
@@ -141,7 +144,7 @@ class HealthMonitor:
         if result.up and not comes_up:
             await self._read_slots()
             self._refresh_state(node)
-        if history.unread or node.sleep.waking_since is not None:
+        if history.unread or waking:
             history.probe_by(node.clock() + QUICK_PROBE_DELAY)
         return result
 
@@ -174,12 +177,11 @@ class HealthMonitor:
                 reply = await fetch(node, "/slots")
                 busy = read_busy(node, "/slots", reply)
         now = node.clock()
-        if isinstance(reply, ProbeResult):
-            if reply.answer is ProbeAnswer.TIMED_OUT and not is_excused(node, asked_at, now):
-                history.slots_unread(asked_at, node.settings.health.fall)
-            return
-        history.slots_read()
-        node.sleep.woke()
+        if not isinstance(reply, ProbeResult):
+            history.slots_read()
+            node.sleep.woke()
+        elif reply.answer is ProbeAnswer.TIMED_OUT and not is_excused(node, asked_at, now):
+            history.slots_unread(asked_at, node.settings.health.fall)
         if busy is not None:
             node.occupancy.record_busy(len(busy), query, now)
             node.occupancy.record_tokens(busy)
@@ -253,7 +255,8 @@ def judge_state(node: Node, now: float) -> tuple[NodeState, str]:
         return NodeState.DOWN, history.detail
     if node.key_rejection.active(now):
         return NodeState.DOWN, node.key_rejection.reason
-    if node.sleep.sleeping:
+    hangs = history.silent and node.sleep.is_overdue(node.properties.size, now)
+    if node.sleep.sleeping and not hangs:
         return NodeState.SLEEPING, _sleeping_reason(node, now)
     if history.loading:
         return NodeState.LOADING, "the server is loading its model"

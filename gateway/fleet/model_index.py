@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway import errors
@@ -58,12 +58,30 @@ class ModelIndex:
         """For names of models that have several, one of them; as old as `_serving`."""
         self.cached_lookups: dict[tuple[str, str, bool, bool, NodeLabels], CapableNodes] = {}
         """Results of `capable_nodes` by its arguments."""
-        self.paused: frozenset[str] = frozenset()
+        self._aliases: dict[str, str] = {}
+        self._paused: frozenset[str] = frozenset()
+        """As old as `_serving`, both."""
+        self.paused_by_name: frozenset[str] = frozenset()
         """Public model names that an operator has paused."""
 
     def set_paused(self, names: frozenset[str]) -> None:
         """An operator has paused these public model names, and no others."""
-        self.paused = names
+        self.paused_by_name = names
+        self.models_changed()
+
+    @property
+    def paused(self) -> frozenset[str]:
+        """`paused_by_name`, and all names of the same models at every node that serves them."""
+        if not self.paused_by_name:
+            return self.paused_by_name
+        self._index()
+        return self._paused
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """For names that all nodes which serve them give to one model: its own name."""
+        self._index()
+        return self._aliases
 
     def set_nodes(self, nodes: Iterable[Node]) -> None:
         """Index these nodes."""
@@ -100,13 +118,20 @@ class ModelIndex:
             dedicated_too = endpoint in DEDICATED_ENDPOINTS or not (
                 self._has_chat_node(model) or self._may_grow()
             )
+            nodes = self.nodes_for(model, labels)
+            # Its work is learnt when it wakes: not by a chat, while another node takes chats.
+            leaves_sleepers = endpoint not in DEDICATED_ENDPOINTS and any(
+                node.is_for_chat and node.state in ALIVE_STATES and not _may_be_for_other_work(node)
+                for node in nodes
+            )
             found = CapableNodes.of(
                 model,
                 (
                     node
-                    for node in self.nodes_for(model, labels)
+                    for node in nodes
                     if node.supports(endpoint, vision=vision)
                     and (dedicated_too or node.is_for_chat)
+                    and not (leaves_sleepers and _may_be_for_other_work(node))
                     and not (native and node.spec.kind == "openai")
                 ),
             )
@@ -124,10 +149,11 @@ class ModelIndex:
         return any(node.is_for_chat for node in self.nodes_for(model))
 
     def _may_grow(self) -> bool:
-        """Whether a node may yet report any model; one that is down does not count."""
+        """Whether a node may yet report any model; one that is down or drained does not count."""
         self._index()
         return any(
-            node.models_unknown and node.state is not NodeState.DOWN for node in self._nameless
+            node.models_unknown and not node.probe_history.down and not node.draining
+            for node in self._nameless
         )
 
     def model_names(self, labels: NodeLabels = ()) -> tuple[str, ...]:
@@ -157,7 +183,7 @@ class ModelIndex:
     def may_serve(self, model: str) -> bool:
         """Whether some node serves this public model name, or may yet report that it does.
 
-        A node that is down and has never reported its models does not count.
+        A node that is down or drained and has never reported its models does not count.
         """
         return self.serves(model) or self._may_grow()
 
@@ -204,14 +230,29 @@ class ModelIndex:
     def _index(self) -> dict[str, tuple[Node, ...]]:
         if self._serving is None:
             serving: dict[str, list[Node]] = {}
+            own_names: dict[str, set[str]] = {}
+            paused, open_names = self.paused_by_name, set[str]()
             for node in self._nodes:
                 if node.spec.enabled:
                     # In the node's own order, so that lists of models are stable.
-                    models = node.properties.names if node.spec.models is None else node.spec.models
+                    declared, properties = node.spec.models, node.properties
+                    aliases = properties.aliases if declared is None else {}
+                    models = properties.names if declared is None else declared
+                    closed = {aliases.get(model, model) for model in models if model in paused}
                     for model in models:
                         serving.setdefault(model, []).append(node)
+                        own_name = aliases.get(model, model)
+                        own_names.setdefault(model, set()).add(own_name)
+                        if own_name not in closed:
+                            open_names.add(model)
             self._serving = {model: tuple(nodes) for model, nodes in serving.items()}
             self._names = tuple(serving)
+            self._aliases = {
+                name: next(iter(owns))
+                for name, owns in own_names.items()
+                if len(owns) == 1 and name not in owns
+            }
+            self._paused = paused | (serving.keys() - open_names)
             self._linked = _link_names(self._nodes)
             named = set().union(*self._serving.values())
             self._nameless = tuple(node for node in self._nodes if node not in named)
@@ -238,6 +279,10 @@ def _link_names(nodes: Iterable[Node]) -> dict[str, str]:
 def _with_labels(nodes: Iterable[Node], labels: NodeLabels) -> tuple[Node, ...]:
     """Those of the nodes that have all of these labels."""
     return tuple(node for node in nodes if has_labels(node.spec.labels, labels))
+
+
+def _may_be_for_other_work(node: Node) -> bool:
+    return node.state is NodeState.SLEEPING and node.is_purpose_unknown
 
 
 def _known_endpoints(node: Node) -> frozenset[str]:

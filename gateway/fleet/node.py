@@ -22,7 +22,6 @@ from gateway.fleet.degradation import DegradationDetector, UsualSpeeds
 from gateway.fleet.lifecycle import Lifecycle, LifecyclePhase
 from gateway.fleet.probe_history import ProbeHistory
 from gateway.fleet.server_properties import (
-    REFUSED_FOR_PURPOSE,
     Purpose,
     ServedAs,
     ServerProperties,
@@ -172,6 +171,8 @@ class Node:
     """How the server differs from the inventory, as last published."""
     indexed_models: frozenset[str] = frozenset()
     """Its public models, as the fleet's index has them."""
+    indexed_aliases: dict[str, str] = field(default_factory=dict)
+    """Which of them are further names of others, likewise."""
     leases: set[Lease] = field(default_factory=set)
     occupancy: SlotOccupancy = field(default_factory=SlotOccupancy)
     released_at: float = -math.inf
@@ -265,9 +266,7 @@ class Node:
             wanted = {endpoint, "vision"} if vision else {endpoint}
             return wanted <= self.spec.endpoints
         properties = self.properties
-        if endpoint in properties.refused or endpoint in REFUSED_FOR_PURPOSE.get(
-            properties.purpose, ()
-        ):
+        if endpoint in properties.refused or endpoint in properties.refused_for_purpose:
             return False
         return not vision or (properties.vision is not False and "vision" not in properties.refused)
 
@@ -278,6 +277,11 @@ class Node:
             "embeddings",
             "rerank",
         }
+
+    @property
+    def is_purpose_unknown(self) -> bool:
+        """Whether its server was never asked what it is for: at the first chance it is."""
+        return self.spec.kind == "llama.cpp" and self.properties.purpose is None
 
     @property
     def in_service(self) -> bool:
@@ -642,8 +646,9 @@ class Node:
 
     def models_changed(self) -> bool:
         """Whether its public models differ from those of the last call (`indexed_models`)."""
-        before, self.indexed_models = self.indexed_models, self.public_models
-        return self.indexed_models != before
+        before = self.indexed_models, self.indexed_aliases
+        self.indexed_models, self.indexed_aliases = self.public_models, self.properties.aliases
+        return (self.indexed_models, self.indexed_aliases) != before
 
     def drift_changed(self) -> bool:
         """Whether its `drift` differs from that of the last call."""

@@ -145,7 +145,7 @@ async def discover(node: Node) -> ProbeResult:
         # Another build or model, or a new process, perhaps with other options: earlier refusals
         # prove nothing. Nor do they for ever.
         properties.refused.clear()
-    is_unasked = properties.purpose is None or (is_new and properties.process is None)
+    is_unasked = not properties.purpose_asked or (is_new and properties.process is None)
     if is_unasked and not node.sleep.sleeping and node.spec.kind == "llama.cpp":
         node.purpose_found(*await _ask_purpose(node))
     return ProbeResult(ProbeAnswer.UP, "", node.clock() - began)
@@ -159,6 +159,8 @@ async def _ask_purpose(node: Node) -> tuple[Purpose | None, dict[str, str]]:
     It says so nowhere, but checks whether it does embeddings and reranking (501) before the body
     (400). So an empty one is refused at once, also while it is busy, and takes no slot. Yet the
     question wakes a sleeping server, and begins its idle time anew: each process is asked once.
+    Any other answer tells nothing: ik_llama.cpp's server checks the body alone and has no rerank
+    (404), a proxy may pass one path only, and a router wants a model's name first.
     """
     purpose: Purpose = "chat"
     hints: dict[str, str] = {}
@@ -169,8 +171,8 @@ async def _ask_purpose(node: Node) -> tuple[Purpose | None, dict[str, str]]:
             return None, {}
         if reply.status == HTTPStatus.BAD_REQUEST and needed_field in reply.body:
             purpose = endpoint
-        elif reply.status not in NOT_FOUND_STATUSES:
-            return "unknown", {}  # such as a router, which wants a model's name first
+        elif reply.status != HTTPStatus.NOT_IMPLEMENTED:
+            return "unknown", {}
         elif isinstance(answer := reply.json(), dict) and isinstance(answer.get("error"), dict):
             hints[endpoint] = str(answer["error"].get("message"))[:LONGEST_PROPERTY]
     return purpose, hints

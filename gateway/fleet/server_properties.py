@@ -80,7 +80,9 @@ class ServerProperties:
     shared_pool: bool | None = None
     """Whether this process has shown that its slots share one pool of tokens."""
     purpose: Purpose | None = None
-    """None: its process has not been asked yet."""
+    """None: no process of it has been asked yet."""
+    purpose_asked: bool = False
+    """Whether this process has answered; else `purpose` is that of an earlier one."""
     remembered: bool = field(default=False, compare=False)
     """Whether this was reported to an earlier process, or before it left the inventory."""
 
@@ -92,7 +94,13 @@ class ServerProperties:
     @property
     def all_refused(self) -> frozenset[str]:
         """Endpoints that it does not serve: it has refused them, or is for other work."""
-        return REFUSED_FOR_PURPOSE.get(self.purpose, frozenset()) | self.refused
+        return self.refused_for_purpose | self.refused
+
+    @property
+    def refused_for_purpose(self) -> frozenset[str]:
+        """Endpoints that its process was not started for."""
+        known = REFUSED_FOR_PURPOSE.get(self.purpose) if self.purpose_asked else None
+        return known or frozenset()
 
     def version_key(self) -> tuple[object, ...]:
         """Changes when another build or another model runs."""
@@ -113,9 +121,9 @@ class ServerProperties:
         """It answers: remembered values must not fill in what the answer leaves out."""
         if self.remembered:
             # These are the same as long as its process is, which `read_props` finds out.
-            fresh = ServerProperties(process=self.process)
+            fresh = ServerProperties(process=self.process, purpose=self.purpose)
             if self.process:
-                fresh.shared_pool, fresh.purpose = self.shared_pool, self.purpose
+                fresh.shared_pool, fresh.purpose_asked = self.shared_pool, self.purpose_asked
             for one in fields(self):
                 setattr(self, one.name, getattr(fresh, one.name))
 
@@ -131,7 +139,7 @@ class ServerProperties:
         process = _name(props.get("media_marker"))
         process = None if process == _CONSTANT_MARKER else process
         if process != self.process:
-            self.process, self.shared_pool, self.purpose = process, None, None
+            self.process, self.shared_pool, self.purpose_asked = process, None, False
         path = _name(props.get("model_path"))
         if path is not None:
             self.file = path.replace("\\", "/").rpartition("/")[2] or None
@@ -185,8 +193,8 @@ class ServerProperties:
         self.slots = self.slots or total
 
     def purpose_found(self, purpose: Purpose | None) -> None:
-        """It was asked for its purpose; None: without an answer."""
-        self.purpose = purpose
+        """It was asked for its purpose; None: without an answer, so it is asked again later."""
+        self.purpose, self.purpose_asked = purpose or self.purpose or "unknown", purpose is not None
 
     def pool_learnt(self) -> bool:
         """Its slots share one pool of tokens; whether that is new."""
@@ -196,7 +204,7 @@ class ServerProperties:
     def process_ended(self) -> None:
         """The server's process may have ended. A build that has `process` shows by that."""
         if self.process is None:
-            self.shared_pool = self.purpose = None
+            self.shared_pool, self.purpose_asked = None, False
 
     def slots_refused(self) -> None:
         """It has no `/slots`, or does not allow it."""

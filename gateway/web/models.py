@@ -48,7 +48,7 @@ class VisibleModels:
         allowed = self.caller.may_use(name) or (rule != name and self.caller.may_use(rule))
         return allowed and any(
             self.catalog.serves(target.name, self.labels)
-            for target in self.model_names.resolve(rule)
+            for target in self.model_names.resolve(rule, self.catalog)
         )
 
     def _rule_name(self, name: str) -> str:
@@ -60,7 +60,7 @@ class VisibleModels:
         targets = (
             target.name
             for name in names
-            for target in self.model_names.resolve(self._rule_name(name))
+            for target in self.model_names.resolve(self._rule_name(name), self.catalog)
         )
         return self.catalog.servers_of(targets, self.labels)
 

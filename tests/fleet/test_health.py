@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from typing import Any
 
 import httpx
 import pytest
 
 from gateway.fleet.node import NodeState
+from gateway.transport.errors import ConnectFailed
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_fleet, a_spec, inventory, take
 from tests.transport.pool_client import pool_client
@@ -181,6 +183,23 @@ async def test_the_work_of_other_clients_counts() -> None:
             await fleet.until(lambda: node.foreign == 0)
             assert node.free_slots(now()) == 2
             assert fleet.capacity > before
+
+
+@in_virtual_time
+async def test_a_refused_reading_of_the_slots_ends_the_work_of_other_clients() -> None:
+    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
+        node = fleet["a"]
+        response = node.upstream.response
+
+        def refuse_readings(head: bytes, *args: Any, **keys: Any) -> Any:
+            if b" /slots " in head or b" /metrics " in head:
+                raise ConnectFailed("refused")
+            return response(head, *args, **keys)
+
+        node.upstream.response = refuse_readings  # type: ignore[method-assign]
+        node.occupancy.foreign = 1
+        await fleet.until(lambda: node.foreign == 0)
+        assert node.state is NodeState.READY
 
 
 @in_virtual_time

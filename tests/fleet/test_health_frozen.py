@@ -115,6 +115,42 @@ async def test_a_server_that_others_wake_is_sleeping_until_it_has_loaded_its_mod
 
 
 @in_virtual_time
+async def test_a_server_that_hangs_while_it_wakes_is_mute_in_the_end() -> None:
+    async with (
+        EmulatedNode(sleep_idle_seconds=12, load_seconds=900) as server,
+        a_fleet(a_spec(url=server.url), **USUAL) as fleet,
+        httpx.AsyncClient(base_url=server.url, timeout=2000) as other,
+    ):
+        await fleet.until_state("a", NodeState.SLEEPING)
+        work = asyncio.create_task(other.post(CHAT, json={"messages": [], "max_tokens": 1}))
+        limit = fleet["a"].sleep.wake_limit(fleet["a"].properties.size)
+        assert await state_after(fleet, limit) is NodeState.SLEEPING
+        assert await state_after(fleet, 30) is NodeState.MUTE
+        assert fleet["a"].free_slots(now()) == 0
+        await work
+        assert await state_after(fleet, 5) is NodeState.READY
+
+
+@in_virtual_time
+async def test_a_server_that_slept_at_the_start_is_asked_for_its_work_once_it_is_awake() -> None:
+    async with (
+        EmulatedNode(embeddings=True, sleep_idle_seconds=12, load_seconds=5) as server,
+        httpx.AsyncClient(base_url=server.url, timeout=100) as other,
+    ):
+        await asyncio.sleep(13)
+        async with a_fleet(a_spec(url=server.url), **USUAL, discover_interval=900.0) as fleet:
+            properties = fleet["a"].properties
+            assert await state_after(fleet, 60) is NodeState.SLEEPING
+            assert properties.purpose is None
+            await other.post("/v1/embeddings", json={"input": "hi"})
+            await fleet.until(lambda: properties.purpose == "embeddings", 7.0)
+            asked = server.control_requests
+            await asyncio.sleep(5)
+            assert server.control_requests - asked < 5
+            await fleet.until_state("a", NodeState.SLEEPING)
+
+
+@in_virtual_time
 async def test_a_stream_on_a_frozen_node_is_resumed_elsewhere_after_its_silence(
     tmp_path: Path,
 ) -> None:

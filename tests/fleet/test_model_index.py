@@ -6,6 +6,7 @@ from typing import Any
 
 from gateway.fleet.model_index import MOST_CACHED_LOOKUPS, CapableNodes, ModelIndex
 from gateway.fleet.node import Node, NodeState
+from gateway.fleet.probe_history import ProbeAnswer, ProbeResult
 from tests.fleet.build import a_node
 
 
@@ -59,7 +60,8 @@ def a_server(name: str, *models: str, purpose: Any = None, **keys: Any) -> Node:
     node = a_node(name=name, **keys)
     node.properties.models = models[:1]
     node.properties.aliases = dict.fromkeys(models[1:], models[0])
-    node.properties.purpose = purpose
+    if purpose is not None:
+        node.properties.purpose_found(purpose)
     node.probe_history.discovered_at = 0.0
     return node
 
@@ -110,9 +112,47 @@ def test_a_server_for_other_work_gets_chats_where_no_other_node_could_be_for_the
     index = an_index(embedder, silent)
     assert names(chat(index, "m")) == []
     assert index.awaits_chat_node(["m"])
-    silent.set_state(NodeState.DOWN, "")
+    silent.drain()
     index.node_changed()
     assert names(chat(index, "m")) == ["e"]
+    silent.resume()
+    refused = ProbeResult(ProbeAnswer.CONNECTION_REFUSED, "")
+    silent.probe_history.record(refused, rise=1, fall=1, sign_of_life=None)
+    index.node_changed()
+    assert names(chat(index, "m")) == ["e"]
+
+
+def test_a_sleeper_that_was_never_asked_gets_chats_only_where_no_other_node_takes_them() -> None:
+    sleeper = a_server("s", "m", state=NodeState.SLEEPING)
+    other = a_server("c", "m", purpose="chat")
+    index = an_index(sleeper, other)
+    assert names(chat(index, "m")) == ["c"]
+    assert names(index.capable_nodes("m", "embeddings", vision=False, native=False)) == ["s"]
+    other.set_state(NodeState.DOWN, "")
+    index.node_changed()
+    assert names(chat(index, "m")) == ["s", "c"]
+    assert names(chat(an_index(sleeper, a_server("t", "m", state=NodeState.SLEEPING)), "m")) == [
+        "s",
+        "t",
+    ]
+
+
+def test_a_pause_and_an_id_hold_for_the_names_that_all_servers_give_to_a_model() -> None:
+    one, two = a_server("a", "secret", "nick", "both"), a_server("b", "both")
+    index = an_index(one, two)
+    assert index.aliases == {"nick": "secret"}
+    index.set_paused(frozenset({"secret"}))
+    assert index.paused == {"secret", "nick"}
+    assert index.paused_by_name == {"secret"}
+    index.set_paused(frozenset({"nick", "gone"}))
+    assert index.paused == {"nick", "gone", "secret"}
+    index.set_paused(frozenset({"both"}))
+    assert index.paused == {"nick", "both", "secret"}
+    declared = a_server("a", "secret", "nick", models={"nick": "nick"})
+    assert an_index(declared).aliases == {}
+    one.models_changed()
+    one.properties.models, one.properties.aliases = ("nick",), {"secret": "nick", "both": "nick"}
+    assert one.models_changed()
 
 
 def test_a_lookup_holds_until_a_node_changes() -> None:
@@ -141,7 +181,8 @@ def test_a_model_may_be_served_by_a_node_that_has_not_reported_any_and_is_not_do
     index = an_index(silent)
     assert index.may_serve("m")
     assert index.not_found_error("m").status == 503
-    silent.set_state(NodeState.DOWN, "no connection")
+    refused = ProbeResult(ProbeAnswer.CONNECTION_REFUSED, "no connection")
+    silent.probe_history.record(refused, rise=1, fall=1, sign_of_life=None)
     assert not index.may_serve("m")
 
 

@@ -280,16 +280,43 @@ async def test_a_sleeping_server_is_not_asked_what_it_was_started_for() -> None:
         assert node.properties.purpose == "embeddings"
 
 
-@pytest.mark.parametrize("status", [400, 401, 500])
+@each_case(
+    ("path", "status", "embeddings"),
+    [
+        ("/v1/rerank", 400, False), ("/v1/rerank", 401, False), ("/v1/rerank", 500, False),
+        ("/v1/rerank", 404, True), ("/v1/rerank", 405, True), ("/v1/embeddings", 404, True),
+    ],
+)  # fmt: skip
 @in_virtual_time
-async def test_a_server_that_answers_oddly_has_no_known_purpose(status: int) -> None:
-    async with EmulatedNode() as server, node_at(server.url) as node:
-        server.faults.set("status", path="/v1/rerank", status=status, body="{}")
+async def test_a_server_that_answers_oddly_has_no_known_purpose(
+    path: str, status: int, embeddings: bool
+) -> None:
+    async with EmulatedNode(embeddings=embeddings) as server, node_at(server.url) as node:
+        server.faults.set("status", path=path, status=status, body="{}")
         await discover(node)
         assert node.properties.purpose == "unknown"
         server.faults.clear()
         await discover(node)
         assert node.properties.purpose == "unknown"
+
+
+@in_virtual_time
+async def test_a_server_that_does_not_answer_is_asked_again_later_and_what_is_known_is_kept() -> (
+    None
+):
+    async with EmulatedNode(embeddings=True) as server, node_at(server.url) as node:
+        server.faults.next("hang", path="/v1/embeddings")
+        await discover(node)
+        assert (node.properties.purpose, node.is_purpose_unknown) == ("unknown", False)
+        await discover(node)
+        assert node.properties.purpose == "embeddings"
+        server.marker = "another process"
+        server.faults.next("hang", path="/v1/embeddings")
+        await discover(node)
+        assert node.properties.purpose == "embeddings"
+        server.embeddings = False
+        await discover(node)
+        assert node.properties.all_refused == {"embeddings", "rerank"}
 
 
 @pytest.mark.parametrize(

@@ -207,8 +207,11 @@ def test_where_processes_have_no_mark_a_shared_pool_is_forgotten_sooner(end: Any
     properties = ServerProperties(remembered=True)
     properties.read_props({"media_marker": "<__media__>"})
     properties.pool_learnt()
+    properties.purpose_found("rerank")
     end(properties)
     assert not properties.shared_pool
+    assert not properties.all_refused
+    assert (properties.purpose, properties.purpose_asked) == ("rerank", False)
 
 
 def test_a_pool_that_was_declared_as_split_is_a_difference() -> None:

@@ -26,6 +26,8 @@ class ModelAliases:
 
     rules: Mapping[str, ModelRule]
     _resolved: dict[str, tuple[ResolvedModel, ...]] = field(default_factory=dict)
+    _of: Mapping[str, str] = field(default_factory=dict)
+    """The servers' aliases for which `_resolved` holds."""
     has_catch_all: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -44,32 +46,44 @@ class ModelAliases:
         """Whether a rule has this name, or some node serves it."""
         return name in self.rules or catalog.serves(name)
 
-    def resolve(self, name: str) -> tuple[ResolvedModel, ...]:
-        """The models that `name` stands for, in order of preference; itself without a rule."""
-        if name not in self.rules:
+    def resolve(self, name: str, catalog: ServedModels) -> tuple[ResolvedModel, ...]:
+        """The models that `name` stands for, in order of preference; itself without a rule.
+
+        For a further name that servers give to a model, the model's rule holds, unless the name
+        has one of its own.
+        """
+        if not self.rules:
+            return (ResolvedModel(name),)
+        aliases = catalog.aliases
+        if aliases is not self._of:
+            self._of, self._resolved = aliases, {}
+        if name not in self.rules and aliases.get(name) not in self.rules:
             return (ResolvedModel(name),)
         found = self._resolved.get(name)
         if found is None:
-            found = self._resolved[name] = tuple(_follow_aliases(name, self.rules, ()))[
-                :MOST_TARGETS
-            ]
+            every = _follow_aliases(name, self.rules, (), aliases)
+            found = self._resolved[name] = tuple(every)[:MOST_TARGETS]
         return found
 
 
 def _follow_aliases(
-    name: str, rules: Mapping[str, ModelRule], applied: tuple[ModelRule, ...]
+    name: str,
+    rules: Mapping[str, ModelRule],
+    applied: tuple[ModelRule, ...],
+    aliases: Mapping[str, str],
 ) -> list[ResolvedModel]:
-    rule = rules.get(name)
-    if rule is None:
+    model = name if name in rules else aliases.get(name, name)
+    rule = rules.get(model)
+    if rule is None or (model != name and any(rule is one for one in applied)):
         return [ResolvedModel(name, applied)]
     applied = (*applied, rule)
     models: dict[str, ResolvedModel] = {}
-    for target in rule.use or (name,):
+    for target in rule.use or (model,):
         found = (
-            [ResolvedModel(target, applied)]
-            if target == name
-            else _follow_aliases(target, rules, applied)
+            [ResolvedModel(name, applied)]
+            if target == model
+            else _follow_aliases(target, rules, applied, aliases)
         )
-        for model in found:
-            models.setdefault(model.name, model)
+        for one in found:
+            models.setdefault(one.name, one)
     return list(models.values())

@@ -210,12 +210,12 @@ def resolve_model(
     if aliases.has_catch_all and aliases.is_catch_all(model, catalog):
         if not (caller.may_use(model) or caller.may_use(CATCH_ALL)):
             raise errors.model_not_allowed(model)
-        targets = aliases.resolve(CATCH_ALL)
+        targets = aliases.resolve(CATCH_ALL, catalog)
         # The target's name from here on: the client's may be any text.
         return targets[0].name, targets
     if caller.models is not None and not caller.may_use(model):
         raise errors.model_not_allowed(model)
-    return model, aliases.resolve(model)
+    return model, aliases.resolve(model, catalog)
 
 
 def unpaused(

@@ -261,7 +261,7 @@ class LiveView:
             in_service=counts.in_service,
             usable=counts.usable,
             models={name: ModelNodes(*both) for name, both in counts.models.items()},
-            paused_models=self.fleet.model_index.paused,
+            paused_models=self.fleet.model_index.paused_by_name,
             differing_models=self.fleet.differences_in_words,
             queue=queue,
             traffic=TrafficCondition(

@@ -48,8 +48,8 @@ class ModelEndpoints:
     async def pause(self, request: Request) -> Response:
         """Take no new requests for this name. What runs ends by itself, what waits is refused."""
         name = self._find(request)
-        if name not in self.fleet.model_index.paused:
-            if len(self.fleet.model_index.paused) >= MOST_PAUSED:
+        if name not in self.fleet.model_index.paused_by_name:
+            if len(self.fleet.model_index.paused_by_name) >= MOST_PAUSED:
                 raise errors.invalid_request(
                     f"{MOST_PAUSED} models are paused already: resume one first.", "name"
                 )
@@ -61,7 +61,7 @@ class ModelEndpoints:
     async def resume(self, request: Request) -> Response:
         """End a pause."""
         name = self._find(request)
-        if name in self.fleet.model_index.paused:
+        if name in self.fleet.model_index.paused_by_name:
             self.fleet.resume_model(name)
             log.info("model resumed", model=name)
         return JsonResponse(self._view().json(name))
@@ -114,7 +114,7 @@ class _ModelsView:
     def json(self, name: str) -> Json:
         """One model as the admin API shows it."""
         paused = self._index.paused
-        targets = [one.name for one in self._aliases.resolve(name)]
+        targets = [one.name for one in self._aliases.resolve(name, self._index)]
         nodes = list(dict.fromkeys(node for one in targets for node in self._index.nodes_for(one)))
         return {
             "name": name,

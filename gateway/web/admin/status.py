@@ -74,7 +74,7 @@ class StatusEndpoints:
                 "nodes": dict(Counter(node.state.value for node in nodes)),
                 "slots_total": sum(node.slots_total for node in nodes),
                 "slots_busy": sum(node.slots_busy for node in nodes),
-                "models_paused": sorted(self.fleet.model_index.paused),
+                "models_paused": sorted(self.fleet.model_index.paused_by_name),
                 "model_differences": differences_json(self.fleet.differences()),
                 "inventory_error": gateway.inventory_error,
                 "settings_error": gateway.settings_error,
@@ -214,7 +214,7 @@ class MetricsSource:
             queue_places=self.scheduler.settings.queue.max,
             spill_money_left=self.scheduler.tier_policy.money_left(self.scheduler.clock()),
             in_flight=len(self.registry),
-            paused_models=sorted(self.fleet.model_index.paused),
+            paused_models=sorted(self.fleet.model_index.paused_by_name),
             inventory_error=self.inventory_error() is not None,
             retry_budget=self.retries_left(),
             certificate_days_left={

@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
+
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec
 from tests.virtual import in_virtual_time
@@ -99,6 +101,31 @@ async def test_an_alias_goes_on_with_the_models_that_are_left() -> None:
     helper = next(one for one in models if one["name"] == "helper")
     assert helper["stands_for"] == ["demo", "org/other"]
     assert (helper["nodes"], helper["slots_total"]) == ({"ready": 2}, 2)
+
+
+@pytest.mark.parametrize(("name", "other"), [("hidden", "nick"), ("nick", "hidden")])
+@in_virtual_time
+async def test_a_pause_and_a_cap_of_a_model_hold_for_its_servers_other_names(
+    name: str, other: str
+) -> None:
+    capped = {"models": {"hidden": {"max_tokens": 2}}}
+    async with (
+        EmulatedNode(model="hidden", aliases=("nick",)) as server,
+        bare_gateway(a_spec("a", server.url), settings=capped, serving=True) as gateway,
+    ):
+        served = await gateway.chat(model="nick", max_tokens=50)
+        paused = await act(gateway, name, "pause")
+        refused = await gateway.chat(model=other)
+        models = (await gateway.admin.get("/admin/models")).json()["models"]
+        status = (await gateway.admin.get("/admin/status")).json()
+        await act(gateway, name, "resume")
+        again = await gateway.chat(model="nick")
+    assert served.json()["usage"]["completion_tokens"] == 2
+    assert paused["paused"]
+    assert (refused.status_code, error_of(refused)["code"]) == (503, "model_paused")
+    assert [(one["name"], one["paused"]) for one in models] == [("hidden", True), ("nick", True)]
+    assert status["models_paused"] == [name]
+    assert again.status_code == 200
 
 
 @in_virtual_time
