@@ -148,6 +148,11 @@ class Dispatcher:
         self.waiting -= 1
         return True
 
+    def pool_tokens_changed(self, queued: QueuedRequest) -> None:
+        """The `pool_tokens` of a request that waits were estimated anew."""
+        if queued.slots:
+            self._wait_queue.set_fills_pool(queued, fills=self._fills_pool(queued))
+
     def prefill_done(self, placement: Placement, now: float) -> None:
         """The first token came: the prompt has been read. Sharpens the predictions."""
         if not placement.released:
@@ -234,7 +239,7 @@ class Dispatcher:
         if queued.slots:
             queued.expect_work(*self._forecast.work_tokens(queued))
             if self.placement_state.pools:
-                queued.set_fills_pool(fills=_fills_pool(queued))
+                queued.set_fills_pool(fills=self._fills_pool(queued))
         self.waiting += 1
         queue = self._queue_of(queued)
         queue.add(queued, queue.levels[queued.priority].counters.account(queued.fairness_key))
@@ -284,15 +289,10 @@ class Dispatcher:
     def _queue_of(self, queued: QueuedRequest) -> WaitQueue:
         return self._wait_queue if queued.slots else self._slotless_queue
 
-
-def _fills_pool(queued: QueuedRequest) -> bool:
-    """Whether it needs more than half of a shared pool that it may be given room in."""
-    needed = queued.tokens_needed
-    return any(
-        row.pool and needed > row.pool / 2
-        for candidates in queued.groups[0]
-        for row in candidates.rows
-    )
+    def _fills_pool(self, queued: QueuedRequest) -> bool:
+        """Whether it needs more than half of a shared pool that it may be given room in."""
+        needed, version = queued.tokens_needed, self.placement_state.pools_version
+        return any(needed > one.pools(version)[0] / 2 for one in queued.groups[0])
 
 
 def dispatch_rules(settings: Settings) -> DispatchRules:

@@ -582,6 +582,7 @@ class Scheduler:
             self.demand_model.estimate_pool(
                 waiter.queued, waiter.request, waiter.tried.pool_overflows
             )
+            self.dispatcher.pool_tokens_changed(waiter.queued)
         retry_after = self.completion_rate.retry_after(len(self.waiters), now)
         error = waiter.expiry_error(self.settings, retry_after, now)
         if error is not None:
