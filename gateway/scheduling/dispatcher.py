@@ -116,8 +116,11 @@ class Dispatcher:
         account = counters.account(queued.fairness_key)
         return self._start(queued, counters, account, row, available, now)
 
-    def match(self, now: float) -> list[Placement]:
-        """Give free slots to waiting requests; to be called when capacity has changed."""
+    def match(self, now: float, most: float = math.inf) -> list[Placement]:
+        """Give free slots to waiting requests; to be called when capacity has changed.
+
+        After `most` of those with a slot it stops: `slots_freed` says that others may follow.
+        """
         placements: list[Placement] = []
         self.placement_state.clear_slots_freed()
         self._holds.clear()
@@ -131,6 +134,9 @@ class Dispatcher:
             if match is None:
                 break
             placements.append(self._start_match(match, now))
+            if (most := most - 1) <= 0:
+                self.placement_state.note_slots_freed()
+                break
         deferred = self._holds.deferred
         self._wake_at = min([queued.deferred_until for queued in deferred], default=math.inf)
         return placements

@@ -269,6 +269,10 @@ class PlacementState:
         self.last_release = now
         self._changed.add(row.index)
 
+    def note_slots_freed(self) -> None:
+        """Free slots are left that the waiting requests have not been offered."""
+        self.slots_freed = True
+
     def clear_slots_freed(self) -> None:
         """The waiting requests have been offered every free slot."""
         self.slots_freed = False
