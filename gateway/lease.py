@@ -488,6 +488,9 @@ class LeaseService(Protocol):
     def is_silence_excused(self, lease_id: int) -> bool:
         """Whether the node reads another prompt, so that it may be silent meanwhile."""
 
+    def pool_overflowed(self, lease_id: int) -> bool:
+        """The node says that its context is full: whether its slots share that, as is known now."""
+
     # Report how it ended.
 
     def ended(self, report: AttemptReport) -> AttemptCharge:

@@ -423,12 +423,14 @@ class Fleet:
         else:
             self._notify_change(node)
 
-    def pool_full(self, node: Node) -> None:
+    def pool_full(self, node: Node) -> bool:
         """The node failed a request, still leased, for lack of room in the context.
 
-        If it has more work, its slots share one pool, which is full: nobody is to blame.
+        If it is a server of llama.cpp and has more work, its slots share one pool. Returns whether
+        that is known by now: the pool is full, and nobody is to blame.
         """
-        if node.slots_busy > 1 and node.properties.pool_learnt():
+        shows_pool = node.spec.kind == "llama.cpp" and node.slots_busy > 1
+        if shows_pool and node.properties.pool_learnt():
             log.warning(
                 "Node %s: its slots share one pool of %s tokens. Requests wait for room there from "
                 "now on; start the server with -np, or with a larger context",
@@ -437,6 +439,7 @@ class Fleet:
             )
             self.refresh_state(node)
         self._probe_soon(node)
+        return bool(node.pool or node.properties.shared_pool)
 
     def connection_reset(self, node: Node) -> None:
         """A connection of a request broke: the server's process may have ended."""

@@ -537,11 +537,18 @@ class Attempt:
                 break
         return b"".join(kept)
 
+    def ended_by_full_pool(self, status: int, content: bytes) -> bool:
+        """Whether this error of the node's is that of a pool that its slots are known to share.
+
+        To be asked before the attempt is reported as ended: the node may show its pool by this.
+        """
+        return is_pool_full(status, content) and self._leases.pool_overflowed(self.lease.id)
+
     def _reported_error(self, data: bytes) -> NodeReportedError:
         """The failure that the node's error event reports."""
         request = self.request.lease_request
         message, status = error_message(data), error_status(data)
-        if message is not None and is_pool_full(status, data):
+        if message is not None and self.ended_by_full_pool(status, data):
             return PoolFull(message)
         failure = NodeReportedError(message or "The node failed in the middle of it", status)
         if is_context_overflow(failure.status, data, request.endpoint):

@@ -204,7 +204,7 @@ class Forwarder:
         if recorder is not None and attempt.is_sse:
             lease = attempt.lease
             first_run = FirstRun(lease.model, None, lease.node.resume_key)
-            resumer = Resumer(self.context, in_flight, recorder, first_run, tried.min_context)
+            resumer = Resumer(self.context, in_flight, recorder, first_run, tried)
             if attempt.request.lease_request.yields:
                 in_flight.allow_yield(attempt, resumer.can_resume)
         return ResponseStream(attempt, in_flight, api, self.context.accounting, resumer)
@@ -299,7 +299,12 @@ class Forwarder:
             drop_traceback(failed)
             if not _ended_by_request(failed.failure):
                 self.context.accounting.discard(in_flight)
-            if isinstance(failed.failure, PoolFull):
+            pool_full = isinstance(failed.failure, PoolFull)
+            if stream.resumer is not None:
+                # It has counted this overflow already.
+                overflows = stream.resumer.pool_overflows - pool_full
+                tried = replace(tried, pool_overflows=overflows)
+            if pool_full:
                 return _pool_full(node, tried, failed.error)
             tried = tried.failed_on(node.name)
             # An evicted request needs another node at once; any other may wait for one.
@@ -328,6 +333,8 @@ class Forwarder:
         status, content, request = attempt.status, attempt.content, in_flight.request
         node = attempt.lease.node
         kind = outcome.classify(status, content, request.lease_request.endpoint)
+        if kind is ResponseOutcome.POOL_FULL and not attempt.ended_by_full_pool(status, content):
+            kind = ResponseOutcome.SERVER_ERROR
         word = "ok" if kind is ResponseOutcome.PASS else kind.value
         shown = _shown_error(request, attempt) if kind in _SHOWING_OUTCOMES else None
         self.context.accounting.attempt_failed(in_flight, attempt, word, error=shown)

@@ -422,7 +422,8 @@ class DemandModel:
 
         They are rather too many, since an overflow ends all that runs there. A request that was
         ended twice (`overflows`) runs alone; a response that was cut has room for all that it may
-        still write.
+        still write. One that needs a whole pool makes do with what others' work leaves, where that
+        goes on everywhere and what is expected fits beside it.
         """
         estimates = self.token_estimates
         prompt, answer = estimates.expected_tokens(
@@ -438,8 +439,14 @@ class DemandModel:
         most = math.inf if request.max_tokens is None else request.max_tokens
         if overflows < 1 or request.resume_key is None:
             most = min(most, POOL_ANSWER_MARGIN * answer)
-        alone = overflows > 1
-        queued.set_pool_tokens(math.inf if alone else prompt + most * max(1, request.slots))
+        slots, version = max(1, request.slots), self.dispatcher.placement_state.pools_version
+        tokens = math.inf if overflows > 1 else prompt + most * slots
+        if 0.0 < max(one.pools(version)[1] for one in queued.groups[0]) <= tokens:
+            left = _most_beside_others(queued)
+            if prompt + min(most, answer) * slots <= left < tokens:
+                queued.set_pool_tokens(left, beside_others=True)
+                return
+        queued.set_pool_tokens(tokens)
 
     def refresh_cached(self, queued: QueuedRequest) -> None:
         """Look up what the nodes have cached of its prompt by now."""
@@ -542,3 +549,16 @@ def _slots(request: LeaseRequest, candidates: NodeCandidates) -> int:
     """
     most = max(node.slots_total for _, nodes in candidates.by_model for node in nodes)
     return min(request.slots, most)
+
+
+def _most_beside_others(queued: QueuedRequest) -> float:
+    """The most tokens that others' work leaves of a pool; infinity: it leaves some row alone."""
+    rows = [
+        row
+        for candidates in queued.groups[0]
+        for row in candidates.rows
+        if row.alive and row.index not in queued.excluded
+    ]
+    if not all(row.pool and row.foreign for row in rows):
+        return math.inf
+    return max([row.pool - row.pool_foreign for row in rows], default=math.inf)

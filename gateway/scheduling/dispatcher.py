@@ -116,8 +116,11 @@ class Dispatcher:
         account = counters.account(queued.fairness_key)
         return self._start(queued, counters, account, row, available, now)
 
-    def match(self, now: float) -> list[Placement]:
-        """Give free slots to waiting requests; to be called when capacity has changed."""
+    def match(self, now: float, most: float = math.inf) -> list[Placement]:
+        """Give free slots to waiting requests; to be called when capacity has changed.
+
+        After `most` of those with a slot it stops: `slots_freed` says that others may follow.
+        """
         placements: list[Placement] = []
         self.placement_state.clear_slots_freed()
         self._holds.clear()
@@ -131,6 +134,9 @@ class Dispatcher:
             if match is None:
                 break
             placements.append(self._start_match(match, now))
+            if (most := most - 1) <= 0:
+                self.placement_state.note_slots_freed()
+                break
         deferred = self._holds.deferred
         self._wake_at = min([queued.deferred_until for queued in deferred], default=math.inf)
         return placements
@@ -147,6 +153,11 @@ class Dispatcher:
         self._queue_of(queued).remove(queued)
         self.waiting -= 1
         return True
+
+    def pool_tokens_changed(self, queued: QueuedRequest) -> None:
+        """The `pool_tokens` of a request that waits were estimated anew."""
+        if queued.slots:
+            self._wait_queue.set_fills_pool(queued, fills=self._fills_pool(queued))
 
     def prefill_done(self, placement: Placement, now: float) -> None:
         """The first token came: the prompt has been read. Sharpens the predictions."""
@@ -234,7 +245,7 @@ class Dispatcher:
         if queued.slots:
             queued.expect_work(*self._forecast.work_tokens(queued))
             if self.placement_state.pools:
-                queued.set_fills_pool(fills=_fills_pool(queued))
+                queued.set_fills_pool(fills=self._fills_pool(queued))
         self.waiting += 1
         queue = self._queue_of(queued)
         queue.add(queued, queue.levels[queued.priority].counters.account(queued.fairness_key))
@@ -284,15 +295,10 @@ class Dispatcher:
     def _queue_of(self, queued: QueuedRequest) -> WaitQueue:
         return self._wait_queue if queued.slots else self._slotless_queue
 
-
-def _fills_pool(queued: QueuedRequest) -> bool:
-    """Whether it needs more than half of a shared pool that it may be given room in."""
-    needed = queued.tokens_needed
-    return any(
-        row.pool and needed > row.pool / 2
-        for candidates in queued.groups[0]
-        for row in candidates.rows
-    )
+    def _fills_pool(self, queued: QueuedRequest) -> bool:
+        """Whether it needs more than half of a shared pool that it may be given room in."""
+        needed, version = queued.tokens_needed, self.placement_state.pools_version
+        return any(needed > one.pools(version)[0] / 2 for one in queued.groups[0])
 
 
 def dispatch_rules(settings: Settings) -> DispatchRules:

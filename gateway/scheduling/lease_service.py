@@ -181,6 +181,10 @@ class LocalLeaseService:
         """Whether the node reads another prompt, so that it may be silent meanwhile."""
         return another_prefills(self._records[lease_id].lease, self.scheduler.clock())
 
+    def pool_overflowed(self, lease_id: int) -> bool:
+        """The node says that its context is full: whether its slots share that, as is known now."""
+        return self.fleet.pool_full(self._records[lease_id].lease.node)
+
     # Told how it ended.
 
     def ended(self, report: AttemptReport) -> AttemptCharge:
@@ -189,8 +193,6 @@ class LocalLeaseService:
         Returns what it took if no response began; else `settle` does.
         """
         record, charge = self._records[report.lease_id], NOTHING_CHARGED
-        if report.outcome == "pool_full":
-            self.fleet.pool_full(record.lease.node)
         if record.request.yields:
             self.scheduler.granter.yielding.pop(report.lease_id, None)
         if report.node_done:

@@ -53,6 +53,10 @@ WARM_ROWS_SEARCHED = 4
 MOST_EVALUATIONS = 96
 """Costs that are computed to compare the requests of one FIFO, about."""
 
+MOST_POOLS_SEARCHED = 8192
+"""Shared pools that are searched for room to compare requests for one placement, about: of those
+with a free slot each request looks at all."""
+
 MOST_DECLINES = 8
 """Requests that may decline a slot to wait for a warm one; then the first of them takes it."""
 
@@ -178,10 +182,11 @@ class Matcher:
         limit = None
         """The highest counter of a caller whose requests are compared."""
         matches: list[Match] = []
+        most = self._most_compared()
         for counter, _, account in counters.by_counter:
-            if (limit is not None and counter > limit) or len(matches) >= MOST_COMPARED:
+            if (limit is not None and counter > limit) or len(matches) >= most:
                 break
-            self._add_matches(account, matches, available, now)
+            self._add_matches(account, matches, available, now, most)
             if matches:
                 if not by_cost:
                     break
@@ -204,14 +209,24 @@ class Matcher:
         # So many have declined the slot: it must not stay idle.
         return matches[0]
 
+    def _most_compared(self) -> int:
+        """Requests that are compared for one placement; fewer where each looks at many pools."""
+        if not self._state.pools:
+            return MOST_COMPARED
+        return min(MOST_COMPARED, MOST_POOLS_SEARCHED // max(1, len(self._state.free_rows)) or 1)
+
     def _add_matches(
         self,
         account: FairnessAccount,
         matches: list[Match],
         available: AvailabilityCache,
         now: float,
+        most: int,
     ) -> None:
-        """Add one caller's requests that can be placed now, the oldest of each FIFO."""
+        """Add one caller's requests that can be placed now, the oldest of each FIFO.
+
+        `most`: of each.
+        """
         if self._wait_queue.wide_count and not matches:
             oldest = min((fifo[0] for fifo in account.fifos.values()), key=by_age)
             if oldest.is_wide:
@@ -226,7 +241,7 @@ class Matcher:
                     matches.append(self._match(oldest, rows, now, goes_first=True))
                     return
         for fifo in account.fifos.values():
-            left = OLDEST_PER_FIFO if self._policy.by_cost else 1
+            left = min(most, OLDEST_PER_FIFO) if self._policy.by_cost else 1
             too_large = 0
             for queued in fifo:
                 rows = available.rows_for(queued)

@@ -120,6 +120,8 @@ class QueuedRequest(msgspec.Struct, eq=False):
     pool_tokens: float = 0.0
     """Tokens for which a shared pool must have room; infinity: it runs alone there; 0: as many as
     are expected."""
+    beside_others: bool = False
+    """Whether it runs alone but for others' work, beside which `pool_tokens` are left."""
     # Set while it waits, by the wait queue and the dispatcher.
     work_tokens: tuple[float, float] = (0.0, 0.0)
     """Prompt tokens to be read and output tokens to be decoded for it, as expected."""
@@ -172,9 +174,9 @@ class QueuedRequest(msgspec.Struct, eq=False):
         """Tokens for which a shared pool must have room."""
         return self.pool_tokens or self.prompt_tokens + self.completion_tokens * self.slots
 
-    def set_pool_tokens(self, tokens: float) -> None:
-        """Set `pool_tokens`; before it runs."""
-        self.pool_tokens = tokens
+    def set_pool_tokens(self, tokens: float, *, beside_others: bool = False) -> None:
+        """Set `pool_tokens` and `beside_others`; before it runs."""
+        self.pool_tokens, self.beside_others = tokens, beside_others
 
     def set_fills_pool(self, *, fills: bool) -> None:
         """Set `fills_pool`; before it waits."""
@@ -587,7 +589,9 @@ class NodeSlots:
             del self.slotless_by_caller[caller]
 
     def _pool_share(self, queued: QueuedRequest) -> float:
-        return min(queued.tokens_needed, self.pool) if queued.slots else 0.0
+        if not queued.slots:
+            return 0.0
+        return self.pool if queued.beside_others else min(queued.tokens_needed, self.pool)
 
     def tokens_short(self, needed: float) -> float:
         """Tokens that its pool lacks for a request that needs so many; 0: it has room.
@@ -660,6 +664,8 @@ class CandidateSet:
     """Its rows with room for one slot when `free_rows_version` was `available_version`."""
     available_version: int = -1
     _slots: tuple[int, int, int] = (-1, 0, 0)
+    _pools: tuple[float, float] = (math.inf, 0.0)
+    _pools_version: int = -1
 
     def __post_init__(self) -> None:
         self.replace_rows(self.rows)
@@ -671,6 +677,19 @@ class CandidateSet:
     def unreserved_slots(self, version: int) -> int:
         """Those of them that `batch` may use."""
         return self._count_slots(version)[2]
+
+    def pools(self, version: int) -> tuple[float, float]:
+        """Tokens of its smallest and largest shared pool, as of that `pools_version`.
+
+        Infinity and 0 if no row has one.
+        """
+        if self._pools_version != version:
+            pools = [row.pool for row in self.rows if row.pool]
+            self._pools, self._pools_version = (
+                (min(pools, default=math.inf), max(pools, default=0.0)),
+                version,
+            )
+        return self._pools
 
     def _count_slots(self, version: int) -> tuple[int, int, int]:
         if self._slots[0] != version:
@@ -692,7 +711,7 @@ class CandidateSet:
         """These rows and no others, in this order."""
         self.rows = tuple(rows)
         self.row_indexes = frozenset(row.index for row in self.rows)
-        self.available_version = -1
+        self.available_version = self._pools_version = -1
         self._slots = (-1, 0, 0)
 
 

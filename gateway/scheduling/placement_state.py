@@ -56,6 +56,8 @@ class PlacementState:
     """When a placement last ended, anywhere."""
     pools: int = 0
     """Rows whose slots share one pool of tokens."""
+    pools_version: int = 0
+    """Changes with the size of any row's pool."""
     slots_version: int = 0
     """Changes with the number of slots of any row."""
     _reserve_is_stale: bool = False
@@ -155,6 +157,7 @@ class PlacementState:
     def set_pool(self, row: NodeSlots, tokens: int, foreign: int) -> None:
         """The slots of `row` share so many tokens, of which others use `foreign`; 0: none."""
         self.pools += bool(tokens) - bool(row.pool)
+        self.pools_version += tokens != row.pool
         row.set_pool(tokens, foreign)
         self.slots_freed = True
 
@@ -265,6 +268,10 @@ class PlacementState:
             self.free_rows_version += 1
         self.last_release = now
         self._changed.add(row.index)
+
+    def note_slots_freed(self) -> None:
+        """Free slots are left that the waiting requests have not been offered."""
+        self.slots_freed = True
 
     def clear_slots_freed(self) -> None:
         """The waiting requests have been offered every free slot."""

@@ -49,6 +49,10 @@ from gateway.scheduling.yielding import ASK_AGAIN_SECONDS, YieldRequests
 TICK = 0.5
 """Seconds between two looks at every waiting request, and at the whole fleet."""
 
+MOST_PLACED_BY_TOKENS = 8
+"""Placements of one turn of the event loop where slots share pools: each is some milliseconds' work
+with thousands of nodes and waiting requests."""
+
 LEAST_TIMER_SECONDS = 0.001
 """No timer is set to less."""
 
@@ -490,10 +494,15 @@ class Scheduler:
                     self._remove(waiter)  # Its client has just left.
                 else:
                     self._update_candidates(waiter, now, requeue=True)
+        most = MOST_PLACED_BY_TOKENS if self.dispatcher.placement_state.pools else math.inf
         for _ in range(MOST_STALE_PLACEMENTS):
             misses = 0
-            for placement in self.dispatcher.match(now):
+            placements = self.dispatcher.match(now, most)
+            for placement in placements:
                 misses += not self._grant(placement, now)
+            if len(placements) >= most:
+                self._match_soon()  # The rest, when the event loop has had its turn.
+                break
             if not misses:
                 break
         self._set_timer()
@@ -582,6 +591,7 @@ class Scheduler:
             self.demand_model.estimate_pool(
                 waiter.queued, waiter.request, waiter.tried.pool_overflows
             )
+            self.dispatcher.pool_tokens_changed(waiter.queued)
         retry_after = self.completion_rate.retry_after(len(self.waiters), now)
         error = waiter.expiry_error(self.settings, retry_after, now)
         if error is not None:

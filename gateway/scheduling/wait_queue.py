@@ -173,6 +173,12 @@ class WaitQueue:
                 sums[queued.priority] = max(0.0, left) if level.count else 0.0
         self._remove_warm(queued)
 
+    def set_fills_pool(self, queued: QueuedRequest, *, fills: bool) -> None:
+        """Whether a waiting request needs most of a shared pool has been found out anew."""
+        self.wide_count -= queued.is_wide
+        queued.set_fills_pool(fills=fills)
+        self.wide_count += queued.is_wide
+
     def cached_changed(self, queued: QueuedRequest) -> None:
         """The `cached` of a waiting request has been looked up anew."""
         self._remove_warm(queued)

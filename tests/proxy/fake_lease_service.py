@@ -136,6 +136,9 @@ class FakeLeaseService:
     def reading_began(self, lease_id: int) -> None:
         self.progress.append(("reading", lease_id))
 
+    def pool_overflowed(self, lease_id: int) -> bool:
+        return True
+
     def content_began(self, lease_id: int) -> None:
         self.progress.append(("content", lease_id))
 

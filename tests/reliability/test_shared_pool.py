@@ -206,6 +206,66 @@ async def test_what_was_learnt_lasts_as_long_as_the_server_s_process(tmp_path: P
             assert gateway["a"].pool == 0
 
 
+POOL_ERROR = {"message": "Context size has been exceeded.", "type": "server_error", "code": 500}
+
+
+@in_virtual_time
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_node_that_always_overflows_gets_a_request_five_times(stream: bool) -> None:
+    event = f"data: {json.dumps({'error': POOL_ERROR})}\n\n"
+    async with (
+        pooled() as node,
+        bare_gateway(a_spec("a", node.url, kv="shared"), serving=True) as gateway,
+    ):
+        outcomes: list[str] = []
+        gateway.bus.subscribe(AttemptEnded, lambda event: outcomes.append(event.outcome))
+        node.faults.set("insert", after_events=3, data=event.encode())
+        answer = await gateway.public.post(CHAT, json=chat(0) | {"stream": stream})
+        assert "node_failed" in answer.text
+        gateway.bus.flush()
+        assert outcomes == ["pool_full"] * 5
+        assert blameless(gateway)
+
+
+@in_virtual_time
+@pytest.mark.parametrize(("kind", "together"), [("openai", 2), ("llama.cpp", 1)])
+async def test_what_shows_no_pool_is_an_ordinary_server_error(kind: str, together: int) -> None:
+    async with pooled() as node:
+        spec = a_spec("a", node.url, kind=kind, slots=SLOTS, context=POOL, models={"demo": "demo"})
+        async with bare_gateway(spec, serving=True) as gateway:
+            outcomes: list[str] = []
+            gateway.bus.subscribe(AttemptEnded, lambda event: outcomes.append(event.outcome))
+            body = json.dumps({"error": POOL_ERROR})
+            node.faults.set("status", status=500, body=body)
+            posts = [gateway.public.post(CHAT, json=chat(1)) for _ in range(together)]
+            assert [answer.status_code for answer in await asyncio.gather(*posts)] == [
+                500
+            ] * together
+            gateway.bus.flush()
+            assert outcomes == ["server_error"] * together
+            assert gateway["a"].pool == 0
+
+
+@in_virtual_time
+async def test_a_request_that_must_run_alone_runs_beside_others_that_never_end() -> None:
+    """Without `max_tokens` it needs the whole pool, by what is known."""
+    async with (
+        pooled(answer_tokens=8) as node,
+        httpx.AsyncClient(base_url=node.url, timeout=600) as other,
+    ):
+        body = chat(0, words=10, answer=200)
+        foreign = asyncio.create_task(other.post(CHAT, json=body))
+        await node.until(lambda: node.busy == 1)
+        async with bare_gateway(a_spec("a", node.url, kv="shared"), serving=True) as gateway:
+            answers = [asyncio.create_task(gateway.chat("hello")) for _ in range(2)]
+            await gateway.until(lambda: node.busy == 2)
+            await gateway.until(lambda: any(answer.done() for answer in answers))
+            assert not foreign.done()
+            assert [answer.status_code for answer in await asyncio.gather(*answers)] == [200] * 2
+            text_of(await foreign)
+            assert gateway["a"].pool == POOL
+
+
 @contextlib.contextmanager
 def real_server(*extra: str, context: int = POOL, port: int = 0) -> Iterator[str]:
     """By `-np -1`, as without it: four slots that say that each has the whole context."""

@@ -15,11 +15,12 @@ from gateway.errors import GatewayError
 from gateway.fleet.node import Lease, Node, NodeState
 from gateway.lease import LeaseRequest
 from gateway.request import Priority
-from gateway.scheduling.scheduler import Scheduler
+from gateway.scheduling.scheduler import MOST_PLACED_BY_TOKENS, Scheduler
 from tests.calls import count_calls
 from tests.each_case import each_case
 from tests.fleet.build import Clock, take
 from tests.scheduling.build import (
+    CALLER,
     a_request,
     a_scheduler,
     failed_on,
@@ -794,3 +795,50 @@ async def test_another_server_is_measured_anew() -> None:
     assert not any(task.done() and task.exception() is not None for task in tasks)
     scheduler.close()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def pooled(slots: int, context: int) -> Node:
+    return node(slots=slots, kv="shared", context=context)
+
+
+async def test_a_request_that_has_come_to_need_most_of_a_pool_is_not_passed_over() -> None:
+    scheduler = a_scheduler(pooled(slots=4, context=1000))
+
+    def learn_answers(tokens: int) -> None:
+        for _ in range(40):
+            scheduler.demand_model.token_estimates.learn("demo", CALLER, 0, 150, tokens, None, 150)
+
+    def small() -> LeaseRequest:
+        return a_request(exact_tokens=200, max_tokens=40)
+
+    learn_answers(20)
+    leases = [(await take_lease(scheduler, small()))[0] for _ in range(4)]
+    grows = await start_lease(scheduler, a_request(exact_tokens=150, max_tokens=800))
+    [waiter] = scheduler.waiters
+    assert not waiter.queued.is_wide
+    learn_answers(400)
+    scheduler.check_all()
+    others = [await start_lease(scheduler, small()) for _ in range(8)]
+    for lease in leases:
+        lease.release()
+        await settle()
+    assert grows.done()
+    scheduler.close()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+async def test_one_turn_of_the_loop_matches_a_few_requests_by_tokens_and_the_next_others() -> None:
+    scheduler = a_scheduler(pooled(slots=32, context=3200))
+
+    def small() -> LeaseRequest:
+        return a_request(exact_tokens=60, max_tokens=20)
+
+    leases = [(await take_lease(scheduler, small()))[0] for _ in range(32)]
+    tasks = [await start_lease(scheduler, small()) for _ in range(32)]
+    for lease in leases:
+        lease.release()
+    scheduler.match()
+    assert scheduler.dispatcher.waiting == 32 - MOST_PLACED_BY_TOKENS
+    assert scheduler.lease_now(small()) is None
+    await settle()
+    assert all(task.done() for task in tasks)

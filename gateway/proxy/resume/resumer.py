@@ -22,7 +22,7 @@ from gateway.proxy.inbound.edits import NO_PROMPT_CACHE
 from gateway.proxy.inbound.large_body import FULL_PARSE_BYTES, Body, bytes_to_parse
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
-from gateway.proxy.outcome import fault_of, is_context_overflow, is_pool_full
+from gateway.proxy.outcome import fault_of, is_context_overflow
 from gateway.proxy.resume.plan import NotResumable, ResumeInput, ResumePlan, plan_resume
 from gateway.proxy.retry import MOST_POOL_OVERFLOWS, Retries
 from gateway.proxy.splice import OverlapMismatch, SplicePoint
@@ -131,8 +131,9 @@ class Resumer:
         in_flight: InFlightRequest,
         recorder: TranscriptRecorder,
         first_run: FirstRun,
-        min_context: int = 0,
+        tried: Tried = NOTHING_TRIED,
     ) -> None:
+        """`tried`: before the stream began; only what that shows of the request's size counts."""
         self._context = context
         self._in_flight = in_flight
         self._recorder = recorder
@@ -143,7 +144,7 @@ class Resumer:
         self._node_kind = first_run.node_kind
         self._met_other_kind = False
         """Whether a node was of another kind than the one of another process."""
-        self._tried = Tried(min_context=min_context) if min_context else NOTHING_TRIED
+        self._tried = Tried(min_context=tried.min_context, pool_overflows=tried.pool_overflows)
         """Nodes that failed this stream, or are of another kind."""
         self._lease_request: LeaseRequest
         """What is asked of the scheduler for the continuation."""
@@ -153,6 +154,11 @@ class Resumer:
         """What is resumed now, and how."""
         self._times_yielded = 0
         """How often it has given up its slot to another request."""
+
+    @property
+    def pool_overflows(self) -> int:
+        """How often the request has met a full pool so far, as in `Tried`."""
+        return self._tried.pool_overflows
 
     def record(self, events: bytes) -> None:
         """These events of a resumed stream are sent to the client."""
@@ -451,7 +457,7 @@ class Resumer:
         await attempt.open(self._upstream_request(attempt, resume_plan))
         if attempt.status >= 300:
             endpoint = self._lease_request.endpoint
-            if is_pool_full(attempt.status, attempt.content):
+            if attempt.ended_by_full_pool(attempt.status, attempt.content):
                 raise PoolFull("The node has no room for the tokens of its slots")
             if is_context_overflow(attempt.status, attempt.content, endpoint):
                 raise NotResumable("no node has room for the response so far")
