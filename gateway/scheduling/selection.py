@@ -248,7 +248,7 @@ def explore(
     rows = available.rows
     if len(rows) > LOOP_ROWS:
         rows = rng.sample(rows, LOOP_ROWS)
-    idle = sum(not row.busy for row in rows) / len(rows) * len(available.rows)
+    idle = len([row for row in rows if not row.busy]) / len(rows) * len(available.rows)
     if 2 * idle <= len(available.candidate_set.rows):
         return chosen
     careful = (queued.priority < Priority.NORMAL) + (queued.deadline is not None)
