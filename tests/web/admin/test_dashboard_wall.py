@@ -189,6 +189,7 @@ async def test_the_tab_key_stops_once_and_the_arrows_go_from_node_to_node(
         await page.keyboard.press("Escape")
         # The node that has the focus goes: the list can be reached again.
         await page.locator("#nodes input").fill("epyc-b")
+        await expect(page.locator(f".{size} [data-node]")).to_have_count(2)
         await page.locator("#nodes select").focus()
         await press("Tab", names[2])
         assert watched.trouble == []
