@@ -114,6 +114,7 @@ async def test_a_server_that_others_wake_is_sleeping_until_it_has_loaded_its_mod
         assert fleet.states("a") == ["starting", "ready", "sleeping", "ready"]
 
 
+@pytest.mark.slow
 @in_virtual_time
 async def test_a_server_that_hangs_while_it_wakes_is_mute_in_the_end() -> None:
     async with (
