@@ -367,14 +367,7 @@ class DemandModel:
         """
         key = request.prompt_key
         if earlier is None:
-            prompt_tokens, completion_tokens = self.token_estimates.expected_tokens(
-                request.model,
-                request.fairness_key,
-                request.text_bytes,
-                request.max_tokens if request.generates else 0,
-                request.exact_tokens,
-                request.media_tokens,
-            )
+            prompt_tokens, completion_tokens = self._expected_tokens(request)
             if not request.generates:
                 completion_tokens = NEGLIGIBLE_COMPLETION
             if key is not None:
@@ -417,6 +410,17 @@ class DemandModel:
                 queued.affinity_hash = key.blocks[0]
         return queued
 
+    def _expected_tokens(self, request: LeaseRequest) -> tuple[float, float]:
+        """Tokens of its prompt and of its answer."""
+        return self.token_estimates.expected_tokens(
+            request.model,
+            request.fairness_key,
+            request.text_bytes,
+            request.max_tokens if request.generates else 0,
+            request.exact_tokens,
+            request.media_tokens,
+        )
+
     def estimate_pool(self, queued: QueuedRequest, request: LeaseRequest, overflows: int) -> None:
         """Set the tokens for which a shared pool must have room, by what is known now.
 
@@ -426,14 +430,7 @@ class DemandModel:
         goes on everywhere and what is expected fits beside it.
         """
         estimates = self.token_estimates
-        prompt, answer = estimates.expected_tokens(
-            request.model,
-            request.fairness_key,
-            request.text_bytes,
-            request.max_tokens if request.generates else 0,
-            request.exact_tokens,
-            request.media_tokens,
-        )
+        prompt, answer = self._expected_tokens(request)
         doubt = estimates.prompt_doubt(request.model, request.fairness_key)
         prompt += doubt * max(0.0, prompt - request.exact_tokens)
         most = math.inf if request.max_tokens is None else request.max_tokens
