@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.fleet import calibration
 from tests.each_case import each_case
 from tests.fleet.build import a_spec, take
 from tests.fleet.test_calibration import calibrated
@@ -15,26 +16,7 @@ from tests.servers import spawn_demo_server, stop_demo_server, wait_for_demo_ser
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
-WORDS = [
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "is",
-    "it",
-    "you",
-    "that",
-    "he",
-    "was",
-    "for",
-    "on",
-    "are",
-    "with",
-    "as",
-    "his",
-    "they",
-]
+WORDS = calibration.WORDS[:18]
 KINDS: list[dict[str, Any]] = [
     {},
     {"embedding": True},
