@@ -600,6 +600,7 @@ class Gateway:
         self.admin_keys.configure(settings.admin.keys, admin_key)
         old, self.settings = self.settings, settings
         change = SettingsChanged(needs_restart=changed_restart_keys(old, settings))
+        self.proxy_context.usage_options.forget()
         if settings == old:
             return change
         self.proxy_context.configure(settings)

@@ -243,6 +243,7 @@ class Accounting:
         """
         request = in_flight.request.lease_request
         opening = attempt.content if attempt.is_sse else b""
+        sample = attempt.usage_event or sample
         usage = attempt.api.read_usage(sample, opening) if sample else None
         events, splice_point = attempt.content_events, attempt.splice_point
         is_reported, prompt_read = usage is not None, None

@@ -25,6 +25,7 @@ from gateway.proxy.outcome import (
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.sse import EventFilter, EventFramer
 from gateway.proxy.timeouts import AttemptTimeouts, TimeoutMonitor, timeouts_for, total_timeout
+from gateway.proxy.usage import UsageFilter
 from gateway.request import Headers, SegmentedBody
 from gateway.transport.connection import NodeConnection
 from gateway.transport.errors import (
@@ -232,6 +233,12 @@ class Attempt:
         return sse.last_events(data, STREAM_TAIL_BYTES)
 
     @property
+    def usage_event(self) -> bytes:
+        """The event with usage that only the gateway asked for; empty: none has come."""
+        event_filter = self._event_filter
+        return event_filter.event if isinstance(event_filter, UsageFilter) else b""
+
+    @property
     def header_lines(self) -> bytes:
         """The header lines of the response that are forwarded to the client."""
         connection, settings = self._connection, self._settings
@@ -284,6 +291,14 @@ class Attempt:
             self.content = await self._read_all(limits.response_bytes)
         if self.status < 300 and not self.is_sse:
             check_json_body(self.headers, self.content)
+
+    async def open_again(self, upstream: UpstreamRequest) -> None:
+        """Send the request in another form, after an error response. Raises: UpstreamError."""
+        connection, self._connection, self._sent = self._connection, None, False
+        assert connection is not None
+        self.pool.release(connection)
+        self._framer, self._opening_events = None, 0
+        await self.open(upstream)
 
     async def read(self, write: WriteToClient | None = None) -> bytes | None:
         """The next bytes for the client, empty at the end. Raises: UpstreamError.

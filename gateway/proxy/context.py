@@ -12,6 +12,7 @@ from gateway.proxy.accounting import Accounting, Quarantine
 from gateway.proxy.inbound.large_body import TimeSlicer
 from gateway.proxy.retry import RetryPolicy
 from gateway.proxy.timeouts import TimeoutMonitor
+from gateway.proxy.usage import UsageOptions
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +28,8 @@ class ProxyContext:
     """Runs slow preparations of requests in steps."""
     keyed_hash: KeyedHash = field(default_factory=KeyedHash)
     """Identifies requests that nodes died on."""
+    usage_options: UsageOptions = field(default_factory=UsageOptions)
+    """Remembers which nodes can be asked for the usage of a stream."""
     accounting: Accounting = field(init=False)
     retry_policy: RetryPolicy = field(init=False)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 
 from gateway import errors
 from gateway.errors import GatewayError, drop_traceback
@@ -39,7 +40,9 @@ from gateway.proxy.response_stream import (
 from gateway.proxy.resume.plan import NotResumable
 from gateway.proxy.resume.resumer import FirstRun, Resumer
 from gateway.proxy.retry import MOST_POOL_OVERFLOWS
+from gateway.proxy.sse import EventFilter
 from gateway.proxy.transcript import TokenIdExtractor, TranscriptRecorder
+from gateway.proxy.usage import UsageFilter
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import (
     ConnectFailed,
@@ -155,7 +158,7 @@ class Forwarder:
         # Exchange the request for the response's beginning.
         try:
             recorder = self._recorder(attempt, api) if lease.stream else None
-            await attempt.open(self._upstream_request(in_flight, attempt, api, recorder))
+            await self._open(in_flight, attempt, api, recorder)
         except UpstreamError as failure:
             drop_traceback(failure)
             return self._judge_failure(in_flight, attempt, tried, failure)
@@ -230,7 +233,7 @@ class Forwarder:
         """The request for this node, which may know the model by a name of its own."""
         request, lease = attempt.request, attempt.lease
         body: Body = request.bodies[lease.model]
-        event_filter = None
+        event_filter: EventFilter | None = None
         mark = api.added_fields_mark
         if mark and (not isinstance(body, bytes) or mark in body):
             kind, settings = lease.node.kind, self.context.settings
@@ -238,6 +241,12 @@ class Forwarder:
                 body = edits.apply_edit(body, added)
         if lease.stream and not request.stream:
             body = edits.apply_edit(body, api.streaming_fields or {})
+        elif lease.stream and lease.node.kind == "openai":
+            options = self.context.usage_options
+            added = api.usage_fields(edits.raw_fields(body))
+            if added and options.are_taken(lease, request.path) is not False:
+                body = edits.apply_edit(body, added)
+                event_filter = UsageFilter(partial(options.note, lease, request.path, taken=False))
         lease_request = request.lease_request
         reads_anew = lease_request.generates and not lease_request.prompt_cache
         if reads_anew and lease.node.kind == "llama.cpp":
@@ -273,6 +282,35 @@ class Forwarder:
         return UpstreamRequest(
             head, body, api, event_filter, on_output, filters_prefill_only=filters_prefill_only
         )
+
+    async def _open(
+        self,
+        in_flight: InFlightRequest,
+        attempt: Attempt,
+        api: Api,
+        recorder: TranscriptRecorder | None,
+    ) -> None:
+        """Send the request; once more without asking for usage if the node may refuse just that.
+
+        Raises: UpstreamError.
+        """
+        upstream = self._upstream_request(in_flight, attempt, api, recorder)
+        await attempt.open(upstream)
+        if not isinstance(upstream.event_filter, UsageFilter):
+            return
+        options, lease, path = self.context.usage_options, attempt.lease, in_flight.request.path
+        if attempt.status < 300:
+            if options.are_taken(lease, path) is None:
+                options.note(lease, path, taken=True)
+        elif options.may_be_refused(lease, path, attempt.status, attempt.content):
+            options.note(lease, path, taken=False)
+            try:
+                again = self._upstream_request(in_flight, attempt, api, recorder)
+                await attempt.open_again(again)
+            finally:
+                if attempt.status >= 300:
+                    # Something else was wrong, or the node has failed.
+                    options.note(lease, path, taken=None)
 
     # Judging what came. Each returns a failed attempt if another one may follow.
 

@@ -1,5 +1,8 @@
 """Tokens and speeds, read from the end of a response without parsing the rest.
 
+Streams of OpenAI-compatible nodes report `usage` only if asked. Where the client does not ask, the
+gateway does, and takes it out again.
+
 llama.cpp adds `timings` to the last chunk of a stream and to plain responses, and `usage` where the
 API has it. Inside a JSON string the quotes of `"usage":{` would be escaped, so its raw bytes are
 found only where it is a real key.
@@ -7,10 +10,13 @@ found only where it is a real key.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from gateway.lease import Usage
+from gateway.lease import GrantedLease, Usage
+from gateway.proxy import sse
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
 
 MOST_CLOSING_BRACKETS = 16
@@ -88,3 +94,81 @@ def token_count(value: object) -> int:
     if not isinstance(value, (int, float)) or not value > 0:
         return 0
     return int(min(value, MOST_PLAUSIBLE_TOKENS))
+
+
+_KEY = b'"usage"'
+
+_NULL_USAGE = re.compile(rb', *"usage" *: *null(?= *[,}])|"usage" *: *null *,')
+"""What OpenAI adds to each chunk before the one with usage."""
+
+
+class UsageFilter:
+    """Takes out of a stream what reports usage, since only the gateway asked; an `EventFilter`.
+
+    `on_timings` is called if `timings` come with it: llama.cpp's server would have sent them
+    unasked, in a chunk that the client gets.
+    """
+
+    __slots__ = ("_on_timings", "event")
+
+    def __init__(self, on_timings: Callable[[], None] = lambda: None) -> None:
+        self._on_timings = on_timings
+        self.event = b""
+        """The chunk with usage; empty: it has not come."""
+
+    def __call__(self, events: bytes) -> bytes:
+        """These whole events as they would be if nobody had asked."""
+        if _KEY not in events:
+            return events
+        return sse.edit_matching(_NULL_USAGE.sub(b"", events), _KEY, self._take)
+
+    def _take(self, event: bytes) -> bytes:
+        try:
+            value = parse_object(sse.payload(event))
+        except InvalidJson:
+            return event
+        if value.get("choices") or not isinstance(value.get("usage"), dict):
+            return event  # some nodes report it unasked, beside a choice
+        self.event = event
+        if "timings" in value:
+            self._on_timings()
+        return b""
+
+
+class UsageOptions:
+    """Which nodes may be asked for usage: they take the option, and report nothing without it.
+
+    Each is known for one path and model.
+
+    A node is forgotten with its connections, and all nodes are when the settings are read again.
+    """
+
+    __slots__ = ("_taken",)
+
+    def __init__(self) -> None:
+        self._taken = WeakKeyDictionary[object, dict[tuple[str, str], bool]]()
+        """By the node's connections."""
+
+    def are_taken(self, lease: GrantedLease, path: str) -> bool | None:
+        """Whether the node of this lease takes the option; None: unknown."""
+        return self._taken.get(lease.node.connections, {}).get((path, lease.served_name))
+
+    def note(self, lease: GrantedLease, path: str, *, taken: bool | None) -> None:
+        """The node has shown whether it takes the option; None: it is unknown again."""
+        known = self._taken.setdefault(lease.node.connections, {})
+        if taken is None:
+            known.pop((path, lease.served_name), None)
+        else:
+            known[path, lease.served_name] = taken
+
+    def may_be_refused(self, lease: GrantedLease, path: str, status: int, content: bytes) -> bool:
+        """Whether the option may be why the node refuses a request with this error."""
+        return status in {400, 422} and (
+            self.are_taken(lease, path) is not True
+            or b"stream_options" in content
+            or b"include_usage" in content
+        )
+
+    def forget(self) -> None:
+        """Nothing is known of any node."""
+        self._taken.clear()

@@ -19,9 +19,11 @@ from gateway.proxy.api.responses import RESPONSES
 from gateway.proxy.usage import (
     MOST_OBJECT_BYTES,
     MOST_PLAUSIBLE_TOKENS,
+    UsageFilter,
     find_last_object,
     read_usage,
 )
+from tests.each_case import each_case
 
 TIMINGS = {
     "cache_n": 236,
@@ -143,3 +145,29 @@ def test_an_endless_object_is_not_read() -> None:
 def test_any_bytes_can_be_read(data: bytes) -> None:
     read_usage(b'{"usage":{' + data)
     read_usage(b'"timings":' + data + b"}")
+
+
+@each_case(
+    ("came", "passed"),
+    [
+        (b'{"a":1,"usage":null}', b'{"a":1}'),
+        (b'{"a": 1, "usage": null, "b": 2}', b'{"a": 1, "b": 2}'),
+        (b'{"usage":null,"a":1}', b'{"a":1}'),
+        (b'{"choices":[{"delta":{"content":"\\"usage\\":null,"}}]}', None),
+        (b'{"choices":[{"delta":{}}],"usage":{"prompt_tokens":1}}', None),
+        (b'{"choices":[],"prompt_filter_results":[]}', None),
+        (b'{"choices":[],"usage":{"prompt_tokens":1}}', b""),
+        (b'{"usage":{"prompt_tokens":1}}', b""),
+        (b"[DONE]", None),
+    ],
+)
+def test_the_traces_of_a_question_for_usage_are_taken_out(
+    came: bytes, passed: bytes | None
+) -> None:
+    """None: the event passes as it is."""
+    event_filter, other = UsageFilter(), b'data: {"choices":[{"text":"a"}]}\n\n'
+    expected = came if passed is None else passed
+    expected = b"data: %b\n\n" % expected if expected else b""
+    event = b"data: %b\n\n" % came
+    assert event_filter(other + event + other) == other + expected + other
+    assert event_filter.event == (b"" if expected else event)

@@ -340,6 +340,13 @@ class Api:
     progress_replaces_event: ClassVar[bool] = False
     """Whether the first progress event stands for an event of the stream without progress."""
 
+    def usage_fields(self, fields: Mapping[str, msgspec.Raw]) -> JsonObject | None:
+        """Fields that make an OpenAI-compatible node report usage in its stream.
+
+        None: the body of these `fields` asks for it, or nodes report it unasked.
+        """
+        return None
+
     # A plain response, assembled from a stream
 
     streaming_fields: ClassVar[JsonObject | None] = None

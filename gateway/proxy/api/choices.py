@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from gateway.proxy.api.base import Api, AssemblyError, read_events
+import msgspec
+
+from gateway.proxy.api.base import Api, AssemblyError, decoded_field, read_events
 from gateway.proxy.api.resuming import EventRewriter, as_count, data_event
 from gateway.proxy.json_values import JsonObject
 from gateway.proxy.splice import SplicePoint
@@ -22,6 +24,9 @@ _FIELD_ORDER = (
     "id",
     "timings",
 )
+
+MOST_OPTIONS_BYTES = 1024
+"""Bytes of `stream_options` that are looked at."""
 
 IDENTITY_FIELDS = ("id", "created", "model", "system_fingerprint")
 """Fields that all chunks of one response repeat."""
@@ -61,6 +66,21 @@ class ChoicesApi(Api):
             )
         except (AssemblyError, TypeError):
             return False
+
+    def usage_fields(self, fields: Mapping[str, msgspec.Raw]) -> JsonObject | None:
+        if len(fields.get("stream_options", b"")) > MOST_OPTIONS_BYTES:
+            return None
+        options = decoded_field(fields, "stream_options")
+        if options is None:
+            options = {}
+        if not isinstance(options, dict):
+            return None
+        asked = options.get("include_usage")
+        if asked is not None and asked is not False:
+            return None
+        # vLLM's, without effect until usage is asked for.
+        options.pop("continuous_usage_stats", None)
+        return {"stream_options": options | {"include_usage": True}}
 
     def _choice_has_content(self, choice: JsonObject) -> bool:
         """Whether a chunk's choice without a finish reason has content."""
