@@ -188,6 +188,17 @@ class Tried:
     """False: a stream could not be assembled, so a plain response is asked for."""
     pool_overflows: int = 0
     """How often it ended because the pool of tokens that the slots of its node share was full."""
+    limited_nodes: frozenset[str] = frozenset()
+    """Those of `failed_nodes` that want no request for a while (429), as they said last."""
+    retry_after: float | None = None
+    """The shortest time for which one of them wants none, in seconds; None: none has said it."""
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether nodes want no request for a while, and all others that it was at refused it."""
+        return bool(self.limited_nodes) and (
+            self.failed_nodes <= self.limited_nodes | self.excluded_nodes
+        )
 
     @property
     def was_sent(self) -> bool:
@@ -204,7 +215,20 @@ class Tried:
 
     def failed_on(self, node: str) -> Tried:
         """The same after this node has failed the request."""
-        return replace(self, failed_nodes=self.failed_nodes | {node})
+        return replace(
+            self,
+            failed_nodes=self.failed_nodes | {node},
+            limited_nodes=self.limited_nodes - {node},
+        )
+
+    def limited_by(self, node: str, retry_after: float | None) -> Tried:
+        """The same after this node, too, has said that it wants no request for so many seconds."""
+        waits = [one for one in (self.retry_after, retry_after) if one is not None]
+        return replace(
+            self.failed_on(node),
+            limited_nodes=self.limited_nodes | {node},
+            retry_after=min(waits, default=None),
+        )
 
     def refused_by(self, node: str) -> Tried:
         """The same after this node has refused the request for good."""
@@ -443,10 +467,12 @@ class LeaseService(Protocol):
 
     # Ask where else a request could go.
 
-    def has_other_node(self, request: LeaseRequest, tried: Tried) -> bool:
+    def has_other_node(
+        self, request: LeaseRequest, tried: Tried, *, but_paused: bool = False
+    ) -> bool:
         """Whether a node is alive that could take it and has not failed it.
 
-        Raises: GatewayError.
+        `but_paused`: nodes that want no request at this time don't count. Raises: GatewayError.
         """
 
     def has_larger_context(self, request: LeaseRequest, tried: Tried) -> bool:

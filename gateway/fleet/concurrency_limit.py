@@ -141,10 +141,13 @@ class ConcurrencyLimit:
             return False
         return self._end_round(now)
 
-    def record_refusal(self, began: float, now: float, retry_after: float | None = None) -> bool:
-        """Count a 429 or 503 to a request that `began` then; whether limit or pause has changed.
+    def record_refusal(
+        self, began: float, now: float, retry_after: float | None = None, *, crowded: bool = True
+    ) -> bool:
+        """Count a 402, 429 or 503 to a request that `began` then; whether limit or pause changed.
 
-        `retry_after`: seconds for which the endpoint asks for no new work, if it does.
+        `retry_after`: seconds for which the endpoint asks for no new work, if it does. `crowded`:
+        whether the reason is the number of requests; out of credit (402) it refuses any.
         """
         before = self.slots, self.paused_until
         if retry_after is not None and retry_after > 0:
@@ -155,8 +158,9 @@ class ConcurrencyLimit:
             if retry_after is None:
                 own = LEAST_OWN_PAUSE * 2.0 ** min(self._refusals - 1, 16)
                 self._pause(now + min(own, MOST_OWN_PAUSE))
-            self._refused_limit, self._refused_at = self.slots, now
-            self._set(self.value * REFUSAL_CUT, now)
+            if crowded:
+                self._refused_limit, self._refused_at = self.slots, now
+                self._set(self.value * REFUSAL_CUT, now)
         return (self.slots, self.paused_until) != before
 
     def _pause(self, until: float) -> None:

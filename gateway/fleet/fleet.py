@@ -458,9 +458,14 @@ class Fleet:
         node.key_rejection.record(key_rejected_reason(path, status), self._clock())
         self.refresh_state(node)
 
-    def node_overloaded(self, lease: Lease, now: float, retry_after: float | None) -> None:
-        """A request was refused with 429 or 503: too many at once, or too soon."""
-        if lease.node.record_refusal(lease, now, retry_after):
+    def node_overloaded(
+        self, lease: Lease, now: float, retry_after: float | None, *, crowded: bool = True
+    ) -> None:
+        """A request was refused with 429 or 503: too many at once, or too soon.
+
+        Not `crowded`: with 402, since the account has no credit.
+        """
+        if lease.node.record_refusal(lease, now, retry_after, crowded=crowded):
             self._refresh_and_wake(lease.node)
 
     def adjust_limit(self, lease: Lease, prompt_tokens: float, completion_tokens: float) -> None:

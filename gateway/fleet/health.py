@@ -329,5 +329,5 @@ def _sleeping_reason(node: Node, now: float) -> str:
 def _ready_reason(node: Node, now: float) -> str:
     if node.concurrency_limit is not None and node.concurrency_limit.paused(now):
         left = node.concurrency_limit.paused_until - now
-        return f"it refused work (429 or 503): none for about {left:.0f} s"
+        return f"it refused work (402, 429 or 503): none for about {left:.0f} s"
     return "answers its probes"

@@ -564,10 +564,12 @@ class Node:
         self.properties.purpose_found(purpose)
         self.refusal_hints.update(hints)
 
-    def record_refusal(self, lease: Lease, now: float, retry_after: float | None) -> bool:
-        """Count a 429 or 503; whether its concurrency limit or pause has changed."""
+    def record_refusal(
+        self, lease: Lease, now: float, retry_after: float | None, *, crowded: bool
+    ) -> bool:
+        """Count a 402, 429 or 503; whether its concurrency limit or pause has changed."""
         return self.concurrency_limit is not None and self.concurrency_limit.record_refusal(
-            lease.taken_at, now, retry_after
+            lease.taken_at, now, retry_after, crowded=crowded
         )
 
     def record_answer(self, lease: Lease, prompt_tokens: float, completion_tokens: float) -> bool:

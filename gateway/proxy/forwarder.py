@@ -378,6 +378,10 @@ class Forwarder:
         self.context.accounting.attempt_failed(in_flight, attempt, word, error=shown)
         response = ProxyResponse(status, attempt.header_lines, content)
         if kind is ResponseOutcome.PASS:
+            if status >= 500:
+                raise errors.invalid_request(
+                    outcome.error_message(content) or "", request.lease_request.prompt_field
+                )
             return response
         if kind is ResponseOutcome.POOL_FULL:
             message = outcome.error_message(content) or "The node has no room."
@@ -388,8 +392,11 @@ class Forwarder:
         if kind is ResponseOutcome.REFUSED:
             return self._judge_refusal(request, status, content, node, tried)
         if kind is ResponseOutcome.BUSY:
-            error = errors.node_failed(f"Every node tried failed ({status}).")
-            return FailedAttempt(node, tried, error)
+            if status == 402:
+                tried = tried.refused_by(node.name)
+            elif status == 429:
+                tried = tried.limited_by(node.name, None if shown is None else shown.retry_after)
+            return self._not_served(request, status, node, tried)
         if status in tried.statuses or not self.context.leases.has_other_node(
             request.lease_request, tried
         ):
@@ -408,8 +415,27 @@ class Forwarder:
             error = self.context.leases.unsupported_error(request.lease_request, tried)
             if error is not None:
                 raise error
-        message = f"No node could serve this request (the last said {status})."
-        return FailedAttempt(node, tried, errors.node_failed(message))
+        return self._not_served(request, status, node, tried)
+
+    def _not_served(
+        self, request: Request, status: int, node: NodeInfo, tried: Tried
+    ) -> FailedAttempt:
+        """The node does not serve this request, now or ever. Raises: GatewayError."""
+        if not tried.is_limited:
+            message = f"No node could serve this request (the last said {status})."
+            return FailedAttempt(node, tried, errors.node_failed(message))
+        wait = tried.retry_after
+        error = errors.queue_full(
+            "Every node that could serve this request wants none for now (429). Try again later.",
+            errors.UNREPORTED_RETRY_AFTER if wait is None else wait,
+        )
+        # A pause is waited for if it is no longer than that before a retry.
+        retryable = (
+            wait is None
+            or wait <= self.context.settings.retries.backoff_max
+            or self.context.leases.has_other_node(request.lease_request, tried, but_paused=True)
+        )
+        return FailedAttempt(node, tried, error, retryable=retryable)
 
     def _judge_overflow(
         self, request: Request, content: bytes, node: NodeInfo, tried: Tried
@@ -424,7 +450,7 @@ class Forwarder:
         tried = replace(tried, min_context=max(tokens or 0, context + 1, (node.context or 0) + 1))
         if not self.context.leases.has_larger_context(request.lease_request, tried):
             raise error
-        return FailedAttempt(node, tried, error)
+        return FailedAttempt(node, tried.refused_by(node.name), error)
 
     def _judge_failure(
         self, in_flight: InFlightRequest, attempt: Attempt, tried: Tried, failure: UpstreamError
@@ -505,7 +531,7 @@ def _shown_error(request: Request, attempt: Attempt) -> NodeError | None:
         # For a llama.cpp server the probes find out. A client's own account may be refused, too.
         names_account = b"\nopenai-" in b"\n" + request.header_lines
         return None if names_account else NodeError(key_rejected_at=request.path)
-    if status in {429, 503}:
+    if status in {402, 429, 503}:
         return NodeError(
             is_loading=outcome.is_model_loading(status, content),
             retry_after=outcome.retry_after(attempt.headers, time.time()),

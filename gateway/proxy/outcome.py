@@ -11,6 +11,7 @@ import msgspec
 from gateway.lease import Fault
 from gateway.proxy.json_values import JSON_ERRORS
 from gateway.request import Endpoint, Headers
+from gateway.transport.errors import DECLINED
 
 
 class ResponseOutcome(enum.Enum):
@@ -47,19 +48,29 @@ _MOST = re.compile(
 )
 """Tokens of the prompt and of its limit, in messages without fields for them."""
 
-_REFUSED = frozenset({401, 403, 404, 405, 501})
+_REFUSED_REQUESTS = re.compile(
+    r"Failed to parse (?:tool call arguments as JSON|messages|tools): "
+    r"|\n-+\nWhile executing CallExpression at line \d+, column \d+ in source:\n"
+    r"(?s:.{0,500})\nError: Jinja Exception: "
+    r"|[^\n]{1,500} at row \d+, column \d+:\n(?s:.{0,500})\braise_exception\("
+)
+"""The beginning of the 500 with which llama.cpp refuses messages and tools that it can't read, and
+those for which a chat template raises an error, as of old its engine minja says it."""
 
-_BUSY = frozenset({408, 429, 502, 503, 504})
+_REFUSED = frozenset({401, 403, 404, 405, 501}) | (DECLINED - {402})
 
+_BUSY = frozenset({402, 408, 429, 502, 503, 504})
 
 _STATUSES = {
     "invalid_request_error": 400,
     "exceed_context_size_error": 400,
     "authentication_error": 401,
+    "billing_error": 402,
     "permission_error": 403,
     "not_found_error": 404,
     "request_too_large": 413,
     "rate_limit_error": 429,
+    "insufficient_quota": 429,
     "not_supported_error": 501,
     "overloaded_error": 503,
     "unavailable_error": 503,
@@ -100,7 +111,18 @@ def classify(status: int, content: bytes, endpoint: Endpoint) -> ResponseOutcome
         return ResponseOutcome.POOL_FULL
     if is_context_overflow(status, content, endpoint):
         return ResponseOutcome.CONTEXT_OVERFLOW
-    return ResponseOutcome.SERVER_ERROR if status >= 500 else ResponseOutcome.PASS
+    if status < 500 or is_refused_request(status, content):
+        return ResponseOutcome.PASS
+    return ResponseOutcome.SERVER_ERROR
+
+
+def is_refused_request(status: int, content: bytes) -> bool:
+    """Whether a 500 says that the request is wrong: each node with its model would say so."""
+    error = _error(content) if status == 500 else None
+    return (
+        error is not None
+        and _REFUSED_REQUESTS.match(error.message[:MOST_MESSAGE_CHARACTERS]) is not None
+    )
 
 
 _BLAMELESS_OUTCOMES = frozenset(

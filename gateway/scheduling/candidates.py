@@ -171,6 +171,8 @@ class CandidateFinder:
                     f"No node that serves '{request.model}' reads images.",
                     request.prompt_field or "messages",
                 )
+            if tried.excluded_nodes:
+                return errors.node_failed("Every node that could serve this request refused it.")
             return errors.node_failed(
                 f"No node serves '{request.endpoint}' requests for '{request.model}'."
             )

@@ -102,12 +102,14 @@ class LocalLeaseService:
 
     # Asked where else a request could go.
 
-    def has_other_node(self, request: LeaseRequest, tried: Tried) -> bool:
+    def has_other_node(
+        self, request: LeaseRequest, tried: Tried, *, but_paused: bool = False
+    ) -> bool:
         """Whether a node is alive that could take it and has not failed it.
 
-        Raises: GatewayError.
+        `but_paused`: nodes that want no request at this time don't count. Raises: GatewayError.
         """
-        return self.scheduler.has_other_node(request, tried)
+        return self.scheduler.has_other_node(request, tried, but_paused=but_paused)
 
     def has_larger_context(self, request: LeaseRequest, tried: Tried) -> bool:
         """Whether a node has the context that it is known to need. Raises: GatewayError."""
@@ -296,9 +298,10 @@ class LocalLeaseService:
         status, error, lease = report.status, report.error, record.lease
         if error is not None and error.is_loading:
             self.fleet.model_loading(lease.node)
-        elif status == 429 or (status == 503 and lease.node.concurrency_limit is not None):
+        elif status in {402, 429} or (status == 503 and lease.node.concurrency_limit is not None):
             # No failure: the endpoint shows its limit like this.
-            self.fleet.node_overloaded(lease, now, None if error is None else error.retry_after)
+            wait = None if error is None else error.retry_after
+            self.fleet.node_overloaded(lease, now, wait, crowded=status != 402)
         elif status in {502, 503, 504}:
             self._count_unattributed(record, now, response_began=False)
 

@@ -233,10 +233,18 @@ class Scheduler:
             default=0.0,
         )
 
-    def has_other_node(self, request: LeaseRequest, tried: Tried) -> bool:
-        """Whether a node is alive that could take `request` and has not failed it."""
+    def has_other_node(
+        self, request: LeaseRequest, tried: Tried, *, but_paused: bool = False
+    ) -> bool:
+        """Whether a node is alive that could take `request` and has not failed it.
+
+        `but_paused`: nodes that want no request at this time don't count.
+        """
+        now = self.clock()
         return any(
-            node.name not in tried.failed_nodes and node.state in ALIVE_STATES
+            node.name not in tried.failed_nodes
+            and node.state in ALIVE_STATES
+            and not (but_paused and node.paused(now))
             for _, nodes in self.granter.candidate_finder.nodes_by_model(request, tried)
             for node in nodes
         )

@@ -18,6 +18,10 @@ from __future__ import annotations
 
 from gateway.errors import GatewayError
 
+DECLINED = frozenset({402, 409, 424, 425, 451})
+"""Statuses with which a node declines a request that another node may serve: its account is out of
+credit (402), or it does not want this content, or not now. Nobody is to blame."""
+
 
 class UpstreamError(Exception):
     """A node could not be reached, or did not answer to the end."""
@@ -73,6 +77,8 @@ class NodeReportedError(UpstreamError):
         """The error for the client, if it can be more precise than the status."""
         if self.is_request_fault:
             self.outcome = "request_error"
+        elif status in DECLINED:
+            self.outcome = "refused"
 
     @property
     def is_request_fault(self) -> bool:

@@ -107,7 +107,8 @@ ERRORS = (
         429,
         "queue_full",
         "no more requests of this class or caller may wait now, or another caller with fewer needs "
-        "the place; too many connections or uploads; the memory for bodies is used up",
+        "the place; every node that could serve it answered 429; too many connections or "
+        "uploads; the memory for bodies is used up",
         f"{_LATER}, if at most 60 s",
     ),
     ErrorRow(

@@ -220,6 +220,15 @@ def test_the_pauses_of_an_endpoint_that_keeps_refusing_get_longer() -> None:
     assert limit.paused_until - (now + 1) == pytest.approx(0.25)
 
 
+def test_an_endpoint_out_of_credit_is_paused_and_keeps_its_limit() -> None:
+    limit, now = ConcurrencyLimit(), 0.0
+    for _ in range(12):
+        now = max(now, limit.paused_until)
+        assert limit.record_refusal(now, now, crowded=False)
+    assert limit.paused_until - now == pytest.approx(30.0)
+    assert limit.slots == START_LIMIT
+
+
 def test_an_endpoint_that_stays_slower_is_used_fully_again_after_a_while() -> None:
     limit = ConcurrencyLimit()
     quick = Endpoint()

@@ -113,7 +113,9 @@ class FakeLeaseService:
     def keep_in_queue(self, request_id: str) -> None:
         pass
 
-    def has_other_node(self, request: LeaseRequest, tried: Tried) -> bool:
+    def has_other_node(
+        self, request: LeaseRequest, tried: Tried, *, but_paused: bool = False
+    ) -> bool:
         return any(
             node.name not in tried.failed_nodes | tried.excluded_nodes for node in self.nodes
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,17 @@ from gateway.proxy.outcome import (
     error_status,
     retry_after,
 )
+from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.gateways import until
-from tests.proxy.proxy_over_nodes import A_FIRST, GENERATION_PATHS, prompt_field, proxy_over
+from tests.proxy.proxy_over_nodes import (
+    A_FIRST,
+    BODIES,
+    GENERATION_PATHS,
+    MESSAGES,
+    prompt_field,
+    proxy_over,
+)
 from tests.virtual import in_virtual_time
 
 
@@ -227,7 +237,7 @@ async def test_when_all_nodes_are_busy_the_client_gets_502(tmp_path: Path) -> No
     one, two = EmulatedNode(), EmulatedNode()
     async with proxy_over(tmp_path, one, two) as proxy:
         for node in (one, two):
-            node.faults.set("status", status=429)
+            node.faults.set("status", status=503)
         reply = await proxy.ask()
         assert (reply.status_code, reply.headers["x-gateway-reason"]) == (502, "node_failed")
         assert reply.headers["x-should-retry"] == "false"
@@ -245,6 +255,78 @@ async def test_an_error_of_two_nodes_is_passed_on_as_the_requests_own(tmp_path: 
         assert reply.headers["x-gateway-attempts"] == "2"
         assert sum(node.requests for node in nodes) == 2
         assert [proxy.node(name).failures for name in "abc"] == [0, 0, 0]
+
+
+REFUSED_REQUESTS = """\
+Failed to parse tool call arguments as JSON: [json.exception.parse_error.101] parse error at line 1
+===
+Failed to parse messages: Missing 'role' in message: {}
+===
+Failed to parse tools: Missing tool function: {}; tools = []
+===
+
+------------
+While executing CallExpression at line 47, column 32 in source:
+...== 0) %}            {{- raise_exception('After the optional system message, con...
+                                           ^
+Error: Jinja Exception: Roles must alternate
+===
+Roles must alternate at row 19, column 27:
+    {%- if (message.role == 'user') != (loop.index0 % 2 == 0) -%}
+        {{ raise_exception("Roles must alternate") }}
+                          ^
+"""
+"""What llama.cpp says; the last is an older build's, whose templates minja renders."""
+SERVER_FAILURES = """\
+Failed to parse input at pos 12: Failed to parse messages: no
+===
+The model produced output that does not match the expected peg-native format
+===
+vector::_M_range_check: __n (which is 9) >= this->size() (which is 5)
+===
+Value is not callable: null at row 49, column 79:
+                {%- set content = (m_content.split('</think>')|last) %}
+===
+
+------------
+While executing CallExpression at line 1, column 47 in source:
+...r m in messages %}{{ m['content'].nofunc() }}{%- endfor %}...
+                                           ^
+Error: Callee is not a function: got Undefined (hint: 'nofunc')
+"""
+"""Templates that are broken for any request are among them."""
+
+
+@in_virtual_time
+async def test_a_500_that_blames_the_request_is_400_and_goes_to_one_node(tmp_path: Path) -> None:
+    one, two = EmulatedNode(), EmulatedNode()
+    async with proxy_over(tmp_path, one, two, nodes=A_FIRST, ollama=True) as proxy:
+
+        @each_case(
+            ("message", "path"),
+            itertools.product(REFUSED_REQUESTS.split("===\n"), ("/api/chat", *BODIES)),
+        )
+        async def check(message: str, path: str) -> None:
+            error = {"code": 500, "message": message, "type": "server_error"}
+            one.faults.next("status", status=500, body=json.dumps({"error": error}))
+            body: dict[str, Any] = {}
+            if path == "/api/chat":
+                body = {"model": "demo", "messages": MESSAGES}
+            reply = await proxy.ask(path, **body)
+            told = reply.json()["error"]
+            assert reply.status_code == 400
+            assert (told if path == "/api/chat" else told["message"]) == message
+            assert (reply.headers["x-gateway-attempts"], two.requests) == ("1", 0)
+
+        await check()
+        assert proxy.node("a").failures == 0
+        assert {outcome for _, outcome in proxy.outcomes} == {"ok"}
+
+
+@each_case("message", SERVER_FAILURES.split("===\n"))
+def test_a_failure_of_the_server_is_not_taken_for_one_of_the_request(message: str) -> None:
+    content = msgspec.json.encode({"error": {"code": 500, "message": message}})
+    assert classify(500, content, "chat") is ResponseOutcome.SERVER_ERROR
 
 
 @in_virtual_time
@@ -363,7 +445,8 @@ OVERFLOW = b'{"error":{"type":"exceed_context_size_error","n_prompt_tokens":9,"n
         (400, b"not json", ResponseOutcome.PASS),
         (400, b'{"error":"text"}', ResponseOutcome.PASS),
         (400, OVERFLOW, ResponseOutcome.CONTEXT_OVERFLOW),
-        (409, b"", ResponseOutcome.PASS),
+        (402, b"", ResponseOutcome.BUSY),
+        (409, b"", ResponseOutcome.REFUSED),
         (408, b"", ResponseOutcome.BUSY),
         (500, b'{"error":{"message":"too large to process"}}', ResponseOutcome.SERVER_ERROR),
         (500, b"", ResponseOutcome.SERVER_ERROR),

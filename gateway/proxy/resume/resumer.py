@@ -22,7 +22,7 @@ from gateway.proxy.inbound.edits import NO_PROMPT_CACHE
 from gateway.proxy.inbound.large_body import FULL_PARSE_BYTES, Body, bytes_to_parse
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
-from gateway.proxy.outcome import fault_of, is_context_overflow
+from gateway.proxy.outcome import fault_of, is_context_overflow, is_refused_request
 from gateway.proxy.resume.plan import NotResumable, ResumeInput, ResumePlan, plan_resume
 from gateway.proxy.retry import MOST_POOL_OVERFLOWS, Retries
 from gateway.proxy.splice import OverlapMismatch, SplicePoint
@@ -30,6 +30,7 @@ from gateway.proxy.transcript import Transcript, TranscriptRecorder
 from gateway.transport.connection import LoopTimeout
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import (
+    DECLINED,
     ConnectFailed,
     ConnectionReset,
     ConnectTimedOut,
@@ -461,7 +462,8 @@ class Resumer:
                 raise PoolFull("The node has no room for the tokens of its slots")
             if is_context_overflow(attempt.status, attempt.content, endpoint):
                 raise NotResumable("no node has room for the response so far")
-            raise ResumeRefused(attempt.status)
+            refused = is_refused_request(attempt.status, attempt.content)
+            raise ResumeRefused(400 if refused else attempt.status)
         if not attempt.is_sse:
             raise NodeReportedError("The node did not stream its answer")
         rewriter = StreamRewriter(resume_plan.rewriter)
@@ -540,6 +542,8 @@ class NodeQueries:
             raise UpstreamTimeout(
                 "first_byte", f"{path} was not answered for {self._timeout:.0f} s"
             ) from None
+        if connection.status in DECLINED or connection.status == 429:
+            raise ResumeRefused(connection.status)
         if connection.status != 200:
             raise NodeReportedError(f"The node answered {path} with status {connection.status}")
         try:

@@ -29,7 +29,7 @@ _OUTCOMES = {
 _FALLBACKS = {
     "gpu_full": "the GPU nodes were full",
     "gpu_down": "no GPU node was up",
-    "gpu_limited": "the GPU endpoint asked for less work (429)",
+    "gpu_limited": "the GPU endpoint wants no work for a while (429, or 402: out of credit)",
     "gpu_failed": "a GPU node had failed it",
     "cpu_wait": "the CPU nodes had no room soon enough, and the budget allowed it",
     "cpu_down": "no CPU node was up",
