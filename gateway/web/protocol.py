@@ -462,10 +462,11 @@ class BoundedProtocol(HttpToolsProtocol):
     def _route_of(self, url: bytes) -> Route | None:
         """The route of a URL with a query, escapes, or a host."""
         try:
-            path = httptools.parse_url(url).path
+            path = httptools.parse_url(url).path or b""
         except httptools.HttpParserInvalidURLError:
             return None
-        return self.routes.get(unquote_to_bytes(path or b""))
+        # An encoded slash is part of a name; no routed path has one.
+        return None if b"%2f" in path.lower() else self.routes.get(unquote_to_bytes(path))
 
     def _create_exchange(self, route: Route) -> None:
         """Prepare a routed request, without the ASGI messages that uvicorn would send."""

@@ -28,7 +28,14 @@ from gateway.proxy.api.base import ModelSummary, Page
 from gateway.proxy.inbound.routes import ROUTES, pages_of, routes_of
 from gateway.request import Caller
 from gateway.usage.caller_usage import CallerUsage
-from gateway.web.asgi import HealthEndpoints, JsonResponse, asgi_app, read_fields
+from gateway.web.asgi import (
+    Endpoint,
+    HealthEndpoints,
+    JsonResponse,
+    asgi_app,
+    by_method,
+    read_fields,
+)
 from gateway.web.batches import BatchAccess, BatchEndpoints
 from gateway.web.deferred import DeferredEndpoints
 from gateway.web.files import FileEndpoints
@@ -231,15 +238,12 @@ def request_caller(request: Request, config: HandlerConfig) -> Caller:
     return caller
 
 
-_Endpoint = Callable[[Request], Awaitable[Response]]
-
-
 @dataclass(frozen=True, slots=True)
 class SiteRoute:
     """A path of the public listener that the gateway answers by itself."""
 
     path: str
-    endpoint: Callable[[Site], _Endpoint]
+    endpoint: Callable[[Site], Endpoint]
     needs_key: bool = True
     """Where callers need a key at all."""
     method: str = "GET"
@@ -247,21 +251,12 @@ class SiteRoute:
 
 def _own_routes(site: Site) -> list[Route]:
     """Starlette's routes of `SITE_ROUTES`: one for each path, so that a 405 names all methods."""
-    paths: dict[str, dict[str, _Endpoint]] = {}
+    paths: dict[str, dict[str, Endpoint]] = {}
     for route in SITE_ROUTES:
         paths.setdefault(route.path, {})[route.method] = route.endpoint(site)
     return [
-        Route(path, _by_method(methods), methods=list(methods)) for path, methods in paths.items()
+        Route(path, by_method(methods), methods=list(methods)) for path, methods in paths.items()
     ]
-
-
-def _by_method(endpoints: dict[str, _Endpoint]) -> _Endpoint:
-    async def endpoint(request: Request) -> Response:
-        # A path with GET answers HEAD alike.
-        method = "GET" if request.method == "HEAD" else request.method
-        return await endpoints[method](request)
-
-    return endpoint
 
 
 SITE_ROUTES = (
