@@ -346,7 +346,7 @@ class _HandledRequest:
         if not isinstance(body, bytes):
             parsed = body.parse()
         elif route.multipart:
-            parsed = multipart.parse_multipart(body, self.exchange.headers)
+            body, parsed = multipart.parse_multipart(body, self.exchange.headers)
             prepare_request = prepare_multipart
         else:
             try:
