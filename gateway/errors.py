@@ -130,23 +130,35 @@ def nested_too_deeply(limit: int) -> GatewayError:
 
 
 def context_length_exceeded(
-    prompt_tokens: int | None, context: int | None, param: str | None = "messages"
+    prompt_tokens: int | None,
+    context: int | None,
+    param: str | None = "messages",
+    answer_tokens: int | None = None,
 ) -> GatewayError:
     """400: the prompt is longer than the context (tokens of one slot) of any node.
 
-    Clients recognise the error by its wording and then compact their prompt. Anthropic's and
+    `answer_tokens`: those asked for, on a server that wants room for all of them. Clients
+    recognise the error by its wording and then compact their prompt. Anthropic's and
     LangChain's look for `prompt is too long: N tokens > M maximum`, with numbers where they are
     known (LangChain, within a stream, for `exceeds the context window`); LiteLLM looks for
     `exceeds the available context size`, its older versions for OpenAI's `This model's maximum
     context length is`.
     """
+    if context and prompt_tokens and answer_tokens and answer_tokens >= context:
+        # No shorter prompt would help.
+        return invalid_request(
+            f"'max_tokens' is too large: {answer_tokens}. This model's context has {context} "
+            f"tokens, of which the prompt takes {prompt_tokens}.",
+            "max_tokens",
+        )
     least = prompt_tokens or (context + 1 if context else None)
     size = f"{least} tokens" if least else "it"
     # A prompt that just fills the context leaves no room for an answer.
-    most = min(context, least - 1) if context and least else context
+    most = min(context - (answer_tokens or 0), least - 1) if context and least else context
     limit = f"{most} maximum" if most else "the maximum of every node"
     guess = " (it may be longer)" if context and not prompt_tokens else ""
-    known = f" ({prompt_tokens} tokens)" if prompt_tokens else ""
+    wanted = f" and {answer_tokens} for the answer" if answer_tokens else ""
+    known = f" ({prompt_tokens} tokens{wanted})" if prompt_tokens else ""
     room = f" ({context} tokens)" if context else " of every node"
     details = {}
     if prompt_tokens:
