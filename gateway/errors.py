@@ -188,6 +188,13 @@ def invalid_api_key() -> GatewayError:
     )
 
 
+def expired_api_key() -> GatewayError:
+    """401: a key whose time is over; only the holder of its secret is told."""
+    return GatewayError(
+        401, "invalid_api_key", "This API key has expired. Ask for a new one.", retryable=False
+    )
+
+
 def owner_gone() -> GatewayError:
     """401: the key that sent a stored request is revoked or has expired."""
     return GatewayError(
@@ -261,12 +268,18 @@ def origin_not_allowed(origin: str) -> GatewayError:
 
 
 def model_not_found(
-    model: str, known: list[str], labels: Sequence[tuple[str, str]] = (), node_count: int = 0
+    model: str,
+    known: list[str],
+    labels: Sequence[tuple[str, str]] = (),
+    node_count: int = 0,
+    targets: Sequence[str] = (),
 ) -> GatewayError:
     """404: no node in the inventory serves this model, now or when last seen.
 
-    `labels`: those of the caller's pool, which has `node_count` nodes.
+    `labels`: those of the caller's pool, which has `node_count` nodes. `targets`: the models that
+    the name stands for.
     """
+    named = _named_model(model, targets)
     some = ", ".join(f"'{name}'" for name in known[:8])
     hint = f" Known here: {some}{', ...' if len(known) > 8 else ''}." if known else ""
     for_operators = None
@@ -276,14 +289,30 @@ def model_not_found(
         for_operators = (
             f"This caller may use nodes with the labels {pool} alone (`cache.nodes`), which "
             f"{found} of the inventory {'has' if node_count == 1 else 'have'}; none of them serves "
-            f"'{truncate_echo(model)}'.{hint}"
+            f"{named}.{hint}"
         )
     return GatewayError(
         404,
         "model_not_found",
-        f"The model '{truncate_echo(model)}' does not exist here.{hint}",
+        f"The model {named} does not exist here.{hint}",
         param="model",
         message_with_nodes=for_operators,
+    )
+
+
+def _named_model(model: str, targets: Sequence[str]) -> str:
+    """The name, and what it stands for, if that is something else."""
+    others = ", ".join(f"'{truncate_echo(name)}'" for name in targets[:8] if name != model)
+    return f"'{truncate_echo(model)}'" + (f" (it stands for {others})" if others else "")
+
+
+def model_missing(known: Sequence[str]) -> GatewayError:
+    """400: the request names no model, and there are several."""
+    some = ", ".join(f"'{name}'" for name in known[:8])
+    return invalid_request(
+        f"'model' is missing, and the gateway's settings have no default_model. There are: {some}"
+        f"{', ...' if len(known) > 8 else ''}.",
+        "model",
     )
 
 
@@ -426,13 +455,16 @@ def model_paused(model: str) -> GatewayError:
 
 
 def no_node_reported(
-    model: str | None, unreported: Sequence[tuple[str, str, str]], node_count: int
+    model: str | None,
+    unreported: Sequence[tuple[str, str, str]],
+    node_count: int,
+    targets: Sequence[str] = (),
 ) -> GatewayError:
     """503: no node is known to serve this model, but `unreported` ones never said what they serve.
 
     `unreported`: name, state and reason of each such node; `node_count`: of all nodes.
     """
-    target = "any model" if model is None else f"the model '{truncate_echo(model)}'"
+    target = "any model" if model is None else f"the model {_named_model(model, targets)}"
     begin = f"No node has said that it serves {target}"
     count = f"{len(unreported)} of {node_count} node{'' if node_count == 1 else 's'}"
     states = ", ".join(sorted({state for _, state, _ in unreported}))

@@ -303,7 +303,7 @@ class _HandledRequest:
         request = self._prepare(context, translation.body)
         wanted, labels = request.lease_request, context.cache.node_labels
         if not any(index.serves(name, labels) for name in wanted.model_names):
-            raise index.not_found_error(wanted.model, labels)
+            raise index.not_found_error(wanted.model, labels, wanted.model_names)
         self.exchange.respond(200, JSON_HEADER_LINE + self._header_lines(), translation.reply)
         return None
 

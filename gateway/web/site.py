@@ -23,7 +23,6 @@ from gateway.batches.files import FileRegistry
 from gateway.batches.webhook_targets import WebhookTargets
 from gateway.catalog import FleetCatalog
 from gateway.config.listeners import CorsSpec
-from gateway.errors import truncate_echo
 from gateway.proxy.api.base import ModelSummary, Page
 from gateway.proxy.inbound.routes import ROUTES, pages_of, routes_of
 from gateway.request import Caller
@@ -202,8 +201,11 @@ class Site:
         """The name, if `models` has it. Raises: GatewayError (404, 503)."""
         if name in models:
             return name
+        targets: list[str] = []
         if models.caller.may_use(name):
-            error = self.fleet.model_index.not_found_error(name, models.labels)
+            index = self.fleet.model_index
+            targets = [one.name for one in models.model_names.resolve(name, index)]
+            error = index.not_found_error(name, models.labels, targets)
             if error.code == "no_node":
                 config = self.handler.config
                 if may_name_nodes(
@@ -211,7 +213,7 @@ class Site:
                 ):
                     error.reveal_nodes()
                 raise error
-        raise errors.model_not_found(truncate_echo(name), models.visible_names())
+        raise errors.model_not_found(name, models.visible_names(), targets=targets)
 
     def default_model(self, models: VisibleModels) -> str | None:
         """The default model, if `models` has it."""

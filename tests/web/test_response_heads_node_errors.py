@@ -111,7 +111,7 @@ async def test_an_overflow_of_vllms_keeps_its_figures_in_each_api(
     body = json.dumps({"error": {"message": said, "type": "BadRequestError", "code": 400}})
     async with proxy_over(tmp_path, node := EmulatedNode()) as proxy:
         node.faults.next("status", status=400, body=body)
-        reply = await proxy.ask(path, **({"stream": True} if stream else {}))
+        reply = await proxy.ask(path, stream=stream)
         assert reply.status_code == 400
         assert reply.headers["x-gateway-reason"] == "context_length_exceeded"
         error = reply.json()["error"]
