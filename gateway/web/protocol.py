@@ -203,13 +203,17 @@ class BoundedProtocol(HttpToolsProtocol):
         the same FIN. The machine of the latter answers the next byte with a reset, so one is sent.
         TLS has no half-closed connections here.
         """
-        cycle: RequestResponseCycle | None = self.cycle
-        waits = cycle is not None and not (cycle.response_complete or cycle.more_body)
-        if self.scheme == "https" or self._discarding or not (waits or self.backlog):
+        if self.scheme == "https" or self._discarding or not (self.backlog or self._owes_response):
             return False
         if not self.backlog:
             self.drain()
         return self._check_departure(0)
+
+    @property
+    def _owes_response(self) -> bool:
+        """Whether a request has come completely and its response is not complete."""
+        cycle: RequestResponseCycle | None = self.cycle
+        return cycle is not None and not (cycle.response_complete or cycle.more_body)
 
     def _check_departure(self, count: int) -> bool:
         """Abort if the client has left; else check again later. Returns whether it is there."""
@@ -311,7 +315,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._new_exchange is not None:
             exchange, self._new_exchange = self._new_exchange, None
             exchange.start()
-        elif self._departure_check is not None and not (self.backlog or self._must_wait):
+        if self._departure_check is not None and not (self.backlog or self._owes_response):
             self.transport.close()
 
     def _read(self, data: bytes) -> int:
