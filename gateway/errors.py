@@ -144,13 +144,6 @@ def context_length_exceeded(
     `exceeds the available context size`, its older versions for OpenAI's `This model's maximum
     context length is`.
     """
-    if context and prompt_tokens and answer_tokens and answer_tokens >= context:
-        # No shorter prompt would help.
-        return invalid_request(
-            f"'max_tokens' is too large: {answer_tokens}. This model's context has {context} "
-            f"tokens, of which the prompt takes {prompt_tokens}.",
-            "max_tokens",
-        )
     least = prompt_tokens or (context + 1 if context else None)
     size = f"{least} tokens" if least else "it"
     # A prompt that just fills the context leaves no room for an answer.
@@ -160,6 +153,10 @@ def context_length_exceeded(
     wanted = f" and {answer_tokens} for the answer" if answer_tokens else ""
     known = f" ({prompt_tokens} tokens{wanted})" if prompt_tokens else ""
     room = f" ({context} tokens)" if context else " of every node"
+    begin = f"prompt is too long: {size} > {limit}{guess}."
+    if context and answer_tokens and answer_tokens >= context:
+        # No shorter prompt would help: no client is to try.
+        begin, param = f"'max_tokens' is too large: {answer_tokens} tokens.", "max_tokens"
     details = {}
     if prompt_tokens:
         details["n_prompt_tokens"] = prompt_tokens
@@ -168,8 +165,7 @@ def context_length_exceeded(
     return GatewayError(
         400,
         "context_length_exceeded",
-        f"prompt is too long: {size} > {limit}{guess}. "
-        f"The request{known} exceeds the available context size{room}. "
+        f"{begin} The request{known} exceeds the available context size{room}. "
         f"This model's maximum context length is {f'{context} tokens' if context else 'exceeded'}: "
         "what exceeds the context window must be shortened.",
         param=param,
