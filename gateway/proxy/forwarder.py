@@ -244,7 +244,8 @@ class Forwarder:
             body = edits.apply_edit(body, edits.NO_PROMPT_CACHE)
         filters_prefill_only = False
         if lease.stream and (
-            in_flight.prefill_progress is not None or lease.prompt_tokens >= PROGRESS_TOKENS
+            in_flight.prefill_progress is not None
+            or request.lease_request.prompt_tokens >= PROGRESS_TOKENS
         ):
             progress = in_flight.follow_prefill()
             body, event_filter = progress.begin_attempt(attempt, request, api, body)
