@@ -66,8 +66,13 @@ class ServedModels(Protocol):
     def may_serve(self, model: str) -> bool:
         """Whether some node serves this public model name, or may yet report that it does."""
 
-    def not_found_error(self, model: str | None, labels: NodeLabels = ()) -> GatewayError:
-        """Why no node can serve this model name; None: the request names no model."""
+    def not_found_error(
+        self, model: str | None, labels: NodeLabels = (), targets: Sequence[str] = ()
+    ) -> GatewayError:
+        """Why no node can serve this model name; None: the request names no model.
+
+        `targets`: the models that it stands for.
+        """
 
     def servers_of(self, models: Iterable[str], labels: NodeLabels = ()) -> list[ServerFigures]:
         """The servers of any of these models, down or not, each once."""

@@ -130,11 +130,15 @@ def nested_too_deeply(limit: int) -> GatewayError:
 
 
 def context_length_exceeded(
-    prompt_tokens: int | None, context: int | None, param: str | None = "messages"
+    prompt_tokens: int | None,
+    context: int | None,
+    param: str | None = "messages",
+    answer_tokens: int | None = None,
 ) -> GatewayError:
     """400: the prompt is longer than the context (tokens of one slot) of any node.
 
-    Clients recognise the error by its wording and then compact their prompt. Anthropic's and
+    `answer_tokens`: those asked for, on a server that wants room for all of them. Clients
+    recognise the error by its wording and then compact their prompt. Anthropic's and
     LangChain's look for `prompt is too long: N tokens > M maximum`, with numbers where they are
     known (LangChain, within a stream, for `exceeds the context window`); LiteLLM looks for
     `exceeds the available context size`, its older versions for OpenAI's `This model's maximum
@@ -143,11 +147,16 @@ def context_length_exceeded(
     least = prompt_tokens or (context + 1 if context else None)
     size = f"{least} tokens" if least else "it"
     # A prompt that just fills the context leaves no room for an answer.
-    most = min(context, least - 1) if context and least else context
+    most = min(context - (answer_tokens or 0), least - 1) if context and least else context
     limit = f"{most} maximum" if most else "the maximum of every node"
     guess = " (it may be longer)" if context and not prompt_tokens else ""
-    known = f" ({prompt_tokens} tokens)" if prompt_tokens else ""
+    wanted = f" and {answer_tokens} for the answer" if answer_tokens else ""
+    known = f" ({prompt_tokens} tokens{wanted})" if prompt_tokens else ""
     room = f" ({context} tokens)" if context else " of every node"
+    begin = f"prompt is too long: {size} > {limit}{guess}."
+    if context and answer_tokens and answer_tokens >= context:
+        # No shorter prompt would help: no client is to try.
+        begin, param = f"'max_tokens' is too large: {answer_tokens} tokens.", "max_tokens"
     details = {}
     if prompt_tokens:
         details["n_prompt_tokens"] = prompt_tokens
@@ -156,8 +165,7 @@ def context_length_exceeded(
     return GatewayError(
         400,
         "context_length_exceeded",
-        f"prompt is too long: {size} > {limit}{guess}. "
-        f"The request{known} exceeds the available context size{room}. "
+        f"{begin} The request{known} exceeds the available context size{room}. "
         f"This model's maximum context length is {f'{context} tokens' if context else 'exceeded'}: "
         "what exceeds the context window must be shortened.",
         param=param,
@@ -173,6 +181,13 @@ def invalid_api_key() -> GatewayError:
         "No valid API key was sent. Send one as 'Authorization: Bearer lg_...', "
         "'x-api-key' or 'api-key'.",
         retryable=False,
+    )
+
+
+def expired_api_key() -> GatewayError:
+    """401: a key whose time is over; only the holder of its secret is told."""
+    return GatewayError(
+        401, "invalid_api_key", "This API key has expired. Ask for a new one.", retryable=False
     )
 
 
@@ -249,12 +264,18 @@ def origin_not_allowed(origin: str) -> GatewayError:
 
 
 def model_not_found(
-    model: str, known: list[str], labels: Sequence[tuple[str, str]] = (), node_count: int = 0
+    model: str,
+    known: list[str],
+    labels: Sequence[tuple[str, str]] = (),
+    node_count: int = 0,
+    targets: Sequence[str] = (),
 ) -> GatewayError:
     """404: no node in the inventory serves this model, now or when last seen.
 
-    `labels`: those of the caller's pool, which has `node_count` nodes.
+    `labels`: those of the caller's pool, which has `node_count` nodes. `targets`: the models that
+    the name stands for.
     """
+    named = _named_model(model, targets)
     some = ", ".join(f"'{name}'" for name in known[:8])
     hint = f" Known here: {some}{', ...' if len(known) > 8 else ''}." if known else ""
     for_operators = None
@@ -264,14 +285,30 @@ def model_not_found(
         for_operators = (
             f"This caller may use nodes with the labels {pool} alone (`cache.nodes`), which "
             f"{found} of the inventory {'has' if node_count == 1 else 'have'}; none of them serves "
-            f"'{truncate_echo(model)}'.{hint}"
+            f"{named}.{hint}"
         )
     return GatewayError(
         404,
         "model_not_found",
-        f"The model '{truncate_echo(model)}' does not exist here.{hint}",
+        f"The model {named} does not exist here.{hint}",
         param="model",
         message_with_nodes=for_operators,
+    )
+
+
+def _named_model(model: str, targets: Sequence[str]) -> str:
+    """The name, and what it stands for, if that is something else."""
+    others = ", ".join(f"'{truncate_echo(name)}'" for name in targets[:8] if name != model)
+    return f"'{truncate_echo(model)}'" + (f" (it stands for {others})" if others else "")
+
+
+def model_missing(known: Sequence[str]) -> GatewayError:
+    """400: the request names no model, and there are several."""
+    some = ", ".join(f"'{name}'" for name in known[:8])
+    return invalid_request(
+        f"'model' is missing, and the gateway's settings have no default_model. There are: {some}"
+        f"{', ...' if len(known) > 8 else ''}.",
+        "model",
     )
 
 
@@ -414,13 +451,16 @@ def model_paused(model: str) -> GatewayError:
 
 
 def no_node_reported(
-    model: str | None, unreported: Sequence[tuple[str, str, str]], node_count: int
+    model: str | None,
+    unreported: Sequence[tuple[str, str, str]],
+    node_count: int,
+    targets: Sequence[str] = (),
 ) -> GatewayError:
     """503: no node is known to serve this model, but `unreported` ones never said what they serve.
 
     `unreported`: name, state and reason of each such node; `node_count`: of all nodes.
     """
-    target = "any model" if model is None else f"the model '{truncate_echo(model)}'"
+    target = "any model" if model is None else f"the model {_named_model(model, targets)}"
     begin = f"No node has said that it serves {target}"
     count = f"{len(unreported)} of {node_count} node{'' if node_count == 1 else 's'}"
     states = ", ".join(sorted({state for _, state, _ in unreported}))

@@ -342,6 +342,8 @@ class GrantedLease(msgspec.Struct, frozen=True, eq=False):
     """Why the node is not of the tier that the request's class belongs to."""
     wake: float = 0.0
     """Seconds that the node may take besides, since its server sleeps or may have fallen asleep."""
+    prompt_tokens: int = 0
+    """Tokens of the prompt, as they are expected."""
 
 
 # What is reported.

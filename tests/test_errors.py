@@ -65,6 +65,15 @@ def test_a_context_overflow_contains_the_known_sizes() -> None:
     assert errors.context_length_exceeded(9, 8).details == {"n_prompt_tokens": 9, "n_ctx": 8}
     assert errors.context_length_exceeded(None, 8).details == {"n_ctx": 8}
     assert errors.context_length_exceeded(None, None).details == {}
+    with_answer = errors.context_length_exceeded(31745, 32768, answer_tokens=1024)
+    assert with_answer.details == {"n_prompt_tokens": 31745, "n_ctx": 32768}
+    assert "prompt is too long: 31745 tokens > 31744 maximum" in with_answer.message
+    assert "(31745 tokens and 1024 for the answer) exceeds the available" in with_answer.message
+    too_much = errors.context_length_exceeded(30, 4096, answer_tokens=5000)
+    assert (too_much.code, too_much.param) == ("context_length_exceeded", "max_tokens")
+    assert too_much.details == {"n_prompt_tokens": 30, "n_ctx": 4096}
+    assert too_much.message.startswith("'max_tokens' is too large: 5000 tokens. The request (30 ")
+    assert "prompt is too long" not in too_much.message
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,8 @@ class KeyRing:
     """
 
     __slots__ = (
-        "_allow_anonymous", "_by_id", "_clock", "_count", "_deadlines", "_last_known_access",
+        "_allow_anonymous", "_by_id", "_clock", "_count", "_deadlines", "_expired",
+        "_last_known_access",
         "_settings", "_stored", "_unknown", "access", "is_complete", "version",
     )  # fmt: skip
 
@@ -173,6 +174,8 @@ class KeyRing:
         self._stored: Mapping[str, HeldKey] = {}
         self._by_id: dict[str, HeldKey] = {}
         """Those that have not expired."""
+        self._expired: dict[str, HeldKey] = {}
+        """The others."""
         self._deadlines: list[tuple[float, str]] = []
         """A heap: when a key or its previous secret ends, and its id."""
         nobody = Caller("", "", Priority.BATCH)
@@ -222,8 +225,15 @@ class KeyRing:
 
     def find(self, presented: str) -> Caller | None:
         """The holder of the presented key, or None; takes one hash in any case."""
+        return self._find(presented, self._by_id)
+
+    def has_expired(self, presented: str) -> bool:
+        """Whether the presented key was valid once; takes one hash in any case."""
+        return self._find(presented, self._expired) is not None
+
+    def _find(self, presented: str, by_id: Mapping[str, HeldKey]) -> Caller | None:
         key_id, secret = _split(presented)
-        known = self._by_id.get(key_id, self._unknown)
+        known = by_id.get(key_id, self._unknown)
         digest = _digest(secret)
         # Both are compared in any case, so that the time does not tell which one is right.
         valid = hmac.compare_digest(digest, known.digest) | hmac.compare_digest(
@@ -248,7 +258,7 @@ class KeyRing:
 
     def _take_in(self) -> None:
         """Look up both kinds of keys by their ids from now on."""
-        self._by_id = {**self._stored, **self._settings}
+        self._by_id, self._expired = {**self._stored, **self._settings}, {}
         self._count = len(self._by_id)
         self._deadlines = [
             (deadline, key.id)
@@ -264,7 +274,7 @@ class KeyRing:
         if key is None:
             return False
         if key.expires_at is not None and key.expires_at <= now:
-            del self._by_id[key_id]
+            self._expired[key_id] = self._by_id.pop(key_id)
             return True
         if key.previous_until is not None and key.previous_until <= now:
             self._by_id[key_id] = replace(key, previous=_NO_DIGEST, previous_until=None)
@@ -337,6 +347,8 @@ def caller_from_keys(headers: Headers, key_ring: KeyRing) -> Caller | None:
     # All are looked up, so that the time does not reveal which one is valid.
     holders = {caller.id: caller for key in keys if (caller := key_ring.find(key)) is not None}
     if not holders:
+        if any(key_ring.has_expired(key) for key in keys):
+            raise errors.expired_api_key()
         raise errors.invalid_api_key() if key_ring.is_complete else errors.keys_unknown()
     if len(holders) > 1:
         raise errors.keys_of_different_callers()

@@ -474,7 +474,7 @@ def _check_first(*, is_first: bool) -> None:
 
 def _checked_custom_id(raw: msgspec.Raw, custom_id: str | None) -> str:
     """Raises: _Broken."""
-    if raw is MISSING:
+    if raw is MISSING or custom_id == "":
         raise _missing("custom_id")
     if custom_id is None and bytes(memoryview(raw)[:1]) == b'"':
         raise _not_json()  # half of a character

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,3 +63,12 @@ def single_line(text: str) -> str:
         for char in text[:LONGEST_PART]
     )
     return shown if len(text) <= LONGEST_PART else shown + "..."
+
+
+def escape_json(text: str) -> str:
+    """The JSON in `text`, with escapes for characters that a terminal would obey or hide."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1] for char in text
+    )

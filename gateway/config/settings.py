@@ -173,7 +173,8 @@ class Settings(ConfigModel):
         NonEmptyText | None,
         Field(
             description=(
-                "Model of a request that names none. Unset: the only model, if there is just one."
+                "Model of a request that names none. Unset: the only model, if there is just one, "
+                'else that of `"*"`.'
             )
         ),
     ] = None

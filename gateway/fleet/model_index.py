@@ -214,18 +214,22 @@ class ModelIndex:
             for node in nodes
         ]
 
-    def not_found_error(self, model: str | None, labels: NodeLabels = ()) -> errors.GatewayError:
+    def not_found_error(
+        self, model: str | None, labels: NodeLabels = (), targets: Sequence[str] = ()
+    ) -> errors.GatewayError:
         """Why no node can serve this model name; None: the request names no model.
 
+        `targets`: the models that it stands for.
         While a node has not reported its models, it may serve this one.
         """
         nodes = _with_labels(self._nodes, labels) if labels else self._nodes
         if silent := [node for node in nodes if node.models_unknown]:
             states = [(node.name, node.state.value, node.reason) for node in silent]
-            return errors.no_node_reported(model, states, len(nodes))
+            return errors.no_node_reported(model, states, len(nodes), targets)
         if model is None:
             return errors.invalid_request("'model' is missing, and there is none to use.", "model")
-        return errors.model_not_found(model, list(self.model_names(labels)), labels, len(nodes))
+        known = list(self.model_names(labels))
+        return errors.model_not_found(model, known, labels, len(nodes), targets)
 
     def _index(self) -> dict[str, tuple[Node, ...]]:
         if self._serving is None:

@@ -26,6 +26,8 @@ from typing import Any, Literal, Self
 import msgspec
 import structlog
 
+from gateway.config.errors import escape_json
+
 LogFormat = Literal["auto", "console", "json"]
 
 STDERR = 2
@@ -272,11 +274,13 @@ _encoder = msgspec.json.Encoder(enc_hook=repr)
 
 def _encode(fields: Mapping[str, Any]) -> bytes:
     try:
-        return _encoder.encode(fields)
+        line = _encoder.encode(fields)
     except (UnicodeEncodeError, TypeError, ValueError, msgspec.MsgspecError):
         # Half of a surrogate pair, or a key that is not a text.
         plain = {str(key): escape_unprintable(str(value)) for key, value in fields.items()}
-        return _encoder.encode(plain)
+        line = _encoder.encode(plain)
+    # The encoder escapes the controls of ASCII only, and of these not the last.
+    return line if line.isascii() and b"\x7f" not in line else escape_json(line.decode()).encode()
 
 
 def _render_json(_: object, __: str, event: EventDict) -> bytes:

@@ -249,7 +249,7 @@ class Accounting:
         is_reported, prompt_read = usage is not None, None
         if usage is None:
             prompt_read = in_flight.prompt_read(attempt, now - attempt.started_at)
-            prompt, cached = prompt_read or (request.prompt_tokens, 0)
+            prompt, cached = prompt_read or (attempt.lease.prompt_tokens, 0)
             if request.generates and not attempt.is_sse:
                 events = _tokens_of_bytes(size, request)
             usage = Usage(prompt, cached, events)
@@ -261,12 +261,9 @@ class Accounting:
         charge = self.leases.settle(
             UsageReport(attempt.lease.id, usage, reported, events, complete), request
         )
-        prompt_tokens = whole.prompt_tokens
-        if not is_reported and prompt_read is None and splice_point is None:
-            prompt_tokens = charge.prompt_tokens or prompt_tokens
         # A resumed attempt reports the tokens of all attempts before it: they count once.
         record.count_tokens(
-            prompt_tokens,
+            whole.prompt_tokens,
             whole.cached_tokens,
             whole.completion_tokens,
             replace=splice_point is not None,

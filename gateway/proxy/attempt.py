@@ -567,10 +567,10 @@ class Attempt:
             return PoolFull(message)
         failure = NodeReportedError(message or "The node failed in the middle of it", status)
         if is_context_overflow(failure.status, data, request.endpoint):
-            tokens, context = context_overflow_sizes(data)
+            tokens, context, answer = context_overflow_sizes(data)
             context = context or self.lease.node.context
             failure.client_error = errors.context_length_exceeded(
-                tokens, context, request.prompt_field
+                tokens, context, request.prompt_field, answer
             )
         return failure
 

@@ -441,13 +441,15 @@ class Forwarder:
         self, request: Request, content: bytes, node: NodeInfo, tried: Tried
     ) -> FailedAttempt:
         """The prompt does not fit: try a larger context once. Raises: GatewayError without one."""
-        tokens, context = outcome.context_overflow_sizes(content)
+        tokens, context, answer = outcome.context_overflow_sizes(content)
         context = context or node.context
-        error = errors.context_length_exceeded(tokens, context, request.lease_request.prompt_field)
+        field = request.lease_request.prompt_field
+        error = errors.context_length_exceeded(tokens, context, field, answer)
         if tried.min_context or context is None:
             raise error
         # For embeddings a batch must hold the text, and can be smaller than the context.
-        tried = replace(tried, min_context=max(tokens or 0, context + 1, (node.context or 0) + 1))
+        needed = (tokens or 0) + (answer or 0)
+        tried = replace(tried, min_context=max(needed, context + 1, (node.context or 0) + 1))
         if not self.context.leases.has_larger_context(request.lease_request, tried):
             raise error
         return FailedAttempt(node, tried.refused_by(node.name), error)

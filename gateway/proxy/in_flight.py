@@ -133,7 +133,7 @@ class InFlightRequest:
                 if known is not None:
                     prompt += known[0]
                 elif attempt.last_content_at is not None:
-                    prompt += self.request.lease_request.prompt_tokens
+                    prompt += attempt.lease.prompt_tokens
         for one in (self.sub_requests or {}).values():
             part = one.tokens_so_far()
             prompt, completion = prompt + part[0], completion + part[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import re
 from email.utils import parsedate_to_datetime
+from typing import NamedTuple
 
 import msgspec
 
@@ -34,19 +35,36 @@ class ResponseOutcome(enum.Enum):
 MOST_MESSAGE_CHARACTERS = 1024
 """Characters of a node's message that are read."""
 
-_CONTEXT = re.compile(r"exceeds? the available context size|maximum context length is \d")
-"""The message for a prompt that is too long, of llama.cpp before it had an error type for that and
-of other servers with OpenAI's API."""
+_CONTEXT = re.compile(
+    r"exceeds? the available context size|maximum context length (?:is|of) \d"
+    r"|model's context length (?:is only |\()\d|maximum model length of \d"
+)
+"""The message for a prompt that is too long, of llama.cpp before it had an error type for that, of
+vLLM, SGLang and other servers with OpenAI's API."""
 
 _POOL_FULL = "Context size has been exceeded"
 """The message with which llama.cpp ends all that runs when its slots have used up its context."""
 
-_TOKENS = re.compile(r"^(?:request|input) \((\d{1,9}) tokens\)")
+_TOKENS = re.compile(
+    r"^(?:request|(?:The )?input) \((\d{1,9}) tokens\)"
+    r"|\b(\d{1,9}) (?:tokens )?(?:in (?:the|your) (?:messages|prompt)|from the input messages)"
+    r"|\b(\d{1,9}) (?:input|prompt) tokens"
+    r"|messages resulted in (\d{1,9}) tokens"
+    r"|prompt \(length (\d{1,9})\)"
+)
 
 _MOST = re.compile(
-    r"(?:available context size \(|current batch size: |maximum context length is )(\d{1,9})"
+    r"available context size \((\d{1,9})|current batch size: (\d{1,9})"
+    r"|maximum context length (?:is|of) (\d{1,9})|context length is only (\d{1,9})"
+    r"|model's context length \((\d{1,9})|maximum model length of (\d{1,9})"
 )
-"""Tokens of the prompt and of its limit, in messages without fields for them."""
+
+_ANSWER = re.compile(
+    r"\b(\d{1,9}) (?:tokens )?(?:in|for) the completion"
+    r"|requested (\d{1,9}) output tokens|is too large: (\d{1,9})"
+)
+"""Tokens of the prompt, of its limit and of the answer that was asked for, in messages without
+fields for them."""
 
 _REFUSED_REQUESTS = re.compile(
     r"Failed to parse (?:tool call arguments as JSON|messages|tools): "
@@ -180,18 +198,31 @@ def is_context_overflow(status: int, content: bytes, endpoint: Endpoint) -> bool
     )
 
 
-def context_overflow_sizes(content: bytes) -> tuple[int | None, int | None]:
-    """Tokens of the prompt and of the node's context, as far as the error has them."""
+class OverflowSizes(NamedTuple):
+    """Figures of a context overflow in tokens, as far as the node's error has them."""
+
+    prompt: int | None = None
+    context: int | None = None
+    answer: int | None = None
+    """Those that the request asks for."""
+
+
+def context_overflow_sizes(content: bytes) -> OverflowSizes:
+    """What the error says of the prompt that is too long."""
     error = _error(content)
     if error is None:
-        return None, None
+        return OverflowSizes()
     message = error.message[:MOST_MESSAGE_CHARACTERS]
-    tokens = _TOKENS.search(message)
-    context = _MOST.search(message)
-    return (
-        error.n_prompt_tokens or (None if tokens is None else int(tokens[1])),
-        error.n_ctx or (None if context is None else int(context[1])),
+    return OverflowSizes(
+        error.n_prompt_tokens or _number(_TOKENS, message),
+        error.n_ctx or _number(_MOST, message),
+        _number(_ANSWER, message),
     )
+
+
+def _number(pattern: re.Pattern[str], message: str) -> int | None:
+    found = pattern.search(message)
+    return None if found is None or found.lastindex is None else int(found[found.lastindex])
 
 
 def error_event_to_body(content: bytes) -> bytes:

@@ -165,7 +165,7 @@ class CandidateFinder:
             if request.endpoint not in DEDICATED_ENDPOINTS and self.model_index.awaits_chat_node(
                 request.model_names
             ):
-                return self.model_index.not_found_error(request.model, request.node_labels)
+                return self._not_found(request)
             if request.needs_vision and not tried.excluded_nodes:
                 return errors.invalid_request(
                     f"No node that serves '{request.model}' reads images.",
@@ -176,7 +176,12 @@ class CandidateFinder:
             return errors.node_failed(
                 f"No node serves '{request.endpoint}' requests for '{request.model}'."
             )
-        return self.model_index.not_found_error(request.model, request.node_labels)
+        return self._not_found(request)
+
+    def _not_found(self, request: LeaseRequest) -> errors.GatewayError:
+        return self.model_index.not_found_error(
+            request.model, request.node_labels, request.model_names
+        )
 
 
 def _key(name: str, request: LeaseRequest) -> ServiceKey:

@@ -410,6 +410,10 @@ class DemandModel:
                 queued.affinity_hash = key.blocks[0]
         return queued
 
+    def expected_prompt_tokens(self, request: LeaseRequest) -> int:
+        """Tokens of its prompt, tools and system prompt included, as they are expected now."""
+        return round(max(request.prompt_tokens, self._expected_tokens(request)[0]))
+
     def _expected_tokens(self, request: LeaseRequest) -> tuple[float, float]:
         """Tokens of its prompt and of its answer."""
         return self.token_estimates.expected_tokens(

@@ -236,6 +236,7 @@ class LeaseGranter:
             None if prefill_tps is None else placement.prefill_ends - placement.placed_at,
             fallback,
             wake_limit,
+            round(tokens),
         )
 
     def _nodes_without_room(self, placement: Placement, now: float) -> Mapping[str, int]:

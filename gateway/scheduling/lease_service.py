@@ -260,10 +260,7 @@ class LocalLeaseService:
         cost = _cost(lease, usage, now)
         if record.reservation is not None:
             record.reservation.settle(cost, happened=True, now=now)
-        seconds = lease.slots * (now - lease.taken_at)
-        if reported is not None or record.placement is None:
-            return AttemptCharge(cost, seconds)
-        return AttemptCharge(cost, seconds, round(record.placement.queued.prompt_tokens))
+        return AttemptCharge(cost, lease.slots * (now - lease.taken_at))
 
     # What the end teaches.
 

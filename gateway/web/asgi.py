@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 from starlette.applications import Starlette
@@ -27,6 +28,8 @@ from gateway.web.response_heads import error_headers
 
 X_REQUEST_ID_KEY = "gateway.x_request_id"
 """Key of the request's id in the ASGI scope."""
+
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 NOT_READY_RETRY_AFTER = 5.0
 """`Retry-After` in seconds while every node is out: about one probe interval."""
@@ -76,6 +79,29 @@ def asgi_app(
     )
     app.router.redirect_slashes = False
     return _RequestIdMiddleware(app, next_id)
+
+
+def by_method(endpoints: Mapping[str, Endpoint]) -> Endpoint:
+    """The endpoint of a path that has one for each method; with GET it answers HEAD alike."""
+
+    async def serve(request: Request) -> Response:
+        if _has_encoded_slash(request.scope):
+            parameters = request.path_params.items()
+            request.scope["path_params"] = {name: unquote(value) for name, value in parameters}
+        method = "GET" if request.method == "HEAD" else request.method
+        return await endpoints[method](request)
+
+    return serve
+
+
+def _has_encoded_slash(scope: Scope) -> bool:
+    return b"%2f" in scope.get("raw_path", b"").lower()
+
+
+def _segments_apart(raw_path: bytes) -> str:
+    """The path with its segments decoded, but for `%2F` in them, which is part of a name."""
+    segments = raw_path.decode("latin-1").split("/")
+    return "/".join(unquote(one).replace("%", "%25").replace("/", "%2F") for one in segments)
 
 
 async def read_fields(
@@ -146,7 +172,10 @@ async def _on_exception(request: Request, _: Exception) -> Response:
 
 
 class _RequestIdMiddleware:
-    """Gives each request an id, and adds it to each response that lacks it."""
+    """Gives each request an id, and adds it to each response that lacks it.
+
+    An encoded slash in a request's path stays encoded until the path has found its endpoint.
+    """
 
     def __init__(self, app: ASGIApp, next_id: Callable[[], str]) -> None:
         self._app = app
@@ -156,6 +185,8 @@ class _RequestIdMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if _has_encoded_slash(scope):
+            scope["path"] = _segments_apart(scope["raw_path"])
         request_id = x_request_id_of(scope["headers"]) or self._next_id()
         scope[X_REQUEST_ID_KEY] = request_id
 

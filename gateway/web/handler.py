@@ -303,7 +303,7 @@ class _HandledRequest:
         request = self._prepare(context, translation.body)
         wanted, labels = request.lease_request, context.cache.node_labels
         if not any(index.serves(name, labels) for name in wanted.model_names):
-            raise index.not_found_error(wanted.model, labels)
+            raise index.not_found_error(wanted.model, labels, wanted.model_names)
         self.exchange.respond(200, JSON_HEADER_LINE + self._header_lines(), translation.reply)
         return None
 
@@ -346,7 +346,7 @@ class _HandledRequest:
         if not isinstance(body, bytes):
             parsed = body.parse()
         elif route.multipart:
-            parsed = multipart.parse_multipart(body, self.exchange.headers)
+            body, parsed = multipart.parse_multipart(body, self.exchange.headers)
             prepare_request = prepare_multipart
         else:
             try:

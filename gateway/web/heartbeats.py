@@ -79,10 +79,16 @@ class Heartbeat:
         self._last_sent_at = 0.0
         self._loop = asyncio.get_running_loop()
         self._handle = self._loop.call_later(self._first(), self._run)
+        served.exchange.set_heartbeat(self.send_now)
 
     def stop(self) -> None:
         """Send no more."""
         self._handle.cancel()
+        self._served.exchange.set_heartbeat(None)  # It refers to this object.
+
+    def send_now(self) -> None:
+        """Send a sign of life, whenever the last one was."""
+        raise NotImplementedError
 
     def _first(self) -> float:
         return self._interval
@@ -114,8 +120,11 @@ class PaddingHeartbeat(Heartbeat):
 
     __slots__ = ()
 
-    def _beat(self) -> float:
+    def send_now(self) -> None:
         self._send(b" ", PADDING_HEADER_LINES)
+
+    def _beat(self) -> float:
+        self.send_now()
         return self._interval
 
 
@@ -124,6 +133,12 @@ class StreamHeartbeat(Heartbeat):
 
     __slots__ = ()
 
+    def send_now(self) -> None:
+        stream = self._served.body_stream
+        if stream is None or stream.is_open:
+            api = self._served.route.api
+            self._send(api.heartbeat(), stream_header_lines(api))
+
     def _beat(self) -> float:
         interval, now = self._interval, self._handler.clock()
         stream = self._served.body_stream
@@ -131,9 +146,7 @@ class StreamHeartbeat(Heartbeat):
             left = max(self._last_sent_at, stream.last_content_at) + interval - now
             if left > interval * HEARTBEAT_TOLERANCE:
                 return left
-        if stream is None or stream.is_open:
-            api = self._served.route.api
-            self._send(api.heartbeat(), stream_header_lines(api))
+        self.send_now()
         return interval
 
 

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from typing import Any, cast
 
 import structlog
 from uvicorn.protocols.http.flow_control import FlowControl
@@ -34,6 +35,9 @@ _HEAD_END = b"\r\n"
 
 _HEAD_END_CLOSE = b"connection: close\r\n\r\n"
 
+_STATUS_LINE_START = b"HTTP/1.1 "
+"""With which each response begins."""
+
 MOST_COALESCED_BYTES = 64 * 1024
 """Bodies up to this size are copied behind their head, which saves a second write."""
 
@@ -53,6 +57,7 @@ class HttpExchange(EagerTask):
         "_drain_task",
         "_expects_continue",
         "_flow",
+        "_heartbeat",
         "_http_10",
         "_transport",
         "body",
@@ -95,6 +100,7 @@ class HttpExchange(EagerTask):
         self._expects_continue = expects_continue
         self._chunked = False
         self._drain_task: asyncio.Future[None] | None = None
+        self._heartbeat: Callable[[], None] | None = None
         self._body_waiter: asyncio.Future[None] | None = None
         self._body_error: GatewayError | None = None
         # Read and set by uvicorn's protocol (tests/web/test_uvicorn.py).
@@ -135,6 +141,26 @@ class HttpExchange(EagerTask):
         """The rest of the body can't be read: `receive_body` raises `error`."""
         self._body_error = error
         self.set()
+
+    def set_heartbeat(self, heartbeat: Callable[[], None] | None) -> None:
+        """`heartbeat` sends a sign of life on a response that has begun."""
+        self._heartbeat = heartbeat
+
+    def probe(self) -> None:
+        """Send something that any client accepts now, to find out whether it is still there.
+
+        Before the response that is the next byte of its status line, which commits to nothing.
+        """
+        if self.response_complete or self._flow.write_paused:
+            return
+        if self.response_started:
+            if self._heartbeat is not None:
+                self._heartbeat()
+            return
+        transport: Any = self._transport
+        if not isinstance(transport, _BegunTransport):
+            transport = self._transport = cast("asyncio.Transport", _BegunTransport(transport))
+        transport.send_byte()
 
     def start(self) -> None:
         """Serve the request; without a task if its body is complete."""
@@ -285,6 +311,28 @@ class HttpExchange(EagerTask):
         if not self.keep_alive and not self.more_body:
             self._transport.close()
         self._connection.on_response_complete()
+
+
+class _BegunTransport:
+    """A client's transport that has sent the first bytes of a status line."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._sent = 0
+
+    def send_byte(self) -> None:
+        """Send one more, if one is left that all status lines share."""
+        if self._sent < len(_STATUS_LINE_START):
+            self._transport.write(_STATUS_LINE_START[self._sent : self._sent + 1])
+            self._sent += 1
+
+    def write(self, data: bytes) -> None:
+        """Send the rest of the head, and then what follows it."""
+        sent, self._sent = self._sent, 0
+        self._transport.write(data[sent:])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 class RewritingWriter(EventsForClient):

@@ -47,8 +47,8 @@ ERRORS = (
     ErrorRow(
         401,
         "invalid_api_key",
-        "no key, an unknown one, or those of different callers; all requests, where a reload has "
-        "taken the last key away",
+        "no key, an unknown or an expired one (its holder is told), or those of different callers; "
+        "all requests, where a reload has taken the last key away",
     ),
     ErrorRow(403, "model_not_allowed", "the key may not use this model"),
     ErrorRow(

@@ -87,7 +87,8 @@ STATUS_HEADERS: Mapping[int, tuple[str, JsonSchema, str]] = {
 """A header that errors of a status have besides."""
 
 _BODY_FIELDS = {
-    "model": "The model's public name; unset: `default_model`, else the only one there is.",
+    "model": "The model's public name; unset: `default_model`, the only one there is, or "
+    'that of `"*"`.',
     "stream": "Answer by events, as the text is written.",
     "n": "Completions; above `limits.n` 400.",
     "max_tokens": "Most tokens of the answer; lowered to `limits.max_tokens`.",

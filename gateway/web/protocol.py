@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
 from urllib.parse import unquote_to_bytes
@@ -54,6 +55,12 @@ LINGER_SECONDS = 2.0
 
 LINGER_BYTES = 8 * 1024 * 1024
 """Most bytes that are read from a refused client."""
+
+DEPARTURE_CHECK_SECONDS = 0.05
+"""Seconds until the first check whether a client that sends no more has left; each later one waits
+twice as long, up to `LONGEST_DEPARTURE_CHECK_SECONDS`."""
+
+LONGEST_DEPARTURE_CHECK_SECONDS = 1.0
 
 MOST_HEADER_FIELDS = 256
 """Most header fields of a request: each costs a call into Python, and time in each search."""
@@ -115,6 +122,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._discarding = False
         self._new_exchange: HttpExchange | None = None
         """Started when the received bytes have been read."""
+        self._departure_check: asyncio.TimerHandle | None = None
+        """Of a client that sends no more, and waits for its responses."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -176,6 +185,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
+        if self._departure_check is not None:
+            self._departure_check.cancel()
         self.connection_limiter.remove(self)
         if self.timeout_keep_alive_task is not None:
             self.timeout_keep_alive_task.cancel()
@@ -184,6 +195,44 @@ class BoundedProtocol(HttpToolsProtocol):
         self._connection = self.cycle = None  # type: ignore[assignment]
         self.backlog.clear()
         self._count_backlog()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection for the responses to complete requests, if the client may read them.
+
+        A client that has shut down its side alone (`nc -N`) and one that has closed its socket send
+        the same FIN. The machine of the latter answers the next byte with a reset, so one is sent.
+        TLS has no half-closed connections here.
+        """
+        if self.scheme == "https" or self._discarding or not (self.backlog or self._owes_response):
+            return False
+        if not self.backlog:
+            self.drain()
+        return self._check_departure(0)
+
+    @property
+    def _owes_response(self) -> bool:
+        """Whether a request has come completely and its response is not complete."""
+        cycle: RequestResponseCycle | None = self.cycle
+        return cycle is not None and not (cycle.response_complete or cycle.more_body)
+
+    def _check_departure(self, count: int) -> bool:
+        """Abort if the client has left; else check again later. Returns whether it is there."""
+        if self.transport.is_closing():
+            return False
+        exchange: object = self.cycle
+        # Seldom, as the bytes of a status line are few.
+        if count & (count - 1) == 0 and isinstance(exchange, HttpExchange):
+            exchange.probe()
+        sock = self.transport.get_extra_info("socket")
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return False
+        self._departure_check = self.loop.call_later(
+            min(LONGEST_DEPARTURE_CHECK_SECONDS, DEPARTURE_CHECK_SECONDS * 2 ** min(count, 9)),
+            self._check_departure,
+            count + 1,
+        )
+        return True
 
     # Received bytes, split into requests.
 
@@ -266,6 +315,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._new_exchange is not None:
             exchange, self._new_exchange = self._new_exchange, None
             exchange.start()
+        if self._departure_check is not None and not (self.backlog or self._owes_response):
+            self.transport.close()
 
     def _read(self, data: bytes) -> int:
         """Read a bounded amount of `data`; returns how many bytes were read."""
@@ -415,10 +466,11 @@ class BoundedProtocol(HttpToolsProtocol):
     def _route_of(self, url: bytes) -> Route | None:
         """The route of a URL with a query, escapes, or a host."""
         try:
-            path = httptools.parse_url(url).path
+            path = httptools.parse_url(url).path or b""
         except httptools.HttpParserInvalidURLError:
             return None
-        return self.routes.get(unquote_to_bytes(path or b""))
+        # An encoded slash is part of a name; no routed path has one.
+        return None if b"%2f" in path.lower() else self.routes.get(unquote_to_bytes(path))
 
     def _create_exchange(self, route: Route) -> None:
         """Prepare a routed request, without the ASGI messages that uvicorn would send."""
@@ -459,6 +511,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
         if self.backlog:
             self._schedule_backlog()
+        elif self._departure_check is not None:
+            self.transport.close()
+            return
         self.idle_since = self.loop.time()
         if self.timeout_keep_alive_task is None:
             self._schedule_idle_check(self.timeout_keep_alive)

@@ -23,12 +23,18 @@ from gateway.batches.files import FileRegistry
 from gateway.batches.webhook_targets import WebhookTargets
 from gateway.catalog import FleetCatalog
 from gateway.config.listeners import CorsSpec
-from gateway.errors import truncate_echo
 from gateway.proxy.api.base import ModelSummary, Page
 from gateway.proxy.inbound.routes import ROUTES, pages_of, routes_of
 from gateway.request import Caller
 from gateway.usage.caller_usage import CallerUsage
-from gateway.web.asgi import HealthEndpoints, JsonResponse, asgi_app, read_fields
+from gateway.web.asgi import (
+    Endpoint,
+    HealthEndpoints,
+    JsonResponse,
+    asgi_app,
+    by_method,
+    read_fields,
+)
 from gateway.web.batches import BatchAccess, BatchEndpoints
 from gateway.web.deferred import DeferredEndpoints
 from gateway.web.files import FileEndpoints
@@ -195,8 +201,11 @@ class Site:
         """The name, if `models` has it. Raises: GatewayError (404, 503)."""
         if name in models:
             return name
+        targets: list[str] = []
         if models.caller.may_use(name):
-            error = self.fleet.model_index.not_found_error(name, models.labels)
+            index = self.fleet.model_index
+            targets = [one.name for one in models.model_names.resolve(name, index)]
+            error = index.not_found_error(name, models.labels, targets)
             if error.code == "no_node":
                 config = self.handler.config
                 if may_name_nodes(
@@ -204,7 +213,7 @@ class Site:
                 ):
                     error.reveal_nodes()
                 raise error
-        raise errors.model_not_found(truncate_echo(name), models.visible_names())
+        raise errors.model_not_found(name, models.visible_names(), targets=targets)
 
     def default_model(self, models: VisibleModels) -> str | None:
         """The default model, if `models` has it."""
@@ -231,15 +240,12 @@ def request_caller(request: Request, config: HandlerConfig) -> Caller:
     return caller
 
 
-_Endpoint = Callable[[Request], Awaitable[Response]]
-
-
 @dataclass(frozen=True, slots=True)
 class SiteRoute:
     """A path of the public listener that the gateway answers by itself."""
 
     path: str
-    endpoint: Callable[[Site], _Endpoint]
+    endpoint: Callable[[Site], Endpoint]
     needs_key: bool = True
     """Where callers need a key at all."""
     method: str = "GET"
@@ -247,21 +253,12 @@ class SiteRoute:
 
 def _own_routes(site: Site) -> list[Route]:
     """Starlette's routes of `SITE_ROUTES`: one for each path, so that a 405 names all methods."""
-    paths: dict[str, dict[str, _Endpoint]] = {}
+    paths: dict[str, dict[str, Endpoint]] = {}
     for route in SITE_ROUTES:
         paths.setdefault(route.path, {})[route.method] = route.endpoint(site)
     return [
-        Route(path, _by_method(methods), methods=list(methods)) for path, methods in paths.items()
+        Route(path, by_method(methods), methods=list(methods)) for path, methods in paths.items()
     ]
-
-
-def _by_method(endpoints: dict[str, _Endpoint]) -> _Endpoint:
-    async def endpoint(request: Request) -> Response:
-        # A path with GET answers HEAD alike.
-        method = "GET" if request.method == "HEAD" else request.method
-        return await endpoints[method](request)
-
-    return endpoint
 
 
 SITE_ROUTES = (

@@ -322,7 +322,7 @@ class Storing:
         request = await served.check(context, body)
         wanted, labels = request.lease_request, context.cache.node_labels
         if not any(self.catalog.serves(name, labels) for name in wanted.model_names):
-            error = self.catalog.not_found_error(wanted.model, labels)
+            error = self.catalog.not_found_error(wanted.model, labels, wanted.model_names)
             if error.status == 404:
                 raise error
         return request

@@ -6,24 +6,22 @@ the time of a search for the boundary, so it is done on the thread that writes t
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-
-from python_multipart import MultipartParser
-from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import parse_options_header
 
 from gateway import errors
 from gateway.errors import GatewayError
+from gateway.proxy.inbound import multipart
+from gateway.proxy.inbound.multipart import (
+    LONGEST_FIELD_HEADERS,
+    LONGEST_PADDING,
+    MOST_FORM_FIELDS,
+    form_error,
+    parse_field_head,
+)
 from gateway.request import Headers
-
-MOST_FIELDS = 64
 
 LONGEST_VALUE = 4 * 1024
 """Bytes of a field that is no file."""
-
-LONGEST_HEADER = 4 * 1024
-"""Bytes of a line of a field's head, which holds the file's name."""
 
 LONGEST_NAME = 255
 """Characters of a file's name."""
@@ -34,15 +32,12 @@ FORM_BYTES = 64 * 1024
 UNNAMED = "upload"
 """The name of a file whose client has sent none."""
 
-# It warns of every form that it refuses, and quotes bytes of it.
-logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
-
 
 def boundary_of(headers: Headers) -> bytes:
     """The boundary of a form. Raises: GatewayError 400, 415."""
     types = [value for name, value in headers if name == b"content-type"]
-    kind, options = parse_options_header(types[0] if len(types) == 1 else b"")
-    if kind != b"multipart/form-data":
+    value = types[0] if len(types) == 1 else b""
+    if value.partition(b";")[0].strip().lower() != b"multipart/form-data":
         raise GatewayError(
             415,
             "unsupported_media_type",
@@ -50,9 +45,9 @@ def boundary_of(headers: Headers) -> bytes:
             "'file'.",
             retryable=False,
         )
-    boundary = options.get(b"boundary", b"")
-    if not 1 <= len(boundary) <= 70:
-        raise _invalid("its Content-Type has no boundary")
+    boundary = multipart.boundary_of(value)
+    if boundary is None:
+        raise form_error("its Content-Type has no boundary")
     return boundary
 
 
@@ -75,97 +70,113 @@ class UploadForm:
         self._write_file = write_file
         self._begin_file = begin_file
         self._count = 0
-        self._header_name = b""
-        self._header_value = b""
-        self._disposition = b""
         self._name: str | None = None
         """The field that is being read; None: its bytes are the file's."""
         self._value = bytearray()
-        self._ended = False
-        self._parser = MultipartParser(
-            boundary,
-            {
-                "on_part_begin": self._on_part_begin,
-                "on_part_data": self._on_part_data,
-                "on_part_end": self._on_part_end,
-                "on_header_field": self._on_header_field,
-                "on_header_value": self._on_header_value,
-                "on_header_end": self._on_header_end,
-                "on_headers_finished": self._on_headers_finished,
-                "on_end": self._on_end,
-            },
-            max_header_count=8,
-            max_header_size=LONGEST_HEADER,
-        )
+        self._mark = b"\r\n--" + boundary
+        self._pending = bytearray(b"\r\n")
+        """What has come and was not understood yet; a boundary begins with the line end before."""
+        self._step: Callable[[], bool] = self._skip_preamble
+        """Reads on; returns False if it needs more bytes."""
 
     def feed(self, data: bytes) -> None:
         """Parse the next bytes. Raises: GatewayError 400, and what the callables raise."""
-        try:
-            self._parser.write(data)
-        except FormParserError:
-            raise _invalid("its boundaries or headers are broken") from None
+        self._pending += data
+        while self._step():
+            pass
 
     def end(self) -> None:
         """The body is complete. Raises: GatewayError 400, if the form is not."""
-        if not self._ended:
-            raise _invalid("its last boundary is missing")
+        if self._step != self._skip_epilogue:
+            raise form_error("its last boundary is missing")
         if self.file_name is None:
             raise errors.invalid_request("The form has no field 'file'.", "file")
 
-    def _on_part_begin(self) -> None:
+    def _take(self, size: int) -> bytes:
+        taken = bytes(self._pending[:size])
+        del self._pending[:size]
+        return taken
+
+    def _take_content(self) -> tuple[bytes, bool]:
+        """What certainly precedes the next boundary; whether that follows, which is taken too."""
+        at = self._pending.find(self._mark)
+        if at < 0:
+            return self._take(max(0, len(self._pending) - len(self._mark) + 1)), False
+        content = self._take(at)
+        self._take(len(self._mark))
+        self._step = self._read_delimiter_end
+        return content, True
+
+    def _skip_preamble(self) -> bool:
+        return self._take_content()[1]
+
+    def _skip_epilogue(self) -> bool:
+        self._pending.clear()
+        return False
+
+    def _read_delimiter_end(self) -> bool:
+        """Read the rest of a boundary's line, but for its end."""
+        line, found, _ = self._pending.partition(b"\r\n")
+        if line.startswith(b"--"):
+            self._step = self._skip_epilogue
+            return True
+        # A hyphen may become two, and a carriage return a line's end.
+        if line.rstrip(b"\r").strip(b" \t-") or len(line) > LONGEST_PADDING:
+            raise form_error("a boundary's line does not end with it")
+        if not found:
+            return False
+        if line.strip(b" \t"):
+            raise form_error("a boundary's line does not end with it")
+        self._take(len(line))
+        self._step = self._read_head
+        return True
+
+    def _read_head(self) -> bool:
+        end = self._pending.find(b"\r\n\r\n", 0, LONGEST_FIELD_HEADERS)
+        if end < 0:
+            if len(self._pending) >= LONGEST_FIELD_HEADERS:
+                raise form_error("a field has no headers, or too many")
+            return False
+        head = self._take(end)[2:]
+        self._take(4)
+        self._begin_field(head)
+        self._step = self._read_value
+        return True
+
+    def _begin_field(self, raw_head: bytes) -> None:
         self._count += 1
-        if self._count > MOST_FIELDS:
-            raise _invalid(f"it has more than {MOST_FIELDS} fields")
-        self._disposition = b""
+        if self._count > MOST_FORM_FIELDS:
+            raise form_error(f"it has more than {MOST_FORM_FIELDS} fields")
+        head = parse_field_head(raw_head)
+        for line in head.lines:
+            name, _, value = line.lower().partition(b":")
+            if name == b"content-transfer-encoding" and value.strip() not in _PLAIN:
+                raise form_error("a field has a Content-Transfer-Encoding")
         self._value.clear()
-
-    def _on_header_field(self, data: bytes, start: int, end: int) -> None:
-        self._header_name += data[start:end]
-
-    def _on_header_value(self, data: bytes, start: int, end: int) -> None:
-        self._header_value += data[start:end]
-
-    def _on_header_end(self) -> None:
-        name, value = self._header_name.lower(), self._header_value
-        self._header_name = self._header_value = b""
-        if name == b"content-disposition":
-            if self._disposition:
-                raise _invalid("a field has two Content-Dispositions")
-            self._disposition = value
-        elif name == b"content-transfer-encoding" and value.strip().lower() not in _PLAIN:
-            raise _invalid("a field has a Content-Transfer-Encoding")
-
-    def _on_headers_finished(self) -> None:
-        kind, options = parse_options_header(self._disposition)
-        name = options.get(b"name")
-        if kind != b"form-data" or name is None:
-            raise _invalid("a field has no name")
-        self._name = name.decode("utf-8", "replace")
+        self._name = head.name.decode("utf-8", "replace")
         if self._name != "file":
             if self._name in self.values:
-                raise _invalid(f"it has the field '{errors.truncate_echo(self._name)}' twice")
+                raise form_error(f"it has the field '{errors.truncate_echo(self._name)}' twice")
             return
         if self.file_name is not None:
             raise errors.invalid_request("The form has more than one file.", "file")
         self._name = None
-        self.file_name = _clean_name(options.get(b"filename", b""))
+        self.file_name = _clean_name(head.parameters.get(b"filename", b""))
         self._begin_file()
 
-    def _on_part_data(self, data: bytes, start: int, end: int) -> None:
+    def _read_value(self) -> bool:
+        content, ended = self._take_content()
         if self._name is None:
-            self._write_file(data[start:end])
-            return
-        self._value += data[start:end]
+            if content:
+                self._write_file(content)
+            return ended
+        self._value += content
         if len(self._value) > LONGEST_VALUE:
             shown = errors.truncate_echo(self._name)
-            raise _invalid(f"the field '{shown}' is longer than {LONGEST_VALUE} bytes")
-
-    def _on_part_end(self) -> None:
-        if self._name is not None:
+            raise form_error(f"the field '{shown}' is longer than {LONGEST_VALUE} bytes")
+        if ended:
             self.values[self._name] = self._value.decode("utf-8", "replace")
-
-    def _on_end(self) -> None:
-        self._ended = True
+        return ended
 
 
 _PLAIN = frozenset({b"", b"7bit", b"8bit", b"binary"})
@@ -173,9 +184,6 @@ _PLAIN = frozenset({b"", b"7bit", b"8bit", b"binary"})
 
 def _clean_name(raw: bytes) -> str:
     """The last part of a path, without what can't be shown."""
-    text = raw.decode("utf-8", "replace").replace("\\", "/").rpartition("/")[2]
+    text = raw.replace(b'\\"', b'"').decode("utf-8", "replace")
+    text = text.replace("\\", "/").rpartition("/")[2]
     return "".join(one for one in text if one.isprintable())[:LONGEST_NAME] or UNNAMED
-
-
-def _invalid(problem: str) -> GatewayError:
-    return errors.invalid_request(f"The form can't be read: {problem}.")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.access.callers import identify_caller
 from gateway.access.exposure import AnonymousAccess
-from gateway.access.keys import ApiKey, HeldKey, KeyRing, held_key, new_key
+from gateway.access.keys import ApiKey, HeldKey, KeyRing, caller_from_keys, held_key, new_key
 from gateway.config.usage_limits import LimitSpec
 from gateway.errors import GatewayError
 from gateway.request import Caller
@@ -109,6 +109,23 @@ def test_a_key_ends_when_it_expires_and_still_counts() -> None:
     assert len(ring) == 1
     assert admitted(ring, None, loopback=True) == 401
     assert admitted(ring, BOB.text, loopback=True) == 401
+
+
+def test_only_the_holder_of_an_expired_key_is_told_that_it_has_expired() -> None:
+    clock = Clock()
+    ring = KeyRing([spec(ALICE, expires=1_010)], clock=clock)
+    ring.replace_stored([stored(BOB, expires=1_010)])
+    clock.now = 1_020.0
+    ring.expire()
+    wrong = f"lg_{ALICE.id}_{'x' * 43}"
+    for text, is_told in ((ALICE.text, True), (BOB.text, True), (wrong, False), ("lg_q_x", False)):
+        with pytest.raises(GatewayError) as refused:
+            caller_from_keys([(b"x-api-key", text.encode())], ring)
+        assert (refused.value.status, refused.value.code) == (401, "invalid_api_key")
+        assert ("has expired" in refused.value.message) == is_told, text
+    ring.configure([])
+    with pytest.raises(GatewayError, match="No valid API key"):
+        caller_from_keys([(b"x-api-key", ALICE.text.encode())], ring)
 
 
 def test_a_key_of_the_settings_expires_too() -> None:

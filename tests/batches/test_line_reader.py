@@ -184,6 +184,7 @@ def test_each_custom_id_has_one_line(parts: list[bytes]) -> None:
         (b'{"x":' + b"9" * 1500 + b"}", "missing_required_parameter", "custom_id"),
         (b'{"custom_id": 7}', "invalid_type", "custom_id"),
         (b'{"custom_id": null}', "invalid_type", "custom_id"),
+        (b'{"custom_id": ""}', "missing_required_parameter", "custom_id"),
         (b'{"custom_id": "a\\u0000"}', "invalid_custom_id", "custom_id"),
         (BODY.replace("POST", "GET") % "{}", "invalid_method", "method"),
         (BODY.replace('"POST"', "1") % "{}", "invalid_method", "method"),
@@ -232,7 +233,7 @@ def test_the_first_line_with_a_custom_id_has_it_and_later_ones_get_errors() -> N
         assert (again.code, again.is_first) == ("duplicate_custom_id", False)
 
 
-@pytest.mark.parametrize("custom_id", ["", " a ", "ä/—\u2028", "a" * LONGEST_CUSTOM_ID, "\n"])
+@pytest.mark.parametrize("custom_id", [" ", " a ", "ä/—\u2028", "a" * LONGEST_CUSTOM_ID, "\n"])
 def test_a_custom_id_is_kept_as_it_is(custom_id: str) -> None:
     assert spec(line(custom_id)).custom_id == custom_id
 

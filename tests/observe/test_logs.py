@@ -118,16 +118,29 @@ def test_no_text_breaks_out_of_its_line(written: Written, form: LogFormat) -> No
     evil = "/a\nb\x1b[2J\x9b\u2028\ud800"
     written.bus.publish(finished(path=evil, x_request_id="i" * 100_000))
     structlog.get_logger().info("message", value=evil, odd={1: object()})
+    deep = {"a\x9b": ["31m\x7f\u202e", {"\u2028": "\x9b2J\U000e0041"}], "ä": 1}
+    structlog.get_logger().info("message", value=deep)
     arguments = ("one argument too few",)
     logging.getLogger("gateway").warning("%s %s", *arguments)
     text = written.text()
     lines = text.split("\n")
-    assert len(lines) == 4
+    assert len(lines) == 5
     assert lines[-1] == ""
     assert all(line.isprintable() for line in lines)
     assert len(lines[0]) < MOST_VALUE_CHARACTERS + 1000
     assert "/a\\nb\\x1b" in lines[0].replace("\\\\", "\\")
-    assert "could not be read" in lines[2]
+    if form == "json":
+        assert json.loads(lines[2])["value"] == deep
+    assert "could not be read" in lines[3]
+
+
+def test_a_line_for_every_request_has_no_character_that_a_terminal_obeys(written: Written) -> None:
+    logs = written.set_up(form="json")
+    fields = {"model": "ä\x9b31m\x7f", "tags": ["\u2028\u202e"]}
+    logs.write_json("info", "request finished", fields)
+    (line,) = written.text().splitlines()
+    assert line.isprintable()
+    assert json.loads(line).items() >= fields.items()
 
 
 def test_a_terminal_gets_coloured_text_and_a_file_gets_json(tmp_path: Path) -> None:

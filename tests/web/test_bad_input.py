@@ -459,6 +459,14 @@ async def test_a_path_may_have_a_query_escapes_or_a_host(gate: Public, path: str
     assert gate.node.seen[-1].query == ""
 
 
+async def test_an_encoded_slash_leads_to_no_node(gate: Public) -> None:
+    gate.forget()
+    for path in ("/v1/chat%2fcompletions", "/v1%2Fchat/completions", f"{CHAT}%2F"):
+        found = await gate.ask(request({**HELLO, "max_tokens": 1}, path=path))
+        assert (found.status, found.code) == (404, "not_found"), path
+    assert gate.node.requests == 0
+
+
 async def test_a_client_that_expects_100_continue_gets_it(gate: Public) -> None:
     data = request({**HELLO, "max_tokens": 1}, "Expect: 100-continue")
     head, _, body = data.partition(b"\r\n\r\n")

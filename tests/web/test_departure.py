@@ -40,6 +40,13 @@ async def left(gate: Public) -> None:
     assert the_node(gate).state is NodeState.READY
 
 
+async def left_within(gate: Public, seconds: float) -> None:
+    loop = asyncio.get_running_loop()
+    left_at = loop.time()
+    await left(gate)
+    assert loop.time() - left_at < seconds
+
+
 @asynccontextmanager
 async def asking(gate: Public, data: bytes) -> AsyncIterator[RawConnection]:
     async with raw_connection(gate.url) as wire:
@@ -102,7 +109,7 @@ async def test_a_client_that_leaves_in_prefill_frees_the_slot_after_the_prefill(
         assert gate.node.busy == 0
 
 
-@pytest.mark.parametrize("how", ["close", "reset", "half-close"])
+@pytest.mark.parametrize("how", ["close", "reset"])
 @in_virtual_time
 async def test_a_client_that_leaves_in_decode_frees_the_slot(tmp_path: Path, how: str) -> None:
     node = EmulatedNode(slots=1, decode_tps=50, answer_tokens=2000)
@@ -112,15 +119,78 @@ async def test_a_client_that_leaves_in_decode_frees_the_slot(tmp_path: Path, how
             await wire.some()
             if how == "reset":
                 reset(wire)
-            elif how == "half-close":
-                wire.writer.write_eof()
-                await until(lambda: gate.node.busy == 0)
         await until(lambda: gate.node.busy == 0)
         await left(gate)
         record = await gate.last()
         assert record.completion_tokens > 0, "what went out counts"
         await until(lambda: the_node(gate).leased == 0)
         gate.node.engine.decode_tps = 1e9
+
+
+async def sent_whole(url: str, data: bytes) -> bytes:
+    """All that a client gets that sends nothing after these bytes, until the gateway closes."""
+    async with raw_connection(url) as wire:
+        await wire.send(data)
+        wire.writer.write_eof()
+        return await wire.rest()
+
+
+@in_virtual_time
+async def test_a_client_that_only_sends_no_more_gets_its_answers(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=2, prefill_tps=20, decode_tps=50, answer_tokens=200)
+    async with public(tmp_path, {**QUICK, "ollama": True}, node) as gate:
+        gateway = gate.running.gateway
+        assert gateway.admin_listener is not None
+        get = b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        old = request(HELLO).replace(b"HTTP/1.1", b"HTTP/1.0")
+        streamed = b"data: [DONE]"
+        for case, url, data, marks in [
+            ("metrics", gateway.admin_listener.url, get % b"/metrics", [b"llama_gateway_"]),
+            ("nodes", gateway.admin_listener.url, get % b"/admin/nodes", [b'"nodes"']),
+            ("usage", gate.url, get % b"/v1/usage", [b"{"]),
+            ("models", gate.url, get % b"/v1/models", [b'"data"']),
+            ("plain", gate.url, request(), [b'"choices"']),
+            ("HTTP/1.0", gate.url, old, [b'"choices"']),
+            ("stream", gate.url, request(STREAM), [streamed]),
+            ("two", gate.url, request() + request(STREAM), [b'"choices"', streamed]),
+            ("line end", gate.url, request() + b"\r\n", [b'"choices"']),
+            ("a half", gate.url, request() + request()[:-5], [b'"choices"']),
+            ("half a head", gate.url, request() + b"POST / HT", [b'"choices"']),
+            ("Ollama", gate.url, request(HELLO, path="/api/chat"), [b'"done":true']),
+        ]:
+            sent = await sent_whole(url, data)
+            assert sent.startswith(b"HTTP/1.1 200 OK\r\n"), (case, sent[:200])
+            assert sent.count(b"HTTP/1.1 ") == len(marks), (case, sent)
+            for mark in marks:
+                assert mark in sent, (case, sent)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
+async def test_a_client_that_leaves_after_it_has_sent_no_more_frees_the_slot(
+    tmp_path: Path, stream: bool
+) -> None:
+    settings = {**QUICK, "heartbeat": 2}
+    async with public(tmp_path, settings) as gate:
+        gate.node.faults.next("hang")
+        async with asking(gate, request({**HELLO, "stream": stream})) as wire:
+            wire.writer.write_eof()
+            await until(lambda: gate.node.requests == 1)
+            await asyncio.sleep(3)
+            assert len(gate.running.gateway.registry) == 1
+        await left_within(gate, 10)
+        gate.node.faults.clear()
+
+
+@in_virtual_time
+async def test_a_client_that_leaves_a_silent_stream_frees_the_slot_at_once(tmp_path: Path) -> None:
+    settings = {**QUICK, "heartbeat": 20}
+    async with public(tmp_path, settings) as gate:
+        gate.node.faults.next("hang")
+        async with asking(gate, request(STREAM)) as wire:
+            assert await wire.some() > b""
+        await left_within(gate, 3)
+        gate.node.faults.clear()
 
 
 @in_virtual_time

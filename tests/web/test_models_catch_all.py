@@ -57,7 +57,34 @@ async def test_the_catch_all_leaves_known_names_alone(node: EmulatedNode, tmp_pa
         # Down, but known: the catch-all does not replace it.
         assert outcome(await asked(running, "declared")) == (503, "no_node")
         # An alias for a model that nobody serves.
-        assert outcome(await asked(running, "alias")) == (404, "model_not_found")
+        for answer in (await asked(running, "alias"), await running.client.get("/v1/models/alias")):
+            assert outcome(answer) == (404, "model_not_found")
+            assert "'alias' (it stands for 'other') does not exist here" in answer.text
+
+
+@pytest.mark.parametrize("padding", ["", "x" * 100_000])
+async def test_a_request_without_a_model_gets_the_catch_alls_where_there_are_several(
+    node: EmulatedNode, tmp_path: Path, padding: str
+) -> None:
+    declared = {"name": "other", "url": DEAD, "model": "declared"}
+    async with running_gateway(tmp_path, [declared, node.url], TO_DEMO) as running:
+        answer = await asked(running, None, padding=padding)
+        assert (answer.status_code, answer.headers["x-gateway-node"]) == (200, "node-1")
+
+
+async def test_a_request_without_a_model_is_told_of_the_setting_where_nothing_applies(
+    node: EmulatedNode, tmp_path: Path
+) -> None:
+    declared = {"name": "other", "url": DEAD, "model": "declared"}
+    key = new_key()
+    spec = {"id": key.id, "sha256": key.sha256, "models": ["demo", "declared"]}
+    settings = {**TO_DEMO, "keys": [spec]}
+    async with running_gateway(tmp_path, [declared, node.url], settings) as running:
+        # A key that may not use the catch-all.
+        answer = await asked(running, None, key.text)
+        assert outcome(answer) == (400, "invalid_request")
+        for word in ("default_model", "'declared'", "'demo'"):
+            assert word in answer.json()["error"]["message"]
 
 
 @in_virtual_time

@@ -113,6 +113,31 @@ async def test_an_id_may_contain_a_slash_encoded_or_not(path: str) -> None:
             assert response.json()["id"] == "org/model"
 
 
+async def test_an_encoded_slash_is_part_of_a_name_and_divides_no_path() -> None:
+    async with (
+        EmulatedNode() as node,
+        bare_gateway(a_spec("a", node.url, model={"org/model": "demo"})) as gateway,
+    ):
+        public, admin = gateway.public, gateway.admin
+        for client, method, path, status, said in [
+            (admin, "POST", "/admin/nodes/a%2Fdrain", 405, "not allow"),
+            (admin, "GET", "/admin/nodes/a%2f", 404, "a/"),
+            (admin, "GET", "/admin%2Fnodes", 404, "/admin%2Fnodes"),
+            (admin, "POST", "/admin/models/org%2fmodel/pause", 200, "org/model"),
+            (admin, "POST", "/admin/models/org%2fmodel%2Fresume", 404, "%2Fresume"),
+            (admin, "POST", "/admin/models/org/model/resume", 200, "org/model"),
+            (public, "GET", "/v1%2Fmodels", 404, "/v1%2Fmodels"),
+            (public, "GET", "/v1/models/org%2Fmodel", 200, "org/model"),
+            (public, "GET", "/v1/models/org%252Fmodel", 404, "org%2Fmodel"),
+            (public, "GET", "/v1/models/o%252Fr%2Fx", 404, "o%2Fr/x"),
+            (public, "GET", "/v1/m%6fdels", 200, "org/model"),
+        ]:
+            response = await client.request(method, path)
+            assert (response.status_code, said in response.text) == (status, True), (
+                method, path, response.text,
+            )  # fmt: skip
+
+
 async def test_an_unknown_model_is_404_with_the_known_ones() -> None:
     async with EmulatedNode() as node, bare_gateway(a_spec("a", node.url)) as gateway:
         response = await gateway.public.get("/v1/models/nobody-has-it")

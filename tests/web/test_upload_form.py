@@ -54,6 +54,24 @@ def test_the_file_comes_out_as_it_went_in_however_it_is_cut(
     assert (form.values, form.file_name) == ({"purpose": "batch"}, "f")
 
 
+@given(st.lists(st.integers(0, 10_000), max_size=20))
+def test_what_mime_allows_about_boundaries_is_read(cuts: list[int]) -> None:
+    plain = a_part("purpose", b"batch") + a_part("file", b"\r\n-\r\n", '; filename="f"') + END
+    for body in (
+        b"text before\r\nthat nobody reads\r\n" + plain,
+        CRLF + plain,
+        plain.replace(b"--XX\r", b"--XX \t\r"),
+        plain.replace(b"; ", b";\r\n ").replace(b"Content-D", b"CONTENT-D"),
+        plain.replace(b'name="purpose"', b"name=purpose"),
+        plain.replace(b'name="file"; filename="f"', b'FileName=f; name="file"'),
+        plain.removesuffix(CRLF) + b" \r\ntext behind\r\n--XX\r\n",
+        plain.removesuffix(CRLF),
+    ):
+        form, file = parsed(body, cuts)
+        assert (file, form.values) == (b"\r\n-\r\n", {"purpose": "batch"}), body
+        assert form.file_name == "f"
+
+
 @given(st.binary(max_size=300), st.lists(st.integers(0, 10_000), max_size=5))
 def test_nothing_but_the_gateways_errors_comes_of_any_bytes(body: bytes, cuts: list[int]) -> None:
     for begin in (b"", b"--XX\r\n", a_part("file", b"x")):
@@ -96,7 +114,11 @@ def test_a_files_name_is_the_end_of_a_path_that_can_be_shown(given_name: str, ke
         b'--XX\r\nContent-Disposition: attachment; name="file"\r\n\r\nx\r\n' + END,
         b"--XX\r\nContent-Transfer-Encoding: base64\r\n"
         b'Content-Disposition: form-data; name="file"\r\n\r\nx\r\n' + END,
-        b"--XX\r\n" + b"a: b\r\n" * 9 + b"\r\nx\r\n" + END,
+        b"--XX\r\n" + b"a: b\r\n" * 900 + b"\r\nx\r\n" + END,
+        b"text before" + a_part("file", b"x") + END,
+        a_part("file", b"x").replace(b"XX\r", b"XX" + b" " * 2000 + b"\r") + END,
+        a_part("file", b"x").replace(b"XX\r", b"XX-\r") + END,
+        a_part("file", b"x").replace(b"XX\r", b"XX \r\r") + END,
     ],
 )
 def test_a_form_that_is_wrong_or_too_large_is_refused(body: bytes) -> None:
@@ -129,6 +151,7 @@ def test_what_a_callable_raises_passes() -> None:
     [
         (b"multipart/form-data; boundary=XX", None),
         (b'Multipart/Form-Data; charset=utf-8; boundary="XX"', None),
+        (b"multipart/form-data;boundary=XX;", None),
         (b"multipart/form-data", 400),
         (b"multipart/form-data; boundary=", 400),
         (b"multipart/form-data; boundary=" + b"x" * 71, 400),

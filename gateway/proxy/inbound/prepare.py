@@ -195,18 +195,21 @@ def resolve_model(
 
     `labels`: those of the nodes that may serve it.
     """
-    model = requested or rules.default_model
+    model, aliases = requested or rules.default_model, rules.model_aliases
     if model is None:
         known = catalog.model_names(labels)
         if caller.models is not None:
             known = tuple(name for name in known if caller.may_use(name))
-        if not known:
+        if len(known) > 1:
+            known = catalog.one_name_each(known)
+        if len(known) == 1:
+            model = known[0]
+        elif aliases.has_catch_all and caller.may_use(CATCH_ALL):
+            model = CATCH_ALL
+        elif known:
+            raise errors.model_missing(known)
+        else:
             raise catalog.not_found_error(None, labels)
-        if len(known) > 1 and len(known := catalog.one_name_each(known)) > 1:
-            some = ", ".join(f"'{name}'" for name in known[:8])
-            raise errors.invalid_request(f"'model' is missing. There are: {some}.", "model")
-        model = known[0]
-    aliases = rules.model_aliases
     if aliases.has_catch_all and aliases.is_catch_all(model, catalog):
         if not (caller.may_use(model) or caller.may_use(CATCH_ALL)):
             raise errors.model_not_allowed(model)

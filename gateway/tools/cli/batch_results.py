@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
+from gateway.config.errors import escape_json
 from gateway.tools.cli.batch_client import BatchClient, Patience
 from gateway.tools.cli.batch_options import ResultFormat
 from gateway.tools.cli.terminal import CommandFailed
@@ -169,7 +170,7 @@ def _copy(source: BinaryIO, target: BinaryIO) -> None:
 def _to_stdout(source: BinaryIO) -> None:
     sys.stdout.flush()
     for line in source:
-        sys.stdout.write(line.decode())
+        sys.stdout.write(escape_json(line.decode()))
     sys.stdout.flush()
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from gateway.config.errors import escape_json
 from gateway.tools.cli.terminal import format_cell, print_json, print_note
 
 if TYPE_CHECKING:
@@ -111,5 +112,8 @@ def show_entry(key: ApiKey, rights: Mapping[str, Any], *, shown: bool, as_json: 
         print(f"The key, shown only now:\n\n  {key.text}\n")
     print("For config/gateway.yaml:\n\nkeys:")
     # Any JSON string is a YAML string.
-    lines = [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in entry.items()]
+    lines = [
+        f"{name}: {escape_json(json.dumps(value, ensure_ascii=False))}"
+        for name, value in entry.items()
+    ]
     print("  - " + "\n    ".join(lines))

@@ -74,8 +74,10 @@ def print_note(message: str) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Print a value as JSON."""
-    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+    """Print a value as JSON, without a character that a terminal would obey."""
+    from gateway.config.errors import escape_json
+
+    print(escape_json(json.dumps(value, indent=2, ensure_ascii=False, default=str)))
 
 
 def print_table(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from starlette.middleware import Middleware
@@ -40,10 +40,8 @@ from gateway.web.admin.requests import RequestEndpoints
 from gateway.web.admin.status import StatusEndpoints
 from gateway.web.admin.usage import UsageEndpoints
 from gateway.web.admin.why import WhyEndpoints
-from gateway.web.asgi import HealthEndpoints, asgi_app
+from gateway.web.asgi import Endpoint, HealthEndpoints, asgi_app, by_method
 from gateway.web.handler import ProxyHandler
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 VIEWER, OPERATOR, ADMIN = AdminRole.VIEWER, AdminRole.OPERATOR, AdminRole.ADMIN
 
@@ -328,7 +326,7 @@ def admin_app(
         by_path.setdefault(route.path, {})[route.method] = _with_role(route, endpoints, audit)
     # One route for each path, so that a wrong method is told all of the path's methods.
     routes = [
-        Route(path, _by_method(methods), methods=list(methods)) for path, methods in by_path.items()
+        Route(path, by_method(methods), methods=list(methods)) for path, methods in by_path.items()
     ]
     numbers = itertools.count()
     names = (host, *extra_hosts)
@@ -338,16 +336,6 @@ def admin_app(
 
 AUDITED_PARAMETERS = ("deadline",)
 """Parameters of queries that the audit log tells; others are unknown, and might be secrets."""
-
-
-def _by_method(endpoints: Mapping[str, Endpoint]) -> Endpoint:
-    """The endpoint of a path that has one for each method."""
-
-    async def serve(request: Request) -> Response:
-        method = "GET" if request.method == "HEAD" else request.method
-        return await endpoints[method](request)
-
-    return serve
 
 
 def _with_role(route: AdminRoute, endpoints: AdminEndpoints, audit: AuditTrail) -> Endpoint:

@@ -219,11 +219,12 @@ class LiveView:
         places = {row[0]: (position, row[4]) for position, row in enumerate(waiting, 1)}
         rows: dict[str, Row] = {}
         now, wall = self.scheduler.clock(), self.wall_clock()
-        left = MOST_REQUESTS
+        left, expected = MOST_REQUESTS, self.scheduler.demand_model.expected_prompt_tokens
         async for in_flight in in_steps(list(self.registry)):
             id_ = in_flight.request.id
             if id_ in places or in_flight.attempt is not None or in_flight.sub_requests is not None:
-                rows[id_] = _request_row(in_flight, places.get(id_), now, wall)
+                estimate = expected(in_flight.request.lease_request)
+                rows[id_] = _request_row(in_flight, places.get(id_), now, wall, estimate)
                 left -= 1
             if not left:
                 break
@@ -377,7 +378,11 @@ def _fill(lease: Lease, now: float) -> str:
 
 
 def _request_row(
-    in_flight: InFlightRequest, place: tuple[int, float | None] | None, now: float, wall: float
+    in_flight: InFlightRequest,
+    place: tuple[int, float | None] | None,
+    now: float,
+    wall: float,
+    expected_prompt: int,
 ) -> Row:
     request, record, attempt = in_flight.request, in_flight.record, in_flight.attempt
     lease_request = request.lease_request
@@ -407,7 +412,7 @@ def _request_row(
         record.attempts,
         round(record.queue_seconds, 1),
         None if record.ttft is None else round(record.ttft, 2),
-        prompt or lease_request.prompt_tokens,
+        prompt or expected_prompt,
         tokens,
         _tps(tokens / seconds) if seconds is not None and seconds > 0.2 and tokens else None,
     )

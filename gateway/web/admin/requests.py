@@ -26,8 +26,14 @@ class RequestEndpoints:
         """All requests, queued and running, the oldest first."""
         queued = {place.request_id: place for place in self.scheduler.queue_positions()}
         now = self.scheduler.clock()
+        expected = self.scheduler.demand_model.expected_prompt_tokens
         requests = [
-            request_json(in_flight, queued.get(in_flight.request.id), now)
+            request_json(
+                in_flight,
+                queued.get(in_flight.request.id),
+                now,
+                expected(in_flight.request.lease_request),
+            )
             for in_flight in self.registry
         ]
         return JsonResponse({"requests": requests})
@@ -51,7 +57,7 @@ class RequestEndpoints:
 
 
 def request_json(
-    in_flight: InFlightRequest, place: QueuePosition | None, now: float
+    in_flight: InFlightRequest, place: QueuePosition | None, now: float, prompt_tokens: int
 ) -> dict[str, Any]:
     """A request as the admin API shows it; `place` in the queue is None if it runs.
 
@@ -76,7 +82,7 @@ def request_json(
         "stream": request.stream,
         "seconds": round(now - request.received_at, 3),
         "queue_seconds": round(queued, 3),
-        "prompt_tokens_estimate": lease_request.prompt_tokens,
+        "prompt_tokens_estimate": prompt_tokens,
     }
 
 

@@ -74,6 +74,15 @@ def test_text_from_a_node_can_t_control_the_terminal(api: AdminApi) -> None:
     assert "[red]not markup[/]" in ran.out
 
 
+def test_nor_can_it_in_json(api: AdminApi) -> None:
+    evil = "x\x9b2J\x7f\u202e\u2028\U000e0041\ud800"
+    api.add("a", models=[evil], reason="ä", state="down")
+    ran = run_nodes(api, "--json")
+    assert all(line.isprintable() for line in ran.out.split("\n"))
+    assert "ä" in ran.out
+    assert json.loads(ran.out)["nodes"][0]["models"] == [evil]
+
+
 def test_a_drain_is_started_and_shown(api: AdminApi) -> None:
     api.add("a", in_flight=2)
     api.drains_end = False

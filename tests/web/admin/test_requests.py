@@ -91,6 +91,25 @@ async def test_running_and_queued_requests_are_listed_without_their_text() -> No
     assert 0 < waiting["queue_seconds"] <= waiting["seconds"] < 30
 
 
+@pytest.mark.parametrize("tools", [40, 400])
+@in_virtual_time
+async def test_the_estimate_of_a_prompt_is_the_schedulers_tools_included(tools: int) -> None:
+    some = {"type": "object", "properties": {"path": {"type": "string", "description": "a " * 90}}}
+    each = {"type": "function", "function": {"name": "read", "parameters": some}}
+    async with slow_gateway() as (gateway, node):
+        node.engine.context = 1_000_000
+        first = await start(gateway, node, stream=True, tools=[each] * tools)
+        second = await start(gateway, node, tools=[each] * tools)
+        running, waiting = await listed(gateway)
+        why = (await gateway.admin.get(f"/admin/requests/{running['id']}/why")).json()
+        await end(first, second)
+        await gateway.until(lambda: len(gateway.registry) == 0)
+    predicted = why["requests"][0]["decisions"][0]["predicted"]["prompt_tokens"]
+    assert predicted > 60 * tools
+    for one in (running, waiting):
+        assert one["prompt_tokens_estimate"] == pytest.approx(predicted, rel=0.01)
+
+
 @in_virtual_time
 async def test_a_waiting_request_can_be_cancelled() -> None:
     async with slow_gateway() as (gateway, node):
