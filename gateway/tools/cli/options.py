@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from gateway.system import install_command
 from gateway.tools.cli.terminal import CommandFailed
 
 DEFAULT_NODES = Path("config/nodes.yaml")
@@ -195,5 +196,5 @@ def check_plot_file(path: Path | None) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise CommandFailed(
             "--plot needs the package matplotlib, which is not installed: "
-            "pip install 'llama-gateway[plots]'"
+            f"{install_command('plots')}"
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gateway.system import install_command
 from gateway.tools.cli import options
 from gateway.tools.cli.admin_client import AdminRefused, connect_admin
 from gateway.tools.cli.options import examples_epilog
@@ -59,7 +60,7 @@ def top(
                 return
             if importlib.util.find_spec("textual") is None:
                 raise CommandFailed(
-                    "the live screen needs Textual: pip install 'llama-gateway[tui]'; "
+                    f"the live screen needs Textual: {install_command('tui')}; "
                     "--once works without it"
                 )
             # A key that is refused is told here, and not on a screen.
