@@ -25,6 +25,7 @@ from gateway.config.fields import (
     TypeLabel,
     validation_error,
 )
+from gateway.config.foreign import foreign_problem
 from gateway.config.headers import HeaderSettings, IdentitySettings
 from gateway.config.listeners import (
     CorsSpec,
@@ -365,6 +366,8 @@ def load_settings(
     env = os.environ if env is None else env
     source = read_yaml(path, env)
     root = source.root
+    if foreign := foreign_problem(source, "settings"):
+        raise ConfigError([foreign])
     if root.tree == YamlScalar(None):
         if rejected == "empty" or (rejected == "blank" and source.blank and path.is_file()):
             raise ConfigError([Problem(path, 0, "", "the file is empty", _EMPTY_REMEDY)])

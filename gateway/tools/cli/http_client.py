@@ -23,14 +23,22 @@ def open_client(
     if tls is None and url.startswith("http:"):
         # Trusts nobody, as nobody is asked: to read the machine's authorities takes 30 ms.
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    return httpx.Client(
-        base_url=url,
-        headers={"authorization": f"Bearer {key}"} if key else {},
-        timeout=timeout,
-        # With an explicit transport httpx takes no proxy from the environment: the gateway is on
-        # loopback or in a private network, and the key is for nobody else.
-        transport=httpx.HTTPTransport() if tls is None else httpx.HTTPTransport(verify=tls),
-    )
+    try:
+        return httpx.Client(
+            base_url=url,
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=timeout,
+            # With an explicit transport httpx takes no proxy from the environment: the gateway is
+            # on loopback or in a private network, and the key is for nobody else.
+            transport=httpx.HTTPTransport() if tls is None else httpx.HTTPTransport(verify=tls),
+        )
+    except httpx.InvalidURL as error:
+        from gateway.config.fields import bracketed_ipv6
+
+        scheme, _, rest = url.partition("://")
+        bracketed = bracketed_ipv6(rest.partition("/")[0])
+        remedy = f"an IPv6 address needs brackets: {scheme}://{bracketed}" if bracketed else error
+        raise CommandFailed(f"the address is no valid URL: {remedy}", status=2) from None
 
 
 def reason(error: httpx.HTTPError) -> str:
