@@ -17,6 +17,7 @@ from gateway.tools.cli.http_client import (
     open_client,
     read_answer,
     reason,
+    scheme_hint,
 )
 from gateway.tools.cli.terminal import CommandFailed, print_note
 
@@ -161,12 +162,15 @@ class AdminClient:
         import httpx
 
         if not isinstance(error, httpx.ConnectError):
-            return CommandFailed(f"the gateway at {self.url} did not answer ({reason(error)})")
+            told = f"the gateway at {self.url} did not answer ({reason(error)})"
+            return CommandFailed(told + scheme_hint(self.url))
         if is_untrusted(error):
             return CommandFailed(
                 f"the certificate of the gateway at {self.url} is not trusted "
                 f"({reason(error)}): name it, or the authority behind it, with --admin-ca"
             )
+        if self.url.startswith("https:") and (hint := scheme_hint(self.url)):
+            return CommandFailed(f"no TLS handshake with {self.url} ({reason(error)}){hint}")
         return NoGateway(
             f"no gateway answers at {self.url} ({reason(error)}): is it running? "
             "--admin-url names its admin listener"

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     import httpx
 
 
+SCHEME_LIMIT = 2.0
+"""Seconds for a look whether a server speaks the other scheme."""
+
+
 def open_client(
     url: str, key: str | None, timeout: httpx.Timeout | float, tls: ssl.SSLContext | None = None
 ) -> httpx.Client:
@@ -49,6 +53,23 @@ def reason(error: httpx.HTTPError) -> str:
 def is_untrusted(error: httpx.ConnectError) -> bool:
     """Whether the gateway's certificate is not trusted."""
     return "CERTIFICATE_VERIFY_FAILED" in str(error)
+
+
+def scheme_hint(url: str) -> str:
+    """What to write if the server there speaks the other scheme; else nothing."""
+    import asyncio
+    from urllib.parse import urlsplit
+
+    from gateway.transport.other_scheme import speaks_plain_http, speaks_tls
+
+    parts = urlsplit(url)
+    host, secure = parts.hostname or "", parts.scheme == "https"
+    port = parts.port or (443 if secure else 80)
+    speaks = speaks_plain_http if secure else speaks_tls
+    if not asyncio.run(speaks(host, port, SCHEME_LIMIT)):
+        return ""
+    other = "http" if secure else "https"
+    return f": it speaks {other}: write {other}{url[len(parts.scheme) :]}"
 
 
 def read_answer(response: httpx.Response, most: int) -> bytes:
