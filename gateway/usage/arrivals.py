@@ -68,11 +68,11 @@ class ArrivalsReader:
     rows_per_step: int = ROWS_PER_STEP
     most_arrivals: int = MOST_ARRIVALS
     most_minutes: int = MOST_MINUTES
-    _minutes: dict[int, _Minute] = field(default_factory=dict)
-    _arrivals: list[list[Any]] = field(default_factory=list)
-    _at: float | None = None
+    _minutes: dict[int, _Minute] = field(default_factory=dict, init=False)
+    _arrivals: list[list[Any]] = field(default_factory=list, init=False)
+    _at: float | None = field(default=None, init=False)
     """Rows that ended before it have been read; None: all minutes are counted."""
-    _hour: tuple[float, float] | None = None
+    _hour: tuple[float, float] | None = field(default=None, init=False)
     """From when to when it was; None: not found yet."""
 
     def __post_init__(self) -> None:

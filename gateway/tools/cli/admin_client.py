@@ -6,6 +6,7 @@ import json
 import os
 import ssl
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote, urlsplit
@@ -304,7 +305,7 @@ def _settings(config: Path | None, needed: Mapping[str, str]) -> AdminSettings |
         # The running gateway still has older settings, and the operator must be able to reach it.
         more = len(error.problems) - 1
         others = f" (and {more} more)" if more else ""
-        problem = error.problems[0]
+        problem = replace(error.problems[0], remedy="")
     try:
         admin = load_admin(path, needed)
     except ConfigError as error:
@@ -319,7 +320,7 @@ def _settings(config: Path | None, needed: Mapping[str, str]) -> AdminSettings |
         ) from None
     print_note(
         f"warning: {problem}{others}; a gateway that runs keeps the settings that it has: going on "
-        f"with `admin` of this file"
+        "with `admin` of this file"
     )
     return admin
 

@@ -225,8 +225,8 @@ def show_changes(question: PlanQuestion, found: FleetAnswer) -> None:
     for part in found.fleet.parts:
         one = part.node_type
         print(
-            f"{part.count} nodes like {one.name}: {one.slots} slots, {one.prefill_tps:.0f} prompt "
-            f"tokens/s, {one.decode_tps:.1f} written (measured)"
+            f"{part.count} {'node' if part.count == 1 else 'nodes'} like {one.name}: {one.slots} "
+            f"slots, {one.prefill_tps:.0f} prompt tokens/s, {one.decode_tps:.1f} written (measured)"
         )
     print()
     print_table(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from statistics import fmean
@@ -29,6 +29,7 @@ from gateway.tools.plan.trial import (
     try_fleet,
 )
 from gateway.tools.plan.workload import MOST_PEAK, SECONDS_PER_HOUR, Workload
+from gateway.tools.simulate.fronts import PRIORITY_BY_LABEL
 from gateway.tools.simulate.report import Percentiles
 from gateway.tools.simulate.server import SimulatedMachine
 from gateway.tools.simulate.trace import MOST_TOKENS, Job, Trace, TracePrompt, build_trace
@@ -47,6 +48,8 @@ SATURATED = 0.95
 
 UNSERVED_SHARE = 0.01
 """Share of the requests that may find no slot."""
+
+MOST_NAMED = 20
 
 MOST_ADDED = 64
 """Nodes that an advice adds at most."""
@@ -78,6 +81,8 @@ class MeasuredFleet:
 
     parts: tuple[FleetPart, ...]
     notes: tuple[str, ...]
+    names: tuple[tuple[str, frozenset[str]], ...] = ()
+    """Of each node, with the models that it serves."""
 
 
 def measured_fleet(nodes: Sequence[Mapping[str, Any]]) -> MeasuredFleet:
@@ -101,6 +106,7 @@ def measured_fleet(nodes: Sequence[Mapping[str, Any]]) -> MeasuredFleet:
             "no node's speed is measured yet: send some requests, or give --tokens-per-second and "
             "--prefill-tokens-per-second"
         )
+    names: list[tuple[str, frozenset[str]]] = []
     kinds: list[tuple[MeasuredType, int]] = []
     for node in working:
         speeds = _speeds(node)
@@ -111,6 +117,7 @@ def measured_fleet(nodes: Sequence[Mapping[str, Any]]) -> MeasuredFleet:
             notes.append(f"{node.get('name')} is not measured yet: taken to be like {like['name']}")
         assert speeds is not None
         kind = _kind(node, speeds)
+        names.append((str(node.get("name")), kind.models))
         for place, (known, count) in enumerate(kinds):
             if _is_alike(known, kind):
                 kinds[place] = (_merged(known, kind, count), count + 1)
@@ -118,7 +125,7 @@ def measured_fleet(nodes: Sequence[Mapping[str, Any]]) -> MeasuredFleet:
         else:
             kinds.append((kind, 1))
     parts = tuple(FleetPart(kind, count) for kind, count in kinds)
-    return MeasuredFleet(parts, tuple(notes))
+    return MeasuredFleet(parts, tuple(notes), tuple(names))
 
 
 def _is_down(node: Mapping[str, Any]) -> bool:
@@ -201,6 +208,15 @@ class BusiestHour:
     """Seconds that requests lasted beyond those in their slots."""
     service: float
     """Mean seconds in a slot."""
+    added: tuple[str, ...] = ()
+    """Nodes of today that did not serve then: its waits are not those of this fleet."""
+    removed: tuple[str, ...] = ()
+    """Nodes that served then and are no more: its slots are not those of this fleet."""
+
+    @property
+    def was_full(self) -> bool:
+        """Whether this fleet had no free slot for long."""
+        return not (self.added or self.removed) and self.slots_busy >= SATURATED
 
     @property
     def name(self) -> str:
@@ -218,6 +234,8 @@ class BusiestHour:
             "slots_busy": self.slots_busy,
             "wait_p95": self.wait_p95,
             "service": self.service,
+            "nodes_added_since": list(self.added),
+            "nodes_removed_since": list(self.removed),
         }
 
 
@@ -244,6 +262,7 @@ class _Arrival:
     at: float
     model: str
     priority_label: str
+    node: str
     tokens: tuple[float, float, float] | None
     """Prompt, cached and completion tokens; None: it has not been served."""
     slot_seconds: float
@@ -301,6 +320,11 @@ def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> 
     mean = max(requests / max(since_first, span) * SECONDS_PER_HOUR, rate / MOST_PEAK)
     workload = replace(_workload(min(mean, rate), every), peak=max(1.0, rate / mean))
     slots = sum(part.servers * part.node_type.slots for part in fleet.parts)
+    nodes = {one.node for one in known}
+
+    def serves(models: frozenset[str]) -> bool:
+        return not models or not models.isdisjoint(counts)
+
     hour = BusiestHour(
         start,
         end,
@@ -309,11 +333,21 @@ def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> 
         sum(_held(one, first, first + span) for one in known) / (slots * span),
         Percentiles.of([max(0.0, (one.lasted or 0.0) - one.slot_seconds) for one in known]).p95,
         service,
+        _some(name for name, models in fleet.names if name not in nodes and serves(models)),
+        _some(nodes - {name for name, _ in fleet.names}),
     )
     notes = [f"from the ledger: {requests:,.0f} requests, {len(arrivals):,} of them in {hour.name}"]
+    if hour.added:
+        notes.append(
+            f"{', '.join(hour.added)} did not serve in that hour: its waits then tell nothing"
+        )
     if len(arrivals) < FEW_REQUESTS:
         notes.append("so few requests tell little of what the fleet can do")
     return FleetTraffic(workload, by_model, build_trace(jobs), hour, tuple(notes))
+
+
+def _some(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(names)[:MOST_NAMED])
 
 
 def _models(part: FleetPart) -> frozenset[str]:
@@ -328,7 +362,8 @@ def _read(row: Mapping[str, Any]) -> _Arrival:
     return _Arrival(
         float(row["seconds"]),
         str(row["model"] or ""),
-        str(row["class"] or "normal"),
+        row["class"] if row["class"] in PRIORITY_BY_LABEL else "normal",
+        str(row["node"] or ""),
         tokens,
         float(row["slot_seconds"]),
         None if row["lasted"] is None else float(row["lasted"]),
@@ -496,7 +531,7 @@ def _as_slow_as_seen(
     """
     use = fleet_use(fleet.parts, traffic.by_model)
     hour = traffic.hour
-    if hour is None or hour.slots_busy < SATURATED or use >= hour.slots_busy:
+    if hour is None or not hour.was_full or use >= hour.slots_busy:
         return fleet, ()
     slower = use / hour.slots_busy
     parts = tuple(
@@ -515,7 +550,7 @@ def _as_slow_as_seen(
         f"by the measured speeds the fleet was used to {use:.0%}, but its slots were held "
         f"{hour.slots_busy:.0%} of the time: taken to be {1 / slower:.2f} times slower"
     )
-    return MeasuredFleet(parts, fleet.notes), (note,)
+    return replace(fleet, parts=parts), (note,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -586,11 +621,11 @@ def _advice(asked: _Asked, fleet: MeasuredFleet, rows: Sequence[WhatIf]) -> Flee
         )
     if now.use >= 1.0:
         why = f"{where} asked for {now.use:.0%} of what it can do"
-    elif hour is not None and hour.slots_busy >= SATURATED:
+    elif hour is not None and hour.was_full:
         why = f"its slots were held {hour.slots_busy:.0%} of the time in {where}"
-    elif hour is not None and hour.unserved > UNSERVED_SHARE * hour.requests:
+    elif hour is not None and not hour.added and hour.unserved > UNSERVED_SHARE * hour.requests:
         why = f"{hour.unserved:,} of {hour.requests:,} requests found no slot in {where}"
-    elif hour is not None and hour.wait_p95 > max(LONG_WAIT, hour.service):
+    elif hour is not None and not hour.added and hour.wait_p95 > max(LONG_WAIT, hour.service):
         why = f"5 % of the requests waited {hour.wait_p95:.1f} s or longer in {where}"
     elif now.trial is not None and now.trial.too_late > UNSERVED_SHARE * now.trial.requests:
         why = f"{now.trial.too_late:,} requests of {where} would wait too long to be served"
@@ -635,5 +670,5 @@ def _least_addition(
         rows[count] = asked.row(f"{count} more", _changed(fleet, place, count), now, min)
         return rows[count].trial is None or not rows[count].missed
 
-    count = least_that(suffices, least, MOST_ADDED)
-    return None if count is None else (fleet.parts[place].node_type.name, count, rows[count])
+    found = least_that(suffices, least, MOST_ADDED)
+    return None if found is None else (fleet.parts[place].node_type.name, found, rows[found])

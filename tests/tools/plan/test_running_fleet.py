@@ -101,6 +101,10 @@ def told(*rows: tuple[float, dict[str, Any]], requests: int | None = None) -> di
     }
 
 
+def slow(name: str, **fields: Any) -> dict[str, Any]:
+    return node(name, **{"prefill_tps": 20.0, "decode_tps": 2.0, **fields})
+
+
 def even(requests: int, **more: Any) -> dict[str, Any]:
     return told(*((n * 3600 / requests, more) for n in range(requests)))
 
@@ -138,7 +142,7 @@ def test_the_busiest_hour_is_played_as_it_was() -> None:
 def test_what_found_no_slot_is_taken_to_be_like_the_others() -> None:
     none = dict.fromkeys(("prompt_tokens", "cached_tokens", "completion_tokens"))
     refused = {**none, "slot_seconds": 0.0, "unserved": True}
-    found = answer(told(*((n * 3.6, refused if n % 2 else {}) for n in range(1000))), node("a"))
+    found = answer(told(*((n * 18.0, refused if n % 2 else {}) for n in range(200))), slow("a"))
     assert found.traffic.recorded is not None
     assert {(job.prompt.tokens, job.output) for job in found.traffic.recorded.jobs} == {(100, 90)}
     assert found.advice.verdict == "saturated"
@@ -153,8 +157,8 @@ def test_an_empty_ledger_says_what_to_do(told: dict[str, Any]) -> None:
 
 
 def test_a_saturated_fleet_is_called_saturated_and_told_what_to_add() -> None:
-    # A request reads 1 s and writes 9 s: two slots end some 0.16 a second.
-    found = answer(even(900), node("a"))
+    # A request reads 5 s and writes 45 s: two slots end some 0.03 a second.
+    found = answer(even(180), slow("a"))
     now = found.changes[0]
     assert 1.4 < now.use < 1.8
     assert now.trial is not None
@@ -168,13 +172,35 @@ def test_a_saturated_fleet_is_called_saturated_and_told_what_to_add() -> None:
 
 
 def test_slots_that_were_never_free_are_believed_more_than_measured_speeds() -> None:
-    # By its speeds a node would be used to a quarter; its two slots were held all the time.
+    # By its speeds the node would be used to a fifth; its two slots were held all the time.
     busy = even(360, slot_seconds=20.0, lasted=60.0)
     found = answer(busy, node("a", prefill_tps=300.0, decode_tps=30.0))
     assert found.advice.verdict == "saturated"
     assert found.advice.add_count >= 1
     assert found.changes[0].use > 0.95
     assert "times slower" in found.notes[0]
+
+
+def test_a_node_that_was_added_since_ends_the_saturation() -> None:
+    full = even(180, slot_seconds=60.0, lasted=300.0)
+    assert answer(full, slow("a")).advice.verdict == "saturated"
+    found = answer(full, slow("a"), slow("b"), slow("c"))
+    assert found.advice.verdict == "enough"
+    assert found.traffic.hour is not None
+    assert found.traffic.hour.added == ("b", "c")
+    # A node of another model could not have served.
+    other = slow("b", models=["other"])
+    assert answer(full, slow("a", models=["mistral"]), other).advice.verdict == "saturated"
+
+
+def test_a_node_that_was_removed_since_is_no_slowness_of_the_others() -> None:
+    where = {"slot_seconds": 60.0, "lasted": 65.0}
+    full = told(*((n * 20.0, {**where, "node": "gone" if n % 2 else "a"}) for n in range(180)))
+    found = answer(full, slow("a"))
+    assert found.advice.verdict == "saturated"
+    assert found.notes == ()
+    assert found.traffic.hour is not None
+    assert found.traffic.hour.removed == ("gone",)
 
 
 def test_waits_of_a_burst_saturate_a_fleet_that_is_idle_before_and_after() -> None:
@@ -195,7 +221,7 @@ def test_a_fleet_with_room_is_enough_and_says_what_could_go() -> None:
     )
 
 
-@pytest.mark.parametrize("requests", [40, 200, 500, 900])
+@pytest.mark.parametrize("requests", [40, 200, 400])
 def test_a_smaller_fleet_is_never_predicted_to_be_better(requests: int) -> None:
     nodes = [node("a"), node("b"), node("slow", decode_tps=1.0, prefill_tps=10.0, slots_total=4)]
     found = {row.change: row for row in answer(even(requests), *nodes).changes}
@@ -211,8 +237,9 @@ def test_a_smaller_fleet_is_never_predicted_to_be_better(requests: int) -> None:
 
 
 def test_a_model_is_served_by_its_own_nodes() -> None:
-    nodes = [node("a", models=["small"]), node("b", models=["large"], slots_total=4)]
-    arrivals = told(*((n * 3.0, {"model": "large" if n % 4 else "small"}) for n in range(1200)))
+    nodes = [slow("a", models=["small"]), slow("b", models=["large"], slots_total=4)]
+    kinds = ({"model": "large", "node": "b"}, {"model": "small", "node": "a"})
+    arrivals = told(*((n * 15.0, kinds[not n % 4]) for n in range(240)))
     found = answer(arrivals, *nodes)
     rows = {row.change: row for row in found.changes}
     # The nodes of `large` are the busiest place, whatever the others have left.
