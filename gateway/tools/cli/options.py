@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from gateway.system import install_command
 from gateway.tools.cli.terminal import CommandFailed
 
 DEFAULT_NODES = Path("config/nodes.yaml")
@@ -194,6 +193,8 @@ def check_plot_file(path: Path | None) -> None:
     if not path.parent.is_dir():
         raise CommandFailed(f"--plot {path}: there is no folder {path.parent}", status=2)
     if importlib.util.find_spec("matplotlib") is None:
+        from gateway.system import install_command
+
         raise CommandFailed(
             "--plot needs the package matplotlib, which is not installed: "
             f"{install_command('plots')}"

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gateway.system import install_command
 from gateway.tools.cli import options
 from gateway.tools.cli.admin_client import AdminRefused, connect_admin
 from gateway.tools.cli.options import examples_epilog
@@ -59,6 +58,8 @@ def top(
                 _print(_read_once(admin), as_json=as_json)
                 return
             if importlib.util.find_spec("textual") is None:
+                from gateway.system import install_command
+
                 raise CommandFailed(
                     f"the live screen needs Textual: {install_command('tui')}; "
                     "--once works without it"
