@@ -403,7 +403,7 @@ def load_admin(
     problems = [
         one
         for one in source.problems
-        if one.key == "admin" or any(one.key.startswith(f"admin.{key}") for key in needed)
+        if one.key == "admin" or any(f"{one.key}.".startswith(f"admin.{key}.") for key in needed)
     ]
     if isinstance(entry.tree, YamlMapping):
         kept = {key: one for key, one in entry.tree.entries.items() if key in needed}

@@ -27,7 +27,7 @@ async def speaks_tls(host: str, port: int, limit: float) -> bool:
     except ssl.SSLError as error:
         # It wants a certificate of ours, or other ciphers.
         return "ALERT" in (error.reason or "")
-    except (OSError, TimeoutError):
+    except (OSError, TimeoutError, UnicodeError):
         return False
     writer.transport.abort()
     return True
@@ -46,7 +46,7 @@ async def speaks_plain_http(host: str, port: int, limit: float) -> bool:
                 answer = await reader.readexactly(ANSWER_BYTES)
             finally:
                 writer.transport.abort()
-    except (OSError, TimeoutError, asyncio.IncompleteReadError):
+    except (OSError, TimeoutError, UnicodeError, asyncio.IncompleteReadError):
         return False
     return answer.startswith(b"HTTP/1.") and not answer.endswith(b"400")
 

@@ -265,6 +265,7 @@ BROKEN = {
     "a wrong value": "queue: {{max: many}}\n{admin}",
     "a missing variable": "{admin}\nstore: {{url: '${{NO_SUCH_VARIABLE}}'}}\n",
     "a key of admin that no command needs": "{admin}\n  keys: [{{id: a}}]\n  hosts: 7\n",
+    "a missing variable of admin": "{admin}\n  hosts: ['${{NO_SUCH_VARIABLE}}']\n",
     "a control character": "# \x07\n{admin}",
 }
 
