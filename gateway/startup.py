@@ -24,6 +24,7 @@ from gateway.config.fields import is_host
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.settings import RejectedFiles, Settings, load_settings
 from gateway.config.store import STORE_OFF
+from gateway.system import install_command
 from gateway.tracing.extra import has_otel
 from gateway.transport.certificates import CertificateError, load_certificate
 from gateway.transport.node_pool import node_address
@@ -107,7 +108,7 @@ def check_startup(options: Options, *, allow_empty: bool = True) -> StartupCheck
         start_problems += _listener_problems(settings, _count_keys(options, settings))
         if lacks_otel(settings):
             start_problems.append(
-                StartProblem(_TRACES_KEY, f"{_TRACES_KEY}: {_NO_OTEL}: {_OTEL_REMEDY}")
+                StartProblem(_TRACES_KEY, f"{_TRACES_KEY}: {_NO_OTEL}: {_otel_remedy()}")
             )
     except ConfigError as error:
         problems += error.problems
@@ -222,7 +223,10 @@ def _node_tls_problems(inventory: Inventory) -> Iterator[StartProblem]:
 
 _TRACES_KEY = "telemetry.traces.endpoint"
 _NO_OTEL = "traces need OpenTelemetry's packages, which are not installed"
-_OTEL_REMEDY = "pip install 'llama-gateway[otel]', or remove the key"
+
+
+def _otel_remedy() -> str:
+    return f"{install_command('otel')}, or remove the key"
 
 
 def lacks_otel(settings: Settings) -> bool:
@@ -233,7 +237,7 @@ def lacks_otel(settings: Settings) -> bool:
 def check_extras(settings: Settings, path: Path | None) -> None:
     """Check at a reload that what these settings of a file need is there. Raises: ConfigError."""
     if lacks_otel(settings):
-        raise ConfigError([Problem(path or Path(), 0, _TRACES_KEY, _NO_OTEL, _OTEL_REMEDY)])
+        raise ConfigError([Problem(path or Path(), 0, _TRACES_KEY, _NO_OTEL, _otel_remedy())])
 
 
 def read_admin_key(path: Path) -> str:

@@ -1,13 +1,18 @@
-"""What the operating system gives the process: open files, state files, systemd's socket."""
+"""What the system gives the process: open files, state files, systemd's socket, packages."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.metadata
+import importlib.util
 import logging
 import os
+import re
 import resource
+import shlex
 import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -132,3 +137,31 @@ def write_state(path: Path, value: object, *, mode: int = 0o666) -> None:
     except OSError:
         fresh.unlink(missing_ok=True)
         raise
+
+
+DISTRIBUTION = "llama-gateway"
+
+
+def install_command(extra: str) -> str:
+    """Return the command that adds an extra's packages to the environment that runs this.
+
+    No package index is known to have this program, so it names the packages themselves, which the
+    program's own metadata list.
+    """
+    python = sys.executable or "python3"
+    try:
+        listed = importlib.metadata.requires(DISTRIBUTION) or ()
+    except importlib.metadata.PackageNotFoundError:
+        # It runs in a checkout that was never installed.
+        checkout = Path(__file__).resolve().parent.parent
+        return shlex.join([python, "-m", "pip", "install", f"{checkout}[{extra}]"])
+    wanted = [
+        requirement.partition(";")[0].replace(" ", "")
+        for requirement in listed
+        if re.search(rf"""extra *== *["']{extra}["']""", requirement)
+    ]
+    if Path(sys.prefix, "pipx_metadata.json").is_file():
+        return shlex.join(["pipx", "inject", Path(sys.prefix).name, *wanted])
+    if importlib.util.find_spec("pip") is None:
+        return shlex.join(["uv", "pip", "install", "--python", python, *wanted])
+    return shlex.join([python, "-m", "pip", "install", *wanted])

@@ -28,6 +28,8 @@ class Problem:
     message: str
     remedy: str = ""
     column: int = 0
+    lines: tuple[str, ...] = ()
+    """Lines that could stand in place of what is wrong."""
 
     def __str__(self) -> str:
         """One line: `file:line: key: message (remedy)`."""

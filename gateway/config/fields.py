@@ -191,6 +191,20 @@ def is_host(text: str) -> bool:
     return "%" not in text
 
 
+LEAST_USUAL_PORT = 80
+"""A lower number at the end of an IPv6 address without brackets is a part of the address."""
+
+
+def bracketed_ipv6(netloc: str) -> str:
+    """Put an IPv6 address, perhaps with a port, into the brackets that it lacks; else empty."""
+    if netloc.count(":") < 2 or "[" in netloc:
+        return ""
+    host, _, port = netloc.rpartition(":")
+    if port.isdecimal() and LEAST_USUAL_PORT <= int(port[:6]) <= 65535 and is_host(host):
+        return f"[{host}]:{port}"
+    return f"[{netloc}]" if is_host(netloc) else ""
+
+
 def _host(value: object) -> object:
     if isinstance(value, str) and not is_host(value):
         raise validation_error(

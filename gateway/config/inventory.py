@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from pydantic import Field, PrivateAttr, model_validator
 
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import ConfigModel, validation_error
+from gateway.config.foreign import foreign_problem
 from gateway.config.node import (
     Endpoint,
     NodeSpec,
@@ -104,6 +108,8 @@ def load_inventory(path: Path, env: Mapping[str, str] | None = None) -> Inventor
     if not os.path.lexists(path):
         raise ConfigError([Problem(path, 0, "", "there is no such file", _NO_FILE_REMEDY)])
     source = read_yaml(path, env)
+    if foreign := foreign_problem(source, "inventory"):
+        raise ConfigError([foreign])
     problems = list(source.problems)
     defaults, entries = _read_top_level(source, problems)
 
@@ -142,7 +148,10 @@ def _shared_addresses(
         if not spec.enabled:
             continue
         models = repr(spec.models) if spec.kind == "openai" else ""
-        other = first.setdefault((spec.url, spec.api_key, models), spec.name)
+        places = [(one, spec.api_key, models) for one in _one_address(spec.url)]
+        other = next((first[one] for one in places if one in first), spec.name)
+        for place in places:
+            first.setdefault(place, spec.name)
         if other != spec.name:
             line = (
                 entry.tree.entries["url"].line
@@ -156,6 +165,34 @@ def _shared_addresses(
                 f"the nodes {other} and {spec.name} are one server, whose slots count twice",
                 "correct one url, or remove one node",
             )
+
+
+def _one_address(url: str) -> Iterator[str]:
+    """The spellings of an address to which others of the same server come down.
+
+    Names are not looked up: only `localhost` is known to be both loopback addresses.
+    """
+    parts = urlsplit(url)
+    host = (parts.hostname or "").rstrip(".")
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    hosts = ["127.0.0.1", "::1"] if host == "localhost" else [_ip_address(host)]
+    for one in hosts:
+        yield f"{one} {port} {parts.path}"
+
+
+def _ip_address(host: str) -> str:
+    """An IP address in its usual spelling; the host as it is, if it is a name."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        try:
+            # `127.1` and the like, as the system's resolver reads them.
+            return socket.inet_ntoa(socket.inet_aton(host)) if host[:1].isdigit() else host
+        except OSError:
+            return host
+    mapped = getattr(address, "ipv4_mapped", None) or address
+    # To connect to every address is to connect to this machine.
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(str(mapped), str(mapped))
 
 
 def _text_entry(value: str) -> YamlEntry:

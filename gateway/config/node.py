@@ -30,6 +30,7 @@ from gateway.config.fields import (
     Seconds,
     TypeLabel,
     as_list,
+    bracketed_ipv6,
     is_host,
     secret_from_file,
     secret_from_variable,
@@ -158,6 +159,10 @@ def normalise_node_url(value: object) -> object:
         host = parts.hostname or ""
     except ValueError:
         raise validation_error("is no valid URL", _EXAMPLE) from None
+    if "@" not in parts.netloc and (bracketed := bracketed_ipv6(parts.netloc)):
+        raise validation_error(
+            "an IPv6 address needs brackets", f"write {parts.scheme}://{bracketed}{parts.path}"
+        )
     try:
         port = parts.port
     except ValueError:
@@ -196,9 +201,41 @@ class NodeSpec(ConfigModel):
 
     misplaced_keys: ClassVar[Mapping[str, str]] = {
         "port": "it is part of the url: http://10.0.0.11:8080",
-        "address": "it is called url: http://10.0.0.11:8080",
+        **dict.fromkeys(
+            ("address", "server", "api_base", "base_url", "apiBase", "baseUrl", "proxy"),
+            "it is called url: http://10.0.0.11:8080, without /v1",
+        ),
         "api_key": "name its variable in api_key_env, or its file in api_key_file",
-    }
+        "weight": (
+            "there are no weights: speeds are measured, and speed_hint is the first guess (2: "
+            "twice as fast as the others)"
+        ),
+        "priority": (
+            "nodes have none: each request goes where it is expected to end first. A node for "
+            "what the others can't do in time is `tier: gpu`; requests have classes"
+        ),
+        "backup": (
+            "a reserve is `tier: gpu`, which gets what the others can't do in time, or "
+            "`standby: true` with `start` and `stop`, which is started for that"
+        ),
+        **dict.fromkeys(
+            (
+                "max_conns", "maxconn", "max_connections", "max_parallel_requests", "parallel",
+                "n_parallel", "concurrency", "concurrencyLimit",
+            ),
+            "it is called slots, and learnt from llama.cpp",
+        ),
+        **dict.fromkeys(
+            ("max_fails", "fail_timeout", "health_check", "healthcheck", "check_interval"),
+            "it is of all nodes: health, in the settings",
+        ),
+        **dict.fromkeys(("ctx_size", "n_ctx", "context_length"), "it is called context"),
+        **dict.fromkeys(("model_name", "model_id"), "it is called model"),
+        **dict.fromkeys(
+            ("timeout", "request_timeout"),
+            "it is one of timeouts: {connect, first_byte, silence, total}",
+        ),
+    }  # fmt: skip
 
     name: Annotated[
         str,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,6 +25,7 @@ from gateway.config.fields import (
     TypeLabel,
     validation_error,
 )
+from gateway.config.foreign import foreign_problem
 from gateway.config.headers import HeaderSettings, IdentitySettings
 from gateway.config.listeners import (
     CorsSpec,
@@ -56,6 +57,7 @@ from gateway.config.yaml_file import (
     YamlMapping,
     YamlScalar,
     mapping_of,
+    read_section,
     read_yaml,
 )
 
@@ -365,6 +367,8 @@ def load_settings(
     env = os.environ if env is None else env
     source = read_yaml(path, env)
     root = source.root
+    if foreign := foreign_problem(source, "settings"):
+        raise ConfigError([foreign])
     if root.tree == YamlScalar(None):
         if rejected == "empty" or (rejected == "blank" and source.blank and path.is_file()):
             raise ConfigError([Problem(path, 0, "", "the file is empty", _EMPTY_REMEDY)])
@@ -378,6 +382,42 @@ def load_settings(
     if problems or settings is None:
         raise ConfigError(first_of_each_place(problems))
     return settings
+
+
+def load_admin(
+    path: Path, needed: Collection[str], env: Mapping[str, str] | None = None
+) -> AdminSettings:
+    """Read some keys of `admin`, from a file in which others are wrong.
+
+    For commands that ask a gateway which serves on with the settings that it has. Raises
+    ConfigError with the problems of these keys.
+    """
+    env = os.environ if env is None else env
+    try:
+        source = read_yaml(path, env)
+    except ConfigError:
+        source = read_section(path, env, "admin")
+    root = source.root.tree
+    entry = root.entries.get("admin") if isinstance(root, YamlMapping) else None
+    if entry is None or entry.tree == YamlScalar(None):
+        return AdminSettings()
+    problems = [
+        one
+        for one in source.problems
+        if one.key == "admin" or any(f"{one.key}.".startswith(f"admin.{key}.") for key in needed)
+    ]
+    if isinstance(entry.tree, YamlMapping):
+        kept = {key: one for key, one in entry.tree.entries.items() if key in needed}
+        tls = kept.get("tls")
+        if tls is not None and isinstance(tls.tree, YamlMapping) and "cert" in tls.tree.entries:
+            # A client has no use for the certificate's key, which it may not be able to read.
+            cert = tls.tree.entries["cert"]
+            kept["tls"] = YamlEntry(mapping_of({"cert": cert, "key": cert}), tls.line, tls.key)
+        entry = YamlEntry(mapping_of(kept), entry.line, entry.key)
+    admin, wrongs = validate(AdminSettings, source, entry, env)
+    if problems or wrongs or admin is None:
+        raise ConfigError(first_of_each_place([*problems, *wrongs]))
+    return admin
 
 
 def _same_names(source: YamlDocument, root: YamlEntry) -> list[Problem]:

@@ -133,6 +133,27 @@ def read_yaml(path: Path, env: Mapping[str, str]) -> YamlDocument:
     return _TreeBuilder(path, env, text).build()
 
 
+def read_section(path: Path, env: Mapping[str, str], key: str) -> YamlDocument:
+    """Read one key of a file's top level, though the file is no YAML elsewhere.
+
+    Raises ConfigError where that can't be told apart.
+    """
+    text = _read_text(path)
+    lines = text.split("\n")
+    inside = False
+    for number, line in enumerate(lines):
+        # Comments, blank lines and items of a list go on with the key above.
+        if line[:1].strip() and line[0] not in "#-":
+            inside = line.replace('"', "").replace("'", "").partition(":")[0].strip() == key
+            if line[0] in "{[&*!%?":
+                raise ConfigError(
+                    [Problem(path, number + 1, key, "can't be told from the rest of the file")]
+                )
+        if not inside:
+            lines[number] = ""
+    return _TreeBuilder(path, env, "\n".join(lines)).build()
+
+
 def _read_text(path: Path) -> str:
     try:
         with path.open("rb") as file:

@@ -23,6 +23,7 @@ from gateway.transport.errors import (
     LocalResourcesExhausted,
     UpstreamError,
 )
+from gateway.transport.other_scheme import speaks_plain_http, speaks_tls, tls_failure
 
 LARGEST_RESPONSE = 4 << 20
 """Bytes; `/slots` of a server with many slots and `/props` with a long template are far smaller."""
@@ -90,15 +91,19 @@ async def fetch(
                     return ended(ProbeAnswer.FAILED, f"{path} answers without end")
             return ProbeResponse(connection.status, bytes(found))
     except (TimeoutError, ConnectTimedOut):
-        return ended(ProbeAnswer.TIMED_OUT, f"no answer to {path} within {limit:g} s")
+        # A TLS server does not leave plain HTTP waiting, as a plain one does with a handshake.
+        hint = "" if pool.address.tls is None else await _scheme_hint(node)
+        return ended(ProbeAnswer.TIMED_OUT, f"no answer to {path} within {limit:g} s{hint}")
     except LocalResourcesExhausted as error:
         return ended(ProbeAnswer.TIMED_OUT, f"{path} could not be requested ({_why(error)})")
     except ConnectFailed as error:
         return ended(
-            ProbeAnswer.CONNECTION_REFUSED, f"no connection to {node.spec.url} ({_why(error)})"
+            ProbeAnswer.CONNECTION_REFUSED,
+            f"no connection to {node.spec.url} ({_why_not(node, error)})",
         )
     except UpstreamError as error:
-        return ended(ProbeAnswer.FAILED, f"{path} broke off ({_why(error)})")
+        hint = await _scheme_hint(node)
+        return ended(ProbeAnswer.FAILED, f"{path} broke off ({_why(error)}){hint}")
     except Exception as error:  # noqa: BLE001 - no error of one node may stop the watch of others
         return ended(ProbeAnswer.FAILED, f"{path} could not be requested ({_why(error)})")
 
@@ -112,6 +117,8 @@ async def check_alive(node: Node) -> ProbeResult:
     if isinstance(reply, ProbeResult):
         return reply
     answer, detail = _judge_health(reply)
+    if reply.status == HTTPStatus.BAD_REQUEST:
+        detail += await _scheme_hint(node)
     return ProbeResult(answer, detail, node.clock() - began)
 
 
@@ -273,6 +280,47 @@ def key_rejected_reason(path: str, status: int) -> str:
     return (
         f"it refuses our key ({status} on {path}): set api_key_env or api_key_file in the inventory"
     )
+
+
+SCHEME_LIMIT = 1.0
+"""Seconds for a look whether the node speaks the other scheme."""
+
+
+async def _scheme_hint(node: Node) -> str:
+    """What to write in the inventory if the node speaks the other scheme; else nothing.
+
+    One that was up a moment ago is not asked: it has other troubles.
+    """
+    if node.probe_history.up:
+        return ""
+    address = node.upstream.address
+    limit = min(SCHEME_LIMIT, node.settings.health.timeout)
+    if address.tls is None:
+        if await speaks_tls(address.host, address.port, limit):
+            return ": it speaks TLS: write https:// in its url"
+    elif await speaks_plain_http(address.host, address.port, limit):
+        return ": it speaks plain HTTP: write http:// in its url"
+    return ""
+
+
+def _why_not(node: Node, error: Exception) -> str:
+    """Why there is no connection; of TLS, with the key of the inventory that mends it."""
+    kind, words = tls_failure(_why(error))
+    spec = node.spec.tls
+    ca = None if spec is None else spec.ca
+    remedy = {
+        "untrusted": "name the authority behind it in tls.ca"
+        if ca is None
+        else f"tls.ca, {ca}, is not the authority behind it",
+        "name": "use a name of its certificate in the url, or give it in tls.server_name",
+        "expired": "renew it on the node",
+        "plain": "write http:// in its url if it speaks plain HTTP",
+        "client": "if it wants a certificate of ours, name it in tls.cert and tls.key",
+    }.get(kind)
+    if remedy is None:
+        return words
+    subject = "" if kind in {"plain", "client"} else "its certificate is not accepted: "
+    return f"{subject}{words}: {remedy}"
 
 
 def _why(error: Exception) -> str:

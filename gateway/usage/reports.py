@@ -12,7 +12,7 @@ import csv
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
@@ -284,7 +284,9 @@ class ReportReader:
         if self._at is None:
             self._groups, self._nodes, self._at = {}, {}, self.query.since
             self._revision = _revision(connection)
-        end = self._end_of_step(connection, self._at)
+        ended = usage.c.ended_at
+        later = self._of_caller(select(ended).where(ended < self.query.until), usage)
+        end = end_of_step(connection, later.order_by(ended), self._at, self.rows_per_step)
         self._read_rows(connection, self._at, self.query.until if end is None else end)
         self._at = end
         if end is not None:
@@ -298,16 +300,6 @@ class ReportReader:
                 raise ReportInterrupted("old rows are being summed up just now: ask again later")
             return False
         return True
-
-    def _end_of_step(self, connection: Connection, start: float) -> float | None:
-        """When the first request ended that is too many for this step; None: none is."""
-        ended = usage.c.ended_at
-        later = self._where(select(ended), start, self.query.until).order_by(ended)
-        end = connection.scalar(later.offset(self.rows_per_step).limit(1))
-        if end == start:
-            # More requests than a step takes ended at the same time.
-            end = connection.scalar(later.where(ended > start).limit(1))
-        return None if end is None else float(end)
 
     def _where(self, statement: Select[Any], start: float, end: float) -> Select[Any]:
         statement = statement.where(usage.c.ended_at >= start, usage.c.ended_at < end)
@@ -393,6 +385,19 @@ class ReportReader:
         )
 
 
+def end_of_step(connection: Connection, ends: Select[Any], start: float, rows: int) -> float | None:
+    """When the first request ended that is too many for a step of `rows`; None: none is.
+
+    `ends`: when requests ended, in order.
+    """
+    ended = usage.c.ended_at
+    end = connection.scalar(ends.where(ended >= start).offset(rows).limit(1))
+    if end == start:
+        # More requests than a step takes ended at the same time.
+        end = connection.scalar(ends.where(ended > start).limit(1))
+    return None if end is None else float(end)
+
+
 def _by_size(item: tuple[Group, Sums]) -> tuple[float, int, int, Group]:
     """The dearest first, then those with the most tokens and requests."""
     group, sums = item
@@ -415,15 +420,19 @@ class Reporter:
     async def read(self, query: ReportQuery) -> UsageReport:
         """The report. Raises: InvalidQuery, ReportInterrupted, StoreError."""
         reader = ReportReader(query)
+        await self.read_steps(reader.step)
+        return reader.report()
+
+    async def read_steps(self, step: Callable[[Connection], bool]) -> None:
+        """Call `step` in jobs of the store until it returns True. Raises as `read` does."""
         try:
             async with asyncio.timeout(MOST_SECONDS), self.reading:
-                while not await self.store.run(reader.step, write=False):
+                while not await self.store.run(step, write=False):
                     pass
         except TimeoutError:
             raise ReportInterrupted(
                 f"it takes longer than {MOST_SECONDS:.0f} s: ask for a shorter time with since"
             ) from None
-        return reader.report()
 
 
 @dataclass(frozen=True, slots=True)

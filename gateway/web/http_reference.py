@@ -14,6 +14,7 @@ from gateway.config.settings import Settings
 from gateway.web.openapi import Operation, operations
 from gateway.web.openapi_errors import ADMIN_ERRORS, ERRORS
 from gateway.web.openapi_parts import (
+    ARRIVALS_FIELDS,
     AUDIT_FIELDS,
     CALLER_USAGE_FIELDS,
     MODEL_FIELDS,
@@ -72,6 +73,7 @@ def tables() -> dict[str, str]:
         "compared node": _fields(COMPARED_FIELDS),
         "audit": _fields(AUDIT_FIELDS),
         "usage": _fields(USAGE_FIELDS),
+        "arrivals": _fields(ARRIVALS_FIELDS),
         "caller usage": _fields(CALLER_USAGE_FIELDS),
     }
 

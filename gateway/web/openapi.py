@@ -38,6 +38,7 @@ from gateway.web.openapi_bodies import (
 )
 from gateway.web.openapi_errors import ADMIN_ERRORS, ERRORS, ErrorRow, error_schemas
 from gateway.web.openapi_parts import (
+    ARRIVALS_FIELDS,
     AUDIT_FIELDS,
     CALLER_USAGE_FIELDS,
     ERROR_HEADERS,
@@ -353,6 +354,7 @@ def openapi_document(
                 "ApiKey": fields_schema(KEY_FIELDS, {"key", "warnings"}),
                 "CallerUsage": fields_schema(CALLER_USAGE_FIELDS),
                 "Usage": fields_schema(USAGE_FIELDS),
+                "Arrivals": fields_schema(ARRIVALS_FIELDS),
                 **settings_schemas(),
             },
         },

@@ -91,6 +91,7 @@ RESPONSES: dict[str, JsonSchema] = {
     **BATCH_RESPONSES,
     **BACKGROUND_RESPONSES,
     "/admin/usage": {"$ref": "#/components/schemas/Usage"},
+    "/admin/usage/arrivals": {"$ref": "#/components/schemas/Arrivals"},
     "/health": {"type": "object", "properties": {"status": {"const": "ok"}}},
     "/ready": {"type": "object", "properties": {"status": {"const": "ready"}}},
     "/admin/status": {"$ref": "#/components/schemas/Status"},
@@ -179,6 +180,10 @@ QUERY: dict[str, dict[str, tuple[JsonSchema, str]]] = {
         "until": ({"type": "string"}, "Likewise; a date includes its day."),
         "limit": ({"type": "integer", "minimum": 1, "maximum": 10000}, "Most rows."),
         "format": ({"type": "string", "enum": ["json", "csv"]}, "`json` (default) or `csv`."),
+    },
+    "/admin/usage/arrivals": {
+        "since": ({"type": "string"}, "As of `/admin/usage`."),
+        "until": ({"type": "string"}, "Likewise."),
     },
     "/admin/live": {
         "once": ({"type": "string", "enum": ["0", "1"]}, "`1`: one snapshot, and no updates.")
@@ -321,6 +326,7 @@ STATUSES: dict[str, frozenset[int]] = {
     "/admin/reload": frozenset({422}),
     "/admin/audit": frozenset({503}),
     "/admin/usage": frozenset({501, 503}),
+    "/admin/usage/arrivals": frozenset({501, 503}),
     "/admin/keys": _KEY_STATUSES - {404},
     "/admin/keys/import": _KEY_STATUSES - {404},
     "/admin/keys/{name}": _KEY_STATUSES,

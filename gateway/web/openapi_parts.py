@@ -176,7 +176,8 @@ NODE_FIELDS: Mapping[str, tuple[str, str]] = {
     "models": ("array", "public names"),
     "context": ("integer?", "tokens of one slot"),
     "prefill_tps": ("number?", "measured tokens/s of prefill"),
-    "decode_tps": ("number?", "measured tokens/s of decode"),
+    "decode_tps": ("number?", "measured tokens/s of decode, of one request alone"),
+    "batch_cost": ("number?", "by how much each further busy slot prolongs a token, as a share"),
     "calibration": (
         "object?",
         (
@@ -385,6 +386,29 @@ USAGE_FIELDS: Mapping[str, tuple[str, str]] = {
     "total": ("object", "the sums of all"),
     "money": ("object", "what requests and machines cost, by tier and in all"),
     "notes": ("array", "what is counted otherwise than asked"),
+}
+
+ARRIVALS_FIELDS: Mapping[str, tuple[str, str]] = {
+    "since": ("string", "requests that ended from then on, and those that still run"),
+    "until": ("string", "and before then"),
+    "first": ("string?", "the minute of the first of them; null: there is none"),
+    "requests": ("integer", "that a node worked for, or that no slot was free for"),
+    "hour": (
+        "object",
+        (
+            "`from`, `to` and `seconds` of the hour in which they asked most of the nodes; shorter "
+            "where it has more than 20,000 requests, or is not over"
+        ),
+    ),
+    "columns": ("array", "names of the values of each arrival"),
+    "arrivals": (
+        "array",
+        (
+            "an array for each request of that hour: seconds from its beginning, model, class, "
+            "node, prompt, cached and completion tokens, slot seconds, seconds that it lasted, and "
+            "whether it found no slot"
+        ),
+    ),
 }
 
 

@@ -195,3 +195,44 @@ def test_a_node_that_is_another_ones_alias_has_its_name(
     (problem,) = nodes_problems(f"nodes:\n- &first {{name: a, url: http://a}}\n- {second}\n")
     assert (problem.line, problem.key) == (3, "nodes[1]")
     assert "line 2" in problem.message
+
+
+@each_case(
+    ("one", "other"),
+    [
+        ("http://localhost:8080", "http://127.0.0.1:8080"),
+        ("http://localhost:8080", "http://[::1]:8080"),
+        ("http://127.0.0.1:8080", "http://[::ffff:127.0.0.1]:8080"),
+        ("http://[::1]:8080", "http://[0:0:0:0:0:0:0:1]:8080/"),
+        ("http://10.0.0.1:8080", "http://[::ffff:a00:1]:8080"),
+        ("http://127.1:8080", "http://LocalHost.:8080"),
+        ("http://0.0.0.0:8080", "http://127.0.0.1:8080"),
+        ("http://host", "http://HOST:80/"),
+        ("https://host:443/a", "https://host/a"),
+    ],
+)
+def test_one_server_under_two_spellings_is_warned_of(
+    load_nodes: LoadNodes, one: str, other: str
+) -> None:
+    for first, second in ((one, other), (other, one)):
+        text = f"nodes:\n- {{name: a, url: '{first}'}}\n- {{name: b, url: '{second}'}}\n"
+        (warning,) = load_nodes(text).warnings
+        assert (warning.line, warning.key) == (3, "nodes[1].url")
+        assert "the nodes a and b are one server, whose slots count twice" in str(warning)
+
+
+@each_case(
+    ("one", "other"),
+    [
+        ("http://127.0.0.1:8080", "http://[::1]:8080"),
+        ("http://127.0.0.1:8080", "http://127.0.0.1:8081"),
+        ("http://host/a", "http://host/b"),
+        ("http://host", "http://host.example"),
+        ("http://host", "https://host"),
+    ],
+)
+def test_servers_of_different_addresses_are_not(
+    load_nodes: LoadNodes, one: str, other: str
+) -> None:
+    text = f"nodes:\n- {{name: a, url: '{one}'}}\n- {{name: b, url: '{other}'}}\n"
+    assert load_nodes(text).warnings == ()

@@ -119,6 +119,46 @@ def test_an_address_that_would_not_work_is_refused(
     assert "secret" not in str(problem)
 
 
+@each_case(
+    ("url", "written"),
+    [
+        ("http://::1:8080", "http://[::1]:8080"),
+        ("https://fd00::11:8443/llm", "https://[fd00::11]:8443/llm"),
+        ("http://2001:db8::5", "http://[2001:db8::5]"),
+        ("http://fe80::1:2", "http://[fe80::1:2]"),
+        ("http://::ffff:10.0.0.1:8080", "http://[::ffff:10.0.0.1]:8080"),
+    ],
+)
+def test_an_ipv6_address_without_brackets_is_written_with_them(
+    nodes_problems: Problems, url: str, written: str
+) -> None:
+    (problem,) = nodes_problems(f"nodes: [{{name: a, url: '{url}'}}]")
+    assert "needs brackets" in problem.message
+    assert problem.remedy == f"write {written}"
+
+
+@each_case(
+    ("key", "called"),
+    [
+        ("weight: 3", "speed_hint"),
+        ("priority: 1", "`tier: gpu`"),
+        ("backup: true", "`standby: true`"),
+        ("max_conns: 4", "slots"),
+        ("api_base: http://h", "url"),
+        ("fail_timeout: 10s", "health"),
+        ("ctx_size: 4096", "context"),
+        ("timeout: 60", "timeouts"),
+    ],
+)
+def test_keys_of_other_balancers_say_what_they_are_called_here(
+    nodes_problems: Problems, key: str, called: str
+) -> None:
+    for text in (f"nodes: [{{name: a, url: http://h, {key}}}]", f"nodes: []\ndefaults: {{{key}}}"):
+        (problem,) = nodes_problems(text)
+        assert problem.message == "unknown key"
+        assert called in problem.remedy
+
+
 @each_case("name", ["", "a b", "a/b", "ä", "..", ".", "a" * 129, "a\\n"])
 def test_a_name_has_only_harmless_characters(nodes_problems: Problems, name: str) -> None:
     (problem,) = nodes_problems(f"nodes:\n  - name: '{name}'\n    url: http://h")

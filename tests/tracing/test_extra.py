@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-REMEDY = "pip install 'llama-gateway[otel]'"
+REMEDY = "-m pip install 'opentelemetry-proto<2,>=1.30', or remove the key"
 HIDES = """
 import sys
 

@@ -231,6 +231,7 @@ CONTRACT = {
         "POST /admin/models/{name:path}/pause",
         "POST /admin/models/{name:path}/resume",
         "GET /admin/usage",
+        "GET /admin/usage/arrivals",
         "POST /admin/chat",
         "POST /admin/reload",
     },
@@ -413,6 +414,7 @@ async def test_without_admin_keys_a_loopback_listener_needs_none() -> None:
                     "/admin/keys/{name}": 404,
                     "/admin/requests/{id:path}/why": 404,
                     "/admin/usage": 501,
+                    "/admin/usage/arrivals": 501,
                 }
                 wanted = missing.get(route.path, 200)
                 assert (await gateway.admin.get(path)).status_code == wanted, route.path

@@ -33,6 +33,7 @@ from gateway.tools.cli.terminal import (
     HelpCommand,
     HelpGroup,
     UsageError,
+    print_config_error,
     print_error,
     usage_message,
 )
@@ -122,6 +123,6 @@ def main() -> NoReturn:
 
         if not isinstance(error, ConfigError):
             raise
-        print_error(str(error))
+        print_config_error(error)
         status = 2
     sys.exit(status)

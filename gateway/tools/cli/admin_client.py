@@ -6,6 +6,7 @@ import json
 import os
 import ssl
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote, urlsplit
@@ -17,6 +18,7 @@ from gateway.tools.cli.http_client import (
     open_client,
     read_answer,
     reason,
+    scheme_hint,
 )
 from gateway.tools.cli.terminal import CommandFailed, print_note
 
@@ -161,12 +163,15 @@ class AdminClient:
         import httpx
 
         if not isinstance(error, httpx.ConnectError):
-            return CommandFailed(f"the gateway at {self.url} did not answer ({reason(error)})")
+            told = f"the gateway at {self.url} did not answer ({reason(error)})"
+            return CommandFailed(told + scheme_hint(self.url))
         if is_untrusted(error):
             return CommandFailed(
                 f"the certificate of the gateway at {self.url} is not trusted "
                 f"({reason(error)}): name it, or the authority behind it, with --admin-ca"
             )
+        if self.url.startswith("https:") and (hint := scheme_hint(self.url)):
+            return CommandFailed(f"no TLS handshake with {self.url} ({reason(error)}){hint}")
         return NoGateway(
             f"no gateway answers at {self.url} ({reason(error)}): is it running? "
             "--admin-url names its admin listener"
@@ -222,7 +227,13 @@ def connect_admin(
     """
     if url is not None and urlsplit(url).scheme not in {"http", "https"}:
         raise CommandFailed(f"--admin-url {url}: must be like http://127.0.0.1:8001", status=2)
-    admin = _settings(config) if url is None or key_file is None else None
+    needed = {} if url is not None else dict(_ADDRESS_OPTIONS)
+    if key_file is None:
+        needed["key_file"] = "--admin-key-file names the file of its key"
+    for name, key in (("HOST", "host"), ("PORT", "port")):
+        if environment.get(f"LLAMA_GATEWAY_ADMIN_{name}"):
+            needed.pop(key, None)
+    admin = _settings(config, needed) if needed else None
     own = None
     if url is None:
         own = admin.tls.cert if admin is not None and admin.tls is not None else None
@@ -270,21 +281,48 @@ def _tls(ca: Path | None, own: Path | None) -> ssl.SSLContext:
 _PEM_END = "-----END CERTIFICATE-----"
 
 
-def _settings(config: Path | None) -> AdminSettings | None:
+_ADDRESS_OPTIONS = dict.fromkeys(
+    ("host", "port", "tls"), "--admin-url names the admin listener's address"
+)
+
+
+def _settings(config: Path | None, needed: Mapping[str, str]) -> AdminSettings | None:
+    """Settings of the admin listener; of a file with mistakes those keys that are needed.
+
+    `needed`: by key, what to give in its place.
+    """
     path = options.settings_file(config)
     if path is None:
         return None
     from gateway.config.errors import ConfigError
-    from gateway.config.settings import load_settings
+    from gateway.config.settings import load_admin, load_settings
 
     try:
         return load_settings(path).admin
     except ConfigError as error:
-        if config is not None:
+        if not path.is_file():
             raise
         # The running gateway still has older settings, and the operator must be able to reach it.
-        print_note(f"note: {path} is invalid and was ignored ({error.problems[0]})")
-        return None
+        more = len(error.problems) - 1
+        others = f" (and {more} more)" if more else ""
+        problem = replace(error.problems[0], remedy="")
+    try:
+        admin = load_admin(path, needed)
+    except ConfigError as error:
+        missing = {
+            remedy
+            for key, remedy in needed.items()
+            if any(f"{one.key}.".startswith(f"admin.{key}.") for one in error.problems)
+        }
+        instead = " and ".join(sorted(missing or set(needed.values())))
+        raise CommandFailed(
+            f"{error}\nthis is needed to find the gateway: correct it, or {instead}", status=2
+        ) from None
+    print_note(
+        f"warning: {problem}{others}; a gateway that runs keeps the settings that it has: going on "
+        "with `admin` of this file"
+    )
+    return admin
 
 
 def _key(path: Path) -> str:

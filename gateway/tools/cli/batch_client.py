@@ -19,6 +19,7 @@ from gateway.tools.cli.http_client import (
     open_client,
     read_answer,
     reason,
+    scheme_hint,
 )
 from gateway.tools.cli.terminal import CommandFailed, print_note
 
@@ -224,6 +225,10 @@ class BatchClient:
                     f"the certificate of the gateway at {self.url} is not trusted "
                     f"({reason(error)}): name it, or the authority behind it, with --ca"
                 ) from None
+            if self.url.startswith("https:") and (hint := scheme_hint(self.url)):
+                raise CommandFailed(
+                    f"no TLS handshake with {self.url} ({reason(error)}){hint}"
+                ) from None
             raise GatewayAway(
                 f"no gateway answers at {self.url} ({reason(error)}): is it running? "
                 "--url names its address"
@@ -231,9 +236,10 @@ class BatchClient:
         except (httpx.UnsupportedProtocol, httpx.LocalProtocolError):
             raise
         except httpx.HTTPError as error:
-            raise GatewayAway(
-                f"the gateway at {self.url} did not answer ({reason(error)})"
-            ) from None
+            told = f"the gateway at {self.url} did not answer ({reason(error)})"
+            if hint := scheme_hint(self.url):
+                raise CommandFailed(f"{told}{hint}") from None
+            raise GatewayAway(told) from None
 
     def __enter__(self) -> Self:
         return self

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     import httpx
 
 
+SCHEME_LIMIT = 2.0
+"""Seconds for a look whether a server speaks the other scheme."""
+
+
 def open_client(
     url: str, key: str | None, timeout: httpx.Timeout | float, tls: ssl.SSLContext | None = None
 ) -> httpx.Client:
@@ -23,14 +27,22 @@ def open_client(
     if tls is None and url.startswith("http:"):
         # Trusts nobody, as nobody is asked: to read the machine's authorities takes 30 ms.
         tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    return httpx.Client(
-        base_url=url,
-        headers={"authorization": f"Bearer {key}"} if key else {},
-        timeout=timeout,
-        # With an explicit transport httpx takes no proxy from the environment: the gateway is on
-        # loopback or in a private network, and the key is for nobody else.
-        transport=httpx.HTTPTransport() if tls is None else httpx.HTTPTransport(verify=tls),
-    )
+    try:
+        return httpx.Client(
+            base_url=url,
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=timeout,
+            # With an explicit transport httpx takes no proxy from the environment: the gateway is
+            # on loopback or in a private network, and the key is for nobody else.
+            transport=httpx.HTTPTransport() if tls is None else httpx.HTTPTransport(verify=tls),
+        )
+    except httpx.InvalidURL as error:
+        from gateway.config.fields import bracketed_ipv6
+
+        scheme, _, rest = url.partition("://")
+        bracketed = bracketed_ipv6(rest.partition("/")[0])
+        remedy = f"an IPv6 address needs brackets: {scheme}://{bracketed}" if bracketed else error
+        raise CommandFailed(f"the address is no valid URL: {remedy}", status=2) from None
 
 
 def reason(error: httpx.HTTPError) -> str:
@@ -41,6 +53,23 @@ def reason(error: httpx.HTTPError) -> str:
 def is_untrusted(error: httpx.ConnectError) -> bool:
     """Whether the gateway's certificate is not trusted."""
     return "CERTIFICATE_VERIFY_FAILED" in str(error)
+
+
+def scheme_hint(url: str) -> str:
+    """What to write if the server there speaks the other scheme; else nothing."""
+    import asyncio
+    from urllib.parse import urlsplit
+
+    from gateway.transport.other_scheme import speaks_plain_http, speaks_tls
+
+    parts = urlsplit(url)
+    host, secure = parts.hostname or "", parts.scheme == "https"
+    port = parts.port or (443 if secure else 80)
+    speaks = speaks_plain_http if secure else speaks_tls
+    if not asyncio.run(speaks(host, port, SCHEME_LIMIT)):
+        return ""
+    other = "http" if secure else "https"
+    return f": it speaks {other}: write {other}{url[len(parts.scheme) :]}"
 
 
 def read_answer(response: httpx.Response, most: int) -> bytes:

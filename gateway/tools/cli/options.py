@@ -193,7 +193,9 @@ def check_plot_file(path: Path | None) -> None:
     if not path.parent.is_dir():
         raise CommandFailed(f"--plot {path}: there is no folder {path.parent}", status=2)
     if importlib.util.find_spec("matplotlib") is None:
+        from gateway.system import install_command
+
         raise CommandFailed(
             "--plot needs the package matplotlib, which is not installed: "
-            "pip install 'llama-gateway[plots]'"
+            f"{install_command('plots')}"
         )

@@ -16,7 +16,7 @@ from gateway.tools.cli.terminal import CommandFailed, print_json, print_note
 if TYPE_CHECKING:
     from gateway.tools.plan.answer import PlanQuestion
     from gateway.tools.plan.catalogue import NodeType
-    from gateway.tools.plan.running_fleet import MeasuredFleet
+    from gateway.tools.plan.running_fleet import FleetTraffic, MeasuredFleet
     from gateway.tools.plan.trial import TimeLimit
 
 EXAMPLES = examples_epilog(
@@ -93,7 +93,8 @@ def plan(
             metavar="FACTOR",
             help=(
                 "Requests of the busiest hour, as a multiple of the mean hour: latency is that of "
-                "the busiest hour, prices are those of the mean."
+                "the busiest hour, prices are those of the mean. With --fleet: how many times as "
+                "many as in the ledger's."
             ),
             rich_help_panel=_TRAFFIC,
         ),
@@ -252,7 +253,10 @@ def plan(
         bool,
         typer.Option(
             "--fleet",
-            help="Nodes and traffic of the gateway that runs: what if one more, one less?",
+            help=(
+                "Nodes of the gateway that runs, and the busiest hour of its ledger: what if one "
+                "more, one less?"
+            ),
             rich_help_panel=_FLEET,
         ),
     ] = False,
@@ -260,7 +264,7 @@ def plan(
         str,
         typer.Option(
             metavar="TIME",
-            help="Traffic of the ledger from then on: a date, or how long ago.",
+            help="The busiest hour of the ledger from then on: a date, or how long ago.",
             rich_help_panel=_FLEET,
         ),
     ] = "7d",
@@ -346,18 +350,21 @@ def plan(
             if unfit is not None:
                 raise CommandFailed(f"{name} has no meaning with --fleet: leave it out", status=2)
         from gateway.tools.cli.admin_client import connect_admin
+        from gateway.tools.plan.running_fleet import traffic_of
 
         with connect_admin(admin_url, admin_key_file, config, ca=admin_ca) as admin:
             measured = plan_input.read_measured(admin.nodes())
             if recorded is not None:
-                workload = plan_input.traced_workload(recorded)
+                traffic = traffic_of(plan_input.traced_workload(recorded), recorded)
             elif any(value is not None for value in given):
-                workload = plan_input.build_workload(*given, repeat, peak, within)
+                traffic = traffic_of(plan_input.build_workload(*given, repeat, peak, within))
             else:
-                report = plan_input.ledger_report(admin, since)
-                workload = plan_input.ledger_workload(report, peak)
-        question = PlanQuestion(workload, goal, (), price_per_kwh, requests, seed, warm, recorded)
-        _plan_fleet(question, measured, time_limit, as_json)
+                traffic = plan_input.ledger_traffic(admin, since, measured, peak)
+        # The fleet has learnt its speeds.
+        question = PlanQuestion(
+            traffic.workload, goal, (), price_per_kwh, requests, seed, True, traffic.recorded
+        )
+        _plan_fleet(question, measured, traffic, time_limit, as_json)
         return
     workload = (
         plan_input.traced_workload(recorded)
@@ -430,20 +437,27 @@ def _plan_new(
 
 
 def _plan_fleet(
-    question: PlanQuestion, measured: MeasuredFleet, time_limit: float, as_json: bool
+    question: PlanQuestion,
+    measured: MeasuredFleet,
+    traffic: FleetTraffic,
+    time_limit: float,
+    as_json: bool,
 ) -> None:
     from gateway.tools.cli import plan_output
     from gateway.tools.plan.running_fleet import UnmeasuredFleetError, what_if
+    from gateway.tools.simulate.simulation import StuckError
 
     try:
         with _time_limit(time_limit) as limit:
-            rows = what_if(question, measured, limit)
-    except UnmeasuredFleetError as error:
+            found = what_if(question, measured, traffic, limit)
+    except (UnmeasuredFleetError, StuckError) as error:
         raise CommandFailed(f"--fleet: {error}") from None
+    for note in found.notes:
+        print_note(note)
     if as_json:
-        print_json(plan_output.changes_as_dict(question, measured, rows))
+        print_json(plan_output.changes_as_dict(question, found))
     else:
-        plan_output.show_changes(question, measured, rows)
+        plan_output.show_changes(question, found)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ from gateway.tools.cli.terminal import CommandFailed, print_note
 if TYPE_CHECKING:
     from gateway.tools.cli.admin_client import AdminClient
     from gateway.tools.plan.catalogue import NodeCatalogue, NodeType
-    from gateway.tools.plan.running_fleet import MeasuredFleet
+    from gateway.tools.plan.running_fleet import FleetTraffic, MeasuredFleet
     from gateway.tools.plan.workload import Workload
     from gateway.tools.simulate.trace import Trace
 
@@ -103,34 +102,33 @@ def traced_workload(trace: Trace) -> Workload:
         raise CommandFailed(f"--trace: {error}", status=2) from None
 
 
-def ledger_report(admin: AdminClient, since: str) -> dict[str, object]:
-    """Return the running gateway's usage by day. Raises CommandFailed."""
+def ledger_traffic(
+    admin: AdminClient, since: str, fleet: MeasuredFleet, peak: float
+) -> FleetTraffic:
+    """Return the busiest hour of the running gateway's ledger, `peak` times as fast.
+
+    Notes go to stderr. Raises CommandFailed.
+    """
     from gateway.tools.cli.admin_client import AdminRefused
+    from gateway.tools.plan.running_fleet import UnmeasuredFleetError, busiest_hour
 
+    instead = "--requests-per-hour, --prompt and --completion or --trace tell the traffic"
     try:
-        return admin.request("GET", "/admin/usage", {"by": "day", "since": since}, timeout=90.0)
+        told = admin.request("GET", "/admin/usage/arrivals", {"since": since}, timeout=90.0)
     except AdminRefused as error:
-        raise CommandFailed(
-            f"{error}; instead of its ledger, --requests-per-hour, --prompt and --completion or "
-            "--trace tell the traffic"
-        ) from None
-
-
-def ledger_workload(report: dict[str, object], peak: float) -> Workload:
-    """Return the traffic in that report; notes go to stderr. Raises CommandFailed."""
-    from gateway.tools.plan.running_fleet import (
-        UnmeasuredFleetError,
-        traffic_seconds,
-        workload_of_usage,
-    )
-
+        if error.code == 404:
+            raise CommandFailed(
+                f"the gateway at {admin.url} is older than this command and does not tell its "
+                f"busiest hour: upgrade it; or {instead}"
+            ) from None
+        raise CommandFailed(f"{error}; instead of its ledger, {instead}") from None
     try:
-        workload, notes = workload_of_usage(report, traffic_seconds(report, time.time()), peak)
+        traffic = busiest_hour(told, fleet, peak)
     except (UnmeasuredFleetError, ValueError) as error:
         raise CommandFailed(f"--fleet: {error}") from None
-    for note in notes:
+    for note in traffic.notes:
         print_note(note)
-    return workload
+    return traffic
 
 
 def read_measured(nodes: list[dict[str, object]]) -> MeasuredFleet:

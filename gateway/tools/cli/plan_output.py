@@ -11,7 +11,7 @@ from gateway.tools.plan.answer import FleetOption, PlanAnswer, PlanQuestion
 from gateway.tools.plan.break_even import BreakEven
 from gateway.tools.plan.deployments import Deployment
 from gateway.tools.plan.explanation import explain, headline, pure_instances, whole_instances
-from gateway.tools.plan.running_fleet import MeasuredFleet, WhatIf
+from gateway.tools.plan.running_fleet import FleetAnswer
 from gateway.tools.plan.search import Goal
 from gateway.tools.plan.trial import FleetTrial
 from gateway.tools.plan.workload import Workload
@@ -214,19 +214,19 @@ def _goal(goal: Goal) -> dict[str, Any]:
     }
 
 
-def show_changes(question: PlanQuestion, measured: MeasuredFleet, rows: Sequence[WhatIf]) -> None:
-    """Print what changes of the running fleet would do."""
+def show_changes(question: PlanQuestion, found: FleetAnswer) -> None:
+    """Print what changes of the running fleet would do, and what to do."""
     workload = question.workload
     print(
         f"{workload.requests_per_hour:,.1f} requests an hour, {workload.peak:.2f} times as many in "
         f"the busiest; {workload.prompt:,.0f} prompt tokens, {workload.repeat:.0%} of them cached; "
         f"{workload.completion:,.0f} written"
     )
-    for part in measured.parts:
+    for part in found.fleet.parts:
         one = part.node_type
         print(
-            f"{part.count} nodes like {one.name}: {one.slots} slots, {one.prefill_tps:.0f} prompt "
-            f"tokens/s, {one.decode_tps:.1f} written (measured)"
+            f"{part.count} {'node' if part.count == 1 else 'nodes'} like {one.name}: {one.slots} "
+            f"slots, {one.prefill_tps:.0f} prompt tokens/s, {one.decode_tps:.1f} written (measured)"
         )
     print()
     print_table(
@@ -235,14 +235,15 @@ def show_changes(question: PlanQuestion, measured: MeasuredFleet, rows: Sequence
             [
                 row.change,
                 row.fleet,
-                f"{row.use:.0%}",
+                f"{row.use:.0%}" if math.isfinite(row.use) else None,
                 *_change_times(row.trial),
                 _money(row.price.month),
-                ", ".join(row.missed) or ("met" if question.goal.is_timed else None),
+                ", ".join(row.missed) or "met",
             ]
-            for row in rows
+            for row in found.changes
         ),
     )
+    print(f"\n{found.advice.sentence}")
 
 
 def _change_times(trial: FleetTrial | None) -> list[str | None]:
@@ -259,12 +260,12 @@ def _change_times(trial: FleetTrial | None) -> list[str | None]:
     ]
 
 
-def changes_as_dict(
-    question: PlanQuestion, measured: MeasuredFleet, rows: Sequence[WhatIf]
-) -> dict[str, Any]:
+def changes_as_dict(question: PlanQuestion, found: FleetAnswer) -> dict[str, Any]:
     """The same for scripts."""
+    hour = found.traffic.hour
     return {
         "traffic": _traffic(question.workload),
+        "busiest_hour": None if hour is None else hour.as_dict(),
         "goal": _goal(question.goal),
         "start": _start(question),
         "nodes": [
@@ -275,9 +276,11 @@ def changes_as_dict(
                 "slots": part.node_type.slots,
                 "prefill_tps": part.node_type.prefill_tps,
                 "decode_tps": part.node_type.decode_tps,
+                "batch_cost": part.node_type.batch_cost,
             }
-            for part in measured.parts
+            for part in found.fleet.parts
         ],
-        "changes": [row.as_dict() for row in rows],
-        "notes": list(measured.notes),
+        "changes": [row.as_dict() for row in found.changes],
+        "advice": found.advice.as_dict(),
+        "notes": [*found.fleet.notes, *found.traffic.notes, *found.notes],
     }

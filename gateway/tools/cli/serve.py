@@ -12,6 +12,7 @@ from gateway.tools.cli.options import examples_epilog
 from gateway.tools.cli.terminal import (
     CommandFailed,
     format_cell,
+    print_config_error,
     print_error,
     print_json,
     print_note,
@@ -119,7 +120,7 @@ def check(
             print_json({"valid": False, "problems": problems})
         else:
             if found.problems:
-                print_error(str(ConfigError(found.problems)))
+                print_config_error(ConfigError(found.problems))
             for problem in found.start_problems:
                 print_error(problem.message)
         raise typer.Exit(2)
@@ -148,6 +149,7 @@ def _problem(problem: Problem) -> dict[str, object]:
         "key": problem.key,
         "message": problem.message,
         "remedy": problem.remedy,
+        "lines": list(problem.lines),
     }
 
 
@@ -158,6 +160,7 @@ def _start_problem(problem: StartProblem) -> dict[str, object]:
         "key": problem.key,
         "message": problem.message,
         "remedy": "",
+        "lines": [],
     }
 
 

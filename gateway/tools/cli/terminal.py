@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from gateway.config.errors import ConfigError
+
 
 PIPED_WIDTH = 10_000
 """Characters: a table in a pipe is not folded."""
@@ -63,6 +65,14 @@ def print_error(message: str) -> None:
         console(sys.stderr).print(
             Text("error: ", style="bold red"), single_line(line), sep="", soft_wrap=True
         )
+
+
+def print_config_error(error: ConfigError) -> None:
+    """Print the problems of a file, and the lines that could stand in it, which can be copied."""
+    print_error(str(error))
+    for problem in error.problems:
+        for line in problem.lines:
+            print(line, file=sys.stderr)
 
 
 def print_note(message: str) -> None:

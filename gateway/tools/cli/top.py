@@ -58,8 +58,10 @@ def top(
                 _print(_read_once(admin), as_json=as_json)
                 return
             if importlib.util.find_spec("textual") is None:
+                from gateway.system import install_command
+
                 raise CommandFailed(
-                    "the live screen needs Textual: pip install 'llama-gateway[tui]'; "
+                    f"the live screen needs Textual: {install_command('tui')}; "
                     "--once works without it"
                 )
             # A key that is refused is told here, and not on a screen.

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from gateway.system import install_command
 from gateway.tools.local import MissingExtraError
 from gateway.tools.local.cache import ensure_file, models_folder
 
@@ -108,7 +109,7 @@ def write_model(
     except ImportError as error:
         raise MissingExtraError(
             f"the demo model needs the package 'gguf', which can't be loaded ({error}): "
-            "pip install 'llama-gateway[local]', or name a model with --model FILE.gguf"
+            f"{install_command('local')}, or name a model with --model FILE.gguf"
         ) from error
 
     tokens = [*vocabulary(), *more_tokens]

@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from gateway.system import install_command
 from gateway.tools.local.kv_types import KV_TYPES
 from gateway.tools.local.launch import die_with_parent
 
@@ -77,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         sys.exit(
             f"embedded: the package {error.name!r} is not installed: "
-            "pip install 'llama-gateway[local]', or name a llama-server with --server-bin FILE"
+            f"{install_command('local')}, or name a llama-server with --server-bin FILE"
         )
     except ImportError as error:
         sys.exit(f"embedded: the package {error.name!r} can't be loaded: {error}")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from gateway.system import install_command
 from gateway.tools.local import MissingExtraError
 from gateway.tools.local.cache import cache_folder, logs_folder
 from gateway.tools.local.demo_model import DEMO_MODEL_NAME, ensure_demo_model
@@ -169,7 +170,7 @@ def plan_servers(
 
 
 def _check_embedded() -> None:
-    remedy = "pip install 'llama-gateway[local]', or name a llama-server with --server-bin FILE"
+    remedy = f"{install_command('local')}, or name a llama-server with --server-bin FILE"
     if importlib.util.find_spec("xllamacpp") is None:
         raise MissingExtraError(
             "the embedded llama.cpp server needs the package 'xllamacpp', which is not installed: "

@@ -1,27 +1,38 @@
-"""A fleet that runs: its measured nodes and traffic, and what a change of either would do."""
+"""A fleet that runs: its measured nodes, its busiest hour, and what a change of either would do.
+
+The requests of the busiest hour are played as the ledger has them. Of a prompt a node reads what it
+read then: what a node more or less would have in its cache is not known.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from statistics import fmean
 from typing import Any
 
-from gateway.tools.plan.answer import PlanQuestion, option_price, use_of
+from gateway.tools.plan.answer import PlanQuestion, option_price
 from gateway.tools.plan.catalogue import MOST_SLOTS_OF_A_SERVER, NodeType, TokenPrice
 from gateway.tools.plan.pricing import FleetPrice
-from gateway.tools.plan.search import Goal, meets_goal
+from gateway.tools.plan.search import Goal, least_that, times_of
 from gateway.tools.plan.trial import (
     MOST_SIMULATED_NODES,
     FleetPart,
     FleetTrial,
     OutOfTimeError,
     TimeLimit,
+    bounded,
     fleet_name,
     try_fleet,
 )
-from gateway.tools.plan.workload import Workload
+from gateway.tools.plan.workload import MOST_PEAK, SECONDS_PER_HOUR, Workload
+from gateway.tools.simulate.fronts import PRIORITY_BY_LABEL
+from gateway.tools.simulate.report import Percentiles
+from gateway.tools.simulate.server import SimulatedMachine
+from gateway.tools.simulate.trace import MOST_TOKENS, Job, Trace, TracePrompt, build_trace
 
 SAME_SPEED = 0.2
 """Nodes whose speeds differ by less, as a share, are of one kind."""
@@ -29,13 +40,39 @@ SAME_SPEED = 0.2
 GOAL_FACTORS = (0.75, 1.5)
 """To what the goal is moved, as a multiple."""
 
-SECONDS_PER_DAY = 86400.0
+LEAST_SPAN = 10.0
+"""Seconds over which the requests of an hour are spread at least, however few there are."""
 
-HOURS_PER_DAY = 24.0
+SATURATED = 0.95
+"""Share of the slots' time that requests held, above which no slot was ever free for long."""
+
+UNSERVED_SHARE = 0.01
+"""Share of the requests that may find no slot."""
+
+MOST_NAMED = 20
+
+MOST_ADDED = 64
+"""Nodes that an advice adds at most."""
+
+LONG_WAIT = 0.25
+"""Seconds below which no wait is long, however short the requests are."""
+
+FEW_REQUESTS = 30
+"""Fewer in the busiest hour tell little."""
 
 
 class UnmeasuredFleetError(Exception):
     """The fleet's answers hold too little to plan with; the message has the remedy."""
+
+
+class MeasuredType(NodeType):
+    """Nodes of about equal speed that serve the same models; no model: all."""
+
+    models: frozenset[str] = frozenset()
+
+    def machine(self, name: str) -> SimulatedMachine:
+        """One of them."""
+        return replace(super().machine(name), models=self.models)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +81,22 @@ class MeasuredFleet:
 
     parts: tuple[FleetPart, ...]
     notes: tuple[str, ...]
+    names: tuple[tuple[str, frozenset[str]], ...] = ()
+    """Of each node, with the models that it serves."""
 
 
 def measured_fleet(nodes: Sequence[Mapping[str, Any]]) -> MeasuredFleet:
     """Sort the nodes of `GET /admin/nodes` into kinds of about equal speed.
 
-    Nodes that get no work (disabled, standby, draining) are left out; one without a measured speed
-    is taken to be like the others of its tier. Raises UnmeasuredFleetError.
+    Nodes that get no work (disabled, standby, draining, down) are left out; one without a measured
+    speed is taken to be like the others of its tier. Raises UnmeasuredFleetError.
     """
-    notes: list[str] = []
+    notes = [f"{node.get('name')} is down: left out" for node in nodes if _is_down(node)]
     working = [
         node
         for node in nodes
-        if node.get("enabled", True) and not node.get("standby") and not node.get("draining")
+        if node.get("enabled", True)
+        and not (node.get("standby") or node.get("draining") or _is_down(node))
     ]
     if not working:
         raise UnmeasuredFleetError("the gateway has no node that gets work")
@@ -66,7 +106,8 @@ def measured_fleet(nodes: Sequence[Mapping[str, Any]]) -> MeasuredFleet:
             "no node's speed is measured yet: send some requests, or give --tokens-per-second and "
             "--prefill-tokens-per-second"
         )
-    kinds: list[tuple[NodeType, int]] = []
+    names: list[tuple[str, frozenset[str]]] = []
+    kinds: list[tuple[MeasuredType, int]] = []
     for node in working:
         speeds = _speeds(node)
         if speeds is None:
@@ -76,6 +117,7 @@ def measured_fleet(nodes: Sequence[Mapping[str, Any]]) -> MeasuredFleet:
             notes.append(f"{node.get('name')} is not measured yet: taken to be like {like['name']}")
         assert speeds is not None
         kind = _kind(node, speeds)
+        names.append((str(node.get("name")), kind.models))
         for place, (known, count) in enumerate(kinds):
             if _is_alike(known, kind):
                 kinds[place] = (_merged(known, kind, count), count + 1)
@@ -83,7 +125,11 @@ def measured_fleet(nodes: Sequence[Mapping[str, Any]]) -> MeasuredFleet:
         else:
             kinds.append((kind, 1))
     parts = tuple(FleetPart(kind, count) for kind, count in kinds)
-    return MeasuredFleet(parts, tuple(notes))
+    return MeasuredFleet(parts, tuple(notes), tuple(names))
+
+
+def _is_down(node: Mapping[str, Any]) -> bool:
+    return node.get("state") == "down"
 
 
 def _speeds(node: Mapping[str, Any]) -> tuple[float, float] | None:
@@ -101,8 +147,8 @@ def _speeds(node: Mapping[str, Any]) -> tuple[float, float] | None:
     return found[0], found[1]
 
 
-def _kind(node: Mapping[str, Any], speeds: tuple[float, float]) -> NodeType:
-    slots = node.get("slots_total")
+def _kind(node: Mapping[str, Any], speeds: tuple[float, float]) -> MeasuredType:
+    slots, models = node.get("slots_total"), node.get("models")
     per_token = node.get("cost_per_million_tokens")
     fields: dict[str, Any] = {
         "name": str(node.get("name", "node"))[:64],
@@ -110,95 +156,280 @@ def _kind(node: Mapping[str, Any], speeds: tuple[float, float]) -> NodeType:
         "slots": max(1, min(int(slots), MOST_SLOTS_OF_A_SERVER)) if isinstance(slots, int) else 1,
         "prefill_tps": speeds[0],
         "decode_tps": speeds[1],
+        "models": frozenset(map(str, models)) if isinstance(models, list) else frozenset(),
     }
+    # Older gateways don't tell it.
+    if isinstance(cost := node.get("batch_cost"), int | float) and 0 <= cost <= 100:
+        fields["batch_cost"] = float(cost)
     if isinstance(per_token, Mapping):
         fields["price_per_million_tokens"] = TokenPrice.model_validate(dict(per_token))
     else:
         # 0 is the inventory's default: nobody has said what it costs.
         fields["price_per_hour"] = node.get("cost_per_hour") or None
-    return NodeType.model_validate(fields)
+    return MeasuredType.model_validate(fields)
 
 
-def _is_alike(one: NodeType, other: NodeType) -> bool:
-    return (one.tier, one.slots, one.price) == (other.tier, other.slots, other.price) and all(
+def _is_alike(one: MeasuredType, other: MeasuredType) -> bool:
+    same = all(
+        getattr(one, name) == getattr(other, name) for name in ("tier", "slots", "price", "models")
+    )
+    return same and all(
         abs(mine - theirs) <= SAME_SPEED * max(mine, theirs)
         for mine, theirs in (
             (one.prefill_tps, other.prefill_tps),
             (one.decode_tps, other.decode_tps),
+            (1 + one.batch_cost, 1 + other.batch_cost),
         )
     )
 
 
-def _merged(known: NodeType, other: NodeType, count: int) -> NodeType:
+def _merged(known: MeasuredType, other: MeasuredType, count: int) -> MeasuredType:
     """The kind with one node more: mean speeds."""
     return known.model_copy(
         update={
-            "prefill_tps": (known.prefill_tps * count + other.prefill_tps) / (count + 1),
-            "decode_tps": (known.decode_tps * count + other.decode_tps) / (count + 1),
+            name: (getattr(known, name) * count + getattr(other, name)) / (count + 1)
+            for name in ("prefill_tps", "decode_tps", "batch_cost")
         }
     )
 
 
-def traffic_seconds(report: Mapping[str, Any], now: float) -> float:
-    """Seconds until `now` (Unix time) from the first day in a report by day that had requests."""
-    rows = report.get("rows")
-    days = [row.get("day") for row in rows or () if isinstance(row, Mapping)]
-    first = min((day for day in days if isinstance(day, str)), default="")
-    try:
-        began = datetime.fromisoformat(first).replace(tzinfo=UTC).timestamp()
-    except ValueError:
-        return SECONDS_PER_DAY
-    return max(3600.0, now - began)
+@dataclass(frozen=True, slots=True)
+class BusiestHour:
+    """What the ledger shows of the hour that asked most of the fleet."""
+
+    start: str
+    end: str
+    requests: int
+    unserved: int
+    """That the gateway had no slot for."""
+    slots_busy: float
+    """Share of the slots' time that requests held."""
+    wait_p95: float
+    """Seconds that requests lasted beyond those in their slots."""
+    service: float
+    """Mean seconds in a slot."""
+    added: tuple[str, ...] = ()
+    """Nodes of today that did not serve then: its waits are not those of this fleet."""
+    removed: tuple[str, ...] = ()
+    """Nodes that served then and are no more: its slots are not those of this fleet."""
+
+    @property
+    def was_full(self) -> bool:
+        """Whether this fleet had no free slot for long."""
+        return not (self.added or self.removed) and self.slots_busy >= SATURATED
+
+    @property
+    def name(self) -> str:
+        """Such as `its busiest hour (2026-11-28T14:00:00Z to 15:00:00Z)`."""
+        day, _, time = self.end.partition("T")
+        return f"its busiest hour ({self.start} to {time if day in self.start else self.end})"
+
+    def as_dict(self) -> dict[str, object]:
+        """For scripts."""
+        return {
+            "from": self.start,
+            "to": self.end,
+            "requests": self.requests,
+            "found_no_slot": self.unserved,
+            "slots_busy": self.slots_busy,
+            "wait_p95": self.wait_p95,
+            "service": self.service,
+            "nodes_added_since": list(self.added),
+            "nodes_removed_since": list(self.removed),
+        }
 
 
-def workload_of_usage(
-    report: Mapping[str, Any], seconds: float, peak: float
-) -> tuple[Workload, tuple[str, ...]]:
-    """The traffic in a report of `GET /admin/usage?by=day` over so many seconds, and notes.
+@dataclass(frozen=True, slots=True)
+class FleetTraffic:
+    """What a running fleet is asked to do."""
 
-    `peak`: the busiest hour as a multiple of the mean hour of the busiest day, since the ledger's
-    reports count days. Raises UnmeasuredFleetError.
+    workload: Workload
+    by_model: Mapping[str, Workload]
+    """The busiest hour by model; an empty name: all nodes serve it."""
+    recorded: Trace | None = None
+    """Requests to play; None: they are made up."""
+    hour: BusiestHour | None = None
+    notes: tuple[str, ...] = ()
+
+
+def traffic_of(workload: Workload, recorded: Trace | None = None) -> FleetTraffic:
+    """Traffic in figures, or of a recorded trace, which all nodes serve."""
+    return FleetTraffic(workload, {"": workload}, recorded)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    at: float
+    model: str
+    priority_label: str
+    node: str
+    tokens: tuple[float, float, float] | None
+    """Prompt, cached and completion tokens; None: it has not been served."""
+    slot_seconds: float
+    lasted: float | None
+    unserved: bool
+
+
+def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> FleetTraffic:
+    """The traffic that `GET /admin/usage/arrivals` tells, at `peak` times its rate.
+
+    Raises UnmeasuredFleetError.
     """
-    total = report.get("total")
-    total = total if isinstance(total, Mapping) else {}
-    rows = report.get("rows")
-    requests, prompt, cached, completion = (
-        _count(total, key)
-        for key in ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
-    )
-    if not requests or not completion:
+    served_models = {model for part in fleet.parts for model in _models(part)}
+    try:
+        arrivals = [_read(dict(zip(told["columns"], row, strict=True))) for row in told["arrivals"]]
+        start, end, requests = told["hour"]["from"], told["hour"]["to"], float(told["requests"])
+        until = datetime.fromisoformat(told["until"])
+        since_first = (
+            until - datetime.fromisoformat(told["first"] or told["until"])
+        ).total_seconds()
+    except (KeyError, TypeError, ValueError):
+        raise UnmeasuredFleetError("the gateway's answer is of another version") from None
+    known = [one for one in arrivals if one.tokens is not None]
+    if not known:
         raise UnmeasuredFleetError(
             "the ledger has no request with tokens in that time: give --requests-per-hour, "
             "--prompt and --completion, or --trace"
         )
-    mean = requests / (seconds / 3600.0)
-    busiest = max(
-        (_count(row, "requests") for row in rows or () if isinstance(row, Mapping)), default=0.0
+    first, last = min(one.at for one in arrivals), max(one.at for one in arrivals)
+    service = fmean(one.slot_seconds for one in known)
+    # One request keeps its slot busy all of its own time: that is no use of a fleet.
+    span = max(LEAST_SPAN, 2 * service, last - first)
+    tokens: defaultdict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    for one in known:
+        tokens[one.model].append(one.tokens or (0.0, 0.0, 0.0))
+    every = [one for found in tokens.values() for one in found]
+    jobs, counts = [], defaultdict[str, int](int)
+    for number, one in enumerate(arrivals):
+        prompt, cached, completion = one.tokens or _mean(tokens.get(one.model) or every)
+        read = min(MOST_TOKENS, max(1, round(prompt - cached)))
+        written = min(MOST_TOKENS, max(1, round(completion)))
+        model = one.model if one.model in served_models else ""
+        at = (one.at - first) / peak
+        text = TracePrompt(-1 - number, read)
+        jobs.append(Job(0, at, text, written, None, one.priority_label, model=model))
+        counts[one.model] += 1
+    hourly = peak * SECONDS_PER_HOUR / span
+    by_model: dict[str, Workload] = {}
+    for model, count in counts.items():
+        name = model if model in served_models else ""
+        more = _workload(count * hourly, tokens.get(model) or every)
+        by_model[name] = _joined(by_model[name], more) if name in by_model else more
+    # Prices are those of the mean hour, waits those of the busiest one.
+    rate = len(arrivals) * hourly
+    mean = max(requests / max(since_first, span) * SECONDS_PER_HOUR, rate / MOST_PEAK)
+    workload = replace(_workload(min(mean, rate), every), peak=max(1.0, rate / mean))
+    slots = sum(part.servers * part.node_type.slots for part in fleet.parts)
+    nodes = {one.node for one in known}
+
+    def serves(models: frozenset[str]) -> bool:
+        return not models or not models.isdisjoint(counts)
+
+    hour = BusiestHour(
+        start,
+        end,
+        len(arrivals),
+        sum(one.unserved for one in arrivals),
+        sum(_held(one, first, first + span) for one in known) / (slots * span),
+        Percentiles.of([max(0.0, (one.lasted or 0.0) - one.slot_seconds) for one in known]).p95,
+        service,
+        _some(name for name, models in fleet.names if name not in nodes and serves(models)),
+        _some(nodes - {name for name, _ in fleet.names}),
     )
-    days = seconds / SECONDS_PER_DAY
-    day_factor = 1.0
-    if days >= 2 and busiest:
-        day_factor = max(1.0, busiest / HOURS_PER_DAY / mean)
-    notes = (
-        (
-            f"from the ledger: {requests:,.0f} requests, {mean:,.1f} an hour; the busiest day "
-            f"brought {day_factor:.2f} times the mean, its busiest hour is taken to "
-            f"be {peak:g} times that (--peak)"
-        ),
-    )
-    workload = Workload(
-        mean,
-        prompt / requests,
-        max(1.0, completion / requests),
-        repeat=min(0.999, cached / prompt) if prompt else 0.0,
-        peak=min(1000.0, day_factor * peak),
-    )
-    return workload, notes
+    notes = [f"from the ledger: {requests:,.0f} requests, {len(arrivals):,} of them in {hour.name}"]
+    if hour.added:
+        notes.append(
+            f"{', '.join(hour.added)} did not serve in that hour: its waits then tell nothing"
+        )
+    if len(arrivals) < FEW_REQUESTS:
+        notes.append("so few requests tell little of what the fleet can do")
+    return FleetTraffic(workload, by_model, build_trace(jobs), hour, tuple(notes))
 
 
-def _count(row: Mapping[str, Any], key: str) -> float:
-    value = row.get(key)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
+def _some(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(names)[:MOST_NAMED])
+
+
+def _models(part: FleetPart) -> frozenset[str]:
+    return part.node_type.models if isinstance(part.node_type, MeasuredType) else frozenset()
+
+
+def _read(row: Mapping[str, Any]) -> _Arrival:
+    tokens = None
+    if row["completion_tokens"] is not None:
+        names = ("prompt_tokens", "cached_tokens", "completion_tokens")
+        tokens = (float(row[names[0]]), float(row[names[1]]), float(row[names[2]]))
+    return _Arrival(
+        float(row["seconds"]),
+        str(row["model"] or ""),
+        row["class"] if row["class"] in PRIORITY_BY_LABEL else "normal",
+        str(row["node"] or ""),
+        tokens,
+        float(row["slot_seconds"]),
+        None if row["lasted"] is None else float(row["lasted"]),
+        bool(row["unserved"]),
+    )
+
+
+def _mean(tokens: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    prompt, cached, completion = map(fmean, zip(*tokens, strict=True))
+    return prompt, cached, completion
+
+
+def _workload(requests_per_hour: float, tokens: Sequence[tuple[float, float, float]]) -> Workload:
+    prompt, cached, completion = _mean(tokens)
+    repeat = min(0.999, max(0.0, cached / prompt)) if prompt else 0.0
+    return Workload(requests_per_hour, prompt, max(1.0, completion), repeat=repeat)
+
+
+def _joined(one: Workload, two: Workload) -> Workload:
+    """Both together."""
+    whole = one.requests_per_hour + two.requests_per_hour
+    share = one.requests_per_hour / whole
+
+    def mean(name: str) -> float:
+        return share * float(getattr(one, name)) + (1 - share) * float(getattr(two, name))
+
+    return Workload(whole, mean("prompt"), mean("completion"), repeat=mean("repeat"))
+
+
+def _held(one: _Arrival, start: float, end: float) -> float:
+    """Slot seconds of a request from `start` to `end`: it held its slots up to its end."""
+    lasted = one.lasted or 0.0
+    seconds = min(one.slot_seconds, lasted)
+    ended = one.at + lasted
+    within = max(0.0, min(ended, end) - max(ended - seconds, start))
+    return within * one.slot_seconds / seconds if seconds else 0.0
+
+
+def fleet_use(parts: Sequence[FleetPart], by_model: Mapping[str, Workload]) -> float:
+    """Share of the capacity that is used, where it is used most; infinite: no node serves a model.
+
+    The nodes that serve one model are such a place, and all nodes are.
+    """
+    everyone = frozenset(range(len(parts)))
+    serving = {
+        model: frozenset(
+            place
+            for place in everyone
+            if not (model and _models(parts[place])) or model in _models(parts[place])
+        )
+        for model in by_model
+    }
+    if not all(serving.values()):
+        return math.inf
+    return max(
+        math.fsum(
+            workload.arrivals / math.fsum(_capacity(parts[place], workload) for place in places)
+            for model, workload in by_model.items()
+            if serving[model] <= places
+        )
+        for places in {everyone, *serving.values()}
+    )
+
+
+def _capacity(part: FleetPart, workload: Workload) -> float:
+    return part.servers * times_of(part.node_type, workload).capacity
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +439,7 @@ class WhatIf:
     change: str
     fleet: str
     use: float
+    """In the busiest hour; infinite: no node serves a model."""
     trial: FleetTrial | None
     price: FleetPrice
     missed: tuple[str, ...]
@@ -218,67 +450,225 @@ class WhatIf:
         return {
             "change": self.change,
             "fleet": self.fleet,
-            "utilisation": self.use,
+            "utilisation": self.use if math.isfinite(self.use) else None,
             "simulated": None if self.trial is None else self.trial.as_dict(),
             "price": self.price.as_dict(),
             "missed": list(self.missed),
         }
 
 
-def what_if(question: PlanQuestion, fleet: MeasuredFleet, limit: TimeLimit) -> list[WhatIf]:
-    """The fleet as it is, with one node more or less of each kind, and with the goal moved."""
+@dataclass(frozen=True, slots=True)
+class FleetAdvice:
+    """What to do."""
+
+    verdict: str
+    """`saturated`, `tight` or `enough`."""
+    sentence: str
+    add_like: str | None = None
+    add_count: int = 0
+
+    def as_dict(self) -> dict[str, object]:
+        """For scripts."""
+        add = None if self.add_like is None else {"like": self.add_like, "count": self.add_count}
+        return {"verdict": self.verdict, "sentence": self.sentence, "add": add}
+
+
+@dataclass(frozen=True, slots=True)
+class FleetAnswer:
+    """The fleet as it is and as it might be, and what to do."""
+
+    fleet: MeasuredFleet
+    """As it was played."""
+    traffic: FleetTraffic
+    changes: tuple[WhatIf, ...]
+    advice: FleetAdvice
+    notes: tuple[str, ...]
+
+
+def what_if(
+    question: PlanQuestion, fleet: MeasuredFleet, traffic: FleetTraffic, limit: TimeLimit
+) -> FleetAnswer:
+    """The fleet as it is, with one node more or less of each kind, with the goal moved, and advice.
+
+    Raises UnmeasuredFleetError.
+    """
     if sum(part.servers for part in fleet.parts) > MOST_SIMULATED_NODES:
         raise UnmeasuredFleetError(f"more than {MOST_SIMULATED_NODES} nodes are not simulated")
-    now = _tried(question, "as it is", fleet.parts, question.goal, limit)
+    fleet, notes = _as_slow_as_seen(fleet, traffic)
+    asked = _Asked(question, traffic, limit)
+    now = asked.row("as it is", fleet.parts)
     found = [now]
     for place, part in enumerate(fleet.parts):
-        for change, count in (("one more", part.count + 1), ("one less", part.count - 1)):
-            parts = tuple(
-                one if other != place else FleetPart(part.node_type, count)
-                for other, one in enumerate(fleet.parts)
-            )
-            parts = tuple(one for one in parts if one.count)
-            if parts:
-                name = f"{change} like {part.node_type.name}"
-                found.append(_tried(question, name, parts, question.goal, limit))
+        name = part.node_type.name
+        found.append(asked.row(f"one more like {name}", _changed(fleet, place, 1), now, min))
+        if less := _changed(fleet, place, -1):
+            found.append(asked.row(f"one less like {name}", less, now, max))
     for factor in GOAL_FACTORS if question.goal.is_timed else ():
         goal = Goal(
             None if question.goal.ttft_p95 is None else question.goal.ttft_p95 * factor,
             None if question.goal.completion_p95 is None else question.goal.completion_p95 * factor,
         )
-        missed = _missed(question, now.trial, now.use, goal)
-        found.append(WhatIf(f"goal x {factor:g}", now.fleet, now.use, now.trial, now.price, missed))
-    return found
+        missed = asked.missed(now.trial, now.use, goal)
+        found.append(replace(now, change=f"goal x {factor:g}", missed=missed))
+    advice = _advice(asked, fleet, found)
+    return FleetAnswer(fleet, traffic, tuple(found), advice, notes)
 
 
-def _tried(
-    question: PlanQuestion,
-    change: str,
-    parts: Sequence[FleetPart],
-    goal: Goal,
-    limit: TimeLimit,
-) -> WhatIf:
-    use = use_of(parts, question.workload)
-    trial = None
-    if use < 1.0:
-        try:
-            trial = try_fleet(
-                parts, question.trace(), limit, seed=question.seed, warm=question.warm
-            )
-        except OutOfTimeError:
-            trial = None
-    price = option_price(question, parts, trial)
-    missed = _missed(question, trial, use, goal)
-    return WhatIf(change, fleet_name(parts), use, trial, price, missed)
+def _changed(fleet: MeasuredFleet, place: int, more: int) -> tuple[FleetPart, ...]:
+    parts = [
+        FleetPart(part.node_type, part.count + (more if other == place else 0))
+        for other, part in enumerate(fleet.parts)
+    ]
+    return tuple(part for part in parts if part.count)
 
 
-def _missed(
-    question: PlanQuestion, trial: FleetTrial | None, use: float, goal: Goal
-) -> tuple[str, ...]:
-    if use >= 1.0:
-        return (f"overloaded: {use:.2f} times what it can do",)
-    if trial is None:
-        return ("not simulated: out of time",)
-    if meets_goal(trial, question.workload, goal):
-        return ()
-    return tuple(goal.misses(trial.ttft.p95, trial.completion.p95))
+def _as_slow_as_seen(
+    fleet: MeasuredFleet, traffic: FleetTraffic
+) -> tuple[MeasuredFleet, tuple[str, ...]]:
+    """The fleet as slow as its busiest hour shows it.
+
+    Where slots were hardly ever free it had no capacity left, whatever its measured speeds promise.
+    """
+    use = fleet_use(fleet.parts, traffic.by_model)
+    hour = traffic.hour
+    if hour is None or not hour.was_full or use >= hour.slots_busy:
+        return fleet, ()
+    slower = use / hour.slots_busy
+    parts = tuple(
+        FleetPart(
+            part.node_type.model_copy(
+                update={
+                    "prefill_tps": part.node_type.prefill_tps * slower,
+                    "decode_tps": part.node_type.decode_tps * slower,
+                }
+            ),
+            part.count,
+        )
+        for part in fleet.parts
+    )
+    note = (
+        f"by the measured speeds the fleet was used to {use:.0%}, but its slots were held "
+        f"{hour.slots_busy:.0%} of the time: taken to be {1 / slower:.2f} times slower"
+    )
+    return replace(fleet, parts=parts), (note,)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    question: PlanQuestion
+    traffic: FleetTraffic
+    limit: TimeLimit
+
+    def row(
+        self,
+        change: str,
+        parts: Sequence[FleetPart],
+        now: WhatIf | None = None,
+        pick: Callable[[float, float], float] = max,
+    ) -> WhatIf:
+        """A fleet, played.
+
+        A smaller one (`pick` is `max`) is no faster than `now`, and a larger one (`min`) no slower:
+        where their times differ the other way, chance placed the requests so.
+        """
+        question = self.question
+        use = fleet_use(parts, self.traffic.by_model)
+        trial = None
+        if use < 1.0 or (question.recorded is not None and math.isfinite(use)):
+            try:
+                trial = try_fleet(
+                    parts, question.trace(), self.limit, seed=question.seed, warm=question.warm
+                )
+            except OutOfTimeError:
+                trial = None
+        if trial is not None and now is not None and now.trial is not None:
+            trial = bounded(trial, now.trial, pick)
+        price = option_price(question, parts, trial)
+        missed = self.missed(trial, use, question.goal)
+        return WhatIf(change, fleet_name(parts), use, trial, price, missed)
+
+    def missed(self, trial: FleetTrial | None, use: float, goal: Goal) -> tuple[str, ...]:
+        """What is missed of the goal."""
+        if math.isinf(use):
+            return ("no node is left for a model",)
+        if use >= 1.0:
+            return (f"overloaded: {use:.2f} times what it can do",)
+        if goal.is_timed:
+            if trial is None:
+                return ("not simulated: out of time",)
+            return tuple(goal.misses(trial.ttft.p95, trial.completion.p95))
+        found = []
+        if use > goal.use:
+            found.append(f"used to {use:.0%}, above {goal.use:.0%}")
+        if trial is not None and self.traffic.hour is not None and _waits_long(trial):
+            found.append(f"5 % of the requests wait {trial.wait.p95:.1f} s or longer")
+        return tuple(found)
+
+
+def _waits_long(trial: FleetTrial) -> bool:
+    """Whether more than a few requests wait longer than the work of a request takes."""
+    return trial.wait.p95 > max(LONG_WAIT, trial.service)
+
+
+def _advice(asked: _Asked, fleet: MeasuredFleet, rows: Sequence[WhatIf]) -> FleetAdvice:
+    now, hour = rows[0], asked.traffic.hour
+    where = "the busiest hour of this traffic" if hour is None else hour.name
+    used = f"the fleet is {now.use:.0%} used in {where}"
+    why = ""
+    if math.isinf(now.use):
+        return FleetAdvice(
+            "saturated", f"no node of the fleet serves a model that {where} asked for"
+        )
+    if now.use >= 1.0:
+        why = f"{where} asked for {now.use:.0%} of what it can do"
+    elif hour is not None and hour.was_full:
+        why = f"its slots were held {hour.slots_busy:.0%} of the time in {where}"
+    elif hour is not None and not hour.added and hour.unserved > UNSERVED_SHARE * hour.requests:
+        why = f"{hour.unserved:,} of {hour.requests:,} requests found no slot in {where}"
+    elif hour is not None and not hour.added and hour.wait_p95 > max(LONG_WAIT, hour.service):
+        why = f"5 % of the requests waited {hour.wait_p95:.1f} s or longer in {where}"
+    elif now.trial is not None and now.trial.too_late > UNSERVED_SHARE * now.trial.requests:
+        why = f"{now.trial.too_late:,} requests of {where} would wait too long to be served"
+    if not why and not now.missed:
+        spare = next((row for row in rows if "one less" in row.change and not row.missed), None)
+        more = "" if spare is None else f", even with {spare.change} ({spare.use:.0%})"
+        return FleetAdvice("enough", f"{used}: enough{more}")
+    verdict = "saturated" if why else "tight"
+    begin = f"the fleet is saturated: {why}" if why else f"{used}: {'; '.join(now.missed)}"
+    added = _least_addition(asked, fleet, now)
+    if added is None:
+        return FleetAdvice(verdict, f"{begin}; more of its nodes don't help: take faster ones")
+    like, count, row = added
+    nodes = "one node" if count == 1 else f"{count} nodes"
+    times = (
+        ""
+        if row.trial is None
+        else f", and 95 % of the requests end within {row.trial.completion.p95:.1f} s"
+    )
+    sentence = f"{begin}; add {nodes} like {like}: then it is {row.use:.0%} used{times}"
+    return FleetAdvice(verdict, sentence, like, count)
+
+
+def _least_addition(
+    asked: _Asked, fleet: MeasuredFleet, now: WhatIf
+) -> tuple[str, int, WhatIf] | None:
+    """The cheapest, else the fewest nodes of one kind whose addition meets the goal."""
+    goal = asked.question.goal
+    choices = []
+    for place, part in enumerate(fleet.parts):
+        for count in range(1, MOST_ADDED + 1):
+            if fleet_use(_changed(fleet, place, count), asked.traffic.by_model) <= goal.use:
+                hour = part.node_type.price.per_hour
+                choices.append((math.inf if hour is None else hour * count, count, place))
+                break
+    if not choices:
+        return None
+    _, least, place = min(choices)
+    rows: dict[int, WhatIf] = {}
+
+    def suffices(count: int) -> bool:
+        rows[count] = asked.row(f"{count} more", _changed(fleet, place, count), now, min)
+        return rows[count].trial is None or not rows[count].missed
+
+    found = least_that(suffices, least, MOST_ADDED)
+    return None if found is None else (fleet.parts[place].node_type.name, found, rows[found])

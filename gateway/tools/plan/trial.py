@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean, stdev
 
@@ -189,6 +189,24 @@ def try_fleet(
         sum(wait > LONGEST_WAIT for wait in waits),
         began * growth + (result.ended - began),
         tuple(_share(counted, low, high) for low, high in pairwise(bounds)),
+    )
+
+
+def bounded(
+    trial: FleetTrial, other: FleetTrial, pick: Callable[[float, float], float]
+) -> FleetTrial:
+    """The trial with its times picked from it and another one, by `max` or `min`."""
+
+    def each(one: Percentiles, two: Percentiles) -> Percentiles:
+        return Percentiles(*map(pick, astuple(one), astuple(two)))
+
+    return replace(
+        trial,
+        wait=each(trial.wait, other.wait),
+        ttft=each(trial.ttft, other.ttft),
+        completion=each(trial.completion, other.completion),
+        waiting_share=pick(trial.waiting_share, other.waiting_share),
+        too_late=int(pick(trial.too_late, other.too_late)),
     )
 
 

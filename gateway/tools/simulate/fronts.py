@@ -17,7 +17,7 @@ from gateway.scheduling.autoscaling_policy import (
 )
 from gateway.scheduling.dispatcher import Dispatcher
 from gateway.scheduling.matching import DispatchRules
-from gateway.scheduling.node_slots import Placement, QueuedRequest
+from gateway.scheduling.node_slots import Placement, QueuedRequest, TierSets
 from gateway.scheduling.placement_state import PlacementState
 from gateway.tools.simulate.knowledge import ExactKnowledge, ExpectedRequest, Knowledge
 from gateway.tools.simulate.server import SimulatedMachine
@@ -55,7 +55,9 @@ class GatewayFront:
         self._expected: dict[int, ExpectedRequest] = {}
         """By the id of each job that has arrived and not ended."""
         self.dispatcher.set_cache_refresh(self._refresh_cached)
-        self._groups = ((self.state.candidate_set(self.state.rows),),)
+        self._machines = machines
+        self._groups: dict[str, tuple[TierSets, ...]] = {}
+        """By model: the nodes that serve it."""
 
     def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
         """Place or queue the request, with what is known of it."""
@@ -65,7 +67,7 @@ class GatewayFront:
         self._expected[job.id] = expected
         queued = QueuedRequest(
             str(job.id),
-            self._groups,
+            self._groups.get(job.model) or self._add_groups(job.model),
             PRIORITY_BY_LABEL[job.priority_label],
             job.caller,
             now,
@@ -79,6 +81,15 @@ class GatewayFront:
         if placement is not None:
             self._send(placement, fleet)
         self._set_alarm(now)
+
+    def _add_groups(self, model: str) -> tuple[TierSets, ...]:
+        serving = [
+            row
+            for row, machine in zip(self.state.rows, self._machines, strict=True)
+            if not (model and machine.models) or model in machine.models
+        ]
+        self._groups[model] = groups = ((self.state.candidate_set(serving),),)
+        return groups
 
     def started(self, job: Job, fleet: SimulatedFleet) -> None:
         """The prompt has been read."""

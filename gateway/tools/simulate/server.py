@@ -232,6 +232,8 @@ class SimulatedMachine:
     """Machines of one host are calibrated one at a time; empty: it has its own."""
     calibrated: bool = True
     """Whether it is calibrated while idle."""
+    models: frozenset[str] = frozenset()
+    """The models that it serves; empty: all."""
 
     def __post_init__(self) -> None:
         if self.slots < 1 or self.batch_tokens <= self.slots or self.cache_tokens < 0:

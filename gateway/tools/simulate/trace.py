@@ -59,6 +59,8 @@ class Job:
     """Of a later turn: seconds from the end of the turn before to its arrival."""
     is_later_turn: bool = False
     """Whether it arrives only once the turn before in its session has ended."""
+    model: str = ""
+    """Only machines that serve it take it; empty: all do."""
 
     # Its result.
     arrived: float = field(default=0.0, init=False)

@@ -182,6 +182,13 @@ ADMIN_ROUTES = (
         "GET", "/admin/usage", OPERATOR, lambda e: e.usage.report, "what requests used and cost"
     ),
     AdminRoute(
+        "GET",
+        "/admin/usage/arrivals",
+        OPERATOR,
+        lambda e: e.usage.arrivals,
+        "the requests of the busiest hour, for plans",
+    ),
+    AdminRoute(
         "GET", "/admin/config", ADMIN, lambda e: e.configuration.show, "the settings in force"
     ),
     AdminRoute(

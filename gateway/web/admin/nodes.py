@@ -166,6 +166,9 @@ def node_json(node: Node) -> dict[str, Any]:
         "context": node.context,
         "prefill_tps": _rounded(node.speed.prefill_tps),
         "decode_tps": _rounded(node.speed.decode_tps),
+        "batch_cost": None
+        if node.speed.decode_tps is None
+        else _rounded(node.speed.token_step / node.speed.token_base),
         "calibration": _calibration(node, now),
         "requests": node.requests,
         "failures": node.failures,

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import ssl
 from pathlib import Path
 
 import pytest
+import trustme
 
 from tests.emulator import EmulatedNode
 from tests.servers import spawn_demo_server, stop_demo_server, wait_for_demo_server
@@ -46,6 +49,71 @@ async def test_a_node_that_differs_from_the_inventory_is_reported(folder: Path) 
     assert "the inventory says phi" in ran.out
     (answer,) = json.loads(as_json.out)["nodes"]
     assert (answer["answer"], answer["slots"], len(answer["drift"])) == ("up", 3, 2)
+
+
+async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+        await writer.drain()
+    writer.close()
+
+
+async def test_a_failure_of_tls_names_what_mends_it(folder: Path) -> None:
+    authority, other = trustme.CA(), trustme.CA()
+    authority.cert_pem.write_to_path(folder / "ca.pem")
+    other.cert_pem.write_to_path(folder / "other.pem")
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def serve(name: str | None) -> int:
+            tls = None
+            if name is not None:
+                tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+                authority.issue_cert(name).configure_cert(tls)
+            server = await asyncio.start_server(_answer, "127.0.0.1", 0, ssl=tls)
+            port: int = (await stack.enter_async_context(server)).sockets[0].getsockname()[1]
+            return port
+
+        own, foreign, plain = await serve("127.0.0.1"), await serve("a.example"), await serve(None)
+        cases = {
+            "none": (f"https://127.0.0.1:{own}", "", "name the authority behind it in tls.ca"),
+            "wrong": (
+                f"https://127.0.0.1:{own}",
+                "tls: {ca: ../other.pem}",
+                "other.pem, is not the authority behind it",
+            ),
+            "name": (
+                f"https://127.0.0.1:{foreign}",
+                "tls: {ca: ../ca.pem}",
+                "use a name of its certificate in the url, or give it in tls.server_name",
+            ),
+            "http": (f"http://127.0.0.1:{own}", "", "it speaks TLS: write https:// in its url"),
+            "https": (
+                f"https://127.0.0.1:{plain}",
+                "",
+                "it speaks plain HTTP: write http:// in its url",
+            ),
+        }
+        (folder / "config/gateway.yaml").write_text("health: {timeout: 3}\n")
+        inventory = "nodes:\n" + "".join(
+            f"- {{name: {name}, url: '{url}/{name}', {tls}}}\n"
+            for name, (url, tls, _) in cases.items()
+        )
+        ran = await check_nodes(folder, inventory, "--json")
+        assert ran.status == 1
+        told = {node["name"]: node["detail"] for node in json.loads(ran.out)["nodes"]}
+        for name, (_, _, remedy) in cases.items():
+            assert remedy in told[name], name
+            assert "_ssl" not in told[name]
+        # The commands that ask a gateway say it, too.
+        for wrong, right in (
+            (f"http://127.0.0.1:{own}", f"write https://127.0.0.1:{own}\n"),
+            ("http://::1:8001", "needs brackets: http://[::1]:8001\n"),
+        ):
+            for command in (("nodes", "--admin-url"), ("batch", "list", "--url")):
+                ran = await asyncio.to_thread(run, *command, wrong)
+                assert ran.status != 0
+                assert ran.err.endswith(right), command
 
 
 async def test_nodes_of_one_model_that_differ_are_a_warning(folder: Path) -> None:

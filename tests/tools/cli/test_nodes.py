@@ -5,12 +5,14 @@ import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import trustme
 
 from gateway.tools.cli.nodes import MOST_FAILED_POLLS
+from tests.each_case import each_case
 from tests.tools.cli.admin_api import AdminApi, admin_api
 from tests.tools.cli.running import Ran, run
 
@@ -265,18 +267,59 @@ def test_the_address_and_the_key_are_in_the_settings_too(
     assert "http://127.0.0.1:1 " in run("nodes").err
 
 
-def test_invalid_settings_do_not_keep_an_operator_from_the_gateway(
-    api: AdminApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+BROKEN = {
+    "an unknown key": "nonsense: 1\n{admin}",
+    "no YAML, before": "queue: {{max: 5\n{admin}",
+    "no YAML, after": "{admin}\nqueue:\n\tmax: 5\n",
+    "a wrong value": "queue: {{max: many}}\n{admin}",
+    "a missing variable": "{admin}\nstore: {{url: '${{NO_SUCH_VARIABLE}}'}}\n",
+    "a key of admin that no command needs": "{admin}\n  keys: [{{id: a}}]\n  hosts: 7\n",
+    "a missing variable of admin": "{admin}\n  hosts: ['${{NO_SUCH_VARIABLE}}']\n",
+    "a control character": "# \x07\n{admin}",
+}
+
+
+@each_case("name", BROKEN)
+def test_invalid_settings_do_not_keep_an_operator_from_the_gateway(name: str) -> None:
+    with TemporaryDirectory() as folder, admin_api() as api:
+        api.key = "secret"
+        (Path(folder) / "admin.key").write_text("secret")
+        port = api.url.rpartition(":")[2]
+        admin = f"admin:\n  # of this machine\n  port: {port}\n  key_file: admin.key"
+        config = Path(folder) / "gateway.yaml"
+        config.write_text(BROKEN[name].format(admin=admin))
+        ran = run("nodes", "--json", "--config", str(config))
+        assert ran.status == 0, ran.err
+        assert json.loads(ran.out) == {"nodes": []}
+        assert ran.err.startswith(f"warning: {config}:")
+        assert ran.err.count("\n") == 1
+
+
+@each_case(
+    "case",
+    [
+        ("port: many", "gateway.yaml:2:", "correct it, or --admin-url names"),
+        ("host: 7 8", "gateway.yaml:2:", "correct it, or --admin-url names"),
+        ("tls: {cert: no.pem, key: no.key}", "gateway.yaml:2:", "correct it, or --admin-url names"),
+        ("key_file: no.key", "gateway.yaml:2:", "correct it, or --admin-key-file names"),
+        ("port: {", "gateway.yaml:", "--admin-key-file names the file of its key and --admin-url"),
+    ],
+)
+def test_an_address_that_can_not_be_read_is_said_with_what_to_give(
+    case: tuple[str, str, str],
 ) -> None:
-    (tmp_path / "config").mkdir()
-    (tmp_path / "config/gateway.yaml").write_text("nonsense: 1\n")
-    monkeypatch.setenv("LLAMA_GATEWAY_ADMIN_PORT", api.url.rpartition(":")[2])
-    ran = run("nodes", "--json")
-    assert ran.status == 0
-    assert "invalid" in ran.err
-    assert json.loads(ran.out) == {"nodes": []}
-    # Named by hand they have to be right.
-    assert run("nodes", "--config", "config/gateway.yaml").status == 2
+    line, place, remedy = case
+    with TemporaryDirectory() as folder, admin_api() as api:
+        config = Path(folder) / "gateway.yaml"
+        config.write_text(f"admin:\n  {line}\nnonsense: 1\n")
+        ran = run("nodes", "--config", str(config))
+        assert ran.status == 2
+        assert place in ran.err
+        assert remedy in ran.err
+        key = Path(folder) / "own.key"
+        key.write_text("secret")
+        given = ("--admin-url", api.url, "--admin-key-file", str(key))
+        assert run("nodes", "--config", str(config), *given).status == 0
 
 
 def test_a_proxy_in_the_environment_is_not_used(

@@ -215,8 +215,38 @@ async def test_the_running_fleet_is_planned_by_its_speeds_and_its_ledger(tmp_pat
         ]
         assert found["nodes"][0]["decode_tps"] == pytest.approx(100, rel=0.3)
         assert found["changes"][1]["price"]["per_hour"] == pytest.approx(0.4)
+        assert found["nodes"][0]["batch_cost"] >= 0
         assert found["traffic"]["completion_tokens"] == pytest.approx(20)
-        assert "from the ledger: 3 requests" in ran.err
+        assert found["advice"]["verdict"] == "enough"
+        assert "from the ledger: 3 requests, 3 of them in its busiest hour" in ran.err
+
+
+async def test_a_fleet_that_had_no_free_slot_is_called_saturated_by_its_own_ledger(
+    tmp_path: Path,
+) -> None:
+    async with (
+        EmulatedNode(slots=2, prefill_tps=2000, decode_tps=200, answer_tokens=40) as node,
+        running_gateway(
+            tmp_path,
+            [{"name": "epyc", "url": node.url}],
+            {"store": {"url": f"sqlite:///{tmp_path}/gateway.db"}},
+        ) as running,
+    ):
+        body = {"messages": [{"role": "user", "content": "tell me of " + "nodes " * 60}]}
+        asked = [running.client.post("/v1/chat/completions", json=body) for _ in range(24)]
+        assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+        await recorded(running, 24)
+        ran = await through(running.admin_url, "--since", "1h")
+        assert ran.status == 0, ran.err
+        found = json.loads(ran.out)
+        assert found["advice"]["verdict"] == "saturated"
+        assert found["advice"]["add"]["like"] == "epyc"
+        assert found["busiest_hour"]["requests"] == 24
+        # The simulator waits as the clients did.
+        wait = found["busiest_hour"]["wait_p95"]
+        assert found["changes"][0]["simulated"]["wait"]["p95"] == pytest.approx(wait, rel=0.5)
+        text = await asyncio.to_thread(run, "plan", "--fleet", "--admin-url", running.admin_url)
+        assert found["advice"]["sentence"].split(" in ")[0] in text.out.splitlines()[-1]
 
 
 async def test_a_gateway_that_does_not_run_is_said(tmp_path: Path) -> None:

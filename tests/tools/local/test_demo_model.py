@@ -68,7 +68,9 @@ def test_a_missing_package_is_named_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(MissingExtraError, match=r"'gguf'.*pip install 'llama-gateway\[local\]'"):
+    with pytest.raises(
+        MissingExtraError, match=r"'gguf'.*-m pip install 'gguf>=0.17' .*'xllamacpp>="
+    ):
         write_model(tmp_path / "x.gguf", DEMO_SHAPES["small"])
 
 

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gateway.config.errors import ConfigError, Problem
+from gateway.config.inventory import load_inventory
+from gateway.config.settings import load_settings
+from tests.config.conftest import LoadNodes, Problems
+from tests.each_case import each_case
+
+LITELLM = """
+model_list:
+  - model_name: gpt-4o
+    litellm_params: {model: openai/gpt-4o, api_key: os.environ/OPENAI_API_KEY}
+  - model_name: mistral
+    litellm_params: {model: openai/mistral-7b, api_base: "http://h1:8080/v1", api_key: sk-secret}
+  - model_name: mistral
+    litellm_params: {model: openai/mistral-7b, api_base: "http://h2:8080/v1/", api_key: none}
+  - model_name: qwen
+    litellm_params: {model: ollama/qwen2.5, api_base: os.environ/GPU_BASE}
+general_settings: {master_key: sk-secret}
+"""
+
+SWAP = """
+startPort: 9000
+macros:
+  server: /opt/llama-server --port ${PORT}
+models:
+  "qwen2.5:7b": {cmd: "${server} -m q.gguf"}
+  coder: {cmd: "llama-server --host 0.0.0.0 --port 9501 -m c.gguf", ttl: 300}
+  vision: {cmd: docker run vllm/vllm-openai, proxy: "http://127.0.0.1:9600"}
+peers:
+  far: {proxy: https://swap.example.org, apiKey: "${env.FAR_KEY}", models: [a, b]}
+"""
+
+COMPOSE = """
+services:
+  llama-1:
+    image: ghcr.io/ggml-org/llama.cpp:server
+    command: -m a.gguf --port 8080
+    ports: ["${OUTER:-8081}:8080"]
+    environment: {LLAMA_API_KEY: secret}
+  llama-2: {image: "ghcr.io/ggml-org/llama.cpp:server", command: [-m, a.gguf, --port, "9090"]}
+  vllm: {image: vllm/vllm-openai, ports: [{target: 8000, published: 8001, host_ip: 10.0.0.5}]}
+  web: {image: nginx, ports: ["80:80"]}
+"""
+
+FOREIGN = [
+    (
+        "LiteLLM",
+        LITELLM,
+        (
+            "nodes:",
+            (
+                "  - {name: mistral, url: http://h1:8080, model: {mistral: mistral-7b}, "
+                "api_key_env: MISTRAL_API_KEY}"
+            ),
+            "  - {name: mistral-2, url: http://h2:8080, model: {mistral: mistral-7b}}",
+            '  - {name: qwen, url: "${GPU_BASE}", kind: openai, model: {qwen: qwen2.5}}',
+            "  # 1 more of its entries name no address",
+        ),
+    ),
+    (
+        "llama-swap",
+        SWAP,
+        (
+            "nodes:",
+            "  - {name: coder, url: http://127.0.0.1:9501, model: [coder]}",
+            '  - {name: qwen2.5-7b, url: http://127.0.0.1:9000, model: ["qwen2.5:7b"]}',
+            "  - {name: vision, url: http://127.0.0.1:9600, kind: openai, model: [vision]}",
+            (
+                "  - {name: far, url: https://swap.example.org, kind: openai, model: [a, b], "
+                "api_key_env: FAR_KEY}"
+            ),
+        ),
+    ),
+    (
+        "Docker Compose",
+        COMPOSE,
+        (
+            "nodes:",
+            "  - {name: llama-1, url: http://127.0.0.1:8081}",
+            "  - {name: llama-2, url: http://llama-2:9090}",
+            "  - {name: vllm, url: http://10.0.0.5:8001, kind: openai}",
+        ),
+    ),
+]
+
+
+@each_case(("program", "text", "lines"), FOREIGN)
+def test_another_program_s_file_is_told_with_the_lines_that_would_stand_here(
+    nodes_problems: Problems, load_nodes: LoadNodes, program: str, text: str, lines: tuple[str, ...]
+) -> None:
+    (problem,) = nodes_problems(text)
+    assert problem.message == f"this is a configuration of {program}, not an inventory"
+    assert text.splitlines()[problem.line - 1].startswith(f"{problem.key}:")
+    assert problem.lines == lines
+    assert "secret" not in f"{problem}{problem.lines}"
+    # They are an inventory.
+    variables = dict.fromkeys(("GPU_BASE", "MISTRAL_API_KEY", "FAR_KEY"), "http://gpu")
+    assert len(load_nodes("\n".join(lines), **variables).nodes) >= 3
+
+
+def problem_of_settings(folder: Path, text: str) -> Problem:
+    file = folder / "gateway.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as raised:
+        load_settings(file, {"PORT": "a-secret", "OUTER": "a-secret"})
+    (problem,) = raised.value.problems
+    return problem
+
+
+@each_case(("program", "text", "lines"), FOREIGN)
+def test_it_is_told_in_place_of_settings_too_without_a_variable_s_value(
+    tmp_path: Path, program: str, text: str, lines: tuple[str, ...]
+) -> None:
+    problem = problem_of_settings(tmp_path, text)
+    assert problem.message == f"this is a configuration of {program}, not the gateway's settings"
+    assert "--nodes FILE" in problem.remedy
+    assert problem.lines == lines
+
+
+@each_case(
+    "text",
+    [
+        "model_list: [{litellm_params: {model: gpt-4o}}]",
+        "services: {a: {image: x, ports: [[1]]}, b: 3}",
+        "models: {a: {cmd: 7}, 3: {proxy: {}}}",
+        "model_list: [{model_name: [], litellm_params: [], a: b}, 3]",
+        "models: {a: {cmd: 'llama-server --port 99999999999'}}\nmacros: [1]\npeers: 3",
+    ],
+)
+def test_a_strange_one_is_no_trouble(tmp_path: Path, text: str) -> None:
+    assert "this is a configuration of" in problem_of_settings(tmp_path, text).message
+
+
+def test_our_own_keys_of_the_same_name_are_ours(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.yaml"
+    file.write_text("models: {fast: {alias: mistral}}\n")
+    with pytest.raises(ConfigError) as raised:
+        load_settings(file)
+    assert "this is a configuration" not in str(raised.value)
+    nodes = tmp_path / "nodes.yaml"
+    nodes.write_text("services: {a: b}\nnodes: []\n")
+    with pytest.raises(ConfigError, match="unknown key"):
+        load_inventory(nodes, {})
