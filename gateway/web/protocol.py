@@ -131,7 +131,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def end_handshake(self) -> None:
         """The TLS handshake is over; if it failed, nothing is left of the connection."""
-        if self.transport is None:
+        if self._handshake is not None:
+            self._handshake = None
             self._cancel_timer()
             self.connection_limiter.remove(self)
 
@@ -164,7 +165,7 @@ class BoundedProtocol(HttpToolsProtocol):
     @property
     def idle(self) -> bool:
         """Whether no request is in flight, and the client has read every response."""
-        return self.transport is None or not (
+        return self._handshake is not None or not (
             self._must_wait or self.backlog or self.transport.get_write_buffer_size()
         )
 

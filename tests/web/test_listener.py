@@ -86,14 +86,11 @@ async def test_plain_http_on_a_tls_port_is_closed(
 @asynccontextmanager
 async def half_open(url: str, count: int) -> AsyncIterator[list[asyncio.StreamReader]]:
     """So many connections that begin no handshake."""
-    port, opened = int(url.rpartition(":")[2]), []
-    try:
-        for _ in range(count):
-            opened.append(await asyncio.open_connection("127.0.0.1", port))
-        yield [reader for reader, _ in opened]
-    finally:
-        for _, writer in opened:
-            writer.close()
+    port = int(url.rpartition(":")[2])
+    opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(count)]
+    yield [reader for reader, _ in opened]
+    for _, writer in opened:
+        writer.close()
 
 
 @pytest.mark.parametrize("listener", ["listen", "admin"])
