@@ -87,9 +87,14 @@ def described(record: Record) -> str:
     )
 
 
-def environment(folder: Path) -> dict[str, str]:
+def environment(folder: Path, *python_path: str) -> dict[str, str]:
     """What a process needs for its gateway to report to this folder."""
-    return {"LOOP_WATCH": str(folder), "PYTHONPATH": str(HERE)}
+    return {"LOOP_WATCH": str(folder), "PYTHONPATH": os.pathsep.join([str(HERE), *python_path])}
+
+
+def inherited() -> dict[str, str]:
+    """`environment` of this process, for children that get no other variables."""
+    return {name: os.environ[name] for name in ("LOOP_WATCH", "PYTHONPATH") if name in os.environ}
 
 
 class _Watch:
@@ -99,7 +104,8 @@ class _Watch:
         self._config = config
         self._children = Children(Path(tempfile.mkdtemp(prefix="loop-watch-")))
         self._turns: list[Record] = []
-        os.environ.update(environment(self._children.folder))
+        paths = filter(None, [os.environ.get("PYTHONPATH")])
+        os.environ.update(environment(self._children.folder, *paths))
         watch.begin(_records.append, whole=False)
 
     @pytest.hookimpl(wrapper=True)

@@ -46,8 +46,7 @@ def test_one_long_turn_of_a_gateway_s_process_is_recorded_by_cpu_time(
     script.write_text(PROGRAM)
     reports = tmp_path / "reports"
     reports.mkdir()
-    variables = environment(reports)
-    variables["PYTHONPATH"] += f":{ROOT}"
+    variables = environment(reports, str(ROOT))
     subprocess.run([sys.executable, script, loop], env=variables, check=True, timeout=100)
     (turn,) = [one for one in Children(reports).take() if one.kind == "turn"]
     assert 0.1 < turn.cpu < 0.2, "time.sleep takes no CPU time"
@@ -82,4 +81,4 @@ async def test_what_a_test_does_itself_is_not_the_gateway_s() -> None:
     end = time.thread_time() + 0.08
     while time.thread_time() < end:
         pass
-    open(__file__).close()  # noqa: ASYNC230, PTH123, SIM115 - as a test may
+    open(__file__).close()  # noqa: ASYNC230, PTH123 - as a test may

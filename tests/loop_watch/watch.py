@@ -173,10 +173,10 @@ def begin(report: Report, *, whole: bool = True) -> None:
 
     plain = asyncio.BaseEventLoop.run_forever
     asyncio.BaseEventLoop.run_forever = run_forever  # type: ignore[method-assign]
-    uvloop.Loop = WatchedLoop
+    uvloop.Loop = WatchedLoop  # type: ignore[misc]
     gc.callbacks.append(_on_collection)
     sys.addaudithook(partial(_on_event, report))
-    threading.Lock = partial(_new_lock, report)  # type: ignore[assignment, misc]
+    threading.Lock = partial(_new_lock, report)  # type: ignore[assignment]
     told: list[tuple[object, str]] = [(os, "fsync"), (os, "fdatasync")]
     told += [(threading.Condition, "wait"), (threading.Thread, "join")]
     for owner, name in told:

@@ -208,6 +208,7 @@ async def test_a_batch_is_written_once_though_nobody_knows_whether_it_was(url: s
 async def test_others_run_while_the_open_requests_are_walked_over() -> None:
     class NoStore:
         async def run(self, job: Any, /, *, write: bool = True) -> Any:
+            await asyncio.sleep(0)
             return []
 
     world = World(NoStore())  # type: ignore[arg-type]
