@@ -366,6 +366,7 @@ def fuzz_api(
                     total.add(outcome)
                 measured.append(_settled(site.process))
         records = Children(reports_folder(Path(name))).take()
+        assert records, "the gateway's event loop is not watched: its start waits for files"
     warm, after = measured
     problems = [*dict.fromkeys(total.failures)][:MOST_FAILURES] + problems_of(records)
     if after.descriptors > warm.descriptors + 5:

@@ -126,7 +126,7 @@ class _Watch:
             self._turns += found
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self._config.getoption("--loop-turns") and self._turns:
+        if self._config.getoption("--loop-turns"):
             terminalreporter.section("turns of event loops above 20 ms")
             terminalreporter.write(table(self._turns))
 
@@ -148,6 +148,8 @@ def table(turns: Iterable[Record]) -> str:
         ]
         text = " ".join(f"{1000 * figure:>6.0f}" for figure in figures)
         lines.append(f"{text} {len(found):>6}  {place}\n")
+    if not lines:
+        return "no turn of an event loop took 20 ms\n"
     return "".join(["   CPU  clock     gc  turns  where (ms, each the most)\n", *lines])
 
 

@@ -139,7 +139,7 @@ class _Loop:
             self.samples.append((taken, _own(frame)))
 
 
-_AWAITED = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+_AWAITED = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 _loops: dict[int, _Loop] = {}
 """By thread."""
