@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+import httpcore  # noqa: F401 - httpx would import it on the event loop: 30 ms
 import httpx
 
 from gateway.config.autoscaling import Hook

@@ -230,6 +230,7 @@ async def test_a_drained_node_gets_no_work_even_after_a_restart(tmp_path: Path) 
             assert fleet.state("a") is NodeState.DRAINING
             before = fleet.capacity
             fleet.fleet.resume("a")
+            await fleet.fleet.save_orders()
             assert fleet.state("a") is NodeState.READY
             assert fleet["a"].free_slots(now()) == 2
             assert fleet.capacity > before

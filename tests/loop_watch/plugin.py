@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import anyio._backends._asyncio  # noqa: F401 - as a gateway does before it has an event loop
 import pytest
 
 from tests.loop_watch import watch
