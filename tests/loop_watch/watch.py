@@ -139,6 +139,9 @@ class _Loop:
             self.samples.append((taken, _own(frame)))
 
 
+RUNNER = "gateway/process.py:run_event_loop"
+"""Below all callbacks of a gateway's process: as the innermost, it ends the loop's threads."""
+
 _AWAITED = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 _loops: dict[int, _Loop] = {}
@@ -217,12 +220,8 @@ def _new_lock(report: Report) -> _Lock | threading.Lock:
 
 def in_file(folder: str) -> Report:
     """A report that appends to this process's file in the folder."""
-
-    def report(record: Record) -> None:
-        with (Path(folder) / str(os.getpid())).open("a") as file:
-            file.write(json.dumps(asdict(record)) + "\n")
-
-    return report
+    file = (Path(folder) / str(os.getpid())).open("a", buffering=1)
+    return lambda record: print(json.dumps(asdict(record)), file=file)
 
 
 def _run(watched: _Loop, thread: int, run: Callable[[], None]) -> None:
@@ -290,7 +289,7 @@ def _on_wait(report: Report, event: str) -> None:
                 return  # Part of an import, or of a traceback's text, which only tests log.
             outer = outer.f_back
     stack = _own(frame)
-    if not stack or not stack[0].startswith("gateway"):
+    if not stack or not stack[0].startswith("gateway") or stack[0].startswith(RUNNER):
         return
     key = event, stack[0].rpartition(":")[0]
     if key not in _waits_seen:
