@@ -561,10 +561,14 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._close()
 
     def _close(self) -> None:
-        """Close; a client that leaves the end of TLS unanswered holds it for no half minute."""
+        """Close once the client has read everything.
+
+        One that leaves the end of TLS unanswered would hold the connection for half a minute more.
+        """
         self._cancel_timer()
+        if not self.transport.get_write_buffer_size():
+            self._timer = self.loop.call_later(self.linger_seconds, self.transport.abort)
         self.transport.close()
-        self._timer = self.loop.call_later(self.linger_seconds, self.transport.abort)
 
     def _refuse(self, error: GatewayError) -> None:
         """Respond without the application, and close."""
