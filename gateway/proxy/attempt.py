@@ -234,14 +234,10 @@ class Attempt:
     @property
     def header_lines(self) -> bytes:
         """The header lines of the response that are forwarded to the client."""
-        connection, settings = self._connection, self._settings
+        connection, extra = self._connection, self._settings.headers.to_clients
         if connection is None or connection.headers is not self.headers:
-            return forwarded_headers.headers_for_client(self.headers, settings.headers.to_clients)
-        if connection.head_cache is None or connection.head_cache_key is not settings:
-            lines = forwarded_headers.headers_for_client(self.headers, settings.headers.to_clients)
-            connection.cache_head(lines, settings)
-            return lines
-        return connection.head_cache
+            return forwarded_headers.headers_for_client(self.headers, extra)
+        return connection.made_of_head(forwarded_headers.headers_for_client, extra)
 
     async def open(self, upstream: UpstreamRequest) -> None:
         """Send the request; wait for the first content of a stream, else the whole response.
