@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -309,6 +310,19 @@ class Attempt:
                     held, self._held = self._held, None
                     return held or None
 
+    def read_unclosed(self) -> bytes:
+        """The last event of a stream that has ended, if only the blank line behind it is missing.
+
+        If that is the node's error event, `failure` is set.
+        """
+        framer = self._framer
+        if framer is None or self.stream_ended or not framer.lacks_blank_line:
+            return b""
+        try:
+            return self._pass(b"\n\n")
+        except InvalidResponse:
+            return b""
+
     def fail(self, error: UpstreamError) -> None:
         """End the attempt from outside: its reader gets `error`."""
         self.failure = error
@@ -408,9 +422,16 @@ class Attempt:
         assert framer is not None
         held = b""
         while True:
-            chunk = await connection.read()
+            try:
+                chunk = await connection.read()
+            except UpstreamError:
+                if not framer.lacks_blank_line:
+                    raise
+                chunk = b""
             if not chunk:
-                raise InvalidResponse("The node's stream ended before its first content")
+                if not framer.lacks_blank_line:
+                    raise InvalidResponse("The node's stream ended before its first content")
+                chunk = b"\n\n"
             passed, special = framer.feed(chunk), framer.special_bytes
             if self._event_filter is not None:
                 passed, special = self._filter(self._event_filter, passed)
@@ -506,11 +527,27 @@ class Attempt:
             if unchecked == api.stream_end:
                 self.stream_ended = True
             else:
-                valid = sse.validated(self._cut_at_end(unchecked))
+                valid = self._valid_part(self._cut_at_end(unchecked), may_be_empty=at > 0)
                 if len(valid) != len(unchecked):
                     passed = passed[:at] + valid
         sse.check_utf8(passed)
         return passed
+
+    def _valid_part(self, events: bytes, *, may_be_empty: bool) -> bytes:
+        """These events up to the first broken one, which fails the attempt behind them.
+
+        Raises: InvalidResponse, if none comes before it, unless that `may_be_empty`.
+        """
+        try:
+            return sse.validated(events)
+        except InvalidResponse as failure:
+            kept: list[bytes] = []
+            with suppress(InvalidResponse):
+                kept += map(sse.validated, sse.split(events))
+            if not (kept or may_be_empty):
+                raise
+            self.fail(failure)
+            return b"".join(kept)
 
     def _cut_at_end(self, events: bytes) -> bytes:
         """These events without all behind the terminal one, and without the node's error event.
@@ -518,13 +555,13 @@ class Attempt:
         An error event fails the attempt; the client gets an error in its API's form.
         """
         api = self.api
-        mark, end_mark = api.error_mark, api.terminal_mark
-        if end_mark not in events and not (mark and mark in events):
+        marks = (api.terminal_mark, api.error_mark, sse.ERROR_LINE, b"event: error")
+        if not any(mark in events for mark in marks):
             return events
         ends = api.single_terminal_event or self.request.lease_request.slots < 2
         kept = []
         for event in sse.split(events):
-            if mark and mark in event:
+            if api.error_mark in event or sse.event_name(event) == b"error":
                 self.fail(self._reported_error(sse.payload(event)))
                 break
             kept.append(event)

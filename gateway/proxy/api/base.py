@@ -259,6 +259,8 @@ class Api:
     """Whether `terminal_mark` stands within an object, where `ordinary_events` can't see it."""
     stream_end: ClassVar[bytes] = b""
     """Bytes behind the last event that end the stream."""
+    terminal_event: ClassVar[bytes] = b""
+    """The event that ends a stream whose answers have all given a reason for their end."""
     ordinary_events = staticmethod(_NO_ERROR)
     """Matches events that neither end the stream nor are the node's error event."""
     error_mark: ClassVar[bytes] = b'data: {"error":'
@@ -282,7 +284,7 @@ class Api:
         if sse.event_name(event) == b"error":
             return StreamEventKind.ERROR
         if data == b"[DONE]":
-            return StreamEventKind.CONTENT
+            raise InvalidResponse("The node's stream ended before its first content")
         if data == b"null":
             # llama.cpp begins a stream of several prompts with it.
             return StreamEventKind.NO_CONTENT
@@ -310,9 +312,12 @@ class Api:
         """Whether this event, which holds `terminal_mark`, is the stream's last."""
         return sse.payload(event) == b"[DONE]"
 
-    def has_finish_reason(self, tail: bytes) -> bool:
-        """Whether one of a stream's last events says why its answer ended."""
-        return False
+    def finished_answers(self, tail: bytes) -> int:
+        """How many answers of a stream have ended, as these last events say.
+
+        0: none, or the API says so by its terminal event alone.
+        """
+        return 0
 
     def is_stream_complete(self, tail: bytes) -> bool:
         """Whether a stream that ends with these bytes is complete."""

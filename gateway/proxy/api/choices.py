@@ -32,7 +32,7 @@ class ChoicesApi(Api):
 
     max_tokens_field = "max_tokens"
     refusal_is_general = True
-    stream_end = b"data: [DONE]\n\n"
+    stream_end = terminal_event = b"data: [DONE]\n\n"
     progress_fields: ClassVar[JsonObject] = {"return_progress": True}
     streaming_fields: ClassVar[JsonObject] = {
         "stream": True,
@@ -52,15 +52,18 @@ class ChoicesApi(Api):
             for choice in choices
         )
 
-    def has_finish_reason(self, tail: bytes) -> bool:
+    def finished_answers(self, tail: bytes) -> int:
         try:
-            return any(
-                isinstance(choice, dict) and bool(choice.get("finish_reason"))
-                for event in read_events(tail)
-                for choice in event.get("choices") or ()
+            return len(
+                {
+                    as_index(choice.get("index"))
+                    for event in read_events(tail)
+                    for choice in event.get("choices") or ()
+                    if isinstance(choice, dict) and choice.get("finish_reason")
+                }
             )
         except (AssemblyError, TypeError):
-            return False
+            return 0
 
     def _choice_has_content(self, choice: JsonObject) -> bool:
         """Whether a chunk's choice without a finish reason has content."""

@@ -23,6 +23,7 @@ from gateway.proxy.api.base import (
     body_fields,
     decoded_field,
     edit_body,
+    read_events,
 )
 from gateway.proxy.api.chat import as_response_format, may_call_tools
 from gateway.proxy.api.messages_by_chat import ChatToMessage, chat_request
@@ -58,7 +59,7 @@ _ERROR_TYPES = {
     529: "overloaded_error",
 }
 
-_NO_CONTENT_TYPES = frozenset({"message_start", "content_block_start", "ping"})
+_NO_CONTENT_TYPES = frozenset({None, "message_start", "content_block_start", "ping"})
 
 
 def read_message(transcript: Transcript, value: JsonObject) -> None:
@@ -223,6 +224,7 @@ class MessagesApi(Api):
     sends_request_id = True
     heartbeat_is_event = True
     terminal_mark = b"event: message_stop"
+    terminal_event = named_event({"type": "message_stop"})
     error_mark = b"event: error\n"
     ordinary_events = staticmethod(
         # A name may have spaces around it.
@@ -325,6 +327,13 @@ class MessagesApi(Api):
 
     def is_terminal_event(self, event: bytes) -> bool:
         return sse.event_name(event) == b"message_stop"
+
+    def finished_answers(self, tail: bytes) -> int:
+        try:
+            deltas = [event.get("delta") for event in read_events(tail)]
+        except AssemblyError:
+            return 0
+        return any(isinstance(delta, dict) and bool(delta.get("stop_reason")) for delta in deltas)
 
     def is_stream_complete(self, tail: bytes) -> bool:
         return b"\nevent: message_stop" in (b"\n" + tail)[-128:]

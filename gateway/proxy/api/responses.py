@@ -46,6 +46,7 @@ from gateway.transport.errors import InvalidResponse
 
 _NO_CONTENT_TYPES = frozenset(
     {
+        None,
         "response.created",
         "response.in_progress",
         "response.queued",
