@@ -12,9 +12,10 @@ from gateway import errors
 from gateway.config.settings import Settings
 from gateway.lease import GrantedLease, LeaseService
 from gateway.proxy import forwarded_headers, sse
-from gateway.proxy.api.base import Api, StreamEventKind
+from gateway.proxy.api.base import LARGEST_ANSWER_BYTES, Api, StreamEventKind
 from gateway.proxy.inbound import request_limits
 from gateway.proxy.inbound.request import Request
+from gateway.proxy.json_values import InvalidJson, JsonObject
 from gateway.proxy.outcome import (
     context_overflow_sizes,
     error_event_to_body,
@@ -280,7 +281,21 @@ class Attempt:
         else:
             self.content = await self._read_all(limits.response_bytes)
         if self.status < 300 and not self.is_sse:
-            check_json_body(self.headers, self.content)
+            self.api.check_answer(self.content, whole=connection.complete)
+
+    @property
+    def came_plain(self) -> bool:
+        """Whether the response is plain though a stream was asked for."""
+        return self.lease.stream and not self.is_sse
+
+    def answer_as_events(self, request_fields: JsonObject) -> bytes:
+        """A plain response as the stream that the client asked for. Raises: InvalidResponse."""
+        if not self.complete or len(self.content) > LARGEST_ANSWER_BYTES:
+            raise InvalidResponse("The node's answer is too long for one that is not streamed")
+        try:
+            return self.api.answer_events(self.content, request_fields)
+        except (InvalidJson, AttributeError, KeyError, TypeError):
+            raise InvalidResponse("The node's answer has another form than expected") from None
 
     async def read(self, write: WriteToClient | None = None) -> bytes | None:
         """The next bytes for the client, empty at the end. Raises: UpstreamError.
@@ -407,6 +422,8 @@ class Attempt:
         first = await connection.read()
         if connection.complete and not connection.has_unread:
             return first
+        if self.status < 300 and first.strip():
+            self.api.check_answer(first, whole=False)
         parts = [first]
         size = len(first)
         while size < most and (part := await connection.read()):
@@ -600,18 +617,6 @@ def _oversized_error(status: int) -> bytes:
     )
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return msgspec.json.encode({"error": {"message": message, "type": kind, "code": status}})
-
-
-_JSON_BEGINS = (b"{", b"[")
-
-
-def check_json_body(headers: Headers, content: bytes) -> None:
-    """Check that a plain response declared as JSON begins like JSON. Raises: InvalidResponse."""
-    if content[:1] in _JSON_BEGINS or content.lstrip()[:1] in _JSON_BEGINS:
-        return
-    for name, value in headers:
-        if name == b"content-type" and value.startswith(b"application/json"):
-            raise InvalidResponse("The node's answer is not JSON")
 
 
 def is_event_stream(headers: Headers) -> bool:

@@ -30,6 +30,8 @@ from gateway.transport.errors import (
 
 JSON_HEADER_LINE = b"content-type: application/json; charset=utf-8\r\n"
 
+SSE_HEADER_LINE = b"content-type: text/event-stream\r\n"
+
 
 class StreamSource(Protocol):
     """Where the rest of a response comes from: an attempt, or several."""
@@ -66,6 +68,30 @@ class BodyStream(Protocol):
 
     def close(self) -> None:
         """The client has received everything, or has left."""
+
+
+class EndedStream:
+    """The rest of a stream of which nothing is left to come."""
+
+    is_sse = True
+    failure: UpstreamError | None = None
+    is_open = False
+    last_content_at = 0.0
+
+    @property
+    def source(self) -> EndedStream:
+        """Itself: it has no attempt any more."""
+        return self
+
+    def notify_failure(self, callback: Callable[[], None]) -> None:
+        """It never fails."""
+
+    async def next_chunk(self, write: WriteToClient | None = None) -> bytes | None:
+        """Nothing."""
+        return b""
+
+    def close(self) -> None:
+        """Nothing is left to be closed."""
 
 
 @dataclass(slots=True)

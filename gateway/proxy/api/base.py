@@ -29,6 +29,7 @@ from gateway.proxy.json_values import (
     JsonObject,
     parse_object,
 )
+from gateway.proxy.outcome import error_message
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.transcript import Transcript, TranscriptReader
 from gateway.proxy.usage import read_usage
@@ -37,7 +38,29 @@ from gateway.transport.errors import InvalidResponse
 
 _DONE = re.compile(rb"\ndata: ?\[DONE\]")
 
+MOST_DECODED_BYTES = 4 * 1024
+"""Bytes of a plain response up to which it is always decoded: some microseconds."""
+
+LARGEST_ANSWER_BYTES = 8 << 20
+"""Bytes up to which a response of unusual form is decoded: 10 ms."""
+
+MOST_BYTES_BEFORE_MARK = 1024
+
+_JSON_BEGINS = (b"{", b"[")
+
+_JSON_EDGES = (b"{}", b"[]")
+
 _NO_ERROR = sse.ordinary_events(after_brace=rb'(?!"error":)')
+
+
+class AnyObject(msgspec.Struct):
+    """Any JSON object."""
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """An object that is no error."""
+
+    error: None = None
 
 
 class StreamEventKind(enum.Enum):
@@ -344,6 +367,48 @@ class Api:
     """Fields that make llama.cpp report prefill progress; None: it can't with this API."""
     progress_replaces_event: ClassVar[bool] = False
     """Whether the first progress event stands for an event of the stream without progress."""
+
+    # A plain response
+
+    answer: msgspec.json.Decoder[Any]
+    """Decodes a plain response, and raises for all that is none of this API's."""
+    answers_json: ClassVar[bool] = True
+    """Whether all plain responses are JSON."""
+    answer_mark: bytes
+    """Bytes near the beginning of each plain response that is long."""
+
+    def check_answer(self, content: bytes, *, whole: bool = True) -> None:
+        """Check that a plain response of status 2xx is one of this API's. Raises: InvalidResponse.
+
+        `whole`: False: it is the beginning of one.
+        """
+        begin = content[:1] if content[:1] in _JSON_BEGINS else content.lstrip()[:1]
+        if begin not in _JSON_BEGINS:
+            raise InvalidResponse("The node's answer is not JSON")
+        if not whole or (len(content) > MOST_DECODED_BYTES and self._is_like_answer(content)):
+            return
+        try:
+            # One that is longer and does not begin like an answer is none.
+            self.answer.decode(content[:LARGEST_ANSWER_BYTES])
+        except JSON_ERRORS:
+            error = error_message(content[:MOST_DECODED_BYTES])
+            said = f" It says: {error}" if error else ""
+            raise InvalidResponse(f"The node answered, but not in this API's form.{said}") from None
+
+    def _is_like_answer(self, content: bytes) -> bool:
+        """Whether a long plain response begins and ends like one of this API's."""
+        return (
+            content[:1] + content.rstrip()[-1:] in _JSON_EDGES
+            and content.find(self.answer_mark, 0, MOST_BYTES_BEFORE_MARK) >= 0
+            and not content.startswith(b'{"error":')
+        )
+
+    def answer_events(self, content: bytes, request_fields: JsonObject) -> bytes:
+        """The stream of one piece and its end that a plain response makes.
+
+        `content` has passed `check_answer`. Raises: InvalidResponse.
+        """
+        raise NotImplementedError
 
     # A plain response, assembled from a stream
 
