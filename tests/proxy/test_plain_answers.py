@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from gateway.events import RequestFinished
@@ -20,6 +21,7 @@ from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.proxy.proxy_over_nodes import BODIES, GENERATION_PATHS, MESSAGES, proxy_over
+from tests.servers import start_demo_servers
 from tests.transport.raw import Peer, raw_server
 from tests.virtual import in_virtual_time
 
@@ -138,7 +140,7 @@ PLAIN: list[tuple[str, dict[str, Any]]] = [
         CHAT,
         {
             "choices": [
-                {"index": 0, "finish_reason": "length", **chat(content="a", reasoning_content="b")},
+                {"index": 0, "finish_reason": "stop", **chat(content="a", reasoning_content="b")},
                 {
                     "index": 1,
                     "finish_reason": "tool_calls",
@@ -248,37 +250,31 @@ def test_a_list_in_place_of_an_object_is_no_answer(path: str) -> None:
             api.check_answer(content)
 
 
-def scripted(
-    answer: Callable[[dict[str, Any]], bytes], seconds: float = 0.0
-) -> tuple[Callable[[Peer], Any], list[dict[str, Any]]]:
-    """A node that answers each request by `answer`, plainly; and the bodies that it gets."""
+@asynccontextmanager
+async def over_plain_node(
+    folder: Path, plain: dict[str, Any], kinds: list[bytes] | None = None
+) -> AsyncIterator[tuple[Running, list[dict[str, Any]], list[RequestFinished]]]:
+    """A gateway over an endpoint that answers `plain` to everything, and the bodies that it gets.
+
+    `kinds`: the types that it gives its answers; the first one holds.
+    """
     bodies: list[dict[str, Any]] = []
+    types = [b"application/json"] if kinds is None else kinds
 
     async def serve(peer: Peer) -> None:
         while True:
             request = await peer.request()
-            content = json.dumps({"data": [{"id": "demo"}]}).encode()
+            value: dict[str, Any] = {"data": [{"id": "demo"}]}
             if request.startswith(b"POST"):
                 bodies.append(json.loads(request.partition(b"\r\n\r\n")[2]))
-                await asyncio.sleep(seconds)
-                content = answer(bodies[-1])
-            head = (
-                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-            )
-            await peer.say(head % len(content) + content)
+                value = plain
+            content = json.dumps(value).encode()
+            head = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n"
+            await peer.say(head % (types[0], len(content)) + content)
 
-    return serve, bodies
-
-
-@asynccontextmanager
-async def over_plain_node(
-    folder: Path, plain: dict[str, Any], seconds: float = 0.0, **settings: Any
-) -> AsyncIterator[tuple[Running, list[dict[str, Any]], list[RequestFinished]]]:
-    """A gateway over one endpoint that answers `plain` to everything, after so many seconds."""
-    serve, bodies = scripted(lambda _: json.dumps(plain).encode(), seconds)
     async with raw_server(serve) as server:
         node = {"name": "a", "url": f"http://127.0.0.1:{server.port}", "kind": "openai"}
-        async with running_gateway(folder, [node], settings) as running:
+        async with running_gateway(folder, [node]) as running:
             records: list[RequestFinished] = []
             running.gateway.bus.subscribe(RequestFinished, records.append)
             yield running, bodies, records
@@ -343,14 +339,59 @@ async def test_ollamas_clients_get_lines_of_a_plain_answer(tmp_path: Path) -> No
         assert (last["done"], last["eval_count"]) == (True, 7)
 
 
-@in_virtual_time
 async def test_a_plain_answer_is_labelled_as_json(tmp_path: Path) -> None:
-    one = EmulatedNode(embeddings=True)
-    async with proxy_over(tmp_path, one) as proxy:
-        whole = await proxy.ask("/v1/embeddings", input="a")
-        for kind in ("text/event-stream", "text/plain", "application/json"):
-            headers = {"content-type": kind}
-            one.faults.next("status", status=200, body=whole.text, headers=headers)
-            reply = await proxy.ask("/v1/embeddings", input="a")
-            assert reply.headers["content-type"].startswith("application/json")
-            assert reply.json() == whole.json()
+    vectors = {"data": [{"embedding": [0.5], "index": 0}]}
+    kinds = [b""]
+    async with over_plain_node(tmp_path, vectors, kinds) as (running, *_):
+        for kinds[0] in (b"text/event-stream", b"text/plain", b"application/json; charset=utf-8"):
+            reply = await running.client.post("/v1/embeddings", json={"input": "a"})
+            assert reply.headers["content-type"] == "application/json; charset=utf-8"
+            assert reply.json() == vectors
+
+
+async def test_events_that_are_labelled_as_something_else_end_the_attempt_at_once(
+    tmp_path: Path,
+) -> None:
+    async def serve(peer: Peer) -> None:
+        request = await peer.request()
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n"
+        if request.startswith(b"GET"):
+            await peer.say(head + b'{"data": [{"id": "demo"}]}')
+            return
+        await peer.say(head + b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n')
+        await peer.reader.read()  # until the gateway leaves
+
+    async with raw_server(serve) as server:
+        node = {"name": "a", "url": f"http://127.0.0.1:{server.port}", "kind": "openai"}
+        async with running_gateway(tmp_path, [node], {"retries": {"attempts": 1}}) as running:
+            reply = await running.client.post(CHAT, json={**BODIES[CHAT], "stream": True})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (502, "node_failed")
+
+
+# The real server's own answers.
+
+
+@pytest.mark.real
+@pytest.mark.slow
+async def test_each_plain_answer_of_the_real_server_is_one() -> None:
+    async with (
+        start_demo_servers(embedding=True) as (url,),
+        httpx.AsyncClient(base_url=url, timeout=60) as node,
+    ):
+        for path, fields in [*ASKED.items(), ("/v1/responses/input_tokens", BODIES[RESPONSES])]:
+            if path in {"/infill", "/v1/rerank"}:
+                continue  # It needs another model.
+            api = ROUTES[path].api
+            bound = dict.fromkeys(("max_tokens", "max_output_tokens", "n_predict"), 8)
+            reply = await node.post(path, json={**fields, **bound})
+            if reply.status_code in {404, 501}:
+                continue  # It is too old for this path.
+            assert reply.status_code == 200, (path, reply.text)
+            api.check_answer(reply.content)
+            if path not in GENERATION_PATHS:
+                continue
+            options = {"stream_options": {"include_usage": True}, "return_tokens": True}
+            events = api.answer_events(reply.content, options)
+            made, plain = api.assemble(read_events(events), options), reply.json()
+            assert {**plain, **made} == plain
+            assert set(plain) - set(made) <= {"timings"}
