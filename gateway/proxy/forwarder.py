@@ -5,6 +5,7 @@ It knows no web framework: a `Request` comes in, a response head and bytes to re
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, replace
 
@@ -24,7 +25,7 @@ from gateway.proxy.inbound import edits
 from gateway.proxy.inbound.large_body import Body, bytes_to_parse, without_large_fields
 from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES
-from gateway.proxy.json_values import parse_object
+from gateway.proxy.json_values import SHORT_BODY_BYTES, parse_object
 from gateway.proxy.multi_prompt import MultiPromptForwarder
 from gateway.proxy.outcome import ResponseOutcome
 from gateway.proxy.prefill_progress import PROGRESS_TOKENS
@@ -160,7 +161,8 @@ class Forwarder:
         try:
             recorder = self._recorder(attempt, api) if lease.stream else None
             await attempt.open(self._upstream_request(in_flight, attempt, api, recorder))
-            events = None if attempt.is_sse or not request.stream else _as_events(attempt)
+            converts = request.stream and not attempt.is_sse and attempt.status < 300
+            events = await _as_events(attempt) if converts else None
         except UpstreamError as failure:
             drop_traceback(failure)
             return self._judge_failure(in_flight, attempt, tried, failure)
@@ -459,15 +461,15 @@ class FailedAttempt:
     """Whether its node had no room for the tokens of all its slots: the next is no retry."""
 
 
-def _as_events(attempt: Attempt) -> bytes | None:
-    """A plain response as the stream that the client asked for; None: it is an error.
-
-    Raises: InvalidResponse.
-    """
-    if attempt.status >= 300:
-        return None
+async def _as_events(attempt: Attempt) -> bytes:
+    """A plain response as the stream that the client asked for. Raises: InvalidResponse."""
     body = attempt.request.bodies[attempt.lease.model]
-    return attempt.answer_as_events(parse_object(without_large_fields(body)))
+    fields = parse_object(without_large_fields(body))
+    if len(attempt.content) <= SHORT_BODY_BYTES:
+        return attempt.answer_as_events(fields)
+    # Megabytes take many milliseconds, of which each call in C has few.
+    await ensure_task()
+    return await asyncio.to_thread(attempt.answer_as_events, fields)
 
 
 def _pool_full(node: NodeInfo, tried: Tried, error: GatewayError) -> FailedAttempt:

@@ -327,6 +327,22 @@ async def test_a_node_that_does_not_stream_may_be_silent_until_its_answer_is_who
         assert {outcome for _, outcome in proxy.outcomes} == {"ok"}
 
 
+async def test_a_plain_answer_of_megabytes_becomes_a_stream_beside_the_loop(
+    tmp_path: Path,
+) -> None:
+    text = "word \u00e9\n" * 300_000
+    items = [output(content=[{"type": "output_text", "text": text}])]
+    plain: dict[str, Any] = {"output": items, "status": "x"}
+    async with over_plain_node(tmp_path, plain) as (running, *_):
+        body = {**BODIES[RESPONSES], "stream": True}
+        reply = await running.client.post(RESPONSES, json=body)
+        assert reply.status_code == 200
+        assert list(read_events(reply.content))[-1]["response"] == plain
+        items *= 2
+        refused = await running.client.post(RESPONSES, json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (502, "node_failed")
+
+
 @in_virtual_time
 async def test_ollamas_clients_get_lines_of_a_plain_answer(tmp_path: Path) -> None:
     plain = PLAIN[0][1]

@@ -38,13 +38,11 @@ from gateway.transport.errors import InvalidResponse
 
 _DONE = re.compile(rb"\ndata: ?\[DONE\]")
 
-MOST_DECODED_BYTES = 4 * 1024
-"""Bytes of a plain response up to which it is always decoded: some microseconds."""
+LARGEST_ANSWER_BYTES = 4 << 20
+"""Bytes of a plain response that are decoded at once: up to 10 ms."""
 
-LARGEST_ANSWER_BYTES = 8 << 20
-"""Bytes up to which a response of unusual form is decoded: 10 ms."""
-
-MOST_BYTES_BEFORE_MARK = 1024
+EDGE_BYTES = 1024
+"""Bytes at the beginning and the end of a longer one that are looked at."""
 
 _JSON_BEGINS = (b"{", b"[")
 
@@ -376,6 +374,8 @@ class Api:
     """Whether all plain responses are JSON."""
     answer_mark: bytes
     """Bytes near the beginning of each plain response that is long."""
+    decoded_bytes: ClassVar[int] = LARGEST_ANSWER_BYTES
+    """Bytes of a plain response up to which it is decoded to be checked."""
 
     def check_answer(self, content: bytes, *, whole: bool = True) -> None:
         """Check that a plain response of status 2xx is one of this API's. Raises: InvalidResponse.
@@ -385,22 +385,30 @@ class Api:
         begin = content[:1] if content[:1] in _JSON_BEGINS else content.lstrip()[:1]
         if begin not in _JSON_BEGINS:
             raise InvalidResponse("The node's answer is not JSON")
-        if not whole or (len(content) > MOST_DECODED_BYTES and self._is_like_answer(content)):
+        if not whole or (len(content) > self.decoded_bytes and self._is_like_answer(content)):
             return
         try:
             # One that is longer and does not begin like an answer is none.
             self.answer.decode(content[:LARGEST_ANSWER_BYTES])
         except JSON_ERRORS:
-            error = error_message(content[:MOST_DECODED_BYTES])
+            error = error_message(content[:LARGEST_ANSWER_BYTES])
             said = f" It says: {error}" if error else ""
             raise InvalidResponse(f"The node answered, but not in this API's form.{said}") from None
 
     def _is_like_answer(self, content: bytes) -> bool:
-        """Whether a long plain response begins and ends like one of this API's."""
+        """Whether a long plain response begins and ends like one of this API's.
+
+        It ends with its list of objects, or with some fields behind that.
+        """
+        begin, tail = content[:1], content[-EDGE_BYTES:].rstrip()
+        end = tail.rfind(b"]")
+        fields = tail[end + 1 :]
         return (
-            content[:1] + content.rstrip()[-1:] in _JSON_EDGES
-            and content.find(self.answer_mark, 0, MOST_BYTES_BEFORE_MARK) >= 0
+            content.find(self.answer_mark, 0, EDGE_BYTES) >= 0
             and not content.startswith(b'{"error":')
+            and begin + tail[-1:] in _JSON_EDGES
+            and tail[:end].rstrip()[-1:] == b"}"
+            and fields.count(b"}") - fields.count(b"{") == (begin == b"{")
         )
 
     def answer_events(self, content: bytes, request_fields: JsonObject) -> bytes:

@@ -89,6 +89,12 @@ class RelayedApi(Api):
         return super().read_usage(tail) if bare is None else Usage(int(bare[1]))
 
 
+class EmbeddingsApi(RelayedApi):
+    """Embeddings: many bytes, and no text in which an end could stand."""
+
+    decoded_bytes = 4 * 1024
+
+
 class _Transcription(Answer, kw_only=True):
     text: str
 
