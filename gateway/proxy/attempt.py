@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -11,9 +12,10 @@ from gateway import errors
 from gateway.config.settings import Settings
 from gateway.lease import GrantedLease, LeaseService
 from gateway.proxy import forwarded_headers, sse
-from gateway.proxy.api.base import Api, StreamEventKind
+from gateway.proxy.api.base import LARGEST_ANSWER_BYTES, Api, StreamEventKind
 from gateway.proxy.inbound import request_limits
 from gateway.proxy.inbound.request import Request
+from gateway.proxy.json_values import InvalidJson, JsonObject
 from gateway.proxy.outcome import (
     context_overflow_sizes,
     error_event_to_body,
@@ -241,14 +243,10 @@ class Attempt:
     @property
     def header_lines(self) -> bytes:
         """The header lines of the response that are forwarded to the client."""
-        connection, settings = self._connection, self._settings
+        connection, extra = self._connection, self._settings.headers.to_clients
         if connection is None or connection.headers is not self.headers:
-            return forwarded_headers.headers_for_client(self.headers, settings.headers.to_clients)
-        if connection.head_cache is None or connection.head_cache_key is not settings:
-            lines = forwarded_headers.headers_for_client(self.headers, settings.headers.to_clients)
-            connection.cache_head(lines, settings)
-            return lines
-        return connection.head_cache
+            return forwarded_headers.headers_for_client(self.headers, extra)
+        return connection.made_of_head(forwarded_headers.headers_for_client, extra)
 
     async def open(self, upstream: UpstreamRequest) -> None:
         """Send the request; wait for the first content of a stream, else the whole response.
@@ -290,7 +288,21 @@ class Attempt:
         else:
             self.content = await self._read_all(limits.response_bytes)
         if self.status < 300 and not self.is_sse:
-            check_json_body(self.headers, self.content)
+            self.api.check_answer(self.content, whole=connection.complete)
+
+    @property
+    def came_plain(self) -> bool:
+        """Whether the response is plain though a stream was asked for."""
+        return self.lease.stream and not self.is_sse
+
+    def answer_as_events(self, request_fields: JsonObject) -> bytes:
+        """A plain response as the stream that the client asked for. Raises: InvalidResponse."""
+        if not self.complete or len(self.content) > LARGEST_ANSWER_BYTES:
+            raise InvalidResponse("The node's answer is too long for one that is not streamed")
+        try:
+            return self.api.answer_events(self.content, request_fields)
+        except (InvalidJson, AttributeError, KeyError, TypeError):
+            raise InvalidResponse("The node's answer has another form than expected") from None
 
     async def open_again(self, upstream: UpstreamRequest) -> None:
         """Send the request in another form, after an error response. Raises: UpstreamError."""
@@ -327,6 +339,19 @@ class Attempt:
                 if self._held is not None:
                     held, self._held = self._held, None
                     return held or None
+
+    def read_unclosed(self) -> bytes:
+        """The last event of a stream that has ended, if only the blank line behind it is missing.
+
+        If that is the node's error event, `failure` is set.
+        """
+        framer = self._framer
+        if framer is None or self.stream_ended or not framer.lacks_blank_line:
+            return b""
+        try:
+            return self._pass(b"\n\n")
+        except InvalidResponse:
+            return b""
 
     def fail(self, error: UpstreamError) -> None:
         """End the attempt from outside: its reader gets `error`."""
@@ -412,6 +437,8 @@ class Attempt:
         first = await connection.read()
         if connection.complete and not connection.has_unread:
             return first
+        if self.status < 300 and first.strip():
+            self.api.check_answer(first, whole=False)
         parts = [first]
         size = len(first)
         while size < most and (part := await connection.read()):
@@ -427,9 +454,16 @@ class Attempt:
         assert framer is not None
         held = b""
         while True:
-            chunk = await connection.read()
+            try:
+                chunk = await connection.read()
+            except UpstreamError:
+                if not framer.lacks_blank_line:
+                    raise
+                chunk = b""
             if not chunk:
-                raise InvalidResponse("The node's stream ended before its first content")
+                if not framer.lacks_blank_line:
+                    raise InvalidResponse("The node's stream ended before its first content")
+                chunk = b"\n\n"
             passed, special = framer.feed(chunk), framer.special_bytes
             if self._event_filter is not None:
                 passed, special = self._filter(self._event_filter, passed)
@@ -525,11 +559,27 @@ class Attempt:
             if unchecked == api.stream_end:
                 self.stream_ended = True
             else:
-                valid = sse.validated(self._cut_at_end(unchecked))
+                valid = self._valid_part(self._cut_at_end(unchecked), may_be_empty=at > 0)
                 if len(valid) != len(unchecked):
                     passed = passed[:at] + valid
         sse.check_utf8(passed)
         return passed
+
+    def _valid_part(self, events: bytes, *, may_be_empty: bool) -> bytes:
+        """These events up to the first broken one, which fails the attempt behind them.
+
+        Raises: InvalidResponse, if none comes before it, unless that `may_be_empty`.
+        """
+        try:
+            return sse.validated(events)
+        except InvalidResponse as failure:
+            kept: list[bytes] = []
+            with suppress(InvalidResponse):
+                kept += map(sse.validated, sse.split(events))
+            if not (kept or may_be_empty):
+                raise
+            self.fail(failure)
+            return b"".join(kept)
 
     def _cut_at_end(self, events: bytes) -> bytes:
         """These events without all behind the terminal one, and without the node's error event.
@@ -537,13 +587,13 @@ class Attempt:
         An error event fails the attempt; the client gets an error in its API's form.
         """
         api = self.api
-        mark, end_mark = api.error_mark, api.terminal_mark
-        if end_mark not in events and not (mark and mark in events):
+        marks = (api.terminal_mark, api.error_mark, sse.ERROR_LINE, b"event: error")
+        if not any(mark in events for mark in marks):
             return events
         ends = api.single_terminal_event or self.request.lease_request.slots < 2
         kept = []
         for event in sse.split(events):
-            if mark and mark in event:
+            if api.error_mark in event or sse.event_name(event) == b"error":
                 self.fail(self._reported_error(sse.payload(event)))
                 break
             kept.append(event)
@@ -582,18 +632,6 @@ def _oversized_error(status: int) -> bytes:
     )
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return msgspec.json.encode({"error": {"message": message, "type": kind, "code": status}})
-
-
-_JSON_BEGINS = (b"{", b"[")
-
-
-def check_json_body(headers: Headers, content: bytes) -> None:
-    """Check that a plain response declared as JSON begins like JSON. Raises: InvalidResponse."""
-    if content[:1] in _JSON_BEGINS or content.lstrip()[:1] in _JSON_BEGINS:
-        return
-    for name, value in headers:
-        if name == b"content-type" and value.startswith(b"application/json"):
-            raise InvalidResponse("The node's answer is not JSON")
 
 
 def is_event_stream(headers: Headers) -> bool:

@@ -15,6 +15,11 @@ from gateway.transport.errors import InvalidResponse
 HEARTBEAT = b":\n"
 """A comment between events; a blank line behind it would break a Go client."""
 
+ERROR_LINE = b"error:"
+"""How the line of an error event of older llama.cpp begins."""
+
+_DATA_LINES = (b"data:", ERROR_LINE)
+
 _COMMENTS = re.compile(rb"(?:\A|(?<=\n\n)|(?<=\n\r\n))(?::[^\n]*\n(?:\r?\n)*)+")
 
 _ONLY_COMMENTS = re.compile(rb"(?::[^\n]*\n(?:\r?\n)*)+\Z")
@@ -93,6 +98,16 @@ class EventFramer:
     def has_partial(self) -> bool:
         """Whether the beginning of an event is buffered."""
         return bool(self._tail)
+
+    @property
+    def lacks_blank_line(self) -> bool:
+        """Whether the buffered bytes are an event but for the blank line behind it."""
+        data = payload(bytes(self._tail))
+        try:
+            json_values.check_object(data)
+        except json_values.InvalidJson:
+            return data == b"[DONE]"
+        return True
 
     def special_bytes_in(self, events: bytes) -> int:
         """Bytes from the first of these events on that is not ordinary."""
@@ -246,18 +261,24 @@ def last_events(data: bytes, size: int) -> bytes:
 
 
 def payload(event: bytes) -> bytes:
-    """The data of an event, its lines joined; empty for comments and events without data."""
+    """The data of an event, its lines joined; empty for comments and events without data.
+
+    Older llama.cpp wrote `error: {...}` for an event of that name with this data.
+    """
     if event.startswith(b"data:") and event.find(b"\n") == len(event) - 2:
         return event[5:-2].strip(b" \r")  # nearly always: one line
     return b"\n".join(
-        line[5:].strip(b" \r") for line in event.split(b"\n") if line.startswith(b"data:")
+        line.partition(b":")[2].strip(b" \r")
+        for line in event.split(b"\n")
+        if line.startswith(_DATA_LINES)
     )
 
 
 def event_name(event: bytes) -> bytes:
     """The value of the event's `event:` line, or empty."""
     if event.find(b"event:") < 0:
-        return b""
+        is_error = event.startswith(ERROR_LINE) or b"\n" + ERROR_LINE in event
+        return b"error" if is_error else b""
     for line in event.split(b"\n"):
         if line.startswith(b"event:"):
             return line[6:].strip(b" \r")

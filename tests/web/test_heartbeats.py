@@ -203,12 +203,12 @@ async def test_a_failure_before_the_first_heartbeat_has_its_own_status(tmp_path:
 
 
 @in_virtual_time
-async def test_after_a_heartbeat_a_response_that_is_not_a_stream_is_an_error(
+async def test_after_a_heartbeat_a_response_that_is_no_answer_is_an_error(
     tmp_path: Path,
 ) -> None:
     async with public(tmp_path, BEATING) as gate:
         body = await failing(gate, CHAT, "status", status=200, body='{"choices": []}')
-        outcome_of(CHAT, body.lstrip(b":\n"), "did not stream")
+        outcome_of(CHAT, body.lstrip(b":\n"), "not in this API's form")
         assert (await gate.last()).status == 502
 
 

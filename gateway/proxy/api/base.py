@@ -29,6 +29,7 @@ from gateway.proxy.json_values import (
     JsonObject,
     parse_object,
 )
+from gateway.proxy.outcome import error_message
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.transcript import Transcript, TranscriptReader
 from gateway.proxy.usage import read_usage
@@ -37,7 +38,27 @@ from gateway.transport.errors import InvalidResponse
 
 _DONE = re.compile(rb"\ndata: ?\[DONE\]")
 
+LARGEST_ANSWER_BYTES = 4 << 20
+"""Bytes of a plain response that are decoded at once: up to 10 ms."""
+
+EDGE_BYTES = 1024
+"""Bytes at the beginning and the end of a longer one that are looked at."""
+
+_JSON_BEGINS = (b"{", b"[")
+
+_JSON_EDGES = (b"{}", b"[]")
+
 _NO_ERROR = sse.ordinary_events(after_brace=rb'(?!"error":)')
+
+
+class AnyObject(msgspec.Struct):
+    """Any JSON object."""
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """An object that is no error."""
+
+    error: None = None
 
 
 class StreamEventKind(enum.Enum):
@@ -259,6 +280,8 @@ class Api:
     """Whether `terminal_mark` stands within an object, where `ordinary_events` can't see it."""
     stream_end: ClassVar[bytes] = b""
     """Bytes behind the last event that end the stream."""
+    terminal_event: ClassVar[bytes] = b""
+    """The event that ends a stream whose answers have all given a reason for their end."""
     ordinary_events = staticmethod(_NO_ERROR)
     """Matches events that neither end the stream nor are the node's error event."""
     error_mark: ClassVar[bytes] = b'data: {"error":'
@@ -282,7 +305,7 @@ class Api:
         if sse.event_name(event) == b"error":
             return StreamEventKind.ERROR
         if data == b"[DONE]":
-            return StreamEventKind.CONTENT
+            raise InvalidResponse("The node's stream ended before its first content")
         if data == b"null":
             # llama.cpp begins a stream of several prompts with it.
             return StreamEventKind.NO_CONTENT
@@ -310,9 +333,12 @@ class Api:
         """Whether this event, which holds `terminal_mark`, is the stream's last."""
         return sse.payload(event) == b"[DONE]"
 
-    def has_finish_reason(self, tail: bytes) -> bool:
-        """Whether one of a stream's last events says why its answer ended."""
-        return False
+    def finished_answers(self, tail: bytes) -> int:
+        """How many answers of a stream have ended, as these last events say.
+
+        0: none, or the API says so by its terminal event alone.
+        """
+        return 0
 
     def is_stream_complete(self, tail: bytes) -> bool:
         """Whether a stream that ends with these bytes is complete."""
@@ -346,6 +372,58 @@ class Api:
         None: the body of these `fields` asks for it, or nodes report it unasked.
         """
         return None
+
+    # A plain response
+
+    answer: msgspec.json.Decoder[Any]
+    """Decodes a plain response, and raises for all that is none of this API's."""
+    answers_json: ClassVar[bool] = True
+    """Whether all plain responses are JSON."""
+    answer_mark: bytes
+    """Bytes near the beginning of each plain response that is long."""
+    decoded_bytes: ClassVar[int] = LARGEST_ANSWER_BYTES
+    """Bytes of a plain response up to which it is decoded to be checked."""
+
+    def check_answer(self, content: bytes, *, whole: bool = True) -> None:
+        """Check that a plain response of status 2xx is one of this API's. Raises: InvalidResponse.
+
+        `whole`: False: it is the beginning of one.
+        """
+        begin = content[:1] if content[:1] in _JSON_BEGINS else content.lstrip()[:1]
+        if begin not in _JSON_BEGINS:
+            raise InvalidResponse("The node's answer is not JSON")
+        if not whole or (len(content) > self.decoded_bytes and self._is_like_answer(content)):
+            return
+        try:
+            # One that is longer and does not begin like an answer is none.
+            self.answer.decode(content[:LARGEST_ANSWER_BYTES])
+        except JSON_ERRORS:
+            error = error_message(content[:LARGEST_ANSWER_BYTES])
+            said = f" It says: {error}" if error else ""
+            raise InvalidResponse(f"The node answered, but not in this API's form.{said}") from None
+
+    def _is_like_answer(self, content: bytes) -> bool:
+        """Whether a long plain response begins and ends like one of this API's.
+
+        It ends with its list of objects, or with some fields behind that.
+        """
+        begin, tail = content[:1], content[-EDGE_BYTES:].rstrip()
+        end = tail.rfind(b"]")
+        fields = tail[end + 1 :]
+        return (
+            content.find(self.answer_mark, 0, EDGE_BYTES) >= 0
+            and not content.startswith(b'{"error":')
+            and begin + tail[-1:] in _JSON_EDGES
+            and tail[:end].rstrip()[-1:] == b"}"
+            and fields.count(b"}") - fields.count(b"{") == (begin == b"{")
+        )
+
+    def answer_events(self, content: bytes, request_fields: JsonObject) -> bytes:
+        """The stream of one piece and its end that a plain response makes.
+
+        `content` has passed `check_answer`. Raises: InvalidResponse.
+        """
+        raise NotImplementedError
 
     # A plain response, assembled from a stream
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 
 from gateway.proxy.api import resuming
-from gateway.proxy.api.base import decoded_field
+from gateway.proxy.api.base import Answer, AnyObject, decoded_field
 from gateway.proxy.api.choices import (
     ChoicesApi,
     ChunkRewriter,
@@ -20,6 +20,7 @@ from gateway.proxy.api.choices import (
     take_logprobs,
     wants_usage,
 )
+from gateway.proxy.api.merging import RawFields, read_fields, read_items
 from gateway.proxy.api.resuming import EventRewriter, ReasoningEndMark, ReasoningSplitter
 from gateway.proxy.json_values import JsonObject
 from gateway.proxy.splice import SplicePoint
@@ -95,17 +96,37 @@ class NativeToChatRewriter(NativeToChunkRewriter):
         return {"finish_reason": reason, "index": 0, "delta": {}}
 
 
+class _Choice(msgspec.Struct):
+    message: AnyObject
+
+
+class _ChatAnswer(Answer, kw_only=True):
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+
+
 class ChatApi(ChoicesApi):
     """`/v1/chat/completions`: a role delta, content deltas, a finish reason, `[DONE]`."""
 
     name = "chat"
     prompt_field = "messages"
+    answer = msgspec.json.Decoder(_ChatAnswer)
     response_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    _END: ClassVar[JsonObject] = {"delta": {}}
     assembles_several_answers = True
     transcript_reader = staticmethod(read_chat)
     event_rewriter = ChatRewriter
     is_chat = True
     logprobs_fields: ClassVar[JsonObject] = {"logprobs": True, "top_logprobs": 1}
+
+    def _as_part(self, choice: RawFields) -> JsonObject:
+        part: JsonObject = {**choice}
+        delta: JsonObject = {**read_fields(part.pop("message"))}
+        calls = delta.get("tool_calls", b"null")
+        if bytes(calls) != b"null":
+            numbered = enumerate(read_items(calls))
+            delta["tool_calls"] = [{"index": number, **call} for number, call in numbered]
+        return part | {"delta": delta}
 
     def _choice_has_content(self, choice: JsonObject) -> bool:
         delta = choice.get("delta")

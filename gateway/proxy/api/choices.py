@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from gateway.proxy.api.base import Api, AssemblyError, decoded_field, read_events
+from gateway.proxy.api.merging import RawFields, read_fields, read_items
 from gateway.proxy.api.resuming import EventRewriter, as_count, data_event
 from gateway.proxy.json_values import JsonObject
 from gateway.proxy.splice import SplicePoint
@@ -37,14 +38,39 @@ class ChoicesApi(Api):
 
     max_tokens_field = "max_tokens"
     refusal_is_general = True
-    stream_end = b"data: [DONE]\n\n"
+    stream_end = terminal_event = b"data: [DONE]\n\n"
     progress_fields: ClassVar[JsonObject] = {"return_progress": True}
     streaming_fields: ClassVar[JsonObject] = {
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    answer_mark = b'"choices"'
     response_object: ClassVar[str]
     """The `object` of a plain response."""
+    chunk_object: ClassVar[str]
+    """That of a chunk."""
+    _END: ClassVar[JsonObject]
+    """What the last chunk of a choice has in place of content."""
+
+    def answer_events(self, content: bytes, request_fields: JsonObject) -> bytes:
+        chunk: JsonObject = {**read_fields(content), "object": self.chunk_object}
+        choices, usage = read_items(chunk.pop("choices")), chunk.pop("usage", None)
+        timings = {"timings": chunk.pop("timings")} if "timings" in chunk else {}
+        begin, ends = [], []
+        for number, choice in enumerate(choices):
+            reason, index = choice.pop("finish_reason", "stop"), choice.get("index", number)
+            part = {"index": index, **self._as_part(choice), "finish_reason": None}
+            begin.append(data_event(chunk | {"choices": [part]}))
+            end = {"index": index, **self._END, "finish_reason": reason}
+            ends.append(chunk | {"choices": [end]})
+        if usage is not None and wants_usage(request_fields):
+            ends.append(chunk | {"choices": [], "usage": usage})
+        ends[-1] |= timings
+        return b"".join([*begin, *map(data_event, ends), self.terminal_event])
+
+    def _as_part(self, choice: RawFields) -> JsonObject:
+        """The choice of a plain response as that of a chunk. Raises: InvalidResponse."""
+        raise NotImplementedError
 
     def has_content(self, value: JsonObject) -> bool:
         choices = value.get("choices")
@@ -57,15 +83,18 @@ class ChoicesApi(Api):
             for choice in choices
         )
 
-    def has_finish_reason(self, tail: bytes) -> bool:
+    def finished_answers(self, tail: bytes) -> int:
         try:
-            return any(
-                isinstance(choice, dict) and bool(choice.get("finish_reason"))
-                for event in read_events(tail)
-                for choice in event.get("choices") or ()
+            return len(
+                {
+                    as_index(choice.get("index"))
+                    for event in read_events(tail)
+                    for choice in event.get("choices") or ()
+                    if isinstance(choice, dict) and choice.get("finish_reason")
+                }
             )
         except (AssemblyError, TypeError):
-            return False
+            return 0
 
     def usage_fields(self, fields: Mapping[str, msgspec.Raw]) -> JsonObject | None:
         if len(fields.get("stream_options", b"")) > MOST_OPTIONS_BYTES:

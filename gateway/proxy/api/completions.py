@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
 from gateway.proxy.api import resuming
+from gateway.proxy.api.base import Answer
 from gateway.proxy.api.choices import (
     IDENTITY_FIELDS,
     ChoicesApi,
@@ -139,16 +140,29 @@ def _add_numbers(total: JsonObject, more: Mapping[str, Any]) -> None:
             total.setdefault(name, value)
 
 
+class _Text(msgspec.Struct):
+    text: str
+
+
+class _CompletionsAnswer(Answer, kw_only=True):
+    choices: Annotated[list[_Text], msgspec.Meta(min_length=1)]
+
+
 class CompletionsApi(ChoicesApi):
     """`/v1/completions`: text in each event, `[DONE]`."""
 
     name = "completions"
     prompt_field = "prompt"
-    response_object = "text_completion"
+    answer = msgspec.json.Decoder(_CompletionsAnswer)
+    response_object = chunk_object = "text_completion"
+    _END: ClassVar[JsonObject] = {"text": "", "logprobs": None}
     merger = CompletionsMerger
     transcript_reader = staticmethod(read_completion)
     event_rewriter = CompletionsRewriter
     logprobs_fields: ClassVar[JsonObject] = {"logprobs": 1}
+
+    def _as_part(self, choice: RawFields) -> JsonObject:
+        return {**choice}
 
     def _choice_has_content(self, choice: JsonObject) -> bool:
         return bool(choice.get("text"))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 
 from gateway.proxy import sse
 from gateway.proxy.api import resuming
-from gateway.proxy.api.base import Api, AssemblyError
+from gateway.proxy.api.base import Answer, Api, AssemblyError
 from gateway.proxy.api.merging import ResponseMerger, read_fields, read_items
 from gateway.proxy.api.resuming import (
     LENGTH_FIELDS,
@@ -91,6 +91,21 @@ class NativeMerger(ResponseMerger):
         return b"data: " + msgspec.json.encode(fields) + b"\n\n"
 
 
+class _NativeAnswer(Answer, kw_only=True):
+    stop: bool
+    """Also where the client has selected fields (`edits.required_edit`)."""
+
+
+_PART_FIELDS = (
+    "index", "content", "tokens", "id_slot", "tokens_predicted", "tokens_evaluated",
+    "completion_probabilities",
+)  # fmt: skip
+"""Fields of an event that is not the last."""
+
+
+_NOTHING_MORE: JsonObject = {"content": "", "tokens": []}
+
+
 class NativeEventsApi(Api):
     """An API of events with `content`, the last with `"stop": true`."""
 
@@ -100,6 +115,21 @@ class NativeEventsApi(Api):
     terminal_mark_nested = True
     progress_fields: ClassVar[JsonObject] = {"return_progress": True}
     streaming_fields: ClassVar[JsonObject] = {"stream": True}
+    answer = msgspec.json.Decoder(
+        Annotated[list[_NativeAnswer], msgspec.Meta(min_length=1)] | _NativeAnswer
+    )
+    answer_mark = b'"content"'
+
+    def answer_events(self, content: bytes, request_fields: JsonObject) -> bytes:
+        events: list[bytes] = []
+        listed = content if content.lstrip()[:1] == b"[" else b"[" + content + b"]"
+        for item in read_items(listed):
+            end: JsonObject = {**item}
+            part = {name: end[name] for name in _PART_FIELDS if name in end}
+            end.pop("completion_probabilities", None)
+            end |= {name: empty for name, empty in _NOTHING_MORE.items() if name in end}
+            events += (data_event(part | {"stop": False}), data_event(end))
+        return b"".join(events)
 
     def has_content(self, value: JsonObject) -> bool:
         return bool(value.get("content") or value.get("tokens") or value.get("stop"))

@@ -15,6 +15,7 @@ from gateway.errors import GatewayError
 from gateway.proxy import sse
 from gateway.proxy.api.base import (
     AnsweringNode,
+    AnyObject,
     Api,
     AssemblyError,
     ForwardedRequest,
@@ -46,6 +47,7 @@ from gateway.transport.errors import InvalidResponse
 
 _NO_CONTENT_TYPES = frozenset(
     {
+        None,
         "response.created",
         "response.in_progress",
         "response.queued",
@@ -58,6 +60,12 @@ _NO_CONTENT_TYPES = frozenset(
 _TERMINAL_TYPES = ("response.completed", "response.incomplete", "response.failed")
 
 _TERMINAL_NAMES = tuple(name.encode() for name in _TERMINAL_TYPES)
+
+
+class _Response(msgspec.Struct):
+    """A response, which may say of itself that it has failed."""
+
+    output: list[AnyObject]
 
 
 class ResponsesApi(Api):
@@ -80,6 +88,8 @@ class ResponsesApi(Api):
     added_fields_mark = b'"format"'
     rewrites_responses = True
     may_keep_responses = True
+    answer = msgspec.json.Decoder(_Response)
+    answer_mark = b'"output"'
     transcript_reader = staticmethod(read_response)
     event_rewriter = NativeToResponsesRewriter
     is_chat = True
@@ -160,6 +170,58 @@ class ResponsesApi(Api):
                 if isinstance(response, dict):
                     return _as_plain(response)
         raise AssemblyError("the node's stream has no end")
+
+    def answer_events(self, content: bytes, request_fields: JsonObject) -> bytes:
+        response = parse_object(content)
+        begun = response | {"status": "in_progress", "output": [], "usage": None}
+        events: list[JsonObject] = [
+            {"type": "response.created", "response": begun},
+            {"type": "response.in_progress", "response": begun},
+        ]
+        for index, item in enumerate(response["output"]):
+            place = {"output_index": index}
+            events += ({**event, **place} for event in _item_events(item))
+        kind = f"response.{response.get('status')}"
+        kind = kind if kind in _TERMINAL_TYPES else "response.completed"
+        events.append({"type": kind, "response": response})
+        return b"".join(
+            named_event({**event, "sequence_number": number}) for number, event in enumerate(events)
+        )
+
+
+_PARTS = {
+    "output_text": ("response.output_text", "text"),
+    "reasoning_text": ("response.reasoning_text", "text"),
+    "refusal": ("response.refusal", "refusal"),
+}
+"""The events of each type of content, and the field that they tell."""
+
+
+def _item_events(item: JsonObject) -> Iterator[JsonObject]:
+    """The events of one item of a response, in one piece."""
+    is_call = item.get("type") == "function_call"
+    place = {"item_id": item.get("id")}
+    nothing: JsonObject = {"arguments": ""} if is_call else {}
+    parts = item.get("content")
+    if isinstance(parts, list):
+        nothing["content"] = []
+    begun = item | nothing | {"status": "in_progress"}
+    yield {"type": "response.output_item.added", "item": begun}
+    for number, part in enumerate(parts if isinstance(parts, list) else ()):
+        kind, name = _PARTS.get(part.get("type"), ("", ""))
+        at = place | {"content_index": number}
+        begin = part | {name: ""} if kind else part
+        yield {"type": "response.content_part.added", **at, "part": begin}
+        if kind:
+            more: JsonObject = {"logprobs": []} if part["type"] == "output_text" else {}
+            yield {"type": f"{kind}.delta", **at, "delta": part.get(name), **more}
+            yield {"type": f"{kind}.done", **at, name: part.get(name), **more}
+        yield {"type": "response.content_part.done", **at, "part": part}
+    if is_call:
+        kind, text = "response.function_call_arguments", item.get("arguments")
+        yield {"type": f"{kind}.delta", **place, "delta": text}
+        yield {"type": f"{kind}.done", **place, "arguments": text, "name": item.get("name")}
+    yield {"type": "response.output_item.done", "item": item}
 
 
 def _as_plain(response: JsonObject) -> JsonObject:

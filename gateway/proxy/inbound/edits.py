@@ -133,6 +133,9 @@ def with_model(body: B, model: str) -> B:
     return _with_fields(body, fields)
 
 
+PLAIN: Edit = {"stream": False, "stream_options": msgspec.UNSET}
+"""Asks a node that does not stream for a plain response."""
+
 NO_PROMPT_CACHE: Edit = {"cache_prompt": False}
 """Makes llama.cpp's server read a prompt anew."""
 

@@ -67,7 +67,6 @@ CONTENTS: list[tuple[Api, bytes]] = [
     (CHAT, chat({"audio": {"data": "QQ=="}})),
     (CHAT, chat({}, "length")),
     (CHAT, event({"choices": [], "usage": {"prompt_tokens": 1}})),
-    (CHAT, b"data: [DONE]\n\n"),
     (COMPLETIONS, text("a")),
     (COMPLETIONS, text("", "stop")),
     (COMPLETIONS, event({"choices": [], "usage": {"prompt_tokens": 1}})),
