@@ -29,7 +29,9 @@ WHOLE = 8 << 20
 
 
 def answers_at_length(node: EmulatedNode) -> None:
-    node.faults.next("status", status=200, body='{"choices": []}' + " " * WHOLE)
+    message = '{"role": "assistant", "content": "hi"}'
+    answer = '{"choices": [{"index": 0, "finish_reason": "stop", "message": %s}]}' % message
+    node.faults.next("status", status=200, body=answer + " " * WHOLE)
 
 
 def connections(proxy: ProxyOverNodes) -> int:
