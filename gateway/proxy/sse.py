@@ -12,6 +12,12 @@ from collections.abc import Callable, Iterator
 from gateway.proxy import json_values
 from gateway.transport.errors import InvalidResponse
 
+MOST_STEP_LINES = 2000
+"""Lines that are worked on in one turn of the event loop: some milliseconds, whatever they hold."""
+
+MOST_EVENT_LINES = 4096
+"""Lines of one event. A node's events have one or two, and comments in between."""
+
 HEARTBEAT = b":\n"
 """A comment between events; a blank line behind it would break a Go client."""
 
@@ -20,6 +26,8 @@ _COMMENTS = re.compile(rb"(?:\A|(?<=\n\n)|(?<=\n\r\n))(?::[^\n]*\n(?:\r?\n)*)+")
 _ONLY_COMMENTS = re.compile(rb"(?::[^\n]*\n(?:\r?\n)*)+\Z")
 
 _BOUNDARY = re.compile(rb"\n\r?\n")
+
+_STEP = re.compile(rb"(?:[^\n]*\n){%d}" % MOST_STEP_LINES)
 
 
 EventFilter = Callable[[bytes], bytes]
@@ -63,6 +71,7 @@ class EventFramer:
         "_ceiling",
         "_comment",
         "_limit",
+        "_lines",
         "_matcher",
         "_tail",
         "event_count",
@@ -82,6 +91,8 @@ class EventFramer:
         self._matcher = matcher
         self._comment = HEARTBEAT if keep_comments else b""
         self._tail = bytearray()
+        self._lines = 0
+        """Lines in `_tail`."""
         self._begin: bytes | tuple[()] = ()
         """How the last ordinary event that came alone begins; `()`, as nothing does: none has."""
         self.event_count = 0
@@ -148,6 +159,8 @@ class EventFramer:
 
     def _check_size(self) -> None:
         """Check that the large buffer may still be an event. Raises: InvalidResponse."""
+        if self._lines > MOST_EVENT_LINES:
+            raise InvalidResponse(f"An event has more than {MOST_EVENT_LINES} lines")
         most = max(
             self._limit, min(self._limit + GROWTH_PER_EVENT * self.event_count, self._ceiling)
         )
@@ -159,6 +172,7 @@ class EventFramer:
             return b""
         tail = self._tail
         seen = max(0, len(tail) - 3)
+        self._lines = chunk.count(b"\n") + (self._lines if tail else 0)
         tail += chunk
         if not seen and tail[0] in b"\r\n":
             # For example the second half of a comment's blank line.
@@ -167,7 +181,7 @@ class EventFramer:
         if end < 3:  # neither was found
             end = len(tail) if tail.endswith(b"\n") and _ONLY_COMMENTS.match(tail) else 0
         if not end:
-            if len(tail) > self._limit:
+            if len(tail) > self._limit or self._lines > MOST_EVENT_LINES:
                 self._check_size()
             return b""
         whole = bytes(tail[:end])
@@ -175,12 +189,19 @@ class EventFramer:
         if tail.endswith(b"\n") and _ONLY_COMMENTS.match(tail):
             whole += tail
             tail.clear()
+        self._lines = tail.count(b"\n")
         if len(tail) > self._limit:
             self._check_size()
         if whole.startswith(b":") or b"\n:" in whole:
             whole = _COMMENTS.sub(self._comment, whole)
         self.event_count += count_events(whole)
         return whole
+
+
+def step_size(chunk: bytes) -> int:
+    """How many bytes of a chunk are worked on in one turn of the event loop."""
+    found = _STEP.match(chunk) if chunk.count(b"\n") > MOST_STEP_LINES else None
+    return len(chunk) if found is None else found.end()
 
 
 _NO_OBJECTS = frozenset({b"[DONE]", b"null"})
