@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
@@ -20,13 +20,14 @@ from gateway.errors import GatewayError
 from gateway.lease import LeaseRequest, Usage
 from gateway.proxy import json_values, sse
 from gateway.proxy.api import resuming
-from gateway.proxy.api.merging import ResponseMerger
+from gateway.proxy.api.merging import RawFields, ResponseMerger
 from gateway.proxy.api.resuming import EventRewriter, ReasoningEndMark
 from gateway.proxy.json_values import (
     FIELDS_DECODER,
     JSON_ERRORS,
     InvalidJson,
     JsonObject,
+    parse_json,
     parse_object,
 )
 from gateway.proxy.splice import SplicePoint
@@ -348,8 +349,11 @@ class Api:
     assembles_several_answers: ClassVar[bool] = False
     """Whether events say which of a prompt's several answers they belong to."""
 
-    def assemble(self, events: Iterable[JsonObject], request_fields: JsonObject) -> JsonObject:
-        """The plain response that these events make. Raises: AssemblyError."""
+    def assemble(self, request_fields: JsonObject) -> Assembly:
+        """Take the fields of one event after the other, then None; return the plain response.
+
+        Raises: AssemblyError.
+        """
         raise NotImplementedError
 
     # Several prompts in one request
@@ -467,18 +471,28 @@ class AssemblyError(Exception):
     """The events don't make a whole response. Its text never quotes them."""
 
 
-class ResponseAssembler:
-    """Collects a stream's events, and assembles the plain response.
+Assembly = Generator[None, RawFields | None, JsonObject]
+"""Makes a plain response, of which parts may be undecoded, of a stream's events."""
 
-    `max_bytes`: bytes of events that a response may have.
+
+class ResponseAssembler:
+    """Assembles a plain response of a stream's events while they come.
+
+    So no turn of the event loop has them all. `max_bytes`: bytes of events that a response may
+    have.
     """
 
-    __slots__ = ("_api", "_bytes_left", "_chunks")
+    __slots__ = ("_assembly", "_bytes_left", "_error")
 
-    def __init__(self, api: Api, first_chunk: bytes, max_bytes: int) -> None:
-        self._api = api
-        self._chunks = [first_chunk]
-        self._bytes_left = max_bytes - len(first_chunk)
+    def __init__(
+        self, api: Api, request_fields: JsonObject, first_chunk: bytes, max_bytes: int
+    ) -> None:
+        """`request_fields`: those of the request's body."""
+        self._assembly = api.assemble(request_fields)
+        next(self._assembly)
+        self._bytes_left = max_bytes
+        self._error: AssemblyError | None = None
+        self.add(first_chunk)
 
     @property
     def too_large(self) -> bool:
@@ -487,21 +501,42 @@ class ResponseAssembler:
 
     def add(self, events: bytes) -> bool:
         """Add whole events, and return `too_large`."""
-        self._chunks.append(events)
         self._bytes_left -= len(events)
+        if self._error is None and self._bytes_left >= 0:
+            try:
+                for fields in read_events(events):
+                    self._assembly.send(fields)
+            except AssemblyError as error:
+                self._error = error
+            except _OTHER_FORM:
+                self._error = _other_form()
         return self._bytes_left < 0
 
-    def assemble(self, request_fields: JsonObject) -> bytes:
-        """The response to a request with these fields, as JSON. Raises: AssemblyError."""
-        events = read_events(b"".join(self._chunks))
+    def response(self) -> bytes:
+        """The response as JSON. Raises: AssemblyError."""
+        if self._error is not None:
+            raise self._error
         try:
-            return msgspec.json.encode(self._api.assemble(events, request_fields))
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-            raise AssemblyError("an event of the node's stream has another form") from None
+            self._assembly.send(None)
+        except StopIteration as end:
+            try:
+                return msgspec.json.encode(end.value)
+            except ValueError:
+                raise _other_form() from None
+        except _OTHER_FORM:
+            pass
+        raise _other_form()
 
 
-def read_events(stream: bytes) -> Iterator[JsonObject]:
-    """The objects in the data of whole events, in order, without `[DONE]`.
+_OTHER_FORM = (AttributeError, IndexError, KeyError, TypeError, ValueError, *JSON_ERRORS)
+
+
+def _other_form() -> AssemblyError:
+    return AssemblyError("an event of the node's stream has another form")
+
+
+def read_events(stream: bytes) -> Iterator[RawFields]:
+    """The fields in the data of whole events, in order, without `[DONE]`.
 
     Raises: AssemblyError, for data that is no object, and for the node's error event.
     """
@@ -510,9 +545,10 @@ def read_events(stream: bytes) -> Iterator[JsonObject]:
         if not data or data == b"[DONE]":
             continue
         try:
-            value = parse_object(data)
-        except InvalidJson:
+            fields: RawFields = FIELDS_DECODER.decode(data)
+            is_error = "error" in fields and parse_json(bytes(fields["error"]))
+        except (InvalidJson, *JSON_ERRORS):
             raise AssemblyError("an event of the node's stream is no JSON object") from None
-        if value.get("error"):
+        if is_error:
             raise AssemblyError("the node's stream ended with an error")
-        yield value
+        yield fields

@@ -10,11 +10,10 @@ import msgspec
 from gateway.proxy.api import resuming
 from gateway.proxy.api.choices import (
     IDENTITY_FIELDS,
+    Answer,
     ChoicesApi,
     ChunkRewriter,
     NativeToChunkRewriter,
-    assembled_finish_reason,
-    assembled_logprobs,
     read_chunk,
     take_logprobs,
     wants_usage,
@@ -153,12 +152,12 @@ class CompletionsApi(ChoicesApi):
     def _choice_has_content(self, choice: JsonObject) -> bool:
         return bool(choice.get("text"))
 
-    def _assemble_choice(self, index: int, parts: list[JsonObject]) -> JsonObject:
+    def _whole_choice(self, index: int, answer: Answer) -> JsonObject:
         return {
-            "text": "".join(part.get("text") or "" for part in parts),
+            "text": answer.text,
             "index": index,
-            "logprobs": assembled_logprobs(parts),
-            "finish_reason": assembled_finish_reason(parts),
+            "logprobs": answer.logprobs,
+            "finish_reason": answer.finish_reason,
         }
 
     def take_token_ids(self, value: JsonObject) -> list[int]:

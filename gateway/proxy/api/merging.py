@@ -85,6 +85,16 @@ def read_items(data: bytes | msgspec.Raw) -> list[RawFields]:
     return items
 
 
+def inner_items(data: bytes | msgspec.Raw) -> bytes:
+    """The items of a list, undecoded, with commas between them; empty: null. Raises: TypeError."""
+    listed = bytes(data)
+    if listed == b"null":
+        return b""
+    if not listed.startswith(b"["):
+        raise TypeError
+    return listed[1:-1].strip()
+
+
 def _decode(decoder: msgspec.json.Decoder[Any], data: bytes | msgspec.Raw) -> Any:
     try:
         return decoder.decode(data)
