@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from gateway import errors
 from gateway.errors import GatewayError
 from gateway.store.failures import StoreError
 from gateway.usage.reports import InvalidQuery, Reporter, ReportInterrupted, parse_query
-from gateway.web.asgi import JsonResponse, store_unavailable
+from gateway.web.asgi import large_json, store_unavailable
 
 PARAMETERS = frozenset({"by", "since", "until", "limit", "format"})
 
@@ -54,5 +55,5 @@ class UsageEndpoints:
         except ReportInterrupted as error:
             raise store_unavailable(f"The report could not be read: {error}.") from None
         if form == "csv":
-            return Response(report.to_csv(), media_type="text/csv")
-        return JsonResponse(report.to_json())
+            return Response(await asyncio.to_thread(report.to_csv), media_type="text/csv")
+        return await large_json(report.to_json)
