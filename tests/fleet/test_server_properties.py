@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,8 @@ from gateway.fleet.server_properties import (
     count_processing,
     count_slots,
     inventory_drift,
+    parse_models,
+    parse_props,
 )
 from tests.each_case import each_case
 from tests.fleet.build import a_spec
@@ -145,7 +148,10 @@ def test_any_answer_can_be_read(answer: Any) -> None:
     facts = ServerProperties()
     facts.read_props(answer)
     facts.read_models(answer)
-    count_slots(answer)
+    data = msgspec.json.encode(answer)
+    facts.read_props(parse_props(data))
+    facts.read_models(parse_models(data))
+    count_slots(data)
     assert all(isinstance(name, str) for name in facts.models)
 
 
@@ -155,12 +161,12 @@ def test_busy_slots_are_counted() -> None:
         {"is_processing": False, "n_prompt_tokens": 5},
         {"is_processing": True, "n_prompt_tokens": "many"},
     ]
-    assert count_slots(slots) == SlotCounts((7, 0), 3)
+    assert count_slots(msgspec.json.encode(slots)) == SlotCounts((7, 0), 3)
 
 
 @each_case("answer", [None, {}, [], [1], [{"id": 0}], "x"])
 def test_an_answer_that_is_no_list_of_slots_is_not_counted(answer: Any) -> None:
-    assert count_slots(answer) is None
+    assert count_slots(msgspec.json.encode(answer)) is None
 
 
 def test_busy_slots_are_counted_in_metrics_too() -> None:
