@@ -353,7 +353,7 @@ def count_slots(body: bytes) -> SlotCounts | None:
     tokens = tuple(
         [_count(int(one), MOST_CONTEXT) or 0 if _NUMBER.fullmatch(one) else 0 for one in busy]
     )
-    return SlotCounts(tokens, len(slots)) if slots else None
+    return SlotCounts(tokens, len(slots)) if 0 < len(slots) <= MOST_SLOTS else None
 
 
 _NUMBER = re.compile(rb"[0-9]{1,10}")

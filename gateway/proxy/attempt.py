@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -413,13 +414,12 @@ class Attempt:
         first = await connection.read()
         if connection.complete and not connection.has_unread:
             return first
-        parts = [first]
-        size = len(first)
+        whole = io.BytesIO()  # It grows in place and returns its bytes without a copy.
+        size = whole.write(first)
         while size < most and (part := await connection.read()):
             self.last_content_at = self._clock()
-            parts.append(part)
-            size += len(part)
-        return b"".join(parts)
+            size += whole.write(part)
+        return whole.getvalue()
 
     async def _read_first_content(self, most: int) -> bytes:
         """All events up to the first with content. Raises: UpstreamError."""

@@ -70,6 +70,11 @@ class ResponseRewriter:
         """
         return content
 
+    def rewrite_in_steps(self, content: bytes) -> Generator[None, None, bytes]:
+        """As `rewrite_body`, for a large body, in short steps."""
+        yield
+        return self.rewrite_body(content)
+
 
 class AnsweringNode(Protocol):
     """What the rewriting of a response depends on of its node (`lease.NodeInfo`)."""
