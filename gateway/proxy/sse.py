@@ -18,6 +18,10 @@ MOST_STEP_LINES = 2000
 MOST_EVENT_LINES = 4096
 """Lines of one event. A node's events have one or two, and comments in between."""
 
+MOST_DENSE_OBJECTS = 20_000
+"""Objects and lists of one event that are decoded, in some milliseconds. Only an event with the
+probabilities of many tokens has more."""
+
 HEARTBEAT = b":\n"
 """A comment between events; a blank line behind it would break a Go client."""
 
@@ -196,6 +200,13 @@ class EventFramer:
             whole = _COMMENTS.sub(self._comment, whole)
         self.event_count += count_events(whole)
         return whole
+
+
+def is_dense(data: bytes) -> bool:
+    """Whether an event's data are too many objects and lists to be decoded in one step."""
+    return (
+        len(data) > MOST_DENSE_OBJECTS and data.count(b"{") + data.count(b"[") > MOST_DENSE_OBJECTS
+    )
 
 
 def step_size(chunk: bytes) -> int:

@@ -342,6 +342,9 @@ class TranscriptRecorder:
             # An event has several lines of data, or none, or lines end in another way.
             payloads = [sse.payload(event) for event in sse.split(events)]
         objects = [data for data in payloads if data.strip() not in _NOT_OBJECTS]
+        if len(events) > sse.MOST_DENSE_OBJECTS and any(map(sse.is_dense, objects)):
+            self._transcript.mark_unresumable("an event that was sent is too large to be read")
+            return
         try:
             for value in parse_objects(b"[" + b",".join(objects) + b"]"):
                 self._read(self._transcript, value)

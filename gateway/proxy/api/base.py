@@ -293,8 +293,12 @@ class Api:
             # llama.cpp begins a stream of several prompts with it.
             return StreamEventKind.NO_CONTENT
         try:
+            if sse.is_dense(data):
+                fields = FIELDS_DECODER.decode(data)
+                failed = bool(decoded_field(fields, "error"))
+                return StreamEventKind.ERROR if failed else StreamEventKind.CONTENT
             value = json_values.parse_json(data)
-        except InvalidJson:
+        except (InvalidJson, *JSON_ERRORS):
             raise InvalidResponse("An event of the node's stream is not JSON") from None
         if not isinstance(value, dict):
             raise InvalidResponse("An event of the node's stream is not a JSON object")

@@ -69,10 +69,11 @@ class CompletionsMerger(ResponseMerger):
         self._usage: JsonObject = {}
 
     def merged_response(self) -> bytes:
-        fields = self._shared | {"choices": msgspec.Raw(self._all_items())}
+        fields = dict(self._shared)
         if self._usage:
             fields["usage"] = msgspec.Raw(msgspec.json.encode(self._usage))
-        return msgspec.json.encode(fields)
+        start = msgspec.json.encode(fields)[:-1] + (b"," if fields else b"")
+        return b"".join([start, b'"choices":', *self._all_items(), b"}"])
 
     def stream_end(self) -> bytes:
         end = ChoicesApi.stream_end
@@ -102,7 +103,7 @@ class CompletionsMerger(ResponseMerger):
         self._add_usage(fields)
         if self._shared_index is None or index < self._shared_index:
             self._shared, self._shared_index = fields, index
-        return msgspec.json.encode(self._renumber(index, choices))[1:-1]
+        return b",".join(map(msgspec.json.encode, self._renumber(index, choices)))
 
     def _event(self, index: int, data: bytes) -> bytes:
         fields = read_fields(data)

@@ -61,8 +61,12 @@ class ResponseMerger(ABC):
     def _event(self, index: int, data: bytes) -> bytes:
         """One event of the response to one prompt; empty: it is left out."""
 
-    def _all_items(self) -> bytes:
-        return b"[" + b",".join(items for _, items in sorted(self._items_by_prompt.items())) + b"]"
+    def _all_items(self) -> list[bytes]:
+        """Pieces of the list of all answers, which are joined once: they may be large."""
+        pieces = [b"["]
+        for _, items in sorted(self._items_by_prompt.items()):
+            pieces += (items, b",")
+        return [*pieces[:-1], b"]"] if len(pieces) > 1 else [b"[]"]
 
     def _renumber(self, index: int, items: list[RawFields]) -> list[RawFields]:
         """Number the answers to one prompt by their place among all answers."""

@@ -83,14 +83,14 @@ class NativeMerger(ResponseMerger):
     """Merges responses into a list of objects; a stream's events pass as they come."""
 
     def merged_response(self) -> bytes:
-        return self._all_items()
+        return b"".join(self._all_items())
 
     def stream_end(self) -> bytes:
         return b""
 
     def _items(self, index: int, response: bytes) -> bytes:
         listed = response if response.lstrip()[:1] == b"[" else b"[" + response + b"]"
-        return msgspec.json.encode(self._renumber(index, read_items(listed)))[1:-1]
+        return b",".join(map(msgspec.json.encode, self._renumber(index, read_items(listed))))
 
     def _event(self, index: int, data: bytes) -> bytes:
         (fields,) = self._renumber(index, [read_fields(data)])
