@@ -25,7 +25,7 @@ from gateway.proxy.outcome import (
     is_pool_full,
 )
 from gateway.proxy.splice import SplicePoint
-from gateway.proxy.sse import EventFilter, EventFramer
+from gateway.proxy.sse import MOST_STEP_LINES, EventFilter, EventFramer
 from gateway.proxy.timeouts import AttemptTimeouts, TimeoutMonitor, timeouts_for, total_timeout
 from gateway.request import Headers, SegmentedBody
 from gateway.transport.connection import NodeConnection
@@ -303,7 +303,9 @@ class Attempt:
         while True:
             chunk = connection.read_nowait()
             if chunk:
-                passed = self._pass(await self._step(chunk))
+                if len(chunk) > MOST_STEP_LINES:
+                    chunk = await self._step(chunk)
+                passed = self._pass(chunk)
                 if passed:
                     return passed
             elif self.failure is not None:
@@ -431,7 +433,9 @@ class Attempt:
             chunk = await connection.read()
             if not chunk:
                 raise InvalidResponse("The node's stream ended before its first content")
-            passed, special = framer.feed(await self._step(chunk)), framer.special_bytes
+            if len(chunk) > MOST_STEP_LINES:
+                chunk = await self._step(chunk)
+            passed, special = framer.feed(chunk), framer.special_bytes
             if self._event_filter is not None:
                 passed, special = self._filter(self._event_filter, passed)
             size += len(passed)
@@ -473,7 +477,7 @@ class Attempt:
         assert connection is not None
         assert write is not None
         chunk = connection.read_nowait()
-        if len(chunk) > sse.MOST_STEP_LINES and sse.step_size(chunk) < len(chunk):
+        if len(chunk) > MOST_STEP_LINES and sse.step_size(chunk) < len(chunk):
             connection.unread(chunk)
             return False
         try:

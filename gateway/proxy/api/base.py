@@ -491,7 +491,7 @@ class ResponseAssembler:
     have.
     """
 
-    __slots__ = ("_assembly", "_bytes_left", "_error")
+    __slots__ = ("_assembly", "_bytes_left", "_chunks", "_error", "_unread")
 
     def __init__(
         self, api: Api, request_fields: JsonObject, first_chunk: bytes, max_bytes: int
@@ -501,6 +501,9 @@ class ResponseAssembler:
         next(self._assembly)
         self._bytes_left = max_bytes
         self._error: AssemblyError | None = None
+        self._chunks: list[bytes] = []
+        self._unread = 0
+        """Bytes of them."""
         self.add(first_chunk)
 
     @property
@@ -510,19 +513,28 @@ class ResponseAssembler:
 
     def add(self, events: bytes) -> bool:
         """Add whole events, and return `too_large`."""
+        self._chunks.append(events)
+        self._unread += len(events)
         self._bytes_left -= len(events)
-        if self._error is None and self._bytes_left >= 0:
-            try:
-                for fields in read_events(events):
-                    self._assembly.send(fields)
-            except AssemblyError as error:
-                self._error = error
-            except _OTHER_FORM:
-                self._error = _other_form()
+        if self._unread > MOST_UNREAD_BYTES:
+            self._read()
         return self._bytes_left < 0
+
+    def _read(self) -> None:
+        events, self._chunks, self._unread = b"".join(self._chunks), [], 0
+        if self._error is not None or self._bytes_left < 0:
+            return
+        try:
+            for fields in read_events(events):
+                self._assembly.send(fields)
+        except AssemblyError as error:
+            self._error = error
+        except _OTHER_FORM:
+            self._error = _other_form()
 
     def response(self) -> bytes:
         """The response as JSON. Raises: AssemblyError."""
+        self._read()
         if self._error is not None:
             raise self._error
         try:
@@ -536,6 +548,9 @@ class ResponseAssembler:
             pass
         raise _other_form()
 
+
+MOST_UNREAD_BYTES = 16 * 1024
+"""Bytes of events that are read together: some hundred tokens."""
 
 _OTHER_FORM = (AttributeError, IndexError, KeyError, TypeError, ValueError, *JSON_ERRORS)
 

@@ -94,12 +94,19 @@ class _Logprobs(msgspec.Struct):
     content: msgspec.Raw = msgspec.Raw(b"null")
 
 
+class _Delta(msgspec.Struct):
+    role: Any = None
+    content: Any = None
+    reasoning_content: Any = None
+    tool_calls: Any = None
+
+
 class ChunkChoice(msgspec.Struct):
     """A chunk's choice. Its probabilities, by far the most of it, are not decoded."""
 
     index: Any = 0
     finish_reason: Any = None
-    delta: JsonObject | None = None
+    delta: _Delta | None = None
     text: Any = None
     logprobs: _Logprobs | None = None
 
@@ -129,12 +136,19 @@ class Answer:
 
     def add(self, choice: ChunkChoice) -> None:
         """Add a chunk's choice."""
-        delta = choice.delta or {}
-        self.role = delta.get("role") or self.role
-        self._texts.append(delta.get("content") or choice.text or "")
-        self.reasoning.append(delta.get("reasoning_content") or "")
-        self.calls += delta.get("tool_calls") or ()
-        self._reason = choice.finish_reason or self._reason
+        delta = choice.delta
+        if delta is not None:
+            self._texts.append(delta.content or "")
+            if delta.reasoning_content:
+                self.reasoning.append(delta.reasoning_content)
+            if delta.role:
+                self.role = delta.role
+            if delta.tool_calls:
+                self.calls += delta.tool_calls
+        elif choice.text:
+            self._texts.append(choice.text)
+        if choice.finish_reason:
+            self._reason = choice.finish_reason
         if choice.logprobs is not None:
             self._logprobs = self._logprobs or []
             if tokens := inner_items(choice.logprobs.content):
