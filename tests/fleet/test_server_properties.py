@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -226,3 +228,43 @@ def test_a_pool_that_was_declared_as_split_is_a_difference() -> None:
         "kv: the inventory says split, the server's slots share one pool",
     )
     assert inventory_drift(a_spec(), properties) == ()
+
+
+@each_case(
+    ("parse", "answer"),
+    [
+        (parse_props, b'{"total_slots":4,"x":[%b[]]}' % (b"[]," * 1_000_000)),
+        (parse_props, b'{"total_slots":[%b[]]}' % (b"[]," * 1_000_000)),
+        (parse_props, b'{"total_slots":4%b}' % b"".join(b',"f%d":0' % n for n in range(200_000))),
+        (parse_models, b'{"data":[%b{}]}' % (b"{}," * 1_000_000)),
+        (parse_models, b'{"data":[{"id":"m","x":[%b{}]}]}' % (b"{}," * 1_000_000)),
+        (count_slots, b"[%b[]]" % (b"[]," * 1_000_000)),
+        (count_slots, b"[%b{}]" % (b'{"is_processing":true},' * 150_000)),
+    ],
+)
+def test_an_answer_of_a_million_values_takes_no_memory(
+    parse: Callable[[bytes], object], answer: bytes
+) -> None:
+    tracemalloc.start()
+    try:
+        parse(answer)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_fields_of_interest_are_read_whatever_stands_beside_them() -> None:
+    slots = [
+        {"id": n, "is_processing": True, "n_prompt_tokens": n, "x": [[]] * 9} for n in range(9)
+    ]
+    assert count_slots(msgspec.json.encode(slots)) == SlotCounts(tuple(range(9)), 9)
+    facts = ServerProperties()
+    facts.read_props(parse_props(msgspec.json.encode(PROPS | {"x": [[]] * 999, "total_slots": 3})))
+    facts.read_models(parse_models(msgspec.json.encode(MODELS)))
+    assert (facts.slots, facts.context, facts.models, facts.size) == (3, 4096, ("demo",), 3500)
+    long = "{% x %}" * 100_000
+    facts.read_props(parse_props(msgspec.json.encode({"chat_template": long})))
+    other = ServerProperties()
+    other.read_props({"chat_template": long})
+    assert facts.template == other.template

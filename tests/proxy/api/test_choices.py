@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.proxy.api.base import AssemblyError
+from gateway.proxy.api.base import AssemblyError, ResponseAssembler
 from gateway.proxy.api.chat import CHAT
 from gateway.proxy.api.choices import (
     ChoicesApi,
@@ -44,6 +44,9 @@ def test_logprobs_of_all_parts_are_joined_and_missing_ones_stay_missing(api: Cho
     ]  # fmt: skip
     whole = assembled(api, [{"choices": [part]} for part in parts])
     assert whole["choices"][0]["logprobs"] == {"content": [{"id": 1}, {"id": 2}, {"id": 3}]}
+    written = b'{"choices":[{"logprobs":{"content":[{"logprob":-0.10}]},"finish_reason":"stop"}]}'
+    made = ResponseAssembler(api, {}, b"data: " + written + b"\n\n", 1000).response()
+    assert b'{"content":[{"logprob":-0.10}]}' in made, "they are passed without being decoded"
     whole = assembled(api, [{"choices": [part]} for part in (parts[1], parts[-1])])
     assert whole["choices"][0].get("logprobs") is None
 
