@@ -267,30 +267,22 @@ UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 _NULL = msgspec.Raw(b"null")
 
 
-class _Props(msgspec.Struct):
-    total_slots: msgspec.Raw = _NULL
-    default_generation_settings: msgspec.Raw = _NULL
-    build_info: msgspec.Raw = _NULL
-    media_marker: msgspec.Raw = _NULL
-    model_path: msgspec.Raw = _NULL
-    model_ftype: msgspec.Raw = _NULL
-    chat_template: msgspec.Raw = _NULL
-    modalities: msgspec.Raw = _NULL
-    endpoint_slots: msgspec.Raw = _NULL
-    endpoint_metrics: msgspec.Raw = _NULL
-    model_alias: msgspec.Raw = _NULL
+def _fields_of(kind: str, names: str) -> type[msgspec.Struct]:
+    """A struct of fields with these names, which are not decoded."""
+    return msgspec.defstruct(kind, [(name, msgspec.Raw, _NULL) for name in names.split()])
 
 
-class _Model(msgspec.Struct):
-    id: msgspec.Raw = _NULL
-    aliases: msgspec.Raw = _NULL
-    architecture: msgspec.Raw = _NULL
-    max_model_len: msgspec.Raw = _NULL
-    meta: msgspec.Raw = _NULL
+_Props = _fields_of(
+    "_Props",
+    "total_slots default_generation_settings build_info media_marker model_path model_ftype "
+    "chat_template modalities endpoint_slots endpoint_metrics model_alias",
+)
+
+_Model = _fields_of("_Model", "id aliases architecture max_model_len meta")
 
 
 class _Models(msgspec.Struct):
-    data: list[_Model]
+    data: list[_Model]  # type: ignore[valid-type]
 
 
 class _Slot(msgspec.Struct):
@@ -318,7 +310,8 @@ def parse_models(body: bytes) -> object:
     if body.count(b"{") + body.count(b"[") > MOST_OBJECTS:
         return None
     try:
-        return {"data": [_values(one) for one in _MODELS.decode(body).data[:MOST_MODELS]]}
+        data = _MODELS.decode(body).data
+        return {"data": [_values(one) for one in data[:MOST_MODELS]]}
     except UNREADABLE:
         return None
 

@@ -181,6 +181,7 @@ class EventFramer:
         if not seen and tail[0] in b"\r\n":
             # For example the second half of a comment's blank line.
             del tail[: len(tail) - len(tail.lstrip(b"\r\n"))]
+            self._lines = tail.count(b"\n")
         end = max(tail.rfind(b"\n\n", seen) + 2, tail.rfind(b"\n\r\n", seen) + 3)
         if end < 3:  # neither was found
             end = len(tail) if tail.endswith(b"\n") and _ONLY_COMMENTS.match(tail) else 0

@@ -384,7 +384,7 @@ def test_an_event_of_thousands_of_lines_is_invalid(line: bytes) -> None:
     with pytest.raises(InvalidResponse, match="more than 4096 lines"):
         framer.feed(line * 1000)
     framer = EventFramer(1 << 20)
-    framer.feed(b"data:\n" * 4000)
+    assert framer.feed(b"\n" * 5000 + b"data:\n" * 4000) == b""
     for _ in range(10):
         assert framer.feed(b"\ndata: {}\n")
 
