@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,11 +27,12 @@ from gateway.proxy.outcome import (
     is_pool_full,
 )
 from gateway.proxy.splice import SplicePoint
-from gateway.proxy.sse import EventFilter, EventFramer
+from gateway.proxy.sse import MOST_STEP_LINES, EventFilter, EventFramer
 from gateway.proxy.timeouts import AttemptTimeouts, TimeoutMonitor, timeouts_for, total_timeout
 from gateway.proxy.usage import UsageFilter
 from gateway.request import Headers, SegmentedBody
 from gateway.transport.connection import NodeConnection
+from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import (
     ConnectTimedOut,
     InvalidResponse,
@@ -327,6 +330,8 @@ class Attempt:
         while True:
             chunk = connection.read_nowait()
             if chunk:
+                if len(chunk) > MOST_STEP_LINES:
+                    chunk = await self._step(chunk)
                 passed = self._pass(chunk)
                 if passed:
                     return passed
@@ -352,6 +357,20 @@ class Attempt:
             return self._pass(b"\n\n")
         except InvalidResponse:
             return b""
+
+    async def _step(self, chunk: bytes) -> bytes:
+        """As much of a chunk as is worked on in one turn of the event loop; the rest is put back.
+
+        A node may send a hundred thousand events in one chunk.
+        """
+        size = sse.step_size(chunk)
+        if size == len(chunk):
+            return chunk
+        assert self._connection is not None
+        self._connection.unread(chunk[size:])
+        await ensure_task()
+        await asyncio.sleep(0)
+        return chunk[:size]
 
     def fail(self, error: UpstreamError) -> None:
         """End the attempt from outside: its reader gets `error`."""
@@ -439,20 +458,19 @@ class Attempt:
             return first
         if self.status < 300 and first.strip():
             self.api.check_answer(first, whole=False)
-        parts = [first]
-        size = len(first)
+        whole = io.BytesIO()  # It grows in place and returns its bytes without a copy.
+        size = whole.write(first)
         while size < most and (part := await connection.read()):
             self.last_content_at = self._clock()
-            parts.append(part)
-            size += len(part)
-        return b"".join(parts)
+            size += whole.write(part)
+        return whole.getvalue()
 
     async def _read_first_content(self, most: int) -> bytes:
         """All events up to the first with content. Raises: UpstreamError."""
         connection, framer = self._connection, self._framer
         assert connection is not None
         assert framer is not None
-        held = b""
+        held, size = b"", 0
         while True:
             try:
                 chunk = await connection.read()
@@ -464,10 +482,12 @@ class Attempt:
                 if not framer.lacks_blank_line:
                     raise InvalidResponse("The node's stream ended before its first content")
                 chunk = b"\n\n"
+            if len(chunk) > MOST_STEP_LINES:
+                chunk = await self._step(chunk)
             passed, special = framer.feed(chunk), framer.special_bytes
             if self._event_filter is not None:
                 passed, special = self._filter(self._event_filter, passed)
-            held = held + passed if held else passed
+            size += len(passed)
             for event in sse.split(passed):
                 kind = self.api.classify_event(event)
                 if kind is StreamEventKind.NO_CONTENT:
@@ -477,15 +497,19 @@ class Attempt:
                     return self._error_instead(sse.payload(event))
                 self.last_content_at = self._clock()
                 self._leases.content_began(self.lease.id)
-                if held is not passed:
-                    special = framer.special_bytes_in(held)
-                held = self._check(held, special)
+                held += self._check_opening(passed, special)
                 self.recent_chunks = (b"", b"", held)
-                if self._on_output is not None:
-                    self._on_output(held)
                 return held
-            if len(held) > most:
+            held += self._check_opening(passed, special)
+            if size > most:
                 raise InvalidResponse(f"{most} bytes of events came without any content")
+
+    def _check_opening(self, events: bytes, special: int) -> bytes:
+        """The part of a stream's first events that may pass. Raises: UpstreamError."""
+        passed = self._check(events, special)
+        if self._on_output is not None and passed:
+            self._on_output(passed)
+        return passed
 
     def _error_instead(self, error: bytes) -> bytes:
         """An error event in place of content: the same as a response with the error's status."""
@@ -501,8 +525,12 @@ class Attempt:
         connection, write = self._connection, self._write_to_client
         assert connection is not None
         assert write is not None
+        chunk = connection.read_nowait()
+        if len(chunk) > MOST_STEP_LINES and sse.step_size(chunk) < len(chunk):
+            connection.unread(chunk)
+            return False
         try:
-            passed = self._pass(connection.read_nowait())
+            passed = self._pass(chunk)
         except UpstreamError as error:
             self.failure = error
             return False

@@ -342,8 +342,9 @@ class Forwarder:
         request, attempt = in_flight.request, stream.source
         lease, most = attempt.lease, settings.limits.response_bytes
         node = lease.node
-        assembler = ResponseAssembler(stream.api, attempt.content, most)
         try:
+            fields = parse_object(without_large_fields(request.bodies[lease.model]))
+            assembler = ResponseAssembler(stream.api, fields, attempt.content, most)
             while (chunk := await stream.next_chunk(assembler.add)) != b"":
                 if chunk is not None:
                     assembler.add(chunk)
@@ -351,8 +352,7 @@ class Forwarder:
                     # It would be too large from any node.
                     error = errors.node_failed(f"The answer is too long ({most} bytes).")
                     return FailedAttempt(node, tried, error, retryable=False)
-            fields = without_large_fields(request.bodies[lease.model])
-            content = assembler.assemble(parse_object(fields))
+            content = assembler.response()
         except StreamFailed as failed:
             drop_traceback(failed)
             if not _ended_by_request(failed.failure):

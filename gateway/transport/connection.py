@@ -178,6 +178,14 @@ class NodeConnection(asyncio.Protocol):
                 self.transport.resume_reading()
         return data
 
+    def unread(self, data: bytes) -> None:
+        """Put back bytes that were read: they are the next, and no more is received before."""
+        self._parts.insert(0, data)
+        self._pending += len(data)
+        if self.transport is not None and not self.complete and not self.transport.is_closing():
+            self._paused = True
+            self.transport.pause_reading()
+
     async def read_all(self, most_bytes: int) -> bytes:
         """The whole body. Raises: UpstreamError; InvalidResponse if it is larger than that."""
         parts = []

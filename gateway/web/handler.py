@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from gateway import errors
@@ -16,7 +16,14 @@ from gateway.errors import CLIENT_CLOSED_STATUS, ClientClosed, GatewayError
 from gateway.events import EventBus, RequestFinished
 from gateway.lease import LeaseRequest
 from gateway.proxy.api.base import ResponseRewriter
-from gateway.proxy.client_response import for_client, node_error, node_error_body, rewrite_body
+from gateway.proxy.client_response import (
+    for_client,
+    is_slow_to_rewrite,
+    node_error,
+    node_error_body,
+    rewrite_body,
+    rewrite_in_steps,
+)
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest, SupersedingMap
 from gateway.proxy.inbound import multipart
@@ -227,6 +234,8 @@ class _HandledRequest:
                     request, self._response, api, settings, self._rewriter, hides_cache=hides_cache
                 )
             if self._response.body_stream is None:
+                if self._rewriter is not None and is_slow_to_rewrite(self._response):
+                    await self._rewrite_in_steps(self._rewriter, self._response)
                 self._send_whole(self._response)
             else:
                 await self._send_stream(self._response, self._response.body_stream)
@@ -424,6 +433,12 @@ class _HandledRequest:
                 earlier.cancel(error)
 
     # Send the response.
+
+    async def _rewrite_in_steps(self, rewriter: ResponseRewriter, response: ProxyResponse) -> None:
+        await ensure_task()
+        work = rewrite_in_steps(rewriter, response.content)
+        content = await self._handler.time_slicer.run(work)
+        self._response, self._rewriter = replace(response, content=content), None
 
     def _send_whole(self, response: ProxyResponse) -> None:
         record, exchange, api = self.record, self.exchange, self.route.api

@@ -14,12 +14,12 @@ import pytest
 
 from gateway.events import RequestFinished
 from gateway.fleet.node import PLAIN_SECONDS
-from gateway.proxy.api.base import read_events
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.transport.errors import InvalidResponse
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
+from tests.proxy.api.events import read_stream, values
 from tests.proxy.proxy_over_nodes import BODIES, GENERATION_PATHS, MESSAGES, proxy_over
 from tests.servers import start_demo_servers
 from tests.transport.raw import Peer, raw_server
@@ -232,8 +232,8 @@ def test_the_stream_made_of_a_plain_answer_makes_that_answer_again(
     fields = {"stream_options": {"include_usage": True}, "return_tokens": True}
     stream = api.answer_events(content, fields)
     assert api.is_stream_complete(stream)
-    assert api.assemble(read_events(stream), fields) == plain
-    without = list(read_events(api.answer_events(content, {})))
+    assert read_stream(api, stream, fields) == plain
+    without = values(api.answer_events(content, {}).removesuffix(b"data: [DONE]\n\n"))
     if path in {CHAT, COMPLETIONS}:
         assert not any("usage" in event for event in without)
     if path == RESPONSES:
@@ -292,7 +292,7 @@ async def test_a_plain_answer_to_a_request_for_a_stream_is_a_stream(
             assert reply.headers["content-type"].startswith("text/event-stream")
             assert "x-accel-buffering" in reply.headers
             fields = {"stream_options": {"include_usage": True}}
-            assert ROUTES[path].api.assemble(read_events(reply.content), fields) == plain
+            assert read_stream(ROUTES[path].api, reply.content, fields) == plain
             await until(lambda count=count: len(records) == count)
             assert (records[-1].status, records[-1].attempts) == (200, 1)
             assert (records[-1].prompt_tokens, records[-1].completion_tokens) == (5, 7)
@@ -337,7 +337,7 @@ async def test_a_plain_answer_of_megabytes_becomes_a_stream_beside_the_loop(
         body = {**BODIES[RESPONSES], "stream": True}
         reply = await running.client.post(RESPONSES, json=body)
         assert reply.status_code == 200
-        assert list(read_events(reply.content))[-1]["response"] == plain
+        assert values(reply.content)[-1]["response"] == plain
         items *= 2
         refused = await running.client.post(RESPONSES, json=body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (502, "node_failed")
@@ -408,6 +408,6 @@ async def test_each_plain_answer_of_the_real_server_is_one() -> None:
                 continue
             options = {"stream_options": {"include_usage": True}, "return_tokens": True}
             events = api.answer_events(reply.content, options)
-            made, plain = api.assemble(read_events(events), options), reply.json()
+            made, plain = read_stream(api, events, options), reply.json()
             assert {**plain, **made} == plain
             assert set(plain) - set(made) <= {"timings"}

@@ -29,8 +29,7 @@ WHOLE = 8 << 20
 
 
 def answers_at_length(node: EmulatedNode) -> None:
-    message = '{"role": "assistant", "content": "hi"}'
-    answer = '{"choices": [{"index": 0, "finish_reason": "stop", "message": %s}]}' % message
+    answer = '{"choices": [{"message": {"role": "assistant", "content": "hi"}}]}'
     node.faults.next("status", status=200, body=answer + " " * WHOLE)
 
 

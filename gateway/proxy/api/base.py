@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
@@ -20,13 +20,14 @@ from gateway.errors import GatewayError
 from gateway.lease import LeaseRequest, Usage
 from gateway.proxy import json_values, sse
 from gateway.proxy.api import resuming
-from gateway.proxy.api.merging import ResponseMerger
+from gateway.proxy.api.merging import RawFields, ResponseMerger
 from gateway.proxy.api.resuming import EventRewriter, ReasoningEndMark
 from gateway.proxy.json_values import (
     FIELDS_DECODER,
     JSON_ERRORS,
     InvalidJson,
     JsonObject,
+    parse_json,
     parse_object,
 )
 from gateway.proxy.outcome import error_message
@@ -89,6 +90,11 @@ class ResponseRewriter:
         Raises: InvalidResponse.
         """
         return content
+
+    def rewrite_in_steps(self, content: bytes) -> Generator[None, None, bytes]:
+        """As `rewrite_body`, for a large body, in short steps."""
+        yield
+        return self.rewrite_body(content)
 
 
 class AnsweringNode(Protocol):
@@ -310,8 +316,12 @@ class Api:
             # llama.cpp begins a stream of several prompts with it.
             return StreamEventKind.NO_CONTENT
         try:
+            if sse.is_dense(data):
+                fields = FIELDS_DECODER.decode(data)
+                failed = bool(decoded_field(fields, "error"))
+                return StreamEventKind.ERROR if failed else StreamEventKind.CONTENT
             value = json_values.parse_json(data)
-        except InvalidJson:
+        except (InvalidJson, *JSON_ERRORS):
             raise InvalidResponse("An event of the node's stream is not JSON") from None
         if not isinstance(value, dict):
             raise InvalidResponse("An event of the node's stream is not a JSON object")
@@ -433,8 +443,11 @@ class Api:
     assembles_several_answers: ClassVar[bool] = False
     """Whether events say which of a prompt's several answers they belong to."""
 
-    def assemble(self, events: Iterable[JsonObject], request_fields: JsonObject) -> JsonObject:
-        """The plain response that these events make. Raises: AssemblyError."""
+    def assemble(self, request_fields: JsonObject) -> Assembly:
+        """Take the fields of one event after the other, then None; return the plain response.
+
+        Raises: AssemblyError.
+        """
         raise NotImplementedError
 
     # Several prompts in one request
@@ -552,18 +565,31 @@ class AssemblyError(Exception):
     """The events don't make a whole response. Its text never quotes them."""
 
 
-class ResponseAssembler:
-    """Collects a stream's events, and assembles the plain response.
+Assembly = Generator[None, RawFields | None, JsonObject]
+"""Makes a plain response, of which parts may be undecoded, of a stream's events."""
 
-    `max_bytes`: bytes of events that a response may have.
+
+class ResponseAssembler:
+    """Assembles a plain response of a stream's events while they come.
+
+    So no turn of the event loop has them all. `max_bytes`: bytes of events that a response may
+    have.
     """
 
-    __slots__ = ("_api", "_bytes_left", "_chunks")
+    __slots__ = ("_assembly", "_bytes_left", "_chunks", "_error", "_unread")
 
-    def __init__(self, api: Api, first_chunk: bytes, max_bytes: int) -> None:
-        self._api = api
-        self._chunks = [first_chunk]
-        self._bytes_left = max_bytes - len(first_chunk)
+    def __init__(
+        self, api: Api, request_fields: JsonObject, first_chunk: bytes, max_bytes: int
+    ) -> None:
+        """`request_fields`: those of the request's body."""
+        self._assembly = api.assemble(request_fields)
+        next(self._assembly)
+        self._bytes_left = max_bytes
+        self._error: AssemblyError | None = None
+        self._chunks: list[bytes] = []
+        self._unread = 0
+        """Bytes of them."""
+        self.add(first_chunk)
 
     @property
     def too_large(self) -> bool:
@@ -573,20 +599,53 @@ class ResponseAssembler:
     def add(self, events: bytes) -> bool:
         """Add whole events, and return `too_large`."""
         self._chunks.append(events)
+        self._unread += len(events)
         self._bytes_left -= len(events)
+        if self._unread > MOST_UNREAD_BYTES:
+            self._read()
         return self._bytes_left < 0
 
-    def assemble(self, request_fields: JsonObject) -> bytes:
-        """The response to a request with these fields, as JSON. Raises: AssemblyError."""
-        events = read_events(b"".join(self._chunks))
+    def _read(self) -> None:
+        events, self._chunks, self._unread = b"".join(self._chunks), [], 0
+        if self._error is not None or self._bytes_left < 0:
+            return
         try:
-            return msgspec.json.encode(self._api.assemble(events, request_fields))
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-            raise AssemblyError("an event of the node's stream has another form") from None
+            for fields in read_events(events):
+                self._assembly.send(fields)
+        except AssemblyError as error:
+            self._error = error
+        except _OTHER_FORM:
+            self._error = _other_form()
+
+    def response(self) -> bytes:
+        """The response as JSON. Raises: AssemblyError."""
+        self._read()
+        if self._error is not None:
+            raise self._error
+        try:
+            self._assembly.send(None)
+        except StopIteration as end:
+            try:
+                return msgspec.json.encode(end.value)
+            except ValueError:
+                raise _other_form() from None
+        except _OTHER_FORM:
+            pass
+        raise _other_form()
 
 
-def read_events(stream: bytes) -> Iterator[JsonObject]:
-    """The objects in the data of whole events, in order, without `[DONE]`.
+MOST_UNREAD_BYTES = 16 * 1024
+"""Bytes of events that are read together: some hundred tokens."""
+
+_OTHER_FORM = (AttributeError, IndexError, KeyError, TypeError, ValueError, *JSON_ERRORS)
+
+
+def _other_form() -> AssemblyError:
+    return AssemblyError("an event of the node's stream has another form")
+
+
+def read_events(stream: bytes) -> Iterator[RawFields]:
+    """The fields in the data of whole events, in order, without `[DONE]`.
 
     Raises: AssemblyError, for data that is no object, and for the node's error event.
     """
@@ -595,9 +654,10 @@ def read_events(stream: bytes) -> Iterator[JsonObject]:
         if not data or data == b"[DONE]":
             continue
         try:
-            value = parse_object(data)
-        except InvalidJson:
+            fields: RawFields = FIELDS_DECODER.decode(data)
+            is_error = "error" in fields and parse_json(bytes(fields["error"]))
+        except (InvalidJson, *JSON_ERRORS):
             raise AssemblyError("an event of the node's stream is no JSON object") from None
-        if value.get("error"):
+        if is_error:
             raise AssemblyError("the node's stream ended with an error")
-        yield value
+        yield fields

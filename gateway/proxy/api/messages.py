@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -18,6 +18,7 @@ from gateway.proxy.api.base import (
     AnsweringNode,
     AnyObject,
     Api,
+    Assembly,
     AssemblyError,
     ForwardedRequest,
     ResponseRewriter,
@@ -340,7 +341,7 @@ class MessagesApi(Api):
 
     def finished_answers(self, tail: bytes) -> int:
         try:
-            deltas = [event.get("delta") for event in read_events(tail)]
+            deltas = [decoded_field(fields, "delta") for fields in read_events(tail)]
         except AssemblyError:
             return 0
         return any(isinstance(delta, dict) and bool(delta.get("stop_reason")) for delta in deltas)
@@ -359,19 +360,20 @@ class MessagesApi(Api):
                 return Usage(first.prompt_tokens, first.cached_tokens, found.completion_tokens)
         return found
 
-    def assemble(self, events: Iterable[JsonObject], request_fields: JsonObject) -> JsonObject:
+    def assemble(self, request_fields: JsonObject) -> Assembly:
         message: JsonObject | None = None
         blocks: dict[int, JsonObject] = {}
-        inputs: dict[int, str] = {}
+        texts: dict[tuple[int, str], list[str]] = {}
         stopped = False
-        for event in events:
+        while (fields := (yield)) is not None:
+            event = {name: parse_json(bytes(raw)) for name, raw in fields.items()}
             match event.get("type"):
                 case "message_start":
                     message = dict(event.get("message") or {})
                 case "content_block_start":
                     blocks[event.get("index", 0)] = dict(event.get("content_block") or {})
                 case "content_block_delta":
-                    _add_delta(blocks, inputs, event.get("index", 0), event.get("delta") or {})
+                    _add_delta(texts, event.get("index", 0), event.get("delta") or {})
                 case "message_delta" if message is not None:
                     message |= event.get("delta") or {}
                     message["usage"] = (message.get("usage") or {}) | (event.get("usage") or {})
@@ -379,8 +381,9 @@ class MessagesApi(Api):
                     stopped = True
         if message is None or not stopped:
             raise AssemblyError("the node's stream has no message or no end")
-        for index, text in inputs.items():
-            blocks[index]["input"] = _tool_input(text)
+        for (index, name), pieces in texts.items():
+            text, block = "".join(pieces), blocks.setdefault(index, {})
+            block[name] = _tool_input(text) if name == "input" else (block.get(name) or "") + text
         message["content"] = [blocks[index] for index in sorted(blocks)]
         return message
 
@@ -435,27 +438,26 @@ class MessagesApi(Api):
         return NativeToMessagesRewriter(transcript, splice_point, end_mark)
 
 
-_DELTA_FIELDS = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature"}
-"""Deltas that add to a field of their block."""
+_DELTA_FIELDS = {
+    "text_delta": ("text", "text"),
+    "thinking_delta": ("thinking", "thinking"),
+    "signature_delta": ("signature", "signature"),
+    "input_json_delta": ("input", "partial_json"),
+}
+"""Of each type of deltas the field of their block to which they add, and their own."""
 
 
-def _add_delta(
-    blocks: dict[int, JsonObject], inputs: dict[int, str], index: int, delta: JsonObject
-) -> None:
-    block = blocks.setdefault(index, {})
-    kind = delta.get("type")
-    if kind == "input_json_delta":
-        inputs[index] = inputs.get(index, "") + (delta.get("partial_json") or "")
-    elif kind in _DELTA_FIELDS:
-        name = _DELTA_FIELDS[kind]
-        block[name] = (block.get(name) or "") + (delta.get(name) or "")
+def _add_delta(texts: dict[tuple[int, str], list[str]], index: int, delta: JsonObject) -> None:
+    names = _DELTA_FIELDS.get(str(delta.get("type")))
+    if names is not None:
+        texts.setdefault((index, names[0]), []).append(delta.get(names[1]) or "")
 
 
 def _block_events(index: int, block: JsonObject) -> bytes:
     """The events of one block of a message, in one piece."""
     begin, deltas = dict(block), []
-    for kind, name in _DELTA_FIELDS.items():
-        if begin.get(name):
+    for kind, (name, field) in _DELTA_FIELDS.items():
+        if name == field and begin.get(name):
             deltas.append({"type": kind, name: begin[name]})
             begin[name] = ""
     if block.get("type") == "tool_use":

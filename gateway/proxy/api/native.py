@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, ClassVar
+from itertools import chain
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
 from gateway.proxy import sse
 from gateway.proxy.api import resuming
-from gateway.proxy.api.base import Answer, Api, AssemblyError
-from gateway.proxy.api.merging import ResponseMerger, read_fields, read_items
+from gateway.proxy.api.base import Answer, Api, Assembly, AssemblyError, decoded_field
+from gateway.proxy.api.merging import (
+    RawFields,
+    ResponseMerger,
+    inner_items,
+    read_fields,
+    read_items,
+)
 from gateway.proxy.api.resuming import (
     LENGTH_FIELDS,
     EventRewriter,
@@ -18,7 +24,7 @@ from gateway.proxy.api.resuming import (
     as_count,
     data_event,
 )
-from gateway.proxy.json_values import JsonObject
+from gateway.proxy.json_values import JsonObject, parse_json
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.transcript import Transcript
 
@@ -77,14 +83,14 @@ class NativeMerger(ResponseMerger):
     """Merges responses into a list of objects; a stream's events pass as they come."""
 
     def merged_response(self) -> bytes:
-        return self._all_items()
+        return b"".join(self._all_items())
 
     def stream_end(self) -> bytes:
         return b""
 
     def _items(self, index: int, response: bytes) -> bytes:
         listed = response if response.lstrip()[:1] == b"[" else b"[" + response + b"]"
-        return msgspec.json.encode(self._renumber(index, read_items(listed)))[1:-1]
+        return b",".join(map(msgspec.json.encode, self._renumber(index, read_items(listed))))
 
     def _event(self, index: int, data: bytes) -> bytes:
         (fields,) = self._renumber(index, [read_fields(data)])
@@ -145,28 +151,33 @@ class NativeEventsApi(Api):
             return True
         return b'"stop":true' in last or b'"stop": true' in last
 
-    def assemble(self, events: Iterable[JsonObject], request_fields: JsonObject) -> JsonObject:
-        content: list[str] = []
-        tokens: list[object] = []
-        probabilities: list[object] = []
-        last: JsonObject = {}
-        for event in events:
-            content.append(event.get("content") or "")
-            tokens += event.get("tokens") or ()
-            probabilities += event.get("completion_probabilities") or ()
-            last = event
-        if not last.get("stop"):
-            raise AssemblyError("the node's stream has no end")
-        whole = last | {
-            "content": "".join(content),
-            # A stream has them even if nobody asked for them.
-            "tokens": tokens if request_fields.get("return_tokens") is True else [],
+    def assemble(self, request_fields: JsonObject) -> Assembly:
+        content: list[Any] = []
+        tokens: list[Any] = []
+        probabilities: list[bytes] = []
+        last: RawFields = {}
+        # A stream has them even if nobody asked for them.
+        wants_tokens = request_fields.get("return_tokens") is True
+        while (fields := (yield)) is not None:
+            content.append(decoded_field(fields, "content") or "")
+            if wants_tokens:
+                tokens.append(decoded_field(fields, "tokens") or ())
+            if items := inner_items(fields.get("completion_probabilities", b"[]")):
+                probabilities.append(items)
+            last = fields
+        whole = {
+            name: parse_json(bytes(raw))
+            for name, raw in last.items()
+            if name != "completion_probabilities"
         }
+        if not whole.get("stop"):
+            raise AssemblyError("the node's stream has no end")
+        whole |= {"content": "".join(content), "tokens": list(chain.from_iterable(tokens))}
         settings = whole.get("generation_settings")
         if isinstance(settings, dict):
             whole["generation_settings"] = settings | {"stream": False}
         if probabilities:
-            whole["completion_probabilities"] = probabilities
+            whole["completion_probabilities"] = msgspec.Raw(b"[%b]" % b",".join(probabilities))
         return whole
 
 

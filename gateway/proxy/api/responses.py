@@ -17,6 +17,7 @@ from gateway.proxy.api.base import (
     AnsweringNode,
     AnyObject,
     Api,
+    Assembly,
     AssemblyError,
     ForwardedRequest,
     ResponseRewriter,
@@ -162,14 +163,14 @@ class ResponsesApi(Api):
     ) -> EventRewriter | None:
         return NativeToResponsesRewriter(transcript, splice_point, end_mark)
 
-    def assemble(self, events: Iterable[JsonObject], request_fields: JsonObject) -> JsonObject:
-        """The response that the terminal event holds whole. Raises: AssemblyError."""
-        for event in events:
-            if event.get("type") in _TERMINAL_TYPES:
-                response = event.get("response")
-                if isinstance(response, dict):
-                    return _as_plain(response)
-        raise AssemblyError("the node's stream has no end")
+    def assemble(self, request_fields: JsonObject) -> Assembly:
+        whole: object = None
+        while (fields := (yield)) is not None:
+            if whole is None and decoded_field(fields, "type") in _TERMINAL_TYPES:
+                whole = decoded_field(fields, "response")
+        if not isinstance(whole, dict):
+            raise AssemblyError("the node's stream has no end")
+        return _as_plain(whole)
 
     def answer_events(self, content: bytes, request_fields: JsonObject) -> bytes:
         response = parse_object(content)
