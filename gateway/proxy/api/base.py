@@ -167,8 +167,8 @@ class Api:
 
     prompt_field: str | None = None
     """The body's field that holds the prompt."""
-    max_tokens_field: ClassVar[str | None] = None
-    """The body's field that bounds the response, in tokens."""
+    max_tokens_fields: ClassVar[tuple[str, ...]] = ()
+    """The body's fields that bound the response in tokens, the usual one first."""
     clients_add_v1: ClassVar[bool] = False
     """Whether official clients add `/v1` to their base URL themselves."""
     refusal_is_general: ClassVar[bool] = False

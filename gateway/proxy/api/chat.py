@@ -100,6 +100,7 @@ class ChatApi(ChoicesApi):
 
     name = "chat"
     prompt_field = "messages"
+    max_tokens_fields = ("max_tokens", "max_completion_tokens")
     response_object = "chat.completion"
     assembles_several_answers = True
     transcript_reader = staticmethod(read_chat)

@@ -12,13 +12,13 @@ from gateway.proxy.api import resuming
 from gateway.proxy.api.base import Api, AssemblyError
 from gateway.proxy.api.merging import ResponseMerger, read_fields, read_items
 from gateway.proxy.api.resuming import (
-    LENGTH_FIELDS,
     EventRewriter,
     ReasoningEndMark,
     as_count,
     data_event,
 )
 from gateway.proxy.json_values import JsonObject
+from gateway.proxy.output_bound import BOUND_NAMES
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.transcript import Transcript
 
@@ -94,7 +94,7 @@ class NativeMerger(ResponseMerger):
 class NativeEventsApi(Api):
     """An API of events with `content`, the last with `"stop": true`."""
 
-    max_tokens_field = "n_predict"
+    max_tokens_fields = ("n_predict",)
     single_terminal_event = False
     terminal_mark = b'"stop":true'
     terminal_mark_nested = True
@@ -176,7 +176,7 @@ class NativeApi(NativeEventsApi):
 _NOT_NATIVE = frozenset(
     {"messages", "system", "stop_sequences", "stream_options", "tools", "tool_choice",
      "input", "instructions", "text", "reasoning", "include", "background", "store", "truncation",
-     "response_format", "logprobs", "top_logprobs", "metadata", "thinking", *LENGTH_FIELDS}
+     "response_format", "logprobs", "top_logprobs", "metadata", "thinking", *BOUND_NAMES}
 )  # fmt: skip
 """Fields of other APIs, which the prompt holds already or `/completion` spells otherwise."""
 

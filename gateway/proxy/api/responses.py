@@ -32,7 +32,6 @@ from gateway.proxy.api.responses_resuming import (
     response_unresumable_reason,
 )
 from gateway.proxy.api.resuming import (
-    LENGTH_FIELDS,
     EventRewriter,
     ReasoningEndMark,
     as_count,
@@ -40,6 +39,7 @@ from gateway.proxy.api.resuming import (
     named_event,
 )
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_json, parse_object
+from gateway.proxy.output_bound import BOUND_NAMES
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.transcript import Transcript
 from gateway.transport.errors import InvalidResponse
@@ -65,7 +65,7 @@ class ResponsesApi(Api):
 
     name = "responses"
     prompt_field = "input"
-    max_tokens_field = "max_output_tokens"
+    max_tokens_fields = ("max_output_tokens",)
     terminal_mark = b"event: response.completed"
     ordinary_events = staticmethod(
         sse.ordinary_events(
@@ -202,7 +202,7 @@ def _token_limits(request: ForwardedRequest, node: AnsweringNode) -> TokenLimits
     given = [
         count
         for body in request.bodies.values()
-        for name in LENGTH_FIELDS
+        for name in BOUND_NAMES
         if is_number(count := decoded_field(body_fields(body), name)) and count >= 0
     ]
     return TokenLimits(min(given, default=None), node.context)

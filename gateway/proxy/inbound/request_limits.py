@@ -252,6 +252,9 @@ character of a text is 24 bytes, and blanks sent as a token's id grow up to 21 t
 MOST_OPTION_BYTES = 1024
 """Of `samplers` and `dry_sequence_breakers`; the names of all llama.cpp's samplers are 150."""
 
+MOST_SAMPLERS = 32
+"""llama.cpp has 12; each that is named has memory of its own."""
+
 _NUMBER_OR_SWITCH = msgspec.json.Decoder(bool | int | float | None)
 
 
@@ -275,6 +278,11 @@ def check_sampling(parsed: ParsedBody, limits: LimitSettings) -> None:
             raise errors.invalid_request(
                 f"'{name}' has more than {MOST_OPTION_BYTES} bytes. Shorten it.", name
             )
+    samplers = VALUE_DECODER.decode(parsed.samplers) if parsed.samplers else ""
+    if isinstance(samplers, str | list) and len(samplers) > MOST_SAMPLERS:
+        raise errors.invalid_request(
+            f"'samplers' names more than {MOST_SAMPLERS} samplers. Name each once.", "samplers"
+        )
     if bytes(parsed.grammar_triggers) not in _NO_TRIGGERS:
         # Type 2 is a pattern for C++'s std::regex: `((.*)*)*b` stops all slots for ever.
         raise errors.invalid_request(

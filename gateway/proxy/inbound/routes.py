@@ -47,13 +47,9 @@ class Route:
     """Whether its body is a form with a file (multipart/form-data), not JSON."""
     prompt_field: str | None = field(init=False)
     """The body's field that holds the prompt: the API's."""
-    max_tokens_field: str | None = field(init=False)
-    """The body's field that bounds the response, in tokens: the API's, if it generates."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_field", self.api.prompt_field)
-        limit = self.api.max_tokens_field if self.generates else None
-        object.__setattr__(self, "max_tokens_field", limit)
 
 
 _ROUTES = (

@@ -1,0 +1,59 @@
+"""The bound on the tokens of one answer: all its names, and the one that a node is sent.
+
+llama.cpp obeys one of several names, another one on each API: `n_predict` before
+`max_completion_tokens` before `max_tokens`; on `/v1/responses` `max_output_tokens`, null too, in
+place of `max_tokens`; on `/v1/messages` `max_tokens` alone. Other servers know an API's own name
+only. So the largest bound counts, and nodes are sent that one, under the API's own name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import msgspec
+
+Number = int | float | None
+
+BOUND_NAMES = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
+
+MOST_TOKENS = (1 << 31) - 1
+"""llama.cpp's numbers have 32 bits: of a larger one it would take the lower bits."""
+
+UNBOUNDED = -1
+
+
+def largest_bound(values: Iterable[int | float]) -> int | None:
+    """The largest of these bounds, in tokens; None: there is none, or an answer has no bound."""
+    counts = [_tokens(value) for value in values]
+    return max(counts) if counts and min(counts) >= 0 else None
+
+
+def settle_bound(
+    body: Any, fields: Collection[str], most: int | None
+) -> tuple[int | None, dict[str, Any]]:
+    """The most tokens that a node may write for one answer, and the edit that tells it so.
+
+    None: any number. `body` has the values as attributes; `fields` are the API's own names, the
+    usual one first; `most` is the operator's and the caller's limit. The edit is mostly empty.
+    """
+    given = {name: value for name in BOUND_NAMES if (value := getattr(body, name)) is not None}
+    bound = largest_bound(given.values())
+    if most is not None and (bound is None or bound > most):
+        bound = most
+    elif not given:
+        return None, {}
+    # A bound of 0 still lets llama.cpp write a token.
+    tokens = None if bound is None else bound or 1
+    sent = UNBOUNDED if bound is None else bound
+    if len(given) == 1:
+        [(name, value)] = given.items()
+        if name in fields and _tokens(value) == sent and value <= MOST_TOKENS:
+            return tokens, {}
+    own = [name for name in fields if name in given] or [*fields][:1]
+    return tokens, dict.fromkeys(given, msgspec.UNSET) | {own[-1]: sent}
+
+
+def _tokens(value: float) -> int:
+    """A bound as llama.cpp reads it; `UNBOUNDED`, if it is negative."""
+    return int(max(UNBOUNDED, min(value, MOST_TOKENS)))
