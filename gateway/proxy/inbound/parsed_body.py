@@ -67,6 +67,7 @@ class ParsedBody(msgspec.Struct):
     dry_sequence_breakers: msgspec.Raw = MISSING
     response_fields: msgspec.Raw = MISSING
     grammar_triggers: msgspec.Raw = MISSING
+    conversation: msgspec.Raw = MISSING
 
 
 _PARSED_BODY = msgspec.json.Decoder(ParsedBody)

@@ -109,6 +109,7 @@ def prepare(
         depth, needs_vision = body.depth, body.has_images
         media.check_links(body.find_links(), limits.media_hosts, prompt_field)
         tokens = body.estimate_min_tokens(prompt_field)
+    request_limits.check_supported(parsed, route.api.refused_fields)
     if parsed_body.has_limited_options(parsed):
         if request_limits.has_grammar(parsed):
             request_limits.check_grammars(parsed, depth, limits)

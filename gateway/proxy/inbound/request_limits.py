@@ -12,6 +12,7 @@ generate nothing: those convert schemas, too.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -32,6 +33,13 @@ _UNGROUPED = re.compile(
 """Literals, character classes and comments of a GBNF grammar; an unclosed one runs to its end."""
 
 _NO_PARENTHESES = bytes(set(range(256)) - set(b"()"))
+
+
+def check_supported(parsed: ParsedBody, refused: Mapping[str, str]) -> None:
+    """Check that the body has none of these fields, each with why. Raises: GatewayError 400."""
+    for name, why in refused.items():
+        if bytes(memoryview(getattr(parsed, name))[:4]) not in {b"", b"null"}:
+            raise errors.invalid_request(f"'{name}' is not supported: {why}", name)
 
 
 def has_grammar(parsed: ParsedBody) -> bool:

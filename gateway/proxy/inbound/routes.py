@@ -22,7 +22,7 @@ from gateway.proxy.api.ollama import (
 )
 from gateway.proxy.api.ollama import PAGES as OLLAMA_PAGES
 from gateway.proxy.api.relayed import RELAYED, RelayedApi
-from gateway.proxy.api.responses import RESPONSES
+from gateway.proxy.api.responses import RESPONSES, RESPONSES_COUNT
 from gateway.proxy.inbound.large_body import Body
 from gateway.proxy.inbound.parsed_body import MISSING, ParsedBody
 from gateway.proxy.json_values import ITEMS_DECODER, JSON_ERRORS, InvalidJson, parse_object
@@ -61,7 +61,7 @@ _ROUTES = (
     Route("/v1/rerank", RelayedApi("documents"), "rerank"),
     Route("/v1/reranking", RelayedApi("documents"), "rerank"),
     Route("/v1/audio/transcriptions", RELAYED, "audio", multipart=True),
-    Route("/v1/responses/input_tokens", RelayedApi("input"), takes_slot=False),
+    Route("/v1/responses/input_tokens", RESPONSES_COUNT, takes_slot=False),
     Route("/v1/messages/count_tokens", MESSAGES, takes_slot=False),
     Route(
         "/v1/chat/completions/input_tokens",
