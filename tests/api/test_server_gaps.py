@@ -178,30 +178,24 @@ async def test_a_response_does_not_tell_its_own_end_from_the_limits(
     assert ended["status"] == cut["status"], caught_up("stop_reason")
 
 
+TEXT = {"type": "input_text", "text": "a"}
 ASKED = {"role": "user", "content": "hello there"}
 SAID = {"role": "assistant", "content": "hello"}
-SUMMARY = [{"type": "summary_text", "text": "think"}]
+THOUGHT = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "think"}]}
 CUSTOM = {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": 'a "b"\n'}
 DONE = {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"}
 REFUSED: dict[str, dict[str, Any]] = {
     "no type": {"input": [ASKED, SAID, ASKED]},
     "type null": {"input": [ASKED, {"type": None, **SAID}, ASKED]},
-    "parts": {"input": [ASKED, SAID | {"content": [{"type": "output_text", "text": "a"}]}, ASKED]},
-    "summary": {"input": [ASKED, {"type": "reasoning", "summary": SUMMARY}, ASKED]},
-    "no text": {
-        "input": [ASKED, {"type": "reasoning", "summary": SUMMARY, "content": None}, ASKED]
-    },
-    "encrypted": {"input": [ASKED, {"type": "reasoning", "summary": [], "encrypted_content": "x"}]},
+    "parts": {"input": [ASKED, SAID | {"content": [TEXT | {"type": "output_text"}]}, ASKED]},
+    "summary": {"input": [ASKED, THOUGHT, ASKED]},
+    "no text": {"input": [ASKED, THOUGHT | {"content": None}, ASKED]},
+    "encrypted": {"input": [ASKED, {"type": "reasoning", "summary": [], "encrypted_content": ""}]},
     "no summary": {
-        "input": [
-            ASKED,
-            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "a"}]},
-        ]
+        "input": [ASKED, {"type": "reasoning", "content": [TEXT | {"type": "reasoning_text"}]}]
     },
     "custom tool": {"input": [ASKED, CUSTOM, DONE]},
-    "its parts": {
-        "input": [ASKED, CUSTOM, DONE | {"output": [{"type": "input_text", "text": "a"}]}]
-    },
+    "its parts": {"input": [ASKED, CUSTOM, DONE | {"output": [TEXT]}]},
     "tools": {"input": "hello there", "tools": None},
 }
 """Bodies of `/v1/responses` that clients send, and the server refuses."""

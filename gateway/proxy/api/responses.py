@@ -112,7 +112,7 @@ class ResponsesApi(Api):
                 edit["tools"] = msgspec.UNSET
         if settings.repairs.text_format:
             edit |= self._response_format(fields) or {}
-        return edit
+        return edit or None
 
     def _response_format(self, fields: Mapping[str, msgspec.Raw]) -> JsonObject | None:
         """llama.cpp obeys the chat's `response_format` here, and ignores `text.format`."""
