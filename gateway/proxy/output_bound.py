@@ -8,6 +8,7 @@ only. So the largest bound counts, and nodes are sent that one, under the API's 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -22,6 +23,9 @@ MOST_TOKENS = (1 << 31) - 1
 
 UNBOUNDED = -1
 
+SMALL_BOUND = 4096
+"""Tokens; no server refuses such a bound as larger than its model's answers may be."""
+
 
 def largest_bound(values: Iterable[int | float]) -> int | None:
     """The largest of these bounds, in tokens; None: there is none, or an answer has no bound."""
@@ -30,22 +34,26 @@ def largest_bound(values: Iterable[int | float]) -> int | None:
 
 
 def settle_bound(
-    body: Any, fields: Collection[str], most: int | None
+    body: Any, fields: Collection[str], most: int | None, left: float = math.inf
 ) -> tuple[int | None, dict[str, Any]]:
     """The most tokens that a node may write for one answer, and the edit that tells it so.
 
     None: any number. `body` has the values as attributes; `fields` are the API's own names, the
-    usual one first; `most` is the operator's and the caller's limit. The edit is mostly empty.
+    usual one first; `most` is the operator's and the caller's limit on one answer, `left` what
+    the caller's other limits leave at best, which bounds an answer that has no bound: the largest
+    ones only where a negative number asks for it. The edit is mostly empty.
     """
     given = {name: value for name in BOUND_NAMES if (value := getattr(body, name)) is not None}
     bound = largest_bound(given.values())
     if most is not None and (bound is None or bound > most):
         bound = most
-    elif not given:
+    elif not given and left > SMALL_BOUND:
         return None, {}
     # A bound of 0 still lets llama.cpp write a token.
     tokens = None if bound is None else bound or 1
-    sent = UNBOUNDED if bound is None else bound
+    sent = bound
+    if sent is None:
+        sent = UNBOUNDED if left == math.inf else _tokens(max(1, left))
     if len(given) == 1:
         [(name, value)] = given.items()
         if name in fields and _tokens(value) == sent and value <= MOST_TOKENS:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -80,6 +81,8 @@ class IncomingRequest:
     """Which nodes may serve it, and what it may learn of their prompt caches."""
     max_tokens: int | None = None
     """Most tokens of one answer that the caller's limits allow; None: any number."""
+    most_tokens: float = math.inf
+    """Most tokens of a prompt and its answers that the caller's limits allow."""
 
 
 def prepare(
@@ -130,6 +133,7 @@ def prepare(
         route,
         rules,
         most_tokens,
+        incoming.most_tokens - tokens,
         catalog,
         incoming.cache.node_labels,
         hides_cache=incoming.cache.hide,
@@ -250,6 +254,7 @@ def _edited_bodies(
     route: Route,
     rules: RequestRules,
     most_tokens: int | None,
+    tokens_left: float,
     catalog: ServedModels,
     labels: NodeLabels,
     *,
@@ -257,8 +262,8 @@ def _edited_bodies(
 ) -> tuple[dict[str, Body], int, int | None]:
     """The body for each target model, the slots that it takes, and the most tokens of one answer.
 
-    `most_tokens`: of one answer. `hides_cache`: nodes must not be asked for figures of their prompt
-    caches. Raises: GatewayError.
+    `most_tokens`: of one answer. `tokens_left`: by the caller's other limits. `hides_cache`: nodes
+    must not be asked for figures of their prompt caches. Raises: GatewayError.
     """
     limits, volatile_lines = rules.limits, rules.volatile_lines
     bodies: dict[str, Body] = {}
@@ -275,7 +280,9 @@ def _edited_bodies(
             edit = edits.required_edit(ruled_parsed, limits.n_probs, context)
         if route.generates:
             most = edits.lowest_bound(target.rules, most_tokens) if target.rules else most_tokens
-            tokens, bound_edit = settle_bound(ruled_parsed, route.api.max_tokens_fields, most)
+            tokens, bound_edit = settle_bound(
+                ruled_parsed, route.api.max_tokens_fields, most, tokens_left
+            )
             if bound_edit:
                 edit = (edit or {}) | bound_edit
             max_tokens = None if tokens is None or max_tokens is None else max(tokens, max_tokens)

@@ -36,67 +36,6 @@ def repair(*, events: bool = True, limits: TokenLimits | None = LIMITS) -> Respo
     )
 
 
-def sent(items: list[Any]) -> Any:
-    """The input that a node gets for these items; None: it stays as it is."""
-    fields = FIELDS_DECODER.decode(msgspec.json.encode({"input": items}))
-    edit = RESPONSES.added_fields(fields, "llama.cpp", Settings()) or {}
-    return msgspec.json.decode(msgspec.json.encode(edit.get("input")))
-
-
-SAID = {"role": "assistant", "content": "a"}
-THOUGHT: dict[str, Any] = {"type": "reasoning", "summary": []}
-TEXTS = [{"type": "summary_text", "text": "a"}, {"type": "summary_text", "text": "b"}]
-CALL = {"call_id": "c", "name": "patch"}
-
-
-@each_case(
-    ("item", "repaired"),
-    [
-        (SAID, [SAID | {"type": "message"}]),
-        (
-            THOUGHT | {"summary": TEXTS},
-            [
-                {
-                    "type": "reasoning",
-                    "summary": TEXTS,
-                    "content": [{"type": "reasoning_text", "text": "a\n\nb"}],
-                }
-            ],
-        ),
-        (THOUGHT | {"encrypted_content": "x"}, []),
-        (
-            {"type": "custom_tool_call", **CALL, "input": '"'},
-            [{"type": "function_call", **CALL, "arguments": '{"input":"\\""}'}],
-        ),
-        (
-            {"type": "custom_tool_call_output", "call_id": "c", "output": "done"},
-            [{"type": "function_call_output", "call_id": "c", "output": "done"}],
-        ),
-    ],
-)
-def test_an_item_is_given_in_a_form_that_the_server_takes(item: Any, repaired: list[Any]) -> None:
-    asked = {"role": "user", "content": 'an "assistant"'}
-    assert sent([asked, item, 7]) == [asked, *repaired, 7]
-    fields = FIELDS_DECODER.decode(msgspec.json.encode({"input": [item], "tools": None}))
-    assert RESPONSES.added_fields(fields, "openai", Settings()) is None
-    off = Settings.model_validate({"repairs": {"input_items": False}})
-    assert not RESPONSES.added_fields(fields, "llama.cpp", off)
-
-
-@each_case(
-    "items",
-    [
-        [SAID | {"type": "message"}],
-        [THOUGHT | {"content": [{"type": "reasoning_text", "text": "a"}]}],
-        [{"role": "user", "content": 'an "assistant"'}],
-        ["assistant", None],
-        [SAID, "x" * (4 << 20)],
-    ],
-)
-def test_items_that_the_server_takes_stay_as_they_are(items: list[Any]) -> None:
-    assert sent(items) is None
-
-
 def message(number: int, words: list[str]) -> list[dict[str, Any]]:
     """The events of a message: those of its beginning, its deltas, those of its end."""
     ref = {"item_id": f"msg_{number}"}
@@ -418,3 +357,64 @@ def test_the_result_does_not_depend_on_how_the_events_came(
         at = to
     assert out == expected
     assert len({event["sequence_number"] for event in data(out)}) == sse.count_events(out)
+
+
+def input_sent(items: list[Any]) -> Any:
+    """The input that a node gets for these items; None: it stays as it is."""
+    fields = FIELDS_DECODER.decode(msgspec.json.encode({"input": items}))
+    edit = RESPONSES.added_fields(fields, "llama.cpp", Settings()) or {}
+    return msgspec.json.decode(msgspec.json.encode(edit.get("input")))
+
+
+TURN = {"role": "assistant", "content": "a"}
+NOTHING_THOUGHT: dict[str, Any] = {"type": "reasoning", "summary": []}
+SUMMARY = [{"type": "summary_text", "text": "a"}, {"type": "summary_text", "text": "b"}]
+PATCH = {"call_id": "c", "name": "patch"}
+
+
+@each_case(
+    ("item", "repaired"),
+    [
+        (TURN, [TURN | {"type": "message"}]),
+        (
+            NOTHING_THOUGHT | {"summary": SUMMARY},
+            [
+                {
+                    "type": "reasoning",
+                    "summary": SUMMARY,
+                    "content": [{"type": "reasoning_text", "text": "a\n\nb"}],
+                }
+            ],
+        ),
+        (NOTHING_THOUGHT | {"encrypted_content": "x"}, []),
+        (
+            {"type": "custom_tool_call", **PATCH, "input": '"'},
+            [{"type": "function_call", **PATCH, "arguments": '{"input":"\\""}'}],
+        ),
+        (
+            {"type": "custom_tool_call_output", "call_id": "c", "output": "done"},
+            [{"type": "function_call_output", "call_id": "c", "output": "done"}],
+        ),
+    ],
+)
+def test_an_item_is_given_in_a_form_that_the_server_takes(item: Any, repaired: list[Any]) -> None:
+    asked = {"role": "user", "content": 'an "assistant"'}
+    assert input_sent([asked, item, 7]) == [asked, *repaired, 7]
+    fields = FIELDS_DECODER.decode(msgspec.json.encode({"input": [item], "tools": None}))
+    assert RESPONSES.added_fields(fields, "openai", Settings()) is None
+    off = Settings.model_validate({"repairs": {"input_items": False}})
+    assert not RESPONSES.added_fields(fields, "llama.cpp", off)
+
+
+@each_case(
+    "items",
+    [
+        [TURN | {"type": "message"}],
+        [NOTHING_THOUGHT | {"content": [{"type": "reasoning_text", "text": "a"}]}],
+        [{"role": "user", "content": 'an "assistant"'}],
+        ["assistant", None],
+        [TURN, "x" * (4 << 20)],
+    ],
+)
+def test_items_that_the_server_takes_stay_as_they_are(items: list[Any]) -> None:
+    assert input_sent(items) is None

@@ -108,6 +108,21 @@ def test_a_missing_max_tokens_becomes_the_limit() -> None:
     assert result({}) == {}
 
 
+def test_an_answer_without_a_bound_is_held_by_the_limits_of_its_caller() -> None:
+    def held(left: float, **asked: int) -> dict[str, Any]:
+        body = json.dumps(asked).encode()
+        _, edit = settle_bound(parse_body(body), ("max_tokens",), None, left)
+        changed: dict[str, Any] = json.loads(apply_edit(body, edit))
+        return changed
+
+    assert held(900) == {"max_tokens": 900}
+    assert held(-5) == {"max_tokens": 1}
+    assert held(100_000) == {}  # hosted endpoints refuse bounds above their models' own
+    for name in BOUND_NAMES:
+        assert held(100_000, **{name: -1}) == {"max_tokens": 100_000}
+        assert held(900, **{name: 16_400}) == {"max_tokens": 16_400}  # refused when it is admitted
+
+
 EXAMPLE = ModelRule(
     set={"temperature": 0.2}, default={"max_tokens": 512}, max_tokens=2048, strip=("logit_bias",)
 )
