@@ -9,7 +9,7 @@ only. So the largest bound counts, and nodes are sent that one, under the API's 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -24,7 +24,7 @@ MOST_TOKENS = (1 << 31) - 1
 UNBOUNDED = -1
 
 SMALL_BOUND = 4096
-"""Tokens; no server refuses such a bound as larger than its model's answers may be."""
+"""Tokens; hardly a server refuses such a bound as larger than its answers may be."""
 
 
 def largest_bound(values: Iterable[int | float]) -> int | None:
@@ -34,7 +34,7 @@ def largest_bound(values: Iterable[int | float]) -> int | None:
 
 
 def settle_bound(
-    body: Any, fields: Collection[str], most: int | None, left: float = math.inf
+    body: Any, fields: tuple[str, ...], most: int | None, left: float = math.inf
 ) -> tuple[int | None, dict[str, Any]]:
     """The most tokens that a node may write for one answer, and the edit that tells it so.
 
@@ -58,7 +58,7 @@ def settle_bound(
         [(name, value)] = given.items()
         if name in fields and _tokens(value) == sent and value <= MOST_TOKENS:
             return tokens, {}
-    own = [name for name in fields if name in given] or [*fields][:1]
+    own = [name for name in fields if name in given] or fields[:1]
     return tokens, dict.fromkeys(given, msgspec.UNSET) | {own[-1]: sent}
 
 

@@ -172,5 +172,5 @@ async def test_the_server_fetches_nothing_that_the_gateway_lets_pass(tmp_path: P
                     passed += 1
                     assert not is_fetched, (number, path, body)
                 fetched += is_fetched
-    # The others that are refused are read by other servers, or are no media here.
+    # Other servers read what is refused besides.
     assert (fetched, refusals, passed) == (14, 35, 14)

@@ -189,8 +189,8 @@ class ResponsesApi(Api):
 
 # The repair of a request: what llama.cpp b11669 refuses, though it has all that it needs.
 
-MOST_REPAIRED_BYTES = 4 << 20
-"""Bytes of `input`: read in two passes of some milliseconds."""
+MOST_REPAIRED_BYTES, MOST_REPAIRED_COMMAS, MOST_REPAIRED_ITEMS = 4 << 20, 100_000, 2000
+"""Of an `input`: it is read in two passes of some milliseconds."""
 
 _REPAIRABLE = re.compile(rb'"assistant"|"reasoning"|custom_tool_')
 
@@ -199,10 +199,14 @@ def _repaired_items(raw: msgspec.Raw) -> list[Any] | None:
     """The items of `input` as llama.cpp takes them; None: there is nothing to repair."""
     if len(raw) > MOST_REPAIRED_BYTES or not _REPAIRABLE.search(raw):
         return None
+    if bytes(raw).count(b",") > MOST_REPAIRED_COMMAS:
+        return None
     try:
         items = ITEMS_DECODER.decode(raw)
     except JSON_ERRORS:
         return None  # a text, or what the node will refuse
+    if len(items) > MOST_REPAIRED_ITEMS:
+        return None
     repaired = [_repaired_item(item) for item in items]
     if all(new is item for new, item in zip(repaired, items, strict=True)):
         return None

@@ -414,6 +414,8 @@ def test_an_item_is_given_in_a_form_that_the_server_takes(item: Any, repaired: l
         [{"role": "user", "content": 'an "assistant"'}],
         ["assistant", None],
         [TURN, "x" * (4 << 20)],
+        [TURN, "," * 100_001],
+        [TURN] * 2001,
     ],
 )
 def test_items_that_the_server_takes_stay_as_they_are(items: list[Any]) -> None:
