@@ -179,7 +179,7 @@ class Api:
     translates: ClassVar[bool] = False
     """Whether nodes are asked by another API; `translate` says how."""
     refused_fields: ClassVar[Mapping[str, str]] = {}
-    """Fields that no node would obey, and why: a body may have them as null only."""
+    """Fields that no node would obey, and why: a body may have them empty only."""
     added_fields_marks: ClassVar[tuple[bytes, ...]] = ()
     """Each body to which `added_fields` may add has some of these bytes; empty: it adds to none."""
     may_keep_responses: ClassVar[bool] = False

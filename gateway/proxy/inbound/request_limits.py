@@ -38,7 +38,7 @@ _NO_PARENTHESES = bytes(set(range(256)) - set(b"()"))
 def check_supported(parsed: ParsedBody, refused: Mapping[str, str]) -> None:
     """Check that the body has none of these fields, each with why. Raises: GatewayError 400."""
     for name, why in refused.items():
-        if bytes(memoryview(getattr(parsed, name))[:4]) not in {b"", b"null"}:
+        if bytes(memoryview(getattr(parsed, name))[:4]) not in {b"", b"null", b'""'}:
             raise errors.invalid_request(f"'{name}' is not supported: {why}", name)
 
 
