@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -43,7 +44,14 @@ def settle_bound(
     the caller's other limits leave at best, which bounds an answer that has no bound: the largest
     ones only where a negative number asks for it. The edit is mostly empty.
     """
-    given = {name: value for name in BOUND_NAMES if (value := getattr(body, name)) is not None}
+    values, own = _bounds_of(body), getattr(body, fields[0])
+    cap = MOST_TOKENS if most is None else min(most, MOST_TOKENS)
+    # Nearly all bodies have the usual name alone.
+    if values.count(None) == len(values) - 1 and type(own) is int and 0 < own <= cap:
+        return own, {}
+    given = {
+        name: value for name, value in zip(BOUND_NAMES, values, strict=True) if value is not None
+    }
     bound = largest_bound(given.values())
     if most is not None and (bound is None or bound > most):
         bound = most
@@ -58,8 +66,11 @@ def settle_bound(
         [(name, value)] = given.items()
         if name in fields and _tokens(value) == sent and value <= MOST_TOKENS:
             return tokens, {}
-    own = [name for name in fields if name in given] or fields[:1]
-    return tokens, dict.fromkeys(given, msgspec.UNSET) | {own[-1]: sent}
+    names = [name for name in fields if name in given] or fields[:1]
+    return tokens, dict.fromkeys(given, msgspec.UNSET) | {names[-1]: sent}
+
+
+_bounds_of = attrgetter(*BOUND_NAMES)
 
 
 def _tokens(value: float) -> int:
