@@ -520,6 +520,7 @@ class _Run:
             caller.id if accounts.user is None else f"{caller.id}/{accounts.user}",
             cache=self._cache,
             max_tokens=accounts.completion_tokens,
+            most_tokens=accounts.most_tokens,
         )
         request = prepare(incoming, parsed, priority, runner.rules, runner.catalog)
         lease_request = request.lease_request

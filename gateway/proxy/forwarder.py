@@ -252,8 +252,8 @@ class Forwarder:
         request, lease = attempt.request, attempt.lease
         body: Body = request.bodies[lease.model]
         event_filter: EventFilter | None = None
-        mark = api.added_fields_mark
-        if mark and (not isinstance(body, bytes) or mark in body):
+        marks = api.added_fields_marks
+        if marks and (not isinstance(body, bytes) or any(mark in body for mark in marks)):
             kind, settings = lease.node.kind, self.context.settings
             if added := api.added_fields(edits.raw_fields(body), kind, settings):
                 body = edits.apply_edit(body, added)

@@ -393,6 +393,7 @@ class _HandledRequest:
             has_timer,
             context.cache,
             context.accounts.completion_tokens,
+            context.accounts.most_tokens,
         )
         catalog = self._handler.catalog
         request = prepare_request(incoming, parsed, priority, self._config.rules, catalog)

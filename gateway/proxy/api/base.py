@@ -194,8 +194,8 @@ class Api:
 
     prompt_field: str | None = None
     """The body's field that holds the prompt."""
-    max_tokens_field: ClassVar[str | None] = None
-    """The body's field that bounds the response, in tokens."""
+    max_tokens_fields: ClassVar[tuple[str, ...]] = ()
+    """The body's fields that bound the response in tokens, the usual one first."""
     clients_add_v1: ClassVar[bool] = False
     """Whether official clients add `/v1` to their base URL themselves."""
     refusal_is_general: ClassVar[bool] = False
@@ -205,8 +205,10 @@ class Api:
 
     translates: ClassVar[bool] = False
     """Whether nodes are asked by another API; `translate` says how."""
-    added_fields_mark: ClassVar[bytes] = b""
-    """Bytes in each body to which `added_fields` may add; empty: it adds to none."""
+    refused_fields: ClassVar[Mapping[str, str]] = {}
+    """Fields that no node would obey, and why: a body may have them empty only."""
+    added_fields_marks: ClassVar[tuple[bytes, ...]] = ()
+    """Each body to which `added_fields` may add has some of these bytes; empty: it adds to none."""
     may_keep_responses: ClassVar[bool] = False
     """Whether a request can ask the gateway to keep its response, or to make it later."""
     rewrites_responses: ClassVar[bool] = False
@@ -242,7 +244,7 @@ class Api:
     ) -> JsonObject | None:
         """Fields that the body of these `fields` needs for a node of this kind; None: none.
 
-        `node_kind`: `llama.cpp` or `openai`.
+        `msgspec.UNSET` takes a field out. `node_kind`: `llama.cpp` or `openai`.
         """
         return None
 

@@ -109,6 +109,7 @@ class ChatApi(ChoicesApi):
     name = "chat"
     prompt_field = "messages"
     answer = msgspec.json.Decoder(_ChatAnswer)
+    max_tokens_fields = ("max_tokens", "max_completion_tokens")
     response_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     _END: ClassVar[JsonObject] = {"delta": {}}

@@ -36,7 +36,7 @@ IDENTITY_FIELDS = ("id", "created", "model", "system_fingerprint")
 class ChoicesApi(Api):
     """An API whose events are chunks of choices, up to `[DONE]`."""
 
-    max_tokens_field = "max_tokens"
+    max_tokens_fields: ClassVar[tuple[str, ...]] = ("max_tokens",)
     refusal_is_general = True
     stream_end = terminal_event = b"data: [DONE]\n\n"
     progress_fields: ClassVar[JsonObject] = {"return_progress": True}

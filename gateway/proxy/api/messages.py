@@ -228,7 +228,7 @@ class MessagesApi(Api):
 
     name = "messages"
     prompt_field = "messages"
-    max_tokens_field = "max_tokens"
+    max_tokens_fields = ("max_tokens",)
     clients_add_v1 = True
     sends_request_id = True
     heartbeat_is_event = True

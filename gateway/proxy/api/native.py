@@ -18,13 +18,13 @@ from gateway.proxy.api.merging import (
     read_items,
 )
 from gateway.proxy.api.resuming import (
-    LENGTH_FIELDS,
     EventRewriter,
     ReasoningEndMark,
     as_count,
     data_event,
 )
 from gateway.proxy.json_values import JsonObject, parse_json
+from gateway.proxy.output_bound import BOUND_NAMES
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.transcript import Transcript
 
@@ -115,7 +115,7 @@ _NOTHING_MORE: JsonObject = {"content": "", "tokens": []}
 class NativeEventsApi(Api):
     """An API of events with `content`, the last with `"stop": true`."""
 
-    max_tokens_field = "n_predict"
+    max_tokens_fields = ("n_predict",)
     single_terminal_event = False
     terminal_mark = b'"stop":true'
     terminal_mark_nested = True
@@ -217,7 +217,7 @@ class NativeApi(NativeEventsApi):
 _NOT_NATIVE = frozenset(
     {"messages", "system", "stop_sequences", "stream_options", "tools", "tool_choice",
      "input", "instructions", "text", "reasoning", "include", "background", "store", "truncation",
-     "response_format", "logprobs", "top_logprobs", "metadata", "thinking", *LENGTH_FIELDS}
+     "response_format", "logprobs", "top_logprobs", "metadata", "thinking", *BOUND_NAMES}
 )  # fmt: skip
 """Fields of other APIs, which the prompt holds already or `/completion` spells otherwise."""
 

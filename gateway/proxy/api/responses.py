@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -27,6 +28,7 @@ from gateway.proxy.api.base import (
     openai_error,
 )
 from gateway.proxy.api.chat import as_response_format, may_call_tools
+from gateway.proxy.api.relayed import InputTokens, RelayedApi
 from gateway.proxy.api.responses_resuming import (
     NativeToResponsesRewriter,
     read_response,
@@ -34,14 +36,21 @@ from gateway.proxy.api.responses_resuming import (
     response_unresumable_reason,
 )
 from gateway.proxy.api.resuming import (
-    LENGTH_FIELDS,
     EventRewriter,
     ReasoningEndMark,
     as_count,
     is_number,
     named_event,
 )
-from gateway.proxy.json_values import InvalidJson, JsonObject, parse_json, parse_object
+from gateway.proxy.json_values import (
+    ITEMS_DECODER,
+    JSON_ERRORS,
+    InvalidJson,
+    JsonObject,
+    parse_json,
+    parse_object,
+)
+from gateway.proxy.output_bound import BOUND_NAMES
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.transcript import Transcript
 from gateway.transport.errors import InvalidResponse
@@ -74,7 +83,7 @@ class ResponsesApi(Api):
 
     name = "responses"
     prompt_field = "input"
-    max_tokens_field = "max_output_tokens"
+    max_tokens_fields = ("max_output_tokens",)
     terminal_mark = b"event: response.completed"
     ordinary_events = staticmethod(
         sse.ordinary_events(
@@ -86,7 +95,11 @@ class ResponsesApi(Api):
     progress_fields: ClassVar[JsonObject] = {"return_progress": True}
     progress_replaces_event = True
     streaming_fields: ClassVar[JsonObject] = {"stream": True}
-    added_fields_mark = b'"format"'
+    refused_fields: ClassVar[Mapping[str, str]] = {
+        "conversation": "no conversation is kept; send it whole in 'input'.",
+        "prompt": "no prompts are kept; send the text in 'instructions' and 'input'.",
+    }
+    added_fields_marks = (b'"format"', b'"tools"', b'"assistant"', b'"reasoning"', b"custom_tool_")
     rewrites_responses = True
     may_keep_responses = True
     answer = msgspec.json.Decoder(_Response)
@@ -99,9 +112,21 @@ class ResponsesApi(Api):
     def added_fields(
         self, fields: Mapping[str, msgspec.Raw], node_kind: str, settings: Settings
     ) -> JsonObject | None:
-        """llama.cpp obeys the chat's `response_format` here, and ignores `text.format`."""
-        if node_kind != "llama.cpp" or not settings.repairs.text_format:
+        """`input` and `tools` in a form that llama.cpp takes, and the format where it obeys it."""
+        if node_kind != "llama.cpp":
             return None
+        edit: JsonObject = {}
+        if settings.repairs.input_items:
+            if (items := _repaired_items(fields.get("input", msgspec.Raw()))) is not None:
+                edit["input"] = items
+            if bytes(memoryview(fields.get("tools", b""))[:4]) == b"null":
+                edit["tools"] = msgspec.UNSET
+        if settings.repairs.text_format:
+            edit |= self._response_format(fields) or {}
+        return edit or None
+
+    def _response_format(self, fields: Mapping[str, msgspec.Raw]) -> JsonObject | None:
+        """llama.cpp obeys the chat's `response_format` here, and ignores `text.format`."""
         if any(name in fields for name in ("response_format", "json_schema", "grammar")):
             return None
         text = decoded_field(fields, "text")
@@ -225,6 +250,62 @@ def _item_events(item: JsonObject) -> Iterator[JsonObject]:
     yield {"type": "response.output_item.done", "item": item}
 
 
+# The repair of a request: what llama.cpp b11669 refuses, though it has all that it needs.
+
+MOST_REPAIRED_BYTES, MOST_REPAIRED_COMMAS, MOST_REPAIRED_ITEMS = 4 << 20, 100_000, 2000
+"""Of an `input`: it is read in two passes of some milliseconds."""
+
+_REPAIRABLE = re.compile(rb'"assistant"|"reasoning"|custom_tool_')
+
+
+def _repaired_items(raw: msgspec.Raw) -> list[Any] | None:
+    """The items of `input` as llama.cpp takes them; None: there is nothing to repair."""
+    if len(raw) > MOST_REPAIRED_BYTES or not _REPAIRABLE.search(raw):
+        return None
+    if bytes(raw).count(b",") > MOST_REPAIRED_COMMAS:
+        return None
+    try:
+        items = ITEMS_DECODER.decode(raw)
+    except JSON_ERRORS:
+        return None  # a text, or what the node will refuse
+    if len(items) > MOST_REPAIRED_ITEMS:
+        return None
+    repaired = [_repaired_item(item) for item in items]
+    if all(new is item for new, item in zip(repaired, items, strict=True)):
+        return None
+    return [item for item in repaired if item is not None]
+
+
+def _repaired_item(item: msgspec.Raw) -> Any:
+    """This item; None: it says nothing."""
+    fields: dict[str, Any] = dict(body_fields(bytes(item)))
+    kind = decoded_field(fields, "type")
+    if kind is None and decoded_field(fields, "role") == "assistant":
+        return fields | {"type": "message"}
+    if kind == "reasoning":
+        return _repaired_reasoning(item, fields)
+    if kind == "custom_tool_call":
+        arguments = msgspec.json.encode({"input": fields.pop("input", "")}).decode()
+        return fields | {"type": "function_call", "arguments": arguments}
+    if kind == "custom_tool_call_output":
+        return fields | {"type": "function_call_output"}
+    return item
+
+
+def _repaired_reasoning(item: msgspec.Raw, fields: dict[str, Any]) -> Any:
+    """Reasoning has a text and a list as its summary; None: it is encrypted, or empty."""
+    content, summary = (decoded_field(fields, name) for name in ("content", "summary"))
+    parts = summary if isinstance(summary, list) else []
+    if not isinstance(content, list) or not content:
+        texts = [part["text"] for part in parts if isinstance(part, dict) and "text" in part]
+        if not texts or not all(isinstance(text, str) for text in texts):
+            return None
+        content = [{"type": "reasoning_text", "text": "\n\n".join(texts)}]
+    elif isinstance(summary, list):
+        return item
+    return fields | {"summary": parts, "content": content}
+
+
 def _as_plain(response: JsonObject) -> JsonObject:
     """Add the fields that llama.cpp leaves out at a stream's end."""
     whole = {"completed_at": response.get("created_at"), **response}
@@ -265,7 +346,7 @@ def _token_limits(request: ForwardedRequest, node: AnsweringNode) -> TokenLimits
     given = [
         count
         for body in request.bodies.values()
-        for name in LENGTH_FIELDS
+        for name in BOUND_NAMES
         if is_number(count := decoded_field(body_fields(body), name)) and count >= 0
     ]
     return TokenLimits(min(given, default=None), node.context)
@@ -487,3 +568,18 @@ def _reencoded(event: bytes, values: Iterable[JsonObject]) -> bytes:
 
 
 RESPONSES = ResponsesApi()
+
+
+class ResponsesCountApi(RelayedApi):
+    """`/v1/responses/input_tokens`, with the same bodies."""
+
+    refused_fields = ResponsesApi.refused_fields
+    added_fields_marks = ResponsesApi.added_fields_marks
+
+    def added_fields(
+        self, fields: Mapping[str, msgspec.Raw], node_kind: str, settings: Settings
+    ) -> JsonObject | None:
+        return RESPONSES.added_fields(fields, node_kind, settings)
+
+
+RESPONSES_COUNT = ResponsesCountApi("input", InputTokens, "input_tokens")

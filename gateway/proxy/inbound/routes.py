@@ -34,7 +34,7 @@ from gateway.proxy.api.relayed import (
     TokensText,
     TranscriptionsApi,
 )
-from gateway.proxy.api.responses import RESPONSES
+from gateway.proxy.api.responses import RESPONSES, RESPONSES_COUNT
 from gateway.proxy.inbound.large_body import Body
 from gateway.proxy.inbound.parsed_body import MISSING, ParsedBody
 from gateway.proxy.json_values import ITEMS_DECODER, JSON_ERRORS, InvalidJson, parse_object
@@ -59,13 +59,9 @@ class Route:
     """Whether its body is a form with a file (multipart/form-data), not JSON."""
     prompt_field: str | None = field(init=False)
     """The body's field that holds the prompt: the API's."""
-    max_tokens_field: str | None = field(init=False)
-    """The body's field that bounds the response, in tokens: the API's, if it generates."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_field", self.api.prompt_field)
-        limit = self.api.max_tokens_field if self.generates else None
-        object.__setattr__(self, "max_tokens_field", limit)
 
 
 _ROUTES = (
@@ -77,11 +73,7 @@ _ROUTES = (
     Route("/v1/rerank", RelayedApi("documents", RANKING, "index"), "rerank"),
     Route("/v1/reranking", RelayedApi("documents", RANKING, "index"), "rerank"),
     Route("/v1/audio/transcriptions", TranscriptionsApi(), "audio", multipart=True),
-    Route(
-        "/v1/responses/input_tokens",
-        RelayedApi("input", InputTokens, "input_tokens"),
-        takes_slot=False,
-    ),
+    Route("/v1/responses/input_tokens", RESPONSES_COUNT, takes_slot=False),
     Route("/v1/messages/count_tokens", COUNT_TOKENS, takes_slot=False),
     Route(
         "/v1/chat/completions/input_tokens",
