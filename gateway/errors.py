@@ -129,8 +129,16 @@ def nested_too_deeply(limit: int) -> GatewayError:
     return invalid_request(f"The body is nested deeper than {limit} levels ('limits.json_depth').")
 
 
+ANSWER_ROOM = 1024
+"""Tokens for the answer in the context that an error advises."""
+
+
 def context_length_exceeded(
-    prompt_tokens: int | None, context: int | None, param: str | None = "messages"
+    prompt_tokens: int | None,
+    context: int | None,
+    param: str | None = "messages",
+    *,
+    started_by_up: bool = False,
 ) -> GatewayError:
     """400: the prompt is longer than the context (tokens of one slot) of any node.
 
@@ -138,7 +146,7 @@ def context_length_exceeded(
     LangChain's look for `prompt is too long: N tokens > M maximum`, with numbers where they are
     known (LangChain, within a stream, for `exceeds the context window`); LiteLLM looks for
     `exceeds the available context size`, its older versions for OpenAI's `This model's maximum
-    context length is`.
+    context length is`. `started_by_up`: who reads it can start the servers with more.
     """
     least = prompt_tokens or (context + 1 if context else None)
     size = f"{least} tokens" if least else "it"
@@ -148,6 +156,8 @@ def context_length_exceeded(
     guess = " (it may be longer)" if context and not prompt_tokens else ""
     known = f" ({prompt_tokens} tokens)" if prompt_tokens else ""
     room = f" ({context} tokens)" if context else " of every node"
+    wanted = f"{1 << (prompt_tokens + ANSWER_ROOM).bit_length()}" if prompt_tokens else "N"
+    hint = f" Or start 'llama-gateway up' with '--context {wanted}'." if started_by_up else ""
     details = {}
     if prompt_tokens:
         details["n_prompt_tokens"] = prompt_tokens
@@ -159,7 +169,7 @@ def context_length_exceeded(
         f"prompt is too long: {size} > {limit}{guess}. "
         f"The request{known} exceeds the available context size{room}. "
         f"This model's maximum context length is {f'{context} tokens' if context else 'exceeded'}: "
-        "what exceeds the context window must be shortened.",
+        f"what exceeds the context window must be shortened.{hint}",
         param=param,
         details=details,
     )

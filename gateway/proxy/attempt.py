@@ -553,9 +553,10 @@ class Attempt:
         failure = NodeReportedError(message or "The node failed in the middle of it", status)
         if is_context_overflow(failure.status, data, request.endpoint):
             tokens, context = context_overflow_sizes(data)
-            context = context or self.lease.node.context
+            node = self.lease.node
+            context = context or node.context
             failure.client_error = errors.context_length_exceeded(
-                tokens, context, request.prompt_field
+                tokens, context, request.prompt_field, started_by_up=node.started_by_up
             )
         return failure
 

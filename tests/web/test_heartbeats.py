@@ -291,7 +291,8 @@ CODEX = [
 
 def numbers(body: bytes) -> list[int]:
     """The numbers of a stream's events, all of which have one."""
-    return [json.loads(one)["sequence_number"] for one in re.findall(rb"^data: (.*)$", body, re.M)]
+    found = re.findall(rb"\ndata: (.*)\n", b"\n" + body)
+    return [json.loads(one)["sequence_number"] for one in found]
 
 
 def keepalive(number: int) -> bytes:

@@ -8,6 +8,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ async def test_the_heartbeats_of_codexs_stored_stream_repeat_the_number_before(
                 node.faults.release()
         real = [event.sequence_number for event in live if event.type != "keepalive"]
         assert real == list(range(len(real)))
-        for before, event in zip(live, live[1:], strict=False):
+        for before, event in pairwise(live):
             repeats = event.sequence_number == before.sequence_number
             assert repeats == (event.type == "keepalive")
 
