@@ -308,8 +308,9 @@ def _slots_of(plan: LocalFleetPlan) -> str:
 
     spec = plan.specs[0]
     more = " (--context N: more)" if spec.context == DEFAULT_CONTEXT else ""
-    slots = "1 slot" if spec.slots == 1 else f"{spec.slots} slots"
-    return f"with {slots} of {spec.context:,} tokens each{more}"
+    if spec.slots == 1:
+        return f"with 1 slot of {spec.context:,} tokens{more}"
+    return f"with {spec.slots} slots of {spec.context:,} tokens each{more}"
 
 
 def _note_other_ports(base: int, urls: tuple[str, ...]) -> None:
