@@ -317,6 +317,8 @@ class NodeInfo(msgspec.Struct, frozen=True, eq=False):
     """Tokens of one slot; None: unknown."""
     resume_key: tuple[object, ...]
     """Equal on two nodes if one can resume the other's stream; see `LeaseRequest.resume_key`."""
+    started_by_up: bool = False
+    """Whether `llama-gateway up` started its server."""
     connections: object = None
     """The node's `transport.pool.ConnectionPool`, which rides along within one process. It is no
     part of the message: another process would open connections of its own."""

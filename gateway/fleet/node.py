@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 
 from gateway.config.inventory import NodeSpec
+from gateway.config.node import STARTED_BY, UP
 from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.fleet.circuit import Circuit, KeyRejection
 from gateway.fleet.concurrency_limit import MOST_LIMIT, ConcurrencyLimit
@@ -647,6 +648,7 @@ class Node:
             own.total,
             self.context,
             self.properties.resume_key(),
+            spec.labels.get(STARTED_BY) == UP,
             self.upstream,
         )
 

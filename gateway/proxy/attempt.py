@@ -646,9 +646,13 @@ class Attempt:
         failure = NodeReportedError(message or "The node failed in the middle of it", status)
         if is_context_overflow(failure.status, data, request.endpoint):
             tokens, context, answer = context_overflow_sizes(data)
-            context = context or self.lease.node.context
+            node = self.lease.node
             failure.client_error = errors.context_length_exceeded(
-                tokens, context, request.prompt_field, answer
+                tokens,
+                context or node.context,
+                request.prompt_field,
+                answer,
+                started_by_up=node.started_by_up,
             )
         return failure
 

@@ -467,8 +467,8 @@ class Forwarder:
         """The prompt does not fit: try a larger context once. Raises: GatewayError without one."""
         tokens, context, answer = outcome.context_overflow_sizes(content)
         context = context or node.context
-        field = request.lease_request.prompt_field
-        error = errors.context_length_exceeded(tokens, context, field, answer)
+        field, by_up = request.lease_request.prompt_field, node.started_by_up
+        error = errors.context_length_exceeded(tokens, context, field, answer, started_by_up=by_up)
         if tried.min_context or context is None:
             raise error
         # For embeddings a batch must hold the text, and can be smaller than the context.

@@ -49,6 +49,10 @@ _JSON_BEGINS = (b"{", b"[")
 
 _JSON_EDGES = (b"{}", b"[]")
 
+_KEEPALIVE = b'event: keepalive\ndata: {"type":"keepalive","sequence_number":%d}\n\n'
+
+_EVENT_NUMBER = re.compile(rb'("sequence_number": ?)(\d{1,15})')
+
 _NO_ERROR = sse.ordinary_events(after_brace=rb'(?!"error":)')
 
 
@@ -95,6 +99,55 @@ class ResponseRewriter:
         """As `rewrite_body`, for a large body, in short steps."""
         yield
         return self.rewrite_body(content)
+
+
+class NumberedHeartbeats(ResponseRewriter):
+    """Heartbeats that are events, and the numbers of all events of their stream.
+
+    As in OpenAI's streams each takes a number, so that those of the events behind it move up.
+    """
+
+    __slots__ = ("_inner", "_is_first", "_next_number")
+
+    def __init__(self) -> None:
+        self._inner: ResponseRewriter | None = None
+        self._next_number = 0
+        self._is_first = True
+        """Whether the events still have the numbers that they came with."""
+
+    def wrap(self, inner: ResponseRewriter | None) -> None:
+        """Number what `inner` makes of the node's events; None: those themselves."""
+        self._inner = inner
+
+    def heartbeat(self) -> bytes:
+        """The next heartbeat."""
+        number, self._next_number, self._is_first = self._next_number, self._next_number + 1, False
+        return _KEEPALIVE % number
+
+    def of_log(self, piece: bytes) -> bytes:
+        """A piece of a stored stream, by whose numbers clients go on: a heartbeat takes none."""
+        if piece == sse.HEARTBEAT:
+            return _KEEPALIVE % max(0, self._next_number - 1)
+        return self.number(piece)
+
+    def rewrite_events(self, events: bytes) -> bytes:
+        """The same events with their numbers in the stream."""
+        return self.number(events if self._inner is None else self._inner.rewrite_events(events))
+
+    def number(self, events: bytes) -> bytes:
+        """Events as the client would have them without heartbeats, with their numbers."""
+        if not self._is_first:
+            return b"".join(map(self._renumber, sse.split(events)))
+        if found := _EVENT_NUMBER.findall(events):
+            self._next_number = int(found[-1][1]) + 1
+        return events
+
+    def _renumber(self, event: bytes) -> bytes:
+        """The event with the next number, if it has one."""
+        number = self._next_number
+        event, count = _EVENT_NUMBER.subn(rb"\g<1>%d" % number, event, count=1)
+        self._next_number += count
+        return event
 
 
 class AnsweringNode(Protocol):
@@ -304,6 +357,10 @@ class Api:
     def heartbeat(self) -> bytes:
         """Bytes between events that mean nothing."""
         return sse.HEARTBEAT
+
+    def numbered_heartbeats(self) -> NumberedHeartbeats | None:
+        """Heartbeats of one stream to a client that counts no comment; None: `heartbeat` counts."""
+        return None
 
     def classify_event(self, event: bytes) -> StreamEventKind:
         """Classify an event. Raises: InvalidResponse, if it is none of this API's."""

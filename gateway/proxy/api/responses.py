@@ -21,6 +21,7 @@ from gateway.proxy.api.base import (
     Assembly,
     AssemblyError,
     ForwardedRequest,
+    NumberedHeartbeats,
     ResponseRewriter,
     body_fields,
     decoded_field,
@@ -160,6 +161,9 @@ class ResponsesApi(Api):
             "error": openai_error(error),
         }
         return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
+
+    def numbered_heartbeats(self) -> NumberedHeartbeats:
+        return NumberedHeartbeats()
 
     def has_content(self, value: JsonObject) -> bool:
         return value.get("type") not in _NO_CONTENT_TYPES
