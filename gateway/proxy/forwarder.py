@@ -329,7 +329,7 @@ class Forwarder:
                 again = self._upstream_request(in_flight, attempt, api, recorder)
                 await attempt.open_again(again)
             finally:
-                if attempt.status >= 300:
+                if not 0 < attempt.status < 300:
                     # Something else was wrong, or the node has failed.
                     options.note(lease, path, taken=None)
 
