@@ -74,9 +74,11 @@ class ArrivalsReader:
     """Rows that ended before it have been read; None: all minutes are counted."""
     _hour: tuple[float, float] | None = field(default=None, init=False)
     """From when to when it was; None: not found yet."""
+    _until: float = field(init=False)
 
     def __post_init__(self) -> None:
         self._at = self.query.since
+        self._until = min(self.now, self.query.until)
 
     def step(self, connection: Connection) -> bool:
         """Read some more; whether all is read. Raises: InvalidQuery, for too long a time."""
@@ -101,17 +103,14 @@ class ArrivalsReader:
         return True
 
     def _count(self, connection: Connection, start: float, end: float) -> None:
-        self._add_minutes(
-            connection,
-            select(
-                func.floor(usage.c.started_at / MINUTE),
-                func.count(),
-                func.sum(case((usage.c.slot_seconds > 0, 1), else_=0)),
-                func.sum(usage.c.slot_seconds),
-            )
+        minute = func.floor(usage.c.started_at / MINUTE)
+        served = func.sum(case((usage.c.slot_seconds > 0, 1), else_=0))
+        counted = (
+            select(minute, func.count(), served, func.sum(usage.c.slot_seconds))
             .where(usage.c.ended_at >= start, usage.c.ended_at < end, _wanted_slots())
-            .group_by(func.floor(usage.c.started_at / MINUTE)),
+            .group_by(minute)
         )
+        self._add_minutes(connection, counted)
 
     def _count_open(self, connection: Connection) -> None:
         minute = func.floor(open_requests.c.started_at / MINUTE)
@@ -120,7 +119,7 @@ class ArrivalsReader:
 
     def _add_minutes(self, connection: Connection, counted: Select[Any]) -> None:
         for number, requests, served, slot_seconds in connection.execute(counted):
-            if number * MINUTE + MINUTE <= self.query.since or number * MINUTE > self.now:
+            if not self.query.since - MINUTE < number * MINUTE < self._until:
                 continue
             minute = self._minutes.setdefault(int(number), _Minute())
             minute.requests += int(requests)
@@ -154,7 +153,7 @@ class ArrivalsReader:
             if found[1] <= self.most_arrivals:
                 break
         start = max(self.query.since, float(found[0] * MINUTE))
-        return start, min(self.now, self.query.until, float((found[0] + minutes) * MINUTE))
+        return start, min(self._until, float((found[0] + minutes) * MINUTE))
 
     def _read(self, connection: Connection, start: float, end: float) -> None:
         found = select(usage).where(usage.c.ended_at >= start, usage.c.ended_at < end)
@@ -178,7 +177,7 @@ class ArrivalsReader:
         start, end = self._hour or (self.query.since, self.query.since)
         return {
             "since": time_text(self.query.since),
-            "until": time_text(min(self.now, self.query.until)),
+            "until": time_text(self._until),
             "first": time_text(min(self._minutes, default=0) * MINUTE) if self._minutes else None,
             "requests": sum(one.requests for one in self._minutes.values()),
             "hour": {"from": time_text(start), "to": time_text(end), "seconds": end - start},

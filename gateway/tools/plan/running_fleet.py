@@ -656,11 +656,13 @@ def _least_addition(
     goal = asked.question.goal
     choices = []
     for place, part in enumerate(fleet.parts):
-        for count in range(1, MOST_ADDED + 1):
-            if fleet_use(_changed(fleet, place, count), asked.traffic.by_model) <= goal.use:
-                hour = part.node_type.price.per_hour
-                choices.append((math.inf if hour is None else hour * count, count, place))
-                break
+
+        def fits(count: int, place: int = place) -> bool:
+            return fleet_use(_changed(fleet, place, count), asked.traffic.by_model) <= goal.use
+
+        if count := least_that(fits, 1, MOST_ADDED):
+            hour = part.node_type.price.per_hour
+            choices.append((math.inf if hour is None else hour * count, count, place))
     if not choices:
         return None
     _, least, place = min(choices)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -246,6 +247,21 @@ def test_a_model_is_served_by_its_own_nodes() -> None:
     assert rows["one more like a"].use == rows["as it is"].use > rows["one more like b"].use
     assert rows["one less like a"].missed == ("no node is left for a model",)
     assert found.advice.add_like == "b"
+
+
+def test_an_addition_to_many_kinds_is_found_in_short_time() -> None:
+    nodes = [
+        node(f"n{n}", decode_tps=1.3 ** (n % 10), slots_total=1 + n % 4, models=[f"m{n % 10}"])
+        for n in range(40)
+    ]
+    asked = told(*((n * 0.9, {"model": f"m{n % 10}"}) for n in range(4000)))
+    fleet = measured_fleet(nodes)
+    traffic = busiest_hour(asked, fleet, 1.0)
+    question = PlanQuestion(traffic.workload, Goal(), (), recorded=traffic.recorded)
+    began = time.process_time()
+    found = what_if(question, fleet, traffic, TimeLimit(1e-3))
+    assert found.advice.verdict == "saturated"
+    assert time.process_time() - began < 1.5
 
 
 def test_one_more_and_one_less_and_the_goal_moved() -> None:
