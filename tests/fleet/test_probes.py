@@ -60,6 +60,20 @@ async def test_an_uncompressed_answer_is_asked_for() -> None:
     assert b"accept-encoding: identity\r\n" in heard[0]
 
 
+async def test_a_node_is_asked_once_in_the_other_scheme_for_the_same_failure() -> None:
+    async def script(peer: Peer) -> None:
+        heard.append(await peer.reader.read(1))
+
+    heard: list[bytes] = []
+    async with raw_server(script) as server, node_at(f"http://127.0.0.1:{server.port}") as node:
+        for _ in range(3):
+            outcome = await check_alive(node)
+            assert "broke off" in outcome.detail
+            node.probe_history.record(outcome, rise=1, fall=1, sign_of_life=None)
+    assert heard.count(b"G") >= 3
+    assert len(heard) - heard.count(b"G") == 1
+
+
 @in_virtual_time
 async def test_a_probe_on_a_connection_that_the_server_has_closed_is_sent_again() -> None:
     async with EmulatedNode() as server, node_at(server.url) as node:

@@ -251,7 +251,12 @@ def test_a_model_is_served_by_its_own_nodes() -> None:
 
 def test_an_addition_to_many_kinds_is_found_in_short_time() -> None:
     nodes = [
-        node(f"n{n}", decode_tps=1.3 ** (n % 10), slots_total=1 + n % 4, models=[f"m{n % 10}"])
+        slow(
+            f"n{n}",
+            decode_tps=0.1 * 1.3 ** (n % 10),
+            prefill_tps=9 * 1.3 ** (n // 10),
+            models=[f"m{n % 10}"],
+        )
         for n in range(40)
     ]
     asked = told(*((n * 0.9, {"model": f"m{n % 10}"}) for n in range(4000)))
