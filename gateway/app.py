@@ -306,7 +306,9 @@ class Gateway:
     # Start, shutdown and handover.
 
     @contextlib.asynccontextmanager
-    async def running(self, inventory: Inventory) -> AsyncIterator[None]:
+    async def running(
+        self, inventory: Inventory, before_clients: Callable[[], None] = lambda: None
+    ) -> AsyncIterator[None]:
         """Serve while inside this context. Raises: StartError."""
         open_files = raise_open_file_limit()
         try:
@@ -329,6 +331,7 @@ class Gateway:
             await self.learnt.load(self.timings.store)
             for loop in (*self.metering.loops(), *self.background.loops()):
                 self._start_task(loop.work, loop.name)
+            before_clients()
             open_listeners(self.public_listener, self.admin_listener)
             log.info(
                 "listening",

@@ -129,11 +129,17 @@ def nested_too_deeply(limit: int) -> GatewayError:
     return invalid_request(f"The body is nested deeper than {limit} levels ('limits.json_depth').")
 
 
+ANSWER_ROOM = 1024
+"""Tokens for the answer in the context that an error advises."""
+
+
 def context_length_exceeded(
     prompt_tokens: int | None,
     context: int | None,
     param: str | None = "messages",
     answer_tokens: int | None = None,
+    *,
+    started_by_up: bool = False,
 ) -> GatewayError:
     """400: the prompt is longer than the context (tokens of one slot) of any node.
 
@@ -142,7 +148,7 @@ def context_length_exceeded(
     LangChain's look for `prompt is too long: N tokens > M maximum`, with numbers where they are
     known (LangChain, within a stream, for `exceeds the context window`); LiteLLM looks for
     `exceeds the available context size`, its older versions for OpenAI's `This model's maximum
-    context length is`.
+    context length is`. `started_by_up`: who reads it can start the servers with more.
     """
     least = prompt_tokens or (context + 1 if context else None)
     size = f"{least} tokens" if least else "it"
@@ -157,6 +163,8 @@ def context_length_exceeded(
     if context and answer_tokens and answer_tokens >= context:
         # No shorter prompt would help: no client is to try.
         begin, param = f"'max_tokens' is too large: {answer_tokens} tokens.", "max_tokens"
+    more = f"{1 << (prompt_tokens + ANSWER_ROOM).bit_length()}" if prompt_tokens else "N"
+    hint = f" Or start 'llama-gateway up' with '--context {more}'." if started_by_up else ""
     details = {}
     if prompt_tokens:
         details["n_prompt_tokens"] = prompt_tokens
@@ -167,7 +175,7 @@ def context_length_exceeded(
         "context_length_exceeded",
         f"{begin} The request{known} exceeds the available context size{room}. "
         f"This model's maximum context length is {f'{context} tokens' if context else 'exceeded'}: "
-        "what exceeds the context window must be shortened.",
+        f"what exceeds the context window must be shortened.{hint}",
         param=param,
         details=details,
     )

@@ -317,6 +317,8 @@ class NodeInfo(msgspec.Struct, frozen=True, eq=False):
     """Tokens of one slot; None: unknown."""
     resume_key: tuple[object, ...]
     """Equal on two nodes if one can resume the other's stream; see `LeaseRequest.resume_key`."""
+    started_by_up: bool = False
+    """Whether `llama-gateway up` started its server."""
     connections: object = None
     """The node's `transport.pool.ConnectionPool`, which rides along within one process. It is no
     part of the message: another process would open connections of its own."""
@@ -333,7 +335,7 @@ class GrantedLease(msgspec.Struct, frozen=True, eq=False):
     """The node's own name for this model."""
     slots: int
     stream: bool
-    """Whether the node must be asked for a stream."""
+    """Whether the node must be asked for a stream; False also where it is known not to stream."""
     prefill_grace: float
     """Seconds that the node may take to read the prompt, whatever the settings say."""
     expected_prefill: float | None
@@ -397,6 +399,8 @@ class AttemptReport(msgspec.Struct, frozen=True, eq=False):
     prompt_read: tuple[int, int] | None = None
     """Tokens of the prompt that the node had read or cached by then, and those that it had cached,
     as it said itself; None: it did not."""
+    came_plain: bool = False
+    """Whether the response came plain though a stream was asked for."""
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from tests.postgres import PostgresServer
 
-pytest_plugins = ["tests.ci.tiers", "tests.server_kind"]
+pytest_plugins = ["tests.ci.tiers", "tests.loop_watch.plugin", "tests.server_kind"]
 
 # A proxy would sit between a test and its server on loopback; the gateway's own variables would
 # override what a test sets up.
@@ -37,6 +37,11 @@ def pytest_configure() -> None:
     for name in list(os.environ):
         if name.lower() in _FOREIGN or (name.startswith(_OURS) and name not in _KEPT):
             del os.environ[name]
+    # Where no gateway sets it up: rich takes half a second of an event loop for a traceback.
+    plain = structlog.dev.ConsoleRenderer(
+        colors=False, exception_formatter=structlog.dev.plain_traceback
+    )
+    structlog.configure(processors=[*structlog.get_config()["processors"][:-1], plain])
     # Where a test's processes keep their state if it names no folder: not in the user's home.
     folder = tempfile.mkdtemp(prefix="llama-gateway-state-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -19,6 +19,7 @@ import yaml
 
 from tests.emulator import EmulatedNode
 from tests.gateways import QUIET
+from tests.loop_watch.plugin import inherited
 
 LIMIT = 120.0
 """Seconds for each wait."""
@@ -107,7 +108,9 @@ async def serving(
     process = await asyncio.create_subprocess_exec(
         *(command or (sys.executable, "-m", "gateway")), "serve", *files,
         stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, close_fds=not command,
-        env={"XDG_STATE_HOME": str(folder / "state"), "PATH": os.environ["PATH"]},
+        env={
+            "XDG_STATE_HOME": str(folder / "state"), "PATH": os.environ["PATH"], **inherited()
+        },
     )  # fmt: skip
     line = Succession(process)
     reading = asyncio.create_task(line.read_log())

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import asyncio
+import gc
+import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from gateway.app import Gateway
 from gateway.observe.logs import set_up_logging
-from gateway.process import serve
+from gateway.process import DUE_AFTER, GARBAGE_SECONDS, collect_garbage, serve
 from gateway.startup import Options, load_checked
 from tests.emulator import EmulatedNode
+from tests.virtual import in_virtual_time
 
 
 async def test_requests_are_served_as_soon_as_the_gateway_is_ready(tmp_path: Path) -> None:
@@ -30,3 +35,26 @@ async def test_requests_are_served_as_soon_as_the_gateway_is_ready(tmp_path: Pat
         ):
             assert await serve(options, settings, inventory, logs, on_ready) == 0
     assert result == [(node.model,)]
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="collects all garbage in steps")
+@in_virtual_time
+async def test_garbage_of_all_ages_is_collected_once_no_request_runs() -> None:
+    def collections() -> int:
+        return int(gc.get_stats()[2]["collections"])
+
+    idle = False
+    gc.freeze()
+    collecting = asyncio.create_task(collect_garbage(lambda: idle))
+    before = collections()
+    try:
+        for _ in range(DUE_AFTER):
+            gc.collect(1)
+        await asyncio.sleep(3 * GARBAGE_SECONDS)
+        assert collections() == before
+        idle = True
+        await asyncio.sleep(3 * GARBAGE_SECONDS)
+        assert collections() == before + 1, "once, not at each look"
+    finally:
+        collecting.cancel()
+        gc.unfreeze()

@@ -14,7 +14,9 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import BinaryIO, NamedTuple, Protocol
 
 import msgspec
@@ -23,6 +25,7 @@ from gateway.errors import truncate_echo
 from gateway.proxy.inbound.large_body import BYTE_ORDER_MARK
 from gateway.proxy.inbound.parsed_body import BYTES_PER_TOKEN, MISSING, measure_prompt
 from gateway.proxy.json_values import JSON_ERRORS, TEXT_DECODER
+from gateway.proxy.output_bound import BOUND_NAMES, largest_bound
 
 PIECE_BYTES = 128 << 10
 """Bytes that are read from the file at a time."""
@@ -189,6 +192,7 @@ class _Body(msgspec.Struct):
     max_completion_tokens: msgspec.Raw = MISSING
     max_tokens: msgspec.Raw = MISSING
     max_output_tokens: msgspec.Raw = MISSING
+    n_predict: msgspec.Raw = MISSING
     tools: msgspec.Raw = MISSING
     system: msgspec.Raw = MISSING
     instructions: msgspec.Raw = MISSING
@@ -522,13 +526,15 @@ def _model_of(body: _Body) -> str | None:
 
 def _most_tokens(body: _Body) -> int:
     """The tokens that the body allows for the answer; 0: it names none."""
-    for raw in (body.max_completion_tokens, body.max_tokens, body.max_output_tokens):
-        if raw is MISSING or len(memoryview(raw)) > _LONGEST_NUMBER:
-            continue
-        digits = bytes(raw)
-        if digits.isdigit():
-            return min(int(digits), MOST_TOKENS)
-    return 0
+    bounds = []
+    for raw in map(partial(getattr, body), BOUND_NAMES):
+        if raw is not MISSING and len(memoryview(raw)) <= _LONGEST_NUMBER:
+            with suppress(*JSON_ERRORS):
+                bounds.append(_NUMBER.decode(raw))
+    return min(largest_bound(bounds) or 0, MOST_TOKENS)
+
+
+_NUMBER = msgspec.json.Decoder(int | float)
 
 
 def _not_json() -> _Broken:

@@ -31,7 +31,7 @@ from gateway.proxy.client_response import (
     for_client,
     node_error_body,
     node_error_code,
-    rewrite_body,
+    rewrite_in_steps,
 )
 from gateway.proxy.forwarded_headers import headers_for_node
 from gateway.proxy.forwarder import Forwarder
@@ -451,7 +451,8 @@ class _Run:
             if content is not response.content:
                 header_lines = JSON_HEADER_LINE
         elif rewriter is not None:
-            content = rewrite_body(rewriter, content)
+            work = rewrite_in_steps(rewriter, content)
+            content = await runner.time_slicer.run(work)
         return response.status, header_lines, content
 
     async def _forward(self, in_flight: InFlightRequest) -> ProxyResponse:
@@ -519,6 +520,7 @@ class _Run:
             caller.id if accounts.user is None else f"{caller.id}/{accounts.user}",
             cache=self._cache,
             max_tokens=accounts.completion_tokens,
+            most_tokens=accounts.most_tokens,
         )
         request = prepare(incoming, parsed, priority, runner.rules, runner.catalog)
         lease_request = request.lease_request

@@ -14,7 +14,14 @@ import msgspec
 
 from gateway import errors
 from gateway.errors import GatewayError
-from gateway.proxy.json_values import FIELDS_DECODER, JSON_ERRORS, JsonObject
+from gateway.proxy.json_values import (
+    FIELDS_DECODER,
+    ITEMS_DECODER,
+    JSON_ERRORS,
+    TEXT_DECODER,
+    JsonObject,
+    raw_head,
+)
 
 RESPONSES_PATH = "/v1/responses"
 
@@ -136,7 +143,7 @@ def body_to_run(
     """
     kept: dict[str, Any] = {name: raw for name, raw in fields.items() if name not in OWN_FIELDS}
     if before:
-        kept["input"] = [*before, *input_items(_input(fields))]
+        kept["input"] = [*before, *input_items(fields)]
     body = msgspec.json.encode({**kept, "stream": True})
     if len(body) > most_bytes:
         raise too_long_a_conversation(most_bytes) if before else errors.body_too_large(most_bytes)
@@ -151,7 +158,7 @@ def plain_body(
     Raises: GatewayError (400, 413).
     """
     kept: dict[str, Any] = {k: raw for k, raw in fields.items() if k != "previous_response_id"}
-    kept["input"] = [*before, *input_items(_input(fields))]
+    kept["input"] = [*before, *input_items(fields)]
     body = msgspec.json.encode(kept)
     if len(body) > most_bytes:
         raise too_long_a_conversation(most_bytes)
@@ -169,19 +176,37 @@ def too_long_a_conversation(most_bytes: int) -> GatewayError:
     )
 
 
-def input_items(value: object) -> list[Any]:
-    """An `input` as a list of items. Raises: GatewayError 400."""
-    if isinstance(value, str):
-        return [
-            {
-                "type": "message",
-                "role": "user",
-                "content": [{"type": "input_text", "text": value}],
-            }
-        ]
-    if isinstance(value, list) and all(isinstance(item, dict) for item in value):
-        return value
-    raise errors.invalid_request("'input' must be a string or a list of items.", "input")
+class _Item(msgspec.Struct):
+    """An item of an `input`, as far as a list of items tells one from another."""
+
+    id: Any = None
+    type: Any = "message"
+
+
+_ITEM = msgspec.json.Decoder(_Item)
+
+
+class _Object(msgspec.Struct):
+    """Any object."""
+
+
+_OBJECTS = msgspec.json.Decoder(list[_Object])
+
+
+def input_items(fields: Mapping[str, msgspec.Raw]) -> list[msgspec.Raw]:
+    """The items of a body's `input`, undecoded: there may be 100,000. Raises: GatewayError 400."""
+    raw = fields.get("input", msgspec.Raw(b"null"))
+    try:
+        if raw_head(raw, 1) == b"[":
+            _OBJECTS.decode(raw)
+            return ITEMS_DECODER.decode(raw)
+        part = {"type": "input_text", "text": TEXT_DECODER.decode(raw)}
+    except msgspec.ValidationError:
+        raise errors.invalid_request(
+            "'input' must be a string or a list of items.", "input"
+        ) from None
+    message = {"type": "message", "role": "user", "content": [part]}
+    return [msgspec.Raw(msgspec.json.encode(message))]
 
 
 def conversation_of(body: bytes, response: JsonObject) -> list[Any]:
@@ -196,22 +221,24 @@ def conversation_of(body: bytes, response: JsonObject) -> list[Any]:
             f"The previous response {why}: a conversation goes on from completed ones.",
             "previous_response_id",
         )
-    said = input_items(_input(read_fields(body)))
+    said = input_items(read_fields(body))
     return [*said, *(response.get("output") or [])]
 
 
-def listed_items(id_: str, body: bytes) -> list[JsonObject]:
-    """The input items of a stored response, each with an id that stays the same."""
-    items = input_items(_input(read_fields(body)))
-    return [_listed(f"{id_.rpartition('_')[2]}{number:06x}", item) for number, item in
-            enumerate(items)]  # fmt: skip
+def item_id(response_id: str, number: int, item: msgspec.Raw) -> str:
+    """The id of an input item of a stored response: its own, or one that stays the same."""
+    found = _ITEM.decode(item)
+    if isinstance(found.id, str):
+        return found.id
+    prefix = _ITEM_PREFIXES.get(str(found.type), "item_")
+    return f"{prefix}{response_id.rpartition('_')[2]}{number:06x}"
 
 
-def _listed(token: str, item: JsonObject) -> JsonObject:
-    kind = item.get("type", "message")
-    listed = {"type": kind, **item}
-    if not isinstance(listed.get("id"), str):
-        listed["id"] = f"{_ITEM_PREFIXES.get(str(kind), 'item_')}{token}"
+def listed_item(response_id: str, number: int, item: msgspec.Raw) -> JsonObject:
+    """An input item of a stored response, with its id."""
+    fields: JsonObject = msgspec.json.decode(item)
+    kind = fields.get("type", "message")
+    listed = {"type": kind, **fields, "id": item_id(response_id, number, item)}
     listed.setdefault("status", "completed")
     if kind == "message" and isinstance(text := listed.get("content"), str):
         part = "output_text" if listed.get("role") == "assistant" else "input_text"
@@ -270,9 +297,3 @@ def _value(fields: Mapping[str, msgspec.Raw], name: str) -> Any:
     if len(bytes(raw)) > LONGEST_OPTION:
         raise errors.invalid_request(f"'{name}' has more than {LONGEST_OPTION} bytes.", name)
     return msgspec.json.decode(raw)
-
-
-def _input(fields: Mapping[str, msgspec.Raw]) -> Any:
-    """The conversation, as long as the body's limits allow."""
-    raw = fields.get("input")
-    return None if raw is None else msgspec.json.decode(raw)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 
+import httpcore  # noqa: F401 - httpx would import it on the event loop: 30 ms
 import httpx
 
 from gateway import __version__

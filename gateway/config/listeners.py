@@ -309,7 +309,11 @@ class LimitSettings(ConfigModel):
         ),
     ] = 1024 * MIB
     header_timeout: Annotated[
-        Seconds, Field(description="A request's head must be complete within this time.")
+        Seconds,
+        Field(
+            description="A request's head, and before it a TLS handshake, must be complete within "
+            "this time."
+        ),
     ] = 15.0
     body_timeout: Annotated[
         Seconds,

@@ -39,6 +39,9 @@ from gateway.config.fields import (
 
 Endpoint = Literal["chat", "embeddings", "rerank", "infill", "audio", "vision"]
 
+STARTED_BY, UP = "started_by", "llama-gateway up"
+"""The label, and its value, of the nodes whose servers `llama-gateway up` has started."""
+
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 

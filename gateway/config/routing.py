@@ -273,6 +273,17 @@ class RepairSettings(ConfigModel):
         Field(description="Make nodes obey `text.format` on `/v1/responses`."),
         TypeLabel("true or false"),
     ] = True
+    input_items: Annotated[
+        bool,
+        Field(
+            description=(
+                "Give nodes `/v1/responses` with items that they refuse in a form that they take: "
+                "the assistant's without `type`, reasoning with a summary alone, calls of custom "
+                "tools, and `tools: null`."
+            )
+        ),
+        TypeLabel("true or false"),
+    ] = True
     output_config: Annotated[
         bool,
         Field(

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from pathlib import Path
 
+import anyio._backends._asyncio  # noqa: F401 - watchfiles would on the event loop: 13 ms
 from watchfiles import awatch
 
 # Writes that follow each other faster than this are one change (seconds).

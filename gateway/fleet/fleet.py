@@ -310,7 +310,7 @@ class Fleet:
     # What an operator does.
 
     def drain(self, name: str) -> None:
-        """No new work for this node until `resume`, even after a restart. Raises KeyError."""
+        """No new work for this node until `resume`. Raises KeyError."""
         node = self.nodes[name]
         self._drained_nodes.add(name)
         node.drain()
@@ -324,7 +324,7 @@ class Fleet:
         self.refresh_state(node)
 
     def pause_model(self, name: str) -> None:
-        """No new requests for this public model name until `resume_model`, even after a restart."""
+        """No new requests for this public model name until `resume_model`."""
         self._paused_models.add(name)
         self.model_index.set_paused(self._paused_models.names)
 
@@ -332,6 +332,11 @@ class Fleet:
         """End a pause."""
         self._paused_models.remove(name)
         self.model_index.set_paused(self._paused_models.names)
+
+    async def save_orders(self) -> None:
+        """Keep over a restart which nodes are drained and which models paused."""
+        for names in (self._drained_nodes, self._paused_models):
+            await asyncio.to_thread(names.save)
 
     def differences(self) -> tuple[ModelDifference, ...]:
         """Where nodes that serve one model differ, as their servers have reported."""

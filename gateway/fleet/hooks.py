@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+import httpcore  # noqa: F401 - httpx would import it on the event loop: 30 ms
 import httpx
 
 from gateway.config.autoscaling import Hook
@@ -147,9 +148,11 @@ async def _call(hook: Hook, output: bytearray) -> tuple[str, str]:
     }
     parts = urlsplit(hook.url)
     call = f"{hook.method} {parts.scheme}://{parts.netloc}{parts.path}"
+    # Reading the authorities takes 15 ms.
+    context = await asyncio.to_thread(httpx.create_ssl_context, trust_env=False)
     try:
         async with (
-            httpx.AsyncClient(timeout=None, trust_env=False) as client,  # noqa: S113 - the caller's
+            httpx.AsyncClient(timeout=None, trust_env=False, verify=context) as client,  # noqa: S113 - the caller's
             client.stream(hook.method, hook.url, headers=headers, content=hook.body) as response,
         ):
             async for part in response.aiter_bytes():

@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 
 from gateway.config.inventory import NodeSpec
+from gateway.config.node import STARTED_BY, UP
 from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.fleet.circuit import Circuit, KeyRejection
 from gateway.fleet.concurrency_limit import MOST_LIMIT, ConcurrencyLimit
@@ -72,6 +73,10 @@ class LearntOfServer(msgspec.Struct, frozen=True):
     usual: UsualSpeeds
     wake_seconds: float | None
 
+
+PLAIN_SECONDS = 600.0
+"""For which a node that has answered plainly to a request for a stream is not asked for streams.
+Plain requests can't be cancelled, so it is tried again."""
 
 MOST_CALIBRATIONS = 5
 """Calibrations of one server that may fail, or be given up."""
@@ -146,6 +151,8 @@ class Node:
     properties: ServerProperties = field(default_factory=ServerProperties)
     speed: Speed = field(default_factory=Speed)
     degradation: DegradationDetector = field(default_factory=DegradationDetector)
+    plain_until: float = -math.inf
+    """Until when it is not asked for streams, since it has answered one plainly; monotonic."""
     measured: ServedAs = (None,) * 6
     """The model and build of which the speed was learnt, as far as the server has said."""
     replacements: int = 0
@@ -234,6 +241,10 @@ class Node:
         if kv == "split" or (kv == "auto" and not self.properties.shared_pool):
             return 0
         return self.context or 0
+
+    def answered_plain(self, now: float) -> None:
+        """It does not stream."""
+        self.plain_until = now + PLAIN_SECONDS
 
     @property
     def silence_timeout(self) -> float:
@@ -637,6 +648,7 @@ class Node:
             own.total,
             self.context,
             self.properties.resume_key(),
+            spec.labels.get(STARTED_BY) == UP,
             self.upstream,
         )
 

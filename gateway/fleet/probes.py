@@ -11,9 +11,12 @@ from gateway.fleet.node import Node
 from gateway.fleet.probe_history import ProbeAnswer, ProbeResult
 from gateway.fleet.server_properties import (
     LONGEST_PROPERTY,
+    UNREADABLE,
     Purpose,
     count_processing,
     count_slots,
+    parse_models,
+    parse_props,
 )
 from gateway.fleet.sleep import read_is_sleeping
 from gateway.transport.connection import LoopTimeout
@@ -27,6 +30,9 @@ from gateway.transport.other_scheme import speaks_plain_http, speaks_tls, tls_fa
 
 LARGEST_RESPONSE = 4 << 20
 """Bytes; `/slots` of a server with many slots and `/props` with a long template are far smaller."""
+
+LARGEST_REFUSAL = 64 * 1024
+"""Bytes of the answer to an empty request."""
 
 NOT_FOUND_STATUSES = frozenset({404, 405, 501})
 """Statuses of an endpoint that the server does not have."""
@@ -56,7 +62,7 @@ class ProbeResponse:
         """The body's value; None if it is not JSON."""
         try:
             return msgspec.json.decode(self.body)
-        except (msgspec.MsgspecError, ValueError, RecursionError):
+        except UNREADABLE:
             return None
 
 
@@ -140,9 +146,9 @@ async def discover(node: Node) -> ProbeResult:
             properties.clear_remembered()
             if path == "/props":
                 node.probe_history.props_read(_note_sleep(node, reply.body))
-                properties.read_props(reply.json())
+                properties.read_props(parse_props(reply.body))
             else:
-                properties.read_models(reply.json())
+                properties.read_models(parse_models(reply.body))
     if node.spec.kind == "llama.cpp" and not properties.models and node.spec.models is None:
         # A server from before 2024, which would always be ready and never get work.
         detail = f"its /v1/models and /props name no model: {NAME_MODEL_HINT}"
@@ -174,7 +180,7 @@ async def _ask_purpose(node: Node) -> tuple[Purpose | None, dict[str, str]]:
     hints: dict[str, str] = {}
     questions: tuple[tuple[Purpose, bytes], ...] = (("embeddings", b"input"), ("rerank", b"query"))
     for endpoint, needed_field in questions:
-        reply = await fetch(node, f"/v1/{endpoint}", body=b"{}")
+        reply = await fetch(node, f"/v1/{endpoint}", body=b"{}", largest=LARGEST_REFUSAL)
         if isinstance(reply, ProbeResult):
             return None, {}
         if reply.status == HTTPStatus.BAD_REQUEST and needed_field in reply.body:
@@ -231,7 +237,7 @@ def read_busy(node: Node, path: str, reply: ProbeResponse | ProbeResult) -> tupl
         return None if busy is None else (0,) * busy
     if refused:
         node.properties.slots_refused()
-    counts = count_slots(reply.json()) if reply.status == HTTPStatus.OK else None
+    counts = count_slots(reply.body) if reply.status == HTTPStatus.OK else None
     if counts is None:
         return None
     node.properties.slots_reported(counts.total)

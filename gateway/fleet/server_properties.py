@@ -252,6 +252,80 @@ def is_plausible(properties: ServerProperties) -> bool:
     )
 
 
+# A server's answers have up to 4 MB, and a million empty lists would take 0.1 s and 100 MB. So only
+# the fields of interest are decoded, and none that is far longer than it has a reason to be.
+
+LONGEST_VALUE = 32 * 1024
+"""Bytes of a field's value, unless it is a text."""
+
+MOST_OBJECTS = 50 * MOST_MODELS
+"""Objects and lists of an answer to `/v1/models`: hosted services have some ten for each model."""
+
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What decoding raises for bytes that are no JSON of the expected form."""
+
+_NULL = msgspec.Raw(b"null")
+
+
+def _fields_of(kind: str, names: str) -> type[msgspec.Struct]:
+    """A struct of fields with these names, which are not decoded."""
+    return msgspec.defstruct(kind, [(name, msgspec.Raw, _NULL) for name in names.split()])
+
+
+_Props = _fields_of(
+    "_Props",
+    "total_slots default_generation_settings build_info media_marker model_path model_ftype "
+    "chat_template modalities endpoint_slots endpoint_metrics model_alias",
+)
+
+_Model = _fields_of("_Model", "id aliases architecture max_model_len meta")
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]  # type: ignore[valid-type]
+
+
+class _Slot(msgspec.Struct):
+    is_processing: msgspec.Raw
+    n_prompt_tokens: msgspec.Raw = _NULL
+
+
+_PROPS = msgspec.json.Decoder(_Props)
+
+_MODELS = msgspec.json.Decoder(_Models)
+
+_SLOTS = msgspec.json.Decoder(list[_Slot])
+
+
+def parse_props(body: bytes) -> object:
+    """The fields of interest of an answer to `/props`; None: it is none."""
+    try:
+        return _values(_PROPS.decode(body))
+    except UNREADABLE:
+        return None
+
+
+def parse_models(body: bytes) -> object:
+    """The fields of interest of an answer to `/v1/models`; None: it is none."""
+    if body.count(b"{") + body.count(b"[") > MOST_OBJECTS:
+        return None
+    try:
+        data = _MODELS.decode(body).data
+        return {"data": [_values(one) for one in data[:MOST_MODELS]]}
+    except UNREADABLE:
+        return None
+
+
+def _values(found: msgspec.Struct) -> dict[str, Any]:
+    """The fields that are not too long, decoded. Raises: UNREADABLE."""
+    values: dict[str, Any] = {}
+    for name in found.__struct_fields__:
+        raw = getattr(found, name)
+        if len(memoryview(raw)) <= LONGEST_VALUE or bytes(memoryview(raw)[:1]) == b'"':
+            values[name] = msgspec.json.decode(raw)
+    return values
+
+
 class SlotCounts(NamedTuple):
     """An answer to `/slots`."""
 
@@ -260,16 +334,22 @@ class SlotCounts(NamedTuple):
     total: int
 
 
-def count_slots(answer: object) -> SlotCounts | None:
+def count_slots(body: bytes) -> SlotCounts | None:
     """The busy slots, and all, of an answer to `/slots`; None if it is malformed."""
-    if not isinstance(answer, list) or not 0 < len(answer) <= MOST_SLOTS:
+    if body.count(b'"is_processing"') > MOST_SLOTS:
         return None
-    if not all(isinstance(slot, dict) and "is_processing" in slot for slot in answer):
+    try:
+        slots = _SLOTS.decode(body)
+    except UNREADABLE:
         return None
-    busy = [slot for slot in answer if slot["is_processing"] is True]
-    tokens = tuple([_count(slot.get("n_prompt_tokens"), MOST_CONTEXT) or 0 for slot in busy])
-    return SlotCounts(tokens, len(answer))
+    busy = [bytes(slot.n_prompt_tokens) for slot in slots if bytes(slot.is_processing) == b"true"]
+    tokens = tuple(
+        [_count(int(one), MOST_CONTEXT) or 0 if _NUMBER.fullmatch(one) else 0 for one in busy]
+    )
+    return SlotCounts(tokens, len(slots)) if 0 < len(slots) <= MOST_SLOTS else None
 
+
+_NUMBER = re.compile(rb"[0-9]{1,10}")
 
 _PROCESSING = re.compile(rb"^llamacpp:requests_processing (\d{1,5})$", re.MULTILINE)
 

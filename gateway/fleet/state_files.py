@@ -39,29 +39,32 @@ class _StoredNames:
         if path is not None:
             found = read_state(path, dict[str, list[str]], LARGEST_NAMES_FILE, self.lost)
             self.names = frozenset((found or {}).get(self.key, ()))
+        self._saved = self.names
+        self._writing = threading.Lock()
 
     def __contains__(self, name: str) -> bool:
         return name in self.names
 
     def add(self, name: str) -> None:
-        """Keep this name."""
-        if name not in self.names:
-            self.names |= {name}
-            self._write()
+        """Keep this name, over a restart once it is saved."""
+        self.names |= {name}
 
     def remove(self, name: str) -> None:
         """Keep it no longer."""
-        if name in self.names:
-            self.names -= {name}
-            self._write()
+        self.names -= {name}
 
-    def _write(self) -> None:
-        if self._path is None:
-            return
-        try:
-            write_state(self._path, {self.key: sorted(self.names)})
-        except OSError as error:
-            log.warning("%s and will be forgotten at a restart: %s", self.unsaved, error)
+    def save(self) -> None:
+        """Write the names if they have changed. It waits for the disk: call it in a thread."""
+        with self._writing:
+            names = self.names
+            if self._path is None or names == self._saved:
+                return
+            try:
+                write_state(self._path, {self.key: sorted(names)})
+            except OSError as error:
+                log.warning("%s and will be forgotten at a restart: %s", self.unsaved, error)
+            else:
+                self._saved = names
 
 
 class DrainedNodes(_StoredNames):

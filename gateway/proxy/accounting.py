@@ -9,6 +9,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from gateway import errors
 from gateway.errors import GatewayError
 from gateway.events import AttemptEnded, EventBus
@@ -218,11 +220,12 @@ class Accounting:
         attempt.close()
         in_flight.end_attempt()
         # Positional arguments: this runs for each request.
-        self.leases.ended(
-            AttemptReport(
-                attempt.lease.id, outcome, attempt.status, True, attempt.node_done, True, fault
-            )
+        report = AttemptReport(
+            attempt.lease.id, outcome, attempt.status, True, attempt.node_done, True, fault
         )
+        if attempt.came_plain:
+            report = replace(report, came_plain=True)
+        self.leases.ended(report)
         return self.clock()
 
     # Deferred.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -11,9 +14,10 @@ from gateway import errors
 from gateway.config.settings import Settings
 from gateway.lease import GrantedLease, LeaseService
 from gateway.proxy import forwarded_headers, sse
-from gateway.proxy.api.base import Api, StreamEventKind
+from gateway.proxy.api.base import LARGEST_ANSWER_BYTES, Api, StreamEventKind
 from gateway.proxy.inbound import request_limits
 from gateway.proxy.inbound.request import Request
+from gateway.proxy.json_values import InvalidJson, JsonObject
 from gateway.proxy.outcome import (
     context_overflow_sizes,
     error_event_to_body,
@@ -23,11 +27,12 @@ from gateway.proxy.outcome import (
     is_pool_full,
 )
 from gateway.proxy.splice import SplicePoint
-from gateway.proxy.sse import EventFilter, EventFramer
+from gateway.proxy.sse import MOST_STEP_LINES, EventFilter, EventFramer
 from gateway.proxy.timeouts import AttemptTimeouts, TimeoutMonitor, timeouts_for, total_timeout
 from gateway.proxy.usage import UsageFilter
 from gateway.request import Headers, SegmentedBody
 from gateway.transport.connection import NodeConnection
+from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import (
     ConnectTimedOut,
     InvalidResponse,
@@ -241,14 +246,10 @@ class Attempt:
     @property
     def header_lines(self) -> bytes:
         """The header lines of the response that are forwarded to the client."""
-        connection, settings = self._connection, self._settings
+        connection, extra = self._connection, self._settings.headers.to_clients
         if connection is None or connection.headers is not self.headers:
-            return forwarded_headers.headers_for_client(self.headers, settings.headers.to_clients)
-        if connection.head_cache is None or connection.head_cache_key is not settings:
-            lines = forwarded_headers.headers_for_client(self.headers, settings.headers.to_clients)
-            connection.cache_head(lines, settings)
-            return lines
-        return connection.head_cache
+            return forwarded_headers.headers_for_client(self.headers, extra)
+        return connection.made_of_head(forwarded_headers.headers_for_client, extra)
 
     async def open(self, upstream: UpstreamRequest) -> None:
         """Send the request; wait for the first content of a stream, else the whole response.
@@ -290,7 +291,21 @@ class Attempt:
         else:
             self.content = await self._read_all(limits.response_bytes)
         if self.status < 300 and not self.is_sse:
-            check_json_body(self.headers, self.content)
+            self.api.check_answer(self.content, whole=connection.complete)
+
+    @property
+    def came_plain(self) -> bool:
+        """Whether the response is plain though a stream was asked for."""
+        return self.lease.stream and not self.is_sse
+
+    def answer_as_events(self, request_fields: JsonObject) -> bytes:
+        """A plain response as the stream that the client asked for. Raises: InvalidResponse."""
+        if not self.complete or len(self.content) > LARGEST_ANSWER_BYTES:
+            raise InvalidResponse("The node's answer is too long for one that is not streamed")
+        try:
+            return self.api.answer_events(self.content, request_fields)
+        except (InvalidJson, AttributeError, KeyError, TypeError):
+            raise InvalidResponse("The node's answer has another form than expected") from None
 
     async def open_again(self, upstream: UpstreamRequest) -> None:
         """Send the request in another form, after an error response. Raises: UpstreamError."""
@@ -315,6 +330,8 @@ class Attempt:
         while True:
             chunk = connection.read_nowait()
             if chunk:
+                if len(chunk) > MOST_STEP_LINES:
+                    chunk = await self._step(chunk)
                 passed = self._pass(chunk)
                 if passed:
                     return passed
@@ -327,6 +344,33 @@ class Attempt:
                 if self._held is not None:
                     held, self._held = self._held, None
                     return held or None
+
+    def read_unclosed(self) -> bytes:
+        """The last event of a stream that has ended, if only the blank line behind it is missing.
+
+        If that is the node's error event, `failure` is set.
+        """
+        framer = self._framer
+        if framer is None or self.stream_ended or not framer.lacks_blank_line:
+            return b""
+        try:
+            return self._pass(b"\n\n")
+        except InvalidResponse:
+            return b""
+
+    async def _step(self, chunk: bytes) -> bytes:
+        """As much of a chunk as is worked on in one turn of the event loop; the rest is put back.
+
+        A node may send a hundred thousand events in one chunk.
+        """
+        size = sse.step_size(chunk)
+        if size == len(chunk):
+            return chunk
+        assert self._connection is not None
+        self._connection.unread(chunk[size:])
+        await ensure_task()
+        await asyncio.sleep(0)
+        return chunk[:size]
 
     def fail(self, error: UpstreamError) -> None:
         """End the attempt from outside: its reader gets `error`."""
@@ -412,28 +456,38 @@ class Attempt:
         first = await connection.read()
         if connection.complete and not connection.has_unread:
             return first
-        parts = [first]
-        size = len(first)
+        if self.status < 300 and first.strip():
+            self.api.check_answer(first, whole=False)
+        whole = io.BytesIO()  # It grows in place and returns its bytes without a copy.
+        size = whole.write(first)
         while size < most and (part := await connection.read()):
             self.last_content_at = self._clock()
-            parts.append(part)
-            size += len(part)
-        return b"".join(parts)
+            size += whole.write(part)
+        return whole.getvalue()
 
     async def _read_first_content(self, most: int) -> bytes:
         """All events up to the first with content. Raises: UpstreamError."""
         connection, framer = self._connection, self._framer
         assert connection is not None
         assert framer is not None
-        held = b""
+        held, size = b"", 0
         while True:
-            chunk = await connection.read()
+            try:
+                chunk = await connection.read()
+            except UpstreamError:
+                if not framer.lacks_blank_line:
+                    raise
+                chunk = b""
             if not chunk:
-                raise InvalidResponse("The node's stream ended before its first content")
+                if not framer.lacks_blank_line:
+                    raise InvalidResponse("The node's stream ended before its first content")
+                chunk = b"\n\n"
+            if len(chunk) > MOST_STEP_LINES:
+                chunk = await self._step(chunk)
             passed, special = framer.feed(chunk), framer.special_bytes
             if self._event_filter is not None:
                 passed, special = self._filter(self._event_filter, passed)
-            held = held + passed if held else passed
+            size += len(passed)
             for event in sse.split(passed):
                 kind = self.api.classify_event(event)
                 if kind is StreamEventKind.NO_CONTENT:
@@ -443,15 +497,19 @@ class Attempt:
                     return self._error_instead(sse.payload(event))
                 self.last_content_at = self._clock()
                 self._leases.content_began(self.lease.id)
-                if held is not passed:
-                    special = framer.special_bytes_in(held)
-                held = self._check(held, special)
+                held += self._check_opening(passed, special)
                 self.recent_chunks = (b"", b"", held)
-                if self._on_output is not None:
-                    self._on_output(held)
                 return held
-            if len(held) > most:
+            held += self._check_opening(passed, special)
+            if size > most:
                 raise InvalidResponse(f"{most} bytes of events came without any content")
+
+    def _check_opening(self, events: bytes, special: int) -> bytes:
+        """The part of a stream's first events that may pass. Raises: UpstreamError."""
+        passed = self._check(events, special)
+        if self._on_output is not None and passed:
+            self._on_output(passed)
+        return passed
 
     def _error_instead(self, error: bytes) -> bytes:
         """An error event in place of content: the same as a response with the error's status."""
@@ -467,8 +525,12 @@ class Attempt:
         connection, write = self._connection, self._write_to_client
         assert connection is not None
         assert write is not None
+        chunk = connection.read_nowait()
+        if len(chunk) > MOST_STEP_LINES and sse.step_size(chunk) < len(chunk):
+            connection.unread(chunk)
+            return False
         try:
-            passed = self._pass(connection.read_nowait())
+            passed = self._pass(chunk)
         except UpstreamError as error:
             self.failure = error
             return False
@@ -525,11 +587,27 @@ class Attempt:
             if unchecked == api.stream_end:
                 self.stream_ended = True
             else:
-                valid = sse.validated(self._cut_at_end(unchecked))
+                valid = self._valid_part(self._cut_at_end(unchecked), may_be_empty=at > 0)
                 if len(valid) != len(unchecked):
                     passed = passed[:at] + valid
         sse.check_utf8(passed)
         return passed
+
+    def _valid_part(self, events: bytes, *, may_be_empty: bool) -> bytes:
+        """These events up to the first broken one, which fails the attempt behind them.
+
+        Raises: InvalidResponse, if none comes before it, unless that `may_be_empty`.
+        """
+        try:
+            return sse.validated(events)
+        except InvalidResponse as failure:
+            kept: list[bytes] = []
+            with suppress(InvalidResponse):
+                kept += map(sse.validated, sse.split(events))
+            if not (kept or may_be_empty):
+                raise
+            self.fail(failure)
+            return b"".join(kept)
 
     def _cut_at_end(self, events: bytes) -> bytes:
         """These events without all behind the terminal one, and without the node's error event.
@@ -537,13 +615,13 @@ class Attempt:
         An error event fails the attempt; the client gets an error in its API's form.
         """
         api = self.api
-        mark, end_mark = api.error_mark, api.terminal_mark
-        if end_mark not in events and not (mark and mark in events):
+        marks = (api.terminal_mark, api.error_mark, sse.ERROR_LINE, b"event: error")
+        if not any(mark in events for mark in marks):
             return events
         ends = api.single_terminal_event or self.request.lease_request.slots < 2
         kept = []
         for event in sse.split(events):
-            if mark and mark in event:
+            if api.error_mark in event or sse.event_name(event) == b"error":
                 self.fail(self._reported_error(sse.payload(event)))
                 break
             kept.append(event)
@@ -568,9 +646,13 @@ class Attempt:
         failure = NodeReportedError(message or "The node failed in the middle of it", status)
         if is_context_overflow(failure.status, data, request.endpoint):
             tokens, context, answer = context_overflow_sizes(data)
-            context = context or self.lease.node.context
+            node = self.lease.node
             failure.client_error = errors.context_length_exceeded(
-                tokens, context, request.prompt_field, answer
+                tokens,
+                context or node.context,
+                request.prompt_field,
+                answer,
+                started_by_up=node.started_by_up,
             )
         return failure
 
@@ -582,18 +664,6 @@ def _oversized_error(status: int) -> bytes:
     )
     kind = "server_error" if status >= 500 else "invalid_request_error"
     return msgspec.json.encode({"error": {"message": message, "type": kind, "code": status}})
-
-
-_JSON_BEGINS = (b"{", b"[")
-
-
-def check_json_body(headers: Headers, content: bytes) -> None:
-    """Check that a plain response declared as JSON begins like JSON. Raises: InvalidResponse."""
-    if content[:1] in _JSON_BEGINS or content.lstrip()[:1] in _JSON_BEGINS:
-        return
-    for name, value in headers:
-        if name == b"content-type" and value.startswith(b"application/json"):
-            raise InvalidResponse("The node's answer is not JSON")
 
 
 def is_event_stream(headers: Headers) -> bool:

@@ -8,7 +8,7 @@ is removed. The gateway itself has read the figures before.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 
 import msgspec
 
@@ -83,6 +83,17 @@ class CacheFigureHider(ResponseRewriter):
         """A plain response without the figures. Raises: InvalidResponse."""
         if self._translator is not None:
             content = self._translator.rewrite_body(content)
+        return self._without_figures(content)
+
+    def rewrite_in_steps(self, content: bytes) -> Generator[None, None, bytes]:
+        """As `rewrite_body`, for a large body, in short steps."""
+        if self._translator is not None:
+            content = yield from self._translator.rewrite_in_steps(content)
+        yield
+        return self._without_figures(content)
+
+    @staticmethod
+    def _without_figures(content: bytes) -> bytes:
         first = content.lstrip()[:1]
         if first not in {b"{", b"["} or not (_may_tell(content) or b"id_slot" in content):
             return content

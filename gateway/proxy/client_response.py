@@ -5,6 +5,7 @@ For every kind of client alike, whether it waits on a connection or reads a stor
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import replace
 
 from gateway import errors
@@ -14,6 +15,7 @@ from gateway.events import RequestFinished
 from gateway.proxy.api.base import Api, ResponseRewriter
 from gateway.proxy.cache_figures import CacheFigureHider
 from gateway.proxy.forwarded_headers import without_times
+from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES
 from gateway.proxy.inbound.request import Request
 from gateway.proxy.json_values import InvalidJson, parse_json
 from gateway.proxy.response_stream import ProxyResponse
@@ -47,6 +49,19 @@ def rewrite_body(rewriter: ResponseRewriter, content: bytes) -> bytes:
     """A plain response as the client gets it. Raises: GatewayError 502."""
     try:
         return rewriter.rewrite_body(content)
+    except InvalidResponse as failure:
+        raise errors.node_failed(f"{failure}.") from None
+
+
+def is_slow_to_rewrite(response: ProxyResponse) -> bool:
+    """Whether a plain response is to be rewritten in steps."""
+    return len(response.content) >= LARGE_BODY_BYTES and response.status < 300
+
+
+def rewrite_in_steps(rewriter: ResponseRewriter, content: bytes) -> Generator[None, None, bytes]:
+    """As `rewrite_body`, for a large response, in short steps. Raises: GatewayError 502."""
+    try:
+        return (yield from rewriter.rewrite_in_steps(content))
     except InvalidResponse as failure:
         raise errors.node_failed(f"{failure}.") from None
 

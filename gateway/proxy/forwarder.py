@@ -5,6 +5,7 @@ It knows no web framework: a `Request` comes in, a response head and bytes to re
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,12 +26,14 @@ from gateway.proxy.inbound import edits
 from gateway.proxy.inbound.large_body import Body, bytes_to_parse, without_large_fields
 from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES
-from gateway.proxy.json_values import parse_object
+from gateway.proxy.json_values import SHORT_BODY_BYTES, parse_object
 from gateway.proxy.multi_prompt import MultiPromptForwarder
 from gateway.proxy.outcome import ResponseOutcome
 from gateway.proxy.prefill_progress import PROGRESS_TOKENS
 from gateway.proxy.response_stream import (
     JSON_HEADER_LINE,
+    SSE_HEADER_LINE,
+    EndedStream,
     ProxyResponse,
     ResponseStream,
     StreamFailed,
@@ -52,6 +55,8 @@ from gateway.transport.errors import (
     UpstreamError,
     UpstreamTimeout,
 )
+
+JSON_TYPE = b"content-type: application/json"
 
 
 @dataclass(slots=True, eq=False)
@@ -159,6 +164,8 @@ class Forwarder:
         try:
             recorder = self._recorder(attempt, api) if lease.stream else None
             await self._open(in_flight, attempt, api, recorder)
+            converts = request.stream and not attempt.is_sse and attempt.status < 300
+            events = await _as_events(attempt) if converts else None
         except UpstreamError as failure:
             drop_traceback(failure)
             return self._judge_failure(in_flight, attempt, tried, failure)
@@ -173,11 +180,7 @@ class Forwarder:
         if tried is not NOTHING_TRIED:
             leases.answered(lease.id)
         if attempt.complete and not attempt.is_sse:
-            response = ProxyResponse(
-                attempt.status, attempt.header_lines, attempt.content, None, lease.node
-            )
-            accounting.response_completed(in_flight, attempt, response.content)
-            return response
+            return self._plain_response(in_flight, attempt, api, events)
         stream = self._response_stream(in_flight, attempt, api, recorder, tried)
         if attempt.is_sse and not request.stream:
             return await self._assemble(in_flight, stream, tried)
@@ -186,6 +189,21 @@ class Forwarder:
         return ProxyResponse(
             attempt.status, attempt.header_lines, attempt.content, stream, lease.node
         )
+
+    def _plain_response(
+        self, in_flight: InFlightRequest, attempt: Attempt, api: Api, events: bytes | None
+    ) -> ProxyResponse:
+        """A whole plain response; `events`: as the stream that the client asked for."""
+        lines, content, node = attempt.header_lines, attempt.content, attempt.lease.node
+        self.context.accounting.response_completed(in_flight, attempt, content)
+        if events is not None:
+            age = self.context.clock() - in_flight.request.received_at
+            in_flight.record.first_content_sent(age)
+            lines = self._typed(attempt, SSE_HEADER_LINE)
+            return ProxyResponse(200, lines, events, EndedStream(), node)
+        if api.answers_json and JSON_TYPE not in lines:
+            lines = self._typed(attempt, JSON_HEADER_LINE)
+        return ProxyResponse(attempt.status, lines, content, None, node)
 
     def _check_quarantine(self, in_flight: InFlightRequest) -> None:
         """Raises: GatewayError, if nodes have died on this very request."""
@@ -234,13 +252,15 @@ class Forwarder:
         request, lease = attempt.request, attempt.lease
         body: Body = request.bodies[lease.model]
         event_filter: EventFilter | None = None
-        mark = api.added_fields_mark
-        if mark and (not isinstance(body, bytes) or mark in body):
+        marks = api.added_fields_marks
+        if marks and (not isinstance(body, bytes) or any(mark in body for mark in marks)):
             kind, settings = lease.node.kind, self.context.settings
             if added := api.added_fields(edits.raw_fields(body), kind, settings):
                 body = edits.apply_edit(body, added)
         if lease.stream and not request.stream:
             body = edits.apply_edit(body, api.streaming_fields or {})
+        elif request.stream and not lease.stream:
+            body = edits.apply_edit(body, edits.PLAIN)
         elif lease.stream and lease.node.kind == "openai":
             options = self.context.usage_options
             added = api.usage_fields(edits.raw_fields(body))
@@ -322,8 +342,9 @@ class Forwarder:
         request, attempt = in_flight.request, stream.source
         lease, most = attempt.lease, settings.limits.response_bytes
         node = lease.node
-        assembler = ResponseAssembler(stream.api, attempt.content, most)
         try:
+            fields = parse_object(without_large_fields(request.bodies[lease.model]))
+            assembler = ResponseAssembler(stream.api, fields, attempt.content, most)
             while (chunk := await stream.next_chunk(assembler.add)) != b"":
                 if chunk is not None:
                     assembler.add(chunk)
@@ -331,8 +352,7 @@ class Forwarder:
                     # It would be too large from any node.
                     error = errors.node_failed(f"The answer is too long ({most} bytes).")
                     return FailedAttempt(node, tried, error, retryable=False)
-            fields = without_large_fields(request.bodies[lease.model])
-            content = assembler.assemble(parse_object(fields))
+            content = assembler.response()
         except StreamFailed as failed:
             drop_traceback(failed)
             if not _ended_by_request(failed.failure):
@@ -360,9 +380,13 @@ class Forwarder:
             )
         finally:
             stream.close()
+        return ProxyResponse(200, self._typed(attempt, JSON_HEADER_LINE), content, node=node)
+
+    def _typed(self, attempt: Attempt, type_line: bytes) -> bytes:
+        """The header lines of a response, with this line for its type."""
         headers = [field for field in attempt.headers if field[0] != b"content-type"]
-        lines = forwarded_headers.headers_for_client(headers, settings.headers.to_clients)
-        return ProxyResponse(200, JSON_HEADER_LINE + lines, content, node=node)
+        extra = self.context.settings.headers.to_clients
+        return type_line + forwarded_headers.headers_for_client(headers, extra)
 
     def _judge_error(
         self, in_flight: InFlightRequest, attempt: Attempt, tried: Tried
@@ -443,8 +467,8 @@ class Forwarder:
         """The prompt does not fit: try a larger context once. Raises: GatewayError without one."""
         tokens, context, answer = outcome.context_overflow_sizes(content)
         context = context or node.context
-        field = request.lease_request.prompt_field
-        error = errors.context_length_exceeded(tokens, context, field, answer)
+        field, by_up = request.lease_request.prompt_field, node.started_by_up
+        error = errors.context_length_exceeded(tokens, context, field, answer, started_by_up=by_up)
         if tried.min_context or context is None:
             raise error
         # For embeddings a batch must hold the text, and can be smaller than the context.
@@ -501,6 +525,17 @@ class FailedAttempt:
     """The node's own error, for the client if no other attempt may follow."""
     pool_full: bool = False
     """Whether its node had no room for the tokens of all its slots: the next is no retry."""
+
+
+async def _as_events(attempt: Attempt) -> bytes:
+    """A plain response as the stream that the client asked for. Raises: InvalidResponse."""
+    body = attempt.request.bodies[attempt.lease.model]
+    fields = parse_object(without_large_fields(body))
+    if len(attempt.content) <= SHORT_BODY_BYTES:
+        return attempt.answer_as_events(fields)
+    # Megabytes take many milliseconds, of which each call in C has few.
+    await ensure_task()
+    return await asyncio.to_thread(attempt.answer_as_events, fields)
 
 
 def _pool_full(node: NodeInfo, tried: Tried, error: GatewayError) -> FailedAttempt:

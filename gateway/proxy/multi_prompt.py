@@ -22,6 +22,7 @@ from gateway.proxy import outcome, sse
 from gateway.proxy.attempt import Attempt, WriteToClient
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.in_flight import InFlightRequest
+from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES
 from gateway.proxy.inbound.request import PromptList
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.response_stream import (
@@ -118,6 +119,8 @@ class MultiPromptForwarder:
                 return ProxyResponse(200, self._header_lines, first, self)
             while (chunk := await self._next_chunk()) is not None:
                 self._merger.add(*chunk)
+                if len(chunk[1]) >= LARGE_BODY_BYTES:
+                    await asyncio.sleep(0)
                 if self._merger.size > self._max_bytes:
                     raise self._too_long()  # noqa: TRY301
             self.close()

@@ -20,6 +20,7 @@ from gateway.proxy.in_flight import (
     RequestYielded,
 )
 from gateway.proxy.resume.resumer import Resumed, Resumer
+from gateway.proxy.splice import OverlapMismatch
 from gateway.transport.errors import (
     NodeReportedError,
     PoolFull,
@@ -28,6 +29,8 @@ from gateway.transport.errors import (
 )
 
 JSON_HEADER_LINE = b"content-type: application/json; charset=utf-8\r\n"
+
+SSE_HEADER_LINE = b"content-type: text/event-stream\r\n"
 
 
 class StreamSource(Protocol):
@@ -65,6 +68,30 @@ class BodyStream(Protocol):
 
     def close(self) -> None:
         """The client has received everything, or has left."""
+
+
+class EndedStream:
+    """The rest of a stream of which nothing is left to come."""
+
+    is_sse = True
+    failure: UpstreamError | None = None
+    is_open = False
+    last_content_at = 0.0
+
+    @property
+    def source(self) -> EndedStream:
+        """Itself: it has no attempt any more."""
+        return self
+
+    def notify_failure(self, callback: Callable[[], None]) -> None:
+        """It never fails."""
+
+    async def next_chunk(self, write: WriteToClient | None = None) -> bytes | None:
+        """Nothing."""
+        return b""
+
+    def close(self) -> None:
+        """Nothing is left to be closed."""
 
 
 @dataclass(slots=True)
@@ -159,14 +186,16 @@ class ResponseStream:
                 return b""
             self.accounting.response_aborted(self.in_flight, attempt, failure.outcome)
             raise failure
+        rest, failure = self._unclosed_event(), failure or attempt.failure
         tail = attempt.last_events
         if self._is_complete(tail, failure):
-            # A failure now came after the terminal event: ignore it.
             self.accounting.response_completed(self.in_flight, attempt, tail)
-            return b"" if self.rewriter is None else self.api.stream_end
-        if failure is None and self._is_complete_unmarked(tail):
+            return rest if self.rewriter is None else rest + self.api.stream_end
+        # All answers have ended: what the node does then is no error to the client.
+        is_finished = attempt.api.finished_answers(tail) >= max(1, self._answers)
+        if is_finished and not (self.resumer is not None and self.resumer.owes_usage()):
             self.accounting.response_completed(self.in_flight, attempt, tail)
-            return self.api.stream_end
+            return rest + self.api.terminal_event
         outcome = "truncated" if failure is None else failure.outcome
         if failure is None and attempt.api.ends_with_error(tail):
             outcome = "error_event"
@@ -182,13 +211,31 @@ class ResponseStream:
                 failure, error = RequestCancelled(ended), ended
             else:
                 if resumed is not None:
-                    return self._continue(resumed) or await self.next_chunk(write)
+                    return rest + self._continue(resumed) or await self.next_chunk(write)
             finally:
                 self._resuming = False
+        if is_finished:
+            return rest + self.api.terminal_event
         if self.in_flight.request.stream:
             self.in_flight.record.fail(error.status, error.code)
-            return self.api.error_event(error, self.in_flight.request.x_request_id)
+            return rest + self.api.error_event(error, self.in_flight.request.x_request_id)
         raise StreamFailed(error, failure)
+
+    def _unclosed_event(self) -> bytes:
+        """The source's last event, if only the blank line behind it has not come."""
+        rest = self.source.read_unclosed()
+        if not rest or self.rewriter is None:
+            return rest
+        try:
+            rest = self.rewriter.rewrite(rest)
+        except (UpstreamError, OverlapMismatch):
+            return b""
+        self._record(rest)
+        return rest
+
+    @property
+    def _answers(self) -> int:
+        return self.in_flight.request.lease_request.slots
 
     def _is_complete(self, tail: bytes, failure: UpstreamError | None) -> bool:
         """Whether a stream that ends with `tail` has come to its end.
@@ -196,27 +243,10 @@ class ResponseStream:
         Where each answer has a terminal event of its own, a failure may hide others that are due.
         """
         attempt = self.source
-        ends_once = (
-            attempt.api.single_terminal_event or self.in_flight.request.lease_request.slots < 2
-        )
-        return (
-            attempt.api.is_stream_complete(tail)
-            and not attempt.ends_mid_event
-            and (ends_once or failure is None)
-        )
-
-    def _is_complete_unmarked(self, tail: bytes) -> bool:
-        """Whether an ended stream lacks its terminal event alone.
-
-        Some engines (`transformers serve`, for one) send no `[DONE]` after the finish reason.
-        """
-        attempt = self.source
-        return (
-            attempt.lease.node.kind == "openai"
-            and self.in_flight.request.lease_request.slots < 2
-            and not attempt.ends_mid_event
-            and attempt.api.has_finish_reason(tail)
-        )
+        if not attempt.api.is_stream_complete(tail):
+            return False
+        ends_once = attempt.api.single_terminal_event or self._answers < 2
+        return ends_once or (failure is None and not attempt.ends_mid_event)
 
     def _continue(self, resumed: Resumed) -> bytes:
         """The first bytes of the resumed stream, from which the rest is read now."""

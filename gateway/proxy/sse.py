@@ -12,14 +12,31 @@ from collections.abc import Callable, Iterator
 from gateway.proxy import json_values
 from gateway.transport.errors import InvalidResponse
 
+MOST_STEP_LINES = 2000
+"""Lines that are worked on in one turn of the event loop: some milliseconds, whatever they hold."""
+
+MOST_EVENT_LINES = 4096
+"""Lines of one event. A node's events have one or two, and comments in between."""
+
+MOST_DENSE_OBJECTS = 20_000
+"""Objects and lists of one event that are decoded, in some milliseconds. Only an event with the
+probabilities of many tokens has more."""
+
 HEARTBEAT = b":\n"
 """A comment between events; a blank line behind it would break a Go client."""
+
+ERROR_LINE = b"error:"
+"""How the line of an error event of older llama.cpp begins."""
+
+_DATA_LINES = (b"data:", ERROR_LINE)
 
 _COMMENTS = re.compile(rb"(?:\A|(?<=\n\n)|(?<=\n\r\n))(?::[^\n]*\n(?:\r?\n)*)+")
 
 _ONLY_COMMENTS = re.compile(rb"(?::[^\n]*\n(?:\r?\n)*)+\Z")
 
 _BOUNDARY = re.compile(rb"\n\r?\n")
+
+_STEP = re.compile(rb"(?:[^\n]*\n){%d}" % MOST_STEP_LINES)
 
 
 EventFilter = Callable[[bytes], bytes]
@@ -63,6 +80,7 @@ class EventFramer:
         "_ceiling",
         "_comment",
         "_limit",
+        "_lines",
         "_matcher",
         "_tail",
         "event_count",
@@ -82,6 +100,8 @@ class EventFramer:
         self._matcher = matcher
         self._comment = HEARTBEAT if keep_comments else b""
         self._tail = bytearray()
+        self._lines = 0
+        """Lines in `_tail`."""
         self._begin: bytes | tuple[()] = ()
         """How the last ordinary event that came alone begins; `()`, as nothing does: none has."""
         self.event_count = 0
@@ -93,6 +113,16 @@ class EventFramer:
     def has_partial(self) -> bool:
         """Whether the beginning of an event is buffered."""
         return bool(self._tail)
+
+    @property
+    def lacks_blank_line(self) -> bool:
+        """Whether the buffered bytes are an event but for the blank line behind it."""
+        data = payload(bytes(self._tail))
+        try:
+            json_values.check_object(data)
+        except json_values.InvalidJson:
+            return data == b"[DONE]"
+        return True
 
     def special_bytes_in(self, events: bytes) -> int:
         """Bytes from the first of these events on that is not ordinary."""
@@ -148,6 +178,8 @@ class EventFramer:
 
     def _check_size(self) -> None:
         """Check that the large buffer may still be an event. Raises: InvalidResponse."""
+        if self._lines > MOST_EVENT_LINES:
+            raise InvalidResponse(f"An event has more than {MOST_EVENT_LINES} lines")
         most = max(
             self._limit, min(self._limit + GROWTH_PER_EVENT * self.event_count, self._ceiling)
         )
@@ -159,15 +191,17 @@ class EventFramer:
             return b""
         tail = self._tail
         seen = max(0, len(tail) - 3)
+        self._lines = chunk.count(b"\n") + (self._lines if tail else 0)
         tail += chunk
         if not seen and tail[0] in b"\r\n":
             # For example the second half of a comment's blank line.
             del tail[: len(tail) - len(tail.lstrip(b"\r\n"))]
+            self._lines = tail.count(b"\n")
         end = max(tail.rfind(b"\n\n", seen) + 2, tail.rfind(b"\n\r\n", seen) + 3)
         if end < 3:  # neither was found
             end = len(tail) if tail.endswith(b"\n") and _ONLY_COMMENTS.match(tail) else 0
         if not end:
-            if len(tail) > self._limit:
+            if len(tail) > self._limit or self._lines > MOST_EVENT_LINES:
                 self._check_size()
             return b""
         whole = bytes(tail[:end])
@@ -175,12 +209,26 @@ class EventFramer:
         if tail.endswith(b"\n") and _ONLY_COMMENTS.match(tail):
             whole += tail
             tail.clear()
+        self._lines = tail.count(b"\n")
         if len(tail) > self._limit:
             self._check_size()
         if whole.startswith(b":") or b"\n:" in whole:
             whole = _COMMENTS.sub(self._comment, whole)
         self.event_count += count_events(whole)
         return whole
+
+
+def is_dense(data: bytes) -> bool:
+    """Whether an event's data are too many objects and lists to be decoded in one step."""
+    return (
+        len(data) > MOST_DENSE_OBJECTS and data.count(b"{") + data.count(b"[") > MOST_DENSE_OBJECTS
+    )
+
+
+def step_size(chunk: bytes) -> int:
+    """How many bytes of a chunk are worked on in one turn of the event loop."""
+    found = _STEP.match(chunk) if chunk.count(b"\n") > MOST_STEP_LINES else None
+    return len(chunk) if found is None else found.end()
 
 
 _NO_OBJECTS = frozenset({b"[DONE]", b"null"})
@@ -246,18 +294,24 @@ def last_events(data: bytes, size: int) -> bytes:
 
 
 def payload(event: bytes) -> bytes:
-    """The data of an event, its lines joined; empty for comments and events without data."""
+    """The data of an event, its lines joined; empty for comments and events without data.
+
+    Older llama.cpp wrote `error: {...}` for an event of that name with this data.
+    """
     if event.startswith(b"data:") and event.find(b"\n") == len(event) - 2:
         return event[5:-2].strip(b" \r")  # nearly always: one line
     return b"\n".join(
-        line[5:].strip(b" \r") for line in event.split(b"\n") if line.startswith(b"data:")
+        line.partition(b":")[2].strip(b" \r")
+        for line in event.split(b"\n")
+        if line.startswith(_DATA_LINES)
     )
 
 
 def event_name(event: bytes) -> bytes:
     """The value of the event's `event:` line, or empty."""
     if event.find(b"event:") < 0:
-        return b""
+        is_error = event.startswith(ERROR_LINE) or b"\n" + ERROR_LINE in event
+        return b"error" if is_error else b""
     for line in event.split(b"\n"):
         if line.startswith(b"event:"):
             return line[6:].strip(b" \r")

@@ -12,6 +12,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 import msgspec
 
@@ -155,7 +156,9 @@ class EventTemplate:
         `first`: the stream's first event. The template is proved by `read`: with any other text in
         it, an event adds that text to a transcript and changes nothing else.
         """
-        for found in _JSON_STRING.finditer(event):
+        if len(event) > MOST_TEMPLATE_BYTES:
+            return None
+        for found in islice(_JSON_STRING.finditer(event), MOST_TEMPLATE_STRINGS):
             before, after = event[: found.start()], event[found.end() :]
             proof = Transcript(first)
             try:
@@ -191,6 +194,10 @@ _JSON_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"(?=[,}\]])')
 _PROBE_TEXT = "\x00"
 
 _PROBE = b'"\\u0000"'
+
+MOST_TEMPLATE_BYTES, MOST_TEMPLATE_STRINGS = 4096, 32
+"""An event with a token's text has some 300 bytes and 10 strings. Each string is tried in turn, and
+the event parsed each time."""
 
 MOST_TEMPLATES = 8
 """Templates of one stream. One whose events differ in more than their text has none for long."""
@@ -324,7 +331,7 @@ class TranscriptRecorder:
         """The template of the last of these events, if there are many and it has one."""
         if self._templates_left and len(events) >= KEPT_RAW_BYTES:
             self._templates_left -= 1
-            last = events[events.rfind(b"\n\n", 0, -2) + 2 :]
+            last = sse.last_events(events, len(b"\n\n"))
             self._template = EventTemplate.of(last, self._read, self._transcript.first_event)
         return self._template
 
@@ -335,6 +342,9 @@ class TranscriptRecorder:
             # An event has several lines of data, or none, or lines end in another way.
             payloads = [sse.payload(event) for event in sse.split(events)]
         objects = [data for data in payloads if data.strip() not in _NOT_OBJECTS]
+        if len(events) > sse.MOST_DENSE_OBJECTS and any(map(sse.is_dense, objects)):
+            self._transcript.mark_unresumable("an event that was sent is too large to be read")
+            return
         try:
             for value in parse_objects(b"[" + b",".join(objects) + b"]"):
                 self._read(self._transcript, value)

@@ -172,8 +172,9 @@ class LeaseGranter:
         reservation: SpillReservation | None = None
         if candidates.tier_route is not None:
             fallback, reservation = self.tier_router.placed(candidates, placement.row)
-        stream = request.stream or (
-            request.may_assemble and tried.may_assemble and node.spec.kind == "llama.cpp"
+        stream = now >= node.plain_until and (
+            request.stream
+            or (request.may_assemble and tried.may_assemble and node.spec.kind == "llama.cpp")
         )
         # The predicted prefill and total bound how long the node may be silent.
         speed, prefill_tps = node.speed, node.speed.prefill_tps

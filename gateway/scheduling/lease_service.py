@@ -212,6 +212,8 @@ class LocalLeaseService:
                 self.scheduler.completion_rate.completed(now)
             if report.outcome == "ok":
                 self.fleet.request_succeeded(lease.node, now, lease.taken_at)
+                if report.came_plain:
+                    lease.node.answered_plain(now)
                 if self._failures:
                     self._blame_others(record, complete=True)
         else:

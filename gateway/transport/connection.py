@@ -51,6 +51,8 @@ class NodeConnection(asyncio.Protocol):
         "_known",
         "_known_headers",
         "_loop",
+        "_made",
+        "_made_for",
         "_parser",
         "_parts",
         "_paused",
@@ -61,8 +63,6 @@ class NodeConnection(asyncio.Protocol):
         "_waiter",
         "alive",
         "complete",
-        "head_cache",
-        "head_cache_key",
         "headers",
         "on_body",
         "on_wake",
@@ -89,19 +89,23 @@ class NodeConnection(asyncio.Protocol):
         # The parser calls this for every piece of a body: a C function is fastest.
         self.on_body = self._parts.append
         self._parser = httptools.HttpResponseParser(self)
+        # State that outlasts a reply, all of it of the head that was parsed last.
         self._known: KnownHead | None = None
-        """The head of the last response of status 200 that came in one read."""
+        """That head, if its reply had status 200 and came in one read."""
         self._known_headers: Headers = []
         """Its headers, all but the length."""
-        self.head_cache: bytes | None = None
-        """Header lines that the user has made of `headers`; kept while a head repeats."""
-        self.head_cache_key: object = None
-        """The settings by which the user has made them."""
+        self._made: bytes | None = None
+        """What `made_of_head` has made of it."""
+        self._made_for: object = None
         self._clear()
 
-    def cache_head(self, made: bytes, key: object) -> None:
-        """Keep what was made of `headers` by `key`, while the same head repeats."""
-        self.head_cache, self.head_cache_key = made, key
+    def made_of_head(
+        self, make: Callable[[Headers, tuple[str, ...]], bytes], key: tuple[str, ...]
+    ) -> bytes:
+        """`make(headers, key)`, made once while the same head repeats and `key` is the same."""
+        if self._made is None or self._made_for is not key:
+            self._made, self._made_for = make(self.headers, key), key
+        return self._made
 
     def _clear(self) -> None:
         self.status = 0
@@ -173,6 +177,14 @@ class NodeConnection(asyncio.Protocol):
             if self.transport is not None and not self.transport.is_closing():
                 self.transport.resume_reading()
         return data
+
+    def unread(self, data: bytes) -> None:
+        """Put back bytes that were read: they are the next, and no more is received before."""
+        self._parts.insert(0, data)
+        self._pending += len(data)
+        if self.transport is not None and not self.complete and not self.transport.is_closing():
+            self._paused = True
+            self.transport.pause_reading()
 
     async def read_all(self, most_bytes: int) -> bytes:
         """The whole body. Raises: UpstreamError; InvalidResponse if it is larger than that."""
@@ -341,7 +353,8 @@ class NodeConnection(asyncio.Protocol):
             self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        self.head_cache = None
+        # A reply with the head before this one is parsed again: it must get nothing of this one.
+        self._known = self._made = None
         status = self._parser.get_status_code()
         if status < 200:
             self.headers = []

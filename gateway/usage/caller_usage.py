@@ -91,7 +91,7 @@ class CallerUsage:
                 report = await self.reporter.read(self._query(key, user))
             except (StoreError, ReportInterrupted, InvalidQuery) as error:
                 return _unknown(error.message if isinstance(error, StoreError) else str(error))
-            figures = _figures_json(report, self.now())
+            figures = await asyncio.to_thread(_figures_json, report, self.now())
             until = self.clock() + max(LEAST_AGE, AGE_FACTOR * (self.clock() - began))
             self._kept[key, user] = _Kept(figures, until)
             self._kept.move_to_end((key, user))

@@ -62,6 +62,9 @@ MOST_PENDING = 100_000
 MOST_REFRESHED = 1_000
 """Open requests whose tokens are brought up to date in one transaction, in turns."""
 
+WALKED_AT_ONCE = 200
+"""Open requests that are looked at in one turn of the event loop: two milliseconds."""
+
 REFRESH_SLOT_SECONDS = 1.0
 """Slot seconds after which a request is brought up to date that has no new tokens."""
 
@@ -312,7 +315,7 @@ class Ledger:
             waiting = self._waiting
             count = min(len(waiting), MOST_ROWS_AT_ONCE)
             self._batch = [waiting.popleft() for _ in range(count)]
-        work = self._work()
+        work = await self._work()
         if work.is_empty:
             return True
         self._sequence += len(work.rows)  # as in `write_with`
@@ -363,8 +366,8 @@ class Ledger:
             self._journal.pop(row[0], None)
         return True
 
-    def _work(self) -> _Work:
-        """What is to be written now."""
+    async def _work(self) -> _Work:
+        """What is to be written now; others run between the steps of the walk over requests."""
         now, journal = self.now(), self._journal
         work = _Work(self._batch, self._sequence + 1, self.own)
         if journal:
@@ -372,7 +375,10 @@ class Ledger:
         if self._removed:
             work.closed += self._removed
         changed: list[OpenRequest] = []
-        for one in self.open_requests(now - self._journal_age()):
+        requests = self.open_requests(now - self._journal_age())
+        for number, one in enumerate(requests, 1):
+            if number % WALKED_AT_ONCE == 0:
+                await asyncio.sleep(0)
             known = journal.get(one.id)
             if known is None:
                 journal[one.id] = one
@@ -387,7 +393,9 @@ class Ledger:
             # In turns: those behind the last one of the time before.
             at = next((i for i, one in enumerate(changed) if one.id == self._refresh_after), -1) + 1
             changed = list(itertools.islice(itertools.cycle(changed), at, at + MOST_REFRESHED))
-        for one in changed:
+        for number, one in enumerate(changed, 1):
+            if number % WALKED_AT_ONCE == 0:
+                await asyncio.sleep(0)
             journal[one.id] = one
             self._refresh_after = one.id
             work.opened.append(_open_row(one, self.own.id, now))

@@ -170,8 +170,13 @@ class Meter:
         )  # fmt: skip
 
     def open_requests(self, before: float) -> Iterator[OpenRequest]:
-        """The requests that run and were admitted before this Unix time, for the ledger."""
-        for metered in self._open.values():
+        """The requests that run and were admitted before this Unix time, for the ledger.
+
+        Requests may begin and end while the ledger walks over them.
+        """
+        for metered in list(self._open.values()):
+            if metered.request.id not in self._open:
+                continue
             reservation = metered.reservation
             if before < reservation.admitted_at <= before + CLOCK_STEP_SECONDS:
                 # Those behind it are younger still.

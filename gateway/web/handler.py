@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from gateway import errors
@@ -15,8 +15,15 @@ from gateway.catalog import RequestQueue, ServedModels
 from gateway.errors import CLIENT_CLOSED_STATUS, ClientClosed, GatewayError
 from gateway.events import EventBus, RequestFinished
 from gateway.lease import LeaseRequest
-from gateway.proxy.api.base import ResponseRewriter
-from gateway.proxy.client_response import for_client, node_error, node_error_body, rewrite_body
+from gateway.proxy.api.base import NumberedHeartbeats, ResponseRewriter
+from gateway.proxy.client_response import (
+    for_client,
+    is_slow_to_rewrite,
+    node_error,
+    node_error_body,
+    rewrite_body,
+    rewrite_in_steps,
+)
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest, SupersedingMap
 from gateway.proxy.inbound import multipart
@@ -138,7 +145,8 @@ class _HandledRequest:
     __slots__ = (
         "_accounts", "_allocation", "_body_size", "_config", "_edit_session",
         "_handler", "_heartbeat", "_in_flight", "_may_name_nodes", "_metered", "_node_route",
-        "_response", "_rewriter", "exchange", "received_at", "record", "request_id", "route",
+        "_response", "_rewriter", "exchange", "numbered_heartbeats", "received_at", "record",
+        "request_id", "route",
     )  # fmt: skip
 
     def __init__(self, handler: ProxyHandler, route: Route, exchange: HttpExchange) -> None:
@@ -159,6 +167,8 @@ class _HandledRequest:
         """The editor's session, if a newer request of it supersedes this one."""
         self._response: ProxyResponse | None = None
         self._heartbeat: Heartbeat | None = None
+        self.numbered_heartbeats: NumberedHeartbeats | None = None
+        """Those of its stream, if its client needs them."""
         self._may_name_nodes = False
         self._body_size = 0
         """Bytes of a small body; larger ones are counted by `_allocation`."""
@@ -219,6 +229,8 @@ class _HandledRequest:
             handler.registry.add(in_flight)
             if self._edit_session is not None:
                 self._supersede(self._edit_session, in_flight)
+            if context.counts_no_comments and request.stream:
+                self.numbered_heartbeats = api.numbered_heartbeats()
             self._heartbeat = self._start_heartbeat(in_flight)
             self._response = await handler.forwarder.forward(in_flight)
             if api.rewrites_responses or context.cache.hide:
@@ -226,7 +238,12 @@ class _HandledRequest:
                 self._response, self._rewriter = for_client(
                     request, self._response, api, settings, self._rewriter, hides_cache=hides_cache
                 )
+            if self.numbered_heartbeats is not None:
+                self.numbered_heartbeats.wrap(self._rewriter)
+                self._rewriter = self.numbered_heartbeats
             if self._response.body_stream is None:
+                if self._rewriter is not None and is_slow_to_rewrite(self._response):
+                    await self._rewrite_in_steps(self._rewriter, self._response)
                 self._send_whole(self._response)
             else:
                 await self._send_stream(self._response, self._response.body_stream)
@@ -384,6 +401,7 @@ class _HandledRequest:
             has_timer,
             context.cache,
             context.accounts.completion_tokens,
+            context.accounts.most_tokens,
         )
         catalog = self._handler.catalog
         request = prepare_request(incoming, parsed, priority, self._config.rules, catalog)
@@ -425,6 +443,12 @@ class _HandledRequest:
 
     # Send the response.
 
+    async def _rewrite_in_steps(self, rewriter: ResponseRewriter, response: ProxyResponse) -> None:
+        await ensure_task()
+        work = rewrite_in_steps(rewriter, response.content)
+        content = await self._handler.time_slicer.run(work)
+        self._response, self._rewriter = replace(response, content=content), None
+
     def _send_whole(self, response: ProxyResponse) -> None:
         record, exchange, api = self.record, self.exchange, self.route.api
         header_lines, content = response.header_lines, response.content
@@ -437,18 +461,14 @@ class _HandledRequest:
             header_lines = response_heads.node_error_header_lines(response, content)
         if not exchange.response_started:
             exchange.respond(response.status, header_lines + self._header_lines(), content)
-        elif not record.stream:
-            exchange.end_response(content)
-        elif response.status >= 400:
+        elif record.stream:  # an error: an answer would have a body stream
             error = node_error(response)
-            exchange.end_response(api.error_event(error, record.x_request_id))
+            exchange.end_response(self._error_event(error))
         else:
-            raise errors.node_failed("The node did not stream its answer.")
+            exchange.end_response(content)
 
     async def _send_stream(self, response: ProxyResponse, stream: BodyStream) -> None:
         exchange, is_sse, rewriter = self.exchange, stream.source.is_sse, self._rewriter
-        if exchange.response_started and self.record.stream and not is_sse:
-            raise errors.node_failed("The node did not stream its answer.")
         if rewriter is not None and not is_sse:
             raise errors.node_failed("The node's answer is too long.")
         if self._heartbeat is not None and not (is_sse and self._config.settings.heartbeat):
@@ -456,8 +476,9 @@ class _HandledRequest:
         content, header_lines, write = response.content, response.header_lines, exchange.write
         if rewriter is not None:
             api, seconds = self.route.api, self._config.settings.heartbeat
-            clock = self._handler.clock
-            writer = RewritingWriter(exchange, rewriter, api, self.record, seconds, clock)
+            writer = RewritingWriter(
+                exchange, rewriter, api, self.record, seconds, self.heartbeat, self._handler.clock
+            )
             content, write = writer.rewrite(content), writer.write
             header_lines = with_content_type(header_lines, api.stream_content_type)
         if not exchange.response_started:
@@ -505,14 +526,21 @@ class _HandledRequest:
         if self._may_name_nodes:
             error.reveal_nodes()
         if exchange.response_started:
-            encode = api.error_event if record.stream else api.error_body
-            exchange.end_response(encode(error, record.x_request_id))
+            exchange.end_response(
+                self._error_event(error)
+                if record.stream
+                else api.error_body(error, record.x_request_id)
+            )
             return
         if exchange.more_body:
             # The rest of the body must not be taken for the next request.
             exchange.close_after_response()
         header_lines = encode_headers(error_headers(error)) + self._header_lines()
         exchange.respond(error.status, header_lines, api.error_body(error, record.x_request_id))
+
+    def _error_event(self, error: GatewayError) -> bytes:
+        event = self.route.api.error_event(error, self.record.x_request_id)
+        return event if self.numbered_heartbeats is None else self.numbered_heartbeats.number(event)
 
     def _close(self) -> None:
         """Publish the outcome and release everything."""
@@ -562,6 +590,11 @@ class _HandledRequest:
     def early_header_lines(self) -> bytes:
         """The gateway's own header lines before the outcome is known."""
         return self._header_lines(early=True)
+
+    def heartbeat(self) -> bytes:
+        """What its client takes for a sign of life between events."""
+        numbered = self.numbered_heartbeats
+        return self.route.api.heartbeat() if numbered is None else numbered.heartbeat()
 
     @property
     def config(self) -> HandlerConfig:

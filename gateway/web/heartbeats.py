@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from gateway.catalog import RequestQueue
+from gateway.proxy.api.base import NumberedHeartbeats
 from gateway.proxy.in_flight import InFlightRequest
 from gateway.proxy.inbound.routes import Route
 from gateway.proxy.response_stream import BodyStream
@@ -39,8 +40,15 @@ class ServedRequest(Protocol):
     def body_stream(self) -> BodyStream | None:
         """The body of the response, if it has begun and is a stream."""
 
+    @property
+    def numbered_heartbeats(self) -> NumberedHeartbeats | None:
+        """Those of its stream, if its client needs them."""
+
     def early_header_lines(self) -> bytes:
         """The gateway's own header lines before the outcome is known."""
+
+    def heartbeat(self) -> bytes:
+        """What its client takes for a sign of life between events."""
 
 
 class WaitingHandler(Protocol):
@@ -137,7 +145,7 @@ class StreamHeartbeat(Heartbeat):
         stream = self._served.body_stream
         if stream is None or stream.is_open:
             api = self._served.route.api
-            self._send(api.heartbeat(), stream_header_lines(api))
+            self._send(self._served.heartbeat(), stream_header_lines(api))
 
     def _beat(self) -> float:
         interval, now = self._interval, self._handler.clock()
@@ -159,13 +167,15 @@ class ProgressHeartbeat(StreamHeartbeat):
         return self._handler.progress_seconds
 
     def _beat(self) -> float:
-        in_flight, handler, api = self._in_flight, self._handler, self._served.route.api
-        if self._served.is_answered:
+        in_flight, handler, served = self._in_flight, self._handler, self._served
+        api = served.route.api
+        if served.is_answered:
             return super()._beat()
         assert in_flight.prefill_progress is not None
         position = handler.queue.queue_position(in_flight.request.id)
         prefill = in_flight.prefill_progress.status(handler.clock()) if position is None else None
         comment = progress_comment(position, prefill)
-        beat = api.heartbeat() if api.heartbeat_is_event or not comment else b""
+        is_event = api.heartbeat_is_event or served.numbered_heartbeats is not None
+        beat = served.heartbeat() if is_event or not comment else b""
         self._send(comment + beat, stream_header_lines(api))
         return handler.progress_seconds

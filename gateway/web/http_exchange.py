@@ -338,10 +338,10 @@ class _BegunTransport:
 class RewritingWriter(EventsForClient):
     """Writes a stream's events to the client as `rewriter` makes them.
 
-    While it makes nothing of them, the client gets a heartbeat after `heartbeat` seconds (0: none).
+    While it makes nothing of them, the client gets a heartbeat after `seconds` (0: none).
     """
 
-    __slots__ = ("_clock", "_exchange", "_heartbeat", "_written_at")
+    __slots__ = ("_clock", "_exchange", "_heartbeat", "_seconds", "_written_at")
 
     def __init__(
         self,
@@ -349,11 +349,13 @@ class RewritingWriter(EventsForClient):
         rewriter: ResponseRewriter,
         api: Api,
         record: RequestFinished,
-        heartbeat: float,
+        seconds: float,
+        heartbeat: Callable[[], bytes],
         clock: Callable[[], float],
     ) -> None:
         EventsForClient.__init__(self, rewriter, api, record)
         self._exchange = exchange
+        self._seconds = seconds
         self._heartbeat = heartbeat
         self._clock = clock
         self._written_at = clock()
@@ -364,9 +366,9 @@ class RewritingWriter(EventsForClient):
         if not data:
             # The node is not silent, so that the handler sends no heartbeat.
             silent = now - self._written_at
-            if self.failed or not self._heartbeat or silent < self._heartbeat:
+            if self.failed or not self._seconds or silent < self._seconds:
                 return self._exchange.write_paused
-            data = self.api.heartbeat()
+            data = self._heartbeat()
         self._written_at = now
         return self._exchange.write(data)
 

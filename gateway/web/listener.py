@@ -10,7 +10,8 @@ import ssl
 import struct
 import termios
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import structlog
 import uvicorn
@@ -26,15 +27,52 @@ DRAIN_POLL_SECONDS = 0.05
 END_POLL_SECONDS = 0.01
 """Seconds between checks whether all requests have ended."""
 
+MOST_ACCEPTED = 32
+"""Connections that an `Acceptor` accepts in one turn of the event loop."""
+
+ACCEPT_RETRY_SECONDS = 1.0
+"""Seconds after which an `Acceptor` goes on when a connection could not be accepted."""
+
 log = structlog.get_logger()
 
 
 class UvicornServer(uvicorn.Server):
     """uvicorn's server, which ends when it is told to; tests/web/test_uvicorn.py guards it."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None = None) -> None:
         super().__init__(config)
         self._end = asyncio.Event()
+        self._tls = tls
+        self.handshakes: set[asyncio.Task[None]] = set()
+        """Those of TLS that have not ended."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections; with TLS not as uvicorn does, which counts none before its end."""
+        if self._tls is None:
+            await super().startup(sockets)
+            return
+        assert sockets
+        accept = partial(self._accept_tls, self._tls)
+        self.servers = [cast("asyncio.Server", Acceptor(sock, accept)) for sock in sockets]
+        self.started = True
+
+    def _accept_tls(self, tls: ssl.SSLContext, sock: socket.socket, address: str) -> None:
+        protocol: BoundedProtocol = cast("type[BoundedProtocol]", self.config.http_protocol_class)(
+            self.config, self.server_state, {}
+        )
+        limit = protocol.limits.header_timeout
+        work = _shake_hands(lambda: protocol, sock, tls, limit)
+        handshake = asyncio.get_running_loop().create_task(work, name="TLS handshake")
+        self.handshakes.add(handshake)
+
+        def ended(handshake: asyncio.Task[None]) -> None:
+            self.handshakes.discard(handshake)
+            protocol.end_handshake()
+            if handshake.cancelled():
+                sock.close()
+
+        handshake.add_done_callback(ended)
+        protocol.begin_handshake(address, handshake)
 
     def end(self) -> None:
         """Accept no more connections, and end when all requests have."""
@@ -55,11 +93,15 @@ class UvicornServer(uvicorn.Server):
             server.close()
         for sock in sockets or []:
             sock.close()
+        for handshake in self.handshakes:
+            handshake.cancel()
         for connection in list(self.server_state.connections):
             connection.shutdown()
         await asyncio.sleep(0)  # Connections without a request are gone then.
         state = self.server_state
-        while (state.connections or state.tasks) and not self.force_exit:  # noqa: ASYNC110
+        while (  # noqa: ASYNC110
+            self.handshakes or state.connections or state.tasks
+        ) and not self.force_exit:
             await asyncio.sleep(END_POLL_SECONDS)
         for server in self.servers:
             await server.wait_closed()
@@ -68,6 +110,62 @@ class UvicornServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to the gateway."""
         yield
+
+
+class Acceptor:
+    """Accepts the connections of one socket, as `asyncio.Server` does, and tells whose they are.
+
+    `accept` gets the socket of each, and the address of its client.
+    """
+
+    def __init__(self, sock: socket.socket, accept: Callable[[socket.socket, str], None]) -> None:
+        self._sock = sock
+        self._accept = accept
+        self._loop = asyncio.get_running_loop()
+        self._pause: asyncio.TimerHandle | None = None
+        self._resume()
+
+    def close(self) -> None:
+        """Accept no more."""
+        if self._pause is not None:
+            self._pause.cancel()
+        if self._sock.fileno() >= 0:
+            self._loop.remove_reader(self._sock)
+            self._sock.close()
+
+    async def wait_closed(self) -> None:
+        """Return at once: `close` leaves nothing to wait for."""
+
+    def _resume(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._sock, self._accept_some)
+
+    def _accept_some(self) -> None:
+        for _ in range(MOST_ACCEPTED):
+            try:
+                sock, address = self._sock.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError as error:
+                # As asyncio does: without a file left, the socket would be ready all the time.
+                log.error("can't accept connections", why=str(error))  # noqa: TRY400
+                self._loop.remove_reader(self._sock)
+                self._pause = self._loop.call_later(ACCEPT_RETRY_SECONDS, self._resume)
+                return
+            sock.setblocking(False)
+            self._accept(sock, address[0])
+
+
+async def _shake_hands(
+    protocol: Callable[[], asyncio.Protocol],
+    sock: socket.socket,
+    tls: ssl.SSLContext,
+    limit: float,
+) -> None:
+    """Have `protocol` serve the connection after its handshake, if that ends within `limit`."""
+    loop = asyncio.get_running_loop()
+    with contextlib.suppress(OSError):  # The client's: no TLS, no trust, no answer, no connection.
+        await loop.connect_accepted_socket(protocol, sock, ssl=tls, ssl_handshake_timeout=limit)
 
 
 class Listener:
@@ -102,9 +200,7 @@ class Listener:
             backlog=LISTEN_BACKLOG,
         )
         config.load()
-        # uvicorn itself would read the certificate once, and never again.
-        config.ssl = tls
-        self._server = UvicornServer(config)
+        self._server = UvicornServer(config, tls)
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -137,7 +233,7 @@ class Listener:
         for connection in self.connections:
             connection.drain()
         # uvicorn does not report when a connection ends.
-        while self.connections:  # noqa: ASYNC110
+        while self._server.handshakes or self.connections:  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     async def close(self) -> None:

@@ -91,7 +91,8 @@ _BODY_FIELDS = {
     'that of `"*"`.',
     "stream": "Answer by events, as the text is written.",
     "n": "Completions; above `limits.n` 400.",
-    "max_tokens": "Most tokens of the answer; lowered to `limits.max_tokens`.",
+    "max_tokens": "Most tokens of the answer; the largest of its names counts, and is lowered to "
+    "`limits.max_tokens`. Negative: no bound.",
     "max_completion_tokens": "As `max_tokens`.",
     "max_output_tokens": "As `max_tokens`, on `/v1/responses`.",
     "n_predict": "As `max_tokens`, of llama.cpp.",
@@ -99,6 +100,9 @@ _BODY_FIELDS = {
     "top_logprobs": "Lowered to `limits.n_probs`.",
     "logprobs": "True, false, or a number, which is lowered to `limits.n_probs`.",
     "n_cmpl": "As `n`, of llama.cpp.",
+    "best_of": "As `n`; llama.cpp refuses it.",
+    "repeat_last_n": "Lowered to the model's largest context.",
+    "dry_penalty_last_n": "Lowered to the model's largest context.",
     "priority": "One of the classes' names: the class, where no header names one.",
     "service_tier": "`priority` is premium, `flex` is batch.",
     "id_slot": "Removed.",
@@ -119,10 +123,11 @@ _BODY_FIELDS = {
     "stop": "At most `limits.stop_bytes`.",
     "stop_sequences": "At most `limits.stop_bytes`.",
     "logit_bias": "At most `limits.logit_bias_bytes`.",
-    "samplers": "At most 1 KiB.",
+    "samplers": "At most 32, in 1 KiB.",
     "dry_sequence_breakers": "At most 1 KiB.",
     "response_fields": "At most `limits.logit_bias_bytes`.",
     "grammar_triggers": "Refused.",
+    "conversation": "Refused on `/v1/responses`, as is its `prompt`.",
 }
 
 

@@ -117,6 +117,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._known_head: KnownHead | None = None
         """The head of the last routed request that was received in one piece."""
         self._timer: asyncio.TimerHandle | None = None
+        self._handshake: asyncio.Task[None] | None = None
+        """Its TLS handshake, until `connection_made`."""
+        self._admission: ConnectionAdmission | None = None
         self._lingered_bytes = -1
         """Bytes read since a request was refused; negative if none was."""
         self._discarding = False
@@ -125,12 +128,30 @@ class BoundedProtocol(HttpToolsProtocol):
         self._departure_check: asyncio.TimerHandle | None = None
         """Of a client that sends no more, and waits for its responses."""
 
+    def begin_handshake(self, address: str | None, handshake: asyncio.Task[None]) -> None:
+        """Count the connection before its TLS handshake, or cancel `handshake`: no room."""
+        self._handshake = handshake
+        self.idle_since = self.loop.time()
+        self._admission = self.connection_limiter.admit(self, address)
+        if self._admission is ConnectionAdmission.REJECTED:
+            handshake.cancel()
+        elif self._admission is ConnectionAdmission.HEALTH_ONLY:
+            self._timer = self.loop.call_later(HEALTH_ONLY_SECONDS, handshake.cancel)
+
+    def end_handshake(self) -> None:
+        """The TLS handshake is over; if it failed, nothing is left of the connection."""
+        if self._handshake is not None:
+            self._handshake = None
+            self._cancel_timer()
+            self.connection_limiter.remove(self)
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow: PipelineFlowControl = PipelineFlowControl(transport)
+        self._handshake = None
         address = self.client[0] if self.client else None
         self.idle_since = self.loop.time()
-        admission = self.connection_limiter.admit(self, address)
+        admission = self._admission or self.connection_limiter.admit(self, address)
         if admission is not ConnectionAdmission.ADMITTED:
             self._serve_health_only(admission)
             return
@@ -147,12 +168,15 @@ class BoundedProtocol(HttpToolsProtocol):
             self.evict()
             return
         self.routes, self.app = {}, health_only_app(self.app)
+        self._cancel_timer()
         self._timer = self.loop.call_later(HEALTH_ONLY_SECONDS, self.evict)
 
     @property
     def idle(self) -> bool:
         """Whether no request is in flight, and the client has read every response."""
-        return not (self._must_wait or self.backlog or self.transport.get_write_buffer_size())
+        return self._handshake is not None or not (
+            self._must_wait or self.backlog or self.transport.get_write_buffer_size()
+        )
 
     @property
     def reading_body(self) -> bool:
@@ -162,15 +186,16 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def evict(self) -> None:
         """Close, as there are too many connections; a client without a response gets 429."""
+        if self._handshake is not None:
+            self._handshake.cancel()
+            return
         cycle: object = self.cycle
         if isinstance(cycle, HttpExchange) and self.reading_body:
             cycle.fail_body(too_many_connections())
             return
         if cycle is None or self._partial_head:
             self._refuse(too_many_connections())
-        # Without lingering.
-        self._cancel_timer()
-        self.transport.close()
+        self._close()  # Without lingering.
 
     @classmethod
     def begin_drain(cls) -> None:
@@ -546,7 +571,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if left > 0:
             self._schedule_idle_check(left)
         else:
-            self.transport.close()
+            self._close()
 
     def _unset_keepalive_if_required(self) -> None:
         """Do nothing: uvicorn would cancel its timer; this one checks when it fires."""
@@ -588,7 +613,17 @@ class BoundedProtocol(HttpToolsProtocol):
             if self._partial_head:
                 self._refuse(errors.request_timeout("The head of the request took too long."))
             else:
-                self.transport.close()
+                self._close()
+
+    def _close(self) -> None:
+        """Close once the client has read everything.
+
+        One that leaves the end of TLS unanswered would hold the connection for half a minute more.
+        """
+        self._cancel_timer()
+        if not self.transport.get_write_buffer_size():
+            self._timer = self.loop.call_later(self.linger_seconds, self.transport.abort)
+        self.transport.close()
 
     def _refuse(self, error: GatewayError) -> None:
         """Respond without the application, and close."""
@@ -624,7 +659,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._discarding and self.transport.can_write_eof():
             with contextlib.suppress(OSError):  # The client has just disconnected.
                 self.transport.write_eof()
-        self._timer = self.loop.call_later(self.linger_seconds, self.transport.close)
+        self._timer = self.loop.call_later(self.linger_seconds, self._close)
 
 
 def protocol_class(

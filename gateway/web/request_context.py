@@ -103,6 +103,8 @@ class RequestContext:
     """The class of a request whose body names none; None: `X-Priority` names one."""
     cache: CachePolicy = SHARED_CACHE
     """Which nodes may serve it, and what it may learn of their prompt caches."""
+    counts_no_comments: bool = False
+    """Whether the client gives up a stream of comments alone, as Codex does after 300 s."""
     prefers_async: bool = False
     """`Prefer: respond-async`: the client wants to have the response later."""
 
@@ -175,12 +177,14 @@ def parse_context(
         trusted_proxies=listen.trusted_proxies,
         local=local,
     )
-    wants_progress = False
+    wants_progress = counts_no_comments = False
     for name, value in headers:
         if name == b"content-encoding" and value.strip().lower() not in _PLAIN_ENCODINGS:
             raise errors.compressed_body()
         if name == b"x-gateway-progress":
             wants_progress = value.strip().lower() in _TRUE_WORDS
+        if name in _CLIENT_NAMES and _CODEX.match(value):
+            counts_no_comments = True
     fairness_key = identity_headers.fairness_key(headers, caller)
     accounts = limit_book.accounts(caller, identity_headers.end_user(headers, caller))
     caller = accounts.caller
@@ -202,6 +206,7 @@ def parse_context(
         _may_name_nodes(listen, local=local),
         effective_priority(None, None, None, caller) if header_priority is None else None,
         cache_policy_of(caller, settings),
+        counts_no_comments,
         prefers_async(headers),
     )
 
@@ -219,6 +224,11 @@ def _may_name_nodes(listen: ListenSettings, *, local: bool) -> bool:
 
 
 _PLAIN_ENCODINGS = frozenset({b"", b"identity"})
+
+_CLIENT_NAMES = frozenset({b"originator", b"user-agent"})
+
+_CODEX = re.compile(rb"\s*codex[-_ /]", re.IGNORECASE)
+"""How Codex's command, its desktop program, its extension and its SDK begin their names."""
 
 _TRUE_WORDS = frozenset({b"1", b"true", b"yes", b"on"})
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -17,7 +19,13 @@ from gateway.batches.background_requests import BackgroundRequests
 from gateway.batches.log_file import LogBroken
 from gateway.batches.request_rows import StoredRow
 from gateway.batches.states import RequestKind
-from gateway.batches.stored_responses import listed_items, response_not_found
+from gateway.batches.stored_responses import (
+    input_items,
+    item_id,
+    listed_item,
+    read_fields,
+    response_not_found,
+)
 from gateway.request import Caller
 from gateway.web.asgi import JsonResponse
 from gateway.web.owners import no_store, owner_of
@@ -25,6 +33,9 @@ from gateway.web.request_context import HandlerConfig
 
 MOST_ITEMS, USUAL_ITEMS = 100, 20
 """Input items of a page, as OpenAI's API has it."""
+
+ITEM_WORK, STEP_WORK = 1024, 1 << 20
+"""Bytes that take as long as one item, and those that are read in one turn of the event loop."""
 
 _ID = re.compile(r"resp_[0-9a-f]{32}")
 
@@ -74,21 +85,19 @@ class StoredResponseEndpoints:
         """The conversation that it was asked with."""
         limit, order, after = _page(request)
         requests, row = await self._row(request)
-        items = listed_items(row.id, await requests.body(row))
-        if order == "desc":
-            items.reverse()
+        fields = read_fields(await requests.body(row))
+        await asyncio.sleep(0)  # The body may have 64 MB: its items are another turn's work.
+        items = input_items(fields)
+        numbers = range(len(items)) if order == "asc" else range(len(items))[::-1]
         if after is not None:
-            places = [place for place, item in enumerate(items) if item["id"] == after]
-            if not places:
-                raise errors.invalid_request("'after' must be the id of an input item.", "after")
-            items = items[places[0] + 1 :]
-        page = items[:limit]
+            numbers = numbers[await _place(row.id, items, numbers, after) + 1 :]
+        page = [listed_item(row.id, number, items[number]) for number in numbers[:limit]]
         found: dict[str, Any] = {
             "object": "list",
             "data": page,
             "first_id": page[0]["id"] if page else None,
             "last_id": page[-1]["id"] if page else None,
-            "has_more": len(items) > limit,
+            "has_more": len(numbers) > limit,
         }
         return JsonResponse(found)
 
@@ -138,6 +147,19 @@ def _after(request: Request) -> int:
             "'starting_after' must be the sequence number of an event.", "starting_after"
         )
     return int(word)
+
+
+async def _place(response_id: str, items: Sequence[msgspec.Raw], numbers: range, after: str) -> int:
+    """Where in `numbers` the item with the id `after` stands. Raises: GatewayError 400."""
+    work = 0
+    for place, number in enumerate(numbers):
+        if item_id(response_id, number, items[number]) == after:
+            return place
+        work += ITEM_WORK + len(memoryview(items[number]))
+        if work > STEP_WORK:
+            work = 0
+            await asyncio.sleep(0)
+    raise errors.invalid_request("'after' must be the id of an input item.", "after")
 
 
 def _page(request: Request) -> tuple[int, str, str | None]:

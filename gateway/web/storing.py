@@ -163,7 +163,7 @@ class Storing:
         row = await requests.add(
             replace(new, stream=options.stream, webhook_url=webhook_url, echoed=echoed)
         )
-        await self._answer(served, requests, row, options, echoed)
+        await self._answer(served, context, requests, row, options, echoed)
         return None
 
     async def _conversation(
@@ -186,6 +186,7 @@ class Storing:
     async def _answer(
         self,
         served: StorableRequest,
+        context: RequestContext,
         requests: BackgroundRequests,
         row: StoredRow,
         options: StoreOptions,
@@ -195,7 +196,7 @@ class Storing:
         waits = contextlib.nullcontext() if options.background else requests.client_waits(row)
         try:
             with waits:
-                await self._send(served, requests, row, options, echoed)
+                await self._send(served, context, requests, row, options, echoed)
         except asyncio.CancelledError:
             if not options.background and served.exchange.disconnected:
                 requests.cancel_soon(row)
@@ -204,13 +205,15 @@ class Storing:
     async def _send(
         self,
         served: StorableRequest,
+        context: RequestContext,
         requests: BackgroundRequests,
         row: StoredRow,
         options: StoreOptions,
         echoed: JsonObject,
     ) -> None:
         if options.stream:
-            await self._stream(served, requests, row, can_return=options.background)
+            can_return = options.background
+            await self._stream(served, context, requests, row, can_return=can_return)
         elif options.background:
             try:
                 response = await requests.response(row)
@@ -225,18 +228,20 @@ class Storing:
     async def _stream(
         self,
         served: StorableRequest,
+        context: RequestContext,
         requests: BackgroundRequests,
         row: StoredRow,
         *,
         can_return: bool,
     ) -> None:
         exchange = served.exchange
+        numbered = served.route.api.numbered_heartbeats() if context.counts_no_comments else None
         head = STREAM_HEADER_LINES + served.early_header_lines()
         exchange.start_response(200, head)
         try:
             async with contextlib.aclosing(requests.follow(row, can_return=can_return)) as pieces:
                 async for piece in pieces:
-                    if exchange.write(piece):
+                    if exchange.write(piece if numbered is None else numbered.of_log(piece)):
                         await exchange.wait_writable()
         except (LogBroken, FolderError, FileNotFoundError):
             # Its polite end would read as that of the response.

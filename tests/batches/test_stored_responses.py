@@ -14,7 +14,8 @@ from gateway.batches.stored_responses import (
     body_to_run,
     conversation_of,
     echoed_fields,
-    listed_items,
+    input_items,
+    listed_item,
     may_ask_to_store,
     read_fields,
     read_options,
@@ -55,9 +56,16 @@ def test_a_conversation_is_put_before_the_input_within_the_limit() -> None:
     with pytest.raises(GatewayError) as refused:
         body_to_run(fields(input="go on"), said, 100)
     assert (refused.value.status, refused.value.param) == (413, "previous_response_id")
-    listed = listed_items("resp_00ff", body)
-    assert len({item["id"] for item in listed}) == 3
-    assert listed == listed_items("resp_00ff", body)
+    listed = [
+        listed_item("resp_00ff", number, item)
+        for number, item in enumerate(input_items(read_fields(body)))
+    ]
+    assert [item["id"] for item in listed] == [
+        "msg_00ff000000",
+        ANSWER.get("id", "msg_00ff000001"),
+        "msg_00ff000002",
+    ]
+    assert [item["content"][0]["text"] for item in (listed[0], listed[2])] == ["hello", "go on"]
 
 
 @pytest.mark.parametrize("status", ["queued", "in_progress", "failed", "cancelled"])

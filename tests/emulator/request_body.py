@@ -86,7 +86,7 @@ def read_generation_request(api: ApiName, body: dict[str, Any], slots: int) -> G
     return GenerationRequest(
         api=api,
         prompts=tuple(prompts) * copies,
-        max_tokens=_max_tokens(body),
+        max_tokens=_max_tokens(api, body),
         stream=body.get("stream") is True,
         include_usage=(body.get("stream_options") or {}).get("include_usage") is True,
         return_progress=body.get("return_progress") is True,
@@ -157,8 +157,13 @@ def _content(content: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _max_tokens(body: dict[str, Any]) -> int | None:
-    for key in ("n_predict", "max_completion_tokens", "max_output_tokens", "max_tokens"):
+def _max_tokens(api: ApiName, body: dict[str, Any]) -> int | None:
+    keys: tuple[str, ...] = ("n_predict", "max_completion_tokens", "max_tokens")
+    if api == "messages":
+        keys = ("max_tokens",)
+    elif api == "responses" and "max_output_tokens" in body:
+        body = body | {"max_tokens": body["max_output_tokens"]}
+    for key in keys:
         value = body.get(key)
         if value is None:
             continue

@@ -223,12 +223,14 @@ async def test_a_drained_node_gets_no_work_even_after_a_restart(tmp_path: Path) 
         spec = a_spec(url=server.url)
         async with a_fleet(spec, drains=path) as fleet:
             fleet.fleet.drain("a")
+            await fleet.fleet.save_orders()
             assert fleet.state("a") is NodeState.DRAINING
             assert fleet["a"].free_slots(now()) == 0
         async with a_fleet(spec, drains=path) as fleet:
             assert fleet.state("a") is NodeState.DRAINING
             before = fleet.capacity
             fleet.fleet.resume("a")
+            await fleet.fleet.save_orders()
             assert fleet.state("a") is NodeState.READY
             assert fleet["a"].free_slots(now()) == 2
             assert fleet.capacity > before

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +16,8 @@ from gateway.fleet.server_properties import (
     count_processing,
     count_slots,
     inventory_drift,
+    parse_models,
+    parse_props,
 )
 from tests.each_case import each_case
 from tests.fleet.build import a_spec
@@ -145,7 +150,10 @@ def test_any_answer_can_be_read(answer: Any) -> None:
     facts = ServerProperties()
     facts.read_props(answer)
     facts.read_models(answer)
-    count_slots(answer)
+    data = msgspec.json.encode(answer)
+    facts.read_props(parse_props(data))
+    facts.read_models(parse_models(data))
+    count_slots(data)
     assert all(isinstance(name, str) for name in facts.models)
 
 
@@ -155,12 +163,12 @@ def test_busy_slots_are_counted() -> None:
         {"is_processing": False, "n_prompt_tokens": 5},
         {"is_processing": True, "n_prompt_tokens": "many"},
     ]
-    assert count_slots(slots) == SlotCounts((7, 0), 3)
+    assert count_slots(msgspec.json.encode(slots)) == SlotCounts((7, 0), 3)
 
 
 @each_case("answer", [None, {}, [], [1], [{"id": 0}], "x"])
 def test_an_answer_that_is_no_list_of_slots_is_not_counted(answer: Any) -> None:
-    assert count_slots(answer) is None
+    assert count_slots(msgspec.json.encode(answer)) is None
 
 
 def test_busy_slots_are_counted_in_metrics_too() -> None:
@@ -220,3 +228,43 @@ def test_a_pool_that_was_declared_as_split_is_a_difference() -> None:
         "kv: the inventory says split, the server's slots share one pool",
     )
     assert inventory_drift(a_spec(), properties) == ()
+
+
+@each_case(
+    ("parse", "answer"),
+    [
+        (parse_props, b'{"total_slots":4,"x":[%b[]]}' % (b"[]," * 1_000_000)),
+        (parse_props, b'{"total_slots":[%b[]]}' % (b"[]," * 1_000_000)),
+        (parse_props, b'{"total_slots":4%b}' % b"".join(b',"f%d":0' % n for n in range(200_000))),
+        (parse_models, b'{"data":[%b{}]}' % (b"{}," * 1_000_000)),
+        (parse_models, b'{"data":[{"id":"m","x":[%b{}]}]}' % (b"{}," * 1_000_000)),
+        (count_slots, b"[%b[]]" % (b"[]," * 1_000_000)),
+        (count_slots, b"[%b{}]" % (b'{"is_processing":true},' * 150_000)),
+    ],
+)
+def test_an_answer_of_a_million_values_takes_no_memory(
+    parse: Callable[[bytes], object], answer: bytes
+) -> None:
+    tracemalloc.start()
+    try:
+        parse(answer)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_fields_of_interest_are_read_whatever_stands_beside_them() -> None:
+    slots = [
+        {"id": n, "is_processing": True, "n_prompt_tokens": n, "x": [[]] * 9} for n in range(9)
+    ]
+    assert count_slots(msgspec.json.encode(slots)) == SlotCounts(tuple(range(9)), 9)
+    facts = ServerProperties()
+    facts.read_props(parse_props(msgspec.json.encode(PROPS | {"x": [[]] * 999, "total_slots": 3})))
+    facts.read_models(parse_models(msgspec.json.encode(MODELS)))
+    assert (facts.slots, facts.context, facts.models, facts.size) == (3, 4096, ("demo",), 3500)
+    long = "{% x %}" * 100_000
+    facts.read_props(parse_props(msgspec.json.encode({"chat_template": long})))
+    other = ServerProperties()
+    other.read_props({"chat_template": long})
+    assert facts.template == other.template

@@ -17,6 +17,7 @@ def test_drains_last_over_a_restart(tmp_path: Path) -> None:
     drains.add("a")
     drains.add("b")
     drains.remove("b")
+    drains.save()
     assert "a" in DrainedNodes(path)
     assert "b" not in DrainedNodes(path)
     assert [file.name for file in path.parent.iterdir()] == ["drains.json"]
@@ -46,6 +47,7 @@ def test_a_damaged_file_is_set_aside_and_logged(
     assert (tmp_path / "drains.json.bad").read_bytes() == damage
     assert "drains.json.bad" in caplog.text
     drains.add("a")
+    drains.save()
     assert "a" in DrainedNodes(path)
 
 
@@ -63,6 +65,7 @@ def test_a_folder_that_cannot_be_written_is_logged_and_the_drain_holds(
     drains = DrainedNodes(tmp_path / "file" / "drains.json")
     with caplog.at_level(logging.WARNING):
         drains.add("a")
+        drains.save()
     assert "a" in drains
     assert "forgotten at a restart" in caplog.text
 
@@ -74,15 +77,18 @@ def test_any_name_is_read_back(names: set[str], tmp_path_factory: pytest.TempPat
     drains = DrainedNodes(path)
     for name in names:
         drains.add(name)
+    drains.save()
     assert all(name in DrainedNodes(path) for name in names)
 
 
 def test_paused_models_last_over_a_restart_in_a_file_of_their_own(tmp_path: Path) -> None:
     drains, pauses = tmp_path / "drains.json", tmp_path / "paused.json"
-    DrainedNodes(drains).add("a")
-    models = PausedModels(pauses)
+    nodes, models = DrainedNodes(drains), PausedModels(pauses)
+    nodes.add("a")
+    nodes.save()
     models.add("org/model:7b")
     models.add("other")
     models.remove("other")
+    models.save()
     assert PausedModels(pauses).names == {"org/model:7b"}
     assert DrainedNodes(drains).names == {"a"}

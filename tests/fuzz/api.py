@@ -3,7 +3,7 @@
 A gateway process serves over two emulated nodes, with keys on both listeners. Every operation of
 both gets requests that fit the document and requests that do not. A response must be as the
 document says: status, content type, header fields, body. No response is 500, none takes longer
-than a minute, and afterwards the process has the descriptors and about the memory that it had once
+than a minute, no turn of the event loop more than 50 ms of CPU time, and afterwards the process has the descriptors and about the memory that it had once
 it was warm.
 """
 
@@ -31,6 +31,9 @@ import yaml
 
 from gateway.access.keys import ApiKey, new_key
 from tests.emulator.process import emulator_process
+from tests.loop_watch.plugin import Children, table
+from tests.loop_watch.plugin import environment as watched
+from tests.loop_watch.plugin import problems as problems_of
 
 CASES = 50_000
 
@@ -107,6 +110,12 @@ def running_site(folder: Path) -> Iterator[Site]:
     assert not wrong, wrong[0][:3000]
 
 
+def reports_folder(folder: Path) -> Path:
+    """Where the gateway's process reports what holds its event loop."""
+    (folder / "loop").mkdir(exist_ok=True)
+    return folder / "loop"
+
+
 def _node(stack: ExitStack, slots: int) -> str:
     options = ("--slots", str(slots), "--answer-tokens", "6")
     node = emulator_process(*options, "--embeddings", "--rerank", "--infill")
@@ -139,7 +148,7 @@ def _gateway(
     ]
     log = stack.enter_context((folder / "gateway.log").open("ab"))
     environment = {**os.environ, "STATE_DIRECTORY": str(folder / "state")}
-    environment["PYTHONPATH"] = str(Path.cwd())
+    environment |= watched(reports_folder(folder), str(Path.cwd()))
     process = _start(stack, command, cwd=folder, stdout=log, stderr=log, env=environment)
     url, admin_url = (f"http://127.0.0.1:{port}" for port in ports)
     until = time.monotonic() + START_SECONDS
@@ -356,8 +365,10 @@ def fuzz_api(
                 for outcome in pool.imap_unordered(send_share, shares):
                     total.add(outcome)
                 measured.append(_settled(site.process))
+        records = Children(reports_folder(Path(name))).take()
+        assert records, "the gateway's event loop is not watched: its start waits for files"
     warm, after = measured
-    problems = list(dict.fromkeys(total.failures))[:MOST_FAILURES]
+    problems = [*dict.fromkeys(total.failures)][:MOST_FAILURES] + problems_of(records)
     if after.descriptors > warm.descriptors + 5:
         problems.append(
             f"descriptors: {warm.descriptors} when warm, {after.descriptors} afterwards"
@@ -372,6 +383,7 @@ def fuzz_api(
         "rss_mb": [warm.rss_mb, after.rss_mb],
         "descriptors": [warm.descriptors, after.descriptors],
         "seed": seed,
+        "turns": table(one for one in records if one.kind == "turn"),
     }
     return figures, problems
 
@@ -403,4 +415,7 @@ def report(figures: dict[str, Any], problems: list[str]) -> str:
         f"{'api':<10}{figures['cases']:>10} cases  {figures['seconds']:>7} s {rate:>7.0f}/s  "
         f"{'FAILED' if problems else 'ok'}"
     )
-    return "\n".join([line, json.dumps(figures), *(f"FAILED: {problem}" for problem in problems)])
+    turns = figures.pop("turns")
+    return "\n".join(
+        [line, json.dumps(figures), turns, *(f"FAILED: {problem}" for problem in problems)]
+    )

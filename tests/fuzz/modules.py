@@ -8,4 +8,5 @@ MODULES = {
     "config": "tests.fuzz.config",
     "identity": "tests.fuzz.identity",
     "limits": "tests.fuzz.limits",
+    "replies": "tests.fuzz.replies",
 }

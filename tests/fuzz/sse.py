@@ -144,11 +144,9 @@ def _check_behind(events: bytes, api: Api) -> None:
             api.classify_event(event)
         except InvalidResponse:
             continue
-    assembler = ResponseAssembler(api, b"", LIMIT)
-    assembler.add(events)
     if api.streaming_fields is not None:
         with suppress(AssemblyError):
-            assembler.assemble({})
+            ResponseAssembler(api, {}, events, LIMIT).response()
     if api.transcript_reader is not None:
         _check_transcript(events, single, api)
     if api.logprobs_fields is not None:

@@ -46,7 +46,9 @@ def several(number: int, **more: Any) -> list[EmulatedNode]:
 
 def bodies(path: str) -> dict[str, Any]:
     prompt = {"input_prefix": "say", "input_suffix": "", "content": "say", "tokens": [1]}
-    return {**BODIES["/v1/messages"], **prompt, "prompt": "say something", "input": "say"}
+    if "responses" not in path:
+        prompt["prompt"] = "say something"
+    return {**BODIES["/v1/messages"], **prompt, "input": "say"}
 
 
 @in_virtual_time

@@ -17,16 +17,19 @@ from gateway.proxy.api.native import NATIVE
 from gateway.proxy.api.responses import RESPONSES
 from gateway.proxy.sse import (
     HEARTBEAT,
+    MOST_STEP_LINES,
     EventFramer,
     check_utf8,
     event_name,
     last_events,
     payload,
     split,
+    step_size,
     validated,
 )
 from gateway.transport.errors import InvalidResponse
 from tests.bench import node_replies
+from tests.each_case import each_case
 
 LIMIT = 1 << 20
 OPEN_COMMENT = re.compile(rb"(?:\A|(?<=\n))(?::\n)+\r?\n")
@@ -371,3 +374,24 @@ def test_the_first_chunk_is_no_ordinary_event_because_it_begins_with_a_line_end(
     framer = EventFramer(LIMIT)
     passed = framer.feed(chunk)
     assert framer.special_bytes == len(passed)
+
+
+@each_case("line", [b"data:\n", b"x\n", b":\ny\n", b"data: {}\n"])
+def test_an_event_of_thousands_of_lines_is_invalid(line: bytes) -> None:
+    framer = EventFramer(1 << 20)
+    for _ in range(4):
+        framer.feed(line * (1000 // line.count(b"\n")))
+    with pytest.raises(InvalidResponse, match="more than 4096 lines"):
+        framer.feed(line * 1000)
+    framer = EventFramer(1 << 20)
+    assert framer.feed(b"\n" * 5000 + b"data:\n" * 4000) == b""
+    for _ in range(10):
+        assert framer.feed(b"\ndata: {}\n")
+
+
+def test_a_chunk_of_many_lines_is_worked_on_in_steps() -> None:
+    events = b"data: {}\n\n" * 3000 + b"data: {"
+    size = step_size(events)
+    assert events[:size].count(b"\n") == MOST_STEP_LINES
+    assert step_size(events[:size]) == size
+    assert step_size(b"x" * (1 << 20)) == 1 << 20

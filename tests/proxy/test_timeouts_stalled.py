@@ -29,7 +29,8 @@ WHOLE = 8 << 20
 
 
 def answers_at_length(node: EmulatedNode) -> None:
-    node.faults.next("status", status=200, body='{"choices": []}' + " " * WHOLE)
+    answer = '{"choices": [{"message": {"role": "assistant", "content": "hi"}}]}'
+    node.faults.next("status", status=200, body=answer + " " * WHOLE)
 
 
 def connections(proxy: ProxyOverNodes) -> int:

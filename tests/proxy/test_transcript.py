@@ -19,6 +19,7 @@ from gateway.proxy.transcript import (
     MOST_RAW_BYTES,
     MOST_RAW_CHUNKS,
     EventTemplate,
+    Transcript,
     TranscriptRecorder,
 )
 
@@ -244,3 +245,41 @@ def test_a_template_takes_any_text(event: bytes) -> None:
 )
 def test_an_event_of_more_than_text_has_no_template(event: bytes) -> None:
     assert EventTemplate.of(event, read_chat, {"id": "x"}) is None
+
+
+def test_a_template_is_looked_for_in_few_strings_of_a_short_event() -> None:
+    reads = 0
+
+    def read(transcript: Transcript, value: dict[str, Any]) -> None:
+        nonlocal reads
+        reads += 1
+        read_chat(transcript, value)
+
+    strings: list[str] = ["s"] * 20_000
+    recorder = TranscriptRecorder(read, MIB)
+    recorder.add(chat_chunk({"content": "a"}))
+    for _ in range(3):
+        recorder.add(chat_chunk({"content": "b"}, x=strings))
+    assert recorder.transcript().text == "abbb"
+    assert reads == 4
+    assert (
+        EventTemplate.of(chat_chunk({"content": "a"}, x=strings[:900]), read, {"id": "x"}) is None
+    )
+    assert reads < 100
+
+
+def test_the_template_of_an_event_alone_is_found() -> None:
+    recorder = TranscriptRecorder(read_chat, MIB)
+    event = chat_chunk({"content": "a" * 3000})
+    recorder.add(event)
+    for _ in range(3):
+        recorder.add(event * 9)
+        recorder.add(event)
+    assert recorder.transcript().text == "a" * 3000 * 31
+
+
+def test_an_event_of_very_many_objects_is_not_read() -> None:
+    recorder = TranscriptRecorder(read_chat, MIB)
+    recorder.add(chat_chunk({"content": "a"}))
+    recorder.add(chat_chunk({"content": "b"}, x=[[]] * 30_000))
+    assert recorder.transcript().unresumable == "an event that was sent is too large to be read"

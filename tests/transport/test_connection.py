@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import gc
 import itertools
+import os
+import random
 from collections.abc import Awaitable, Iterator
 
 import pytest
@@ -19,6 +21,7 @@ from gateway.transport.errors import (
     UpstreamTimeout,
 )
 from gateway.transport.pool import ConnectionPool
+from tests.fuzz.replies import MOST_REPLIES, make_check
 from tests.transport.raw import HOWEVER_SLOW, Peer, RawServer, always, once, raw_server
 
 ASK = b"GET /x HTTP/1.1\r\nhost: n\r\n\r\n"
@@ -55,6 +58,17 @@ async def failure(reply: bytes) -> UpstreamError:
     with pytest.raises(UpstreamError) as raised:
         await asked(reply)
     return raised.value
+
+
+# Sequences of responses.
+
+
+def test_no_reply_has_anything_of_another_one_on_its_connection() -> None:
+    check = make_check()
+    # 100,000 take 40 s.
+    for number in range(int(os.environ.get("REPLY_SEQUENCES", "2000"))):
+        chance = random.Random(number)
+        check(chance.randbytes(3 * chance.randint(2, MOST_REPLIES) + 6))
 
 
 # Valid responses.

@@ -51,6 +51,7 @@ from tests.emulator.generation import TokenTally
 from tests.emulator.language_model import count_tokens
 from tests.emulator.request_body import render_chat
 from tests.gateways import QUIET
+from tests.loop_watch.plugin import inherited
 from tests.postgres import running_postgres
 
 HOST = "127.0.0.1"
@@ -216,7 +217,10 @@ class Site:
                 *("--nodes", str(self.folder / "nodes.yaml")),
                 *("--config", str(self.folder / "gateway.yaml")),
                 stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
-                env={"XDG_STATE_HOME": str(self.folder / "state"), "PATH": os.environ["PATH"]},
+                env={
+                    "XDG_STATE_HOME": str(self.folder / "state"), "PATH": os.environ["PATH"],
+                    **inherited(),
+                },
             )  # fmt: skip
         async with asyncio.timeout(LIMIT):
             while not await self._is_ready():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 import operator
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -201,6 +202,39 @@ async def test_a_batch_is_written_once_though_nobody_knows_whether_it_was(url: s
         assert len({row["sequence"] for row in rows}) == 6
         assert [row["id"] for row in await world.all(open_requests)] == ["o1"]
         assert (ledger.problem, ledger.written) == (None, 6)
+
+
+@in_virtual_time
+async def test_others_run_while_the_open_requests_are_walked_over() -> None:
+    class NoStore:
+        async def run(self, job: Any, /, *, write: bool = True) -> Any:
+            await asyncio.sleep(0)
+            return []
+
+    world = World(NoStore())  # type: ignore[arg-type]
+    walked = most = 0
+
+    def requests(_: float) -> Iterator[OpenRequest]:
+        nonlocal walked
+        for one in world.open:
+            walked += 1
+            yield one
+
+    async def count() -> None:
+        nonlocal walked, most
+        while True:
+            most, walked = max(most, walked), 0
+            await asyncio.sleep(0)
+
+    ledger = dataclasses.replace(world.ledger(), open_requests=requests)
+    world.open = [an_open_request(f"o{number}", 0.0) for number in range(2_000)]
+    counting = asyncio.create_task(count())
+    await asyncio.sleep(0)
+    await ledger.start(LIMIT)
+    world.open = [one._replace(completion_tokens=1) for one in world.open]
+    await ledger.start(LIMIT)
+    counting.cancel()
+    assert 0 < most <= 300
 
 
 async def test_a_row_that_no_store_takes_does_not_hold_up_the_others(url: str) -> None:

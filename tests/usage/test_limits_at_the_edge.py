@@ -29,7 +29,7 @@ PRICE = {"prompt": 1000.0, "completion": 4000.0}
 OWNERS = ("key", "group", "user", "total")
 
 
-async def chat(running: Running, most: int, **body: Any) -> httpx.Response:
+async def chat(running: Running, most: int | None, **body: Any) -> httpx.Response:
     return await running.client.post(
         "/v1/chat/completions",
         json={
@@ -246,3 +246,31 @@ async def test_a_request_beyond_the_whole_limit_is_told_so(tmp_path: Path) -> No
         assert response.status_code == 400
         assert "100 tokens a minute (tpm)" in response.json()["error"]["message"]
         assert "could never be admitted" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [
+        {"n_predict": 16_400},
+        {"max_completion_tokens": 16_400},
+        {"max_output_tokens": 16_400},
+        {"n_predict": -1},
+        {"most": None, "n_predict": -7},
+        {"most": None},
+        {"max_completion_tokens": 300, "n": 4},
+    ],
+    ids=str,
+)
+async def test_no_name_of_a_bound_gets_more_than_a_limit_allows(
+    tmp_path: Path, bound: dict[str, Any]
+) -> None:
+    limit = 1000
+    async with (
+        EmulatedNode(slots=4, context=32_768, answer_tokens=30_000) as node,
+        running_gateway(tmp_path, [node.url], settings(tokens_per_day=limit)) as running,
+    ):
+        answer = await chat(running, **{"most": 5, **bound})
+        rows = await settle(running)
+    used = sum(row["prompt_tokens"] + row["completion_tokens"] for row in rows)
+    assert used <= limit + 16
+    assert answer.status_code == (200 if used else 400), answer.text

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import csv
 import io
-from typing import Any
+import threading
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 from sqlalchemy import Connection, insert, update
 
 from gateway.store.schema import node_hours, revisions, usage_days
+from gateway.store.store import Store
 from gateway.usage.reports import (
     MOST_RESTARTS,
     ROLLED_UP,
+    SUM_NAMES,
     InvalidQuery,
+    Reporter,
     ReportInterrupted,
     ReportQuery,
     ReportReader,
@@ -339,3 +344,38 @@ def test_every_sum_of_a_day_is_a_column(connection: Connection) -> None:
         "cost_per_request",
         "cost_per_million_tokens",
     }
+
+
+def test_sums_are_added_in_the_order_of_their_names() -> None:
+    sums, values = Sums(), tuple(range(1, len(SUM_NAMES) + 1))
+    sums.add(values)
+    sums.add(values)
+    assert sums.values() == tuple(2 * value for value in values)
+
+
+def test_the_first_of_very_many_groups_are_the_dearest_in_order(connection: Connection) -> None:
+    rows = [a_row(n, user=f"u{n}", cost=float(n * 7919 % 1000)) for n in range(300)]
+    add_rows(connection, rows)
+    for by in ("user", "user,day"):
+        whole = rows_of(read(connection, asked(by=by), rows_per_step=500))
+        assert len(whole) == 300
+        assert [row["cost"] for row in whole] == sorted(
+            (row["cost"] for row in whole), reverse=True
+        )
+        report = read(connection, asked(by=by, limit="7"), rows_per_step=500)
+        assert (rows_of(report), report.found) == (whole[:7], 300)
+
+
+async def test_a_report_is_made_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    monkeypatch.setattr(ReportReader, "step", lambda *_: True)
+    monkeypatch.setattr(ReportReader, "report", lambda _: threads.append(threading.get_ident()))
+
+    class Jobs:
+        async def run(self, job: Callable[[None], bool], *, write: bool) -> bool:
+            assert not write
+            return job(None)
+
+    await Reporter(cast("Store", Jobs())).read(asked())
+    assert threads
+    assert threads != [threading.get_ident()]

@@ -86,6 +86,7 @@ def plain(path: str, body: dict[str, Any]) -> Any:
     choice = {"index": 0, "finish_reason": "stop", "message": answer, "text": "ok"}
     rows = {
         "data": [{"index": 0, "embedding": [0.5]}],
+        "embedding": [0.5],
         "results": [{"index": 0, "relevance_score": 0.5}],
         "tokens": [1, 2],
         "content": "ok",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ async def test_plain_requests_get_no_heartbeats(tmp_path: Path) -> None:
         assert json.loads(found.body)["choices"]
 
 
-async def failing(gate: Public, path: str, kind: str, **fault: Any) -> bytes:
+async def failing(gate: Public, path: str, kind: str, *fields: str, **fault: Any) -> bytes:
     """The body of a stream whose node fails after the first heartbeat."""
     async with raw_connection(gate.url) as wire:
         gate.node.faults.next("hang", after_events=0)
@@ -120,7 +121,7 @@ async def failing(gate: Public, path: str, kind: str, **fault: Any) -> bytes:
             for other in (one, two):
                 await other.send(stream())
             await until(lambda: gate.node.busy == 2)
-            await wire.send(stream(path))
+            await wire.send(request({**BODIES[path], "stream": True}, *fields, path=path))
             assert (await wire.head()).startswith(b"HTTP/1.1 200 ")
             gate.node.faults.set(kind, **fault)
         return await body_of(wire)
@@ -203,12 +204,12 @@ async def test_a_failure_before_the_first_heartbeat_has_its_own_status(tmp_path:
 
 
 @in_virtual_time
-async def test_after_a_heartbeat_a_response_that_is_not_a_stream_is_an_error(
+async def test_after_a_heartbeat_a_response_that_is_no_answer_is_an_error(
     tmp_path: Path,
 ) -> None:
     async with public(tmp_path, BEATING) as gate:
         body = await failing(gate, CHAT, "status", status=200, body='{"choices": []}')
-        outcome_of(CHAT, body.lstrip(b":\n"), "did not stream")
+        outcome_of(CHAT, body.lstrip(b":\n"), "not in this API's form")
         assert (await gate.last()).status == 502
 
 
@@ -279,3 +280,68 @@ async def test_heartbeats_continue_while_another_node_is_tried(tmp_path: Path) -
         assert body.lstrip(b":\n").startswith(b"data: {")
         assert body.endswith(b"data: [DONE]\n\n")
         assert one.requests + two.requests == 2
+
+
+CODEX = [
+    "originator: codex_exec",
+    "user-agent: codex_cli_rs/0.171.0 (Debian 12.0.0; x86_64) xterm",
+    "Originator: Codex Desktop",
+]
+
+
+def numbers(body: bytes) -> list[int]:
+    """The numbers of a stream's events, all of which have one."""
+    found = re.findall(rb"\ndata: (.*)\n", b"\n" + body)
+    return [json.loads(one)["sequence_number"] for one in found]
+
+
+def keepalive(number: int) -> bytes:
+    data = b'{"type":"keepalive","sequence_number":%d}' % number
+    return b"event: keepalive\ndata: " + data + b"\n\n"
+
+
+@pytest.mark.parametrize("line", CODEX)
+@in_virtual_time
+async def test_codex_gets_events_with_data_and_all_numbers_of_its_stream_follow_each_other(
+    tmp_path: Path, line: str
+) -> None:
+    async with public(tmp_path, BEATING) as gate, raw_connection(gate.url) as wire:
+        gate.node.faults.next("hang", after_events=0)
+        responses = {**BODIES["/v1/responses"], "stream": True}
+        await wire.send(request(responses, line, path="/v1/responses"))
+        await wire.head()
+        for number in range(3):
+            assert await chunk(wire) == keepalive(number)
+        gate.node.faults.release()
+        body = await body_of(wire)
+        found = numbers(body)
+        assert found[0] == 3
+        assert found == list(range(3, 3 + len(found)))
+        assert b"response.completed" in body
+
+        # The silence of a node within a stream.
+        gate.node.faults.next("hang", after_events=5)
+        await wire.send(request(responses, line, path="/v1/responses"))
+        await wire.head()
+        begun = b""
+        while (said := await chunk(wire)) != keepalive(len(numbers(begun))):
+            begun += said
+        gate.node.faults.release()
+        found = numbers(begun + said + await body_of(wire))
+        assert found == list(range(len(found)))
+
+        # Other streams of the same client.
+        gate.node.faults.next("hang", after_events=0)
+        await wire.send(request({**HELLO, "stream": True}, line))
+        await wire.head()
+        assert await chunk(wire) == b":\n"
+
+
+@in_virtual_time
+async def test_codex_gets_an_error_behind_heartbeats_with_the_next_number(tmp_path: Path) -> None:
+    async with public(tmp_path, BEATING) as gate:
+        body = await failing(gate, "/v1/responses", "status", CODEX[0], status=400)
+        assert body.startswith(b"event: keepalive\n")
+        found = numbers(body)
+        assert found == list(range(len(found)))
+        assert b"event: error\n" in body

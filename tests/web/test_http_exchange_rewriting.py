@@ -39,7 +39,9 @@ class Written:
 def writer(heartbeat: float = 0.0) -> tuple[RewritingWriter, Written, list[float], RequestFinished]:
     written, time, record = Written(), [0.0], RequestFinished("req_1", "/v1/chat/completions")
     exchange = cast("Any", written)
-    made = RewritingWriter(exchange, Shouting(), RELAYED, record, heartbeat, lambda: time[0])
+    made = RewritingWriter(
+        exchange, Shouting(), RELAYED, record, heartbeat, RELAYED.heartbeat, lambda: time[0]
+    )
     return made, written, time, record
 
 

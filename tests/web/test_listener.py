@@ -1,19 +1,24 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 import trustme
 
+from gateway.app import Timings
 from gateway.config.listeners import LimitSettings
 from gateway.handover import open_listeners
 from gateway.startup import StartError
 from gateway.web.listener import Listener, bind_socket
 from gateway.web.protocol import protocol_class
 from tests.emulator.raw_connection import RawConnection
+from tests.gateways import until
 from tests.virtual import in_virtual_time, now
 from tests.web.raw_client import HELLO, answer, public, request
 
@@ -78,6 +83,73 @@ async def test_plain_http_on_a_tls_port_is_closed(
         writer.close()
         async with httpx.AsyncClient(verify=trusting(authority), trust_env=False) as client:
             assert (await client.get(f"{gate.url}/health")).status_code == 200
+
+
+@asynccontextmanager
+async def half_open(url: str, count: int) -> AsyncIterator[list[asyncio.StreamReader]]:
+    """So many connections that begin no handshake."""
+    port = int(url.rpartition(":")[2])
+    opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(count)]
+    yield [reader for reader, _ in opened]
+    for _, writer in opened:
+        writer.close()
+
+
+@pytest.mark.parametrize("listener", ["listen", "admin"])
+async def test_connections_count_before_their_tls_handshake_and_get_no_longer_than_a_head(
+    tmp_path: Path, authority: trustme.CA, tls: dict[str, str], listener: str
+) -> None:
+    settings = {listener: {"tls": tls}, "limits": {"header_timeout": 0.5, "connections": 16}}
+    async with public(tmp_path, settings, well=False) as gate:
+        gateway = gate.running.gateway
+        of = {"listen": gateway.public_listener, "admin": gateway.admin_listener}[listener]
+        assert of is not None
+        limiter = of.protocol.connection_limiter
+        async with half_open(of.url, 10) as readers:
+            await until(lambda: len(limiter) == 10)
+            for reader in readers:
+                async with asyncio.timeout(20.0):
+                    await reader.read()
+            await until(lambda: len(limiter) == 0)
+
+
+async def test_an_address_with_many_half_open_tls_connections_keeps_no_other_out(
+    tmp_path: Path, authority: trustme.CA, tls: dict[str, str]
+) -> None:
+    settings = {"listen": {"tls": tls}, "limits": {"connections": 16}}
+    async with public(tmp_path, settings, well=False) as gate:
+        listener = gate.running.gateway.public_listener
+        assert listener is not None
+        limiter = listener.protocol.connection_limiter
+        transport = httpx.AsyncHTTPTransport(
+            verify=trusting(authority), local_address="127.0.0.2", retries=0
+        )
+        async with half_open(gate.url, 100), httpx.AsyncClient(transport=transport) as client:
+            await until(lambda: len(limiter) >= 70)
+            assert len(limiter.fair_share.by_caller) == 1
+            assert limiter.fair_share.total == 14, "an eighth is a reserve for others"
+            for _ in range(4):
+                reply = await client.post(f"{gate.url}/v1/chat/completions", json=HELLO)
+                assert reply.status_code == 200
+        await gate.all_disconnected()
+        await until(lambda: len(limiter) == 0)
+
+
+async def test_a_client_that_leaves_the_end_of_tls_unanswered_is_gone_soon(
+    tmp_path: Path, authority: trustme.CA, tls: dict[str, str]
+) -> None:
+    settings = {"listen": {"tls": tls}, "limits": {"header_timeout": 0.3}}
+    async with public(tmp_path, settings, well=False, timings=Timings(linger=0.2)) as gate:
+        listener = gate.running.gateway.public_listener
+        assert listener is not None
+        with socket.create_connection((listener.host, listener.port)) as raw:
+            context = trusting(authority)
+            client = await asyncio.to_thread(context.wrap_socket, raw, server_hostname="127.0.0.1")
+            await until(lambda: bool(listener.connections))
+            began = asyncio.get_running_loop().time()
+            await until(lambda: len(listener.protocol.connection_limiter) == 0)
+            assert asyncio.get_running_loop().time() - began < 20.0, "not ssl_shutdown_timeout"
+            client.close()
 
 
 async def test_a_port_that_is_taken_is_told() -> None:

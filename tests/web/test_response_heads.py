@@ -113,13 +113,15 @@ async def test_the_nodes_own_key_replaces_the_clients(
 # To the client.
 
 
+ANSWER = json.dumps({"choices": [{"message": {"role": "assistant", "content": "yes"}}]})
+
+
 async def outcome_of(gate: Public, **fields: str) -> Answer:
     """The response to a request that the node answered with these headers."""
-    body = json.dumps({"choices": []})
-    gate.node.faults.next("status", status=200, body=body, headers=fields)
+    gate.node.faults.next("status", status=200, body=ANSWER, headers=fields)
     found = await gate.ask(request(SHORT))
     assert found.status == 200
-    assert found.body == body.encode()
+    assert found.body == ANSWER.encode()
     return found
 
 
@@ -170,7 +172,7 @@ async def test_a_reload_permits_more_headers_on_open_connections_too(tmp_path: P
         async with raw_connection(gate.url) as wire:
 
             async def one() -> Answer:
-                gate.node.faults.next("status", status=200, body="{}", headers=reply)
+                gate.node.faults.next("status", status=200, body=ANSWER, headers=reply)
                 await wire.send(asked)
                 return await answer(wire)
 
@@ -186,7 +188,7 @@ async def test_a_reload_permits_more_headers_on_open_connections_too(tmp_path: P
 
 @pytest.mark.parametrize("value", ["a\x01b", "a\x00b", "a\x7fb", "x" * 100_000])
 async def test_an_invalid_header_of_a_node_never_reaches_a_client(gate: Public, value: str) -> None:
-    gate.node.faults.next("status", status=200, body="{}", headers={"OpenAI-X": value})
+    gate.node.faults.next("status", status=200, body=ANSWER, headers={"OpenAI-X": value})
     found = await gate.ask(request(SHORT))
     assert value not in found.headers.get("openai-x", "")
 

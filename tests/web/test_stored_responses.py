@@ -8,6 +8,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from gateway.access.keys import ApiKey, new_key
+from gateway.batches import event_log
 from gateway.batches.folder import ID_FILE
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
@@ -96,6 +98,28 @@ async def test_a_stream_is_followed_again_from_any_event(tmp_path: Path) -> None
             assert [event async for event in again] == live[after + 1 :]
         whole = await alice.responses.retrieve(id_, stream=True)
         assert [event async for event in whole] == live
+
+
+async def test_the_heartbeats_of_codexs_stored_stream_repeat_the_number_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_log, "SILENCE_SECONDS", 0.05)
+    async with EmulatedNode() as node, gateway(tmp_path, node) as running, client(running) as alice:
+        node.faults.next("hang", after_events=4)
+        stream = await alice.responses.create(
+            **ASK, background=True, stream=True, extra_headers={"originator": "codex_exec"}
+        )
+        live = []
+        async for event in stream:
+            live.append(event)
+            if [one.type for one in live[-2:]] == ["keepalive", "keepalive"]:
+                node.faults.release()
+        assert [event.type for event in live].count("keepalive") >= 2
+        real = [event.sequence_number for event in live if event.type != "keepalive"]
+        assert real == list(range(len(real)))
+        for before, event in pairwise(live):
+            repeats = event.sequence_number == before.sequence_number
+            assert repeats == (event.type == "keepalive")
 
 
 async def test_a_conversation_goes_on_from_a_stored_response(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
@@ -20,15 +20,17 @@ from gateway.errors import GatewayError
 from gateway.lease import LeaseRequest, Usage
 from gateway.proxy import json_values, sse
 from gateway.proxy.api import resuming
-from gateway.proxy.api.merging import ResponseMerger
+from gateway.proxy.api.merging import RawFields, ResponseMerger
 from gateway.proxy.api.resuming import EventRewriter, ReasoningEndMark
 from gateway.proxy.json_values import (
     FIELDS_DECODER,
     JSON_ERRORS,
     InvalidJson,
     JsonObject,
+    parse_json,
     parse_object,
 )
+from gateway.proxy.outcome import error_message
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.transcript import Transcript, TranscriptReader
 from gateway.proxy.usage import read_usage
@@ -37,7 +39,31 @@ from gateway.transport.errors import InvalidResponse
 
 _DONE = re.compile(rb"\ndata: ?\[DONE\]")
 
+LARGEST_ANSWER_BYTES = 4 << 20
+"""Bytes of a plain response that are decoded at once: up to 10 ms."""
+
+EDGE_BYTES = 1024
+"""Bytes at the beginning and the end of a longer one that are looked at."""
+
+_JSON_BEGINS = (b"{", b"[")
+
+_JSON_EDGES = (b"{}", b"[]")
+
+_KEEPALIVE = b'event: keepalive\ndata: {"type":"keepalive","sequence_number":%d}\n\n'
+
+_EVENT_NUMBER = re.compile(rb'("sequence_number": ?)(\d{1,15})')
+
 _NO_ERROR = sse.ordinary_events(after_brace=rb'(?!"error":)')
+
+
+class AnyObject(msgspec.Struct):
+    """Any JSON object."""
+
+
+class Answer(msgspec.Struct, kw_only=True):
+    """An object that is no error."""
+
+    error: None = None
 
 
 class StreamEventKind(enum.Enum):
@@ -68,6 +94,60 @@ class ResponseRewriter:
         Raises: InvalidResponse.
         """
         return content
+
+    def rewrite_in_steps(self, content: bytes) -> Generator[None, None, bytes]:
+        """As `rewrite_body`, for a large body, in short steps."""
+        yield
+        return self.rewrite_body(content)
+
+
+class NumberedHeartbeats(ResponseRewriter):
+    """Heartbeats that are events, and the numbers of all events of their stream.
+
+    As in OpenAI's streams each takes a number, so that those of the events behind it move up.
+    """
+
+    __slots__ = ("_inner", "_is_first", "_next_number")
+
+    def __init__(self) -> None:
+        self._inner: ResponseRewriter | None = None
+        self._next_number = 0
+        self._is_first = True
+        """Whether the events still have the numbers that they came with."""
+
+    def wrap(self, inner: ResponseRewriter | None) -> None:
+        """Number what `inner` makes of the node's events; None: those themselves."""
+        self._inner = inner
+
+    def heartbeat(self) -> bytes:
+        """The next heartbeat."""
+        number, self._next_number, self._is_first = self._next_number, self._next_number + 1, False
+        return _KEEPALIVE % number
+
+    def of_log(self, piece: bytes) -> bytes:
+        """A piece of a stored stream, by whose numbers clients go on: a heartbeat takes none."""
+        if piece == sse.HEARTBEAT:
+            return _KEEPALIVE % max(0, self._next_number - 1)
+        return self.number(piece)
+
+    def rewrite_events(self, events: bytes) -> bytes:
+        """The same events with their numbers in the stream."""
+        return self.number(events if self._inner is None else self._inner.rewrite_events(events))
+
+    def number(self, events: bytes) -> bytes:
+        """Events as the client would have them without heartbeats, with their numbers."""
+        if not self._is_first:
+            return b"".join(map(self._renumber, sse.split(events)))
+        if found := _EVENT_NUMBER.findall(events):
+            self._next_number = int(found[-1][1]) + 1
+        return events
+
+    def _renumber(self, event: bytes) -> bytes:
+        """The event with the next number, if it has one."""
+        number = self._next_number
+        event, count = _EVENT_NUMBER.subn(rb"\g<1>%d" % number, event, count=1)
+        self._next_number += count
+        return event
 
 
 class AnsweringNode(Protocol):
@@ -167,8 +247,8 @@ class Api:
 
     prompt_field: str | None = None
     """The body's field that holds the prompt."""
-    max_tokens_field: ClassVar[str | None] = None
-    """The body's field that bounds the response, in tokens."""
+    max_tokens_fields: ClassVar[tuple[str, ...]] = ()
+    """The body's fields that bound the response in tokens, the usual one first."""
     clients_add_v1: ClassVar[bool] = False
     """Whether official clients add `/v1` to their base URL themselves."""
     refusal_is_general: ClassVar[bool] = False
@@ -178,8 +258,10 @@ class Api:
 
     translates: ClassVar[bool] = False
     """Whether nodes are asked by another API; `translate` says how."""
-    added_fields_mark: ClassVar[bytes] = b""
-    """Bytes in each body to which `added_fields` may add; empty: it adds to none."""
+    refused_fields: ClassVar[Mapping[str, str]] = {}
+    """Fields that no node would obey, and why: a body may have them empty only."""
+    added_fields_marks: ClassVar[tuple[bytes, ...]] = ()
+    """Each body to which `added_fields` may add has some of these bytes; empty: it adds to none."""
     may_keep_responses: ClassVar[bool] = False
     """Whether a request can ask the gateway to keep its response, or to make it later."""
     rewrites_responses: ClassVar[bool] = False
@@ -215,7 +297,7 @@ class Api:
     ) -> JsonObject | None:
         """Fields that the body of these `fields` needs for a node of this kind; None: none.
 
-        `node_kind`: `llama.cpp` or `openai`.
+        `msgspec.UNSET` takes a field out. `node_kind`: `llama.cpp` or `openai`.
         """
         return None
 
@@ -259,6 +341,8 @@ class Api:
     """Whether `terminal_mark` stands within an object, where `ordinary_events` can't see it."""
     stream_end: ClassVar[bytes] = b""
     """Bytes behind the last event that end the stream."""
+    terminal_event: ClassVar[bytes] = b""
+    """The event that ends a stream whose answers have all given a reason for their end."""
     ordinary_events = staticmethod(_NO_ERROR)
     """Matches events that neither end the stream nor are the node's error event."""
     error_mark: ClassVar[bytes] = b'data: {"error":'
@@ -274,6 +358,10 @@ class Api:
         """Bytes between events that mean nothing."""
         return sse.HEARTBEAT
 
+    def numbered_heartbeats(self) -> NumberedHeartbeats | None:
+        """Heartbeats of one stream to a client that counts no comment; None: `heartbeat` counts."""
+        return None
+
     def classify_event(self, event: bytes) -> StreamEventKind:
         """Classify an event. Raises: InvalidResponse, if it is none of this API's."""
         data = sse.payload(event)
@@ -282,13 +370,17 @@ class Api:
         if sse.event_name(event) == b"error":
             return StreamEventKind.ERROR
         if data == b"[DONE]":
-            return StreamEventKind.CONTENT
+            raise InvalidResponse("The node's stream ended before its first content")
         if data == b"null":
             # llama.cpp begins a stream of several prompts with it.
             return StreamEventKind.NO_CONTENT
         try:
+            if sse.is_dense(data):
+                fields = FIELDS_DECODER.decode(data)
+                failed = bool(decoded_field(fields, "error"))
+                return StreamEventKind.ERROR if failed else StreamEventKind.CONTENT
             value = json_values.parse_json(data)
-        except InvalidJson:
+        except (InvalidJson, *JSON_ERRORS):
             raise InvalidResponse("An event of the node's stream is not JSON") from None
         if not isinstance(value, dict):
             raise InvalidResponse("An event of the node's stream is not a JSON object")
@@ -310,9 +402,12 @@ class Api:
         """Whether this event, which holds `terminal_mark`, is the stream's last."""
         return sse.payload(event) == b"[DONE]"
 
-    def has_finish_reason(self, tail: bytes) -> bool:
-        """Whether one of a stream's last events says why its answer ended."""
-        return False
+    def finished_answers(self, tail: bytes) -> int:
+        """How many answers of a stream have ended, as these last events say.
+
+        0: none, or the API says so by its terminal event alone.
+        """
+        return 0
 
     def is_stream_complete(self, tail: bytes) -> bool:
         """Whether a stream that ends with these bytes is complete."""
@@ -347,6 +442,58 @@ class Api:
         """
         return None
 
+    # A plain response
+
+    answer: msgspec.json.Decoder[Any]
+    """Decodes a plain response, and raises for all that is none of this API's."""
+    answers_json: ClassVar[bool] = True
+    """Whether all plain responses are JSON."""
+    answer_mark: bytes
+    """Bytes near the beginning of each plain response that is long."""
+    decoded_bytes: ClassVar[int] = LARGEST_ANSWER_BYTES
+    """Bytes of a plain response up to which it is decoded to be checked."""
+
+    def check_answer(self, content: bytes, *, whole: bool = True) -> None:
+        """Check that a plain response of status 2xx is one of this API's. Raises: InvalidResponse.
+
+        `whole`: False: it is the beginning of one.
+        """
+        begin = content[:1] if content[:1] in _JSON_BEGINS else content.lstrip()[:1]
+        if begin not in _JSON_BEGINS:
+            raise InvalidResponse("The node's answer is not JSON")
+        if not whole or (len(content) > self.decoded_bytes and self._is_like_answer(content)):
+            return
+        try:
+            # One that is longer and does not begin like an answer is none.
+            self.answer.decode(content[:LARGEST_ANSWER_BYTES])
+        except JSON_ERRORS:
+            error = error_message(content[:LARGEST_ANSWER_BYTES])
+            said = f" It says: {error}" if error else ""
+            raise InvalidResponse(f"The node answered, but not in this API's form.{said}") from None
+
+    def _is_like_answer(self, content: bytes) -> bool:
+        """Whether a long plain response begins and ends like one of this API's.
+
+        It ends with its list of objects, or with some fields behind that.
+        """
+        begin, tail = content[:1], content[-EDGE_BYTES:].rstrip()
+        end = tail.rfind(b"]")
+        fields = tail[end + 1 :]
+        return (
+            content.find(self.answer_mark, 0, EDGE_BYTES) >= 0
+            and not content.startswith(b'{"error":')
+            and begin + tail[-1:] in _JSON_EDGES
+            and tail[:end].rstrip()[-1:] == b"}"
+            and fields.count(b"}") - fields.count(b"{") == (begin == b"{")
+        )
+
+    def answer_events(self, content: bytes, request_fields: JsonObject) -> bytes:
+        """The stream of one piece and its end that a plain response makes.
+
+        `content` has passed `check_answer`. Raises: InvalidResponse.
+        """
+        raise NotImplementedError
+
     # A plain response, assembled from a stream
 
     streaming_fields: ClassVar[JsonObject | None] = None
@@ -355,8 +502,11 @@ class Api:
     assembles_several_answers: ClassVar[bool] = False
     """Whether events say which of a prompt's several answers they belong to."""
 
-    def assemble(self, events: Iterable[JsonObject], request_fields: JsonObject) -> JsonObject:
-        """The plain response that these events make. Raises: AssemblyError."""
+    def assemble(self, request_fields: JsonObject) -> Assembly:
+        """Take the fields of one event after the other, then None; return the plain response.
+
+        Raises: AssemblyError.
+        """
         raise NotImplementedError
 
     # Several prompts in one request
@@ -474,18 +624,31 @@ class AssemblyError(Exception):
     """The events don't make a whole response. Its text never quotes them."""
 
 
-class ResponseAssembler:
-    """Collects a stream's events, and assembles the plain response.
+Assembly = Generator[None, RawFields | None, JsonObject]
+"""Makes a plain response, of which parts may be undecoded, of a stream's events."""
 
-    `max_bytes`: bytes of events that a response may have.
+
+class ResponseAssembler:
+    """Assembles a plain response of a stream's events while they come.
+
+    So no turn of the event loop has them all. `max_bytes`: bytes of events that a response may
+    have.
     """
 
-    __slots__ = ("_api", "_bytes_left", "_chunks")
+    __slots__ = ("_assembly", "_bytes_left", "_chunks", "_error", "_unread")
 
-    def __init__(self, api: Api, first_chunk: bytes, max_bytes: int) -> None:
-        self._api = api
-        self._chunks = [first_chunk]
-        self._bytes_left = max_bytes - len(first_chunk)
+    def __init__(
+        self, api: Api, request_fields: JsonObject, first_chunk: bytes, max_bytes: int
+    ) -> None:
+        """`request_fields`: those of the request's body."""
+        self._assembly = api.assemble(request_fields)
+        next(self._assembly)
+        self._bytes_left = max_bytes
+        self._error: AssemblyError | None = None
+        self._chunks: list[bytes] = []
+        self._unread = 0
+        """Bytes of them."""
+        self.add(first_chunk)
 
     @property
     def too_large(self) -> bool:
@@ -495,20 +658,53 @@ class ResponseAssembler:
     def add(self, events: bytes) -> bool:
         """Add whole events, and return `too_large`."""
         self._chunks.append(events)
+        self._unread += len(events)
         self._bytes_left -= len(events)
+        if self._unread > MOST_UNREAD_BYTES:
+            self._read()
         return self._bytes_left < 0
 
-    def assemble(self, request_fields: JsonObject) -> bytes:
-        """The response to a request with these fields, as JSON. Raises: AssemblyError."""
-        events = read_events(b"".join(self._chunks))
+    def _read(self) -> None:
+        events, self._chunks, self._unread = b"".join(self._chunks), [], 0
+        if self._error is not None or self._bytes_left < 0:
+            return
         try:
-            return msgspec.json.encode(self._api.assemble(events, request_fields))
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
-            raise AssemblyError("an event of the node's stream has another form") from None
+            for fields in read_events(events):
+                self._assembly.send(fields)
+        except AssemblyError as error:
+            self._error = error
+        except _OTHER_FORM:
+            self._error = _other_form()
+
+    def response(self) -> bytes:
+        """The response as JSON. Raises: AssemblyError."""
+        self._read()
+        if self._error is not None:
+            raise self._error
+        try:
+            self._assembly.send(None)
+        except StopIteration as end:
+            try:
+                return msgspec.json.encode(end.value)
+            except ValueError:
+                raise _other_form() from None
+        except _OTHER_FORM:
+            pass
+        raise _other_form()
 
 
-def read_events(stream: bytes) -> Iterator[JsonObject]:
-    """The objects in the data of whole events, in order, without `[DONE]`.
+MOST_UNREAD_BYTES = 16 * 1024
+"""Bytes of events that are read together: some hundred tokens."""
+
+_OTHER_FORM = (AttributeError, IndexError, KeyError, TypeError, ValueError, *JSON_ERRORS)
+
+
+def _other_form() -> AssemblyError:
+    return AssemblyError("an event of the node's stream has another form")
+
+
+def read_events(stream: bytes) -> Iterator[RawFields]:
+    """The fields in the data of whole events, in order, without `[DONE]`.
 
     Raises: AssemblyError, for data that is no object, and for the node's error event.
     """
@@ -517,9 +713,10 @@ def read_events(stream: bytes) -> Iterator[JsonObject]:
         if not data or data == b"[DONE]":
             continue
         try:
-            value = parse_object(data)
-        except InvalidJson:
+            fields: RawFields = FIELDS_DECODER.decode(data)
+            is_error = "error" in fields and parse_json(bytes(fields["error"]))
+        except (InvalidJson, *JSON_ERRORS):
             raise AssemblyError("an event of the node's stream is no JSON object") from None
-        if value.get("error"):
+        if is_error:
             raise AssemblyError("the node's stream ended with an error")
-        yield value
+        yield fields

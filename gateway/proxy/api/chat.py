@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 
 from gateway.proxy.api import resuming
-from gateway.proxy.api.base import decoded_field
+from gateway.proxy.api.base import Answer, AnyObject, decoded_field
 from gateway.proxy.api.choices import (
+    AnswerParts,
     ChoicesApi,
     ChunkRewriter,
     NativeToChunkRewriter,
     as_index,
-    assembled_finish_reason,
-    assembled_logprobs,
     read_chunk,
     take_logprobs,
     wants_usage,
 )
+from gateway.proxy.api.merging import RawFields, read_fields, read_items
 from gateway.proxy.api.resuming import EventRewriter, ReasoningEndMark, ReasoningSplitter
 from gateway.proxy.json_values import JsonObject
 from gateway.proxy.splice import SplicePoint
@@ -95,17 +95,38 @@ class NativeToChatRewriter(NativeToChunkRewriter):
         return {"finish_reason": reason, "index": 0, "delta": {}}
 
 
+class _Choice(msgspec.Struct):
+    message: AnyObject
+
+
+class _ChatAnswer(Answer, kw_only=True):
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+
+
 class ChatApi(ChoicesApi):
     """`/v1/chat/completions`: a role delta, content deltas, a finish reason, `[DONE]`."""
 
     name = "chat"
     prompt_field = "messages"
+    answer = msgspec.json.Decoder(_ChatAnswer)
+    max_tokens_fields = ("max_tokens", "max_completion_tokens")
     response_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    _END: ClassVar[JsonObject] = {"delta": {}}
     assembles_several_answers = True
     transcript_reader = staticmethod(read_chat)
     event_rewriter = ChatRewriter
     is_chat = True
     logprobs_fields: ClassVar[JsonObject] = {"logprobs": True, "top_logprobs": 1}
+
+    def _as_part(self, choice: RawFields) -> JsonObject:
+        part: JsonObject = {**choice}
+        delta: JsonObject = {**read_fields(part.pop("message"))}
+        calls = delta.get("tool_calls", b"null")
+        if bytes(calls) != b"null":
+            numbered = enumerate(read_items(calls))
+            delta["tool_calls"] = [{"index": number, **call} for number, call in numbered]
+        return part | {"delta": delta}
 
     def _choice_has_content(self, choice: JsonObject) -> bool:
         delta = choice.get("delta")
@@ -113,29 +134,18 @@ class ChatApi(ChoicesApi):
             return True
         return any(value for name, value in delta.items() if name != "role")
 
-    def _assemble_choice(self, index: int, parts: list[JsonObject]) -> JsonObject:
-        content: list[str] = []
-        reasoning: list[str] = []
-        calls: dict[int, JsonObject] = {}
-        role = "assistant"
-        for part in parts:
-            delta = part.get("delta") or {}
-            role = delta.get("role") or role
-            content.append(delta.get("content") or "")
-            reasoning.append(delta.get("reasoning_content") or "")
-            for call in delta.get("tool_calls") or ():
-                _add_call(calls, call)
-        message: JsonObject = {"role": role, "content": "".join(content)}
-        if any(reasoning):
-            message["reasoning_content"] = "".join(reasoning)
-        if calls:
-            message["tool_calls"] = [calls[number] for number in sorted(calls)]
+    def _whole_choice(self, index: int, answer: AnswerParts) -> JsonObject:
+        message: JsonObject = {"role": answer.role, "content": answer.text}
+        if reasoning := "".join(answer.reasoning):
+            message["reasoning_content"] = reasoning
+        if answer.calls:
+            message["tool_calls"] = _whole_calls(answer.calls)
         choice: JsonObject = {
-            "finish_reason": assembled_finish_reason(parts),
+            "finish_reason": answer.finish_reason,
             "index": index,
             "message": message,
         }
-        logprobs = assembled_logprobs(parts)
+        logprobs = answer.logprobs
         return choice if logprobs is None else choice | {"logprobs": logprobs}
 
     def take_token_ids(self, value: JsonObject) -> list[int]:
@@ -163,17 +173,22 @@ class ChatApi(ChoicesApi):
         return NativeToChatRewriter(transcript, splice_point, end_mark, usage=wants_usage(body))
 
 
-def _add_call(calls: dict[int, JsonObject], call: JsonObject) -> None:
-    """Add a part of a tool call: first its name comes, then its arguments in parts."""
-    known = calls.setdefault(
-        as_index(call.get("index")),
-        {"type": "function", "function": {"name": "", "arguments": ""}, "id": ""},
-    )
-    for name in ("type", "id"):
-        known[name] = call.get(name) or known[name]
-    function = call.get("function") or {}
-    known["function"]["name"] += function.get("name") or ""
-    known["function"]["arguments"] += function.get("arguments") or ""
+def _whole_calls(parts: list[JsonObject]) -> list[JsonObject]:
+    """The tool calls of these parts: of each, first its name comes, then its arguments."""
+    calls: dict[int, JsonObject] = {}
+    functions: dict[int, tuple[list[str], list[str]]] = {}
+    for part in parts:
+        index = as_index(part.get("index"))
+        call = calls.setdefault(index, {"type": "function", "function": {}, "id": ""})
+        for field in ("type", "id"):
+            call[field] = part.get(field) or call[field]
+        function = part.get("function") or {}
+        names, arguments = functions.setdefault(index, ([], []))
+        names.append(function.get("name") or "")
+        arguments.append(function.get("arguments") or "")
+    for index, (names, arguments) in functions.items():
+        calls[index]["function"] = {"name": "".join(names), "arguments": "".join(arguments)}
+    return [calls[index] for index in sorted(calls)]
 
 
 def as_response_format(bound: JsonObject) -> JsonObject | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import msgspec
 
-from gateway.proxy.api.base import Api, AssemblyError, decoded_field, read_events
+from gateway.proxy.api.base import Api, Assembly, AssemblyError, decoded_field, read_events
+from gateway.proxy.api.merging import RawFields, inner_items, read_fields, read_items
 from gateway.proxy.api.resuming import EventRewriter, as_count, data_event
-from gateway.proxy.json_values import JsonObject
+from gateway.proxy.json_values import JSON_ERRORS, JsonObject, parse_json
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.transcript import Transcript
 
@@ -35,16 +36,41 @@ IDENTITY_FIELDS = ("id", "created", "model", "system_fingerprint")
 class ChoicesApi(Api):
     """An API whose events are chunks of choices, up to `[DONE]`."""
 
-    max_tokens_field = "max_tokens"
+    max_tokens_fields: ClassVar[tuple[str, ...]] = ("max_tokens",)
     refusal_is_general = True
-    stream_end = b"data: [DONE]\n\n"
+    stream_end = terminal_event = b"data: [DONE]\n\n"
     progress_fields: ClassVar[JsonObject] = {"return_progress": True}
     streaming_fields: ClassVar[JsonObject] = {
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    answer_mark = b'"choices"'
     response_object: ClassVar[str]
     """The `object` of a plain response."""
+    chunk_object: ClassVar[str]
+    """That of a chunk."""
+    _END: ClassVar[JsonObject]
+    """What the last chunk of a choice has in place of content."""
+
+    def answer_events(self, content: bytes, request_fields: JsonObject) -> bytes:
+        chunk: JsonObject = {**read_fields(content), "object": self.chunk_object}
+        choices, usage = read_items(chunk.pop("choices")), chunk.pop("usage", None)
+        timings = {"timings": chunk.pop("timings")} if "timings" in chunk else {}
+        begin, ends = [], []
+        for number, choice in enumerate(choices):
+            reason, index = choice.pop("finish_reason", "stop"), choice.get("index", number)
+            part = {"index": index, **self._as_part(choice), "finish_reason": None}
+            begin.append(data_event(chunk | {"choices": [part]}))
+            end = {"index": index, **self._END, "finish_reason": reason}
+            ends.append(chunk | {"choices": [end]})
+        if usage is not None and wants_usage(request_fields):
+            ends.append(chunk | {"choices": [], "usage": usage})
+        ends[-1] |= timings
+        return b"".join([*begin, *map(data_event, ends), self.terminal_event])
+
+    def _as_part(self, choice: RawFields) -> JsonObject:
+        """The choice of a plain response as that of a chunk. Raises: InvalidResponse."""
+        raise NotImplementedError
 
     def has_content(self, value: JsonObject) -> bool:
         choices = value.get("choices")
@@ -57,15 +83,18 @@ class ChoicesApi(Api):
             for choice in choices
         )
 
-    def has_finish_reason(self, tail: bytes) -> bool:
+    def finished_answers(self, tail: bytes) -> int:
         try:
-            return any(
-                isinstance(choice, dict) and bool(choice.get("finish_reason"))
-                for event in read_events(tail)
-                for choice in event.get("choices") or ()
+            return len(
+                {
+                    as_index(choice.index)
+                    for fields in read_events(tail)
+                    for choice in read_choices(fields)
+                    if choice.finish_reason
+                }
             )
-        except (AssemblyError, TypeError):
-            return False
+        except (AssemblyError, *JSON_ERRORS):
+            return 0
 
     def usage_fields(self, fields: Mapping[str, msgspec.Raw]) -> JsonObject | None:
         if len(fields.get("stream_options", b"")) > MOST_OPTIONS_BYTES:
@@ -86,25 +115,110 @@ class ChoicesApi(Api):
         """Whether a chunk's choice without a finish reason has content."""
         raise NotImplementedError
 
-    def assemble(self, events: Iterable[JsonObject], request_fields: JsonObject) -> JsonObject:
-        found: JsonObject = {}
-        parts: dict[int, list[JsonObject]] = {}
-        for event in events:
-            for choice in event.get("choices") or ():
-                parts.setdefault(as_index(choice.get("index")), []).append(choice)
-            found |= event
-        if not parts:
+    def assemble(self, request_fields: JsonObject) -> Assembly:
+        last: RawFields = {}
+        answers: dict[int, AnswerParts] = {}
+        while (fields := (yield)) is not None:
+            for choice in read_choices(fields):
+                answers.setdefault(as_index(choice.index), AnswerParts()).add(choice)
+            last |= fields
+        if not answers:
             raise AssemblyError("the node's stream has no answer")
+        found = {name: parse_json(bytes(raw)) for name, raw in last.items() if name != "choices"}
         if not found.get("usage") and (usage := _usage_from_timings(found.get("timings"))):
             found["usage"] = usage
         found["object"] = self.response_object
-        found["choices"] = [self._assemble_choice(index, parts[index]) for index in sorted(parts)]
+        found["choices"] = [self._whole_choice(at, answers[at]) for at in sorted(answers)]
         ordered = {name: found.pop(name) for name in _FIELD_ORDER if name in found}
         return ordered | found
 
-    def _assemble_choice(self, index: int, parts: list[JsonObject]) -> JsonObject:
-        """The plain response's choice made of the chunks' choices. Raises: AssemblyError."""
+    def _whole_choice(self, index: int, answer: AnswerParts) -> JsonObject:
+        """The plain response's choice. Raises: AssemblyError."""
         raise NotImplementedError
+
+
+class _Logprobs(msgspec.Struct):
+    content: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Delta(msgspec.Struct):
+    role: Any = None
+    content: Any = None
+    reasoning_content: Any = None
+    tool_calls: Any = None
+
+
+class ChunkChoice(msgspec.Struct):
+    """A chunk's choice. Its probabilities, by far the most of it, are not decoded."""
+
+    index: Any = 0
+    finish_reason: Any = None
+    delta: _Delta | None = None
+    text: Any = None
+    logprobs: _Logprobs | None = None
+
+
+_CHOICES = msgspec.json.Decoder(list[ChunkChoice] | None)
+
+
+def read_choices(fields: RawFields) -> list[ChunkChoice]:
+    """The choices of a chunk. Raises: JSON_ERRORS."""
+    return _CHOICES.decode(fields["choices"]) or [] if "choices" in fields else []
+
+
+class AnswerParts:
+    """One answer of a response, as far as its chunks have come."""
+
+    __slots__ = ("_logprobs", "_reason", "_texts", "calls", "reasoning", "role")
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self.reasoning: list[str] = []
+        self.role = "assistant"
+        self.calls: list[JsonObject] = []
+        """Parts of tool calls."""
+        self._reason: object = None
+        self._logprobs: list[bytes] | None = None
+        """Of each chunk the probabilities of its tokens, with commas between them."""
+
+    def add(self, choice: ChunkChoice) -> None:
+        """Add a chunk's choice."""
+        delta = choice.delta
+        if delta is not None:
+            self._texts.append(delta.content or "")
+            if delta.reasoning_content:
+                self.reasoning.append(delta.reasoning_content)
+            if delta.role:
+                self.role = delta.role
+            if delta.tool_calls:
+                self.calls += delta.tool_calls
+        elif choice.text:
+            self._texts.append(choice.text)
+        if choice.finish_reason:
+            self._reason = choice.finish_reason
+        if choice.logprobs is not None:
+            self._logprobs = self._logprobs or []
+            if tokens := inner_items(choice.logprobs.content):
+                self._logprobs.append(tokens)
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self._texts)
+
+    @property
+    def finish_reason(self) -> str:
+        """Why it ended. Raises: AssemblyError, if it has not."""
+        if not self._reason:
+            raise AssemblyError("an answer in the node's stream has no end")
+        return str(self._reason)
+
+    @property
+    def logprobs(self) -> JsonObject | None:
+        """The probabilities; None: it has none."""
+        if self._logprobs is None:
+            return None
+        return {"content": msgspec.Raw(b"[%b]" % b",".join(self._logprobs))}
 
 
 def as_index(value: object) -> int:
@@ -121,26 +235,6 @@ def _usage_from_timings(timings: object) -> JsonObject | None:
         return None
     prompt = fresh + cached
     return {"completion_tokens": written, "prompt_tokens": prompt, "total_tokens": prompt + written}
-
-
-def assembled_finish_reason(parts: list[JsonObject]) -> str:
-    """The finish reason of a choice's parts. Raises: AssemblyError, if they have none."""
-    for part in reversed(parts):
-        if part.get("finish_reason"):
-            return str(part["finish_reason"])
-    raise AssemblyError("an answer in the node's stream has no end")
-
-
-def assembled_logprobs(parts: list[JsonObject]) -> JsonObject | None:
-    """The logprobs of a choice's parts; None: they have none."""
-    tokens: list[Any] = []
-    found = False
-    for part in parts:
-        logprobs = part.get("logprobs")
-        if logprobs is not None:
-            found = True
-            tokens += logprobs.get("content") or ()
-    return {"content": tokens} if found else None
 
 
 def read_chunk(transcript: Transcript, value: JsonObject) -> list[JsonObject]:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
 from gateway.proxy.api import resuming
+from gateway.proxy.api.base import Answer
 from gateway.proxy.api.choices import (
     IDENTITY_FIELDS,
+    AnswerParts,
     ChoicesApi,
     ChunkRewriter,
     NativeToChunkRewriter,
-    assembled_finish_reason,
-    assembled_logprobs,
     read_chunk,
     take_logprobs,
     wants_usage,
@@ -70,10 +70,11 @@ class CompletionsMerger(ResponseMerger):
         self._usage: JsonObject = {}
 
     def merged_response(self) -> bytes:
-        fields = self._shared | {"choices": msgspec.Raw(self._all_items())}
+        fields = dict(self._shared)
         if self._usage:
             fields["usage"] = msgspec.Raw(msgspec.json.encode(self._usage))
-        return msgspec.json.encode(fields)
+        start = msgspec.json.encode(fields)[:-1] + (b"," if fields else b"")
+        return b"".join([start, b'"choices":', *self._all_items(), b"}"])
 
     def stream_end(self) -> bytes:
         end = ChoicesApi.stream_end
@@ -103,7 +104,7 @@ class CompletionsMerger(ResponseMerger):
         self._add_usage(fields)
         if self._shared_index is None or index < self._shared_index:
             self._shared, self._shared_index = fields, index
-        return msgspec.json.encode(self._renumber(index, choices))[1:-1]
+        return b",".join(map(msgspec.json.encode, self._renumber(index, choices)))
 
     def _event(self, index: int, data: bytes) -> bytes:
         fields = read_fields(data)
@@ -139,26 +140,39 @@ def _add_numbers(total: JsonObject, more: Mapping[str, Any]) -> None:
             total.setdefault(name, value)
 
 
+class _Text(msgspec.Struct):
+    text: str
+
+
+class _CompletionsAnswer(Answer, kw_only=True):
+    choices: Annotated[list[_Text], msgspec.Meta(min_length=1)]
+
+
 class CompletionsApi(ChoicesApi):
     """`/v1/completions`: text in each event, `[DONE]`."""
 
     name = "completions"
     prompt_field = "prompt"
-    response_object = "text_completion"
+    answer = msgspec.json.Decoder(_CompletionsAnswer)
+    response_object = chunk_object = "text_completion"
+    _END: ClassVar[JsonObject] = {"text": "", "logprobs": None}
     merger = CompletionsMerger
     transcript_reader = staticmethod(read_completion)
     event_rewriter = CompletionsRewriter
     logprobs_fields: ClassVar[JsonObject] = {"logprobs": 1}
 
+    def _as_part(self, choice: RawFields) -> JsonObject:
+        return {**choice}
+
     def _choice_has_content(self, choice: JsonObject) -> bool:
         return bool(choice.get("text"))
 
-    def _assemble_choice(self, index: int, parts: list[JsonObject]) -> JsonObject:
+    def _whole_choice(self, index: int, answer: AnswerParts) -> JsonObject:
         return {
-            "text": "".join(part.get("text") or "" for part in parts),
+            "text": answer.text,
             "index": index,
-            "logprobs": assembled_logprobs(parts),
-            "finish_reason": assembled_finish_reason(parts),
+            "logprobs": answer.logprobs,
+            "finish_reason": answer.finish_reason,
         }
 
     def take_token_ids(self, value: JsonObject) -> list[int]:

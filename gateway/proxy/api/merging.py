@@ -61,8 +61,12 @@ class ResponseMerger(ABC):
     def _event(self, index: int, data: bytes) -> bytes:
         """One event of the response to one prompt; empty: it is left out."""
 
-    def _all_items(self) -> bytes:
-        return b"[" + b",".join(items for _, items in sorted(self._items_by_prompt.items())) + b"]"
+    def _all_items(self) -> list[bytes]:
+        """Pieces of the list of all answers, which are joined once: they may be large."""
+        pieces = [b"["]
+        for _, items in sorted(self._items_by_prompt.items()):
+            pieces += (items, b",")
+        return [*pieces[:-1], b"]"] if len(pieces) > 1 else [b"[]"]
 
     def _renumber(self, index: int, items: list[RawFields]) -> list[RawFields]:
         """Number the answers to one prompt by their place among all answers."""
@@ -83,6 +87,16 @@ def read_items(data: bytes | msgspec.Raw) -> list[RawFields]:
     """The JSON objects of a list. Raises: InvalidResponse."""
     items: list[RawFields] = _decode(_ITEMS, data)
     return items
+
+
+def inner_items(data: bytes | msgspec.Raw) -> bytes:
+    """The items of a list, undecoded, with commas between them; empty: null. Raises: TypeError."""
+    listed = bytes(data)
+    if listed == b"null":
+        return b""
+    if not listed.startswith(b"["):
+        raise TypeError
+    return listed[1:-1].strip()
 
 
 def _decode(decoder: msgspec.json.Decoder[Any], data: bytes | msgspec.Raw) -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import msgspec
 
@@ -14,8 +14,11 @@ from gateway.lease import Usage
 from gateway.proxy import sse, usage
 from gateway.proxy.api import resuming
 from gateway.proxy.api.base import (
+    Answer,
     AnsweringNode,
+    AnyObject,
     Api,
+    Assembly,
     AssemblyError,
     ForwardedRequest,
     ResponseRewriter,
@@ -23,9 +26,11 @@ from gateway.proxy.api.base import (
     body_fields,
     decoded_field,
     edit_body,
+    read_events,
 )
 from gateway.proxy.api.chat import as_response_format, may_call_tools
 from gateway.proxy.api.messages_by_chat import ChatToMessage, chat_request
+from gateway.proxy.api.relayed import InputTokens
 from gateway.proxy.api.resuming import (
     EventRewriter,
     ReasoningEndMark,
@@ -58,7 +63,7 @@ _ERROR_TYPES = {
     529: "overloaded_error",
 }
 
-_NO_CONTENT_TYPES = frozenset({"message_start", "content_block_start", "ping"})
+_NO_CONTENT_TYPES = frozenset({None, "message_start", "content_block_start", "ping"})
 
 
 def read_message(transcript: Transcript, value: JsonObject) -> None:
@@ -213,16 +218,22 @@ def _read_anthropic_usage(reported: JsonObject, timed: Usage) -> Usage:
     return Usage(prompt, cached, completion, timed.timings)
 
 
+class _Message(Answer, kw_only=True):
+    type: Literal["message"]
+    content: list[AnyObject]
+
+
 class MessagesApi(Api):
     """`/v1/messages`: named events, from `message_start` to `message_stop`."""
 
     name = "messages"
     prompt_field = "messages"
-    max_tokens_field = "max_tokens"
+    max_tokens_fields = ("max_tokens",)
     clients_add_v1 = True
     sends_request_id = True
     heartbeat_is_event = True
     terminal_mark = b"event: message_stop"
+    terminal_event = named_event({"type": "message_stop"})
     error_mark = b"event: error\n"
     ordinary_events = staticmethod(
         # A name may have spaces around it.
@@ -234,6 +245,8 @@ class MessagesApi(Api):
     is_chat = True
     translates = True
     rewrites_responses = True
+    answer = msgspec.json.Decoder(_Message)
+    answer_mark = b'"content"'
 
     def needs_translation(
         self, path: str, body: bytes, settings: Settings, *, prompt_cache: bool = True
@@ -326,6 +339,13 @@ class MessagesApi(Api):
     def is_terminal_event(self, event: bytes) -> bool:
         return sse.event_name(event) == b"message_stop"
 
+    def finished_answers(self, tail: bytes) -> int:
+        try:
+            deltas = [decoded_field(fields, "delta") for fields in read_events(tail)]
+        except AssemblyError:
+            return 0
+        return any(isinstance(delta, dict) and bool(delta.get("stop_reason")) for delta in deltas)
+
     def is_stream_complete(self, tail: bytes) -> bool:
         return b"\nevent: message_stop" in (b"\n" + tail)[-128:]
 
@@ -340,19 +360,20 @@ class MessagesApi(Api):
                 return Usage(first.prompt_tokens, first.cached_tokens, found.completion_tokens)
         return found
 
-    def assemble(self, events: Iterable[JsonObject], request_fields: JsonObject) -> JsonObject:
+    def assemble(self, request_fields: JsonObject) -> Assembly:
         message: JsonObject | None = None
         blocks: dict[int, JsonObject] = {}
-        inputs: dict[int, str] = {}
+        texts: dict[tuple[int, str], list[str]] = {}
         stopped = False
-        for event in events:
+        while (fields := (yield)) is not None:
+            event = {name: parse_json(bytes(raw)) for name, raw in fields.items()}
             match event.get("type"):
                 case "message_start":
                     message = dict(event.get("message") or {})
                 case "content_block_start":
                     blocks[event.get("index", 0)] = dict(event.get("content_block") or {})
                 case "content_block_delta":
-                    _add_delta(blocks, inputs, event.get("index", 0), event.get("delta") or {})
+                    _add_delta(texts, event.get("index", 0), event.get("delta") or {})
                 case "message_delta" if message is not None:
                     message |= event.get("delta") or {}
                     message["usage"] = (message.get("usage") or {}) | (event.get("usage") or {})
@@ -360,10 +381,26 @@ class MessagesApi(Api):
                     stopped = True
         if message is None or not stopped:
             raise AssemblyError("the node's stream has no message or no end")
-        for index, text in inputs.items():
-            blocks[index]["input"] = _tool_input(text)
+        for (index, name), pieces in texts.items():
+            text, block = "".join(pieces), blocks.setdefault(index, {})
+            block[name] = _tool_input(text) if name == "input" else (block.get(name) or "") + text
         message["content"] = [blocks[index] for index in sorted(blocks)]
         return message
+
+    def answer_events(self, content: bytes, request_fields: JsonObject) -> bytes:
+        message = parse_object(content)
+        usage = message.get("usage") or {}
+        nothing: JsonObject = {"content": [], "stop_reason": None, "stop_sequence": None}
+        begin = message | nothing | {"usage": {**usage, "output_tokens": 0}}
+        end = {name: message.get(name) for name in ("stop_reason", "stop_sequence")}
+        return b"".join(
+            [
+                named_event({"type": "message_start", "message": begin}),
+                *(_block_events(*numbered) for numbered in enumerate(message["content"])),
+                named_event({"type": "message_delta", "delta": end, "usage": usage}),
+                self.terminal_event,
+            ]
+        )
 
     def unresumable_reason(self, body: JsonObject, transcript: Transcript) -> str | None:
         reason = resuming.unresumable_reason(body, transcript)
@@ -401,20 +438,36 @@ class MessagesApi(Api):
         return NativeToMessagesRewriter(transcript, splice_point, end_mark)
 
 
-_DELTA_FIELDS = {"text_delta": "text", "thinking_delta": "thinking", "signature_delta": "signature"}
-"""Deltas that add to a field of their block."""
+_DELTA_FIELDS = {
+    "text_delta": ("text", "text"),
+    "thinking_delta": ("thinking", "thinking"),
+    "signature_delta": ("signature", "signature"),
+    "input_json_delta": ("input", "partial_json"),
+}
+"""Of each type of deltas the field of their block to which they add, and their own."""
 
 
-def _add_delta(
-    blocks: dict[int, JsonObject], inputs: dict[int, str], index: int, delta: JsonObject
-) -> None:
-    block = blocks.setdefault(index, {})
-    kind = delta.get("type")
-    if kind == "input_json_delta":
-        inputs[index] = inputs.get(index, "") + (delta.get("partial_json") or "")
-    elif kind in _DELTA_FIELDS:
-        name = _DELTA_FIELDS[kind]
-        block[name] = (block.get(name) or "") + (delta.get(name) or "")
+def _add_delta(texts: dict[tuple[int, str], list[str]], index: int, delta: JsonObject) -> None:
+    names = _DELTA_FIELDS.get(str(delta.get("type")))
+    if names is not None:
+        texts.setdefault((index, names[0]), []).append(delta.get(names[1]) or "")
+
+
+def _block_events(index: int, block: JsonObject) -> bytes:
+    """The events of one block of a message, in one piece."""
+    begin, deltas = dict(block), []
+    for kind, (name, field) in _DELTA_FIELDS.items():
+        if name == field and begin.get(name):
+            deltas.append({"type": kind, name: begin[name]})
+            begin[name] = ""
+    if block.get("type") == "tool_use":
+        text = msgspec.json.encode(block.get("input") or {}).decode()
+        deltas.append({"type": "input_json_delta", "partial_json": text})
+        begin["input"] = {}
+    events = named_event({"type": "content_block_start", "index": index, "content_block": begin})
+    for delta in deltas:
+        events += named_event({"type": "content_block_delta", "index": index, "delta": delta})
+    return events + named_event({"type": "content_block_stop", "index": index})
 
 
 def _tool_input(text: str) -> object:
@@ -535,4 +588,14 @@ def _chat_message(message: JsonObject) -> JsonObject | None:
     return converted | {"reasoning_content": reasoning} if reasoning else converted
 
 
+class CountTokensApi(MessagesApi):
+    """`/v1/messages/count_tokens`."""
+
+    translates = False
+    answer = msgspec.json.Decoder(InputTokens)
+    answer_mark = b'"input_tokens"'
+
+
 MESSAGES = MessagesApi()
+
+COUNT_TOKENS = CountTokensApi()

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import ClassVar
+from itertools import chain
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
 from gateway.proxy import sse
 from gateway.proxy.api import resuming
-from gateway.proxy.api.base import Api, AssemblyError
-from gateway.proxy.api.merging import ResponseMerger, read_fields, read_items
+from gateway.proxy.api.base import Answer, Api, Assembly, AssemblyError, decoded_field
+from gateway.proxy.api.merging import (
+    RawFields,
+    ResponseMerger,
+    inner_items,
+    read_fields,
+    read_items,
+)
 from gateway.proxy.api.resuming import (
-    LENGTH_FIELDS,
     EventRewriter,
     ReasoningEndMark,
     as_count,
     data_event,
 )
-from gateway.proxy.json_values import JsonObject
+from gateway.proxy.json_values import JsonObject, parse_json
+from gateway.proxy.output_bound import BOUND_NAMES
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.transcript import Transcript
 
@@ -77,29 +83,59 @@ class NativeMerger(ResponseMerger):
     """Merges responses into a list of objects; a stream's events pass as they come."""
 
     def merged_response(self) -> bytes:
-        return self._all_items()
+        return b"".join(self._all_items())
 
     def stream_end(self) -> bytes:
         return b""
 
     def _items(self, index: int, response: bytes) -> bytes:
         listed = response if response.lstrip()[:1] == b"[" else b"[" + response + b"]"
-        return msgspec.json.encode(self._renumber(index, read_items(listed)))[1:-1]
+        return b",".join(map(msgspec.json.encode, self._renumber(index, read_items(listed))))
 
     def _event(self, index: int, data: bytes) -> bytes:
         (fields,) = self._renumber(index, [read_fields(data)])
         return b"data: " + msgspec.json.encode(fields) + b"\n\n"
 
 
+class _NativeAnswer(Answer, kw_only=True):
+    stop: bool
+    """Also where the client has selected fields (`edits.required_edit`)."""
+
+
+_PART_FIELDS = (
+    "index", "content", "tokens", "id_slot", "tokens_predicted", "tokens_evaluated",
+    "completion_probabilities",
+)  # fmt: skip
+"""Fields of an event that is not the last."""
+
+
+_NOTHING_MORE: JsonObject = {"content": "", "tokens": []}
+
+
 class NativeEventsApi(Api):
     """An API of events with `content`, the last with `"stop": true`."""
 
-    max_tokens_field = "n_predict"
+    max_tokens_fields = ("n_predict",)
     single_terminal_event = False
     terminal_mark = b'"stop":true'
     terminal_mark_nested = True
     progress_fields: ClassVar[JsonObject] = {"return_progress": True}
     streaming_fields: ClassVar[JsonObject] = {"stream": True}
+    answer = msgspec.json.Decoder(
+        Annotated[list[_NativeAnswer], msgspec.Meta(min_length=1)] | _NativeAnswer
+    )
+    answer_mark = b'"content"'
+
+    def answer_events(self, content: bytes, request_fields: JsonObject) -> bytes:
+        events: list[bytes] = []
+        listed = content if content.lstrip()[:1] == b"[" else b"[" + content + b"]"
+        for item in read_items(listed):
+            end: JsonObject = {**item}
+            part = {name: end[name] for name in _PART_FIELDS if name in end}
+            end.pop("completion_probabilities", None)
+            end |= {name: empty for name, empty in _NOTHING_MORE.items() if name in end}
+            events += (data_event(part | {"stop": False}), data_event(end))
+        return b"".join(events)
 
     def has_content(self, value: JsonObject) -> bool:
         return bool(value.get("content") or value.get("tokens") or value.get("stop"))
@@ -115,28 +151,33 @@ class NativeEventsApi(Api):
             return True
         return b'"stop":true' in last or b'"stop": true' in last
 
-    def assemble(self, events: Iterable[JsonObject], request_fields: JsonObject) -> JsonObject:
-        content: list[str] = []
-        tokens: list[object] = []
-        probabilities: list[object] = []
-        last: JsonObject = {}
-        for event in events:
-            content.append(event.get("content") or "")
-            tokens += event.get("tokens") or ()
-            probabilities += event.get("completion_probabilities") or ()
-            last = event
-        if not last.get("stop"):
-            raise AssemblyError("the node's stream has no end")
-        whole = last | {
-            "content": "".join(content),
-            # A stream has them even if nobody asked for them.
-            "tokens": tokens if request_fields.get("return_tokens") is True else [],
+    def assemble(self, request_fields: JsonObject) -> Assembly:
+        content: list[Any] = []
+        tokens: list[Any] = []
+        probabilities: list[bytes] = []
+        last: RawFields = {}
+        # A stream has them even if nobody asked for them.
+        wants_tokens = request_fields.get("return_tokens") is True
+        while (fields := (yield)) is not None:
+            content.append(decoded_field(fields, "content") or "")
+            if wants_tokens:
+                tokens.append(decoded_field(fields, "tokens") or ())
+            if items := inner_items(fields.get("completion_probabilities", b"[]")):
+                probabilities.append(items)
+            last = fields
+        whole = {
+            name: parse_json(bytes(raw))
+            for name, raw in last.items()
+            if name != "completion_probabilities"
         }
+        if not whole.get("stop"):
+            raise AssemblyError("the node's stream has no end")
+        whole |= {"content": "".join(content), "tokens": list(chain.from_iterable(tokens))}
         settings = whole.get("generation_settings")
         if isinstance(settings, dict):
             whole["generation_settings"] = settings | {"stream": False}
         if probabilities:
-            whole["completion_probabilities"] = probabilities
+            whole["completion_probabilities"] = msgspec.Raw(b"[%b]" % b",".join(probabilities))
         return whole
 
 
@@ -176,7 +217,7 @@ class NativeApi(NativeEventsApi):
 _NOT_NATIVE = frozenset(
     {"messages", "system", "stop_sequences", "stream_options", "tools", "tool_choice",
      "input", "instructions", "text", "reasoning", "include", "background", "store", "truncation",
-     "response_format", "logprobs", "top_logprobs", "metadata", "thinking", *LENGTH_FIELDS}
+     "response_format", "logprobs", "top_logprobs", "metadata", "thinking", *BOUND_NAMES}
 )  # fmt: skip
 """Fields of other APIs, which the prompt holds already or `/completion` spells otherwise."""
 

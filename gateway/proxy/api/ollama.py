@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import io
 import math
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from datetime import UTC, datetime
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -35,7 +37,8 @@ from gateway.proxy.api.ollama_requests import (
     translate_embed,
     translate_generate,
 )
-from gateway.proxy.json_values import JSON_ERRORS, JsonObject
+from gateway.proxy.inbound.large_body import run_at_once
+from gateway.proxy.json_values import JSON_ERRORS, STEP_BYTES, JsonObject
 from gateway.transport.errors import InvalidResponse
 
 VERSION = "0.33.0"
@@ -178,7 +181,19 @@ class _Delta(msgspec.Struct):
 
 
 class _Logprobs(msgspec.Struct):
-    content: list[JsonObject] | None = None
+    content: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Alternative(msgspec.Struct):
+    token: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    logprob: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    bytes: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Token(_Alternative):
+    """A chosen token, in the form of both APIs."""
+
+    top_logprobs: list[_Alternative] | msgspec.UnsetType | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -216,6 +231,13 @@ class _Output(msgspec.Struct):
 
 
 _OUTPUT = msgspec.json.Decoder(_Output)
+
+_TOKEN = msgspec.json.Decoder(_Token)
+
+_RAW_ITEMS = msgspec.json.Decoder(list[msgspec.Raw] | None)
+
+STEP_TOKENS = 500
+"""Tokens whose probabilities are rewritten in one step."""
 
 
 def _decode(data: bytes) -> _Output:
@@ -265,10 +287,18 @@ class _Rewriter(ResponseRewriter):
         return b"".join(lines)
 
     def rewrite_body(self, content: bytes) -> bytes:
+        return run_at_once(self.rewrite_in_steps(content))
+
+    def rewrite_in_steps(self, content: bytes) -> Generator[None, None, bytes]:
         output = _decode(content)
         text, thinking, logprobs = self._read(output)
+        tokens = []
+        for number, token in enumerate(logprobs):
+            if number % STEP_TOKENS == 0:
+                yield
+            tokens.append(msgspec.Raw(msgspec.json.encode(token)))
         answer = self._answer(text, thinking, self._take_calls())
-        found = {"logprobs": logprobs} if logprobs else {}
+        found = {"logprobs": tokens} if tokens else {}
         return msgspec.json.encode({**self._head(), **answer, **self._end(), **found})
 
     def _answer(self, text: str, thinking: str, calls: list[JsonObject]) -> JsonObject:
@@ -280,7 +310,8 @@ class _Rewriter(ResponseRewriter):
         if output.error:
             message = output.error.get("message") if isinstance(output.error, dict) else None
             return [_line({"error": str(message or "The node failed.")})]
-        text, thinking, logprobs = self._read(output)
+        text, thinking, tokens = self._read(output)
+        logprobs = list(tokens)
         calls = self._take_calls(keep=0 if self._reason else 1)
         lines = []
         if text or thinking or calls or logprobs:
@@ -292,7 +323,7 @@ class _Rewriter(ResponseRewriter):
             lines.append(self._last_line())
         return lines
 
-    def _read(self, output: _Output) -> tuple[str, str, list[JsonObject]]:
+    def _read(self, output: _Output) -> tuple[str, str, Iterator[_Token]]:
         """(text, thinking, logprobs) of an event; counts and calls are remembered."""
         self._model = self._model or output.model
         if output.usage is not None:
@@ -303,7 +334,7 @@ class _Rewriter(ResponseRewriter):
             self._reason = "length" if output.stop_type == "limit" else "stop"
             self._usage = _Usage(output.tokens_evaluated, output.tokens_predicted)
         if not output.choices:
-            return output.content or "", "", []
+            return output.content or "", "", iter(())
         choice = output.choices[0]
         if choice.finish_reason:
             self._reason = "length" if choice.finish_reason == "length" else "stop"
@@ -394,20 +425,15 @@ class _GenerateRewriter(_Rewriter):
         return {"response": text, "thinking": thinking} if thinking else {"response": text}
 
 
-def _ollama_logprobs(logprobs: _Logprobs | None, most: int) -> list[JsonObject]:
+def _ollama_logprobs(logprobs: _Logprobs | None, most: int) -> Iterator[_Token]:
     """The chosen tokens, each with its `most` likeliest alternatives."""
-    found = []
-    for one in () if logprobs is None else logprobs.content or ():
-        try:
-            others = [_token(other) for other in (one.get("top_logprobs") or ())[:most]]
-        except (TypeError, KeyError):
-            raise InvalidResponse("The node's probabilities can't be read") from None
-        found.append(_token(one) | ({"top_logprobs": others} if others else {}))
-    return found
-
-
-def _token(value: JsonObject) -> JsonObject:
-    return {name: value[name] for name in ("token", "logprob", "bytes") if name in value}
+    try:
+        for one in () if logprobs is None else _RAW_ITEMS.decode(logprobs.content) or ():
+            token = _TOKEN.decode(one)
+            token.top_logprobs = (token.top_logprobs or [])[:most] or msgspec.UNSET
+            yield token
+    except JSON_ERRORS:
+        raise InvalidResponse("The node's probabilities can't be read") from None
 
 
 def _line(value: JsonObject) -> bytes:
@@ -420,12 +446,13 @@ class _Embedding(msgspec.Struct):
 
 
 class _Embeddings(msgspec.Struct):
-    data: list[_Embedding]
+    data: list[msgspec.Raw]
     model: str | None = None
     usage: _Usage | None = None
 
 
 _EMBEDDINGS = msgspec.json.Decoder(_Embeddings)
+_EMBEDDING = msgspec.json.Decoder(_Embedding)
 _VECTOR = msgspec.json.Decoder(list[float])
 
 
@@ -447,38 +474,61 @@ class _EmbedRewriter(ResponseRewriter):
 
     def loaded(self) -> bytes:
         """The response to a request without a text."""
-        return self._encode(self._request.model, [], _Usage())
+        return run_at_once(self._encode(_Embeddings([], self._request.model), []))
 
     def rewrite_body(self, content: bytes) -> bytes:
+        return run_at_once(self.rewrite_in_steps(content))
+
+    def rewrite_in_steps(self, content: bytes) -> Generator[None, None, bytes]:
+        vectors: list[tuple[int, msgspec.Raw]] = []
+        work = 0
         try:
             found = _EMBEDDINGS.decode(content)
-            ordered = sorted(found.data, key=lambda one: one.index)
-            vectors = [self._shortened(one.embedding) for one in ordered]
+            for one in found.data:
+                if work > STEP_BYTES:
+                    work = 0
+                    yield
+                vector = _EMBEDDING.decode(one)
+                vectors.append((vector.index, self._shortened(vector.embedding)))
+                work += len(memoryview(one)) * (8 if self._request.dimensions else 1)
         except JSON_ERRORS:
             raise InvalidResponse("The node's answer holds no embeddings") from None
-        return self._encode(self._request.model or found.model, vectors, found.usage or _Usage())
+        vectors.sort(key=itemgetter(0))
+        return (yield from self._encode(found, [vector for _, vector in vectors]))
 
-    def _shortened(self, vector: msgspec.Raw) -> msgspec.Raw | list[float]:
+    def _shortened(self, vector: msgspec.Raw) -> msgspec.Raw:
         """The vector's first dimensions, of length 1 again, if the client asked for fewer."""
         most = self._request.dimensions
         if not most:
             return vector
         values = _VECTOR.decode(vector)[:most]
         length = math.sqrt(sum(value * value for value in values)) or 1.0
-        return [value / length for value in values]
+        return msgspec.Raw(msgspec.json.encode([value / length for value in values]))
 
-    def _encode(self, model: str | None, vectors: list[Any], usage: _Usage) -> bytes:
+    def _encode(
+        self, found: _Embeddings, vectors: list[msgspec.Raw]
+    ) -> Generator[None, None, bytes]:
         if self._single:
             return msgspec.json.encode({"embedding": vectors[0] if vectors else []})
-        return msgspec.json.encode(
-            {
-                "model": model or "",
-                "embeddings": vectors,
-                "total_duration": int((self._clock() - self._started_at) * _NANOSECONDS),
-                "load_duration": 0,
-                "prompt_eval_count": usage.prompt_tokens,
-            }
+        usage = found.usage or _Usage()
+        end = {
+            "total_duration": int((self._clock() - self._started_at) * _NANOSECONDS),
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+        }
+        whole = io.BytesIO()  # It grows in place and returns its bytes without a copy.
+        whole.write(
+            b'{"model":%b,"embeddings":['
+            % msgspec.json.encode(self._request.model or found.model or "")
         )
+        work = 0
+        for number, vector in enumerate(vectors):
+            work += whole.write(b"," if number else b"") + whole.write(memoryview(vector))
+            if work > STEP_BYTES:
+                work = 0
+                yield
+        whole.write(b"]," + msgspec.json.encode(end)[1:])
+        return whole.getvalue()
 
 
 # Descriptions of models, from what their nodes have reported.

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated, Any
+
+import msgspec
 
 from gateway.lease import Usage
-from gateway.proxy.api.base import Api
+from gateway.proxy.api.base import Answer, Api
 from gateway.proxy.json_values import JsonObject
+from gateway.transport.errors import InvalidResponse
 
 _EMBEDDINGS_USAGE = re.compile(rb'"usage":\s*\{"prompt_tokens":(\d{1,9}),"total_tokens":\d{1,9}\}')
 
@@ -14,13 +18,68 @@ EMBEDDINGS_USAGE_WITHIN = 512
 """Bytes; llama.cpp writes the usage of embeddings before the vectors."""
 
 
+class _Embedding(msgspec.Struct):
+    embedding: msgspec.Raw
+
+
+class Embeddings(Answer, kw_only=True):
+    """OpenAI's embeddings."""
+
+    data: Annotated[list[_Embedding], msgspec.Meta(min_length=1)]
+
+
+class _Ranked(msgspec.Struct):
+    index: int
+
+
+class _Ranking(Answer, kw_only=True):
+    results: list[_Ranked]
+
+
+class InputTokens(Answer, kw_only=True):
+    """A count of a prompt's tokens."""
+
+    input_tokens: int
+
+
+class Tokens(Answer, kw_only=True):
+    """A text's tokens."""
+
+    tokens: msgspec.Raw
+
+
+class TokensText(Answer, kw_only=True):
+    """The text of tokens."""
+
+    content: str
+
+
+class RenderedPrompt(Answer, kw_only=True):
+    """A conversation as a prompt."""
+
+    prompt: str
+
+
+_SOME = msgspec.Meta(min_length=1)
+
+NATIVE_EMBEDDINGS = Annotated[list[_Embedding], _SOME] | _Embedding
+
+RANKING = Annotated[list[_Ranked], _SOME] | _Ranking
+"""The list is TEI's form, in which llama.cpp's server answers TEI's requests."""
+
+
 class RelayedApi(Api):
     """Embeddings, reranking, tokenizing and the like, with OpenAI's errors."""
 
     name = "relayed"
 
-    def __init__(self, prompt_field: str | None = None) -> None:
+    def __init__(
+        self, prompt_field: str | None = None, answer: Any = Answer, mark: str = ""
+    ) -> None:
+        """`answer`: the type of responses. `mark`: the field that long ones are known by."""
         self.prompt_field = prompt_field
+        self.answer = msgspec.json.Decoder(answer)
+        self.answer_mark = f'"{mark}"'.encode()
 
     def has_content(self, value: JsonObject) -> bool:
         return True
@@ -28,6 +87,33 @@ class RelayedApi(Api):
     def read_usage(self, tail: bytes, opening: bytes = b"") -> Usage | None:
         bare = _EMBEDDINGS_USAGE.search(tail, 0, EMBEDDINGS_USAGE_WITHIN)
         return super().read_usage(tail) if bare is None else Usage(int(bare[1]))
+
+
+class EmbeddingsApi(RelayedApi):
+    """Embeddings: many bytes, and no text in which an end could stand."""
+
+    decoded_bytes = 4 * 1024
+
+
+class _Transcription(Answer, kw_only=True):
+    text: str
+
+
+class TranscriptionsApi(RelayedApi):
+    """Transcriptions: JSON, or text in a format that the client has asked for."""
+
+    answers_json = False
+
+    def __init__(self) -> None:
+        super().__init__(answer=_Transcription, mark="text")
+
+    def check_answer(self, content: bytes, *, whole: bool = True) -> None:
+        """As for all APIs, but a text may be anything but a page."""
+        begin = content.lstrip()[:1]
+        if begin == b"{":
+            super().check_answer(content, whole=whole)
+        elif not content or begin == b"<":
+            raise InvalidResponse("The node's answer is no transcription")
 
 
 RELAYED = RelayedApi()

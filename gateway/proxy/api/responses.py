@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -15,9 +16,12 @@ from gateway.errors import GatewayError
 from gateway.proxy import sse
 from gateway.proxy.api.base import (
     AnsweringNode,
+    AnyObject,
     Api,
+    Assembly,
     AssemblyError,
     ForwardedRequest,
+    NumberedHeartbeats,
     ResponseRewriter,
     body_fields,
     decoded_field,
@@ -25,6 +29,7 @@ from gateway.proxy.api.base import (
     openai_error,
 )
 from gateway.proxy.api.chat import as_response_format, may_call_tools
+from gateway.proxy.api.relayed import InputTokens, RelayedApi
 from gateway.proxy.api.responses_resuming import (
     NativeToResponsesRewriter,
     read_response,
@@ -32,20 +37,28 @@ from gateway.proxy.api.responses_resuming import (
     response_unresumable_reason,
 )
 from gateway.proxy.api.resuming import (
-    LENGTH_FIELDS,
     EventRewriter,
     ReasoningEndMark,
     as_count,
     is_number,
     named_event,
 )
-from gateway.proxy.json_values import InvalidJson, JsonObject, parse_json, parse_object
+from gateway.proxy.json_values import (
+    ITEMS_DECODER,
+    JSON_ERRORS,
+    InvalidJson,
+    JsonObject,
+    parse_json,
+    parse_object,
+)
+from gateway.proxy.output_bound import BOUND_NAMES
 from gateway.proxy.splice import SplicePoint
 from gateway.proxy.transcript import Transcript
 from gateway.transport.errors import InvalidResponse
 
 _NO_CONTENT_TYPES = frozenset(
     {
+        None,
         "response.created",
         "response.in_progress",
         "response.queued",
@@ -60,12 +73,18 @@ _TERMINAL_TYPES = ("response.completed", "response.incomplete", "response.failed
 _TERMINAL_NAMES = tuple(name.encode() for name in _TERMINAL_TYPES)
 
 
+class _Response(msgspec.Struct):
+    """A response, which may say of itself that it has failed."""
+
+    output: list[AnyObject]
+
+
 class ResponsesApi(Api):
     """`/v1/responses`: named events, from `response.created` to `response.completed`."""
 
     name = "responses"
     prompt_field = "input"
-    max_tokens_field = "max_output_tokens"
+    max_tokens_fields = ("max_output_tokens",)
     terminal_mark = b"event: response.completed"
     ordinary_events = staticmethod(
         sse.ordinary_events(
@@ -77,9 +96,15 @@ class ResponsesApi(Api):
     progress_fields: ClassVar[JsonObject] = {"return_progress": True}
     progress_replaces_event = True
     streaming_fields: ClassVar[JsonObject] = {"stream": True}
-    added_fields_mark = b'"format"'
+    refused_fields: ClassVar[Mapping[str, str]] = {
+        "conversation": "no conversation is kept; send it whole in 'input'.",
+        "prompt": "no prompts are kept; send the text in 'instructions' and 'input'.",
+    }
+    added_fields_marks = (b'"format"', b'"tools"', b'"assistant"', b'"reasoning"', b"custom_tool_")
     rewrites_responses = True
     may_keep_responses = True
+    answer = msgspec.json.Decoder(_Response)
+    answer_mark = b'"output"'
     transcript_reader = staticmethod(read_response)
     event_rewriter = NativeToResponsesRewriter
     is_chat = True
@@ -88,9 +113,21 @@ class ResponsesApi(Api):
     def added_fields(
         self, fields: Mapping[str, msgspec.Raw], node_kind: str, settings: Settings
     ) -> JsonObject | None:
-        """llama.cpp obeys the chat's `response_format` here, and ignores `text.format`."""
-        if node_kind != "llama.cpp" or not settings.repairs.text_format:
+        """`input` and `tools` in a form that llama.cpp takes, and the format where it obeys it."""
+        if node_kind != "llama.cpp":
             return None
+        edit: JsonObject = {}
+        if settings.repairs.input_items:
+            if (items := _repaired_items(fields.get("input", msgspec.Raw()))) is not None:
+                edit["input"] = items
+            if bytes(memoryview(fields.get("tools", b""))[:4]) == b"null":
+                edit["tools"] = msgspec.UNSET
+        if settings.repairs.text_format:
+            edit |= self._response_format(fields) or {}
+        return edit or None
+
+    def _response_format(self, fields: Mapping[str, msgspec.Raw]) -> JsonObject | None:
+        """llama.cpp obeys the chat's `response_format` here, and ignores `text.format`."""
         if any(name in fields for name in ("response_format", "json_schema", "grammar")):
             return None
         text = decoded_field(fields, "text")
@@ -125,6 +162,9 @@ class ResponsesApi(Api):
         }
         return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
+    def numbered_heartbeats(self) -> NumberedHeartbeats:
+        return NumberedHeartbeats()
+
     def has_content(self, value: JsonObject) -> bool:
         return value.get("type") not in _NO_CONTENT_TYPES
 
@@ -152,14 +192,122 @@ class ResponsesApi(Api):
     ) -> EventRewriter | None:
         return NativeToResponsesRewriter(transcript, splice_point, end_mark)
 
-    def assemble(self, events: Iterable[JsonObject], request_fields: JsonObject) -> JsonObject:
-        """The response that the terminal event holds whole. Raises: AssemblyError."""
-        for event in events:
-            if event.get("type") in _TERMINAL_TYPES:
-                response = event.get("response")
-                if isinstance(response, dict):
-                    return _as_plain(response)
-        raise AssemblyError("the node's stream has no end")
+    def assemble(self, request_fields: JsonObject) -> Assembly:
+        whole: object = None
+        while (fields := (yield)) is not None:
+            if whole is None and decoded_field(fields, "type") in _TERMINAL_TYPES:
+                whole = decoded_field(fields, "response")
+        if not isinstance(whole, dict):
+            raise AssemblyError("the node's stream has no end")
+        return _as_plain(whole)
+
+    def answer_events(self, content: bytes, request_fields: JsonObject) -> bytes:
+        response = parse_object(content)
+        begun = response | {"status": "in_progress", "output": [], "usage": None}
+        events: list[JsonObject] = [
+            {"type": "response.created", "response": begun},
+            {"type": "response.in_progress", "response": begun},
+        ]
+        for index, item in enumerate(response["output"]):
+            place = {"output_index": index}
+            events += ({**event, **place} for event in _item_events(item))
+        kind = f"response.{response.get('status')}"
+        kind = kind if kind in _TERMINAL_TYPES else "response.completed"
+        events.append({"type": kind, "response": response})
+        return b"".join(
+            named_event({**event, "sequence_number": number}) for number, event in enumerate(events)
+        )
+
+
+_PARTS = {
+    "output_text": ("response.output_text", "text"),
+    "reasoning_text": ("response.reasoning_text", "text"),
+    "refusal": ("response.refusal", "refusal"),
+}
+"""The events of each type of content, and the field that they tell."""
+
+
+def _item_events(item: JsonObject) -> Iterator[JsonObject]:
+    """The events of one item of a response, in one piece."""
+    is_call = item.get("type") == "function_call"
+    place = {"item_id": item.get("id")}
+    nothing: JsonObject = {"arguments": ""} if is_call else {}
+    parts = item.get("content")
+    if isinstance(parts, list):
+        nothing["content"] = []
+    begun = item | nothing | {"status": "in_progress"}
+    yield {"type": "response.output_item.added", "item": begun}
+    for number, part in enumerate(parts if isinstance(parts, list) else ()):
+        kind, name = _PARTS.get(part.get("type"), ("", ""))
+        at = place | {"content_index": number}
+        begin = part | {name: ""} if kind else part
+        yield {"type": "response.content_part.added", **at, "part": begin}
+        if kind:
+            more: JsonObject = {"logprobs": []} if part["type"] == "output_text" else {}
+            yield {"type": f"{kind}.delta", **at, "delta": part.get(name), **more}
+            yield {"type": f"{kind}.done", **at, name: part.get(name), **more}
+        yield {"type": "response.content_part.done", **at, "part": part}
+    if is_call:
+        kind, text = "response.function_call_arguments", item.get("arguments")
+        yield {"type": f"{kind}.delta", **place, "delta": text}
+        yield {"type": f"{kind}.done", **place, "arguments": text, "name": item.get("name")}
+    yield {"type": "response.output_item.done", "item": item}
+
+
+# The repair of a request: what llama.cpp b11669 refuses, though it has all that it needs.
+
+MOST_REPAIRED_BYTES, MOST_REPAIRED_COMMAS, MOST_REPAIRED_ITEMS = 4 << 20, 100_000, 2000
+"""Of an `input`: it is read in two passes of some milliseconds."""
+
+_REPAIRABLE = re.compile(rb'"assistant"|"reasoning"|custom_tool_')
+
+
+def _repaired_items(raw: msgspec.Raw) -> list[Any] | None:
+    """The items of `input` as llama.cpp takes them; None: there is nothing to repair."""
+    if len(raw) > MOST_REPAIRED_BYTES or not _REPAIRABLE.search(raw):
+        return None
+    if bytes(raw).count(b",") > MOST_REPAIRED_COMMAS:
+        return None
+    try:
+        items = ITEMS_DECODER.decode(raw)
+    except JSON_ERRORS:
+        return None  # a text, or what the node will refuse
+    if len(items) > MOST_REPAIRED_ITEMS:
+        return None
+    repaired = [_repaired_item(item) for item in items]
+    if all(new is item for new, item in zip(repaired, items, strict=True)):
+        return None
+    return [item for item in repaired if item is not None]
+
+
+def _repaired_item(item: msgspec.Raw) -> Any:
+    """This item; None: it says nothing."""
+    fields: dict[str, Any] = dict(body_fields(bytes(item)))
+    kind = decoded_field(fields, "type")
+    if kind is None and decoded_field(fields, "role") == "assistant":
+        return fields | {"type": "message"}
+    if kind == "reasoning":
+        return _repaired_reasoning(item, fields)
+    if kind == "custom_tool_call":
+        arguments = msgspec.json.encode({"input": fields.pop("input", "")}).decode()
+        return fields | {"type": "function_call", "arguments": arguments}
+    if kind == "custom_tool_call_output":
+        return fields | {"type": "function_call_output"}
+    return item
+
+
+def _repaired_reasoning(item: msgspec.Raw, fields: dict[str, Any]) -> Any:
+    """Reasoning has a text and a list as its summary; None: it is encrypted, or empty."""
+    content, summary = (decoded_field(fields, name) for name in ("content", "summary"))
+    parts = summary if isinstance(summary, list) else []
+    if not isinstance(content, list) or not content:
+        texts = [part["text"] for part in parts if isinstance(part, dict) and "text" in part]
+        if not texts or not all(isinstance(text, str) for text in texts):
+            return None
+        content = [{"type": "reasoning_text", "text": "\n\n".join(texts)}]
+    elif isinstance(summary, list):
+        return item
+    return fields | {"summary": parts, "content": content}
 
 
 def _as_plain(response: JsonObject) -> JsonObject:
@@ -202,7 +350,7 @@ def _token_limits(request: ForwardedRequest, node: AnsweringNode) -> TokenLimits
     given = [
         count
         for body in request.bodies.values()
-        for name in LENGTH_FIELDS
+        for name in BOUND_NAMES
         if is_number(count := decoded_field(body_fields(body), name)) and count >= 0
     ]
     return TokenLimits(min(given, default=None), node.context)
@@ -424,3 +572,18 @@ def _reencoded(event: bytes, values: Iterable[JsonObject]) -> bytes:
 
 
 RESPONSES = ResponsesApi()
+
+
+class ResponsesCountApi(RelayedApi):
+    """`/v1/responses/input_tokens`, with the same bodies."""
+
+    refused_fields = ResponsesApi.refused_fields
+    added_fields_marks = ResponsesApi.added_fields_marks
+
+    def added_fields(
+        self, fields: Mapping[str, msgspec.Raw], node_kind: str, settings: Settings
+    ) -> JsonObject | None:
+        return RESPONSES.added_fields(fields, node_kind, settings)
+
+
+RESPONSES_COUNT = ResponsesCountApi("input", InputTokens, "input_tokens")

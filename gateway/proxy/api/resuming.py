@@ -10,6 +10,7 @@ import msgspec
 from gateway.proxy import sse
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
 from gateway.proxy.outcome import error_message, error_status
+from gateway.proxy.output_bound import BOUND_NAMES, largest_bound
 from gateway.proxy.splice import OverlapFilter, OverlapMismatch, SplicePoint
 from gateway.proxy.transcript import Transcript
 from gateway.transport.errors import InvalidResponse, NodeReportedError
@@ -216,17 +217,10 @@ def prompt_unresumable_reason(body: JsonObject, transcript: Transcript) -> str |
     return reason
 
 
-LENGTH_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
-
-
 def remaining_tokens(body: JsonObject, written: int) -> int | None:
     """Tokens that may still be written; None: the body sets no limit."""
-    limits = [
-        value
-        for name in LENGTH_FIELDS
-        if isinstance(value := body.get(name), int) and not isinstance(value, bool) and value >= 0
-    ]
-    return max(0, min(limits) - written) if limits else None
+    bound = largest_bound(value for name in BOUND_NAMES if is_number(value := body.get(name)))
+    return None if bound is None else max(0, bound - written)
 
 
 def continued_messages(body: JsonObject, prefix: str, max_tokens: int | None) -> JsonObject:
@@ -246,5 +240,5 @@ def continued_prompt(body: JsonObject, prefix: str, max_tokens: int | None) -> J
 def _limited(body: JsonObject, max_tokens: int | None) -> JsonObject:
     if max_tokens is None:
         return body
-    names = [name for name in LENGTH_FIELDS if body.get(name) is not None]
+    names = [name for name in BOUND_NAMES if body.get(name) is not None]
     return body | dict.fromkeys(names, max_tokens)

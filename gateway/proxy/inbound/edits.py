@@ -7,7 +7,7 @@ body (`large_body.py`) is not even copied.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,12 +15,11 @@ import msgspec
 from gateway.config.routing import ModelRule
 from gateway.proxy.inbound import multipart, request_limits
 from gateway.proxy.inbound.large_body import Body
-from gateway.proxy.inbound.parsed_body import MISSING, Number, ParsedBody
+from gateway.proxy.inbound.parsed_body import MISSING, ParsedBody
 from gateway.proxy.json_values import FIELDS_DECODER
+from gateway.proxy.output_bound import BOUND_NAMES, Number
 
 B = TypeVar("B", bound=Body)
-
-_MAX_TOKENS_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
 
 _NULL = b"null"
 
@@ -31,23 +30,12 @@ Edit = dict[str, Any]
 """New values of a body's fields, by name; `msgspec.UNSET` removes one."""
 
 
-def required_edit(
-    parsed: ParsedBody,
-    rules: tuple[ModelRule, ...],
-    *,
-    max_tokens_field: str | None,
-    max_tokens: int | None,
-    n_probs: int,
-) -> Edit | None:
-    """The edit that a body needs before a node may see it; None, as nearly always: none.
+def required_edit(parsed: ParsedBody, n_probs: int, context: Callable[[], int]) -> Edit:
+    """The edit that a body with `has_edited_options` needs before a node may see it.
 
-    `max_tokens` and `n_probs` are the operator's limits; `max_tokens_field` is this path's name
-    for the most tokens to generate. Raises: GatewayError 400.
+    `n_probs` is the operator's limit, `context` tells the tokens of the model's largest slot.
+    Raises: GatewayError 400.
     """
-    cap = max_tokens
-    for rule in rules:
-        if rule.max_tokens is not None:
-            cap = rule.max_tokens if cap is None else min(cap, rule.max_tokens)
     edit: Edit = {}
     if isinstance(parsed.priority, str):
         edit["priority"] = msgspec.UNSET
@@ -59,14 +47,23 @@ def required_edit(
         edit |= _with_metered_fields(parsed.response_fields)
     if not (parsed.n_probs is parsed.top_logprobs is None and parsed.logprobs is MISSING):
         edit |= _limit_logprobs(parsed, n_probs)
-    if cap is not None and max_tokens_field is not None:
-        present = {name: getattr(parsed, name) for name in _MAX_TOKENS_FIELDS}
-        for name, value in present.items():
-            if value is not None and not 0 <= value <= cap:
-                edit[name] = cap
-        if all(value is None for value in present.values()):
-            edit[max_tokens_field] = cap
-    return edit or None
+    for name in ("repeat_last_n", "dry_penalty_last_n"):
+        window = getattr(parsed, name)
+        if window is not None and not -1 <= window <= SMALL_WINDOW:
+            # Below -1, too: of a number beyond 32 bits llama.cpp takes the lower ones.
+            edit[name] = max(-1, min(window, context()))
+    return edit
+
+
+def lowest_bound(rules: tuple[ModelRule, ...], most: int | None) -> int | None:
+    """The least of the rules' `max_tokens` and `most`; None: any number of tokens."""
+    bounds = [rule.max_tokens for rule in rules if rule.max_tokens is not None]
+    return min(bounds if most is None else [*bounds, most], default=None)
+
+
+SMALL_WINDOW = 1024
+"""Tokens to search for repetitions, which cost a node nothing. Of a larger number llama.cpp
+allocates 4 or 8 bytes a token, also beyond what a slot can hold."""
 
 
 _METERED_FIELDS = ("stop", "timings")
@@ -105,12 +102,18 @@ def apply_rules(body: B, rules: tuple[ModelRule, ...]) -> B:
             fields.pop(name, None)
         for name, value in rule.default.items():
             # The limit of tokens has several names: whichever the client used counts.
-            names = _MAX_TOKENS_FIELDS if name in _MAX_TOKENS_FIELDS else (name,)
-            if all(_is_null(fields.get(other)) for other in names):
+            if all(_is_null(fields.get(other)) for other in _names_of(name)):
                 fields[name] = _encode(value)
         for name, value in rule.set.items():
+            for other in _names_of(name):
+                fields.pop(other, None)
             fields[name] = _encode(value)
     return _with_fields(body, fields)
+
+
+def _names_of(name: str) -> tuple[str, ...]:
+    """All names of a field."""
+    return BOUND_NAMES if name in BOUND_NAMES else (name,)
 
 
 def apply_edit(body: B, edit: Edit) -> B:
@@ -132,6 +135,9 @@ def with_model(body: B, model: str) -> B:
     fields["model"] = _encode(model)
     return _with_fields(body, fields)
 
+
+PLAIN: Edit = {"stream": False, "stream_options": msgspec.UNSET}
+"""Asks a node that does not stream for a plain response."""
 
 NO_PROMPT_CACHE: Edit = {"cache_prompt": False}
 """Makes llama.cpp's server read a prompt anew."""

@@ -21,7 +21,16 @@ import msgspec
 
 from gateway import errors
 from gateway.config.listeners import LimitSettings
-from gateway.proxy.inbound.media import IMAGE_TYPES, MEDIA_KEYS, MOST_MEDIA_FILES, is_base64
+from gateway.proxy.inbound.media import (
+    IMAGE_TYPES,
+    LINK_KEYS,
+    MEDIA_FIELDS,
+    MEDIA_KEYS,
+    MOST_MEDIA_FILES,
+    PART_KEYS,
+    SERVER_KEYS,
+    is_base64,
+)
 from gateway.proxy.json_values import TEXT_DECODER
 
 
@@ -69,11 +78,12 @@ _BYTE_POSITION = re.compile(r"\(byte (\d+)\)")
 
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB]")
 
-_OTHER_TRACKED = ("source", "multimodal_data", "server_url", "url", "data", "type", "role")
+_OTHER_TRACKED = ("server_url", "url", "data", "type", "role")
 
-_TRACKED_NAMES = {name.encode(): name for name in (*MEDIA_KEYS, *_OTHER_TRACKED)}
+_TRACKED_NAMES = {name.encode(): name for name in (*LINK_KEYS, *PART_KEYS, *_OTHER_TRACKED)}
 
-_MEDIA_CONTAINERS = frozenset({*MEDIA_KEYS, "source", "multimodal_data"})
+_PARTS = "parts"
+"""The place of a container in which servers look for media."""
 
 _AFTER_VALUE, _AFTER_OPENING, _AFTER_COLON, _AFTER_COMMA, _IN_STRING, _IN_NAME, _START = range(7)
 """Where a chunk begins or ends."""
@@ -106,8 +116,9 @@ _VALIDATOR = msgspec.json.Decoder(_AnyObject)
 Span = tuple[int, int]
 """Where a string begins and ends, without its quotes."""
 
-Link = tuple[int, int, str]
-"""The same, and its kind: `url`, `data`, or `server`, which is a URL whatever it contains."""
+Link = tuple[int, int, str, str]
+"""The same, its kind (`url`, `data`, or `server`, which is a URL whatever it contains), and the
+name of its place, as in `media.Link`."""
 
 
 @dataclass(slots=True)
@@ -223,7 +234,7 @@ class OutlineScanner:
 
     __slots__ = (
         "_body", "_brackets", "_containers", "_depth", "_escapes", "_field", "_fields",
-        "_has_images", "_limits", "_links", "_media", "_names", "_next_name", "_scalars", "_sizes",
+        "_has_images", "_limits", "_links", "_media", "_next_name", "_places", "_scalars", "_sizes",
         "_sources", "_state", "_string_start", "_strings", "_uncounted", "_unicode_escapes",
     )  # fmt: skip
 
@@ -233,8 +244,9 @@ class OutlineScanner:
         self._sizes = sizes
         self._brackets = bytearray()
         """The open brackets."""
-        self._names: list[str | None] = []
-        """For each open bracket, the tracked name that it is the value of."""
+        self._places: list[str | None] = []
+        """For each open bracket, what servers look for in it: `_PARTS`, a link of one of
+        `LINK_KEYS`, a server of one of `SERVER_KEYS`; None: nothing."""
         self._next_name: str | None = None
         """The tracked name whose value is next."""
         self._state = _START
@@ -353,7 +365,7 @@ class OutlineScanner:
         self, text: bytes, at: int, start: int, *, last: bool
     ) -> int:
         """Scan a chunk's tokens from `at`; return where the next chunk begins."""
-        brackets, names, deepest = self._brackets, self._names, self._limits.json_depth
+        brackets, places, deepest = self._brackets, self._places, self._limits.json_depth
         done = at
         containers = strings = scalars = 0
         for token in _TOKEN.finditer(text, at):
@@ -377,7 +389,7 @@ class OutlineScanner:
                         self._next_name is not None
                         or len(brackets) == 2
                         or end - here > SHORTEST_MEDIA_STRING
-                        or names[-1] == "multimodal_data"
+                        or places[-1] == "multimodal_data"
                     ):
                         self._end_value(start + here, start + token.end(1))
                     self._next_name = None
@@ -393,19 +405,22 @@ class OutlineScanner:
                     self._add_item()
                 elif not brackets and (self._state != _START or byte != 123 or containers > 1):
                     raise errors.invalid_request("The body must be one object.")
+                place = places[-1] if places else None
+                if len(brackets) < 2 or (
+                    place is not None and (place != _PARTS or brackets[-1] != 91)
+                ):
+                    place = self._place_of_value(place, byte)
                 brackets.append(byte)
                 if len(brackets) > deepest:
                     raise errors.nested_too_deeply(deepest)
                 self._depth = max(self._depth, len(brackets))
-                name, self._next_name = self._next_name, None
-                names.append(name)
-                if name in _MEDIA_CONTAINERS:
-                    self._begin_container(name)
+                self._next_name = None
+                places.append(place)
             else:
                 if not brackets:
                     raise errors.invalid_json(f"JSON is malformed (byte {start + here})")
                 brackets.pop()
-                if names.pop() == "source":
+                if places.pop() == "source":
                     self._end_source()
                 self._next_name = None
                 if not brackets:
@@ -500,11 +515,25 @@ class OutlineScanner:
         if self._field is not None and self._brackets[1] == 91:
             self._field.add_item()
 
-    def _begin_container(self, name: str | None) -> None:
+    def _place_of_value(self, place: str | None, byte: int) -> str | None:
+        """What servers look for in the value that begins with this bracket, in such a place."""
+        brackets, name = self._brackets, self._next_name
+        if len(brackets) == 1 and self._field is not None:
+            field = self._field.name
+            return _PARTS if field in MEDIA_FIELDS else field if field in SERVER_KEYS else None
+        if place in SERVER_KEYS:
+            return place if len(brackets) == 2 else None
+        if name in PART_KEYS and place in {_PARTS, "source"}:
+            return _PARTS
+        if place != _PARTS or name not in LINK_KEYS:
+            return None
         if name == "multimodal_data":
             self._has_images = True
-        elif name == "source" and self._brackets[-1] == 123:
-            self._sources.append((len(self._brackets), [], []))
+        elif name == "source":
+            if byte != 123:
+                return None
+            self._sources.append((len(brackets) + 1, [], []))
+        return name
 
     def _end_source(self) -> None:
         if self._sources and self._sources[-1][0] > len(self._brackets):
@@ -517,12 +546,13 @@ class OutlineScanner:
         brackets, name = self._brackets, self._next_name
         if len(brackets) == 2:
             self._add_item()
-        container = self._names[-1] if self._names else None
+        container = self._places[-1] if self._places else None
         start = quote + 1
         if name == "type":
             text = self._decode_text(start, end) if end - start < LONGEST_TYPE_VALUE else ""
-            self._has_images = self._has_images or text in IMAGE_TYPES
-            if container == "source" and self._sources:
+            if container == _PARTS:
+                self._has_images = self._has_images or text in IMAGE_TYPES
+            elif container == "source":
                 self._sources[-1][1].append(text)
         elif name == "role":
             if len(brackets) == 3 and brackets[1] == 91 and self._field is not None:
@@ -537,21 +567,17 @@ class OutlineScanner:
     def _add_link(self, name: str | None, container: str | None, start: int, end: int) -> None:
         """Note the value of `name` in an object named `container` if it may be a URL."""
         links = self._links
-        top = self._field.name if self._field is not None and len(self._brackets) == 3 else ""
-        if name in MEDIA_KEYS:
-            links.append((start, end, "url"))
-        elif name in {"url", "data"}:
-            if container in MEDIA_KEYS:
-                links.append((start, end, name))
-            elif container == "source" and self._sources:
-                self._sources[-1][2].append((start, end, name))
-            elif name == "url" and top == "mcp_servers":
-                links.append((start, end, "server"))
-        elif name == "server_url":
-            if top == "tools":
-                links.append((start, end, "server"))
+        if container in SERVER_KEYS:
+            if name == SERVER_KEYS[container] and len(self._brackets) == 3:
+                links.append((start, end, "server", container))
+        elif container == _PARTS:
+            if name in MEDIA_KEYS:
+                links.append((start, end, "url", name))
         elif container == "multimodal_data":
-            links.append((start, end, "data"))
+            links.append((start, end, "data", container))
+        elif container is not None and name in {"url", "data"}:
+            found = self._sources[-1][2] if container == "source" else links
+            found.append((start, end, name, container))
 
     def _add_media(self, start: int, end: int, *, bare: bool) -> None:
         body = self._body

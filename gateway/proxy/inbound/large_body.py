@@ -18,7 +18,13 @@ import msgspec
 from gateway import errors
 from gateway.config.listeners import LimitSettings
 from gateway.proxy.inbound.json_outline import BodyField, JsonOutline, read_outline, safe_cut
-from gateway.proxy.inbound.media import UNREADABLE_IMAGE_COST, MediaCost, file_cost, may_be_url
+from gateway.proxy.inbound.media import (
+    UNREADABLE_IMAGE_COST,
+    Link,
+    MediaCost,
+    file_cost,
+    may_be_url,
+)
 from gateway.proxy.inbound.parsed_body import (
     BYTES_PER_TOKEN,
     PROMPT_FIELDS,
@@ -277,10 +283,10 @@ class LargeBody:
         )
         return int(max(0, size) / BYTES_PER_TOKEN) + self._media.min_tokens
 
-    def find_links(self) -> list[str]:
+    def find_links(self) -> list[Link]:
         """The URLs that a node might fetch; of long ones the beginning."""
         found = []
-        for start, end, kind in self._outline.links:
+        for start, end, kind, key in self._outline.links:
             if self._body.startswith(b"data:", start):
                 continue
             if kind == "data" and not self._may_hold_colon(start, end):
@@ -290,7 +296,7 @@ class LargeBody:
                 most = safe_cut(self._body, start, most)
             text = TEXT_DECODER.decode(b'"%b"' % self._body[start:most])
             if kind == "server" or ":" in text or (kind == "url" and may_be_url(text)):
-                found.append(text)
+                found.append(Link(text, key))
         return found
 
     def _may_hold_colon(self, start: int, end: int) -> bool:

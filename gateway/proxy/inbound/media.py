@@ -208,8 +208,35 @@ MEDIA_KEYS = frozenset(
     {"image_url", "video_url", "audio_url", "file_url", "input_audio", "input_video", "input_image"}
 )
 
+LINK_KEYS = frozenset({*MEDIA_KEYS, "source", "multimodal_data"})
+"""Names of what may hold a link in a message's or a tool result's part."""
+
 IMAGE_TYPES = ("image_url", "input_image", "image")
-"""A tuple, not a set: `type` in a tool's schema may be a list, which cannot be looked up in one."""
+"""A tuple, not a set: a foreign `type` may be a list, which cannot be looked up in one."""
+
+MEDIA_FIELDS = frozenset(
+    {
+        "messages", "input", "prompt", "content", "documents", "query", "system", "instructions",
+    }
+)  # fmt: skip
+"""The body's fields in which servers look for media: in lists, objects, and their `PART_KEYS`.
+
+Nowhere else: a tool's schema, its arguments and `metadata` may hold the same names.
+"""
+
+PART_KEYS = frozenset({"content", "output"})
+"""What holds the parts of a message or of a tool's result."""
+
+SERVER_KEYS = {"tools": "server_url", "mcp_servers": "url"}
+"""Fields with tool servers, which a node calls whatever their address looks like."""
+
+
+class Link(NamedTuple):
+    """A URL that a node might fetch."""
+
+    url: str
+    key: str
+    """The name of its place: a media key, `source`, `multimodal_data`, or one of `SERVER_KEYS`."""
 
 
 def may_have_links(body: bytes) -> bool:
@@ -231,44 +258,51 @@ def may_have_links(body: bytes) -> bool:
     )
 
 
-def find_links(body: bytes) -> tuple[list[str], bool]:
+def find_links(body: bytes) -> tuple[list[Link], bool]:
     """The URLs that a node might fetch for this body, and whether it holds an image.
 
     Raises: GatewayError 400.
     """
     try:
-        value = VALUE_DECODER.decode(body)
+        fields = VALUE_DECODER.decode(body)
     except JSON_ERRORS:
         raise errors.invalid_json("it can't be read") from None
-    found: list[str] = []
+    links: list[Link] = []
+    if not isinstance(fields, dict):
+        return links, False
+    for field, key in SERVER_KEYS.items():
+        listed = fields.get(field)
+        for item in listed if isinstance(listed, list) else ():
+            url = item.get(key) if isinstance(item, dict) else None
+            if isinstance(url, str):
+                links.append(Link(url, field))
     has_images = False
-    pending: list[Any] = [value]
-    if isinstance(value, dict):
-        # The node itself calls tool servers, whatever their address looks like.
-        for name, key in (("tools", "server_url"), ("mcp_servers", "url")):
-            listed = value.get(name)
-            for item in listed if isinstance(listed, list) else ():
-                url = item.get(key) if isinstance(item, dict) else None
-                if isinstance(url, str):
-                    found.append(url)
+    pending: list[Any] = [value for name, value in fields.items() if name in MEDIA_FIELDS]
     while pending:
         item = pending.pop()
         if isinstance(item, list):
             pending.extend(item)
         elif isinstance(item, dict):
-            media = item.get("multimodal_data")
-            has_images = (
-                has_images or item.get("type") in IMAGE_TYPES or isinstance(media, list | dict)
-            )
+            has_images = has_images or item.get("type") in IMAGE_TYPES
+            has_images = has_images or isinstance(item.get("multimodal_data"), list | dict)
             for key, inner in item.items():
-                if key in MEDIA_KEYS or (
-                    key == "source" and isinstance(inner, dict) and inner.get("type") != "base64"
-                ):
-                    found.extend(_urls_of_part(inner))
-                elif key == "multimodal_data" and isinstance(inner, list):
-                    found.extend(text for text in inner if isinstance(text, str) and ":" in text)
-            pending.extend(item.values())
-    return found, has_images
+                if key in PART_KEYS:
+                    pending.append(inner)
+                elif key in LINK_KEYS:
+                    links += [Link(url, key) for url in _urls_in(key, inner)]
+                    if key == "source" and isinstance(inner, dict):
+                        pending.append(inner.get("content"))
+    return links, has_images
+
+
+def _urls_in(key: str, value: Any) -> list[str]:
+    """The URLs in the value of one of `LINK_KEYS`."""
+    if key == "multimodal_data":
+        texts = value if isinstance(value, list) else ()
+        return [text for text in texts if isinstance(text, str) and ":" in text]
+    if key == "source" and not (isinstance(value, dict) and value.get("type") != "base64"):
+        return []
+    return _urls_of_part(value)
 
 
 def _urls_of_part(part: object) -> list[str]:
@@ -288,18 +322,27 @@ def may_be_url(text: str) -> bool:
     return ":" in text or text.lstrip()[:4].lower() == "http"
 
 
-def check_links(links: list[str], hosts: tuple[str, ...], prompt_field: str | None) -> None:
+def check_links(links: list[Link], hosts: tuple[str, ...], prompt_field: str | None) -> None:
     """Refuse URLs that a node would have to fetch, but for those of `hosts`.
 
     Raises: GatewayError 400.
     """
-    for link in links:
-        if not link.startswith("data:") and not _is_allowed(link, hosts):
+    for url, key in links:
+        if url.startswith("data:") or _is_allowed(url, hosts):
+            continue
+        allow = "An operator can allow hosts in 'limits.media_hosts'."
+        if key in SERVER_KEYS:
             raise errors.invalid_request(
-                "Only 'data:' URLs may be sent for images and files: the node would have to fetch "
-                "anything else. An operator can allow hosts in 'limits.media_hosts'.",
-                prompt_field or "messages",
+                f"'{SERVER_KEYS[key]}' in '{key}' names a tool server, which the node itself would "
+                f"call. {allow}",
+                key,
             )
+        field = prompt_field or "messages"
+        raise errors.invalid_request(
+            f"'{key}' in '{field}' holds a URL, which the node itself would have to fetch: only "
+            f"'data:' URLs may be sent for images and files. {allow}",
+            field,
+        )
 
 
 def _is_allowed(link: str, hosts: tuple[str, ...]) -> bool:

@@ -10,6 +10,7 @@ import msgspec
 from gateway import errors
 from gateway.proxy.inbound.media import MediaCost, measure_media
 from gateway.proxy.json_values import FIELDS_DECODER
+from gateway.proxy.output_bound import Number
 
 BYTES_PER_TOKEN = 4
 """English text has about 4 bytes per token in the tokenizers of today's open models. JSON around
@@ -17,8 +18,6 @@ it makes estimates low on purpose, since they only ever exclude nodes."""
 
 PROMPT_FIELDS = ("messages", "prompt", "input")
 """Fields of `ParsedBody` that hold a prompt."""
-
-Number = int | float | None
 
 MISSING = msgspec.Raw()
 """The value of a field that the body does not have."""
@@ -41,6 +40,9 @@ class ParsedBody(msgspec.Struct):
     top_logprobs: Number = None
     logprobs: msgspec.Raw = MISSING
     n_cmpl: Number = None
+    best_of: Number = None
+    repeat_last_n: Number = None
+    dry_penalty_last_n: Number = None
     priority: Any = None
     service_tier: Any = None
     id_slot: msgspec.Raw = MISSING
@@ -65,6 +67,7 @@ class ParsedBody(msgspec.Struct):
     dry_sequence_breakers: msgspec.Raw = MISSING
     response_fields: msgspec.Raw = MISSING
     grammar_triggers: msgspec.Raw = MISSING
+    conversation: msgspec.Raw = MISSING
 
 
 _PARSED_BODY = msgspec.json.Decoder(ParsedBody)
@@ -163,10 +166,12 @@ def has_edited_options(parsed: ParsedBody) -> bool:
         parsed.id_slot,
         parsed.lora,
         parsed.response_fields,
+        parsed.repeat_last_n,
+        parsed.dry_penalty_last_n,
     ) != _NO_EDITED_OPTIONS
 
 
-_NO_EDITED_OPTIONS = (None, None, None, MISSING, MISSING, MISSING, MISSING)
+_NO_EDITED_OPTIONS = (None, None, None, MISSING, MISSING, MISSING, MISSING, None, None)
 
 TOKEN_IDS_START = re.compile(rb"\s*\[\s*\d")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
 from msgspec.structs import replace as replace_fields
@@ -40,6 +42,7 @@ from gateway.proxy.inbound.prompt_key import (
 )
 from gateway.proxy.inbound.request import PromptList, Request, parse_prompt_list
 from gateway.proxy.inbound.routes import Route, can_assemble
+from gateway.proxy.output_bound import settle_bound
 from gateway.request import Caller, Priority
 
 
@@ -78,6 +81,8 @@ class IncomingRequest:
     """Which nodes may serve it, and what it may learn of their prompt caches."""
     max_tokens: int | None = None
     """Most tokens of one answer that the caller's limits allow; None: any number."""
+    most_tokens: float = math.inf
+    """Most tokens of a prompt and its answers that the caller's limits allow."""
 
 
 def prepare(
@@ -107,6 +112,7 @@ def prepare(
         depth, needs_vision = body.depth, body.has_images
         media.check_links(body.find_links(), limits.media_hosts, prompt_field)
         tokens = body.estimate_min_tokens(prompt_field)
+    request_limits.check_supported(parsed, route.api.refused_fields)
     if parsed_body.has_limited_options(parsed):
         if request_limits.has_grammar(parsed):
             request_limits.check_grammars(parsed, depth, limits)
@@ -120,15 +126,24 @@ def prepare(
     most_tokens = limits.max_tokens
     if incoming.max_tokens is not None:
         most_tokens = min(incoming.max_tokens, most_tokens or incoming.max_tokens)
-    bodies, slots = _edited_bodies(
-        body, parsed, targets, route, rules, most_tokens, hides_cache=incoming.cache.hide
+    bodies, slots, max_tokens = _edited_bodies(
+        body,
+        parsed,
+        targets,
+        route,
+        rules,
+        most_tokens,
+        incoming.most_tokens - tokens,
+        catalog,
+        incoming.cache.node_labels,
+        hides_cache=incoming.cache.hide,
     )
     generation = prompt_list = None
     if route.generates:
         if route.api.merger is not None:
             prompt_list = _parse_prompt_list(incoming, parsed.prompt, priority, rules, catalog)
         scope = incoming.cache.scope_of(incoming.id)
-        generation = _generation(body, parsed, raw, slots, route, model, rules, most_tokens, scope)
+        generation = _generation(body, parsed, raw, slots, route, model, rules, max_tokens, scope)
     return _new_request(
         incoming,
         parsed.model,
@@ -242,45 +257,64 @@ def _edited_bodies(
     route: Route,
     rules: RequestRules,
     most_tokens: int | None,
+    tokens_left: float,
+    catalog: ServedModels,
+    labels: NodeLabels,
     *,
     hides_cache: bool,
-) -> tuple[dict[str, Body], int]:
-    """The body for each target model, and the slots that the request takes.
+) -> tuple[dict[str, Body], int, int | None]:
+    """The body for each target model, the slots that it takes, and the most tokens of one answer.
 
-    `most_tokens`: of one answer. `hides_cache`: nodes must not be asked for figures of their prompt
-    caches. Raises: GatewayError.
+    `most_tokens`: of one answer. `tokens_left`: by the caller's other limits. `hides_cache`: nodes
+    must not be asked for figures of their prompt caches. Raises: GatewayError.
     """
     limits, volatile_lines = rules.limits, rules.volatile_lines
     bodies: dict[str, Body] = {}
     slots = 1 if route.takes_slot else 0
+    max_tokens: int | None = 0
     for target in targets:
         ruled = edits.apply_rules(body, target.rules) if target.rules else body
         ruled_parsed = parsed
         if ruled is not body:
             ruled_parsed = parse_body(ruled) if isinstance(ruled, bytes) else ruled.parse()
         edit = None
-        if target.rules or most_tokens is not None or has_edited_options(ruled_parsed):
-            edit = edits.required_edit(
-                ruled_parsed,
-                target.rules,
-                max_tokens_field=route.max_tokens_field,
-                max_tokens=most_tokens,
-                n_probs=limits.n_probs,
+        if has_edited_options(ruled_parsed):
+            context = partial(_largest_context, catalog, target.name, labels)
+            edit = edits.required_edit(ruled_parsed, limits.n_probs, context)
+        if route.generates:
+            most = edits.lowest_bound(target.rules, most_tokens) if target.rules else most_tokens
+            tokens, bound_edit = settle_bound(
+                ruled_parsed, route.api.max_tokens_fields, most, tokens_left
             )
+            if bound_edit:
+                edit = (edit or {}) | bound_edit
+            max_tokens = None if tokens is None or max_tokens is None else max(tokens, max_tokens)
         if volatile_lines.strips_requests:
             edit = (edit or {}) | volatile_lines.strip_edit(ruled)
         if hides_cache and route.generates:
             edit = (edit or {}) | edits.without_cache_figures(ruled)
         bodies[target.name] = edits.apply_edit(ruled, edit) if edit else ruled
-        if route.generates and not ruled_parsed.n is ruled_parsed.n_cmpl is None:
+        if route.generates and not (
+            ruled_parsed.n is ruled_parsed.n_cmpl is ruled_parsed.best_of is None
+        ):
             slots = max(slots, _completion_count(ruled_parsed, limits.n))
-    return bodies, slots
+    return bodies, slots, max_tokens
+
+
+UNKNOWN_CONTEXT = 1 << 17
+"""Tokens of a slot of a model whose nodes have not reported any."""
+
+
+def _largest_context(catalog: ServedModels, model: str, labels: NodeLabels) -> int:
+    """Tokens of the largest slot of this model."""
+    contexts = [server.context or 0 for server in catalog.servers_of([model], labels)]
+    return max(contexts, default=0) or UNKNOWN_CONTEXT
 
 
 def _completion_count(parsed: ParsedBody, limit: int) -> int:
-    """Completions per prompt (`n`, `n_cmpl`); each takes a slot. Raises: GatewayError 400."""
+    """Completions per prompt; each takes a slot. Raises: GatewayError 400."""
     most = 1
-    for name in ("n", "n_cmpl"):
+    for name in ("n", "n_cmpl", "best_of"):
         count = edits.clamped_int(getattr(parsed, name)) or 1
         if count > limit:
             raise errors.invalid_request(f"'{name}' is {count}, the most is {limit}.", name)
@@ -301,7 +335,7 @@ def _generation(
     route: Route,
     model: str,
     rules: RequestRules,
-    most_tokens: int | None,
+    max_tokens: int | None,
     scope: str,
 ) -> _Generation:
     stream = bool(parsed.stream)
@@ -321,7 +355,7 @@ def _generation(
         not (parsed.n_probs is parsed.top_logprobs is None and parsed.logprobs is MISSING)
         and request_limits.wants_logprobs(parsed),
         not stream and can_assemble(route, body, parsed.messages, slots),
-        _max_tokens(parsed, most_tokens),
+        max_tokens,
         key,
         size,
     )
@@ -398,23 +432,8 @@ def _new_request(
 
 def _slots_field(bodies: dict[str, Body]) -> str:
     """The field by which a body asks for several slots."""
-    return "n_cmpl" if b'"n_cmpl"' in without_large_fields(next(iter(bodies.values()))) else "n"
-
-
-def _max_tokens(parsed: ParsedBody, most: int | None) -> int | None:
-    """The most tokens of one answer, as the body names it and no more than `most`."""
-    for value in (
-        parsed.max_completion_tokens,
-        parsed.max_tokens,
-        parsed.max_output_tokens,
-        parsed.n_predict,
-    ):
-        if value is not None and value >= 0:
-            # Nearly all are small integers.
-            small = type(value) is int and value < 1 << 32
-            named = int(value) if small else edits.clamped_int(value)
-            return named if most is None or named is None else min(named, most)
-    return most
+    small = without_large_fields(next(iter(bodies.values())))
+    return next((name for name in ("n_cmpl", "best_of") if f'"{name}"'.encode() in small), "n")
 
 
 def _parse_prompt_list(

@@ -12,6 +12,7 @@ generate nothing: those convert schemas, too.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -32,6 +33,13 @@ _UNGROUPED = re.compile(
 """Literals, character classes and comments of a GBNF grammar; an unclosed one runs to its end."""
 
 _NO_PARENTHESES = bytes(set(range(256)) - set(b"()"))
+
+
+def check_supported(parsed: ParsedBody, refused: Mapping[str, str]) -> None:
+    """Check that the body has none of these fields, each with why. Raises: GatewayError 400."""
+    for name, why in refused.items():
+        if bytes(memoryview(getattr(parsed, name))[:4]) not in {b"", b"null", b'""'}:
+            raise errors.invalid_request(f"'{name}' is not supported: {why}", name)
 
 
 def has_grammar(parsed: ParsedBody) -> bool:
@@ -252,6 +260,9 @@ character of a text is 24 bytes, and blanks sent as a token's id grow up to 21 t
 MOST_OPTION_BYTES = 1024
 """Of `samplers` and `dry_sequence_breakers`; the names of all llama.cpp's samplers are 150."""
 
+MOST_SAMPLERS = 32
+"""llama.cpp has 12; each that is named has memory of its own."""
+
 _NUMBER_OR_SWITCH = msgspec.json.Decoder(bool | int | float | None)
 
 
@@ -275,6 +286,11 @@ def check_sampling(parsed: ParsedBody, limits: LimitSettings) -> None:
             raise errors.invalid_request(
                 f"'{name}' has more than {MOST_OPTION_BYTES} bytes. Shorten it.", name
             )
+    samplers = VALUE_DECODER.decode(parsed.samplers) if parsed.samplers else ""
+    if isinstance(samplers, str | list) and len(samplers) > MOST_SAMPLERS:
+        raise errors.invalid_request(
+            f"'samplers' names more than {MOST_SAMPLERS} samplers. Name each once.", "samplers"
+        )
     if bytes(parsed.grammar_triggers) not in _NO_TRIGGERS:
         # Type 2 is a pattern for C++'s std::regex: `((.*)*)*b` stops all slots for ever.
         raise errors.invalid_request(

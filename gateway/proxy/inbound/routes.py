@@ -11,7 +11,7 @@ from gateway.config.settings import Settings
 from gateway.proxy.api.base import Api, Page
 from gateway.proxy.api.chat import CHAT
 from gateway.proxy.api.completions import COMPLETIONS
-from gateway.proxy.api.messages import MESSAGES
+from gateway.proxy.api.messages import COUNT_TOKENS, MESSAGES
 from gateway.proxy.api.native import INFILL, NATIVE
 from gateway.proxy.api.ollama import (
     OLLAMA,
@@ -21,8 +21,20 @@ from gateway.proxy.api.ollama import (
     OLLAMA_GENERATE,
 )
 from gateway.proxy.api.ollama import PAGES as OLLAMA_PAGES
-from gateway.proxy.api.relayed import RELAYED, RelayedApi
-from gateway.proxy.api.responses import RESPONSES
+from gateway.proxy.api.relayed import (
+    NATIVE_EMBEDDINGS,
+    RANKING,
+    RELAYED,
+    Embeddings,
+    EmbeddingsApi,
+    InputTokens,
+    RelayedApi,
+    RenderedPrompt,
+    Tokens,
+    TokensText,
+    TranscriptionsApi,
+)
+from gateway.proxy.api.responses import RESPONSES, RESPONSES_COUNT
 from gateway.proxy.inbound.large_body import Body
 from gateway.proxy.inbound.parsed_body import MISSING, ParsedBody
 from gateway.proxy.json_values import ITEMS_DECODER, JSON_ERRORS, InvalidJson, parse_object
@@ -47,13 +59,9 @@ class Route:
     """Whether its body is a form with a file (multipart/form-data), not JSON."""
     prompt_field: str | None = field(init=False)
     """The body's field that holds the prompt: the API's."""
-    max_tokens_field: str | None = field(init=False)
-    """The body's field that bounds the response, in tokens: the API's, if it generates."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_field", self.api.prompt_field)
-        limit = self.api.max_tokens_field if self.generates else None
-        object.__setattr__(self, "max_tokens_field", limit)
 
 
 _ROUTES = (
@@ -61,24 +69,41 @@ _ROUTES = (
     Route("/v1/completions", COMPLETIONS, generates=True),
     Route("/v1/messages", MESSAGES, generates=True),
     Route("/v1/responses", RESPONSES, generates=True),
-    Route("/v1/embeddings", RelayedApi("input"), "embeddings"),
-    Route("/v1/rerank", RelayedApi("documents"), "rerank"),
-    Route("/v1/reranking", RelayedApi("documents"), "rerank"),
-    Route("/v1/audio/transcriptions", RELAYED, "audio", multipart=True),
-    Route("/v1/responses/input_tokens", RelayedApi("input"), takes_slot=False),
-    Route("/v1/messages/count_tokens", MESSAGES, takes_slot=False),
+    Route("/v1/embeddings", EmbeddingsApi("input", Embeddings, "embedding"), "embeddings"),
+    Route("/v1/rerank", RelayedApi("documents", RANKING, "index"), "rerank"),
+    Route("/v1/reranking", RelayedApi("documents", RANKING, "index"), "rerank"),
+    Route("/v1/audio/transcriptions", TranscriptionsApi(), "audio", multipart=True),
+    Route("/v1/responses/input_tokens", RESPONSES_COUNT, takes_slot=False),
+    Route("/v1/messages/count_tokens", COUNT_TOKENS, takes_slot=False),
     Route(
         "/v1/chat/completions/input_tokens",
-        RelayedApi("messages"),
+        RelayedApi("messages", InputTokens, "input_tokens"),
         takes_slot=False,
         llama_cpp_only=True,
     ),
     Route("/completion", NATIVE, generates=True, llama_cpp_only=True),
     Route("/infill", INFILL, "infill", generates=True, llama_cpp_only=True),
-    Route("/embedding", RelayedApi("content"), "embeddings", llama_cpp_only=True),
-    Route("/tokenize", RelayedApi("content"), takes_slot=False, llama_cpp_only=True),
-    Route("/detokenize", RelayedApi("tokens"), takes_slot=False, llama_cpp_only=True),
-    Route("/apply-template", RelayedApi("messages"), takes_slot=False, llama_cpp_only=True),
+    Route(
+        "/embedding",
+        EmbeddingsApi("content", NATIVE_EMBEDDINGS, "embedding"),
+        "embeddings",
+        llama_cpp_only=True,
+    ),
+    Route(
+        "/tokenize", RelayedApi("content", Tokens, "tokens"), takes_slot=False, llama_cpp_only=True
+    ),
+    Route(
+        "/detokenize",
+        RelayedApi("tokens", TokensText, "content"),
+        takes_slot=False,
+        llama_cpp_only=True,
+    ),
+    Route(
+        "/apply-template",
+        RelayedApi("messages", RenderedPrompt, "prompt"),
+        takes_slot=False,
+        llama_cpp_only=True,
+    ),
 )
 
 _WITHOUT_V1 = (

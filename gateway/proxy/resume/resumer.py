@@ -14,6 +14,7 @@ from gateway import errors
 from gateway.errors import GatewayError, drop_traceback
 from gateway.events import SlotYielded, StreamResumed
 from gateway.lease import NOTHING_TRIED, Fault, GrantedLease, LeaseRequest, Tried
+from gateway.proxy.api.choices import wants_usage
 from gateway.proxy.api.resuming import StreamRewriter
 from gateway.proxy.attempt import Attempt, UpstreamRequest
 from gateway.proxy.context import ProxyContext
@@ -173,6 +174,15 @@ class Resumer:
             drop_traceback(error)
             return False
         return True
+
+    def owes_usage(self) -> bool:
+        """Whether the client waits for the tokens of a response whose text is complete."""
+        try:
+            source = self._resume_input()
+        except NotResumable as error:
+            drop_traceback(error)
+            return False
+        return wants_usage(source.body) and not source.transcript.usage_sent
 
     async def resume(
         self, failed: Attempt, *, yielded: bool = False, pool_full: bool = False

@@ -29,6 +29,11 @@ EXAMPLES = examples_epilog(
         "downloaded into the cache first; after a break the same command goes on",
     ),
     ("llama-gateway up --model m.gguf --servers 2 --slots 4", "two servers of four slots each"),
+    (
+        "llama-gateway up --model m.gguf --context 65536 --slots 1",
+        "for a coding agent, whose first prompt is thousands of tokens",
+    ),
+    ("llama-gateway up --embedding", "serves /v1/embeddings too"),
     ("llama-gateway up --server-port 9081", "its servers on ports 9081, 9082, ..."),
 )
 
@@ -66,6 +71,34 @@ Slots = Annotated[
         max=256,
         metavar="N",
         help="Requests that one server takes at once.",
+        rich_help_panel=_SERVERS,
+    ),
+]
+
+Context = Annotated[
+    int | None,
+    typer.Option(
+        "--context",
+        min=1,
+        max=1 << 24,
+        metavar="N",
+        show_default="4096, or the model's if that is less",
+        help=(
+            "Tokens of prompt and answer that one request may have. Coding agents begin with "
+            "thousands. Memory grows with slots times context."
+        ),
+        rich_help_panel=_SERVERS,
+    ),
+]
+
+Embedding = Annotated[
+    bool,
+    typer.Option(
+        "--embedding",
+        help=(
+            "Serve /v1/embeddings too, beside chats. A text may have --context tokens, and takes "
+            "them at once: that costs memory."
+        ),
         rich_help_panel=_SERVERS,
     ),
 ]
@@ -120,6 +153,8 @@ def up(
     model: Model = None,
     servers: Servers = None,
     slots: Slots = 2,
+    context: Context = None,
+    embedding: Embedding = False,
     server_port: ServerPort = None,
     server_bin: ServerBin = None,
     force_memory: ForceMemory = False,
@@ -152,7 +187,14 @@ def up(
     from gateway.tools.local.plan import check_model_fits, find_server, plan_local_fleet
 
     def check_fits(found: ModelFile) -> None:
-        check_model_fits(found, servers=servers, slots=slots, force_memory=force_memory)
+        check_model_fits(
+            found,
+            servers=servers,
+            slots=slots,
+            context=context,
+            force_memory=force_memory,
+            embedding=embedding,
+        )
 
     try:
         find_server(server_bin)  # a missing program is told before a download, not after it
@@ -161,8 +203,10 @@ def up(
             path,
             servers=servers,
             slots=slots,
+            context=context,
             server_bin=server_bin,
             force_memory=force_memory,
+            embedding=embedding,
             mlock=mlock,
         )
         with (
@@ -223,7 +267,7 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
     servers = (
         "a llama.cpp server" if len(plan.specs) == 1 else f"{len(plan.specs)} llama.cpp servers"
     )
-    print_note(f"Starting {servers}; logs are in {plan.log_folder}")
+    print_note(f"Starting {servers} {_slots_of(plan)}; logs are in {plan.log_folder}")
     progress = StartupProgress([spec.name for spec in plan.specs])
     async with AsyncExitStack() as exit_stack:
         base = BASE_PORT if server_port is None else server_port
@@ -256,6 +300,17 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
                 settings,
             ),
         )
+
+
+def _slots_of(plan: LocalFleetPlan) -> str:
+    """Tell what one request may have, and how it gets more."""
+    from gateway.tools.local.plan import DEFAULT_CONTEXT
+
+    spec = plan.specs[0]
+    more = " (--context N: more)" if spec.context == DEFAULT_CONTEXT else ""
+    if spec.slots == 1:
+        return f"with 1 slot of {spec.context:,} tokens{more}"
+    return f"with {spec.slots} slots of {spec.context:,} tokens each{more}"
 
 
 def _note_other_ports(base: int, urls: tuple[str, ...]) -> None:

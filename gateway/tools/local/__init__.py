@@ -16,6 +16,10 @@ class ModelFileError(LocalFleetError):
     """The model file is missing, incomplete or not a GGUF file."""
 
 
+class ContextError(LocalFleetError):
+    """A longer context was asked for than the model was trained for."""
+
+
 class MemoryShortError(LocalFleetError):
     """The servers would leave too little memory free."""
 

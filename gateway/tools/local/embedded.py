@@ -56,7 +56,9 @@ def argument_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--mlock", action="store_true", help="lock the model in memory")
     parser.add_argument("--embedding", action="store_true", help="serve embeddings too")
-    parser.add_argument("--pooling", choices=POOLING_TYPES, default="mean", help="of embeddings")
+    parser.add_argument(
+        "--pooling", choices=POOLING_TYPES, help="of embeddings (default: the model's)"
+    )
     parser.add_argument(
         "--api-key-file", type=Path, metavar="FILE", help="file of API keys, one a line"
     )
@@ -155,6 +157,7 @@ def start_server(options: argparse.Namespace) -> Any:
         params.load_mode = getattr(xllamacpp.llama_load_mode, f"LLAMA_LOAD_MODE_{mapped}{locked}")
     if options.embedding:
         params.embedding = True
+    if options.pooling:
         kind = f"LLAMA_POOLING_TYPE_{options.pooling.upper()}"
         params.pooling_type = getattr(xllamacpp.llama_pooling_type, kind)
     return xllamacpp.Server(params)

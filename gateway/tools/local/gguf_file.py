@@ -25,6 +25,7 @@ class ModelFile:
     size: int  # bytes of all its parts
     trained_context: int | None  # tokens; None: not in the file
     shape: ModelShape | None = None  # None: not known, by its architecture or before a download
+    has_pooling: bool = False  # its head says how its embeddings are made
 
 
 def read_model(path: Path, name: str | None = None) -> ModelFile:
@@ -44,6 +45,7 @@ def read_model(path: Path, name: str | None = None) -> ModelFile:
         name=name or (match["stem"] if match else path.stem),
         size=sum(sizes),
         trained_context=heads[0].number(f"{heads[0].architecture}.context_length"),
+        has_pooling=bool(heads[0].number(f"{heads[0].architecture}.pooling_type")),
         shape=_shape(heads),
     )
 

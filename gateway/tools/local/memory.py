@@ -97,7 +97,7 @@ def _short(
         f"{f'{servers} servers need' if several else 'a server needs'} about "
         f"{format_gib(each * servers)} ({why}{' each' if several else ''}), and "
         f"{format_gib(MEMORY_RESERVE)} must stay free, but {place} has {format_gib(free)} "
-        f"available. Take a smaller model or quantization"
+        f"available. Take a smaller model or quantization, less --context or --slots"
         f"{', fewer --servers' if several else ''}, or start anyway with --force-memory"
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gateway.system import install_command
-from gateway.tools.local import MissingExtraError
+from gateway.tools.local import ContextError, MissingExtraError
 from gateway.tools.local.cache import cache_folder, logs_folder
 from gateway.tools.local.demo_model import DEMO_MODEL_NAME, ensure_demo_model
 from gateway.tools.local.embedded import batch_sizes, packaged_openmp, system_has_openmp
@@ -29,7 +29,7 @@ DEFAULT_SLOTS = 2
 costs little; a third is already slowed down by the prefills of the others."""
 
 DEFAULT_CONTEXT = 4096
-"""Tokens of one slot."""
+"""Tokens of one slot: a chat's. Coding agents begin with more."""
 
 MOST_PROMPT_CACHE_BYTES = 8192 * MIB
 """Evicted prompts that a server may keep where there is room: llama.cpp's own default."""
@@ -54,6 +54,7 @@ def plan_local_fleet(
     *,
     servers: int | None = None,
     slots: int = DEFAULT_SLOTS,
+    context: int | None = None,
     server_bin: Path | None = None,
     force_memory: bool = False,
     embedding: bool = False,
@@ -64,16 +65,22 @@ def plan_local_fleet(
 ) -> LocalFleetPlan:
     """Plan the servers of this machine, for `model` or else the demo model.
 
-    Raises a LocalFleetError that names the remedy (a missing extra, a file that is no model, too
-    little memory or too low a limit of locked memory, a binary that can't be run), and OSError
-    when the cache folder can't be written.
+    Raises a LocalFleetError that names the remedy (a missing extra, a file that is no model, a
+    longer context than the model's, too little memory or too low a limit of locked memory, a binary
+    that can't be run), and OSError when the cache folder can't be written.
     """
     cache = cache or cache_folder()
     topology = topology or read_topology()
     binary = find_server(server_bin)
     chosen = read_model(model) if model else read_model(ensure_demo_model(cache), DEMO_MODEL_NAME)
     specs = plan_servers(
-        topology, chosen, servers=servers, slots=slots, embedding=embedding, mlock=mlock
+        topology,
+        chosen,
+        servers=servers,
+        slots=slots,
+        context=context,
+        embedding=embedding,
+        mlock=mlock,
     )
     check_specs(topology, chosen, specs, force=force_memory)
     if mlock:
@@ -94,12 +101,16 @@ def check_model_fits(
     *,
     servers: int | None = None,
     slots: int = DEFAULT_SLOTS,
+    context: int | None = None,
     force_memory: bool = False,
+    embedding: bool = False,
     topology: Topology | None = None,
 ) -> None:
-    """Raise MemoryShortError where `plan_local_fleet` would, for a model that is not there yet."""
+    """Raise the LocalFleetError of `plan_local_fleet` for a model that is not there yet."""
     topology = topology or read_topology()
-    specs = plan_servers(topology, model, servers=servers, slots=slots)
+    specs = plan_servers(
+        topology, model, servers=servers, slots=slots, context=context, embedding=embedding
+    )
     check_specs(topology, model, specs, force=force_memory)
 
 
@@ -128,7 +139,7 @@ def plan_servers(
     *,
     servers: int | None = None,
     slots: int = DEFAULT_SLOTS,
-    context: int = DEFAULT_CONTEXT,
+    context: int | None = None,
     embedding: bool = False,
     mlock: bool = False,
 ) -> tuple[ServerSpec, ...]:
@@ -136,12 +147,20 @@ def plan_servers(
 
     With more than one node each server is pinned to its node's CPUs and memory, and reads the
     model into memory of its own, because a shared page cache lies on one node only. The servers
-    of one node share its physical cores. `context` is bounded by the model's trained context. On a
-    machine that mixes performance and efficiency cores, a server keeps to the performance cores.
+    of one node share its physical cores. Without `context`, tokens of one slot, it is the usual one
+    or the model's trained one, the smaller. On a machine that mixes performance and efficiency
+    cores, a server keeps to the performance cores. Raises ContextError, where the model was trained
+    for less.
     """
     count = servers if servers is not None else len(topology.nodes)
-    if count < 1 or slots < 1 or context < 1:
+    trained = model.trained_context
+    if count < 1 or slots < 1 or (context is not None and context < 1):
         raise ValueError("servers, slots and context must be at least 1")
+    if context and trained and context > trained:
+        raise ContextError(
+            f"{model.path}: --context {context}: the model was trained for {trained} tokens; take "
+            f"--context {trained} at most, or another model"
+        )
     nodes = [topology.nodes[index % len(topology.nodes)] for index in range(count)]
     several = len(topology.nodes) > 1
     specs = tuple(
@@ -150,7 +169,7 @@ def plan_servers(
             model=model.path,
             alias=model.name,
             slots=slots,
-            context=min(context, model.trained_context or context),
+            context=context or min(DEFAULT_CONTEXT, trained or DEFAULT_CONTEXT),
             threads=topology.threads_per_server(node, nodes.count(node)),
             numa_node=node.number,
             cpus=node.performance_cpus if several or node.efficiency_cpus else None,
@@ -158,6 +177,7 @@ def plan_servers(
             no_mmap=several,
             mlock=mlock,
             embedding=embedding,
+            own_pooling=model.has_pooling,
         )
         for index, node in enumerate(nodes)
     )

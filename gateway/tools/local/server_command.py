@@ -24,6 +24,9 @@ MIB = 1 << 20
 
 BINARY_NAME = "llama-server"
 
+MEAN = "mean"
+"""How a model that was not made for embeddings makes them; without any, a server refuses texts."""
+
 HELP_TIMEOUT = 30.0  # seconds for --help, and for --version
 
 VERSION_PATTERN = re.compile(r"^version: (.+)$", re.MULTILINE)
@@ -48,6 +51,7 @@ class ServerSpec:
     mlock: bool = False
     prompt_cache_bytes: int = 0  # of evicted prompts
     embedding: bool = False
+    own_pooling: bool = False  # the model says how its embeddings are made
     host: str = "127.0.0.1"
     batch: int | None = None  # tokens of one step; None: by its context
     micro_batch: int | None = None  # tokens of one computation
@@ -153,6 +157,7 @@ def _embedded(spec: ServerSpec, port: int) -> list[str]:
         command.append("--mlock")
     if spec.embedding:
         command.append("--embedding")
+        command += [] if spec.own_pooling else ["--pooling", MEAN]
     return command
 
 
@@ -181,7 +186,8 @@ def _llama_server(spec: ServerSpec, port: int, binary: ServerBinary) -> list[str
     elif spec.no_mmap:
         rows.append([["--load-mode", "none"], ["--no-mmap"]])
     if spec.embedding:
-        rows += [[["--embeddings"], ["--embedding"]], [["--pooling", "mean"]]]
+        rows.append([["--embeddings"], ["--embedding"]])
+        rows += [] if spec.own_pooling else [[["--pooling", MEAN]]]
     for row in rows:
         command += next((words for words in row if words[0] in binary.flags), [])
     return command

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import httpx
 
+from gateway.config.node import STARTED_BY, UP
 from gateway.tools.local import ServerStartError
 from gateway.tools.local.server_command import ServerBinary, ServerSpec
 from gateway.tools.local.server_process import (
@@ -167,7 +168,7 @@ class LocalFleet:
                 "name": server.spec.name,
                 "url": server.url,
                 "host": "localhost",
-                "labels": {"numa": str(server.spec.numa_node)},
+                "labels": {"numa": str(server.spec.numa_node), STARTED_BY: UP},
             }
             for server in self._servers
         ]

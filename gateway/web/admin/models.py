@@ -55,6 +55,7 @@ class ModelEndpoints:
                 )
             self.fleet.pause_model(name)
             refused = self._refuse_waiting()
+            await self.fleet.save_orders()
             log.warning("model paused", model=name, refused=refused)
         return JsonResponse(self._view().json(name))
 
@@ -63,6 +64,7 @@ class ModelEndpoints:
         name = self._find(request)
         if name in self.fleet.model_index.paused_by_name:
             self.fleet.resume_model(name)
+            await self.fleet.save_orders()
             log.info("model resumed", model=name)
         return JsonResponse(self._view().json(name))
 

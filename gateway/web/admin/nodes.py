@@ -93,6 +93,7 @@ class NodeEndpoints:
             self.drain_deadlines.cancel(node.name)
         else:
             self.drain_deadlines.set(node.name, seconds)
+        await self.fleet.save_orders()
         return JsonResponse(self._json(node))
 
     async def resume(self, request: Request) -> Response:
@@ -100,6 +101,7 @@ class NodeEndpoints:
         node = self._find(request)
         self.drain_deadlines.cancel(node.name)
         self.fleet.resume(node.name)
+        await self.fleet.save_orders()
         return JsonResponse(self._json(node))
 
     async def probe(self, request: Request) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -21,7 +22,7 @@ from gateway.usage.reports import (
     ReportQuery,
     parse_query,
 )
-from gateway.web.asgi import JsonResponse, store_unavailable
+from gateway.web.asgi import large_json, store_unavailable
 
 PARAMETERS = frozenset({"by", "since", "until", "limit", "format"})
 
@@ -45,8 +46,8 @@ class UsageEndpoints:
             raise errors.invalid_request("'format' must be 'json' or 'csv'.", "format")
         report = await self._read(given, Reporter.read)
         if form == "csv":
-            return Response(report.to_csv(), media_type="text/csv")
-        return JsonResponse(report.to_json())
+            return Response(await asyncio.to_thread(report.to_csv), media_type="text/csv")
+        return await large_json(report.to_json)
 
     async def arrivals(self, request: Request) -> Response:
         """The requests of the busiest hour, as sizes and times."""

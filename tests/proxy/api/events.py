@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
 
 from gateway.lease import LeaseRequest
 from gateway.proxy import sse
+from gateway.proxy.api.base import Api, ResponseAssembler
+from gateway.proxy.json_values import JsonObject
 from gateway.proxy.splice import SplicePoint
 from gateway.request import Priority
 
@@ -51,6 +53,16 @@ def event(value: Any, name: str | None = None) -> bytes:
     """An event with this data."""
     head = b"" if name is None else b"event: %b\n" % name.encode()
     return head + b"data: " + json.dumps(value, separators=(",", ":")).encode() + b"\n\n"
+
+
+def assembled(api: Api, events: Iterable[Any], request_fields: JsonObject | None = None) -> Any:
+    """The plain response that an API makes of events with these data."""
+    return read_stream(api, b"".join(map(event, events)), request_fields)
+
+
+def read_stream(api: Api, stream: bytes, request_fields: JsonObject | None = None) -> Any:
+    """The plain response that an API makes of a stream."""
+    return json.loads(ResponseAssembler(api, request_fields or {}, stream, 1 << 30).response())
 
 
 def values(events: bytes) -> list[Any]:

@@ -67,7 +67,6 @@ CONTENTS: list[tuple[Api, bytes]] = [
     (CHAT, chat({"audio": {"data": "QQ=="}})),
     (CHAT, chat({}, "length")),
     (CHAT, event({"choices": [], "usage": {"prompt_tokens": 1}})),
-    (CHAT, b"data: [DONE]\n\n"),
     (COMPLETIONS, text("a")),
     (COMPLETIONS, text("", "stop")),
     (COMPLETIONS, event({"choices": [], "usage": {"prompt_tokens": 1}})),
@@ -236,3 +235,15 @@ def test_an_error_body_is_openais_with_its_details(api: Api) -> None:
     fields = msgspec.json.decode(api.error_body(error, "req_1"))["error"]
     assert (fields["type"], fields["code"]) == ("invalid_request_error", "context_length_exceeded")
     assert (fields["n_ctx"], fields["n_prompt_tokens"]) == (4096, 5000)
+
+
+def test_numbered_heartbeats_move_up_the_numbers_that_a_node_gave_itself() -> None:
+    beats = RESPONSES.numbered_heartbeats()
+    begun = named("response.created", sequence_number=0) + named("response.queued")
+    assert beats.rewrite_events(begun) == begun
+    assert b'"sequence_number":1}' in beats.heartbeat()
+    delta = b'data: {"delta": "\\"sequence_number\\": 9", "sequence_number": 1}\n\n'
+    moved = beats.rewrite_events(delta + b":\n" + named("x", sequence_number=2))
+    assert moved == delta.replace(b": 1}", b": 2}") + b":\n" + named("x", sequence_number=3)
+    assert b'"sequence_number":4}' in beats.heartbeat()
+    assert beats.rewrite_events(begun[-10:]) == begun[-10:]

@@ -19,6 +19,7 @@ from tests.proxy.api.events import (
     SPLICE_POINT,
     TIMINGS,
     USAGE,
+    assembled,
     chat_choice,
     event,
     values,
@@ -44,7 +45,8 @@ COUNTS = chunk(None, usage=USAGE, timings=TIMINGS)
 
 
 def assemble(*events: dict[str, Any]) -> dict[str, Any]:
-    return CHAT.assemble(events, {})
+    made: dict[str, Any] = assembled(CHAT, events)
+    return made
 
 
 def message(*events: dict[str, Any]) -> dict[str, Any]:

@@ -6,17 +6,19 @@ from typing import Any
 
 import pytest
 
-from gateway.proxy.api.base import AssemblyError
+from gateway.proxy.api.base import AssemblyError, ResponseAssembler
+from gateway.proxy.api.chat import CHAT
 from gateway.proxy.api.choices import (
+    ChoicesApi,
     as_index,
-    assembled_finish_reason,
-    assembled_logprobs,
     read_chunk,
     take_logprobs,
     wants_usage,
 )
+from gateway.proxy.api.completions import COMPLETIONS
 from gateway.proxy.transcript import Transcript
 from tests.each_case import each_case
+from tests.proxy.api.events import assembled
 
 
 @each_case(("value", "index"), [(0, 0), (3, 3), (None, 0), ("1", 0), (1.5, 0)])
@@ -28,18 +30,25 @@ def test_the_last_finish_reason_counts() -> None:
     parts: list[dict[str, Any]] = [
         {"finish_reason": None}, {"finish_reason": "tool_calls"}, {"finish_reason": "stop"}, {}
     ]  # fmt: skip
-    assert assembled_finish_reason(parts) == "stop"
+    whole = assembled(CHAT, [{"choices": [part]} for part in parts])
+    assert whole["choices"][0]["finish_reason"] == "stop"
     with pytest.raises(AssemblyError, match="no end"):
-        assembled_finish_reason([{"finish_reason": None}, {}])
+        assembled(CHAT, [{"choices": [{"finish_reason": None}, {}]}])
 
 
-def test_logprobs_of_all_parts_are_joined_and_missing_ones_stay_missing() -> None:
+@pytest.mark.parametrize("api", [CHAT, COMPLETIONS])
+def test_logprobs_of_all_parts_are_joined_and_missing_ones_stay_missing(api: ChoicesApi) -> None:
     parts: list[dict[str, Any]] = [
         {"logprobs": {"content": [{"id": 1}]}}, {"logprobs": None}, {"logprobs": {"content": None}},
-        {"logprobs": {"content": [{"id": 2}, {"id": 3}]}},
+        {"logprobs": {"content": [{"id": 2}, {"id": 3}]}}, {"finish_reason": "stop"},
     ]  # fmt: skip
-    assert assembled_logprobs(parts) == {"content": [{"id": 1}, {"id": 2}, {"id": 3}]}
-    assert assembled_logprobs([{}, {"logprobs": None}]) is None
+    whole = assembled(api, [{"choices": [part]} for part in parts])
+    assert whole["choices"][0]["logprobs"] == {"content": [{"id": 1}, {"id": 2}, {"id": 3}]}
+    written = b'{"choices":[{"logprobs":{"content":[{"logprob":-0.10}]},"finish_reason":"stop"}]}'
+    made = ResponseAssembler(api, {}, b"data: " + written + b"\n\n", 1000).response()
+    assert b'{"content":[{"logprob":-0.10}]}' in made, "they are passed without being decoded"
+    whole = assembled(api, [{"choices": [part]} for part in (parts[1], parts[-1])])
+    assert whole["choices"][0].get("logprobs") is None
 
 
 def test_logprobs_are_taken_out_of_a_chunk_as_token_ids() -> None:

@@ -14,7 +14,7 @@ from gateway.proxy.api.completions import (
 )
 from gateway.proxy.splice import OverlapMismatch, SplicePoint
 from gateway.proxy.transcript import TokenIdExtractor, Transcript, TranscriptRecorder
-from tests.proxy.api.events import IDENTITY, SPLICE_POINT, TIMINGS, USAGE, event, values
+from tests.proxy.api.events import IDENTITY, SPLICE_POINT, TIMINGS, USAGE, assembled, event, values
 
 
 def test_a_completion_is_assembled() -> None:
@@ -25,7 +25,7 @@ def test_a_completion_is_assembled() -> None:
         return {"choices": [choice], **head}
 
     counts = {"choices": [], **head, "usage": USAGE, "timings": TIMINGS}
-    whole = COMPLETIONS.assemble([part(" a"), part(" b"), part("", "stop"), counts], {})
+    whole = assembled(COMPLETIONS, [part(" a"), part(" b"), part("", "stop"), counts])
     assert whole["choices"] == [
         {"text": " a b", "index": 0, "logprobs": None, "finish_reason": "stop"}
     ]

@@ -22,7 +22,15 @@ from gateway.proxy.api.resuming import ReasoningEndMark
 from gateway.proxy.json_values import JsonObject
 from gateway.proxy.transcript import Transcript
 from tests.each_case import each_case
-from tests.proxy.api.events import SPLICE_POINT, TIMINGS, Answering, event, forwarded, values
+from tests.proxy.api.events import (
+    SPLICE_POINT,
+    TIMINGS,
+    Answering,
+    assembled,
+    event,
+    forwarded,
+    values,
+)
 
 # Errors.
 
@@ -107,7 +115,7 @@ def test_a_message_is_assembled_with_tools_and_reasoning() -> None:
         {"type": "message_delta", "delta": ending, "usage": {"output_tokens": 9}},
         {"type": "message_stop"},
     ]
-    assert MESSAGES.assemble(events, {}) == {
+    assert assembled(MESSAGES, events) == {
         "id": "m",
         "type": "message",
         "role": "assistant",
@@ -121,7 +129,7 @@ def test_a_message_is_assembled_with_tools_and_reasoning() -> None:
         "usage": {"input_tokens": 3, "output_tokens": 9},
     }
     with pytest.raises(AssemblyError):
-        MESSAGES.assemble(events[:-1], {})
+        assembled(MESSAGES, events[:-1])
 
 
 # Usage.

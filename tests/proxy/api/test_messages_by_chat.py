@@ -31,6 +31,7 @@ from gateway.proxy.json_values import (
 from gateway.transport.errors import InvalidResponse
 from tests.each_case import each_case
 from tests.gateways import NO_TLS
+from tests.proxy.api.events import assembled
 from tests.servers import demo_servers
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -260,7 +261,8 @@ def message_of(events: bytes) -> JsonObject:
         sse.event_name(event).decode() == value["type"]
         for event, value in zip(sse.split(events), data, strict=True)
     )
-    return MESSAGES.assemble(data, {})
+    made: JsonObject = assembled(MESSAGES, data)
+    return made
 
 
 def test_a_stream_becomes_a_message() -> None:

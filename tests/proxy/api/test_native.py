@@ -7,7 +7,7 @@ import pytest
 from gateway.proxy.api.base import AssemblyError
 from gateway.proxy.api.native import INFILL, NATIVE, NativeEventsApi, NativeRewriter
 from gateway.proxy.transcript import Transcript
-from tests.proxy.api.events import SPLICE_POINT, values
+from tests.proxy.api.events import SPLICE_POINT, assembled, values
 
 
 @pytest.mark.parametrize("api", [NATIVE, INFILL])
@@ -23,16 +23,16 @@ def test_a_plain_response_has_token_ids_only_if_asked(api: NativeEventsApi) -> N
             "generation_settings": {"stream": True, "seed": 1},
         },
     ]
-    assert api.assemble(events, {}) == {
+    assert assembled(api, events) == {
         "index": 0,
         "content": " a b",
         "tokens": [],
         "stop": True,
         "generation_settings": {"stream": False, "seed": 1},
     }
-    assert api.assemble(events, {"return_tokens": True})["tokens"] == [1, 2]
+    assert assembled(api, events, {"return_tokens": True})["tokens"] == [1, 2]
     with pytest.raises(AssemblyError):
-        api.assemble(events[:2], {})
+        assembled(api, events[:2])
 
 
 def test_a_resumed_stream_counts_on() -> None:

@@ -234,6 +234,21 @@ def test_embeddings_come_in_the_order_of_their_texts() -> None:
     assert json.loads(rewriter.rewrite_body(content)) == {"embedding": [1.0, 0.0, 0.0]}
 
 
+def test_large_responses_are_rewritten_in_steps_as_small_ones_are_at_once() -> None:
+    vectors = [[float(at), 0.5] * 500 for at in range(300)]
+    data = [{"index": 299 - at, "embedding": one} for at, one in enumerate(vectors)]
+    content = json.dumps({"data": data}, separators=(",", ":")).encode()
+    steps = translation(OllamaEmbedApi, "input", input=["a"]).rewriter.rewrite_in_steps(content)
+    assert len(list(steps)) > 5
+    rewriter = translation(OllamaEmbedApi, "input", input=["a"]).rewriter
+    assert json.loads(rewriter.rewrite_body(content))["embeddings"] == vectors[::-1]
+    likely = [{"id": 1, "token": "t", "logprob": -0.5, "top_logprobs": [{"token": "t"}]}] * 2000
+    choice = {"message": {"content": "t"}, "logprobs": {"content": likely}, "finish_reason": "stop"}
+    content = json.dumps({"choices": [choice]}).encode()
+    assert len(list(chatting().rewrite_in_steps(content))) == 4
+    assert len(json.loads(chatting().rewrite_body(content))["logprobs"]) == 2000
+
+
 def test_an_error_is_a_text_with_the_clients_names_of_fields() -> None:
     error = errors.invalid_request("'max_tokens' and 'messages' are wrong.", "messages")
     body = b"{\"error\":\"'options.num_predict' and 'messages' are wrong.\"}"

@@ -36,7 +36,7 @@ def test_embeddings_use_a_prompt_alone(vectors: int, spaces: tuple[str, str] | N
 )
 def test_each_path_says_where_its_prompt_is(path: str, field: str | None) -> None:
     route = ROUTES[path]
-    assert (route.prompt_field, route.max_tokens_field, route.generates) == (field, None, False)
+    assert (route.prompt_field, route.generates) == (field, False)
     assert not route.api.refusal_is_general
     assert route.api.streaming_fields is None
     assert route.api.merger is None

@@ -8,6 +8,7 @@ import pytest
 
 from gateway.proxy.api.base import AssemblyError
 from gateway.proxy.api.responses import RESPONSES
+from tests.proxy.api.events import assembled
 
 COMPLETED = {"id": "r", "object": "response", "created_at": 7, "status": "completed"}
 
@@ -20,12 +21,12 @@ def events(**more: Any) -> list[dict[str, Any]]:
 
 
 def test_the_terminal_event_holds_the_response() -> None:
-    assert RESPONSES.assemble(events(), {}) == {"completed_at": 7, **COMPLETED}
+    assert assembled(RESPONSES, events()) == {"completed_at": 7, **COMPLETED}
     with pytest.raises(AssemblyError):
-        RESPONSES.assemble(events()[:1], {})
+        assembled(RESPONSES, events()[:1])
 
 
 def test_reasoning_is_completed_in_a_plain_response() -> None:
     reasoning, text = {"type": "reasoning", "id": "rs"}, {"type": "message", "status": "completed"}
-    whole = RESPONSES.assemble(events(output=[reasoning, text]), {})
+    whole = assembled(RESPONSES, events(output=[reasoning, text]))
     assert whole["output"] == [{**reasoning, "status": "completed"}, text]

@@ -315,7 +315,7 @@ def test_the_limits_are_those_of_the_body_and_the_node(
     ],
 )
 def test_a_format_is_told_in_the_words_that_the_server_obeys(body: Any, expected: Any) -> None:
-    assert RESPONSES.added_fields_mark in msgspec.json.encode(body)
+    assert any(mark in msgspec.json.encode(body) for mark in RESPONSES.added_fields_marks)
     assert added(body) == {"response_format": expected}
     assert added(body, "openai") is None
     assert added(body, text_format=False) is None
@@ -357,3 +357,66 @@ def test_the_result_does_not_depend_on_how_the_events_came(
         at = to
     assert out == expected
     assert len({event["sequence_number"] for event in data(out)}) == sse.count_events(out)
+
+
+def input_sent(items: list[Any]) -> Any:
+    """The input that a node gets for these items; None: it stays as it is."""
+    fields = FIELDS_DECODER.decode(msgspec.json.encode({"input": items}))
+    edit = RESPONSES.added_fields(fields, "llama.cpp", Settings()) or {}
+    return msgspec.json.decode(msgspec.json.encode(edit.get("input")))
+
+
+TURN = {"role": "assistant", "content": "a"}
+NOTHING_THOUGHT: dict[str, Any] = {"type": "reasoning", "summary": []}
+SUMMARY = [{"type": "summary_text", "text": "a"}, {"type": "summary_text", "text": "b"}]
+PATCH = {"call_id": "c", "name": "patch"}
+
+
+@each_case(
+    ("item", "repaired"),
+    [
+        (TURN, [TURN | {"type": "message"}]),
+        (
+            NOTHING_THOUGHT | {"summary": SUMMARY},
+            [
+                {
+                    "type": "reasoning",
+                    "summary": SUMMARY,
+                    "content": [{"type": "reasoning_text", "text": "a\n\nb"}],
+                }
+            ],
+        ),
+        (NOTHING_THOUGHT | {"encrypted_content": "x"}, []),
+        (
+            {"type": "custom_tool_call", **PATCH, "input": '"'},
+            [{"type": "function_call", **PATCH, "arguments": '{"input":"\\""}'}],
+        ),
+        (
+            {"type": "custom_tool_call_output", "call_id": "c", "output": "done"},
+            [{"type": "function_call_output", "call_id": "c", "output": "done"}],
+        ),
+    ],
+)
+def test_an_item_is_given_in_a_form_that_the_server_takes(item: Any, repaired: list[Any]) -> None:
+    asked = {"role": "user", "content": 'an "assistant"'}
+    assert input_sent([asked, item, 7]) == [asked, *repaired, 7]
+    fields = FIELDS_DECODER.decode(msgspec.json.encode({"input": [item], "tools": None}))
+    assert RESPONSES.added_fields(fields, "openai", Settings()) is None
+    off = Settings.model_validate({"repairs": {"input_items": False}})
+    assert not RESPONSES.added_fields(fields, "llama.cpp", off)
+
+
+@each_case(
+    "items",
+    [
+        [TURN | {"type": "message"}],
+        [NOTHING_THOUGHT | {"content": [{"type": "reasoning_text", "text": "a"}]}],
+        [{"role": "user", "content": 'an "assistant"'}],
+        ["assistant", None],
+        [TURN, "x" * (4 << 20)],
+        [TURN, "," * 100_001],
+        [TURN] * 2001,
+    ],
+)
+def test_items_that_the_server_takes_stay_as_they_are(items: list[Any]) -> None:
+    assert input_sent(items) is None

@@ -152,7 +152,7 @@ def test_greedy_sampling_always_takes_the_likeliest_token(
 
 
 def test_the_remaining_length_is_asked_for_by_the_clients_own_names() -> None:
-    body = HELLO | {"max_tokens": 10, "max_completion_tokens": 8}
+    body = HELLO | {"max_tokens": 8, "max_completion_tokens": 8}
     assert remaining_tokens(body, 3) == 5
     assert remaining_tokens(body, 30) == 0
     assert remaining_tokens(HELLO, 3) is None

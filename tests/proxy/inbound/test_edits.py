@@ -10,27 +10,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config.routing import ModelRule
-from gateway.proxy.inbound.edits import apply_edit, apply_rules, required_edit, with_model
+from gateway.proxy.inbound.edits import (
+    apply_edit,
+    apply_rules,
+    lowest_bound,
+    required_edit,
+    with_model,
+)
 from gateway.proxy.inbound.parsed_body import parse_body
+from gateway.proxy.output_bound import BOUND_NAMES, settle_bound
 from tests.each_case import each_case
 
 
 def edited(
     body: bytes,
     *rules: ModelRule,
-    max_tokens_field: str | None = "max_tokens",
+    max_tokens_fields: tuple[str, ...] = ("max_tokens", "max_completion_tokens"),
     max_tokens: int | None = None,
     n_probs: int = 64,
 ) -> bytes:
     after = apply_rules(body, rules)
-    edit = required_edit(
-        parse_body(after),
-        rules,
-        max_tokens_field=max_tokens_field,
-        max_tokens=max_tokens,
-        n_probs=n_probs,
-    )
-    return after if edit is None else apply_edit(after, edit)
+    parsed = parse_body(after)
+    most = lowest_bound(rules, max_tokens)
+    edit = required_edit(parsed, n_probs, lambda: 4096)
+    edit |= settle_bound(parsed, max_tokens_fields, most)[1]
+    return apply_edit(after, edit) if edit else after
 
 
 def result(body: dict[str, Any], *rules: ModelRule, **bounds: Any) -> dict[str, Any]:
@@ -81,18 +85,42 @@ def test_logprobs_are_bounded(field: str) -> None:
     assert result({field: 5}, n_probs=0) == {field: 0}
 
 
+@each_case("field", ["repeat_last_n", "dry_penalty_last_n"])
+def test_windows_are_no_larger_than_a_context(field: str) -> None:
+    for asked in (0, -1, 64, 1024, 4096):
+        assert result({field: asked}) == {field: asked}
+    for large in (4097, 2_000_000_000, 1 << 40, 1e300):
+        assert result({field: large}) == {field: 4096}
+    for asked in (-2, -(1 << 32) + 50_000_000):
+        assert result({field: asked}) == {field: -1}
+
+
 @each_case("field", ["max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"])
 def test_max_tokens_is_lowered_under_any_of_its_names(field: str) -> None:
     for asked, sent in ((100, 100), (101, 100), (-1, 100), (-2, 100), (0, 0), (1e300, 100)):
-        assert result({field: asked}, max_tokens=100) == {field: sent}
+        assert result({field: asked}, max_tokens_fields=(field,), max_tokens=100) == {field: sent}
 
 
 def test_a_missing_max_tokens_becomes_the_limit() -> None:
     assert result({}, max_tokens=100) == {"max_tokens": 100}
     assert result({"max_tokens": None}, max_tokens=100) == {"max_tokens": 100}
-    assert result({}, max_tokens_field="n_predict", max_tokens=100) == {"n_predict": 100}
-    assert result({}, max_tokens_field=None, max_tokens=100) == {}
+    assert result({}, max_tokens_fields=("n_predict",), max_tokens=100) == {"n_predict": 100}
     assert result({}) == {}
+
+
+def test_an_answer_without_a_bound_is_held_by_the_limits_of_its_caller() -> None:
+    def held(left: float, **asked: int) -> dict[str, Any]:
+        body = json.dumps(asked).encode()
+        _, edit = settle_bound(parse_body(body), ("max_tokens",), None, left)
+        changed: dict[str, Any] = json.loads(apply_edit(body, edit))
+        return changed
+
+    assert held(900) == {"max_tokens": 900}
+    assert held(-5) == {"max_tokens": 1}
+    assert held(100_000) == {}  # hosted endpoints refuse bounds above their models' own
+    for name in BOUND_NAMES:
+        assert held(100_000, **{name: -1}) == {"max_tokens": 100_000}
+        assert held(900, **{name: 16_400}) == {"max_tokens": 16_400}  # refused when it is admitted
 
 
 EXAMPLE = ModelRule(
@@ -120,6 +148,8 @@ def test_the_contracts_example_does_what_it_says(
 
 def test_the_operators_limit_holds_for_rules_too() -> None:
     assert result({}, EXAMPLE, max_tokens=100)["max_tokens"] == 100
+    for name in BOUND_NAMES:
+        assert result({name: 7}, ModelRule(set={"max_tokens": 9})) == {"max_tokens": 9}
     loud = ModelRule(set={"max_tokens": 5000, "n_probs": 900, "id_slot": 1, "priority": "batch"})
     assert result({"max_tokens": 7}, loud, max_tokens=100) == {"max_tokens": 100, "n_probs": 64}
 

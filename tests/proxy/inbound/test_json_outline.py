@@ -168,7 +168,7 @@ SHAPES: dict[str, tuple[bytes, str | None]] = {
     "ids": (b'{"prompt":[' + of(b"1") + b"]}", None),
     "an image": (chat(b'[{"type":"image_url","image_url":{"url":"data:image/png;base64,'
                        + b"iVBO" * (SIZE // 4) + b'"}}]'), None),
-    "links": (chat(b'"a"', b',"x":{' + of(b'"image_url":"data:"') + b"}"), "images and links"),
+    "links": (chat(b'"a"', b',"input":{' + of(b'"image_url":"data:"') + b"}"), "images and links"),
 }  # fmt: skip
 
 
@@ -242,7 +242,7 @@ def test_large_bodies_of_real_clients_pass(body: bytes) -> None:
 
 
 def spans(body: bytes, found: JsonOutline) -> Iterator[tuple[str, str]]:
-    for start, end, kind in found.links:
+    for start, end, kind, _ in found.links:
         yield kind, body[start:end].decode()
 
 
@@ -259,7 +259,8 @@ def test_links_are_found_wherever_the_body_is_cut() -> None:
                 {"text": "image_url", "url": "http://not"},
             ],
             "tools": [{"type": "mcp", "server_url": "http://d"}],
-            "multimodal_data": ["x:y"],
+            "prompt": {"multimodal_data": ["x:y"]},
+            "metadata": {"image_url": "http://not", "multimodal_data": ["x:not"]},
         }
         data = json.dumps(body).encode()
         found = outlined(data, sizes=sizes)
@@ -271,7 +272,7 @@ def test_links_are_found_wherever_the_body_is_cut() -> None:
             ("data", "x:y"),
         ]
         assert found.has_images
-        assert [one.item_count for one in found.fields] == [0, 5, 1, 1]
+        assert [one.item_count for one in found.fields] == [0, 5, 1, 0, 0]
 
 
 @each_case("sizes", [ScanSizes(24, 32, 4), ScanSizes(40, 64, 10)])

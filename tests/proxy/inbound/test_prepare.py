@@ -22,7 +22,7 @@ from gateway.request import Caller, Priority
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_node
-from tests.proxy.proxy_over_nodes import proxy_over
+from tests.proxy.proxy_over_nodes import BODIES, proxy_over
 from tests.virtual import in_virtual_time
 
 ANYONE = Caller("c", "c", Priority.URGENT)
@@ -185,6 +185,10 @@ def test_only_generated_responses_stream() -> None:
     [
         ({"max_tokens": 5}, 5),
         ({"max_completion_tokens": 6, "max_tokens": 5}, 6),
+        ({"max_tokens": 5, "n_predict": 16_400}, 16_400),
+        ({"max_tokens": 5, "n_predict": -1}, None),
+        ({"max_output_tokens": 7, "max_tokens": None}, 7),
+        ({"max_tokens": 0}, 1),
         ({"n_predict": -1}, None),
         ({}, None),
     ],
@@ -193,6 +197,43 @@ def test_the_most_tokens_are_known_if_the_body_says_so(
     body: dict[str, Any], tokens: int | None
 ) -> None:
     assert prepared(body).lease_request.max_tokens == tokens
+
+
+@each_case(
+    ("path", "asked", "sent"),
+    [
+        ("/v1/chat/completions", {"max_tokens": 5, "n_predict": 9}, {"max_tokens": 9}),
+        ("/v1/chat/completions", {"max_output_tokens": 5}, {"max_tokens": 5}),
+        ("/v1/chat/completions", {"max_tokens": 5, "n_predict": -7}, {"max_tokens": -1}),
+        (
+            "/v1/chat/completions",
+            {"max_tokens": 9, "max_completion_tokens": 5},
+            {"max_completion_tokens": 9},
+        ),
+        ("/v1/completions", {"max_completion_tokens": 5}, {"max_tokens": 5}),
+        ("/v1/messages", {"max_tokens": 5, "n_predict": 9}, {"max_tokens": 9}),
+        ("/v1/responses", {"max_output_tokens": None, "max_tokens": 5}, {"max_output_tokens": 5}),
+        ("/v1/responses", {"max_output_tokens": 5, "n_predict": 5}, {"max_output_tokens": 5}),
+        ("/completion", {"n_predict": 5, "max_tokens": 9}, {"n_predict": 9}),
+        ("/completion", {"n_predict": (1 << 32) + 5}, {"n_predict": (1 << 31) - 1}),
+        ("/completion", {"n_predict": (1 << 32) - 1}, {"n_predict": (1 << 31) - 1}),
+    ],
+)
+def test_a_node_is_sent_one_bound_by_the_name_that_it_obeys(
+    path: str, asked: dict[str, Any], sent: dict[str, Any]
+) -> None:
+    body = json.loads(bytes_to_parse(prepared(BODIES[path] | asked, path).bodies["demo"]))
+    assert body == BODIES[path] | sent
+
+
+def test_a_rule_that_sets_the_bound_is_what_counts() -> None:
+    for rule, tokens in (
+        (ModelRule(set={"max_tokens": 900}), 900),
+        (ModelRule(default={"max_tokens": 900}), 5),
+        (ModelRule(max_tokens=3), 3),
+    ):
+        request = prepared({"model": "demo", "n_predict": 5}, models={"demo": rule})
+        assert request.lease_request.max_tokens == tokens
 
 
 # Images.

@@ -44,6 +44,14 @@ def test_a_refusal_names_the_setting() -> None:
     prepared(body, "/completion", stop_bytes=8192)
 
 
+def test_samplers_are_few() -> None:
+    body = {"model": "demo", "prompt": "a"}
+    for value in ("d" * 33, ["dry"] * 33):
+        assert refused(body | {"samplers": value}, "/completion")[2] == "samplers"
+    for most in ("d" * 32, ["dry"] * 32, None, 1):
+        prepared(body | {"samplers": most}, "/completion")
+
+
 @each_case("value", [[{"type": 2, "value": "((.*)*)*b"}], {"type": 2}, "x", 1])
 def test_a_grammar_trigger_is_refused(value: Any) -> None:
     body = {"model": "demo", "prompt": "a", "grammar_lazy": True, "grammar_triggers": value}

@@ -26,9 +26,7 @@ def test_every_path_that_generates_says_where_its_prompt_and_limit_are() -> None
     for route in ROUTES.values():
         if route.generates:
             assert route.prompt_field in BODIES[route.path]
-            assert route.max_tokens_field is not None
-        else:
-            assert route.max_tokens_field is None
+            assert route.api.max_tokens_fields
     assert NATIVE_ROUTE.path == "/completion"
 
 

@@ -187,6 +187,38 @@ class TestServing:
             await all_gone(servers)
         assert left_behind(environment) == []
 
+    async def test_context_and_embeddings_are_as_asked_and_an_overflow_says_how_to_get_more(
+        self, environment: dict[str, str], settings: Path
+    ) -> None:
+        long = "Tell me about rivers. " * 1500
+        flags = ("--context", "8192", "--embedding", "--slots", "1", "--config", settings)
+        async with running(environment, *flags) as it:
+            await it.line_with("a llama.cpp server with 1 slot of 8,192 tokens; logs")
+            url = await it.url()
+            assert (await it.nodes())["local-0"]["context"] == 8192
+            async with httpx.AsyncClient(trust_env=False, base_url=url, timeout=120) as client:
+                for _ in range(2):  # a server of embeddings also chats
+                    found = await client.post("/v1/embeddings", json={"input": long[:9000]})
+                    assert found.status_code == 200, found.text
+                    assert any(found.json()["data"][0]["embedding"])
+                    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+                    found = await client.post("/v1/chat/completions", json=chat)
+                    assert found.status_code == 200, found.text
+                content = {"messages": [{"role": "user", "content": long}], "max_tokens": 2}
+                for path, body in (
+                    ("chat/completions", content),
+                    ("chat/completions", {**content, "stream": True}),
+                    ("messages", content),
+                    ("responses", {"input": long}),
+                    ("completions", {"prompt": long}),
+                    ("embeddings", {"input": long}),
+                ):
+                    found = await client.post(f"/v1/{path}", json=body)
+                    assert found.status_code == 400, (path, found.text[:300], found.text[-900:])
+                    assert found.json()["error"]["message"].endswith(
+                        " Or start 'llama-gateway up' with '--context 16384'."
+                    )
+
     @pytest.mark.binary_only("the wheel holds no program")
     async def test_a_llama_server_on_path_is_used_and_named(
         self, environment: dict[str, str], settings: Path
@@ -399,6 +431,11 @@ class TestRefusing:
         assert "not enough memory" in ran.err
         assert len(re.findall(r"\d+\.\d GiB", ran.err)) == 4
         assert "--force-memory" in ran.err
+
+    def test_a_context_beyond_the_models_is_refused_with_the_most_it_can_have(self) -> None:
+        ran = run("up", "--model", str(demo_model()), "--context", "131073")
+        assert ran.status == 1
+        assert "take --context 131072 at most, or another model" in ran.err
 
     @pytest.mark.slow
     def test_a_model_that_may_not_be_locked_is_refused_with_the_remedy(self) -> None:

@@ -22,14 +22,14 @@ from gateway.tools.local.demo_model import (
 )
 from gateway.tools.local.gguf_file import read_model
 
-DIGEST = "75744240716fb4a26a9ae7f0ffd6b689661ee810ff240697980ebf1c425a5e3e"
+DIGEST = "10da5477ee65e120e29e483324a53f2aa8138a7174e6520b950fd961edd0975f"
 
 
 def test_the_model_has_the_same_bytes_everywhere(tmp_path: Path) -> None:
     path = ensure_demo_model(tmp_path)
     # Changed on purpose? Then raise FILE_VERSION, so that old files are not reused.
     assert hashlib.sha256(path.read_bytes()).hexdigest() == DIGEST
-    assert path.name == "demo-small-v1.gguf"
+    assert path.name == "demo-small-v2.gguf"
 
 
 def test_it_is_small_and_trained_for_more_than_a_slot_needs(tmp_path: Path) -> None:
@@ -59,8 +59,8 @@ def test_concurrent_processes_get_the_same_whole_file(tmp_path: Path) -> None:
     assert len(set(paths)) == 1
     assert hashlib.sha256(paths[0].read_bytes()).hexdigest() == DIGEST
     assert sorted(p.name for p in paths[0].parent.iterdir()) == [
-        "demo-small-v1.gguf",
-        "demo-small-v1.gguf.lock",
+        "demo-small-v2.gguf",
+        "demo-small-v2.gguf.lock",
     ]
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.tools.local import ContextError
 from gateway.tools.local.gguf_file import ModelFile
 from gateway.tools.local.plan import DEFAULT_CONTEXT, MOST_PROMPT_CACHE_BYTES, plan_servers
 from gateway.tools.local.topology import Topology, read_topology
@@ -74,6 +75,11 @@ def test_the_context_is_bounded_by_the_models_training(one_node: Topology) -> No
     assert (
         plan_servers(one_node, replace(MODEL, trained_context=None))[0].context == DEFAULT_CONTEXT
     )
+    for trained in (65_536, None):
+        longer = replace(MODEL, trained_context=trained)
+        assert plan_servers(one_node, longer, context=65_536)[0].context == 65_536
+    with pytest.raises(ContextError, match="--context 65536 at most"):
+        plan_servers(one_node, replace(MODEL, trained_context=65_536), context=65_537)
 
 
 def test_evicted_prompts_are_kept_only_where_there_is_room(one_node: Topology) -> None:

@@ -75,7 +75,12 @@ async def test_servers_answer_are_described_as_nodes_and_end_with_the_fleet(tmp_
             props = (await client.get(f"{url}/props")).json()
             assert (props["total_slots"], props["model_alias"]) == (2, "demo")
         assert fleet.inventory() == [
-            {"name": name, "url": url, "host": "localhost", "labels": {"numa": "0"}}
+            {
+                "name": name,
+                "url": url,
+                "host": "localhost",
+                "labels": {"numa": "0", "started_by": "llama-gateway up"},
+            }
             for name, url in zip(("local-0", "local-1"), fleet.urls, strict=True)
         ]
         pids = fleet.pids

@@ -1,0 +1,151 @@
+"""Coding agents as programs: how each is told of a gateway, and what it is asked.
+
+They are those that npm installs in two minutes; `package.json` beside this file pins them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from asyncio.subprocess import DEVNULL, STDOUT, Process
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.api.npm import node
+
+MODEL = "agents"
+CONTEXT = 32_768
+RUN_LIMIT = 120.0
+IDLE = 9.0
+"""Seconds of silence after which those agents give a stream up that can be told so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """One program, which gets `PROMPT` and ends by itself."""
+
+    name: str
+    path: str
+    """The API's path that it asks."""
+    first_requests: int
+    """How many it sends at once: opencode also asks for a title."""
+    set_up: Callable[[Path, Path, str], tuple[list[str | Path], dict[str, str]]]
+    """From `node_modules`, an empty home and the gateway's URL: its command and environment."""
+
+
+def _codex(modules: Path, home: Path, url: str) -> tuple[list[str | Path], dict[str, str]]:
+    (home / "config.toml").write_text(
+        f"""
+model = "{MODEL}"
+model_provider = "gateway"
+check_for_update_on_startup = false
+[model_providers.gateway]
+name = "gateway"
+base_url = "{url}/v1"
+wire_api = "responses"
+stream_idle_timeout_ms = {IDLE * 1000:.0f}
+[analytics]
+enabled = false
+"""
+    )
+    (program,) = modules.glob("codex-linux-x64/vendor/*/bin/codex")
+    return [program, "exec", "--skip-git-repo-check", "--json", PROMPT], {"CODEX_HOME": str(home)}
+
+
+def _claude(modules: Path, home: Path, url: str) -> tuple[list[str | Path], dict[str, str]]:
+    program = modules / "@anthropic-ai/claude-code-linux-x64/claude"
+    # Its own prompt and all of its tools are 57,000 tokens of this model.
+    short = ("--system-prompt", "Be brief.", "--tools", "Read")
+    return [program, "-p", PROMPT, *short], {
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_AUTH_TOKEN": "none",
+        "ANTHROPIC_MODEL": MODEL,
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": MODEL,
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "CLAUDE_STREAM_IDLE_TIMEOUT_MS": f"{IDLE * 1000:.0f}",
+    }
+
+
+def _opencode(modules: Path, home: Path, url: str) -> tuple[list[str | Path], dict[str, str]]:
+    config = {
+        "provider": {
+            "gateway": {
+                "npm": "@ai-sdk/openai-compatible",
+                "options": {"baseURL": f"{url}/v1", "apiKey": "none"},
+                "models": {MODEL: {"limit": {"context": CONTEXT, "output": 4096}}},
+            }
+        },
+        "model": f"gateway/{MODEL}",
+        "small_model": f"gateway/{MODEL}",
+        "autoupdate": False,
+        "share": "disabled",
+    }
+    (home / "opencode.json").write_text(json.dumps(config))
+    return [modules / "opencode-linux-x64/bin/opencode", "run", "--format", "json", PROMPT], {
+        "OPENCODE_CONFIG": str(home / "opencode.json"),
+        "OPENCODE_DISABLE_MODELS_FETCH": "1",
+    }
+
+
+def _continue(modules: Path, home: Path, url: str) -> tuple[list[str | Path], dict[str, str]]:
+    model = {
+        "name": "gateway",
+        "provider": "openai",
+        "model": MODEL,
+        "apiBase": f"{url}/v1",
+        "apiKey": "none",
+        "roles": ["chat"],
+    }
+    config = {"name": "gateway", "version": "1.0.0", "schema": "v1", "models": [model]}
+    config_file = home / "config.yaml"
+    config_file.write_text(json.dumps(config))
+    program = modules / "@continuedev/cli/dist/cn.js"
+    return [node(), program, "--config", config_file, "--auto", "-p", PROMPT], {
+        "CONTINUE_CLI_ENABLE_TELEMETRY": "0"
+    }
+
+
+PROMPT = "Say hello"
+
+AGENTS = (
+    Agent("codex", "/v1/responses", 1, _codex),
+    Agent("claude", "/v1/messages", 1, _claude),
+    Agent("opencode", "/v1/chat/completions", 2, _opencode),
+    Agent("continue", "/v1/chat/completions", 1, _continue),
+)
+
+
+@asynccontextmanager
+async def running(agent: Agent, modules: Path, folder: Path, url: str) -> AsyncIterator[Process]:
+    """The agent at work in a folder of its own, from which it reaches this machine alone."""
+    home, work = folder / agent.name, folder / agent.name / "work"
+    work.mkdir(parents=True)
+    command, environment = agent.set_up(modules, home, url)
+    nowhere = "http://127.0.0.1:9"
+    with (home / "output").open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=DEVNULL, stdout=output, stderr=STDOUT, cwd=work, start_new_session=True,
+            env={
+                "PATH": os.environ["PATH"], "HOME": str(home), "TMPDIR": str(home),
+                "HTTPS_PROXY": nowhere, "HTTP_PROXY": nowhere, "NO_PROXY": "127.0.0.1",
+                **environment,
+            },
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+
+
+async def output_of(agent: Agent, process: Process, folder: Path) -> str:
+    """What the agent printed before it ended without a failure."""
+    status = await asyncio.wait_for(process.wait(), RUN_LIMIT)
+    printed = (folder / agent.name / "output").read_text(errors="replace")
+    assert status == 0, f"{agent.name} ended with {status}:\n{printed[-4000:]}"
+    return printed

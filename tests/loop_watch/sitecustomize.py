@@ -1,0 +1,20 @@
+"""Has every gateway that a test starts watched: its `PYTHONPATH` begins with this folder."""
+
+import os
+import sys
+
+
+class _OnImport:
+    """Begins when a process imports the gateway's application: before it has an event loop."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name == "gateway.app" and "pytest" not in sys.modules:  # where the plugin does it
+            sys.meta_path.remove(self)
+            import watch  # type: ignore[import-not-found] # this folder is on the path
+
+            watch.begin(watch.in_file(folder))
+
+
+folder = os.environ.get("LOOP_WATCH")
+if folder:
+    sys.meta_path.insert(0, _OnImport())

@@ -1,0 +1,84 @@
+"""What the watch of event loops records, and that its list of exceptions is no longer than needed.
+
+Loops are watched in processes of their own: what holds one belongs into no process of tests.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.loop_watch.plugin import Children, environment, is_known, known, problems
+from tests.loop_watch.watch import Record
+
+ROOT = Path(__file__).resolve().parents[2]
+
+PROGRAM = """
+import asyncio, gateway.app, os, sys, threading, time, uvloop
+
+def busy(seconds):
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+async def main():
+    for seconds in (0.12, 0.001, 0.001):
+        busy(seconds)
+        await asyncio.sleep(0.05)
+    time.sleep(0.12)
+
+loop = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}[sys.argv[1]]
+with asyncio.Runner(loop_factory=loop) as runner:
+    runner.run(main())
+"""
+
+
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_one_long_turn_of_a_gateway_s_process_is_recorded_by_cpu_time(
+    tmp_path: Path, loop: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM)
+    reports = tmp_path / "reports"
+    reports.mkdir()
+    variables = environment(reports, str(ROOT))
+    subprocess.run([sys.executable, script, loop], env=variables, check=True, timeout=100)
+    (turn,) = [one for one in Children(reports).take() if one.kind == "turn"]
+    assert 0.1 < turn.cpu < 0.2, "time.sleep takes no CPU time"
+    assert turn.wall >= turn.cpu - 0.01
+
+
+def test_a_turn_above_50_ms_and_any_wait_fail_unless_they_are_known() -> None:
+    stack = ["gateway/usage/ledger.py:_work:1", "gateway/usage/ledger.py:run:2"]
+    short, long = (Record("turn", cpu, 1.0, 0.0, stack) for cpu in (0.049, 0.051))
+    wait = Record("fsync", 0.0, 0.0, 0.0, stack)
+    at_start = Record("open", 0.0, 0.0, 0.0, ["gateway/x.py:f:1", "gateway/app.py:running:300"])
+    found = problems([short, long, wait, at_start])
+    assert len(found) == 2
+    assert "51 ms of CPU time, 1000 ms on the clock" in found[0]
+    assert "the event loop waited: fsync at gateway/usage/ledger.py:_work" in found[1]
+    assert is_known(at_start)
+
+
+def test_what_is_known_exists_and_has_a_reason() -> None:
+    for one in known():
+        path, _, function = one["at"].partition(":")
+        defined = {
+            node.name
+            for node in ast.walk(ast.parse((ROOT / path).read_text()))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
+        assert function in defined, f"{one['at']} is gone: remove it from known.toml"
+        assert one["reason"]
+
+
+async def test_what_a_test_does_itself_is_not_the_gateway_s() -> None:
+    end = time.thread_time() + 0.08
+    while time.thread_time() < end:
+        pass
+    open(__file__).close()  # noqa: ASYNC230, PTH123 - as a test may
