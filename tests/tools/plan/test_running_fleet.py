@@ -147,6 +147,10 @@ def test_what_found_no_slot_is_taken_to_be_like_the_others() -> None:
     assert found.traffic.recorded is not None
     assert {(job.prompt.tokens, job.output) for job in found.traffic.recorded.jobs} == {(100, 90)}
     assert found.advice.verdict == "saturated"
+    many = told(*((n * 0.6, refused if n % 2 else {}) for n in range(6000)))
+    began = time.process_time()
+    busiest_hour(many, found.fleet, 1.0)
+    assert time.process_time() - began < 1.0
 
 
 @each_case(
