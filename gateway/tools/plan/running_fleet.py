@@ -312,7 +312,8 @@ def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> 
     # Prices are those of the mean hour, waits those of the busiest one.
     rate = len(arrivals) * hourly
     mean = max(requests / max(since_first, span) * SECONDS_PER_HOUR, rate / MOST_PEAK)
-    workload = replace(_workload(min(mean, rate), overall), peak=max(1.0, rate / mean))
+    factor = min(MOST_PEAK, max(1.0, rate / mean))
+    workload = replace(_workload(min(mean, rate), overall), peak=factor)
     slots = sum(part.servers * part.node_type.slots for part in fleet.parts)
     nodes = {one.node for one in known}
 
@@ -335,6 +336,8 @@ def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> 
         notes.append(
             f"{', '.join(hour.added)} did not serve in that hour: its waits then tell nothing"
         )
+    if models and (others := counts[""]):
+        notes.append(f"{others:,} are of models that no node names: all are taken to serve them")
     if len(arrivals) < FEW_REQUESTS:
         notes.append("so few requests tell little of what the fleet can do")
     return FleetTraffic(workload, by_model, build_trace(jobs), hour, tuple(notes))

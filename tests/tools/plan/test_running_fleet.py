@@ -140,6 +140,16 @@ def test_the_busiest_hour_is_played_as_it_was() -> None:
     assert faster.workload.arrivals == pytest.approx(8 / 60)
 
 
+def test_a_burst_of_an_idle_week_is_a_peak_of_any_height() -> None:
+    fleet = measured_fleet([node("a", models=["mistral"])])
+    for requests in range(20, 80):
+        burst = told(*((n * 0.13, {"model": "gone"}) for n in range(requests)))
+        burst["first"] = burst["since"]
+        traffic = busiest_hour(burst, fleet, 10.0)
+        assert traffic.workload.peak == pytest.approx(1000)
+        assert f"{requests} are of models that no node names" in traffic.notes[1]
+
+
 def test_what_found_no_slot_is_taken_to_be_like_the_others() -> None:
     none = dict.fromkeys(("prompt_tokens", "cached_tokens", "completion_tokens"))
     refused = {**none, "slot_seconds": 0.0, "unserved": True}
