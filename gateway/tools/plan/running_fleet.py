@@ -92,14 +92,13 @@ def measured_fleet(nodes: Sequence[Mapping[str, Any]]) -> MeasuredFleet:
     Nodes that get no work (disabled, standby, draining, down) are left out; one without a measured
     speed is taken to be like the others of its tier. Raises UnmeasuredFleetError.
     """
-    up = [node for node in nodes if node.get("state") != "down"]
-    notes = [
-        f"{node.get('name')} is down: left out" for node in nodes if node.get("state") == "down"
-    ]
+    down = [node for node in nodes if node.get("state") == "down"]
+    notes = [f"{node.get('name')} is down: left out" for node in down]
     working = [
         node
-        for node in up
+        for node in nodes
         if node.get("enabled", True) and not (node.get("standby") or node.get("draining"))
+        if node.get("state") != "down"
     ]
     if not working:
         raise UnmeasuredFleetError("the gateway has no node that gets work")
