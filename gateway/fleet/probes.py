@@ -141,6 +141,8 @@ async def discover(node: Node) -> ProbeResult:
             return reply
         answer, detail = _judge_discovery(node, path, reply.status)
         if answer is not ProbeAnswer.UP:
+            if reply.status == HTTPStatus.BAD_REQUEST:
+                detail += await _scheme_hint(node, detail)
             return ProbeResult(answer, detail, node.clock() - began)
         if reply.status == HTTPStatus.OK:
             properties.clear_remembered()
