@@ -277,8 +277,9 @@ class Forwarder:
             or request.lease_request.prompt_tokens >= PROGRESS_TOKENS
         ):
             progress = in_flight.follow_prefill()
-            body, event_filter = progress.begin_attempt(attempt, request, api, body)
-            filters_prefill_only = event_filter is not None
+            body, progress_filter = progress.begin_attempt(attempt, request, api, body)
+            if progress_filter is not None:
+                event_filter, filters_prefill_only = progress_filter, True
         if (
             recorder is not None
             and self.context.settings.resume == "exact"
@@ -328,7 +329,7 @@ class Forwarder:
                 again = self._upstream_request(in_flight, attempt, api, recorder)
                 await attempt.open_again(again)
             finally:
-                if attempt.status >= 300:
+                if not 0 < attempt.status < 300:
                     # Something else was wrong, or the node has failed.
                     options.note(lease, path, taken=None)
 

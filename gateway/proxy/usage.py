@@ -114,20 +114,24 @@ class UsageFilter:
     def __init__(self, on_timings: Callable[[], None] = lambda: None) -> None:
         self._on_timings = on_timings
         self.event = b""
-        """The chunk with usage; empty: it has not come."""
+        """The chunk with usage that no choice followed; empty: none has come."""
 
     def __call__(self, events: bytes) -> bytes:
         """These whole events as they would be if nobody had asked."""
-        if _KEY not in events:
-            return events
-        return sse.edit_matching(_NULL_USAGE.sub(b"", events), _KEY, self._take)
+        passed = events
+        if _KEY in events:
+            events = _NULL_USAGE.sub(b"", events)
+            passed = sse.edit_matching(events, _KEY, self._take)
+        if self.event and b'"choices"' in events.rpartition(self.event)[2]:
+            self.event = b""  # some nodes report it again and again
+        return passed
 
     def _take(self, event: bytes) -> bytes:
         try:
             value = parse_object(sse.payload(event))
         except InvalidJson:
             return event
-        if value.get("choices") or not isinstance(value.get("usage"), dict):
+        if value.get("choices") or "error" in value or not isinstance(value.get("usage"), dict):
             return event  # some nodes report it unasked, beside a choice
         self.event = event
         if "timings" in value:
