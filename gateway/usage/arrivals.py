@@ -15,6 +15,7 @@ from sqlalchemy import (
     Connection,
     RowMapping,
     Select,
+    and_,
     case,
     func,
     literal,
@@ -36,6 +37,9 @@ MOST_ARRIVALS = 20_000
 
 MOST_MINUTES = 150_000
 """Minutes with requests that are compared: a hundred days of them, some 30 MB."""
+
+BATCH = "batch"
+"""The class of requests that nobody waits for."""
 
 UNSERVED = ("queue_full", "queue_timeout")
 """Outcomes of requests that the gateway had no slot for."""
@@ -101,7 +105,8 @@ class ArrivalsReader:
             self._hour = self._busiest()
             self._at = self._hour[0]
             return False
-        self._add(connection, select(open_requests), open_requests.c.started_at)
+        waits_not = select(open_requests).where(open_requests.c.class_.is_distinct_from(BATCH))
+        self._add(connection, waits_not, open_requests.c.started_at)
         self._arrivals.sort(key=lambda one: one[0])
         return True
 
@@ -117,7 +122,11 @@ class ArrivalsReader:
 
     def _count_open(self, connection: Connection) -> None:
         minute = func.floor(open_requests.c.started_at / MINUTE)
-        counted = select(minute, func.count(), literal(0), literal(0.0)).group_by(minute)
+        counted = (
+            select(minute, func.count(), literal(0), literal(0.0))
+            .where(open_requests.c.class_.is_distinct_from(BATCH))
+            .group_by(minute)
+        )
         self._add_minutes(connection, counted)
 
     def _add_minutes(self, connection: Connection, counted: Select[Any]) -> None:
@@ -182,11 +191,17 @@ class ArrivalsReader:
 
 
 def _wanted_slots() -> ColumnElement[bool]:
-    """Requests that a node worked for, and those that it would have if there had been a slot."""
-    return or_(
-        usage.c.slot_seconds > 0,
-        usage.c.outcome.in_(UNSERVED),
-        usage.c.status == CLIENT_CLOSED_STATUS,
+    """Requests that a node worked for, and those that it would have if there had been a slot.
+
+    Batches are none of them: they fill slots that are idle, and wait for those.
+    """
+    return and_(
+        usage.c.class_.is_distinct_from(BATCH),
+        or_(
+            usage.c.slot_seconds > 0,
+            usage.c.outcome.in_(UNSERVED),
+            usage.c.status == CLIENT_CLOSED_STATUS,
+        ),
     )
 
 

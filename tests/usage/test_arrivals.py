@@ -61,6 +61,14 @@ def test_the_hour_is_found_that_asked_most_of_the_nodes(connection: Connection) 
     assert told(connection, since="4h30m")["requests"] == 6
 
 
+def test_batches_which_fill_idle_slots_make_no_hour_busy(connection: Connection) -> None:
+    chats = [lasting(n, NOON - 5 * HOUR + n, 1.0) for n in range(3)]
+    night = [lasting(10 + n, NOON - 12 * HOUR + n, 900.0, class_="batch") for n in range(9)]
+    add_rows(connection, [*chats, *night])
+    found = told(connection)
+    assert found["requests"] == len(found["arrivals"]) == 3
+
+
 def test_an_hour_is_told_without_a_name_of_a_caller(connection: Connection) -> None:
     row = lasting(
         1, NOON - 600, 20.0, key="key-x", user="user-x", group_name="group-x", cached_tokens=40
