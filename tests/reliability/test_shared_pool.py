@@ -296,10 +296,13 @@ async def test_every_answer_of_stock_servers_comes_and_what_they_taught_lasts(
         async with httpx.AsyncClient(limits=limits, timeout=120) as direct:
             expected = [text_of(await direct.post(alone + CHAT, json=body)) for body in bodies]
         async with running_gateway(tmp_path, [one, two], {"resume": "exact"}) as running:
-            texts = await burst(running.client, bodies[:CLIENTS])
+            # On a busy machine the second has little to do once the first has overflowed.
+            for _ in range(4):
+                assert await burst(running.client, bodies[:CLIENTS]) == expected[:CLIENTS]
+                if pools(running) == [POOL, POOL]:
+                    break
             assert pools(running) == [POOL, POOL]
-            texts += await burst(running.client, bodies[CLIENTS:])
-            assert texts == expected
+            assert await burst(running.client, bodies[CLIENTS:]) == expected[CLIENTS:]
             nodes = running.gateway.fleet.nodes.values()
             assert [(node.failures, node.state) for node in nodes] == [(0, NodeState.READY)] * 2
         async with running_gateway(tmp_path, [one, two]) as running:
