@@ -277,8 +277,9 @@ class Forwarder:
             or request.lease_request.prompt_tokens >= PROGRESS_TOKENS
         ):
             progress = in_flight.follow_prefill()
-            body, event_filter = progress.begin_attempt(attempt, request, api, body)
-            filters_prefill_only = event_filter is not None
+            body, prefill_filter = progress.begin_attempt(attempt, request, api, body)
+            filters_prefill_only = prefill_filter is not None
+            event_filter = prefill_filter or event_filter
         if (
             recorder is not None
             and self.context.settings.resume == "exact"

@@ -154,6 +154,8 @@ async def site_over(folder: Path, hosted: Hosted) -> AsyncIterator[Site]:
 
 TRUE_TOKENS = (31, 7, 200)
 LARGE = {"metadata": {"filler": "x" * 70_000}}
+LONG = {"messages": [{"role": "user", "content": "word " * 2000}]}
+"""A prompt whose progress llama.cpp would be asked for."""
 
 
 @pytest.mark.parametrize("form", [openai_form, vllm_form])
@@ -184,6 +186,7 @@ async def test_a_client_that_does_not_ask_sees_its_stream_and_is_charged_the_tru
                 ),
                 (CHAT, LARGE, {"include_usage": True}),
                 (COMPLETIONS, LARGE | {"stream_options": None}, {"include_usage": True}),
+                (CHAT, LONG, {"include_usage": True}),
             ],
         )
         async def check(path: str, options: dict[str, Any], sent: dict[str, Any]) -> None:
@@ -241,7 +244,7 @@ async def test_an_endpoint_that_refuses_the_option_is_asked_without_until_a_relo
 ) -> None:
     hosted = Hosted(refuse=refuse)
     async with site_over(tmp_path, hosted) as site:
-        options: tuple[dict[str, Any], ...] = ({}, LARGE, {})
+        options: tuple[dict[str, Any], ...] = (LONG, LARGE, {})
         for more in options:
             reply = await site.stream(**more)
             assert reply.content == as_events(openai_form(CHAT, asked=False, continuous=False))
