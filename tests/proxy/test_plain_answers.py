@@ -250,6 +250,17 @@ def test_a_list_in_place_of_an_object_is_no_answer(path: str) -> None:
             api.check_answer(content)
 
 
+def test_hosted_rankings_and_answers_behind_white_space_are_answers() -> None:
+    ranked = [{"index": 1, "relevance_score": 0.5}]
+    for fields in ({"results": ranked}, {"results": []}, {"object": "list", "data": ranked}):
+        ROUTES["/v1/rerank"].api.check_answer(json.dumps({**fields, "model": "m"}).encode())
+    vectors = [{"embedding": "A" * (5 << 20), "index": 0}]
+    usage = {"prompt_tokens": 1, "total_tokens": 1}
+    plain = json.dumps({"object": "list", "data": vectors, "usage": usage}, indent=1).encode()
+    for white_space in (b"", b"\n \n"):
+        ROUTES["/v1/embeddings"].api.check_answer(white_space + plain + b"\n")
+
+
 @asynccontextmanager
 async def over_plain_node(
     folder: Path, plain: dict[str, Any], kinds: list[bytes] | None = None
