@@ -155,6 +155,7 @@ def test_any_bytes_can_be_read(data: bytes) -> None:
         (b'{"usage":null,"a":1}', b'{"a":1}'),
         (b'{"choices":[{"delta":{"content":"\\"usage\\":null,"}}]}', None),
         (b'{"choices":[{"delta":{}}],"usage":{"prompt_tokens":1}}', None),
+        (b'{"error":{"message":"no"},"usage":{"prompt_tokens":1}}', None),
         (b'{"choices":[],"prompt_filter_results":[]}', None),
         (b'{"choices":[],"usage":{"prompt_tokens":1}}', b""),
         (b'{"usage":{"prompt_tokens":1}}', b""),
