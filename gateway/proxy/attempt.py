@@ -304,7 +304,7 @@ class Attempt:
             raise InvalidResponse("The node's answer is too long for one that is not streamed")
         try:
             return self.api.answer_events(self.content, request_fields)
-        except (InvalidJson, AttributeError, KeyError, TypeError):
+        except (InvalidJson, AttributeError, KeyError, RecursionError, TypeError):
             raise InvalidResponse("The node's answer has another form than expected") from None
 
     async def open_again(self, upstream: UpstreamRequest) -> None:
