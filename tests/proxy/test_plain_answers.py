@@ -252,7 +252,8 @@ def test_a_list_in_place_of_an_object_is_no_answer(path: str) -> None:
 
 def test_hosted_rankings_and_answers_behind_white_space_are_answers() -> None:
     ranked = [{"index": 1, "relevance_score": 0.5}]
-    for fields in ({"results": ranked}, {"results": []}, {"object": "list", "data": ranked}):
+    rankings: list[dict[str, Any]] = [{"results": ranked}, {"results": []}, {"data": ranked}]
+    for fields in rankings:
         ROUTES["/v1/rerank"].api.check_answer(json.dumps({**fields, "model": "m"}).encode())
     vectors = [{"embedding": "A" * (5 << 20), "index": 0}]
     usage = {"prompt_tokens": 1, "total_tokens": 1}
