@@ -377,6 +377,17 @@ async def test_a_plain_answer_is_labelled_as_json(tmp_path: Path) -> None:
             assert reply.json() == vectors
 
 
+async def test_a_plain_answer_that_is_labelled_as_events_is_an_answer(tmp_path: Path) -> None:
+    path, plain = PLAIN[0]
+    kinds = [b"text/event-stream"]
+    async with over_plain_node(tmp_path, plain, kinds) as (running, _, records):
+        reply = await running.client.post(path, json={**BODIES[path], "stream": True})
+        assert reply.status_code == 200, reply.text
+        assert read_stream(ROUTES[path].api, reply.content, {})["choices"] == plain["choices"]
+        await until(lambda: records)
+        assert (records[0].attempts, records[0].completion_tokens) == (1, 7)
+
+
 async def test_events_that_are_labelled_as_something_else_end_the_attempt_at_once(
     tmp_path: Path,
 ) -> None:
