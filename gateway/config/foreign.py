@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,11 +19,21 @@ from gateway.config.node import normalise_node_url
 from gateway.config.yaml_file import YamlDocument, YamlMapping, parse_scalar, read_yaml, to_plain
 
 MOST_NODES = 20
-"""Nodes that are written out."""
+"""Nodes that are written out, and models of each."""
+
+MOST_ENTRIES = 1000
+"""Of the file, that are looked at."""
 
 LONGEST_NAME = 40
 
-LONGEST_COMMAND = 10_000
+LONGEST_NAMED = 200
+"""Of an address or a model's name."""
+
+LONGEST_TEXT = 10_000
+"""Of a text of the file, and of a command with its macros."""
+
+MOST_PARTS = 100
+"""Words of a command, macros, and uses of one."""
 
 _VARIABLE = re.compile(r"os\.environ/([A-Za-z_][A-Za-z0-9_]*)|\$\{(?:env\.)?([A-Za-z_]\w*)\}")
 
@@ -31,24 +42,6 @@ _LISTEN = re.compile(r"(?:^|\s)--(host|port)[ =]+([A-Za-z0-9.:_-]+)")
 _LLAMA_CPP = re.compile(r"llama[-._]?(cpp|server)|llama\.cpp")
 
 _ENGINES = re.compile(r"llama|vllm|sglang|tgi|text-generation|local-?ai|kobold|litellm")
-
-
-class _Unset(str):
-    """The reference to a variable as the file has it. It is false, so that its default is taken."""
-
-    __slots__ = ()
-
-    def __bool__(self) -> bool:
-        return False
-
-
-class _References(dict[str, str]):
-    """Gives each variable its own reference: no value of one is repeated."""
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The reference."""
-        return _Unset(f"${{{name}}}")
-
 
 _LLAMA_SWAP_PORT = 5800
 """The port of its first model, unless `startPort` says another."""
@@ -60,7 +53,8 @@ class _Found:
 
     name: str
     url: str
-    models: tuple[str, ...] | Mapping[str, str] = ()
+    models: Mapping[str, str] = field(default_factory=dict)
+    """By their public names."""
     kind: str = ""
     key: object = None
     """As the file has it: the name of a variable is kept."""
@@ -72,21 +66,23 @@ def foreign_problem(source: YamlDocument, belongs: str) -> Problem | None:
     `belongs`: what the file should have been, `inventory` or `settings`.
     """
     root = source.root.tree
-    if not isinstance(root, YamlMapping):
-        return None
-    for key, program, servers in (
-        ("model_list", "LiteLLM", _litellm),
-        ("models", "llama-swap", _llama_swap),
-        ("services", "Docker Compose", _compose),
+    for key, program, form, marks, servers in (
+        ("model_list", "LiteLLM", list, {"litellm_params", "model_name"}, _litellm),
+        ("models", "llama-swap", dict, {"cmd", "proxy"}, _llama_swap),
+        ("services", "Docker Compose", dict, {"image", "build", "ports", "command"}, _compose),
     ):
-        if key not in root.entries or not _is_of(program, to_plain(root.entries[key].tree)):
+        if not isinstance(root, YamlMapping) or key not in root.entries:
             continue
-        plain = to_plain(read_yaml(source.file, _References()).root.tree)
-        found = list(servers(plain)) if isinstance(plain, dict) else []
-        nodes = list(_lines(found))
+        # Without variables their names stay, and no value of one is repeated.
+        plain = to_plain(read_yaml(source.file, {}).root.tree, LONGEST_TEXT)
+        if not isinstance(plain, dict) or not isinstance(value := plain.get(key), form):
+            continue
+        if not any(marks & one.keys() for _, one in _entries(value)):
+            continue
+        lines = tuple(_lines(servers(plain)))
         begin = f"this is a configuration of {program}, not "
         begin += "an inventory" if belongs == "inventory" else "the gateway's settings"
-        if not nodes:
+        if not lines:
             remedy = "it names no address of a server: write nodes: [{name: ..., url: ...}]"
         elif belongs == "inventory":
             remedy = "the lines below would stand here; check each address, kind and model"
@@ -95,47 +91,45 @@ def foreign_problem(source: YamlDocument, belongs: str) -> Problem | None:
                 "its servers belong into the inventory (--nodes FILE), as in the lines below; "
                 "the settings need nothing of it"
             )
-        lines = ("nodes:", *nodes) if nodes else ()
-        if nodes and (silent := sum(not one.url for one in found)):
-            lines = (*lines, f"  # {silent} more of its entries name no address")
         return Problem(source.file, root.entries[key].line, key, begin, remedy, lines=lines)
     return None
 
 
-def _is_of(program: str, value: object) -> bool:
-    if program == "LiteLLM":
-        return isinstance(value, list) and any(
-            isinstance(one, dict) and {"litellm_params", "model_name"} & one.keys() for one in value
-        )
-    if not isinstance(value, dict):
-        return False
-    marks = {"cmd", "proxy"} if program == "llama-swap" else {"image", "build", "ports", "command"}
-    return any(isinstance(one, dict) and marks & one.keys() for one in value.values())
+def _entries(value: object) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The mappings in a mapping or list, by name."""
+    pairs: Iterable[tuple[object, object]] = ()
+    if isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    for name, one in islice(pairs, MOST_ENTRIES):
+        if isinstance(one, dict):
+            yield str(name), one
 
 
 def _litellm(root: Mapping[str, Any]) -> Iterator[_Found]:
-    for entry in _mappings(root["model_list"]):
+    for _, entry in _entries(root["model_list"]):
         given = entry.get("litellm_params")
         given = given if isinstance(given, dict) else {}
-        provider, _, model = str(given.get("model") or "").rpartition("/")
+        provider, slash, model = str(given.get("model") or "").partition("/")
+        if not slash:
+            provider, model = "", provider
         public = str(entry.get("model_name") or model)
-        models = {public: model} if model and public != model else (public,)
+        url = str(given.get("api_base") or given.get("base_url") or "")
         # A server of llama.cpp is asked as `openai` there, and hosted ones by their own names.
-        url = given.get("api_base") or given.get("base_url")
-        local = provider.split("/")[0] in {"", "openai", "llamafile", "lm_studio"}
-        kind = "" if local and not str(url).startswith("https:") else "openai"
-        yield _Found(public, str(url or ""), models, kind, given.get("api_key"))
+        local = provider in {"", "openai", "llamafile", "lm_studio"}
+        kind = "" if local and not url.startswith("https:") else "openai"
+        models = {} if "*" in public else {public: model or public}
+        yield _Found(public, url, models, kind, given.get("api_key"))
 
 
 def _llama_swap(root: Mapping[str, Any]) -> Iterator[_Found]:
-    start, macros = root.get("startPort"), root.get("macros")
+    start, given = root.get("startPort"), root.get("macros")
     port = start if isinstance(start, int) else _LLAMA_SWAP_PORT
-    for name, entry in sorted(root["models"].items()):
-        if not isinstance(entry, dict):
-            continue
+    macros = list((given if isinstance(given, dict) else {}).items())[:MOST_PARTS]
+    for name, entry in sorted(_entries(root["models"])):
         command = str(entry.get("cmd") or "")
-        for macro, text in (macros if isinstance(macros, dict) else {}).items():
-            command = command.replace(f"${{{macro}}}", str(text))[:LONGEST_COMMAND]
+        # A macro may use those before it.
+        for macro, text in reversed(macros):
+            command = command.replace(f"${{{macro}}}", str(text), MOST_PARTS)[:LONGEST_TEXT]
         url = str(entry.get("proxy") or "http://127.0.0.1:${PORT}")
         listen = dict(_LISTEN.findall(command))
         if "${PORT}" in command or ("${PORT}" in url and "port" not in listen):
@@ -144,27 +138,23 @@ def _llama_swap(root: Mapping[str, Any]) -> Iterator[_Found]:
         elif not entry.get("proxy"):
             url = _address(listen.get("host", ""), listen["port"])
         kind = "" if _LLAMA_CPP.search(command) or not command else "openai"
-        yield _Found(str(name), url, (str(name),), kind)
-    peers = root.get("peers")
-    for name, entry in (peers if isinstance(peers, dict) else {}).items():
-        if isinstance(entry, dict):
-            models = entry.get("models")
-            named = tuple(map(str, models)) if isinstance(models, list) else ()
-            key = entry.get("apiKey")
-            yield _Found(str(name), str(entry.get("proxy") or ""), named, "openai", key)
+        yield _Found(name, url, {name: name}, kind)
+    for name, entry in _entries(root.get("peers")):
+        models = entry.get("models")
+        named = map(str, models if isinstance(models, list) else ())
+        url = str(entry.get("proxy") or "")
+        yield _Found(name, url, {one: one for one in named}, "openai", entry.get("apiKey"))
 
 
 def _compose(root: Mapping[str, Any]) -> Iterator[_Found]:
     services = {
-        str(name): (one, f"{one.get('image')} {name} {_text(one.get('command'))}".lower())
-        for name, one in root["services"].items()
-        if isinstance(one, dict)
+        name: (one, f"{one.get('image')} {name} {_text(one.get('command'))}".lower())
+        for name, one in _entries(root["services"])
     }
     engines = {name: one for name, one in services.items() if _ENGINES.search(one[1])}
     for name, (service, text) in (engines or services).items():
         listen = dict(_LISTEN.findall(_text(service.get("command"))))
-        port = listen.get("port", "8080")
-        url = f"http://{name}:{port}"
+        url = f"http://{name}:{listen.get('port', '8080')}"
         ports = service.get("ports")
         for mapped in ports if isinstance(ports, list) else ():
             if isinstance(mapped, dict):
@@ -175,7 +165,8 @@ def _compose(root: Mapping[str, Any]) -> Iterator[_Found]:
             if outer:
                 url = _address(host.strip("[]"), outer)
                 break
-        yield _Found(name, url, (), "" if "llama" in text and "ollama" not in text else "openai")
+        kind = "" if "llama" in text and "ollama" not in text else "openai"
+        yield _Found(name, url, kind=kind)
 
 
 def _address(host: str, port: str) -> str:
@@ -184,70 +175,68 @@ def _address(host: str, port: str) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _mappings(value: object) -> Iterator[dict[str, Any]]:
-    for one in value if isinstance(value, list) else ():
-        if isinstance(one, dict):
-            yield one
-
-
 def _text(command: object) -> str:
-    if isinstance(command, list):
-        return " ".join(map(str, command))
-    return str(command or "")
+    words = command[:MOST_PARTS] if isinstance(command, list) else [command or ""]
+    return " ".join(map(str, words))[:LONGEST_TEXT]
 
 
 def _lines(found: Iterable[_Found]) -> Iterator[str]:
     """An item of `nodes:` for each server that has an address, one for each address."""
-    names: set[str] = set()
-    by_place: dict[tuple[str, str, str], dict[str, str]] = {}
-    first: dict[tuple[str, str, str], _Found] = {}
+    places: dict[tuple[str, str, str], tuple[str, dict[str, str]]] = {}
+    silent = 0
     for one in found:
-        try:
-            url = normalise_node_url(re.sub(r"/v1/?$", "", one.url.strip()))
-        except ValueError:
-            if not (named := _VARIABLE.fullmatch(one.url)):
-                continue
-            url = f"${{{named[1] or named[2]}}}"
-        place = (str(url), one.kind, _variable(one))
-        first.setdefault(place, one)
-        models = one.models if isinstance(one.models, Mapping) else {m: m for m in one.models}
-        by_place.setdefault(place, {}).update(models)
-    for number, (place, models) in enumerate(by_place.items()):
-        if number == MOST_NODES:
-            yield f"  # and {len(by_place) - MOST_NODES} more"
-            return
+        if url := _usable(one.url):
+            place = (url, one.kind, _variable(one))
+            places.setdefault(place, (one.name, {}))[1].update(one.models)
+        else:
+            silent += 1
+    if places:
+        yield "nodes:"
+    names: set[str] = set()
+    for number, (place, (called, models)) in enumerate(islice(places.items(), MOST_NODES)):
         url, kind, variable = place
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", first[place].name).strip("-.")[:LONGEST_NAME]
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", called).strip("-.")[:LONGEST_NAME]
         name = name or urlsplit(url).hostname or "node"
         while name in names:
             name = f"{name}-{number + 1}"
         names.add(name)
-        parts = [f"name: {_plain(name)}", f"url: {_plain(url)}"]
-        if kind:
-            parts.append(f"kind: {kind}")
-        if models:
-            same = all(public == own for public, own in models.items())
-            listed = [_plain(public) for public in models]
-            pairs = [f"{_plain(public)}: {_plain(own)}" for public, own in models.items()]
-            parts.append(
-                f"model: [{', '.join(listed)}]" if same else f"model: {{{', '.join(pairs)}}}"
-            )
-        if variable:
-            parts.append(f"api_key_env: {variable}")
-        yield f"  - {{{', '.join(parts)}}}"
+        shown = [(_plain(one), _plain(own)) for one, own in islice(models.items(), MOST_NODES)]
+        if all(one == own for one, own in shown):
+            listed = f"[{', '.join(one for one, _ in shown)}]"
+        else:
+            listed = f"{{{', '.join(f'{one}: {own}' for one, own in shown)}}}"
+        item = f"name: {_plain(name)}, url: {_plain(url)}"
+        item += f", kind: {kind}" * bool(kind) + f", model: {listed}" * bool(shown)
+        item += f", api_key_env: {variable}" * bool(variable)
+        more = len(models) - len(shown)
+        yield f"  - {{{item}}}" + f"  # and {more} more models" * bool(more)
+    if len(places) > MOST_NODES:
+        yield f"  # and {len(places) - MOST_NODES} more"
+    if places and silent:
+        yield f"  # {silent} more of its entries name no usable address"
+
+
+def _usable(url: str) -> str:
+    """The address as a node has it, or the variable that holds it; empty: it is none."""
+    try:
+        return str(normalise_node_url(re.sub(r"/v1/?$", "", url.strip())))[:LONGEST_NAMED]
+    except ValueError:
+        named = _VARIABLE.fullmatch(url)
+        return f"${{{named[1] or named[2]}}}" if named else ""
 
 
 def _variable(found: _Found) -> str:
     """The variable that holds the key; a key itself is not repeated."""
     if found.key in (None, "", "none", "None", "EMPTY", "sk-no-key-required", "not-needed"):
         return ""
-    named = _VARIABLE.fullmatch(str(found.key))
-    if named:
+    if named := _VARIABLE.fullmatch(str(found.key)):
         return named[1] or named[2]
-    return re.sub(r"\W+", "_", found.name).strip("_").upper()[:LONGEST_NAME] + "_API_KEY"
+    name = re.sub(r"[^A-Za-z0-9]+", "_", found.name).strip("_").upper()[:LONGEST_NAME]
+    return f"{name}_API_KEY" if name[:1].isalpha() else f"NODE_{name}_API_KEY".replace("__", "_")
 
 
 def _plain(text: str) -> str:
     """A text in a flow mapping of YAML."""
+    text = text[:LONGEST_NAMED]
     plain = re.fullmatch(r"[A-Za-z][A-Za-z0-9._/-]*|https?://[^\s,{}\[\]\"'#]+", text)
-    return text if plain and isinstance(parse_scalar(text), str) else json.dumps(text[:200])
+    return text if plain and isinstance(parse_scalar(text), str) else json.dumps(text)

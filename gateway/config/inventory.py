@@ -183,7 +183,7 @@ def _one_address(url: str) -> Iterator[str]:
 def _ip_address(host: str) -> str:
     """An IP address in its usual spelling; the host as it is, if it is a name."""
     try:
-        address = ipaddress.ip_address(host.partition("%")[0])
+        address = ipaddress.ip_address(host)
     except ValueError:
         try:
             # `127.1` and the like, as the system's resolver reads them.

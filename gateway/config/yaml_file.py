@@ -107,15 +107,15 @@ def _measure(entries: Iterable[YamlEntry]) -> tuple[int, int]:
     return value_count, depth + 1
 
 
-def to_plain(tree: YamlTree) -> object:
-    """Turn a tree into plain values."""
+def to_plain(tree: YamlTree, longest: int | None = None) -> object:
+    """Turn a tree into plain values; texts and keys are cut to `longest`."""
     match tree:
         case YamlScalar(value=value):
-            return value
+            return value[:longest] if isinstance(value, str) else value
         case YamlList(entries=entries):
-            return [to_plain(item.tree) for item in entries]
+            return [to_plain(item.tree, longest) for item in entries]
         case YamlMapping(entries=entries):
-            return {key: to_plain(entry.tree) for key, entry in entries.items()}
+            return {key[:longest]: to_plain(one.tree, longest) for key, one in entries.items()}
 
 
 def read_yaml(path: Path, env: Mapping[str, str]) -> YamlDocument:
@@ -138,23 +138,25 @@ def read_section(path: Path, env: Mapping[str, str], key: str) -> YamlDocument:
 
     Raises ConfigError where that can't be told apart.
     """
-    text = _read_text(path)
-    lines = text.split("\n")
-    inside = False
+    lines = _read_text(path, errors="replace").split("\n")
+    inside = cut = False
     for number, line in enumerate(lines):
+        ends = line[:3] in {"---", "..."}
         # Comments, blank lines and items of a list go on with the key above.
-        if line[:1].strip() and line[0] not in "#-":
+        if ends or (line[:1].strip() and line[0] not in "#-"):
+            # A line without a key, such as a mark of a merge: does the section go on below?
+            cut = (inside or cut) and not ends and ":" not in line
             inside = line.replace('"', "").replace("'", "").partition(":")[0].strip() == key
-            if line[0] in "{[&*!%?":
-                raise ConfigError(
-                    [Problem(path, number + 1, key, "can't be told from the rest of the file")]
-                )
+        if line.startswith(tuple("{[&*!%?")) or (cut and line[:1] == " " and line.strip()):
+            raise ConfigError(
+                [Problem(path, number + 1, key, "can't be told from the rest of the file")]
+            )
         if not inside:
             lines[number] = ""
     return _TreeBuilder(path, env, "\n".join(lines)).build()
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path, errors: str = "strict") -> str:
     try:
         with path.open("rb") as file:
             content = file.read(MOST_FILE_BYTES + 1)
@@ -167,7 +169,7 @@ def _read_text(path: Path) -> str:
         message = f"larger than {MOST_FILE_BYTES >> 20} MiB"
         raise ConfigError([Problem(path, 0, "", message, "is this the right file?")])
     try:
-        return content.decode("utf-8-sig")
+        return content.decode("utf-8-sig", errors)
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ConfigError(

@@ -161,6 +161,7 @@ class ConcurrencyLimit:
             if crowded:
                 self._refused_limit, self._refused_at = self.slots, now
                 self._set(self.value * REFUSAL_CUT, now)
+            self._changed_at = now
         return (self.slots, self.paused_until) != before
 
     def _pause(self, until: float) -> None:

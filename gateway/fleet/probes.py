@@ -97,9 +97,10 @@ async def fetch(
                     return ended(ProbeAnswer.FAILED, f"{path} answers without end")
             return ProbeResponse(connection.status, bytes(found))
     except (TimeoutError, ConnectTimedOut):
+        detail = f"no answer to {path} within {limit:g} s"
         # A TLS server does not leave plain HTTP waiting, as a plain one does with a handshake.
-        hint = "" if pool.address.tls is None else await _scheme_hint(node)
-        return ended(ProbeAnswer.TIMED_OUT, f"no answer to {path} within {limit:g} s{hint}")
+        hint = "" if pool.address.tls is None else await _scheme_hint(node, detail)
+        return ended(ProbeAnswer.TIMED_OUT, detail + hint)
     except LocalResourcesExhausted as error:
         return ended(ProbeAnswer.TIMED_OUT, f"{path} could not be requested ({_why(error)})")
     except ConnectFailed as error:
@@ -108,8 +109,8 @@ async def fetch(
             f"no connection to {node.spec.url} ({_why_not(node, error)})",
         )
     except UpstreamError as error:
-        hint = await _scheme_hint(node)
-        return ended(ProbeAnswer.FAILED, f"{path} broke off ({_why(error)}){hint}")
+        detail = f"{path} broke off ({_why(error)})"
+        return ended(ProbeAnswer.FAILED, detail + await _scheme_hint(node, detail))
     except Exception as error:  # noqa: BLE001 - no error of one node may stop the watch of others
         return ended(ProbeAnswer.FAILED, f"{path} could not be requested ({_why(error)})")
 
@@ -124,7 +125,7 @@ async def check_alive(node: Node) -> ProbeResult:
         return reply
     answer, detail = _judge_health(reply)
     if reply.status == HTTPStatus.BAD_REQUEST:
-        detail += await _scheme_hint(node)
+        detail += await _scheme_hint(node, detail)
     return ProbeResult(answer, detail, node.clock() - began)
 
 
@@ -140,6 +141,8 @@ async def discover(node: Node) -> ProbeResult:
             return reply
         answer, detail = _judge_discovery(node, path, reply.status)
         if answer is not ProbeAnswer.UP:
+            if reply.status == HTTPStatus.BAD_REQUEST:
+                detail += await _scheme_hint(node, detail)
             return ProbeResult(answer, detail, node.clock() - began)
         if reply.status == HTTPStatus.OK:
             properties.clear_remembered()
@@ -292,13 +295,15 @@ SCHEME_LIMIT = 1.0
 """Seconds for a look whether the node speaks the other scheme."""
 
 
-async def _scheme_hint(node: Node) -> str:
+async def _scheme_hint(node: Node, detail: str) -> str:
     """What to write in the inventory if the node speaks the other scheme; else nothing.
 
-    One that was up a moment ago is not asked: it has other troubles.
+    It is asked once for a failure, `detail`; and if it was up a moment ago it has other troubles.
     """
     if node.probe_history.up:
         return ""
+    if node.probe_history.detail.startswith(detail):
+        return node.probe_history.detail.removeprefix(detail)
     address = node.upstream.address
     limit = min(SCHEME_LIMIT, node.settings.health.timeout)
     if address.tls is None:

@@ -312,7 +312,7 @@ class Attempt:
         connection, self._connection, self._sent = self._connection, None, False
         assert connection is not None
         self.pool.release(connection)
-        self._framer, self._opening_events = None, 0
+        self._framer, self._opening_events, self.status = None, 0, 0
         await self.open(upstream)
 
     async def read(self, write: WriteToClient | None = None) -> bytes | None:

@@ -128,7 +128,7 @@ class Forwarder:
             return failed.error_response
         raise failed.error
 
-    async def _attempt(
+    async def _attempt(  # noqa: PLR0912 - each call costs
         self, in_flight: InFlightRequest, tried: Tried
     ) -> ProxyResponse | FailedAttempt:
         """One attempt: select a node, count, exchange, judge. Raises: GatewayError."""
@@ -163,7 +163,11 @@ class Forwarder:
         # Exchange the request for the response's beginning.
         try:
             recorder = self._recorder(attempt, api) if lease.stream else None
-            await self._open(in_flight, attempt, api, recorder)
+            upstream = self._upstream_request(in_flight, attempt, api, recorder)
+            await attempt.open(upstream)
+            if isinstance(upstream.event_filter, UsageFilter) and self._refuses_usage(attempt):
+                upstream = self._upstream_request(in_flight, attempt, api, recorder)
+                await self._open_without_usage(attempt, upstream)
             converts = request.stream and not attempt.is_sse and attempt.status < 300
             events = await _as_events(attempt) if converts else None
         except UpstreamError as failure:
@@ -277,9 +281,9 @@ class Forwarder:
             or request.lease_request.prompt_tokens >= PROGRESS_TOKENS
         ):
             progress = in_flight.follow_prefill()
-            body, prefill_filter = progress.begin_attempt(attempt, request, api, body)
-            filters_prefill_only = prefill_filter is not None
-            event_filter = prefill_filter or event_filter
+            body, progress_filter = progress.begin_attempt(attempt, request, api, body)
+            if progress_filter is not None:
+                event_filter, filters_prefill_only = progress_filter, True
         if (
             recorder is not None
             and self.context.settings.resume == "exact"
@@ -304,34 +308,26 @@ class Forwarder:
             head, body, api, event_filter, on_output, filters_prefill_only=filters_prefill_only
         )
 
-    async def _open(
-        self,
-        in_flight: InFlightRequest,
-        attempt: Attempt,
-        api: Api,
-        recorder: TranscriptRecorder | None,
-    ) -> None:
-        """Send the request; once more without asking for usage if the node may refuse just that.
-
-        Raises: UpstreamError.
-        """
-        upstream = self._upstream_request(in_flight, attempt, api, recorder)
-        await attempt.open(upstream)
-        if not isinstance(upstream.event_filter, UsageFilter):
-            return
-        options, lease, path = self.context.usage_options, attempt.lease, in_flight.request.path
+    def _refuses_usage(self, attempt: Attempt) -> bool:
+        """Whether the node may refuse the request just because it asks for usage: note it."""
+        options, lease, path = self.context.usage_options, attempt.lease, attempt.request.path
         if attempt.status < 300:
             if options.are_taken(lease, path) is None:
                 options.note(lease, path, taken=True)
-        elif options.may_be_refused(lease, path, attempt.status, attempt.content):
-            options.note(lease, path, taken=False)
-            try:
-                again = self._upstream_request(in_flight, attempt, api, recorder)
-                await attempt.open_again(again)
-            finally:
-                if attempt.status >= 300:
-                    # Something else was wrong, or the node has failed.
-                    options.note(lease, path, taken=None)
+            return False
+        if not options.may_be_refused(lease, path, attempt.status, attempt.content):
+            return False
+        options.note(lease, path, taken=False)
+        return True
+
+    async def _open_without_usage(self, attempt: Attempt, upstream: UpstreamRequest) -> None:
+        """Send the request once more, without asking for usage. Raises: UpstreamError."""
+        try:
+            await attempt.open_again(upstream)
+        finally:
+            if not 0 < attempt.status < 300:
+                # Something else was wrong, or the node has failed.
+                self.context.usage_options.note(attempt.lease, attempt.request.path, taken=None)
 
     # Judging what came. Each returns a failed attempt if another one may follow.
 

@@ -32,6 +32,9 @@ class ResponseOutcome(enum.Enum):
     """The node failed, or the request makes every node fail: another node shows which."""
 
 
+LONGEST_RETRY_AFTER = 86_400.0
+"""Seconds for which a node is believed to want no request."""
+
 MOST_MESSAGE_CHARACTERS = 1024
 """Characters of a node's message that are read."""
 
@@ -245,9 +248,10 @@ def retry_after(headers: Headers, wall_clock: float) -> float | None:
         if name == b"retry-after":
             word = value.decode("latin-1").strip()
             if word.isascii() and word.isdigit() and len(word) <= 9:
-                return float(word)
+                return min(float(word), LONGEST_RETRY_AFTER)
             try:
-                return max(0.0, parsedate_to_datetime(word).timestamp() - wall_clock)
+                left = parsedate_to_datetime(word).timestamp() - wall_clock
+                return min(max(0.0, left), LONGEST_RETRY_AFTER)
             except (ValueError, OverflowError):
                 return None
     return None

@@ -114,13 +114,17 @@ class UsageFilter:
     def __init__(self, on_timings: Callable[[], None] = lambda: None) -> None:
         self._on_timings = on_timings
         self.event = b""
-        """The chunk with usage; empty: it has not come."""
+        """The chunk with usage that no choice followed; empty: none has come."""
 
     def __call__(self, events: bytes) -> bytes:
         """These whole events as they would be if nobody had asked."""
-        if _KEY not in events:
-            return events
-        return sse.edit_matching(_NULL_USAGE.sub(b"", events), _KEY, self._take)
+        passed = events
+        if _KEY in events:
+            events = _NULL_USAGE.sub(b"", events)
+            passed = sse.edit_matching(events, _KEY, self._take)
+        if self.event and b'"choices"' in events.rpartition(self.event)[2]:
+            self.event = b""  # some nodes report it again and again
+        return passed
 
     def _take(self, event: bytes) -> bytes:
         try:

@@ -275,14 +275,17 @@ class FleetSync:
             # One request on trial, beside whatever still runs.
             capacity = row.ours + foreign + 1 if row.ours + foreign < total else 0
             penalty = -TRIAL_BONUS
-        alive = is_alive(node)
+        alive, paused = is_alive(node), not capacity and node.paused(now)
         if (
             capacity != row.capacity
             or foreign != row.foreign
             or total != row.total
             or alive is not row.alive
+            or paused is not row.paused
         ):
-            self.placement_state.set_slots(row, total, capacity, foreign, alive=alive)
+            self.placement_state.set_slots(
+                row, total, capacity, foreign, alive=alive, paused=paused
+            )
         if (pool := node.pool) or row.pool:
             self._refresh_pool(node, row, pool)
         if self._speed_versions.get(row) != node.speed.version or row.exploring:

@@ -107,10 +107,12 @@ class WaitForecast:
         return max(LEAST_UNCACHED_TOKENS, queued.prompt_tokens - cached), queued.completion_tokens
 
     def _candidates(self, queued: QueuedRequest) -> CandidateSet:
-        """Where it will probably go: the first candidate set with a node that is alive."""
+        """Where it will probably go: the first candidate set with a node that is worth a wait."""
         for tiers in queued.groups:
             for candidates in tiers:
-                if candidates.slots(self.placement_state.slots_version):
+                if candidates.slots(self.placement_state.slots_version) and not all(
+                    row.paused for row in candidates.rows
+                ):
                     return candidates
         return queued.groups[0][0]
 

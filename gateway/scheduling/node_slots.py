@@ -84,7 +84,7 @@ class QueuedRequest(msgspec.Struct, eq=False):
     """A request for slots on one node, in numbers. Out-of-range numbers are clamped.
 
     `groups` has the candidate sets of each model name that the request stands for; a later name
-    counts only when no node of an earlier one is alive.
+    counts only when no node of an earlier one is alive, or all that are want a pause.
     """
 
     id: str
@@ -328,6 +328,8 @@ class NodeSlots:
     free: int = 0
     alive: bool = False
     """Worth waiting for."""
+    paused: bool = False
+    """Alive, but it wants nothing for a while: a later model name counts meanwhile."""
     prefill_tps: float = UNMEASURED_PREFILL_TPS
     token_base: float = UNMEASURED_TOKEN_SECONDS
     token_step: float = 0.0
@@ -390,13 +392,20 @@ class NodeSlots:
         self.gpu = gpu
 
     def set_slots(
-        self, total: float, capacity: float, foreign: float, *, alive: bool | None
+        self,
+        total: float,
+        capacity: float,
+        foreign: float,
+        *,
+        alive: bool | None,
+        paused: bool,
     ) -> None:
         """As `PlacementState.set_slots`."""
         self.total = int(clamp(total, 0, MOST_SLOTS, 0))
         self.capacity = int(clamp(capacity, 0, MOST_SLOTS, 0))
         self.foreign = int(clamp(foreign, 0, MOST_SLOTS, 0))
         self.alive = self.capacity > 0 if alive is None else alive
+        self.paused = paused
 
     def set_speed(self, prefill_tps: float, token_base: float, token_step: float) -> bool:
         """As `PlacementState.set_speed`; whether it is twice as fast as before, or half."""

@@ -142,13 +142,15 @@ class PlacementState:
         foreign: float,
         *,
         alive: bool | None = None,
+        paused: bool = False,
     ) -> None:
         """`total` slots, of which requests may use `capacity` now; others' work fills `foreign`.
 
         `alive`: worth waiting for, though it may take nothing now; None: if it takes work.
+        `paused`: it wants nothing for a while.
         """
         old_total, was_alive = row.total, row.alive
-        row.set_slots(total, capacity, foreign, alive=alive)
+        row.set_slots(total, capacity, foreign, alive=alive, paused=paused)
         self.slots_version += 1
         if row.total != old_total or row.alive is not was_alive:
             self._reserve_is_stale = True

@@ -286,7 +286,8 @@ def available_rows(
 ) -> AvailableRows | None:
     """The rows that have room for a request now; None: no row has.
 
-    A tier is passed over when it is full, a group only when none of its rows is alive.
+    A tier is passed over when it is full, a group only when none of its rows is alive and not
+    paused.
     `any_pool`: the slots suffice, whether a shared pool has room for the request's tokens or not.
     """
     by_tokens = placement_state.pools > 0 and queued.slots > 0 and not any_pool
@@ -326,7 +327,10 @@ def available_rows(
                 if not by_tokens or (found := _with_tokens(found, queued)) is not None:
                     return found
         if any(
-            row.alive and row.index not in queued.excluded and row.index not in avoided
+            row.alive
+            and not row.paused
+            and row.index not in queued.excluded
+            and row.index not in avoided
             for candidates in tiers
             for row in candidates.rows
         ):

@@ -8,6 +8,7 @@ once, where a failure looks like that.
 from __future__ import annotations
 
 import asyncio
+import encodings.idna  # noqa: F401 - the first handshake reads it, on the event loop
 import ssl
 
 ANSWER_BYTES = 12

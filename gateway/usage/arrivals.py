@@ -7,7 +7,6 @@ each request that the gateway had no slot for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +15,7 @@ from sqlalchemy import (
     Connection,
     RowMapping,
     Select,
+    and_,
     case,
     func,
     literal,
@@ -38,6 +38,9 @@ MOST_ARRIVALS = 20_000
 MOST_MINUTES = 150_000
 """Minutes with requests that are compared: a hundred days of them, some 30 MB."""
 
+BATCH = "batch"
+"""The class of requests that nobody waits for."""
+
 UNSERVED = ("queue_full", "queue_timeout")
 """Outcomes of requests that the gateway had no slot for."""
 
@@ -54,6 +57,10 @@ class _Minute:
     requests: int = 0
     served: int = 0
     slot_seconds: float = 0.0
+
+    def asked(self, each: float) -> float:
+        """Slot seconds, with `each` of a request that had no slot."""
+        return self.slot_seconds + each * (self.requests - self.served)
 
 
 @dataclass(slots=True)
@@ -74,9 +81,11 @@ class ArrivalsReader:
     """Rows that ended before it have been read; None: all minutes are counted."""
     _hour: tuple[float, float] | None = field(default=None, init=False)
     """From when to when it was; None: not found yet."""
+    _until: float = field(init=False)
 
     def __post_init__(self) -> None:
         self._at = self.query.since
+        self._until = min(self.now, self.query.until)
 
     def step(self, connection: Connection) -> bool:
         """Read some more; whether all is read. Raises: InvalidQuery, for too long a time."""
@@ -96,31 +105,33 @@ class ArrivalsReader:
             self._hour = self._busiest()
             self._at = self._hour[0]
             return False
-        self._read_open(connection)
+        waits_not = select(open_requests).where(open_requests.c.class_.is_distinct_from(BATCH))
+        self._add(connection, waits_not, open_requests.c.started_at)
         self._arrivals.sort(key=lambda one: one[0])
         return True
 
     def _count(self, connection: Connection, start: float, end: float) -> None:
-        self._add_minutes(
-            connection,
-            select(
-                func.floor(usage.c.started_at / MINUTE),
-                func.count(),
-                func.sum(case((usage.c.slot_seconds > 0, 1), else_=0)),
-                func.sum(usage.c.slot_seconds),
-            )
+        minute = func.floor(usage.c.started_at / MINUTE)
+        served = func.sum(case((usage.c.slot_seconds > 0, 1), else_=0))
+        counted = (
+            select(minute, func.count(), served, func.sum(usage.c.slot_seconds))
             .where(usage.c.ended_at >= start, usage.c.ended_at < end, _wanted_slots())
-            .group_by(func.floor(usage.c.started_at / MINUTE)),
+            .group_by(minute)
         )
+        self._add_minutes(connection, counted)
 
     def _count_open(self, connection: Connection) -> None:
         minute = func.floor(open_requests.c.started_at / MINUTE)
-        counted = select(minute, func.count(), literal(0), literal(0.0)).group_by(minute)
+        counted = (
+            select(minute, func.count(), literal(0), literal(0.0))
+            .where(open_requests.c.class_.is_distinct_from(BATCH))
+            .group_by(minute)
+        )
         self._add_minutes(connection, counted)
 
     def _add_minutes(self, connection: Connection, counted: Select[Any]) -> None:
         for number, requests, served, slot_seconds in connection.execute(counted):
-            if number * MINUTE + MINUTE <= self.query.since or number * MINUTE > self.now:
+            if not self.query.since - MINUTE < number * MINUTE < self._until:
                 continue
             minute = self._minutes.setdefault(int(number), _Minute())
             minute.requests += int(requests)
@@ -133,52 +144,44 @@ class ArrivalsReader:
         served = sum(one.served for one in self._minutes.values())
         held = sum(one.slot_seconds for one in self._minutes.values())
         each = held / served if served else 1.0
-        ordered = sorted(self._minutes)
-        minutes, found = 0, (ordered[0], 0)
+        ordered = sorted(self._minutes.items())
+        minutes, found = 0, (0, 0)
         for minutes in STRETCHES:
-            best = -1.0
-            first = requests = 0
-            asked = 0.0
-            for number in ordered:
-                one = self._minutes[number]
+            best, asked, first, requests = -1.0, 0.0, 0, 0
+            for number, one in ordered:
                 requests += one.requests
-                asked += one.slot_seconds + each * (one.requests - one.served)
-                while number - ordered[first] >= minutes:
-                    left = self._minutes[ordered[first]]
+                asked += one.asked(each)
+                while number - ordered[first][0] >= minutes:
+                    left = ordered[first][1]
                     requests -= left.requests
-                    asked -= left.slot_seconds + each * (left.requests - left.served)
+                    asked -= left.asked(each)
                     first += 1
                 # Of equal ones the last: it is the fleet of today that is asked about.
                 if asked >= best:
-                    best, found = asked, (ordered[first], requests)
+                    best, found = asked, (ordered[first][0], requests)
             if found[1] <= self.most_arrivals:
                 break
         start = max(self.query.since, float(found[0] * MINUTE))
-        return start, min(self.now, self.query.until, float((found[0] + minutes) * MINUTE))
+        return start, min(self._until, float((found[0] + minutes) * MINUTE))
 
     def _read(self, connection: Connection, start: float, end: float) -> None:
-        found = select(usage).where(usage.c.ended_at >= start, usage.c.ended_at < end)
-        self._add(connection.execute(self._in_hour(found, usage.c).where(_wanted_slots())))
+        ended = select(usage).where(usage.c.ended_at >= start, usage.c.ended_at < end)
+        self._add(connection, ended.where(_wanted_slots()), usage.c.started_at)
 
-    def _read_open(self, connection: Connection) -> None:
-        self._add(connection.execute(self._in_hour(select(open_requests), open_requests.c)))
-
-    def _in_hour(self, found: Select[Any], columns: Any) -> Select[Any]:
+    def _add(
+        self, connection: Connection, found: Select[Any], started: ColumnElement[float]
+    ) -> None:
         start, end = self._hour or (0.0, 0.0)
-        within = found.where(columns.started_at >= start, columns.started_at <= end)
-        return within.limit(self.most_arrivals - len(self._arrivals))
-
-    def _add(self, rows: Any) -> None:
-        start, _ = self._hour or (0.0, 0.0)
-        for row in rows.mappings():
-            self._arrivals.append(_arrival(row, start))
+        within = found.where(started >= start, started <= end)
+        rows = connection.execute(within.limit(self.most_arrivals - len(self._arrivals)))
+        self._arrivals += (_arrival(row, start) for row in rows.mappings())
 
     def to_json(self) -> dict[str, Any]:
         """The hour as JSON values; `step` has returned True."""
         start, end = self._hour or (self.query.since, self.query.since)
         return {
             "since": time_text(self.query.since),
-            "until": time_text(min(self.now, self.query.until)),
+            "until": time_text(self._until),
             "first": time_text(min(self._minutes, default=0) * MINUTE) if self._minutes else None,
             "requests": sum(one.requests for one in self._minutes.values()),
             "hour": {"from": time_text(start), "to": time_text(end), "seconds": end - start},
@@ -188,27 +191,28 @@ class ArrivalsReader:
 
 
 def _wanted_slots() -> ColumnElement[bool]:
-    """Requests that a node worked for, and those that it would have if there had been a slot."""
-    return or_(
-        usage.c.slot_seconds > 0,
-        usage.c.outcome.in_(UNSERVED),
-        usage.c.status == CLIENT_CLOSED_STATUS,
+    """Requests that a node worked for, and those that it would have if there had been a slot.
+
+    Batches are none of them: they fill slots that are idle, and wait for those.
+    """
+    return and_(
+        usage.c.class_.is_distinct_from(BATCH),
+        or_(
+            usage.c.slot_seconds > 0,
+            usage.c.outcome.in_(UNSERVED),
+            usage.c.status == CLIENT_CLOSED_STATUS,
+        ),
     )
 
 
 def _arrival(row: RowMapping, start: float) -> list[Any]:
-    is_open = "ended_at" not in row
-    served = not is_open and row["slot_seconds"] > 0
-    tokens: Iterable[int | None] = (None, None, None)
-    if served:
-        tokens = (row["prompt_tokens"], row["cached_tokens"], row["completion_tokens"])
+    lasted = row["ended_at"] - row["started_at"] if "ended_at" in row else None
+    served = lasted is not None and row["slot_seconds"] > 0
     return [
         round(row["started_at"] - start, 3),
-        row["model"],
-        row["class"],
-        row["node"],
-        *tokens,
+        *(row[name] for name in COLUMNS[1:4]),
+        *(row[name] if served else None for name in COLUMNS[4:7]),
         round(row["slot_seconds"], 3),
-        None if is_open else round(row["ended_at"] - row["started_at"], 3),
-        not is_open and row["outcome"] in UNSERVED,
+        None if lasted is None else round(lasted, 3),
+        lasted is not None and row["outcome"] in UNSERVED,
     ]

@@ -137,8 +137,13 @@ class UploadForm:
             if len(self._pending) >= LONGEST_FIELD_HEADERS:
                 raise form_error("a field has no headers, or too many")
             return False
+        value = end + len(b"\r\n")
+        if len(self._pending) < value + len(self._mark):
+            return False
+        # The empty line's end is the boundary's where there is no value.
+        has_value = not self._pending.startswith(self._mark, value)
         head = self._take(end)[2:]
-        self._take(4)
+        self._take(4 if has_value else 2)
         self._begin_field(head)
         self._step = self._read_value
         return True

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ FOREIGN = [
             ),
             "  - {name: mistral-2, url: http://h2:8080, model: {mistral: mistral-7b}}",
             '  - {name: qwen, url: "${GPU_BASE}", kind: openai, model: {qwen: qwen2.5}}',
-            "  # 1 more of its entries name no address",
+            "  # 1 more of its entries name no usable address",
         ),
     ),
     (
@@ -134,6 +135,62 @@ def test_it_is_told_in_place_of_settings_too_without_a_variable_s_value(
 )
 def test_a_strange_one_is_no_trouble(tmp_path: Path, text: str) -> None:
     assert "this is a configuration of" in problem_of_settings(tmp_path, text).message
+
+
+def test_names_keys_and_addresses_of_all_kinds_make_an_inventory(
+    nodes_problems: Problems, load_nodes: LoadNodes
+) -> None:
+    (problem,) = nodes_problems(
+        "model_list:\n"
+        "- {model_name: 3b, litellm_params: {model: hosted_vllm/meta/llama-3b, "
+        "api_base: http://a:1, api_key: secret}}\n"
+        "- {model_name: ä, litellm_params: {model: llama, api_base: http://b:1, api_key: secret}}\n"
+        "- {model_name: '*', litellm_params: {model: openai/*, api_base: http://c:1}}\n"
+        "- {model_name: x, litellm_params: {model: openai/x, api_base: http://u:secret@d:1}}\n"
+    )
+    assert problem.lines == (
+        "nodes:",
+        (
+            '  - {name: "3b", url: http://a:1, kind: openai, model: {"3b": meta/llama-3b}, '
+            "api_key_env: NODE_3B_API_KEY}"
+        ),
+        '  - {name: b, url: http://b:1, model: {"\\u00e4": llama}, api_key_env: NODE_API_KEY}',
+        "  - {name: c, url: http://c:1}",
+        "  # 1 more of its entries name no usable address",
+    )
+    text = "\n".join(problem.lines)
+    assert len(load_nodes(text, NODE_3B_API_KEY="k", NODE_API_KEY="k").nodes) == 3
+
+
+MEGABYTE = "x" * 1_000_000
+
+
+@each_case(
+    "text",
+    [
+        f"macros: {{m: {MEGABYTE}}}\nmodels: {{a: {{cmd: '{'${m}' * 2400}'}}}}",
+        "macros: {" + ", ".join(f"m{n}: x" for n in range(4000)) + "}\nmodels: {"
+        + ", ".join(f"a{n}: {{cmd: x --port 1}}" for n in range(4000)) + "}",
+        f"x: &x {MEGABYTE}\nservices: {{a: {{image: i, command: [{'*x, ' * 9999}]}}}}",
+        f"model_list: [{{model_name: {MEGABYTE}, litellm_params: {{api_base: http://h}}}}]",
+        "model_list:\n"
+        + "".join(
+            f"- {{model_name: m{n}, litellm_params: {{api_base: http://h}}}}\n"
+            for n in range(2000)
+        ),
+    ],
+)  # fmt: skip
+def test_a_huge_one_is_told_in_few_words(tmp_path: Path, text: str) -> None:
+    began = time.process_time()
+    problem = problem_of_settings(tmp_path, text)
+    assert time.process_time() - began < 1.0
+    assert sum(map(len, problem.lines)) < 5000
+
+
+def test_macros_may_use_those_before_them(nodes_problems: Problems) -> None:
+    macros = "macros: {own: --port 9700, server: 'llama-server ${own}'}"
+    (problem,) = nodes_problems(f"{macros}\nmodels: {{a: {{cmd: '${{server}} -m a.gguf'}}}}")
+    assert problem.lines[1] == "  - {name: a, url: http://127.0.0.1:9700, model: [a]}"
 
 
 def test_our_own_keys_of_the_same_name_are_ours(tmp_path: Path) -> None:

@@ -142,6 +142,8 @@ class FaultPlan:
         self.upcoming: deque[Fault] = deque()
         self.fired = 0
         self._released = asyncio.Event()
+        self.hanging = 0
+        """Responses that wait for `release`."""
 
     def next(self, kind: str, n: int = 1, **options: Any) -> None:
         """Applies a fault to the next `n` requests that match."""
@@ -188,11 +190,14 @@ class FaultPlan:
 
     async def hang(self, seconds: float | None) -> None:
         """Waits until `release()`, at most `seconds`."""
+        self.hanging += 1
         try:
             async with asyncio.timeout(seconds):
                 await self._released.wait()
         except TimeoutError:
             return
+        finally:
+            self.hanging -= 1
 
     def __bool__(self) -> bool:
         return bool(self.standing or self.upcoming)

@@ -227,6 +227,10 @@ def test_an_endpoint_out_of_credit_is_paused_and_keeps_its_limit() -> None:
         assert limit.record_refusal(now, now, crowded=False)
     assert limit.paused_until - now == pytest.approx(30.0)
     assert limit.slots == START_LIMIT
+    at_once = ConcurrencyLimit()
+    for _ in range(12):
+        at_once.record_refusal(0.0, 1.0, crowded=False)
+    assert at_once.paused_until - 1.0 == pytest.approx(0.25), "they count as one"
 
 
 def test_an_endpoint_that_stays_slower_is_used_fully_again_after_a_while() -> None:

@@ -630,6 +630,8 @@ async def test_a_nodes_error_in_place_of_content_is_an_error_response(tmp_path: 
         (b" 0 ", 0.0),
         (b"Thu, 01 Jan 1970 00:17:00 GMT", 20.0),
         (b"Thu, 01 Jan 1970 00:16:00 GMT", 0.0),
+        (b"999999999", 86_400.0),
+        (b"Fri, 31 Dec 9999 23:59:59 GMT", 86_400.0),
         (b"soon", None),
         (b"-3", None),
         (b"1e9", None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,28 @@ async def test_an_endpoint_out_of_credit_leaves_premium_requests_to_the_cpus(
         assert [gpu.requests for gpu in gpus] == [1, 1]
         assert "402" in proxy.node("a").reason
         assert [proxy.node(name).failures for name in "abc"] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("status", [402, 429])
+@in_virtual_time
+async def test_a_model_whose_endpoint_wants_a_pause_leaves_requests_to_the_next_of_its_alias(
+    tmp_path: Path, status: int
+) -> None:
+    first, second = EmulatedNode(), EmulatedNode()
+    specs: tuple[dict[str, Any], ...] = ({**HOSTED, "model": "m"}, {})
+    models = {"helper": {"use": ["m", "demo"]}}
+    async with proxy_over(tmp_path, first, second, nodes=specs, models=models) as proxy:
+        decline(first, status, WAITS)
+        for number in range(4):
+            began = now()
+            reply = await proxy.ask(model="helper", stream=bool(number % 2))
+            assert (reply.status_code, reply.headers["x-gateway-node"]) == (200, "b")
+            assert now() - began < 5
+        assert first.requests == 1
+        first.faults.clear()
+        await asyncio.sleep(30)
+        reply = await proxy.ask(model="helper")
+        assert reply.headers["x-gateway-node"] == "a"
 
 
 async def all_limited(proxy: ProxyOverNodes, path: str, **more: Any) -> tuple[Any, float]:

@@ -155,10 +155,11 @@ def test_any_bytes_can_be_read(data: bytes) -> None:
         (b'{"usage":null,"a":1}', b'{"a":1}'),
         (b'{"choices":[{"delta":{"content":"\\"usage\\":null,"}}]}', None),
         (b'{"choices":[{"delta":{}}],"usage":{"prompt_tokens":1}}', None),
-        (b'{"error":{"message":"no"},"usage":{"prompt_tokens":1}}', None),
         (b'{"choices":[],"prompt_filter_results":[]}', None),
         (b'{"choices":[],"usage":{"prompt_tokens":1}}', b""),
+        (b'{"choices":[],"error":null,"usage":{"prompt_tokens":1}}', b""),
         (b'{"usage":{"prompt_tokens":1}}', b""),
+        (b'{"error":{"message":"no"},"choices":[],"usage":{"prompt_tokens":1}}', None),
         (b"[DONE]", None),
     ],
 )
@@ -170,5 +171,28 @@ def test_the_traces_of_a_question_for_usage_are_taken_out(
     expected = came if passed is None else passed
     expected = b"data: %b\n\n" % expected if expected else b""
     event = b"data: %b\n\n" % came
-    assert event_filter(other + event + other) == other + expected + other
+    assert event_filter(other + event) == other + expected
     assert event_filter.event == (b"" if expected else event)
+
+
+def test_usage_before_further_choices_is_not_that_of_the_whole_stream() -> None:
+    usage = b'data: {"choices":[],"usage":{"prompt_tokens":%d}}\n\n'
+    text, done = b'data: {"choices":[{}]}\n\n', b"data: [DONE]\n\n"
+
+    @each_case(
+        ("chunks", "reported"),
+        [
+            ([usage % 1, text, usage % 2, done], usage % 2),
+            ([usage % 1 + text + usage % 2 + done], usage % 2),
+            ([usage % 1, text, done], b""),
+            ([usage % 1 + text + done], b""),
+            ([usage % 1, b'data: {"choices":[{}],"usage":{"prompt_tokens":2}}\n\n', done], b""),
+            ([usage % 1, b":\n", usage % 2 + b":\n" + done], usage % 2),
+        ],
+    )
+    def check(chunks: list[bytes], reported: bytes) -> None:
+        event_filter = UsageFilter()
+        assert b"[]" not in b"".join(event_filter(chunk) for chunk in chunks)
+        assert event_filter.event == reported
+
+    check()

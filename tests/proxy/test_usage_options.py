@@ -5,6 +5,7 @@ The endpoint answers in the exact forms of OpenAI and of vLLM.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from gateway.events import RequestFinished
+from gateway.events import AttemptEnded, RequestFinished
 from tests.each_case import each_case
 from tests.gateways import Running, running_gateway, until
 from tests.transport.raw import Peer, raw_server
@@ -86,6 +87,8 @@ class Hosted:
     refuse: Callable[[dict[str, Any]], tuple[int, bytes] | None] = lambda _: None
     ends: bool = True
     """Whether its streams end."""
+    answers: bool = True
+    """Whether it answers what it does not refuse."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
 
     async def serve(self, peer: Peer) -> None:
@@ -102,6 +105,9 @@ class Hosted:
             if (refusal := self.refuse(body)) is not None:
                 await peer.say(_reply(*refusal))
                 continue
+            if not self.answers:
+                await peer.reader.read()
+                return
             options = body.get("stream_options")
             options = options if isinstance(options, dict) else {}
             asked = bool(options.get("include_usage"))
@@ -154,8 +160,7 @@ async def site_over(folder: Path, hosted: Hosted) -> AsyncIterator[Site]:
 
 TRUE_TOKENS = (31, 7, 200)
 LARGE = {"metadata": {"filler": "x" * 70_000}}
-LONG = {"messages": [{"role": "user", "content": "word " * 2000}]}
-"""A prompt whose progress llama.cpp would be asked for."""
+LONG = {"messages": [{"role": "user", "content": "a long prompt " * 1000}]}
 
 
 @pytest.mark.parametrize("form", [openai_form, vllm_form])
@@ -293,3 +298,20 @@ async def test_a_client_that_leaves_after_the_usage_is_charged_the_true_tokens(
                 if b'"stop"' in chunk:
                     break
         assert await site.tokens() == TRUE_TOKENS
+
+
+async def test_a_client_that_leaves_while_the_node_is_asked_without_pays_for_that(
+    tmp_path: Path,
+) -> None:
+    hosted = Hosted(refuse=_forbidden, answers=False)
+    async with site_over(tmp_path, hosted) as site:
+        attempts: list[AttemptEnded] = []
+        site.running.gateway.bus.subscribe(AttemptEnded, attempts.append)
+        body = LONG | {"stream": True}
+        asking = asyncio.create_task(site.running.client.post(CHAT, json=body))
+        await until(lambda: len(hosted.bodies) == 2)
+        await asyncio.sleep(0.1)
+        asking.cancel()
+        await until(lambda: attempts)
+        assert (attempts[0].outcome, attempts[0].status) == ("client_closed", None)
+        assert (await site.tokens())[0] > 0

@@ -59,7 +59,10 @@ def test_of_one_caller_the_request_that_fits_the_free_node_goes() -> None:
     assert sim.finish(running, 1.0)[0].queued is warm
 
 
-def test_a_later_model_name_counts_only_when_no_node_of_the_first_is_alive() -> None:
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_later_model_name_counts_only_when_no_node_of_the_first_is_alive_or_takes_work(
+    *, paused: bool
+) -> None:
     sim = QueueSimulation((1, 1))
     first, second = (sim.state.candidate_set([row]) for row in sim.rows)
     groups = ((first,), (second,))
@@ -68,7 +71,7 @@ def test_a_later_model_name_counts_only_when_no_node_of_the_first_is_alive() -> 
     assert placement.group == 0
     waits, none = sim.arrive(groups=groups)
     assert none is None
-    sim.state.set_slots(sim.rows[0], 1, 0, 0, alive=False)
+    sim.state.set_slots(sim.rows[0], 1, 0, 0, alive=paused, paused=paused)
     (given,) = sim.match(1.0)
     assert (given.queued, given.group, given.row) == (waits, 1, sim.rows[1])
 

@@ -57,6 +57,19 @@ def test_nobody_waits_while_nothing_runs() -> None:
     assert forecast.predicted_wait(sim.request(), 0.0) == 0.0
 
 
+def test_the_wait_is_that_for_nodes_that_want_no_pause() -> None:
+    sim = QueueSimulation((1, 1), speeds=(300.0, 100.0))
+    sim.fill()
+    first, second = (sim.state.candidate_set([row]) for row in sim.rows)
+    forecast, queued = (
+        WaitForecast(sim.state, WaitQueue()),
+        sim.request(groups=((first,), (second,))),
+    )
+    for row, paused in ((sim.rows[0], False), (sim.rows[1], True)):
+        sim.state.set_slots(sim.rows[0], 1, 0 if paused else 1, 0, alive=True, paused=paused)
+        assert forecast.predicted_wait(queued, 0.0) == pytest.approx(row.running[0].ends)
+
+
 def test_the_rows_that_a_waiting_request_may_go_to_are_told_with_their_waits() -> None:
     sim = QueueSimulation((1, 1, 1), speeds=(300.0, 100.0, 300.0))
     sim.fill()

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, insert
+from sqlalchemy import Connection, create_engine, insert
 
-from gateway.store.schema import open_requests
+from gateway.store.database import locate_store
+from gateway.store.schema import metadata, open_requests
 from gateway.usage.arrivals import ArrivalsReader
 from gateway.usage.reports import InvalidQuery, parse_query
 from tests.usage.ledger_rows import DAY, NOON, a_row, add_rows
@@ -14,8 +17,21 @@ from tests.usage.ledger_rows import DAY, NOON, a_row, add_rows
 HOUR = 3600.0
 
 
-def told(connection: Connection, *, since: str = "7d", **most: int) -> dict[str, Any]:
-    reader = ArrivalsReader(parse_query(NOON, since=since), NOON, rows_per_step=3, **most)
+@pytest.fixture
+def connection(store_url: str) -> Iterator[Connection]:
+    """Return a connection to a store of each kind in turn, with all tables."""
+    engine = create_engine(locate_store(store_url, Path("/nonexistent")).url)
+    with engine.connect() as connection:
+        metadata.create_all(connection)
+        yield connection
+    engine.dispose()
+
+
+def told(
+    connection: Connection, *, since: str = "7d", until: str | None = None, **most: int
+) -> dict[str, Any]:
+    query = parse_query(NOON, since=since, until=until)
+    reader = ArrivalsReader(query, NOON, rows_per_step=3, **most)
     for _ in range(1000):
         if reader.step(connection):
             return reader.to_json()
@@ -43,6 +59,14 @@ def test_the_hour_is_found_that_asked_most_of_the_nodes(connection: Connection) 
     # What came before `since` does not count.
     assert told(connection, since="2h")["arrivals"] == []
     assert told(connection, since="4h30m")["requests"] == 6
+
+
+def test_batches_which_fill_idle_slots_make_no_hour_busy(connection: Connection) -> None:
+    chats = [lasting(n, NOON - 5 * HOUR + n, 1.0) for n in range(3)]
+    night = [lasting(10 + n, NOON - 12 * HOUR + n, 900.0, class_="batch") for n in range(9)]
+    add_rows(connection, [*chats, *night])
+    found = told(connection)
+    assert found["requests"] == len(found["arrivals"]) == 3
 
 
 def test_an_hour_is_told_without_a_name_of_a_caller(connection: Connection) -> None:
@@ -106,6 +130,20 @@ def test_a_time_with_too_many_minutes_is_refused(connection: Connection) -> None
     add_rows(connection, [lasting(n, NOON - n * 120.0) for n in range(1, 20)])
     with pytest.raises(InvalidQuery, match="take a later one"):
         told(connection, most_minutes=10)
+
+
+def test_what_still_runs_is_of_no_hour_before_it_began(connection: Connection) -> None:
+    connection.execute(
+        insert(open_requests).values(
+            id="r1", process="p1", started_at=NOON - 50, updated_at=NOON, class_="normal"
+        )
+    )
+    found = told(connection, until="1h")
+    assert (found["requests"], found["arrivals"]) == (0, [])
+    add_rows(connection, [lasting(2, NOON - 2 * HOUR)])
+    found = told(connection, until="1h")
+    assert (found["requests"], found["hour"]["seconds"]) == (1, HOUR)
+    assert [row[0] for row in found["arrivals"]] == [0.0]
 
 
 def test_an_empty_ledger_has_no_hour(connection: Connection) -> None:

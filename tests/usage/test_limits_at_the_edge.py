@@ -148,6 +148,7 @@ async def test_as_many_run_at_one_time_as_may(owner: str, tmp_path: Path) -> Non
         node.faults.set("hang", path="/v1/chat/completions", after_events=1)
         sent = [asyncio.create_task(chat(running, 4)) for _ in range(CALLERS)]
         await until(lambda: sum(one.done() for one in sent) == CALLERS - 5)
+        await until(lambda: node.faults.hanging == 5)
         node.faults.clear()
         node.faults.release()
         found = codes(await asyncio.gather(*sent))

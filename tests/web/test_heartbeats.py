@@ -154,7 +154,7 @@ async def test_after_a_heartbeat_a_502_is_an_event_and_keeps_its_status_in_the_r
         rest = body
         while rest.startswith(beat):
             rest = rest.removeprefix(beat)
-        outcome_of(path, rest, "No node serves")
+        outcome_of(path, rest, "refused it")
         record = await gate.last()
         assert (record.status, record.reason) == (502, "node_failed")
 

@@ -70,6 +70,8 @@ def test_what_mime_allows_about_boundaries_is_read(cuts: list[int]) -> None:
         form, file = parsed(body, cuts)
         assert (file, form.values) == (b"\r\n-\r\n", {"purpose": "batch"}), body
         assert form.file_name == "f"
+    form, file = parsed(plain.replace(b"\r\n\r\nbatch", b"\r\n"), cuts)  # a part without a body
+    assert (file, form.values) == (b"\r\n-\r\n", {"purpose": ""})
 
 
 @given(st.binary(max_size=300), st.lists(st.integers(0, 10_000), max_size=5))

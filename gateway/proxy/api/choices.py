@@ -120,7 +120,10 @@ class ChoicesApi(Api):
         answers: dict[int, AnswerParts] = {}
         while (fields := (yield)) is not None:
             for choice in read_choices(fields):
-                answers.setdefault(as_index(choice.index), AnswerParts()).add(choice)
+                index = as_index(choice.index)
+                if index not in answers:
+                    answers[index] = AnswerParts()
+                answers[index].add(choice)
             last |= fields
         if not answers:
             raise AssemblyError("the node's stream has no answer")

@@ -13,12 +13,12 @@ from urllib.parse import quote, urlsplit
 
 from gateway.tools.cli import options
 from gateway.tools.cli.http_client import (
-    is_untrusted,
     json_object,
     open_client,
     read_answer,
     reason,
     scheme_hint,
+    tls_problem,
 )
 from gateway.tools.cli.terminal import CommandFailed, print_note
 
@@ -165,13 +165,8 @@ class AdminClient:
         if not isinstance(error, httpx.ConnectError):
             told = f"the gateway at {self.url} did not answer ({reason(error)})"
             return CommandFailed(told + scheme_hint(self.url))
-        if is_untrusted(error):
-            return CommandFailed(
-                f"the certificate of the gateway at {self.url} is not trusted "
-                f"({reason(error)}): name it, or the authority behind it, with --admin-ca"
-            )
-        if self.url.startswith("https:") and (hint := scheme_hint(self.url)):
-            return CommandFailed(f"no TLS handshake with {self.url} ({reason(error)}){hint}")
+        if told := tls_problem(self.url, error, "--admin-ca"):
+            return CommandFailed(told)
         return NoGateway(
             f"no gateway answers at {self.url} ({reason(error)}): is it running? "
             "--admin-url names its admin listener"

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar
 from urllib.parse import quote, urlsplit
 
 from gateway.tools.cli.http_client import (
-    is_untrusted,
     json_object,
     open_client,
     read_answer,
     reason,
     scheme_hint,
+    tls_problem,
 )
 from gateway.tools.cli.terminal import CommandFailed, print_note
 
@@ -220,15 +220,8 @@ class BatchClient:
         try:
             yield
         except httpx.ConnectError as error:
-            if is_untrusted(error):
-                raise CommandFailed(
-                    f"the certificate of the gateway at {self.url} is not trusted "
-                    f"({reason(error)}): name it, or the authority behind it, with --ca"
-                ) from None
-            if self.url.startswith("https:") and (hint := scheme_hint(self.url)):
-                raise CommandFailed(
-                    f"no TLS handshake with {self.url} ({reason(error)}){hint}"
-                ) from None
+            if told := tls_problem(self.url, error, "--ca"):
+                raise CommandFailed(told) from None
             raise GatewayAway(
                 f"no gateway answers at {self.url} ({reason(error)}): is it running? "
                 "--url names its address"

@@ -50,11 +50,6 @@ def reason(error: httpx.HTTPError) -> str:
     return str(error).partition("] ")[2] or str(error) or type(error).__name__
 
 
-def is_untrusted(error: httpx.ConnectError) -> bool:
-    """Whether the gateway's certificate is not trusted."""
-    return "CERTIFICATE_VERIFY_FAILED" in str(error)
-
-
 def scheme_hint(url: str) -> str:
     """What to write if the server there speaks the other scheme; else nothing."""
     import asyncio
@@ -70,6 +65,17 @@ def scheme_hint(url: str) -> str:
         return ""
     other = "http" if secure else "https"
     return f": it speaks {other}: write {other}{url[len(parts.scheme) :]}"
+
+
+def tls_problem(url: str, error: httpx.ConnectError, option: str) -> str:
+    """What is wrong with TLS to the gateway there; empty: nothing, as far as is known."""
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return (
+            f"the certificate of the gateway at {url} is not trusted ({reason(error)}): name it, "
+            f"or the authority behind it, with {option}"
+        )
+    hint = scheme_hint(url) if url.startswith("https:") else ""
+    return hint and f"no TLS handshake with {url} ({reason(error)}){hint}"
 
 
 def read_answer(response: httpx.Response, most: int) -> bytes:

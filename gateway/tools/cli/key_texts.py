@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from gateway.config.errors import escape_json
 from gateway.tools.cli.terminal import format_cell, print_json, print_note
 
 if TYPE_CHECKING:
@@ -111,6 +110,8 @@ def show_entry(key: ApiKey, rights: Mapping[str, Any], *, shown: bool, as_json: 
     if shown:
         print(f"The key, shown only now:\n\n  {key.text}\n")
     print("For config/gateway.yaml:\n\nkeys:")
+    from gateway.config.errors import escape_json
+
     # Any JSON string is a YAML string.
     lines = [
         f"{name}: {escape_json(json.dumps(value, ensure_ascii=False))}"

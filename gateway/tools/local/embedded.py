@@ -16,7 +16,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gateway.system import install_command
 from gateway.tools.local.kv_types import KV_TYPES
 from gateway.tools.local.launch import die_with_parent
 
@@ -78,6 +77,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         server = start_server(options)
     except ModuleNotFoundError as error:
+        from gateway.system import install_command
+
         sys.exit(
             f"embedded: the package {error.name!r} is not installed: "
             f"{install_command('local')}, or name a llama-server with --server-bin FILE"

@@ -6,9 +6,10 @@ read then: what a node more or less would have in its cache is not known.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from statistics import fmean
@@ -91,12 +92,13 @@ def measured_fleet(nodes: Sequence[Mapping[str, Any]]) -> MeasuredFleet:
     Nodes that get no work (disabled, standby, draining, down) are left out; one without a measured
     speed is taken to be like the others of its tier. Raises UnmeasuredFleetError.
     """
-    notes = [f"{node.get('name')} is down: left out" for node in nodes if _is_down(node)]
+    down = [node for node in nodes if node.get("state") == "down"]
+    notes = [f"{node.get('name')} is down: left out" for node in down]
     working = [
         node
         for node in nodes
-        if node.get("enabled", True)
-        and not (node.get("standby") or node.get("draining") or _is_down(node))
+        if node.get("enabled", True) and not (node.get("standby") or node.get("draining"))
+        if node.get("state") != "down"
     ]
     if not working:
         raise UnmeasuredFleetError("the gateway has no node that gets work")
@@ -109,13 +111,11 @@ def measured_fleet(nodes: Sequence[Mapping[str, Any]]) -> MeasuredFleet:
     names: list[tuple[str, frozenset[str]]] = []
     kinds: list[tuple[MeasuredType, int]] = []
     for node in working:
-        speeds = _speeds(node)
-        if speeds is None:
-            like = next((one for one in measured if one.get("tier") == node.get("tier")), None)
-            like = like or measured[0]
-            speeds = _speeds(like)
+        if (speeds := _speeds(node)) is None:
+            alike = (one for one in measured if one.get("tier") == node.get("tier"))
+            like = next(alike, measured[0])
+            speeds = _speeds(like) or (1.0, 1.0)
             notes.append(f"{node.get('name')} is not measured yet: taken to be like {like['name']}")
-        assert speeds is not None
         kind = _kind(node, speeds)
         names.append((str(node.get("name")), kind.models))
         for place, (known, count) in enumerate(kinds):
@@ -128,23 +128,12 @@ def measured_fleet(nodes: Sequence[Mapping[str, Any]]) -> MeasuredFleet:
     return MeasuredFleet(parts, tuple(notes), tuple(names))
 
 
-def _is_down(node: Mapping[str, Any]) -> bool:
-    return node.get("state") == "down"
-
-
 def _speeds(node: Mapping[str, Any]) -> tuple[float, float] | None:
-    found = []
-    for key in ("prefill_tps", "decode_tps"):
-        value = node.get(key)
-        sound = isinstance(value, int | float) and not isinstance(value, bool)
-        if (
-            not sound
-            or not math.isfinite(float(value or 0))
-            or not 1e-3 <= float(value or 0) <= 1e7
-        ):
-            return None
-        found.append(float(value or 0))
-    return found[0], found[1]
+    found: list[Any] = [node.get("prefill_tps"), node.get("decode_tps")]
+    # NaN is in no range.
+    if all(type(one) in {int, float} and 1e-3 <= one <= 1e7 for one in found):
+        return found[0], found[1]
+    return None
 
 
 def _kind(node: Mapping[str, Any], speeds: tuple[float, float]) -> MeasuredType:
@@ -257,14 +246,19 @@ def traffic_of(workload: Workload, recorded: Trace | None = None) -> FleetTraffi
     return FleetTraffic(workload, {"": workload}, recorded)
 
 
+_Tokens = tuple[float, float, float]
+"""Of a prompt, of them cached, and of a completion."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Arrival:
     at: float
     model: str
+    """Empty: all nodes serve it, as far as is known."""
     priority_label: str
     node: str
-    tokens: tuple[float, float, float] | None
-    """Prompt, cached and completion tokens; None: it has not been served."""
+    tokens: _Tokens | None
+    """None: it has not been served."""
     slot_seconds: float
     lasted: float | None
     unserved: bool
@@ -275,9 +269,10 @@ def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> 
 
     Raises UnmeasuredFleetError.
     """
-    served_models = {model for part in fleet.parts for model in _models(part)}
+    models = {model for part in fleet.parts for model in _models(part)}
     try:
-        arrivals = [_read(dict(zip(told["columns"], row, strict=True))) for row in told["arrivals"]]
+        columns = told["columns"]
+        arrivals = [_read(dict(zip(columns, row, strict=True)), models) for row in told["arrivals"]]
         start, end, requests = told["hour"]["from"], told["hour"]["to"], float(told["requests"])
         until = datetime.fromisoformat(told["until"])
         since_first = (
@@ -295,30 +290,29 @@ def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> 
     service = fmean(one.slot_seconds for one in known)
     # One request keeps its slot busy all of its own time: that is no use of a fleet.
     span = max(LEAST_SPAN, 2 * service, last - first)
-    tokens: defaultdict[str, list[tuple[float, float, float]]] = defaultdict(list)
+    tokens: defaultdict[str, list[_Tokens]] = defaultdict(list)
     for one in known:
         tokens[one.model].append(one.tokens or (0.0, 0.0, 0.0))
-    every = [one for found in tokens.values() for one in found]
-    jobs, counts = [], defaultdict[str, int](int)
+    overall = _mean([one for found in tokens.values() for one in found])
+    means = {model: _mean(found) for model, found in tokens.items()}
+    jobs, counts = [], Counter(one.model for one in arrivals)
     for number, one in enumerate(arrivals):
-        prompt, cached, completion = one.tokens or _mean(tokens.get(one.model) or every)
+        prompt, cached, completion = one.tokens or means.get(one.model, overall)
         read = min(MOST_TOKENS, max(1, round(prompt - cached)))
         written = min(MOST_TOKENS, max(1, round(completion)))
-        model = one.model if one.model in served_models else ""
         at = (one.at - first) / peak
         text = TracePrompt(-1 - number, read)
-        jobs.append(Job(0, at, text, written, None, one.priority_label, model=model))
-        counts[one.model] += 1
+        jobs.append(Job(0, at, text, written, None, one.priority_label, model=one.model))
     hourly = peak * SECONDS_PER_HOUR / span
-    by_model: dict[str, Workload] = {}
-    for model, count in counts.items():
-        name = model if model in served_models else ""
-        more = _workload(count * hourly, tokens.get(model) or every)
-        by_model[name] = _joined(by_model[name], more) if name in by_model else more
+    by_model = {
+        model: _workload(count * hourly, means.get(model, overall))
+        for model, count in counts.items()
+    }
     # Prices are those of the mean hour, waits those of the busiest one.
     rate = len(arrivals) * hourly
     mean = max(requests / max(since_first, span) * SECONDS_PER_HOUR, rate / MOST_PEAK)
-    workload = replace(_workload(min(mean, rate), every), peak=max(1.0, rate / mean))
+    factor = min(MOST_PEAK, max(1.0, rate / mean))
+    workload = replace(_workload(min(mean, rate), overall), peak=factor)
     slots = sum(part.servers * part.node_type.slots for part in fleet.parts)
     nodes = {one.node for one in known}
 
@@ -341,6 +335,8 @@ def busiest_hour(told: Mapping[str, Any], fleet: MeasuredFleet, peak: float) -> 
         notes.append(
             f"{', '.join(hour.added)} did not serve in that hour: its waits then tell nothing"
         )
+    if models and (others := counts[""]):
+        notes.append(f"{others:,} are of models that no node names: all are taken to serve them")
     if len(arrivals) < FEW_REQUESTS:
         notes.append("so few requests tell little of what the fleet can do")
     return FleetTraffic(workload, by_model, build_trace(jobs), hour, tuple(notes))
@@ -354,14 +350,13 @@ def _models(part: FleetPart) -> frozenset[str]:
     return part.node_type.models if isinstance(part.node_type, MeasuredType) else frozenset()
 
 
-def _read(row: Mapping[str, Any]) -> _Arrival:
-    tokens = None
-    if row["completion_tokens"] is not None:
-        names = ("prompt_tokens", "cached_tokens", "completion_tokens")
-        tokens = (float(row[names[0]]), float(row[names[1]]), float(row[names[2]]))
+def _read(row: Mapping[str, Any], models: Container[object]) -> _Arrival:
+    prompt, completion = row["prompt_tokens"], row["completion_tokens"]
+    served = completion is not None
+    tokens = (float(prompt), float(row["cached_tokens"]), float(completion)) if served else None
     return _Arrival(
         float(row["seconds"]),
-        str(row["model"] or ""),
+        row["model"] if row["model"] in models else "",
         row["class"] if row["class"] in PRIORITY_BY_LABEL else "normal",
         str(row["node"] or ""),
         tokens,
@@ -371,26 +366,15 @@ def _read(row: Mapping[str, Any]) -> _Arrival:
     )
 
 
-def _mean(tokens: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+def _mean(tokens: Sequence[_Tokens]) -> _Tokens:
     prompt, cached, completion = map(fmean, zip(*tokens, strict=True))
     return prompt, cached, completion
 
 
-def _workload(requests_per_hour: float, tokens: Sequence[tuple[float, float, float]]) -> Workload:
-    prompt, cached, completion = _mean(tokens)
+def _workload(requests_per_hour: float, tokens: _Tokens) -> Workload:
+    prompt, cached, completion = tokens
     repeat = min(0.999, max(0.0, cached / prompt)) if prompt else 0.0
     return Workload(requests_per_hour, prompt, max(1.0, completion), repeat=repeat)
-
-
-def _joined(one: Workload, two: Workload) -> Workload:
-    """Both together."""
-    whole = one.requests_per_hour + two.requests_per_hour
-    share = one.requests_per_hour / whole
-
-    def mean(name: str) -> float:
-        return share * float(getattr(one, name)) + (1 - share) * float(getattr(two, name))
-
-    return Workload(whole, mean("prompt"), mean("completion"), repeat=mean("repeat"))
 
 
 def _held(one: _Arrival, start: float, end: float) -> float:
@@ -534,23 +518,16 @@ def _as_slow_as_seen(
     if hour is None or not hour.was_full or use >= hour.slots_busy:
         return fleet, ()
     slower = use / hour.slots_busy
-    parts = tuple(
-        FleetPart(
-            part.node_type.model_copy(
-                update={
-                    "prefill_tps": part.node_type.prefill_tps * slower,
-                    "decode_tps": part.node_type.decode_tps * slower,
-                }
-            ),
-            part.count,
-        )
-        for part in fleet.parts
-    )
+    parts = []
+    for part in fleet.parts:
+        one = part.node_type
+        speeds = {"prefill_tps": one.prefill_tps * slower, "decode_tps": one.decode_tps * slower}
+        parts.append(FleetPart(one.model_copy(update=speeds), part.count))
     note = (
         f"by the measured speeds the fleet was used to {use:.0%}, but its slots were held "
         f"{hour.slots_busy:.0%} of the time: taken to be {1 / slower:.2f} times slower"
     )
-    return replace(fleet, parts=parts), (note,)
+    return replace(fleet, parts=tuple(parts)), (note,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -575,12 +552,10 @@ class _Asked:
         use = fleet_use(parts, self.traffic.by_model)
         trial = None
         if use < 1.0 or (question.recorded is not None and math.isfinite(use)):
-            try:
+            with contextlib.suppress(OutOfTimeError):
                 trial = try_fleet(
                     parts, question.trace(), self.limit, seed=question.seed, warm=question.warm
                 )
-            except OutOfTimeError:
-                trial = None
         if trial is not None and now is not None and now.trial is not None:
             trial = bounded(trial, now.trial, pick)
         price = option_price(question, parts, trial)
@@ -600,14 +575,11 @@ class _Asked:
         found = []
         if use > goal.use:
             found.append(f"used to {use:.0%}, above {goal.use:.0%}")
-        if trial is not None and self.traffic.hour is not None and _waits_long(trial):
+        is_played = self.traffic.hour is not None
+        # More than a few wait longer than the work of a request takes.
+        if trial is not None and is_played and trial.wait.p95 > max(LONG_WAIT, trial.service):
             found.append(f"5 % of the requests wait {trial.wait.p95:.1f} s or longer")
         return tuple(found)
-
-
-def _waits_long(trial: FleetTrial) -> bool:
-    """Whether more than a few requests wait longer than the work of a request takes."""
-    return trial.wait.p95 > max(LONG_WAIT, trial.service)
 
 
 def _advice(asked: _Asked, fleet: MeasuredFleet, rows: Sequence[WhatIf]) -> FleetAdvice:
@@ -615,10 +587,6 @@ def _advice(asked: _Asked, fleet: MeasuredFleet, rows: Sequence[WhatIf]) -> Flee
     where = "the busiest hour of this traffic" if hour is None else hour.name
     used = f"the fleet is {now.use:.0%} used in {where}"
     why = ""
-    if math.isinf(now.use):
-        return FleetAdvice(
-            "saturated", f"no node of the fleet serves a model that {where} asked for"
-        )
     if now.use >= 1.0:
         why = f"{where} asked for {now.use:.0%} of what it can do"
     elif hour is not None and hour.was_full:
@@ -640,12 +608,9 @@ def _advice(asked: _Asked, fleet: MeasuredFleet, rows: Sequence[WhatIf]) -> Flee
         return FleetAdvice(verdict, f"{begin}; more of its nodes don't help: take faster ones")
     like, count, row = added
     nodes = "one node" if count == 1 else f"{count} nodes"
-    times = (
-        ""
-        if row.trial is None
-        else f", and 95 % of the requests end within {row.trial.completion.p95:.1f} s"
-    )
-    sentence = f"{begin}; add {nodes} like {like}: then it is {row.use:.0%} used{times}"
+    sentence = f"{begin}; add {nodes} like {like}: then it is {row.use:.0%} used"
+    if row.trial is not None:
+        sentence += f", and 95 % of the requests end within {row.trial.completion.p95:.1f} s"
     return FleetAdvice(verdict, sentence, like, count)
 
 
@@ -656,11 +621,13 @@ def _least_addition(
     goal = asked.question.goal
     choices = []
     for place, part in enumerate(fleet.parts):
-        for count in range(1, MOST_ADDED + 1):
-            if fleet_use(_changed(fleet, place, count), asked.traffic.by_model) <= goal.use:
-                hour = part.node_type.price.per_hour
-                choices.append((math.inf if hour is None else hour * count, count, place))
-                break
+
+        def fits(count: int, place: int = place) -> bool:
+            return fleet_use(_changed(fleet, place, count), asked.traffic.by_model) <= goal.use
+
+        if count := least_that(fits, 1, MOST_ADDED):
+            hour = part.node_type.price.per_hour
+            choices.append((math.inf if hour is None else hour * count, count, place))
     if not choices:
         return None
     _, least, place = min(choices)

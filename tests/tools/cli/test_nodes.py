@@ -276,6 +276,9 @@ BROKEN = {
     "a key of admin that no command needs": "{admin}\n  keys: [{{id: a}}]\n  hosts: 7\n",
     "a missing variable of admin": "{admin}\n  hosts: ['${{NO_SUCH_VARIABLE}}']\n",
     "a control character": "# \x07\n{admin}",
+    "not UTF-8": "# caf\udce9\n{admin}",
+    "a line of no key": "{admin}\nnonsense\n",
+    "a second document": "{admin}\n---\nqueue: {{}}\n",
 }
 
 
@@ -287,7 +290,7 @@ def test_invalid_settings_do_not_keep_an_operator_from_the_gateway(name: str) ->
         port = api.url.rpartition(":")[2]
         admin = f"admin:\n  # of this machine\n  port: {port}\n  key_file: admin.key"
         config = Path(folder) / "gateway.yaml"
-        config.write_text(BROKEN[name].format(admin=admin))
+        config.write_text(BROKEN[name].format(admin=admin), errors="surrogateescape")
         ran = run("nodes", "--json", "--config", str(config))
         assert ran.status == 0, ran.err
         assert json.loads(ran.out) == {"nodes": []}
@@ -303,6 +306,11 @@ def test_invalid_settings_do_not_keep_an_operator_from_the_gateway(name: str) ->
         ("tls: {cert: no.pem, key: no.key}", "gateway.yaml:2:", "correct it, or --admin-url names"),
         ("key_file: no.key", "gateway.yaml:2:", "correct it, or --admin-key-file names"),
         ("port: {", "gateway.yaml:", "--admin-key-file names the file of its key and --admin-url"),
+        (
+            "host: 127.0.0.1\n<<<<<<< HEAD\n  port: 1\n=======",
+            "gateway.yaml:4: admin: can't be told",
+            "correct it, or --admin-key-file",
+        ),
     ],
 )
 def test_an_address_that_can_not_be_read_is_said_with_what_to_give(

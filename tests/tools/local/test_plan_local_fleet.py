@@ -63,7 +63,7 @@ def test_a_missing_extra_is_reported_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"llama-gateway\[local\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install .*xllamacpp"):
         plan_local_fleet(cache=tmp_path)
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -139,6 +140,16 @@ def test_the_busiest_hour_is_played_as_it_was() -> None:
     assert faster.workload.arrivals == pytest.approx(8 / 60)
 
 
+def test_a_burst_of_an_idle_week_is_a_peak_of_any_height() -> None:
+    fleet = measured_fleet([node("a", models=["mistral"])])
+    for requests in range(20, 80):
+        burst = told(*((n * 0.13, {"model": "gone"}) for n in range(requests)))
+        burst["first"] = burst["since"]
+        traffic = busiest_hour(burst, fleet, 10.0)
+        assert traffic.workload.peak == pytest.approx(1000)
+        assert f"{requests} are of models that no node names" in traffic.notes[1]
+
+
 def test_what_found_no_slot_is_taken_to_be_like_the_others() -> None:
     none = dict.fromkeys(("prompt_tokens", "cached_tokens", "completion_tokens"))
     refused = {**none, "slot_seconds": 0.0, "unserved": True}
@@ -146,6 +157,10 @@ def test_what_found_no_slot_is_taken_to_be_like_the_others() -> None:
     assert found.traffic.recorded is not None
     assert {(job.prompt.tokens, job.output) for job in found.traffic.recorded.jobs} == {(100, 90)}
     assert found.advice.verdict == "saturated"
+    many = told(*((n * 0.6, refused if n % 2 else {}) for n in range(6000)))
+    began = time.process_time()
+    busiest_hour(many, found.fleet, 1.0)
+    assert time.process_time() - began < 1.0
 
 
 @each_case(
@@ -246,6 +261,26 @@ def test_a_model_is_served_by_its_own_nodes() -> None:
     assert rows["one more like a"].use == rows["as it is"].use > rows["one more like b"].use
     assert rows["one less like a"].missed == ("no node is left for a model",)
     assert found.advice.add_like == "b"
+
+
+def test_an_addition_to_many_kinds_is_found_in_short_time() -> None:
+    nodes = [
+        slow(
+            f"n{n}",
+            decode_tps=0.1 * 1.3 ** (n % 10),
+            prefill_tps=9 * 1.3 ** (n // 10),
+            models=[f"m{n % 10}"],
+        )
+        for n in range(30)
+    ]
+    asked = told(*((n * 0.9, {"model": f"m{n % 10}"}) for n in range(4000)))
+    fleet = measured_fleet(nodes)
+    traffic = busiest_hour(asked, fleet, 1.0)
+    question = PlanQuestion(traffic.workload, Goal(), (), recorded=traffic.recorded)
+    began = time.process_time()
+    found = what_if(question, fleet, traffic, TimeLimit(1e-3))
+    assert found.advice.verdict == "saturated"
+    assert time.process_time() - began < 1.5
 
 
 def test_one_more_and_one_less_and_the_goal_moved() -> None:
