@@ -304,7 +304,7 @@ class Attempt:
             raise InvalidResponse("The node's answer is too long for one that is not streamed")
         try:
             return self.api.answer_events(self.content, request_fields)
-        except (InvalidJson, AttributeError, KeyError, TypeError):
+        except (InvalidJson, AttributeError, KeyError, RecursionError, TypeError):
             raise InvalidResponse("The node's answer has another form than expected") from None
 
     async def open_again(self, upstream: UpstreamRequest) -> None:
@@ -466,7 +466,10 @@ class Attempt:
         return whole.getvalue()
 
     async def _read_first_content(self, most: int) -> bytes:
-        """All events up to the first with content. Raises: UpstreamError."""
+        """All events up to the first with content; else the node's error, or a plain response.
+
+        Raises: UpstreamError.
+        """
         connection, framer = self._connection, self._framer
         assert connection is not None
         assert framer is not None
@@ -479,6 +482,9 @@ class Attempt:
                     raise
                 chunk = b""
             if not chunk:
+                if not size and framer.tail.startswith((b"{", b"[")):
+                    self.is_sse = False  # It is plain, whatever its head says.
+                    return framer.tail
                 if not framer.lacks_blank_line:
                     raise InvalidResponse("The node's stream ended before its first content")
                 chunk = b"\n\n"

@@ -110,6 +110,11 @@ class EventFramer:
         """Bytes at the end of the last output that are not ordinary events."""
 
     @property
+    def tail(self) -> bytes:
+        """What is buffered."""
+        return bytes(self._tail)
+
+    @property
     def has_partial(self) -> bool:
         """Whether the beginning of an event is buffered."""
         return bool(self._tail)
@@ -117,7 +122,7 @@ class EventFramer:
     @property
     def lacks_blank_line(self) -> bool:
         """Whether the buffered bytes are an event but for the blank line behind it."""
-        data = payload(bytes(self._tail))
+        data = payload(self.tail)
         try:
             json_values.check_object(data)
         except json_values.InvalidJson:

@@ -131,7 +131,8 @@ class UsageFilter:
             value = parse_object(sse.payload(event))
         except InvalidJson:
             return event
-        if value.get("choices") or "error" in value or not isinstance(value.get("usage"), dict):
+        said = value.get("choices") or value.get("error")
+        if said or not isinstance(value.get("usage"), dict):
             return event  # some nodes report it unasked, beside a choice
         self.event = event
         if "timings" in value:

@@ -250,6 +250,18 @@ def test_a_list_in_place_of_an_object_is_no_answer(path: str) -> None:
             api.check_answer(content)
 
 
+def test_hosted_rankings_and_answers_behind_white_space_are_answers() -> None:
+    ranked = [{"index": 1, "relevance_score": 0.5}]
+    rankings: list[dict[str, Any]] = [{"results": ranked}, {"results": []}, {"data": ranked}]
+    for fields in rankings:
+        ROUTES["/v1/rerank"].api.check_answer(json.dumps({**fields, "model": "m"}).encode())
+    vectors = [{"embedding": "A" * (5 << 20), "index": 0}]
+    usage = {"prompt_tokens": 1, "total_tokens": 1}
+    plain = json.dumps({"object": "list", "data": vectors, "usage": usage}, indent=1).encode()
+    for white_space in (b"", b"\n \n"):
+        ROUTES["/v1/embeddings"].api.check_answer(white_space + plain + b"\n")
+
+
 @asynccontextmanager
 async def over_plain_node(
     folder: Path, plain: dict[str, Any], kinds: list[bytes] | None = None
@@ -363,6 +375,17 @@ async def test_a_plain_answer_is_labelled_as_json(tmp_path: Path) -> None:
             reply = await running.client.post("/v1/embeddings", json={"input": "a"})
             assert reply.headers["content-type"] == "application/json; charset=utf-8"
             assert reply.json() == vectors
+
+
+async def test_a_plain_answer_that_is_labelled_as_events_is_an_answer(tmp_path: Path) -> None:
+    path, plain = PLAIN[0]
+    kinds = [b"text/event-stream"]
+    async with over_plain_node(tmp_path, plain, kinds) as (running, _, records):
+        reply = await running.client.post(path, json={**BODIES[path], "stream": True})
+        assert reply.status_code == 200, reply.text
+        assert read_stream(ROUTES[path].api, reply.content, {})["choices"] == plain["choices"]
+        await until(lambda: records)
+        assert (records[0].attempts, records[0].completion_tokens) == (1, 7)
 
 
 async def test_events_that_are_labelled_as_something_else_end_the_attempt_at_once(

@@ -157,6 +157,7 @@ def test_any_bytes_can_be_read(data: bytes) -> None:
         (b'{"choices":[{"delta":{}}],"usage":{"prompt_tokens":1}}', None),
         (b'{"choices":[],"prompt_filter_results":[]}', None),
         (b'{"choices":[],"usage":{"prompt_tokens":1}}', b""),
+        (b'{"choices":[],"error":null,"usage":{"prompt_tokens":1}}', b""),
         (b'{"usage":{"prompt_tokens":1}}', b""),
         (b'{"error":{"message":"no"},"choices":[],"usage":{"prompt_tokens":1}}', None),
         (b"[DONE]", None),

@@ -476,7 +476,7 @@ class Api:
 
         It ends with its list of objects, or with some fields behind that.
         """
-        begin, tail = content[:1], content[-EDGE_BYTES:].rstrip()
+        begin, tail = content[:EDGE_BYTES].lstrip()[:1], content[-EDGE_BYTES:].rstrip()
         end = tail.rfind(b"]")
         fields = tail[end + 1 :]
         return (

@@ -18,6 +18,9 @@ EMBEDDINGS_USAGE_WITHIN = 512
 """Bytes; llama.cpp writes the usage of embeddings before the vectors."""
 
 
+_SOME = msgspec.Meta(min_length=1)
+
+
 class _Embedding(msgspec.Struct):
     embedding: msgspec.Raw
 
@@ -25,7 +28,7 @@ class _Embedding(msgspec.Struct):
 class Embeddings(Answer, kw_only=True):
     """OpenAI's embeddings."""
 
-    data: Annotated[list[_Embedding], msgspec.Meta(min_length=1)]
+    data: Annotated[list[_Embedding], _SOME]
 
 
 class _Ranked(msgspec.Struct):
@@ -33,7 +36,13 @@ class _Ranked(msgspec.Struct):
 
 
 class _Ranking(Answer, kw_only=True):
-    results: list[_Ranked]
+    results: list[_Ranked] | None = None
+    data: Annotated[list[_Ranked], _SOME] | None = None
+    """Voyage's name of the list."""
+
+    def __post_init__(self) -> None:
+        if self.results is self.data is None:
+            raise ValueError
 
 
 class InputTokens(Answer, kw_only=True):
@@ -59,8 +68,6 @@ class RenderedPrompt(Answer, kw_only=True):
 
     prompt: str
 
-
-_SOME = msgspec.Meta(min_length=1)
 
 NATIVE_EMBEDDINGS = Annotated[list[_Embedding], _SOME] | _Embedding
 

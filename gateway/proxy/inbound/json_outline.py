@@ -23,6 +23,7 @@ from gateway import errors
 from gateway.config.listeners import LimitSettings
 from gateway.proxy.inbound.media import (
     IMAGE_TYPES,
+    INLINE_TYPES,
     LINK_KEYS,
     MEDIA_FIELDS,
     MEDIA_KEYS,
@@ -538,7 +539,7 @@ class OutlineScanner:
     def _end_source(self) -> None:
         if self._sources and self._sources[-1][0] > len(self._brackets):
             _, types, links = self._sources.pop()
-            if not types or any(one != "base64" for one in types):
+            if not types or any(one not in INLINE_TYPES for one in types):
                 self._links += links
 
     def _end_value(self, quote: int, end: int) -> None:

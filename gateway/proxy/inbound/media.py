@@ -214,6 +214,9 @@ LINK_KEYS = frozenset({*MEDIA_KEYS, "source", "multimodal_data"})
 IMAGE_TYPES = ("image_url", "input_image", "image")
 """A tuple, not a set: a foreign `type` may be a list, which cannot be looked up in one."""
 
+INLINE_TYPES = ("base64", "text")
+"""Types of a `source` that holds what it stands for; a tuple as above."""
+
 MEDIA_FIELDS = frozenset(
     {
         "messages", "input", "prompt", "content", "documents", "query", "system", "instructions",
@@ -300,7 +303,7 @@ def _urls_in(key: str, value: Any) -> list[str]:
     if key == "multimodal_data":
         texts = value if isinstance(value, list) else ()
         return [text for text in texts if isinstance(text, str) and ":" in text]
-    if key == "source" and not (isinstance(value, dict) and value.get("type") != "base64"):
+    if key == "source" and not (isinstance(value, dict) and value.get("type") not in INLINE_TYPES):
         return []
     return _urls_of_part(value)
 

@@ -217,6 +217,7 @@ REMOTE = "http://169.254.169.254/x"
         {"messages": [{"content": [{"type": "image_url", "image_url": {"url": REMOTE}}]}]},
         {"messages": [{"content": [{"type": "input_image", "image_url": REMOTE}]}]},
         {"messages": [{"content": [{"source": {"type": "url", "url": REMOTE}}]}]},
+        {"messages": [{"content": [{"source": {"data": "a:b", "type": "text"}}]}]},
         {"messages": [{"content": [{"input_audio": {"data": "a:b"}}]}]},
         {"tools": [{"type": "mcp", "server_url": REMOTE}]},
         {"tools": [{"type": "mcp", "server_url": "internal/x"}]},

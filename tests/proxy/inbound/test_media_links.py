@@ -48,6 +48,14 @@ def test_a_link_is_found_in_every_form(part: Any) -> None:
         assert found(body)[0] == [REMOTE]
 
 
+def test_a_source_that_holds_its_text_or_file_is_no_link() -> None:
+    for kind in ("text", "base64"):
+        source = {"type": kind, "media_type": "text/plain", "data": f"See: {REMOTE}"}
+        part = {"type": "document", "source": source}
+        for one in (part, {"type": "tool_result", "content": [part]}):
+            assert found({"messages": [{"content": [one]}]}) == ([], False)
+
+
 @each_case(
     "elsewhere",
     [
