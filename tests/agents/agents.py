@@ -109,6 +109,36 @@ def _continue(modules: Path, home: Path, url: str) -> tuple[list[str | Path], di
     }
 
 
+def _qwen(modules: Path, home: Path, url: str) -> tuple[list[str | Path], dict[str, str]]:
+    program = modules / "@qwen-code/qwen-code/cli-entry.js"
+    # Its own prompt and all of its tools are 47,000 tokens of this model.
+    short = ("--bare", "--system-prompt", "Be brief.", "--core-tools", "read_file")
+    return [node(), program, "--auth-type", "openai", "--yolo", *short, "-p", PROMPT], {
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_KEY": "none",
+        "OPENAI_MODEL": MODEL,
+    }
+
+
+def _cline(modules: Path, home: Path, url: str) -> tuple[list[str | Path], dict[str, str]]:
+    provider = "openai-compatible"
+    settings = {"provider": provider, "apiKey": "none", "model": MODEL, "baseUrl": f"{url}/v1"}
+    entry = {"settings": settings, "updatedAt": "2026-01-01T00:00:00.000Z", "tokenSource": "manual"}
+    file = home / ".cline/data/settings/providers.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        json.dumps(
+            {"version": 1, "lastUsedProvider": provider, "modes": {}, "providers": {provider: entry}}
+        )
+    )
+    program = modules / "@cline/cli-linux-x64/bin/cline"
+    # Without the mode it leaves a daemon behind.
+    return [program, "-P", provider, "-m", MODEL, "--json", PROMPT], {
+        "CLINE_SESSION_BACKEND_MODE": "local",
+        "CLINE_NO_AUTO_UPDATE": "1",
+    }
+
+
 PROMPT = "Say hello"
 
 AGENTS = (
@@ -116,6 +146,8 @@ AGENTS = (
     Agent("claude", "/v1/messages", 1, _claude),
     Agent("opencode", "/v1/chat/completions", 2, _opencode),
     Agent("continue", "/v1/chat/completions", 1, _continue),
+    Agent("qwen", "/v1/chat/completions", 1, _qwen),
+    Agent("cline", "/v1/chat/completions", 1, _cline),
 )
 
 
