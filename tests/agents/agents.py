@@ -1,6 +1,8 @@
 """Coding agents as programs: how each is told of a gateway, and what it is asked.
 
-They are those that npm installs in two minutes; `package.json` beside this file pins them.
+They are those that npm or pip installs in two minutes; `package.json` and `aider.txt` beside this
+file pin them. To renew the latter: `pip install aider-chat==VERSION` and `pip freeze` in an empty
+environment.
 """
 
 from __future__ import annotations
@@ -9,19 +11,24 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 from asyncio.subprocess import DEVNULL, STDOUT, Process
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
+from tests.api import npm
 from tests.api.npm import node
 
 MODEL = "agents"
 CONTEXT = 32_768
 RUN_LIMIT = 120.0
 IDLE = 9.0
-"""Seconds of silence after which those agents give a stream up that can be told so."""
+"""Seconds of silence after which Codex is told to give a stream up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +42,27 @@ class Agent:
     """How many it sends at once: opencode also asks for a title."""
     set_up: Callable[[Path, Path, str], tuple[list[str | Path], dict[str, str]]]
     """From `node_modules`, an empty home and the gateway's URL: its command and environment."""
+    calls_tools: bool = True
+    """Aider has none: it reads its edits out of the answer."""
+
+
+def install(config: pytest.Config) -> Path:
+    """A `node_modules` with agents, and beside it aider's own environment; fetched once."""
+    return npm.install(config, Path(__file__).parent, (*npm.PINS, "aider.txt"), _fetch)
+
+
+def _fetch(folder: Path, pins: list[Path]) -> None:
+    npm.fetch(folder, pins)
+    python = folder / "aider/bin/python"
+    pip = (python, "-m", "pip", "install", "--quiet", "--only-binary", ":all:", "--no-deps")
+    for command in (
+        (sys.executable, "-m", "venv", folder / "aider"),
+        (*pip, "--no-compile", "--disable-pip-version-check", "--requirement", pins[-1]),
+    ):
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=npm.FETCH_LIMIT, check=False
+        )
+        assert done.returncode == 0, f"pip could not fetch aider: {done.stderr}"
 
 
 def _codex(modules: Path, home: Path, url: str) -> tuple[list[str | Path], dict[str, str]]:
@@ -66,7 +94,6 @@ def _claude(modules: Path, home: Path, url: str) -> tuple[list[str | Path], dict
         "ANTHROPIC_MODEL": MODEL,
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": MODEL,
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        "CLAUDE_STREAM_IDLE_TIMEOUT_MS": f"{IDLE * 1000:.0f}",
     }
 
 
@@ -128,7 +155,12 @@ def _cline(modules: Path, home: Path, url: str) -> tuple[list[str | Path], dict[
     file.parent.mkdir(parents=True)
     file.write_text(
         json.dumps(
-            {"version": 1, "lastUsedProvider": provider, "modes": {}, "providers": {provider: entry}}
+            {
+                "version": 1,
+                "lastUsedProvider": provider,
+                "modes": {},
+                "providers": {provider: entry},
+            }
         )
     )
     program = modules / "@cline/cli-linux-x64/bin/cline"
@@ -136,6 +168,22 @@ def _cline(modules: Path, home: Path, url: str) -> tuple[list[str | Path], dict[
     return [program, "-P", provider, "-m", MODEL, "--json", PROMPT], {
         "CLINE_SESSION_BACKEND_MODE": "local",
         "CLINE_NO_AUTO_UPDATE": "1",
+    }
+
+
+def _aider(modules: Path, home: Path, url: str) -> tuple[list[str | Path], dict[str, str]]:
+    program = (modules.parent / "aider/bin/python", "-m", "aider")
+    model = (
+        "--model",
+        f"openai/{MODEL}",
+        "--openai-api-base",
+        f"{url}/v1",
+        "--openai-api-key",
+        "-",
+    )
+    quiet = ("--no-check-update", "--no-show-release-notes", "--no-show-model-warnings")
+    return [*program, *model, *quiet, "--analytics-disable", "--no-git", "--message", PROMPT], {
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True"
     }
 
 
@@ -148,6 +196,7 @@ AGENTS = (
     Agent("continue", "/v1/chat/completions", 1, _continue),
     Agent("qwen", "/v1/chat/completions", 1, _qwen),
     Agent("cline", "/v1/chat/completions", 1, _cline),
+    Agent("aider", "/v1/chat/completions", 1, _aider, calls_tools=False),
 )
 
 
