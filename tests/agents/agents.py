@@ -148,41 +148,26 @@ def _qwen(modules: Path, home: Path, url: str) -> tuple[list[str | Path], dict[s
 
 
 def _cline(modules: Path, home: Path, url: str) -> tuple[list[str | Path], dict[str, str]]:
-    provider = "openai-compatible"
-    settings = {"provider": provider, "apiKey": "none", "model": MODEL, "baseUrl": f"{url}/v1"}
+    name = "openai-compatible"
+    settings = {"provider": name, "apiKey": "none", "model": MODEL, "baseUrl": f"{url}/v1"}
     entry = {"settings": settings, "updatedAt": "2026-01-01T00:00:00.000Z", "tokenSource": "manual"}
+    providers = {"version": 1, "lastUsedProvider": name, "modes": {}, "providers": {name: entry}}
     file = home / ".cline/data/settings/providers.json"
     file.parent.mkdir(parents=True)
-    file.write_text(
-        json.dumps(
-            {
-                "version": 1,
-                "lastUsedProvider": provider,
-                "modes": {},
-                "providers": {provider: entry},
-            }
-        )
-    )
+    file.write_text(json.dumps(providers))
     program = modules / "@cline/cli-linux-x64/bin/cline"
     # Without the mode it leaves a daemon behind.
-    return [program, "-P", provider, "-m", MODEL, "--json", PROMPT], {
+    return [program, "-P", name, "-m", MODEL, "--json", PROMPT], {
         "CLINE_SESSION_BACKEND_MODE": "local",
         "CLINE_NO_AUTO_UPDATE": "1",
     }
 
 
 def _aider(modules: Path, home: Path, url: str) -> tuple[list[str | Path], dict[str, str]]:
-    program = (modules.parent / "aider/bin/python", "-m", "aider")
-    model = (
-        "--model",
-        f"openai/{MODEL}",
-        "--openai-api-base",
-        f"{url}/v1",
-        "--openai-api-key",
-        "-",
-    )
+    program = (modules.parent / "aider/bin/python", "-m", "aider", f"--model=openai/{MODEL}")
+    server = (f"--openai-api-base={url}/v1", "--openai-api-key=none")
     quiet = ("--no-check-update", "--no-show-release-notes", "--no-show-model-warnings")
-    return [*program, *model, *quiet, "--analytics-disable", "--no-git", "--message", PROMPT], {
+    return [*program, *server, *quiet, "--analytics-disable", "--no-git", "--message", PROMPT], {
         "LITELLM_LOCAL_MODEL_COST_MAP": "True"
     }
 
