@@ -259,9 +259,10 @@ def _own(frame: FrameType | None) -> list[str]:
         if code.co_filename.startswith(ROOT):
             name = code.co_filename.removeprefix(ROOT)
             if not name.startswith((".venv", "tests/loop_watch/watch")):
-                if name.startswith("tests") and not awaited:
+                is_test, is_awaited = name.startswith("tests"), bool(code.co_flags & _AWAITED)
+                if is_test and not (awaited and is_awaited):
                     found.clear()
-                awaited = name.startswith("tests") or bool(code.co_flags & _AWAITED)
+                awaited = is_test or is_awaited
                 found.append(f"{name}:{code.co_name}:{frame.f_lineno}")
         frame = frame.f_back
     return found

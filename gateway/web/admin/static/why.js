@@ -22,7 +22,8 @@ export async function openWhy(id, name) {
     if (own === asked) render(frameView(id, name, dialog, view), dialog.querySelector(".view"));
   };
   draw(html`<p class="muted" role="status">Asking…</p>`);
-  dialog.onclose = () => { asked += 1; };
+  // It comes late: by then the next question may be open.
+  dialog.onclose = () => { if (!dialog.open) asked += 1; };
   if (!dialog.open) dialog.showModal();
   try {
     const response = await ask("GET", `admin/requests/${encodeURIComponent(id)}/why`);
