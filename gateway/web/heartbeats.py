@@ -108,17 +108,20 @@ class Heartbeat:
         """Send something; seconds until the next."""
         raise NotImplementedError
 
-    def _send(self, data: bytes, header_lines: bytes) -> None:
-        """Send `data`; the first time, with a head that has these lines."""
+    def _send(self, make: Callable[[], bytes], header_lines: bytes) -> None:
+        """Send what `make` returns; the first time, with a head that has these lines.
+
+        A client that lags is spared it, so that nothing is made, which might be numbered.
+        """
         served, handler = self._served, self._handler
         exchange = served.exchange
         self._last_sent_at = handler.clock()
         if exchange.disconnected or exchange.write_paused:
             return
         if exchange.response_started:
-            exchange.write(data)
+            exchange.write(make())
         else:
-            exchange.start_response(200, header_lines + served.early_header_lines(), data)
+            exchange.start_response(200, header_lines + served.early_header_lines(), make())
             self._in_flight.note_response_started()
             handler.queue.keep_in_queue(self._in_flight.request.id)
 
@@ -129,7 +132,7 @@ class PaddingHeartbeat(Heartbeat):
     __slots__ = ()
 
     def send_now(self) -> None:
-        self._send(b" ", PADDING_HEADER_LINES)
+        self._send(lambda: b" ", PADDING_HEADER_LINES)
 
     def _beat(self) -> float:
         self.send_now()
@@ -145,7 +148,7 @@ class StreamHeartbeat(Heartbeat):
         stream = self._served.body_stream
         if stream is None or stream.is_open:
             api = self._served.route.api
-            self._send(self._served.heartbeat(), stream_header_lines(api))
+            self._send(self._served.heartbeat, stream_header_lines(api))
 
     def _beat(self) -> float:
         interval, now = self._interval, self._handler.clock()
@@ -176,6 +179,9 @@ class ProgressHeartbeat(StreamHeartbeat):
         prefill = in_flight.prefill_progress.status(handler.clock()) if position is None else None
         comment = progress_comment(position, prefill)
         is_event = api.heartbeat_is_event or served.numbered_heartbeats is not None
-        beat = served.heartbeat() if is_event or not comment else b""
-        self._send(comment + beat, stream_header_lines(api))
+
+        def make() -> bytes:
+            return comment + (served.heartbeat() if is_event or not comment else b"")
+
+        self._send(make, stream_header_lines(api))
         return handler.progress_seconds

@@ -208,6 +208,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if cycle is not None and not cycle.response_started:
             cycle.keep_alive = False
 
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.transport.is_closing():
+            self._close()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
         if self._departure_check is not None:
@@ -523,7 +528,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._lingered_bytes = -1
             self._cancel_timer()
             if not self.cycle.keep_alive:
-                self.transport.close()
+                self._close()
         if not self.transport.is_closing():
             super().on_message_complete()
 
@@ -531,6 +536,8 @@ class BoundedProtocol(HttpToolsProtocol):
         # As uvicorn does, but with one timer per connection, not per response.
         self.server_state.total_requests += 1
         if self.transport.is_closing():
+            if self.cycle is not None:
+                self._close()  # It was the last response.
             return
         if self.flow.read_paused:
             self.flow.resume_reading()

@@ -6,14 +6,18 @@ import asyncio
 import json
 import re
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from gateway.proxy.api.base import NumberedHeartbeats
+from gateway.proxy.inbound.routes import ROUTES
+from gateway.web.heartbeats import StreamHeartbeat
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import RawConnection, raw_connection, unchunk
 from tests.gateways import running_gateway, until
-from tests.virtual import in_virtual_time
+from tests.virtual import in_virtual_time, now
 from tests.web.raw_client import CHAT, HELLO, Public, answer, public, request
 
 BEATING = {"heartbeat": 0.1, "health": {"interval": 0.2}, "retries": {"backoff": 0.01}}
@@ -345,3 +349,23 @@ async def test_codex_gets_an_error_behind_heartbeats_with_the_next_number(tmp_pa
         found = numbers(body)
         assert found == list(range(len(found)))
         assert b"event: error\n" in body
+
+
+@in_virtual_time
+async def test_a_heartbeat_that_a_lagging_client_is_spared_takes_no_number() -> None:
+    numbered, written = NumberedHeartbeats(), list[bytes]()
+    exchange = SimpleNamespace(
+        disconnected=False, write_paused=True, response_started=True, write=written.append,
+        set_heartbeat=lambda _: None,
+    )  # fmt: skip
+    served: Any = SimpleNamespace(
+        exchange=exchange, body_stream=None, route=ROUTES["/v1/responses"],
+        heartbeat=numbered.heartbeat,
+    )  # fmt: skip
+    handler: Any = SimpleNamespace(clock=now)
+    beating = StreamHeartbeat(served, cast("Any", None), handler, 1.0)
+    beating.send_now()
+    exchange.write_paused = False
+    beating.send_now()
+    beating.stop()
+    assert written == [keepalive(0)]

@@ -20,7 +20,7 @@ from gateway.web.protocol import protocol_class
 from tests.emulator.raw_connection import RawConnection
 from tests.gateways import until
 from tests.virtual import in_virtual_time, now
-from tests.web.raw_client import HELLO, answer, public, request
+from tests.web.raw_client import CHAT, HELLO, answer, public, request
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +150,26 @@ async def test_a_client_that_leaves_the_end_of_tls_unanswered_is_gone_soon(
             await until(lambda: len(listener.protocol.connection_limiter) == 0)
             assert asyncio.get_running_loop().time() - began < 20.0, "not ssl_shutdown_timeout"
             client.close()
+
+
+@pytest.mark.parametrize("paths", [[CHAT], [CHAT, "last " + CHAT], [CHAT, "last /admin"]])
+async def test_clients_that_leave_the_end_of_tls_unanswered_delay_no_shutdown(
+    tmp_path: Path, authority: trustme.CA, tls: dict[str, str], paths: list[str]
+) -> None:
+    settings, timings = {"listen": {"tls": tls}}, Timings(linger=0.2)
+    async with public(tmp_path, settings, well=False, timings=timings) as gate:
+        listener = gate.running.gateway.public_listener
+        assert listener is not None
+        raw = socket.create_connection((listener.host, listener.port))
+        wrap, name = trusting(authority).wrap_socket, "127.0.0.1"
+        with await asyncio.to_thread(wrap, raw, server_hostname=name) as client:
+            for words in paths:
+                last, _, path = words.rpartition(" ")
+                line = "connection: close" if last else "connection: keep-alive"
+                await asyncio.to_thread(client.sendall, request(HELLO, line, path=path))
+                assert await asyncio.to_thread(client.recv, 9)
+            async with asyncio.timeout(15.0):  # not ssl_shutdown_timeout
+                await listener.close()
 
 
 async def test_a_port_that_is_taken_is_told() -> None:
