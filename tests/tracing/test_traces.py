@@ -241,8 +241,10 @@ async def test_each_of_several_prompts_has_a_span_with_its_attempt(tmp_path: Pat
     prompts = collector.children(root)
     assert names(prompts) == ["prompt"] * 3
     assert {span.attributes["llama_gateway.prompt"] for span in prompts} == {0, 1, 2}
-    attempts = [attempt for prompt in prompts for attempt in collector.children(prompt)]
-    assert names(attempts) == ["attempt"] * 3
+    # One of them may have waited in the queue besides.
+    spans = [span for prompt in prompts for span in collector.children(prompt)]
+    attempts = [span for span in spans if span.name == "attempt"]
+    assert len(attempts) == 3
     assert sorted(told) == sorted(f"00-{root.trace_id}-{one.span_id}-01" for one in attempts)
 
 
