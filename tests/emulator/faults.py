@@ -141,7 +141,8 @@ class FaultPlan:
         self.standing: list[Fault] = []
         self.upcoming: deque[Fault] = deque()
         self.fired = 0
-        self._released = asyncio.Event()
+        self.released = asyncio.Event()
+        """Set by the next `release`. A response keeps the event of the time it was begun."""
         self.hanging = 0
         """Responses that wait for `release`."""
 
@@ -164,9 +165,9 @@ class FaultPlan:
         self.release()
 
     def release(self) -> None:
-        """Lets hanging responses continue."""
-        self._released.set()
-        self._released = asyncio.Event()
+        """Lets the responses to all requests so far continue, also those that hang later."""
+        self.released.set()
+        self.released = asyncio.Event()
 
     def take(
         self, path: str, *, control: bool, reused: bool, tag: str | None = None
@@ -188,12 +189,12 @@ class FaultPlan:
         )
         return next(hits, None)
 
-    async def hang(self, seconds: float | None) -> None:
-        """Waits until `release()`, at most `seconds`."""
+    async def hang(self, released: asyncio.Event, seconds: float | None) -> None:
+        """Waits until a response is released, at most `seconds`."""
         self.hanging += 1
         try:
             async with asyncio.timeout(seconds):
-                await self._released.wait()
+                await released.wait()
         except TimeoutError:
             return
         finally:

@@ -27,6 +27,7 @@ class FaultyResponse(Response):
         super().__init__(link, closing=closing, head_only=False, closes_streams=closes_streams)
         self.fault = fault
         self.faults = faults
+        self.released = faults.released
         self.sent = 0  # events
         self.triggered = False
         self.unmerged: list[bytes] = []  # chunks that are to be sent in one segment
@@ -128,7 +129,7 @@ class FaultyResponse(Response):
                 if self.connection.gone:
                     raise ClientGoneError
                 was, self.interruptible = self.interruptible, True
-                await self.faults.hang(fault.seconds)
+                await self.faults.hang(self.released, fault.seconds)
                 self.interruptible = was
             case "insert":
                 await self._chunk(fault.insertion())
