@@ -17,6 +17,7 @@ from gateway.proxy.api.ollama import (
     PAGES,
     OllamaChatApi,
     OllamaEmbedApi,
+    OllamaEmbeddingsApi,
     OllamaGenerateApi,
 )
 from gateway.proxy.inbound.body import run_at_once
@@ -27,9 +28,9 @@ TIMINGS = {"prompt_ms": 250.0, "predicted_ms": 500.5, "predicted_n": 2, "cache_n
 USAGE = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
 
 
-def translation(kind: Any = OllamaChatApi, *arguments: Any, **body: Any) -> Translation:
+def translation(kind: Any = OllamaChatApi, **body: Any) -> Translation:
     ticks = count()
-    api = kind(*arguments, clock=lambda: float(next(ticks)), wall_clock=lambda: 1e9)
+    api = kind(clock=lambda: float(next(ticks)), wall_clock=lambda: 1e9)
     asked = {"model": "m", "messages": [{"role": "user", "content": "?"}], "prompt": "?", **body}
     found: Translation = run_at_once(api.translate(json.dumps(asked).encode(), lambda _: True))
     return found
@@ -212,15 +213,13 @@ def test_an_event_that_is_none_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidResponse):
         chatting().rewrite_body(data[6:])
     with pytest.raises(InvalidResponse):
-        translation(OllamaEmbedApi, "input", input="a").rewriter.rewrite_body(data[6:])
+        translation(OllamaEmbedApi, input="a").rewriter.rewrite_body(data[6:])
 
 
 def test_embeddings_come_in_the_order_of_their_texts() -> None:
     data = [{"index": 1, "embedding": [3.0, 4.0, 9.0]}, {"index": 0, "embedding": [1.0, 0.0, 0.0]}]
     content = json.dumps({"data": data, "usage": {"prompt_tokens": 5}}).encode()
-    found = json.loads(
-        translation(OllamaEmbedApi, "input", input=["a", "b"]).rewriter.rewrite_body(content)
-    )
+    found = json.loads(translation(OllamaEmbedApi, input=["a", "b"]).rewriter.rewrite_body(content))
     assert found == {
         "model": "m",
         "embeddings": [[1.0, 0.0, 0.0], [3.0, 4.0, 9.0]],
@@ -228,9 +227,9 @@ def test_embeddings_come_in_the_order_of_their_texts() -> None:
         "load_duration": 0,
         "prompt_eval_count": 5,
     }
-    rewriter = translation(OllamaEmbedApi, "input", input=["a", "b"], dimensions=2).rewriter
+    rewriter = translation(OllamaEmbedApi, input=["a", "b"], dimensions=2).rewriter
     assert json.loads(rewriter.rewrite_body(content))["embeddings"] == [[1.0, 0.0], [0.6, 0.8]]
-    rewriter = translation(OllamaEmbedApi, "prompt").rewriter
+    rewriter = translation(OllamaEmbeddingsApi).rewriter
     assert json.loads(rewriter.rewrite_body(content)) == {"embedding": [1.0, 0.0, 0.0]}
 
 
@@ -238,9 +237,9 @@ def test_large_responses_are_rewritten_in_steps_as_small_ones_are_at_once() -> N
     vectors = [[float(at), 0.5] * 500 for at in range(300)]
     data = [{"index": 299 - at, "embedding": one} for at, one in enumerate(vectors)]
     content = json.dumps({"data": data}, separators=(",", ":")).encode()
-    steps = translation(OllamaEmbedApi, "input", input=["a"]).rewriter.rewrite_in_steps(content)
+    steps = translation(OllamaEmbedApi, input=["a"]).rewriter.rewrite_in_steps(content)
     assert len(list(steps)) > 5
-    rewriter = translation(OllamaEmbedApi, "input", input=["a"]).rewriter
+    rewriter = translation(OllamaEmbedApi, input=["a"]).rewriter
     assert json.loads(rewriter.rewrite_body(content))["embeddings"] == vectors[::-1]
     likely = [{"id": 1, "token": "t", "logprob": -0.5, "top_logprobs": [{"token": "t"}]}] * 2000
     choice = {"message": {"content": "t"}, "logprobs": {"content": likely}, "finish_reason": "stop"}
