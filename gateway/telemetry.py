@@ -8,8 +8,7 @@ from gateway.config.settings import Settings
 from gateway.events import EventBus
 from gateway.observe.event_log import log_events
 from gateway.observe.logs import Logs
-from gateway.observe.metrics import Metrics
-from gateway.observe.snapshot import MetricsSnapshot
+from gateway.observe.metrics import Metrics, MetricsSnapshot
 from gateway.tracing.request_tracing import RequestTracing
 
 
