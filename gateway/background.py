@@ -28,8 +28,8 @@ from gateway.catalog import RequestQueue, ServedModels
 from gateway.config.settings import Settings
 from gateway.fleet.fleet import Fleet
 from gateway.metering import Metering, NamedLoop
-from gateway.observe.fleet_condition import StorageCondition
 from gateway.observe.metrics import BatchSample
+from gateway.observe.problems import StorageCondition
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry

@@ -25,8 +25,7 @@ import httpx
 
 from gateway import __version__
 from gateway.batches.webhook_targets import address_problem
-from gateway.config.webhook_url import WebhookUrl
-from gateway.config.webhooks import WebhookTarget, secret_bytes
+from gateway.config.webhooks import WebhookTarget, WebhookUrl, secret_bytes
 from gateway.transport.errors import ConnectFailed
 from gateway.transport.resolver import Resolver
 

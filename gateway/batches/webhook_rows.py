@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import Connection, Row, delete, func, literal_column, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from gateway.config.webhook_url import WebhookUrl
+from gateway.config.webhooks import WebhookUrl
 from gateway.store.schema import webhook_deliveries as deliveries
 
 LONGEST_ERROR = 200

@@ -11,8 +11,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Callable
 
-from gateway.config.webhook_url import WebhookUrl
-from gateway.config.webhooks import WebhookSettings, WebhookTarget
+from gateway.config.webhooks import WebhookSettings, WebhookTarget, WebhookUrl
 from gateway.errors import GatewayError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address

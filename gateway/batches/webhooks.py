@@ -31,8 +31,7 @@ from gateway.batches.webhook_rows import (
     waiting_origins,
 )
 from gateway.batches.webhook_targets import WebhookTargets
-from gateway.config.webhook_url import WebhookUrl
-from gateway.config.webhooks import WebhookSettings
+from gateway.config.webhooks import WebhookSettings, WebhookUrl
 from gateway.events import EventBus, WebhookAttempted
 from gateway.store.failures import StoreError
 from gateway.store.store import Store

@@ -21,8 +21,7 @@ from gateway.batches.webhook_post import (
     retry_after_seconds,
     signatures,
 )
-from gateway.config.webhook_url import WebhookUrl
-from gateway.config.webhooks import WebhookTarget
+from gateway.config.webhooks import WebhookTarget, WebhookUrl
 from gateway.transport.resolver import Resolver
 from tests.batches.receivers import (
     OTHER_SECRET,

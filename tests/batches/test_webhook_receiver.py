@@ -14,7 +14,7 @@ import uvicorn
 
 from gateway.batches.webhook_post import WebhookPoster
 from gateway.batches.webhook_rows import WebhookEvent
-from gateway.config.webhook_url import WebhookUrl
+from gateway.config.webhooks import WebhookUrl
 from gateway.transport.resolver import Resolver
 from tests.batches.receivers import LIMIT, OTHER_SECRET, SECRET, target
 

@@ -23,7 +23,7 @@ from gateway.batches.webhook_rows import (
     retry_delivery,
     waiting_origins,
 )
-from gateway.config.webhook_url import WebhookUrl
+from gateway.config.webhooks import WebhookUrl
 from gateway.store.schema import webhook_deliveries
 from gateway.store.store import Store
 from tests.store.stores import opened

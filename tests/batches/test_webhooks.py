@@ -33,8 +33,7 @@ from gateway.batches.webhooks import (
     RetryPolicy,
     WebhookSender,
 )
-from gateway.config.webhook_url import WebhookUrl
-from gateway.config.webhooks import WebhookSettings, WebhookTarget
+from gateway.config.webhooks import WebhookSettings, WebhookTarget, WebhookUrl
 from gateway.events import EventBus, WebhookAttempted
 from gateway.store.schema import webhook_deliveries as rows
 from gateway.store.store import Store

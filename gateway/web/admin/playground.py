@@ -36,8 +36,8 @@ from gateway.proxy.response_stream import ProxyResponse, to_gateway_error
 from gateway.request import Caller, Headers, Priority
 from gateway.transport.errors import UpstreamError
 from gateway.usage.meter import MeteredRequest
-from gateway.web.admin.event_stream import EventStream, encode_event
 from gateway.web.admin.guard import identity_of
+from gateway.web.admin.live import EventStream, encode_event
 from gateway.web.asgi import read_fields
 from gateway.web.handler import ProxyHandler
 
