@@ -401,7 +401,7 @@ def migrate(connection: Connection, program: Program, now: float) -> None:
             connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
         level = store_level(connection)
         if level is None:
-            metadata.create_all(connection)
+            metadata.create_all(connection, checkfirst=False)
             level = SCHEMA_LEVEL
         elif level >= program.level:
             return
