@@ -33,7 +33,7 @@ from gateway.observe.problems import StorageCondition
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry
-from gateway.proxy.inbound.prepare import RequestRules
+from gateway.proxy.inbound.request import RequestRules
 from gateway.scheduling.budget import dearest_token
 from gateway.scheduling.scheduler import Scheduler
 from gateway.startup import Options, batches_folder

@@ -36,7 +36,7 @@ from gateway.proxy.client_response import (
 from gateway.proxy.forwarded_headers import headers_for_node
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest
-from gateway.proxy.inbound.large_body import (
+from gateway.proxy.inbound.body import (
     BYTE_ORDER_MARK,
     LARGE_BODY_BYTES,
     SMALL_BODY_BYTES,
@@ -44,16 +44,16 @@ from gateway.proxy.inbound.large_body import (
     TimeSlicer,
     bytes_to_parse,
     is_slow_to_parse,
+    parse_body,
 )
-from gateway.proxy.inbound.parsed_body import parse_body
-from gateway.proxy.inbound.prepare import (
+from gateway.proxy.inbound.request import (
     IncomingRequest,
+    Request,
     RequestRules,
     prepare,
     prepare_large,
     resolve_model,
 )
-from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES, Route
 from gateway.proxy.json_values import parse_object
 from gateway.proxy.response_stream import (

@@ -27,23 +27,24 @@ from gateway.proxy.client_response import (
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest, SupersedingMap
 from gateway.proxy.inbound import multipart
-from gateway.proxy.inbound.large_body import (
+from gateway.proxy.inbound.body import (
     BYTE_ORDER_MARK,
     LARGE_BODY_BYTES,
+    MISSING,
     SMALL_BODY_BYTES,
     Body,
     TimeSlicer,
     is_slow_to_parse,
+    parse_body,
     run_at_once,
 )
-from gateway.proxy.inbound.parsed_body import MISSING, parse_body
-from gateway.proxy.inbound.prepare import (
+from gateway.proxy.inbound.request import (
     IncomingRequest,
+    Request,
     prepare,
     prepare_large,
     prepare_multipart,
 )
-from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES, Route, is_infill, routes_of
 from gateway.proxy.prefill_progress import PrefillProgress
 from gateway.proxy.response_stream import JSON_HEADER_LINE, BodyStream, ProxyResponse
@@ -298,8 +299,11 @@ class _HandledRequest:
             raise errors.not_found(route.path, None)  # It was, when the connection began.
         index, memory = handler.catalog, handler.body_memory
         api = route.api
-        translate = api.translate if context.cache.prompt_cache else api.translate_uncached
-        work = translate(body, lambda name: rules.model_aliases.knows(name, index))
+        work = api.translate(
+            body,
+            lambda name: rules.model_aliases.knows(name, index),
+            prompt_cache=context.cache.prompt_cache,
+        )
         # The new body may have ten times the bytes, which must count.
         if len(body) >= SMALL_BODY_BYTES or is_slow_to_parse(body):
             await ensure_task()

@@ -43,7 +43,7 @@ from gateway.batches.webhook_targets import WebhookTargets
 from gateway.catalog import RequestQueue, ServedModels
 from gateway.errors import GatewayError
 from gateway.events import RequestFinished
-from gateway.proxy.inbound.large_body import BYTE_ORDER_MARK, is_slow_to_parse
+from gateway.proxy.inbound.body import BYTE_ORDER_MARK, is_slow_to_parse
 from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES, Route
 from gateway.proxy.json_values import JsonObject

@@ -26,9 +26,8 @@ from gateway.events import RequestFinished
 from gateway.proxy.client_response import node_error
 from gateway.proxy.forwarded_headers import headers_for_node
 from gateway.proxy.in_flight import InFlightRequest
-from gateway.proxy.inbound.parsed_body import parse_body
-from gateway.proxy.inbound.prepare import IncomingRequest, prepare
-from gateway.proxy.inbound.request import Request
+from gateway.proxy.inbound.body import parse_body
+from gateway.proxy.inbound.request import IncomingRequest, Request, prepare
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.json_values import JsonObject
 from gateway.proxy.prefill_progress import PrefillProgress

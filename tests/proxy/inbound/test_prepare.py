@@ -12,11 +12,14 @@ from gateway.config.listeners import LimitSettings
 from gateway.config.routing import ModelRule
 from gateway.errors import GatewayError
 from gateway.fleet.model_index import ModelIndex
-from gateway.proxy.inbound.large_body import bytes_to_parse
-from gateway.proxy.inbound.model_names import ModelAliases
-from gateway.proxy.inbound.parsed_body import parse_body
-from gateway.proxy.inbound.prepare import IncomingRequest, RequestRules, prepare
-from gateway.proxy.inbound.request import Request
+from gateway.proxy.inbound.body import bytes_to_parse, parse_body
+from gateway.proxy.inbound.request import (
+    IncomingRequest,
+    ModelAliases,
+    Request,
+    RequestRules,
+    prepare,
+)
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.request import Caller, Priority
 from tests.each_case import each_case
