@@ -912,7 +912,7 @@ class ChunkedDecoder:
         return errors.headers_too_large(self._limit)
 
 
-REQUEST_LINE = re.compile(rb"(?:\r\n)*[A-Z-]+ +[^ #]+ HTTP/1\.([01])\r\n")
+REQUEST_LINE = re.compile(rb"(?:\r\n)*[A-Z-]+ +[^ #\r\n]+ HTTP/1\.([01])\r\n")
 """Stricter than httptools, which accepts HTTP/0.9 and 2.0, RTSP, bare LF and URL fragments."""
 
 _ABSOLUTE = re.compile(rb"https?://([^/?]*)", re.IGNORECASE)
