@@ -146,7 +146,7 @@ class ResponsesApi(Api):
         return ResponsesRepair(
             numbers_events=numbers_events,
             limits=partial(_token_limits, request, node) if repairs.stop_reason else None,
-            model=request.lease_request.model,
+            model=request.lease_request.wanted.model,
             created_at=int(time.time()),
         )
 

@@ -13,7 +13,7 @@ from gateway.proxy import sse
 from gateway.proxy.api.base import Api, ResponseAssembler
 from gateway.proxy.json_values import JsonObject
 from gateway.proxy.splice import SplicePoint
-from gateway.request import Priority
+from tests.lease_requests import a_lease_request
 
 IDENTITY = {"id": "first", "created": 1, "model": "m", "object": "chat.completion.chunk"}
 """The fields that identify the first stream's response."""
@@ -36,7 +36,7 @@ class Forwarded(NamedTuple):
 
 def forwarded(body: object, *, stream: bool = False) -> Forwarded:
     """A chat with the model `m` and this body."""
-    lease_request = LeaseRequest("id", "m", ("m",), "chat", Priority.NORMAL, "caller", "")
+    lease_request = a_lease_request("id", "m")
     return Forwarded(stream, {"m": msgspec.json.encode(body)}, lease_request)
 
 
