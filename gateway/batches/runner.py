@@ -121,7 +121,7 @@ class StoredRequest:
 
 
 class RequestTarget(NamedTuple):
-    """What may serve a stored request: the fields of a `LeaseRequest`."""
+    """What may serve a stored request: the fields of a `WantedNode`."""
 
     model_names: tuple[str, ...]
     endpoint: Endpoint
@@ -525,10 +525,14 @@ class _Run:
         request = prepare(incoming, parsed, priority, runner.rules, runner.catalog)
         lease_request = request.lease_request
         # It can wait: of class `batch`, one of a higher class that would have to may have its slot.
-        lease_request = replace(lease_request, patient=True, yields=priority is Priority.BATCH)
+        yields = priority is Priority.BATCH
+        waiting = replace(lease_request.caller, patient=True, yields=yields)
+        lease_request = replace(lease_request, caller=waiting)
         request = replace(request, lease_request=lease_request)
-        is_served = any(runner.catalog.serves(name) for name in lease_request.model_names)
-        record.describe(stream=request.stream, model=lease_request.model if is_served else None)
+        is_served = any(runner.catalog.serves(name) for name in lease_request.wanted.model_names)
+        record.describe(
+            stream=request.stream, model=lease_request.wanted.model if is_served else None
+        )
         return request
 
     # The response.

@@ -9,15 +9,15 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterable
-
-# The parser of `re` itself has no public name; tests hold it to each Python.
-from re import _constants as ops  # type: ignore[attr-defined]
-from re import _parser  # type: ignore[attr-defined]
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
 from gateway.config.fields import ConfigModel, TypeLabel, as_list, validation_error
+
+
+# The parser of `re` has no public name; tests hold it to each Python.
+_parser, ops = vars(re)["_parser"], vars(re)["_constants"]
 
 
 def _pattern(value: object) -> object:

@@ -221,11 +221,17 @@ class LiveView:
         for waiter, wait in scheduler.predicted_waits(MOST_COUNTED_WAITING):
             request = waiter.request
             waited = max(0.0, now - waiter.queued_at)
-            callers[request.caller] += 1
+            callers[request.caller.id] += 1
             oldest = max(oldest, waited)
             if len(rows) < MOST_REQUESTS:
                 expected = round(wait, 1) if math.isfinite(wait) else None
-                row = (request.id, request.priority.label, request.model, round(waited), expected)
+                row = (
+                    request.id,
+                    request.caller.priority.label,
+                    request.wanted.model,
+                    round(waited),
+                    expected,
+                )
                 rows.append(row)
         top, top_waiting = callers.most_common(1)[0] if callers else (None, 0)
         return rows, QueueCondition(
@@ -424,8 +430,8 @@ def _request_row(
         request.id,
         request.x_request_id,
         request.path,
-        lease_request.priority.label,
-        lease_request.model,
+        lease_request.caller.priority.label,
+        lease_request.wanted.model,
         request.caller.id,
         request.stream,
         round(wall - now + request.received_at, 1),

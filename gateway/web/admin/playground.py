@@ -142,9 +142,11 @@ class _Chat:
             cache=cache_policy_of(caller, config.settings),
         )
         request = prepare(incoming, parsed, priority, config.rules, handler.catalog)
-        names = request.lease_request.model_names
+        names = request.lease_request.wanted.model_names
         is_served = any(handler.catalog.serves(name) for name in names)
-        self._record.describe(stream=True, model=request.lease_request.model if is_served else None)
+        self._record.describe(
+            stream=True, model=request.lease_request.wanted.model if is_served else None
+        )
         return request
 
     # The events.
