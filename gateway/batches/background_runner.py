@@ -16,33 +16,31 @@ from functools import partial
 import structlog
 from sqlalchemy import Connection
 
-from gateway.batches import background_rows, claims
 from gateway.batches.background_requests import (
     EXPIRED_MESSAGE,
     BackgroundRequests,
+    DeferredHead,
+    DeferredResult,
+    keep_background,
     keep_seconds,
+    waiting_owners,
 )
-from gateway.batches.claims import Pick
-from gateway.batches.deferred import DeferredHead, DeferredResult
+from gateway.batches.claims import Pick, RecordedResult, RowLeases, record, still_unfinished
+from gateway.batches.files import full_owners, note_log_sizes
 from gateway.batches.folder import FolderError
-from gateway.batches.kept_bytes import full_owners, note_log_sizes
-from gateway.batches.log_file import LogBroken
-from gateway.batches.recorded_results import RecordedResult, record
-from gateway.batches.recovered_usage import recovered_usage
-from gateway.batches.request_rows import StoredRow
+from gateway.batches.request_rows import RequestKind, RequestState, StoredRow, UnfinishedWork
 from gateway.batches.response_events import ResponseEvents
-from gateway.batches.row_leases import RowLeases
+from gateway.batches.response_log import LogBroken
 from gateway.batches.runner import (
     MOST_RUNS,
     Outcome,
+    RequestRunner,
     RowDeferred,
     RowExpired,
-    Runner,
     StoredRequest,
+    recovered_usage,
 )
-from gateway.batches.states import RequestKind, RequestState
-from gateway.batches.unfinished_work import UnfinishedWork
-from gateway.batches.webhook_events import ResponseEnd
+from gateway.batches.webhooks import ResponseEnd
 from gateway.config.batches import BatchSettings
 from gateway.errors import GatewayError
 from gateway.lease import BatchRoomService
@@ -103,7 +101,7 @@ class BackgroundRunner:
         requests: BackgroundRequests,
         leases: RowLeases,
         work: UnfinishedWork,
-        runner: Runner,
+        runner: RequestRunner,
         rooms: BatchRoomService,
         ledger: Ledger,
         settings: Callable[[], BatchSettings],
@@ -226,7 +224,7 @@ class BackgroundRunner:
             await self._begin([pick])
             return
         owners = await requests.store.run(
-            partial(background_rows.waiting_owners, folder=folder, now=now), write=False
+            partial(waiting_owners, folder=folder, now=now), write=False
         )
         full = await self._full_owners({owner for owner, _ in owners})
         owners = [one for one in owners if one[0] not in full]
@@ -293,7 +291,7 @@ class BackgroundRunner:
         """End runs of requests that were cancelled, deleted, or taken by another process."""
         if not ids:
             return
-        job = partial(claims.still_unfinished, ids=ids)
+        job = partial(still_unfinished, ids=ids)
         taken = await self._requests.store.run(job, write=False)
         for id_ in ids:
             task = self._running.get(id_)
@@ -466,7 +464,7 @@ class BackgroundRunner:
         def job(connection: Connection) -> Sequence[UsageRow]:
             now = self._now()
             counts[:] = record(connection, self._process.id, [result.recorded], now)
-            for kept in background_rows.keep(connection, counts, now + keep_seconds(row)):
+            for kept in keep_background(connection, counts, now + keep_seconds(row)):
                 if result.end is not None:
                     self._requests.webhooks.response_ended(connection, kept, result.end, now)
             usage = result.recorded.usage

@@ -14,8 +14,6 @@ import structlog
 from sqlalchemy import Connection
 
 from gateway import errors
-from gateway.batches import file_rows
-from gateway.batches.batch_end import BatchEnd, ResultReader
 from gateway.batches.batch_rows import (
     AddBatch,
     Batch,
@@ -29,18 +27,19 @@ from gateway.batches.batch_rows import (
     pause_batch,
     resume_batch,
 )
-from gateway.batches.batch_upkeep import BatchUpkeep
-from gateway.batches.disk_threads import DiskThreads
-from gateway.batches.file_rows import DeleteFile
-from gateway.batches.folder import Folder, FolderError, NewFile
-from gateway.batches.intake import REQUESTS, Intake
-from gateway.batches.kept_bytes import kept_by, kept_too_much
+from gateway.batches.batch_upkeep import REQUESTS, BatchEnd, BatchUpkeep, Intake, ResultReader
+from gateway.batches.files import DeleteFile, find_file, kept_by, kept_too_much
+from gateway.batches.folder import (
+    DiskThreads,
+    Folder,
+    FolderError,
+    NewFile,
+    folder_errors_told,
+    store_unavailable,
+)
 from gateway.batches.progress import BatchProgress, SpeedMeter, progress_of
-from gateway.batches.request_rows import StoredRow, result_rows, work_left
-from gateway.batches.result_lines import ANTHROPIC
-from gateway.batches.states import new_id
-from gateway.batches.storage_errors import folder_errors_told, store_unavailable
-from gateway.batches.unfinished_work import UnfinishedWork
+from gateway.batches.request_rows import StoredRow, UnfinishedWork, new_id, result_rows, work_left
+from gateway.batches.results import ANTHROPIC
 from gateway.config.batches import BatchSettings
 from gateway.config.fields import format_duration, parse_duration
 from gateway.errors import GatewayError
@@ -325,7 +324,7 @@ class BatchRegistry:
         if file is None:
             return BatchOutput(name, 0, _no_pieces, lambda: None, self._threads)
         found = await self._run(
-            partial(file_rows.find, owner=owner, id_=file, now=self._now()), write=False
+            partial(find_file, owner=owner, id_=file, now=self._now()), write=False
         )
         if found is None:
             raise _results_gone(id_)

@@ -13,18 +13,26 @@ from typing import Any, Final, Literal, NamedTuple
 
 from sqlalchemy import Column, Connection, Row, delete, func, select, update
 
-from gateway.batches import file_rows
-from gateway.batches.file_rows import StoredFile
-from gateway.batches.kept_bytes import HAS_REQUESTS, Kept, kept_by
+from gateway.batches.files import (
+    HAS_REQUESTS,
+    Kept,
+    StoredFile,
+    add_file,
+    find_file,
+    kept_by,
+    raise_revision,
+)
 from gateway.batches.request_rows import (
+    BEFORE,
     IS_WAITING,
     STEP_ROWS,
+    BatchState,
+    RequestState,
     chunks,
     end_waiting_lines,
     has_unfinished_lines,
     lock_batch,
 )
-from gateway.batches.states import BEFORE, BatchState, RequestState
 from gateway.store.schema import batches, stored_requests
 from gateway.usage.processes import insert_for
 
@@ -168,7 +176,7 @@ class AddBatch:
         """Run within the transaction of `connection`."""
         batch = self.batch
         # Until the end of the transaction the input file can't be deleted.
-        file_rows.raise_revision(connection)
+        raise_revision(connection)
         earlier = self._earlier(connection)
         if earlier is not None:
             if earlier.id == batch.id:
@@ -198,7 +206,7 @@ class AddBatch:
     def _refused(self, connection: Connection) -> AddOutcome | None:
         batch = self.batch
         if batch.input_file is not None:
-            file = file_rows.find(connection, batch.owner, batch.input_file, batch.created_at)
+            file = find_file(connection, batch.owner, batch.input_file, batch.created_at)
             if file is None:
                 return "no_file"
             if file.purpose != INPUT_PURPOSE:
@@ -389,7 +397,7 @@ def end_batch(
         last = BatchState.EXPIRED
     for file in (output, error_file):
         if file is not None:
-            file_rows.add(connection, file)
+            add_file(connection, file)
     changes = {"output_file": names[0], "error_file": names[1], "ended_at": now}
     ended = _move(connection, id_, last, changes)
     if ended is not None and also is not None:

@@ -46,7 +46,7 @@ class _Sample(NamedTuple):
     lines: int
 
 
-class Speed(NamedTuple):
+class BatchSpeed(NamedTuple):
     """What was recorded in a second, of late."""
 
     tokens: float
@@ -73,18 +73,20 @@ class SpeedMeter:
             while samples and now - samples[0].at > WINDOW_SECONDS:
                 samples.popleft()
 
-    def speed(self, id_: str) -> Speed | None:
+    def speed(self, id_: str) -> BatchSpeed | None:
         """The speed of this batch; None: it is not known yet."""
         samples = self._samples.get(id_)
         if not samples or len(samples) < 2:
             return None
         first, last = samples[0], samples[-1]
         seconds = last.at - first.at
-        return Speed((last.tokens - first.tokens) / seconds, (last.lines - first.lines) / seconds)
+        return BatchSpeed(
+            (last.tokens - first.tokens) / seconds, (last.lines - first.lines) / seconds
+        )
 
 
 def progress_of(
-    batch: Batch, left: WorkLeft, speed: Speed | None, price: float | None, now: float
+    batch: Batch, left: WorkLeft, speed: BatchSpeed | None, price: float | None, now: float
 ) -> BatchProgress:
     """How far the batch is.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -24,6 +24,7 @@ from gateway.config.cache_privacy import SHARED_CACHE, NodeLabels
 from gateway.config.settings import Settings
 from gateway.errors import CLIENT_CLOSED_STATUS, LIMIT_CODES, GatewayError
 from gateway.events import EventBus, RequestFinished
+from gateway.lease import Usage
 from gateway.proxy.api.base import Api, ResponseRewriter
 from gateway.proxy.api.relayed import RELAYED
 from gateway.proxy.client_response import (
@@ -70,7 +71,7 @@ from gateway.tracing.request_tracing import RequestTracing
 from gateway.transport.errors import UpstreamError
 from gateway.usage.accounts import Accounts
 from gateway.usage.ledger import UsageRow
-from gateway.usage.meter import Meter, MeteredRequest, TokensSoFar
+from gateway.usage.meter import Meter, MeteredRequest, TokensSoFar, UsedBefore
 
 STORED_HEADERS: Headers = [(b"content-type", b"application/json")]
 """The header fields of a stored request that nodes get."""
@@ -228,7 +229,7 @@ class RowExpired(Exception):  # noqa: N818 - the end of its time
 
 
 @dataclass(slots=True, eq=False)
-class Runner:
+class RequestRunner:
     """Runs stored requests, many at a time. A reload replaces `settings` and `rules`."""
 
     settings: Settings
@@ -316,7 +317,7 @@ class _Run:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: RequestRunner,
         stored: StoredRequest,
         sink: EventSink | None,
         on_slot_free: Callable[[], None],
@@ -596,3 +597,37 @@ class _Run:
 
 def _any_body(request: Request) -> Body:
     return next(iter(request.bodies.values()))
+
+
+def recovered_usage(
+    runner: RequestRunner,
+    stored: StoredRequest,
+    end: RunEnd,
+    tokens: Usage,
+    *,
+    model: str | None,
+    group: str | None,
+    nodes: Iterable[tuple[str, str]],
+) -> UsageRow:
+    """The ledger's row of such a response; it counts on its key's limits, too.
+
+    `nodes`: names and tiers of those that it may have run on; others are not named.
+    """
+    record = RequestFinished(stored.id, stored.path, model or "unknown", stored.priority)
+    for name, tier in nodes:
+        if node_word(stored.id, name) == end.node:
+            record.node, record.tier = name, tier
+    record.stream, record.attempts = True, end.attempts
+    record.count_tokens(tokens.prompt_tokens, tokens.cached_tokens, tokens.completion_tokens)
+    record.charge(end.cost, end.slot_seconds)
+    accounts = None
+    try:
+        caller = owner_of_stored(
+            stored.owner, runner.key_ring, allow_anonymous=runner.settings.allow_anonymous
+        )
+        accounts = runner.meter.book.accounts(caller, stored.user)
+        record.classify(max(stored.priority, caller.max_priority))
+    except GatewayError as error:
+        errors.drop_traceback(error)  # Its key is gone; its use was all the same.
+    used = UsedBefore(stored.id, stored.owner, group, stored.user, end.started_at, end.ended_at)
+    return runner.meter.recovered_row(used, record, accounts)
