@@ -64,8 +64,7 @@ DEFERRED_PREFIX = "bg_"
 
 DEFERRED_PATH = "/v1/background/{id}"
 
-LONGEST_HEAD = 64 * 1024
-"""Bytes of the line with the head."""
+LONGEST_HEAD = 64 * 1024  # bytes of the line with the head
 
 
 class DeferredHead(msgspec.Struct, frozen=True):
@@ -175,8 +174,7 @@ class EndBackground:
     id: str
     kind: RequestKind
     now: float
-    keep_until: float
-    """Of the request that has ended."""
+    keep_until: float  # of the request that has ended
     also: EndListener
     state: RequestState = RequestState.CANCELLED
     status: int | None = None
@@ -312,14 +310,9 @@ REQUEST, ANSWER = "request", "answer"
 
 _PREFIXES = {RequestKind.RESPONSE: RESPONSE_PREFIX, RequestKind.DEFERRED: "bg_"}
 
-POLL_SECONDS = 1.0
-"""Between two looks at a request that another process may have ended."""
-
-CLEAN_SECONDS = 10.0
-"""Between two rounds of ending what is late and removing what is due."""
-
-IDLE_CLEAN_SECONDS = 60.0
-"""The same while nothing waits or runs: only what was kept becomes due."""
+POLL_SECONDS = 1.0  # between two looks at a request that another process may have ended
+CLEAN_SECONDS = 10.0  # between two rounds of ending what is late and removing what is due
+IDLE_CLEAN_SECONDS = 60.0  # the same while nothing waits or runs: only what was kept becomes due
 
 ADD_PAUSES = (0.2, 0.5, 1.0)
 """Seconds after which it is tried again to add a request to a store that does not answer."""
@@ -327,20 +320,14 @@ ADD_PAUSES = (0.2, 0.5, 1.0)
 ORPHAN_SECONDS = 3600.0
 """Age of a file without a row from which on it counts as left over from a crash."""
 
-STEP_ROWS = 200
-"""Requests, or files, that one round takes."""
-
-MOST_STEPS = 50
-"""Rounds of removing that follow each other at once."""
+STEP_ROWS = 200  # requests, or files, that one round takes
+MOST_STEPS = 50  # rounds of removing that follow each other at once
 
 UNWRITTEN_SECONDS = 60.0
 """After a response's end was recorded by a process that then wrote nothing, another one writes."""
 
-GIVE_UP_SECONDS = 5.0
-"""Most seconds to end what clients wait for, at the end."""
-
-MOST_ENDING = 1024
-"""Cancellations under way whose clients have gone."""
+GIVE_UP_SECONDS = 5.0  # most seconds to end what clients wait for, at the end
+MOST_ENDING = 1024  # cancellations under way whose clients have gone
 
 log = structlog.get_logger()
 
@@ -356,10 +343,8 @@ class NewRequest:
     path: str
     body: bytes
     class_: str
-    seconds: float
-    """Within which it must have ended."""
-    keep_seconds: float
-    """For how long its result is kept."""
+    seconds: float  # within which it must have ended
+    keep_seconds: float  # for how long its result is kept
     group_name: str | None = None
     user: str | None = None
     model: str | None = None
@@ -367,8 +352,7 @@ class NewRequest:
     webhook_url: str | None = None
     prompt_tokens: int = 0
     max_tokens: int = 0
-    echoed: JsonObject | None = None
-    """The fields that a response repeats."""
+    echoed: JsonObject | None = None  # the fields that a response repeats
 
 
 class BackgroundRequests:
@@ -394,8 +378,7 @@ class BackgroundRequests:
         self.logs = logs
         self.webhooks = webhooks
         self.followers = Followers(logs)
-        self.wakes = asyncio.Event()
-        """Set when there is something new to run."""
+        self.wakes = asyncio.Event()  # set when there is something new to run
         self.unwanted: list[Callable[[str], None]] = []
         """Called with the id of a request whose run is to end."""
         self._settings = settings

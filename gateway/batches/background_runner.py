@@ -48,20 +48,14 @@ from gateway.request import Priority
 from gateway.store.failures import StoreError
 from gateway.usage.ledger import Ledger, UsageRow
 
-LEASE_SECONDS = 30.0
-"""After which a request whose process has said nothing is run by another one."""
-
-RENEW_SECONDS = 5.0
-"""Between two times that the process says what it runs."""
+LEASE_SECONDS = 30.0  # after which a request whose process has said nothing is run by another one
+RENEW_SECONDS = 5.0  # between two times that the process says what it runs
 
 LOOK_SECONDS = 1.0
 """Between two looks for requests while there is work, where nobody tells that some have come."""
 
-RETRY_SECONDS = 2.0
-"""Before the second of these; before the third, twice as many."""
-
-STORE_SECONDS = 1.0
-"""Before the store is tried again."""
+RETRY_SECONDS = 2.0  # before the second of these; before the third, twice as many
+STORE_SECONDS = 1.0  # before the store is tried again
 
 NEAR_SHARE, NEAR_SECONDS = 0.25, 60.0
 """A deadline is near in the last quarter of the time until it, and in the last minute."""
@@ -82,10 +76,8 @@ class _Result:
     """What a run has brought."""
 
     recorded: RecordedResult
-    end: ResponseEnd | None = None
-    """How a response has ended."""
-    file: str | None = None
-    """The file of a deferred result, which goes if it is not recorded."""
+    end: ResponseEnd | None = None  # how a response has ended
+    file: str | None = None  # the file of a deferred result, which goes if it is not recorded
 
 
 class BackgroundRunner:
@@ -123,20 +115,17 @@ class BackgroundRunner:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._can_raise: dict[str, StoredRow] = {}
         """Those of class `batch` that run or have been handed to the scheduler."""
-        self._unwanted: set[str] = set()
-        """Running requests that were cancelled or deleted."""
+        self._unwanted: set[str] = set()  # running requests that were cancelled or deleted
         self._log_sizes: dict[str, tuple[ResponseEvents, int]] = {}
         """Responses that run, by their ids, and the sizes of their logs that the store knows."""
-        self._full: set[str] = set()
-        """Owners that keep as much as they may: their requests wait."""
+        self._full: set[str] = set()  # owners that keep as much as they may: their requests wait
         self._looked_at: set[str] = set()
         """The owners of which that is known, until `_look_again_at`."""
         self._look_again_at = 0.0
         self._problem = ""
         self._given_back: set[str] = set()
         """Requests that are to wait again, as their run has not begun."""
-        self._idle = asyncio.Event()
-        """Set when nothing runs any more."""
+        self._idle = asyncio.Event()  # set when nothing runs any more
         requests.unwanted.append(self._end_run)
 
     def __len__(self) -> int:

@@ -56,17 +56,13 @@ ENDPOINTS = tuple(
 )
 """The paths of which a batch can be."""
 
-PAUSED_BY_CALLER = "paused"
-"""Why a batch is paused whose caller wants it so."""
+PAUSED_BY_CALLER = "paused"  # why a batch is paused whose caller wants it so
 
 ADD_PAUSES = (0.2, 0.5, 1.0)
 """Seconds after which it is tried again to add a batch to a store that does not answer."""
 
-PAGE_ROWS = 200
-"""Rows that are read at a time for lines that are recorded so far."""
-
-PIECE_BYTES = 256 << 10
-"""Bytes of a final file that are read at a time."""
+PAGE_ROWS = 200  # rows that are read at a time for lines that are recorded so far
+PIECE_BYTES = 256 << 10  # bytes of a final file that are read at a time
 
 _PREFIXES = {ANTHROPIC: "msgbatch_"}
 
@@ -83,19 +79,15 @@ class NewBatch:
     """What a caller asks for. `owner` is the id of a key."""
 
     owner: str
-    api: str
-    """`openai` or `anthropic`."""
-    endpoint: str
-    """The path of all its lines: one of `ENDPOINTS`."""
+    api: str  # `openai` or `anthropic`
+    endpoint: str  # the path of all its lines: one of `ENDPOINTS`
     input_file: str | None = None
     """Id of a file with the purpose `batch`; None: `requests` has the lines."""
     requests: str | None = None
     """Name of a complete file of the folder, of `BatchRegistry.new_requests`, in the form of an
     input file. It belongs to the batch from now on; if `create` raises, it is removed."""
-    requests_bytes: int = 0
-    """Of that file."""
-    window: str | None = None
-    """Its `completion_window`, such as `24h`; None: the settings' default."""
+    requests_bytes: int = 0  # of that file
+    window: str | None = None  # its `completion_window`, such as `24h`; None: the settings' default
     metadata: dict[str, str] | None = None
     output_seconds: float | None = None
     """For how long its output files are kept (`output_expires_after`)."""
@@ -104,8 +96,7 @@ class NewBatch:
     webhook_url: str | None = None
     group_name: str | None = None
     user: str | None = None
-    class_: str = "batch"
-    """Label of the highest class that its lines may be raised to."""
+    class_: str = "batch"  # label of the highest class that its lines may be raised to
 
 
 class BatchOutput:
@@ -119,8 +110,7 @@ class BatchOutput:
         close: Callable[[], None],
         threads: DiskThreads,
     ) -> None:
-        self.name = name
-        """For `Content-Disposition`."""
+        self.name = name  # for `Content-Disposition`
         self.size = size
         """Bytes; None: the batch has not ended, so these are the lines recorded so far."""
         self._pieces = pieces

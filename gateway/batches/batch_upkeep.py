@@ -102,8 +102,7 @@ class Intake:
     threads: DiskThreads
     settings: Callable[[], BatchSettings]
     now: Callable[[], float]
-    on_end: EndListener | None = None
-    """Is told of batches that fail."""
+    on_end: EndListener | None = None  # is told of batches that fail
 
     async def take_in(self, batch: Batch) -> None:
         """Read the input of a batch that is validating, and begin or fail it.
@@ -284,14 +283,9 @@ def _fail(
 
 OUTPUT_PURPOSE = "batch_output"
 
-PAGE_ROWS = 500
-"""Rows that are read from the store at a time."""
-
-PIECE_BYTES = 256 << 10
-"""Bytes of lines that are written or sent at a time, if no line is longer."""
-
-MOST_FILES = 16
-"""Files of results that are open at a time."""
+PAGE_ROWS = 500  # rows that are read from the store at a time
+PIECE_BYTES = 256 << 10  # bytes of lines that are written or sent at a time, if no line is longer
+MOST_FILES = 16  # files of results that are open at a time
 
 
 class ResultReader:
@@ -515,14 +509,12 @@ def _end(
     return end_batch(connection, batch.id, output, errors, now, also)
 
 
-ROUND_SECONDS = 1.0
-"""Seconds between two looks at the unfinished batches."""
+ROUND_SECONDS = 1.0  # seconds between two looks at the unfinished batches
 
 IDLE_SECONDS = 5.0
 """The same while there are none: another process of the folder may have added one."""
 
-EXPIRE_SECONDS = 10.0
-"""Seconds between two looks for requests without a batch that are late."""
+EXPIRE_SECONDS = 10.0  # seconds between two looks for requests without a batch that are late
 
 RETRY_SECONDS = 5.0
 """Seconds after which it is tried again to read the input of a batch, or to end it."""
@@ -531,17 +523,10 @@ UNAVAILABLE_SECONDS = 30.0
 """Seconds after which a batch goes on that was paused since the folder failed for another reason
 than want of room: nothing tells that it works again but work."""
 
-MOST_TRIES = 3
-"""Tries to read an input, if each fails for a reason that nobody has thought of."""
-
-MOST_AT_ONCE = 2
-"""Batches whose input is read, or which are being ended, at one time."""
-
-REMOVE_SECONDS = 60.0
-"""Seconds between two rounds of removing batches whose time is over."""
-
-STEP_BATCHES = 100
-"""Batches that are removed in one step."""
+MOST_TRIES = 3  # tries to read an input, if each fails for a reason that nobody has thought of
+MOST_AT_ONCE = 2  # batches whose input is read, or which are being ended, at one time
+REMOVE_SECONDS = 60.0  # seconds between two rounds of removing batches whose time is over
+STEP_BATCHES = 100  # batches that are removed in one step
 
 CLEAN_SECONDS = 600.0
 """Seconds between two rounds of removing files that no batch needs any more, and the age from which
@@ -585,10 +570,8 @@ class BatchUpkeep:
         self._on_end = on_end
         self._round_seconds, self._idle_seconds = round_seconds, idle_seconds
         self._wakes = asyncio.Event()
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        """By batch."""
-        self._begun = 0
-        """How many, since `wait_for_work` was called last."""
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by batch
+        self._begun = 0  # how many, since `wait_for_work` was called last
         self._retry_at: dict[str, float] = {}
         """When a batch is tried again, of those that could not be."""
         self._tries: dict[str, int] = {}

@@ -57,10 +57,8 @@ class Pick:
     owner: str | None = None
     model: str | None = None
     prefix: int | None = None
-    ids: Sequence[str] | None = None
-    """Of these requests alone, which have no batch."""
-    by_deadline: bool = False
-    """The nearest deadline first; all lines of a batch have the same."""
+    ids: Sequence[str] | None = None  # of these requests alone, which have no batch
+    by_deadline: bool = False  # the nearest deadline first; all lines of a batch have the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +71,9 @@ class Claim:
     """
 
     folder: str
-    process: str
-    """Its id."""
+    process: str  # its id
     picks: Sequence[Pick]
-    now: float
-    """Unix time."""
+    now: float  # Unix time
     lease_seconds: float
 
     def __call__(self, connection: Connection) -> list[StoredRow]:
@@ -308,18 +304,14 @@ _COUNTED: Final = tuple(
 class RecordedResult:
     """The result of one stored request: `length` bytes of the folder's file `place`."""
 
-    id: str
-    """Of the stored request."""
+    id: str  # of the stored request
     state: RequestState
-    status: int | None = None
-    """The HTTP status; None: it was not answered."""
+    status: int | None = None  # the HTTP status; None: it was not answered
     error_code: str | None = None
-    place: str | None = None
-    """None: there is no result to be read."""
+    place: str | None = None  # None: there is no result to be read
     offset: int = 0
     length: int = 0
-    usage: UsageRow | None = None
-    """The row for the ledger; None: it was not admitted."""
+    usage: UsageRow | None = None  # the row for the ledger; None: it was not admitted
 
 
 @dataclass(slots=True)
@@ -417,18 +409,14 @@ def _add(sums: _Sums, result: RecordedResult) -> None:
             sums.add(column, result.usage[index])
 
 
-LEASE_SECONDS = 60.0
-"""For which a claim holds unless it is renewed."""
-
-AWAY_SECONDS = 2.0
-"""Seconds after which rows whose bodies could not be read are tried again."""
+LEASE_SECONDS = 60.0  # for which a claim holds unless it is renewed
+AWAY_SECONDS = 2.0  # seconds after which rows whose bodies could not be read are tried again
 
 CALM_SECONDS = 20.0
 """Seconds for which no lease counts as over after this machine's clock was set forward: until then
 all processes have renewed theirs."""
 
-JUMP_SECONDS = 5.0
-"""Seconds by which the clock must have been set forward for that."""
+JUMP_SECONDS = 5.0  # seconds by which the clock must have been set forward for that
 
 MOST_UNKNOWN = 100
 """Claims that are to be taken back; the rows of earlier ones wait until their lease is over."""

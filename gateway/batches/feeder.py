@@ -63,8 +63,7 @@ from gateway.store.failures import StoreError
 from gateway.store.schema import batches, stored_requests
 from gateway.store.store import Store
 
-MOST_GROUPS = 64
-"""Groups of one batch that are told apart at a time: those with the longest rows."""
+MOST_GROUPS = 64  # groups of one batch that are told apart at a time: those with the longest rows
 
 _ROW: Final = stored_requests.c
 
@@ -74,8 +73,7 @@ class Waiting:
     """What waits in a folder."""
 
     groups: list[WaitingGroup]
-    batches: dict[str, int] = field(default_factory=dict)
-    """Batches by state."""
+    batches: dict[str, int] = field(default_factory=dict)  # batches by state
     oldest: float | None = None
     """When the oldest batch with waiting lines was created, as Unix time; None: there is none."""
 
@@ -85,8 +83,7 @@ class ReadWaiting:
     """A job of the store: what waits in a folder, and may run now."""
 
     folder: str
-    now: float
-    """Unix time."""
+    now: float  # Unix time
 
     def __call__(self, connection: Connection) -> Waiting:
         """Run within the transaction of `connection`."""
@@ -129,20 +126,11 @@ class ReadPrefixes:
         )
 
 
-READ_SECONDS = 2.0
-"""Seconds after which it is read again what waits."""
-
-IDLE_SECONDS = 5.0
-"""The same, while nothing waits that is known of."""
-
-READ_SHARE = 20
-"""Reading what waits takes at most one part in so many of the time."""
-
-PREFIX_SECONDS = 10.0
-"""Seconds after which the groups of a batch are read again."""
-
-MOST_GROUPED = 8
-"""Batches of one target whose groups are read: those that are next."""
+READ_SECONDS = 2.0  # seconds after which it is read again what waits
+IDLE_SECONDS = 5.0  # the same, while nothing waits that is known of
+READ_SHARE = 20  # reading what waits takes at most one part in so many of the time
+PREFIX_SECONDS = 10.0  # seconds after which the groups of a batch are read again
+MOST_GROUPED = 8  # batches of one target whose groups are read: those that are next
 
 
 class Targets(Protocol):
@@ -160,8 +148,7 @@ class Supply:
     targets: Targets
     clock: Callable[[], float]
     now: Callable[[], float]
-    read_at: float = 0.0
-    """When it is to be read again."""
+    read_at: float = 0.0  # when it is to be read again
     _works: dict[RequestTarget | None, dict[str, BatchWork]] = field(default_factory=dict)
     _classes: dict[str, str] = field(default_factory=dict)
     """The highest class of each batch's lines."""
@@ -276,10 +263,8 @@ class LateRows:
 
     batches: dict[str, Priority] = field(default_factory=dict)
     """The batches whose class is raised, and to which; the nearest deadline first."""
-    waiting: Counter[str] = field(default_factory=Counter)
-    """Rows that wait for a slot, by owner."""
-    paused_until: float = 0.0
-    """Monotonic seconds."""
+    waiting: Counter[str] = field(default_factory=Counter)  # rows that wait for a slot, by owner
+    paused_until: float = 0.0  # monotonic seconds
 
     def update(self, in_danger: Mapping[str, tuple[str, str]], runner: RequestRunner) -> None:
         """Of these batches the deadline is in danger: their owners, and the class of their rows.
@@ -327,15 +312,11 @@ class HeldRow:
 
     row: StoredRow
     target: RequestTarget | None
-    body: bytes | None
-    """None: it runs or has run."""
+    body: bytes | None  # None: it runs or has run
     task: asyncio.Task[None] | None = None
-    has_slot: bool = False
-    """Whether it counts as running in its lane."""
-    recording: bool = False
-    """Whether it has a result, which is being recorded."""
-    in_late_place: bool = False
-    """Whether it was offered as late, without room for class `batch`."""
+    has_slot: bool = False  # whether it counts as running in its lane
+    recording: bool = False  # whether it has a result, which is being recorded
+    in_late_place: bool = False  # whether it was offered as late, without room for class `batch`
 
 
 @dataclass(slots=True, eq=False)
@@ -344,43 +325,31 @@ class TargetRows:
 
     pace: Pace
     lane: Lane = field(default_factory=Lane)
-    credit: int = 0
-    """Rows that may be offered now."""
+    credit: int = 0  # rows that may be offered now
     slots: int = 0
     urgent: list[str] = field(default_factory=list)
     """Batches whose deadline is in danger, the nearest first."""
-    late: LateRows = field(default_factory=LateRows)
-    """Those of them whose class is raised."""
+    late: LateRows = field(default_factory=LateRows)  # those of them whose class is raised
     arriving: set[str] = field(default_factory=set)
     """Rows that were offered and that the scheduler has not seen yet."""
-    probes: int = 1
-    """Rows that are tried at a time while no node is there."""
+    probes: int = 1  # rows that are tried at a time while no node is there
     paused_until: float = 0.0
 
 
-LOOK_SECONDS = 0.1
-"""Seconds between two looks at the room for batch work."""
+LOOK_SECONDS = 0.1  # seconds between two looks at the room for batch work
 
 SOON_SECONDS = 0.02
 """A slot that comes free within so many seconds is offered a row: until then it is prepared."""
 
-RENEW_SECONDS = 5.0
-"""Seconds between two renewals, which also tell which rows were cancelled."""
-
-MOST_BODIES = 64 << 20
-"""Bytes of bodies that are read ahead."""
-
-MOST_UNRECORDED = 5000
-"""Results that wait to be recorded; beyond them no row is offered."""
-
-RETRY_SECONDS = 10.0
-"""Seconds until a row that nodes have failed is run again, times its runs."""
+RENEW_SECONDS = 5.0  # seconds between two renewals, which also tell which rows were cancelled
+MOST_BODIES = 64 << 20  # bytes of bodies that are read ahead
+MOST_UNRECORDED = 5000  # results that wait to be recorded; beyond them no row is offered
+RETRY_SECONDS = 10.0  # seconds until a row that nodes have failed is run again, times its runs
 
 MOST_PAUSE = 300.0
 """Seconds after which it is tried again whether an owner's limit is still reached."""
 
-HOLD_SECONDS = 10.0
-"""If an owner is paused for longer, its claimed rows are put back."""
+HOLD_SECONDS = 10.0  # if an owner is paused for longer, its claimed rows are put back
 
 CAREFUL_SECONDS = 30.0
 """For so long after an owner's limit was reached its rows are offered one after the other."""
@@ -388,14 +357,12 @@ CAREFUL_SECONDS = 30.0
 MOST_PROBES = 64
 """Rows without any node that are tried at a time: their model may be unknown, which is a result."""
 
-AWAY_SECONDS = 2.0
-"""Seconds after which a store or folder that has failed is tried again."""
+AWAY_SECONDS = 2.0  # seconds after which a store or folder that has failed is tried again
 
 COUNT_SECONDS = 60.0
 """Seconds after which batches are counted again while none is unfinished: some are removed."""
 
-END_SECONDS = 3.0
-"""Most seconds to put back what is left, at the end."""
+END_SECONDS = 3.0  # most seconds to put back what is left, at the end
 
 T = TypeVar("T")
 
@@ -434,13 +401,10 @@ class Feeder:
     _looks: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when there is something to offer."""
     _renewals: asyncio.Event = field(default_factory=asyncio.Event)
-    _ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when no row is held."""
+    _ended: asyncio.Event = field(default_factory=asyncio.Event)  # set when no row is held
     _stopped: bool = False
-    _is_work: bool = True
-    """Whether anything was unfinished when it was last asked."""
-    _count_at: float = 0.0
-    """When it is counted what is in the store, though nothing is unfinished."""
+    _is_work: bool = True  # whether anything was unfinished when it was last asked
+    _count_at: float = 0.0  # when it is counted what is in the store, though nothing is unfinished
     _problem: str | None = None
 
     @property

@@ -57,8 +57,7 @@ from gateway.store.failures import StoreError, StoreUnavailable
 from gateway.store.schema import batches, files, revisions, stored_requests
 from gateway.store.store import Store
 
-KEY_STORAGE_FULL = "key_storage_full"
-"""Why batches are paused whose key keeps as much as it may."""
+KEY_STORAGE_FULL = "key_storage_full"  # why batches are paused whose key keeps as much as it may
 
 _BATCH: Final = batches.c
 
@@ -71,10 +70,8 @@ HAS_REQUESTS: Final = _BATCH.requests_bytes > literal_column("0")
 class Kept(NamedTuple):
     """What one owner has in the folder."""
 
-    files: int
-    """Uploads, and output files of batches."""
-    bytes: int
-    """Of all that it keeps."""
+    files: int  # uploads, and output files of batches
+    bytes: int  # of all that it keeps
 
 
 def kept_by(connection: Connection, owner: str, now: float) -> Kept:
@@ -170,11 +167,8 @@ def _sum(column: Any) -> Any:
     return func.coalesce(func.sum(column), 0)
 
 
-FILES = "files"
-"""Name of the revision that every change of a file raises."""
-
-UPLOADED, PROCESSED = "uploaded", "processed"
-"""States of a file: still growing, and complete."""
+FILES = "files"  # name of the revision that every change of a file raises
+UPLOADED, PROCESSED = "uploaded", "processed"  # states of a file: still growing, and complete
 
 SortOrder = Literal["asc", "desc"]
 
@@ -185,16 +179,13 @@ class StoredFile:
 
     id: str
     owner: str
-    name: str
-    """As the caller named it."""
+    name: str  # as the caller named it
     purpose: str
     bytes: int
     sha256: str
-    created_at: float
-    """Unix time, as all times here."""
+    created_at: float  # Unix time, as all times here
     expires_at: float | None
-    folder: str
-    """The id of the folder that holds it."""
+    folder: str  # the id of the folder that holds it
     state: str = PROCESSED
 
 
@@ -229,8 +220,7 @@ class ReadPage:
     owner: str
     now: float
     limit: int
-    after: str | None = None
-    """The last id of the page before."""
+    after: str | None = None  # the last id of the page before
     order: SortOrder = "desc"
     purpose: str | None = None
 
@@ -279,10 +269,8 @@ def add_file(connection: Connection, file: StoredFile) -> None:
 class Deleted(NamedTuple):
     """What became of a deletion."""
 
-    file: StoredFile | None
-    """None: the owner has no such file."""
-    used_by_batch: str | None = None
-    """The unfinished batch that still reads it, so that it stays."""
+    file: StoredFile | None  # None: the owner has no such file
+    used_by_batch: str | None = None  # the unfinished batch that still reads it, so that it stays
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,29 +348,17 @@ def _file_of(row: Row[Any]) -> StoredFile:
     return StoredFile(*values)
 
 
-FILE = "file"
-"""Kind of the folder's files that have a row: their ids begin with it."""
-
-MOST_UPLOADS = 64
-"""Uploads at one time in a process; each holds less than a megabyte of memory."""
-
-MOST_UPLOADS_OF_OWNER = 8
-"""Of these, those of one owner."""
-
-UPLOAD_RETRY_AFTER = 2.0
-"""`Retry-After` in seconds when there are too many uploads."""
-
-CLEAN_SECONDS = 60.0
-"""Seconds between two rounds of removing what has expired."""
+FILE = "file"  # kind of the folder's files that have a row: their ids begin with it
+MOST_UPLOADS = 64  # uploads at one time in a process; each holds less than a megabyte of memory
+MOST_UPLOADS_OF_OWNER = 8  # of these, those of one owner
+UPLOAD_RETRY_AFTER = 2.0  # `Retry-After` in seconds when there are too many uploads
+CLEAN_SECONDS = 60.0  # seconds between two rounds of removing what has expired
 
 ORPHAN_SECONDS = 3600.0
 """Age of a complete file without a row from which on it counts as left over from a crash."""
 
-STEP_FILES = 500
-"""Files that one job of the store takes."""
-
-PIECE_BYTES = 256 << 10
-"""Bytes that are read from the disk, and sent, at a time."""
+STEP_FILES = 500  # files that one job of the store takes
+PIECE_BYTES = 256 << 10  # bytes that are read from the disk, and sent, at a time
 
 log = structlog.get_logger()
 
@@ -395,8 +371,7 @@ class Upload:
     def __init__(self, owner: str, new: NewFile, kept: Kept, settings: BatchSettings) -> None:
         self.owner = owner
         self.new = new
-        self._kept = kept
-        """What the owner had at the beginning."""
+        self._kept = kept  # what the owner had at the beginning
         self._settings = settings
         self._digest = hashlib.sha256()
 
@@ -455,10 +430,8 @@ class FileRegistry:
         self._now = now
         self._threads = threads or DiskThreads()
         self._opening = asyncio.Lock()
-        self._uploads: Counter[str] = Counter()
-        """How many each owner has under way."""
-        self._problem: str | None = None
-        """Why the last round of cleaning failed."""
+        self._uploads: Counter[str] = Counter()  # how many each owner has under way
+        self._problem: str | None = None  # why the last round of cleaning failed
 
     # For callers.
 

@@ -38,8 +38,7 @@ ID_FILE = "folder-id"
 SPARE_BYTES = 64 << 20
 """Bytes of the file system that are never filled: the store, logs and state files need room."""
 
-FULL_SECONDS = 300.0
-"""Seconds after which a file that there was no room for is forgotten."""
+FULL_SECONDS = 300.0  # seconds after which a file that there was no room for is forgotten
 
 STEP_BYTES = 16 << 20
 """After so many bytes of a file it is brought to the disk, and the room is checked again."""
@@ -77,8 +76,7 @@ class _Refused(NamedTuple):
 
     error: FolderFull
     size: int
-    at: float
-    """Unix time."""
+    at: float  # Unix time
 
 
 class FoundFile(NamedTuple):
@@ -86,8 +84,7 @@ class FoundFile(NamedTuple):
 
     name: str
     size: int
-    changed_at: float
-    """Unix time."""
+    changed_at: float  # Unix time
 
 
 def is_file_name(text: str) -> bool:
@@ -119,8 +116,7 @@ class Folder:
         self._id: str | None = None
         self._inode: tuple[int, int] | None = None
         """Of the opened folder: its file system may be taken away later."""
-        self._lock = threading.Lock()
-        """Held while `_open_files` is read or changed."""
+        self._lock = threading.Lock()  # held while `_open_files` is read or changed
         self._open_files: set[NewFile] = set()
         self._refusals = 0
         self._refused: _Refused | None = None
@@ -405,10 +401,8 @@ class NewFile:
     def __init__(
         self, folder: Folder, name: str, temporary: Path, descriptor: int, expected: int
     ) -> None:
-        self.name = name
-        """The name that it gets."""
-        self.size = 0
-        """Bytes that were written."""
+        self.name = name  # the name that it gets
+        self.size = 0  # bytes that were written
         self._folder = folder
         self._temporary = temporary
         self._descriptor: int | None = descriptor
@@ -480,8 +474,7 @@ class AppendedFile:
 
     def __init__(self, folder: Folder, name: str, descriptor: int) -> None:
         self.name = name
-        self.size = 0
-        """Bytes that are on the disk for sure."""
+        self.size = 0  # bytes that are on the disk for sure
         self._folder = folder
         self._descriptor: int | None = descriptor
         self._next_check = STEP_BYTES
@@ -569,11 +562,8 @@ def _told(location: Path) -> Iterator[None]:
         raise FolderError(message, "let the gateway's user write into the folder") from None
 
 
-THREADS = 4
-"""Threads: more would not make a disk faster."""
-
-DISK_SECONDS = 120.0
-"""Seconds that a caller waits for one piece of work."""
+THREADS = 4  # threads: more would not make a disk faster
+DISK_SECONDS = 120.0  # seconds that a caller waits for one piece of work
 
 T = TypeVar("T")
 
@@ -629,8 +619,7 @@ def _close_opened(close: Callable[[T], object], job: Future[T]) -> None:
         close(job.result())
 
 
-RETRY_AFTER = 5.0
-"""`Retry-After` in seconds while the store or the folder can't be used."""
+RETRY_AFTER = 5.0  # `Retry-After` in seconds while the store or the folder can't be used
 
 log = structlog.get_logger()
 

@@ -33,21 +33,17 @@ from gateway.store.schema import batches, stored_requests
 from gateway.store.store import Store
 from gateway.usage.processes import insert_for
 
-LINE_PREFIX = "batch_req_"
-"""Begins the id of a batch's line."""
+LINE_PREFIX = "batch_req_"  # begins the id of a batch's line
 
 
 class BatchState(StrEnum):
     """Where a batch is, in the words of OpenAI's API."""
 
-    VALIDATING = "validating"
-    """Its input is being read."""
+    VALIDATING = "validating"  # its input is being read
     IN_PROGRESS = "in_progress"
-    FINALIZING = "finalizing"
-    """All its lines have ended; its output is being put together."""
+    FINALIZING = "finalizing"  # all its lines have ended; its output is being put together
     COMPLETED = "completed"
-    FAILED = "failed"
-    """Its input could not be used at all: nothing was run."""
+    FAILED = "failed"  # its input could not be used at all: nothing was run
     EXPIRED = "expired"
     CANCELLING = "cancelling"
     CANCELLED = "cancelled"
@@ -81,15 +77,12 @@ class RequestState(StrEnum):
     """Where a stored request is."""
 
     WAITING = "waiting"
-    RUNNING = "running"
-    """A process has claimed it, and says again and again that it still runs it."""
+    RUNNING = "running"  # A process has claimed it, and says again and again that it still runs it
     DONE = "done"
-    FAILED = "failed"
-    """It has an error as its result: that of a node, or what is wrong with it."""
+    FAILED = "failed"  # it has an error as its result: that of a node, or what is wrong with it
     CANCELLED = "cancelled"
     """It was not run, or not to its end, because its caller did not want it any more."""
-    EXPIRED = "expired"
-    """Its time was over before it had a result."""
+    EXPIRED = "expired"  # its time was over before it had a result
 
     @property
     def ended(self) -> bool:
@@ -100,12 +93,9 @@ class RequestState(StrEnum):
 class RequestKind(StrEnum):
     """What a stored request is for."""
 
-    LINE = "line"
-    """A line of a batch."""
-    RESPONSE = "response"
-    """A response in the background, or one that is kept."""
-    DEFERRED = "deferred"
-    """Any other generation that its caller wants to have later."""
+    LINE = "line"  # A line of a batch
+    RESPONSE = "response"  # A response in the background, or one that is kept
+    DEFERRED = "deferred"  # any other generation that its caller wants to have later
 
 
 def new_id(prefix: str, now: float, token: Callable[[int], str]) -> str:
@@ -121,11 +111,8 @@ def line_id(batch: str, number: int) -> str:
     return f"{LINE_PREFIX}{batch.rpartition('_')[2]}_{number}"
 
 
-STEP_ROWS = 4_000
-"""Rows that one job ends or removes: some 20 ms of work."""
-
-IDS_AT_ONCE = 500
-"""Ids that one statement names."""
+STEP_ROWS = 4_000  # rows that one job ends or removes: some 20 ms of work
+IDS_AT_ONCE = 500  # ids that one statement names
 
 _ROW: Final = stored_requests.c
 
@@ -134,50 +121,37 @@ _ROW: Final = stored_requests.c
 class StoredRow:
     """A stored request. Its body is `length` bytes of the folder's file `place`."""
 
-    id: str
-    """Also that of the ledger's row."""
+    id: str  # also that of the ledger's row
     kind: RequestKind
     owner: str
-    path: str
-    """A path of `ROUTES`."""
+    path: str  # A path of `ROUTES`
     place: str
     offset: int
     length: int
-    created_at: float
-    """Unix time, as all times here."""
+    created_at: float  # Unix time, as all times here
     keep_until: float
     folder: str
-    class_: str = "batch"
-    """The label of its class."""
+    class_: str = "batch"  # the label of its class
     batch: str | None = None
-    number: int | None = None
-    """Of its line in the input, from 1."""
-    custom_id: str | None = None
-    """None: the line has none, or an earlier line has the same."""
+    number: int | None = None  # of its line in the input, from 1
+    custom_id: str | None = None  # None: the line has none, or an earlier line has the same
     group_name: str | None = None
     user: str | None = None
-    model: str | None = None
-    """As its body names it."""
+    model: str | None = None  # as its body names it
     stream: bool = False
     webhook_url: str | None = None
-    prompt_tokens: int = 0
-    """Estimated."""
-    max_tokens: int = 0
-    """0: its body names none."""
-    prefix: int = 0
-    """Equal for prompts that begin alike; 0: too short to matter."""
+    prompt_tokens: int = 0  # estimated
+    max_tokens: int = 0  # 0: its body names none
+    prefix: int = 0  # equal for prompts that begin alike; 0: too short to matter
     state: RequestState = RequestState.WAITING
-    attempts: int = 0
-    """Runs that nodes have failed."""
-    claimed_by: str | None = None
-    """The id of the process that runs it."""
+    attempts: int = 0  # runs that nodes have failed
+    claimed_by: str | None = None  # the id of the process that runs it
     claimed_until: float | None = None
     not_before: float = 0.0
     deadline: float | None = None
     started_at: float | None = None
     ended_at: float | None = None
-    status: int | None = None
-    """The HTTP status of its result."""
+    status: int | None = None  # the HTTP status of its result
     result_place: str | None = None
     result_offset: int | None = None
     result_length: int | None = None
@@ -193,13 +167,11 @@ class WaitingGroup:
     kind: RequestKind
     path: str
     model: str | None
-    class_: str
-    """The highest class that they may have."""
+    class_: str  # the highest class that they may have
     rows: int
     prompt_tokens: int
     max_tokens: int
-    longest: int
-    """The largest `max_tokens` of one of them."""
+    longest: int  # the largest `max_tokens` of one of them
     nearest_deadline: float | None
 
 
@@ -215,8 +187,7 @@ class WorkLeft:
 
 _FIELDS: Final = tuple(StoredRow.__dataclass_fields__)
 
-COLUMNS: Final[tuple[Column[Any], ...]] = tuple(_ROW[name] for name in _FIELDS)
-"""For `row_of`."""
+COLUMNS: Final[tuple[Column[Any], ...]] = tuple(_ROW[name] for name in _FIELDS)  # for `row_of`
 
 
 def in_state(state: RequestState) -> ColumnElement[bool]:
@@ -444,11 +415,8 @@ def _values_of(row: StoredRow) -> dict[str, Any]:
 LONGEST_UNREAD = 30.0
 """Seconds after which the store is read, though nothing tells that there is anything new."""
 
-UNTOLD_SECONDS = 5.0
-"""The same on PostgreSQL, which does not tell what other processes commit."""
-
-BUSY_SECONDS = 5.0
-"""Seconds for which work that was found counts as still there."""
+UNTOLD_SECONDS = 5.0  # the same on PostgreSQL, which does not tell what other processes commit
+BUSY_SECONDS = 5.0  # seconds for which work that was found counts as still there
 
 
 @dataclass(slots=True, eq=False)
@@ -459,8 +427,7 @@ class UnfinishedWork:
     folder: Folder
     threads: DiskThreads
     clock: Callable[[], float]
-    _found: bool | None = None
-    """What the last look found; None: there was none."""
+    _found: bool | None = None  # what the last look found; None: there was none
     _read_at: float = 0.0
     _seen: tuple[int, int] = -1, -1
     """The additions of this process, and the changes of the store, before that look."""

@@ -120,16 +120,14 @@ REPEATED = (*_ECHOED, "background", "model", "store")
 _OF_NODES = ("status", "output", "usage", "incomplete_details", "error", "model", "service_tier")
 """Fields of a response that its nodes tell."""
 
-MOST_ITEMS = 1024
-"""Items of one response."""
+MOST_ITEMS = 1024  # items of one response
 
 _LIFECYCLE_TYPES = frozenset({"response.created", "response.queued", "response.in_progress"})
 
 _RUN_MARK = b": run "
 """Begins the comment that tells where a response has begun, before its first event with content."""
 
-_END_MARK = b": end "
-"""Begins the comment that tells what its run has used, before its last event."""
+_END_MARK = b": end "  # begins the comment that tells what its run has used, before its last event
 
 
 def queued_response(id_: str, created_at: float, body: JsonObject) -> JsonObject:
@@ -203,15 +201,12 @@ class ResponseEvents:
         self._places: dict[str, int] = {}
         """Places in the output by ids: ours, and those of the node that runs it now."""
         self._begun: BegunResponse | None = None
-        self._mark = b""
-        """Goes before the next event with content."""
-        self._model = ""
-        """The model that answers, as far as the nodes have not told."""
+        self._mark = b""  # goes before the next event with content
+        self._model = ""  # the model that answers, as far as the nodes have not told
         self._in_progress = False
         self._measure: Callable[[TokensSoFar], RunEnd] | None = None
         self._run_end: RunEnd | None = None
-        self._tokens = 0
-        """Tokens of the output that the log had when it was opened."""
+        self._tokens = 0  # tokens of the output that the log had when it was opened
         self._repetition: Repetition | None = None
         self._error: tuple[str, str] | None = None
         """Code and message of the error with which the run has ended."""

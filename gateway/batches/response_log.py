@@ -32,14 +32,9 @@ from gateway.proxy import sse
 from gateway.proxy.api.resuming import named_event
 from gateway.proxy.json_values import JsonObject
 
-LOG_KIND = "events"
-"""What the names of these files begin with."""
-
-INDEX_BYTES = 64 * 1024
-"""Bytes between two entries of an index."""
-
-PIECE_BYTES = 256 * 1024
-"""Bytes that are read at once."""
+LOG_KIND = "events"  # what the names of these files begin with
+INDEX_BYTES = 64 * 1024  # bytes between two entries of an index
+PIECE_BYTES = 256 * 1024  # bytes that are read at once
 
 TERMINAL_TYPES = frozenset({"response.completed", "response.incomplete", "response.failed"})
 """Types of the events that end a log; each has one of them at most, its last."""
@@ -84,12 +79,9 @@ class Extent:
     """The whole events that a file holds."""
 
     events: int = 0
-    size: int = 0
-    """Bytes of them."""
-    last_offset: int = 0
-    """Where the last one begins."""
-    ended: bool = False
-    """Whether the last one is terminal."""
+    size: int = 0  # bytes of them
+    last_offset: int = 0  # where the last one begins
+    ended: bool = False  # whether the last one is terminal
     index: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
     """Numbers of some events, and where these begin."""
 
@@ -309,8 +301,7 @@ def _valid_bytes(data: bytes, first_number: int) -> int:
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-SYNC_SECONDS = 1.0
-"""Least seconds between two rounds."""
+SYNC_SECONDS = 1.0  # least seconds between two rounds
 
 
 class LogSyncs:
@@ -338,17 +329,13 @@ class LogSyncs:
                 await self._threads.run(sync_logs, self._folder, names)
 
 
-COMMIT_SECONDS = 0.03
-"""Least seconds between two rounds of writing."""
+COMMIT_SECONDS = 0.03  # least seconds between two rounds of writing
 
 COMMIT_SHARE = 2.0
 """After a round the loop rests for so many times its duration: the disk is not kept busy."""
 
-BEAT_SECONDS = 0.25
-"""Between two looks at those who wait."""
-
-SILENCE_SECONDS = 15.0
-"""After so long without an event a follower gets a comment."""
+BEAT_SECONDS = 0.25  # between two looks at those who wait
+SILENCE_SECONDS = 15.0  # after so long without an event a follower gets a comment
 
 MOST_PENDING_BYTES = 64 * 1024
 """Bytes of one log that wait to be written; then whoever brings more waits."""
@@ -356,19 +343,15 @@ MOST_PENDING_BYTES = 64 * 1024
 TAIL_BYTES = 32 * 1024
 """Bytes of a log's newest events that are kept in memory, for all that follow it live."""
 
-READ_BYTES = 64 * 1024
-"""Bytes that a follower gets at once."""
-
-MOST_TOGETHER = 128
-"""Logs of one round: their followers wake together."""
+READ_BYTES = 64 * 1024  # bytes that a follower gets at once
+MOST_TOGETHER = 128  # logs of one round: their followers wake together
 
 MOST_ENDINGS = 32
 
 FLUSH_SECONDS = 2 * DISK_SECONDS
 """Most seconds to wait for what was appended: a round under way, and the next one."""
 
-CLOSE_SECONDS = 3.0
-"""Most seconds to write what is pending, at the end."""
+CLOSE_SECONDS = 3.0  # most seconds to write what is pending, at the end
 
 
 @dataclass(slots=True, eq=False)
@@ -378,22 +361,16 @@ class ResponseLog:
     Events are numbered from 0 in the order of `append`.
     """
 
-    name: str
-    """Of its file."""
+    name: str  # of its file
     _logs: ResponseLogs
-    _extent: Extent
-    """What is written."""
-    users: int = 0
-    """Those that have not released it."""
-    _writers: int = 0
-    """Those in this process that write it."""
+    _extent: Extent  # what is written
+    users: int = 0  # those that have not released it
+    _writers: int = 0  # those in this process that write it
     _next_number: int = 0
     _pending: list[bytes] = field(default_factory=list)
     _pending_bytes: int = 0
-    _ending: bool = False
-    """Whether its terminal event has been appended."""
-    _failure: Exception | None = None
-    """Why nothing more can be written."""
+    _ending: bool = False  # whether its terminal event has been appended
+    _failure: Exception | None = None  # why nothing more can be written
     _writing: bool = False
     _rounds: list[asyncio.Future[None]] = field(default_factory=list)
     """Those who wait until what is pending has been written."""
@@ -730,13 +707,11 @@ class ResponseLogs:
         self._opening: dict[str, asyncio.Lock] = {}
         self._dirty: dict[ResponseLog, None] = {}
         self._wakes = asyncio.Event()
-        self.waited_for = asyncio.Event()
-        """Set while somebody waits for more of a log."""
+        self.waited_for = asyncio.Event()  # set while somebody waits for more of a log
         self._syncs = LogSyncs(folder, threads)
         self._rounds: set[asyncio.Task[None]] = set()
         """Rounds of writing under way: one of logs that end, one of others."""
-        self._ends = False
-        """Whether a round of logs that end is under way."""
+        self._ends = False  # whether a round of logs that end is under way
         self._closed = False
 
     def __len__(self) -> int:
@@ -917,8 +892,7 @@ class Followers:
 
     def __init__(self, logs: ResponseLogs) -> None:
         self._logs = logs
-        self.count = 0
-        """Those that follow a log now."""
+        self.count = 0  # those that follow a log now
         self._is_cut = False
 
     def cut(self) -> None:

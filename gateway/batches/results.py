@@ -34,8 +34,7 @@ from gateway.store.store import Store
 from gateway.usage.ledger import Ledger, UsageRow
 from gateway.usage.processes import ProcessIdentity
 
-ANTHROPIC = "anthropic"
-"""The API of `/v1/messages/batches`; that of `/v1/batches` is `openai`."""
+ANTHROPIC = "anthropic"  # the API of `/v1/messages/batches`; that of `/v1/batches` is `openai`
 
 EXPIRED_CODE, CANCELLED_CODE = "batch_expired", "batch_cancelled"
 
@@ -161,29 +160,17 @@ def _line(value: JsonObject) -> bytes:
     return line + b"\n"
 
 
-RESULTS = "results"
-"""Kind of the folder's files that hold results."""
-
-GROUP_SECONDS = 0.05
-"""Seconds that the first result of a group waits for others."""
+RESULTS = "results"  # kind of the folder's files that hold results
+GROUP_SECONDS = 0.05  # seconds that the first result of a group waits for others
 
 GROUP_RESULTS, GROUP_BYTES = 500, 4 << 20
 """Results, and bytes of them, that are written without waiting, and at one time at most."""
 
-MOST_BYTES = 64 << 20
-"""Bytes of results that wait; beyond them `add` waits to begin."""
-
-ROW_BYTES = 1000
-"""What a result takes in memory besides its response."""
-
-MOST_FILES = 64
-"""Files of results that are open."""
-
-IDLE_SECONDS = 30.0
-"""Seconds after which a file of results is closed: its batch may have ended."""
-
-RETRY_SECONDS = 2.0
-"""Seconds after which it is tried again to write or to record results."""
+MOST_BYTES = 64 << 20  # bytes of results that wait; beyond them `add` waits to begin
+ROW_BYTES = 1000  # what a result takes in memory besides its response
+MOST_FILES = 64  # files of results that are open
+IDLE_SECONDS = 30.0  # seconds after which a file of results is closed: its batch may have ended
+RETRY_SECONDS = 2.0  # seconds after which it is tried again to write or to record results
 
 STORAGE_FULL, STORAGE_UNAVAILABLE = "storage_full", "storage_unavailable"
 """Why batches are paused while the folder takes no results."""
@@ -199,8 +186,7 @@ class _Result:
     api: str
     outcome: Outcome
     done: asyncio.Future[bool]
-    place: str | None = None
-    """The file that has its line; None: it is not on the disk."""
+    place: str | None = None  # the file that has its line; None: it is not on the disk
     offset: int = 0
     length: int = 0
 
@@ -231,8 +217,7 @@ class _Result:
 @dataclass(slots=True, eq=False)
 class _OpenFile:
     file: AppendedFile
-    used_at: float
-    """Monotonic seconds."""
+    used_at: float  # monotonic seconds
 
 
 @dataclass(slots=True, eq=False)
@@ -250,17 +235,14 @@ class LineResults:
     now: Callable[[], float]
     clock: Callable[[], float]
     most_bytes: int = MOST_BYTES
-    problem: str | None = None
-    """Why results are not written or recorded now."""
+    problem: str | None = None  # why results are not written or recorded now
     disk_error: FolderError | None = None
     """Why they are not written now, if that is the disk's fault."""
     _waiting: deque[_Result] = field(default_factory=deque)
     _group: list[_Result] = field(default_factory=list)
     """What is being written and recorded, until that is known to have happened."""
-    _bytes: int = 0
-    """Of all results that wait."""
-    _waiting_bytes: int = 0
-    """Of those in `_waiting`."""
+    _bytes: int = 0  # of all results that wait
+    _waiting_bytes: int = 0  # of those in `_waiting`
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
     _enough: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when there is enough for a group."""

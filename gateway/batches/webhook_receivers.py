@@ -197,8 +197,7 @@ def _within(
 MOST_READ = 4096
 """Bytes of an answer's body that are read, so that its sender is not cut off at once."""
 
-READ_SECONDS = 1.0
-"""For that body: the status is known, so it changes nothing."""
+READ_SECONDS = 1.0  # for that body: the status is known, so it changes nothing
 
 _USER_AGENT = f"llama-gateway/{__version__}"
 
@@ -207,12 +206,10 @@ _USER_AGENT = f"llama-gateway/{__version__}"
 class PostResult:
     """What became of an attempt."""
 
-    status: int | None
-    """Of the answer; None: there was none."""
+    status: int | None  # of the answer; None: there was none
     error: str | None = None
     """Why it has failed, without URL and answer; None: the event is delivered."""
-    retry_after: float | None = None
-    """Seconds that the receiver asks to be left alone for."""
+    retry_after: float | None = None  # seconds that the receiver asks to be left alone for
 
 
 def signatures(secrets: Sequence[str], id_: str, timestamp: int, body: str) -> str:

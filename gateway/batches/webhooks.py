@@ -38,8 +38,7 @@ from gateway.store.failures import StoreError
 from gateway.store.schema import webhook_deliveries as deliveries
 from gateway.store.store import Store
 
-LONGEST_ERROR = 200
-"""Characters of `last_error`."""
+LONGEST_ERROR = 200  # characters of `last_error`
 
 
 class DeliveryState(StrEnum):
@@ -48,24 +47,19 @@ class DeliveryState(StrEnum):
     WAITING = "waiting"
     """For its next attempt, or under way: then `next_at` is behind the attempt's time limit."""
     DELIVERED = "delivered"
-    GIVEN_UP = "given_up"
-    """Tried for too long."""
-    REFUSED = "refused"
-    """The receiver wants no more (410)."""
+    GIVEN_UP = "given_up"  # tried for too long
+    REFUSED = "refused"  # the receiver wants no more (410)
 
 
 @dataclass(frozen=True, slots=True)
 class WebhookEvent:
     """What has happened to an object. The receiver asks for the object itself."""
 
-    type: str
-    """One of `gateway.config.webhooks.EVENTS`."""
+    type: str  # one of `gateway.config.webhooks.EVENTS`
     object_id: str
-    owner: str
-    """The id of the key that has the object."""
+    owner: str  # the id of the key that has the object
     group_name: str | None
-    created_at: float
-    """Unix time at which it happened."""
+    created_at: float  # Unix time at which it happened
 
     def body(self) -> str:
         """What is sent, signed as it is."""
@@ -83,8 +77,7 @@ class WebhookEvent:
 class Delivery:
     """One event for one receiver."""
 
-    id: str
-    """`wh_...`: the field `webhook-id`, the same in each attempt."""
+    id: str  # `wh_...`: the field `webhook-id`, the same in each attempt
     owner: str
     group_name: str | None
     event: str
@@ -93,8 +86,7 @@ class Delivery:
     origin: str
     body: str
     created_at: float
-    attempts: int
-    """Attempts that have begun, the one that it is claimed for included."""
+    attempts: int  # attempts that have begun, the one that it is claimed for included
 
 
 _WAITS = deliveries.c.state == literal_column("'waiting'")
@@ -140,8 +132,7 @@ class WaitingOrigin(NamedTuple):
 
     origin: str
     number: int
-    next_at: float
-    """When the first of them is due."""
+    next_at: float  # when the first of them is due
 
 
 def waiting_origins(connection: Connection) -> list[WaitingOrigin]:
@@ -283,8 +274,7 @@ class WebhookEvents:
 RETRY_DELAYS = (5.0, 30.0, 300.0, 1800.0, 7200.0, 18000.0, 36000.0)
 """Seconds between the attempts, about as Standard Webhooks proposes; the last is repeated."""
 
-JITTER = 0.2
-"""Share by which a delay is made longer or shorter, at random."""
+JITTER = 0.2  # share by which a delay is made longer or shorter, at random
 
 LEAST_ATTEMPTS = 3
 """An event is not given up before, though the gateway was down for longer than `give_up`."""
@@ -292,32 +282,21 @@ LEAST_ATTEMPTS = 3
 LONGEST_RETRY_AFTER = 3600.0
 """Seconds for which a receiver is left alone at most because of its `Retry-After`."""
 
-MOST_ATTEMPTS = 64
-"""At one time in a process."""
-
-MOST_OF_ORIGIN = 4
-"""Of these, those of receivers with one origin; one alone after it has failed."""
-
-POLL_SECONDS = 1.0
-"""Between two looks for what other processes have added, or what is due."""
+MOST_ATTEMPTS = 64  # at one time in a process
+MOST_OF_ORIGIN = 4  # of these, those of receivers with one origin; one alone after it has failed
+POLL_SECONDS = 1.0  # between two looks for what other processes have added, or what is due
 
 IDLE_SECONDS = 30.0
 """The same where the settings have no receiver: only what was added before can wait."""
 
-LEASE_MARGIN = 15.0
-"""Seconds beyond an attempt's time limit in which its outcome is recorded."""
-
-STORE_PAUSE = 1.0
-"""Seconds until an outcome is recorded again, when the store has failed."""
+LEASE_MARGIN = 15.0  # seconds beyond an attempt's time limit in which its outcome is recorded
+STORE_PAUSE = 1.0  # seconds until an outcome is recorded again, when the store has failed
 
 KEPT_SECONDS = 86400.0
 """For which ended deliveries stay in the store, where an operator may look at them."""
 
-REMOVE_SECONDS = 3600.0
-"""Between two removals of those."""
-
-MOST_REMOVED = 1000
-"""Rows that one transaction removes."""
+REMOVE_SECONDS = 3600.0  # between two removals of those
+MOST_REMOVED = 1000  # rows that one transaction removes
 
 CLOSE_SECONDS = 2.0
 """For attempts that are under way when the gateway ends; and then for giving them back."""
@@ -381,12 +360,10 @@ class WebhookSender:
         self._recorded = recorded
         self._none_since: tuple[int, int] | None = None
         """The changes of the store and `recorded` before the look that found nothing."""
-        self._next_look = 0.0
-        """When to look though nothing is new."""
+        self._next_look = 0.0  # when to look though nothing is new
         self._woken = asyncio.Event()
         self._running: dict[asyncio.Task[None], Delivery] = {}
-        self._of_origin: Counter[str] = Counter()
-        """Attempts that are under way."""
+        self._of_origin: Counter[str] = Counter()  # attempts that are under way
         self._failing: set[str] = set()
         """Origins whose last attempt has failed. Few: those of the settings' targets."""
         self._paused: dict[str, float] = {}
