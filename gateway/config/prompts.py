@@ -15,7 +15,6 @@ from pydantic import BeforeValidator, Field
 
 from gateway.config.fields import ConfigModel, TypeLabel, as_list, validation_error
 
-
 # The parser of `re` has no public name; tests hold it to each Python.
 _parser, ops = vars(re)["_parser"], vars(re)["_constants"]
 

@@ -21,12 +21,10 @@ from gateway.batches.background_requests import (
     BackgroundRequests,
     NewRequest,
 )
-from gateway.batches.folder import FolderError
-from gateway.batches.log_file import LogBroken
-from gateway.batches.request_rows import StoredRow
+from gateway.batches.folder import RETRY_AFTER, FolderError
+from gateway.batches.request_rows import RequestKind, StoredRow
 from gateway.batches.response_events import REPEATED, queued_response
-from gateway.batches.states import RequestKind
-from gateway.batches.storage_errors import RETRY_AFTER
+from gateway.batches.response_log import LogBroken
 from gateway.batches.stored_responses import (
     RESPONSES_PATH,
     StoreOptions,
@@ -39,7 +37,7 @@ from gateway.batches.stored_responses import (
     read_fields,
     read_options,
 )
-from gateway.batches.webhook_targets import WebhookTargets
+from gateway.batches.webhook_receivers import WebhookTargets
 from gateway.catalog import RequestQueue, ServedModels
 from gateway.errors import GatewayError
 from gateway.events import RequestFinished

@@ -14,7 +14,7 @@ import pytest
 import trustme
 from openai import InvalidWebhookSignatureError, OpenAI
 
-from gateway.batches.webhook_post import (
+from gateway.batches.webhook_receivers import (
     MOST_READ,
     PostResult,
     WebhookPoster,

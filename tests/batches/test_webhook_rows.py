@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy
 from sqlalchemy import Connection, func, select
 
-from gateway.batches.webhook_rows import (
+from gateway.batches.webhooks import (
     LONGEST_ERROR,
     ClaimDeliveries,
     Delivery,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.batches.webhook_targets import WebhookTargets, address_problem
+from gateway.batches.webhook_receivers import WebhookTargets, address_problem
 from gateway.config.webhooks import WebhookSettings, WebhookUrl
 from gateway.errors import GatewayError
 from tests.batches.receivers import target

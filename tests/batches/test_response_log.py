@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 
-from gateway.batches import event_log, log_file
-from gateway.batches.disk_threads import DiskThreads
-from gateway.batches.event_log import EventLogs
-from gateway.batches.folder import Folder, FolderError
-from gateway.batches.log_file import LogBroken, LogEnded, LogFull
+from gateway.batches import response_log
+from gateway.batches.folder import DiskThreads, Folder, FolderError
+from gateway.batches.response_log import LogBroken, LogEnded, LogFull, ResponseLogs
 from tests.batches.log_writer import delta
 from tests.batches.responses_over_nodes import logged, open_logs
 from tests.batches.virtual_store import store_in_virtual_time
@@ -69,7 +67,7 @@ async def test_pending_bytes_are_bounded(tmp_path: Path) -> None:
         for _ in range(200):
             await log.append(values(1, 4000))
             waiting = log.next_number - log.event_count
-            assert waiting * 4000 <= event_log.MOST_PENDING_BYTES + 8000
+            assert waiting * 4000 <= response_log.MOST_PENDING_BYTES + 8000
         await log.release()
 
 
@@ -78,14 +76,14 @@ async def test_many_logs_are_written_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds = 0
-    write_all = log_file.write_all
+    write_all = response_log.write_logs
 
     def counted(*arguments: Any) -> Any:
         nonlocal rounds
         rounds += 1
         return write_all(*arguments)
 
-    monkeypatch.setattr(log_file, "write_all", counted)
+    monkeypatch.setattr(response_log, "write_logs", counted)
     with store_in_virtual_time():
         async with open_logs(tmp_path) as logs:
             open_ones = [await logs.create() for _ in range(100)]
@@ -232,9 +230,9 @@ async def test_what_was_written_is_synced_soon(
 
 
 def test_the_limits_are_what_the_words_say() -> None:
-    assert event_log.COMMIT_SECONDS <= 0.05
-    assert event_log.TAIL_BYTES * 1000 <= 64 << 20
-    assert EventLogs is not None
+    assert response_log.COMMIT_SECONDS <= 0.05
+    assert response_log.TAIL_BYTES * 1000 <= 64 << 20
+    assert ResponseLogs is not None
 
 
 async def test_nobody_waits_for_logs_that_have_closed(tmp_path: Path) -> None:
@@ -252,10 +250,10 @@ async def test_nobody_waits_for_logs_that_have_closed(tmp_path: Path) -> None:
 async def test_a_log_whose_flush_is_late_takes_nothing_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_log, "FLUSH_SECONDS", 0.1)
+    monkeypatch.setattr(response_log, "FLUSH_SECONDS", 0.1)
     folder = Folder(tmp_path / "folder", most_bytes=lambda: 1 << 30, spare_bytes=0)
     folder.open()
-    logs = EventLogs(folder, DiskThreads(), lambda: 1 << 20)
+    logs = ResponseLogs(folder, DiskThreads(), lambda: 1 << 20)
     log = await logs.create()
     await log.append(values(1))
     with pytest.raises(LogBroken):
