@@ -38,7 +38,7 @@ def for_client(
     """
     rewriter, node = translator, response.node
     if api.rewrites_responses and rewriter is None and node is not None:
-        bodies, model = request.bodies.values(), request.lease_request.model
+        bodies, model = request.bodies.values(), request.lease_request.wanted.model
         rewriter = api.response_rewriter(bodies, model, node, settings, stream=request.stream)
     if hides_cache:
         rewriter = CacheFigureHider(rewriter)

@@ -111,7 +111,7 @@ class PrefillProgress:
         if (
             attempt.lease.node.kind != "llama.cpp"
             or fields is None
-            or request.lease_request.slots != 1
+            or request.lease_request.size.slots != 1
         ):
             return body, None
         small_fields = without_large_fields(body)

@@ -183,16 +183,18 @@ def _check_request(body: bytes, route: Route, preparer: Preparer) -> None:
             elif name not in _EDITED:
                 assert _same(asked.get(name), got.get(name)), f"{name} was changed"
     lease = small.lease_request
-    assert lease.slots >= (1 if route.takes_slot else 0)
-    assert lease.prompt_tokens >= 0
-    assert min(lease.text_bytes, lease.exact_tokens, lease.media_tokens) >= 0
+    assert lease.size.slots >= (1 if route.takes_slot else 0)
+    assert lease.size.prompt_tokens >= 0
+    assert min(lease.size.text_bytes, lease.size.exact_tokens, lease.size.media_tokens) >= 0
     if isinstance(large, GatewayError):
         return
     other = large.lease_request
-    for name in ("model", "model_names", "slots", "stream", "max_tokens", "generates"):
-        assert getattr(lease, name) == getattr(other, name), name
+    for name in ("model", "model_names", "stream"):
+        assert getattr(lease.wanted, name) == getattr(other.wanted, name), name
+    for name in ("slots", "max_tokens", "generates"):
+        assert getattr(lease.size, name) == getattr(other.size, name), name
     # A small body is only searched for images where one could be.
-    assert other.needs_vision or not lease.needs_vision
+    assert other.wanted.needs_vision or not lease.wanted.needs_vision
     for name, sent in _sent(large).items():
         assert _same(_loads(sent), _loads(_sent(small)[name])), "a large body is edited otherwise"
 

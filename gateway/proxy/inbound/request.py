@@ -15,7 +15,14 @@ from gateway.catalog import ServedModels
 from gateway.config.cache_privacy import SHARED_CACHE, CachePolicy, NodeLabels
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import CATCH_ALL, ModelRule
-from gateway.lease import KeyedHash, LeaseRequest, PromptKey
+from gateway.lease import (
+    KeyedHash,
+    LeaseCaller,
+    LeaseRequest,
+    PromptKey,
+    RequestSize,
+    WantedNode,
+)
 from gateway.proxy.inbound import edits, media, request_limits
 from gateway.proxy.inbound.body import (
     BYTES_PER_TOKEN,
@@ -399,9 +406,10 @@ def prepare_large(
     request = prepare_body(large)
     lease_request = request.lease_request
     key = yield from build_large_prompt_key(
-        large, route, lease_request.model, rules.volatile_lines, rules.keyed_hash, scope
+        large, route, lease_request.wanted.model, rules.volatile_lines, rules.keyed_hash, scope
     )
-    return replace_fields(request, lease_request=replace_fields(lease_request, prompt_key=key))
+    size = replace_fields(lease_request.size, prompt_key=key)
+    return replace_fields(request, lease_request=replace_fields(lease_request, size=size))
 
 
 def resolve_model(
@@ -585,35 +593,36 @@ def _new_request(
         stream, logprobs, may_assemble, max_tokens, key, size = generation
         text_bytes, exact_tokens, media_tokens = size
     route, caller, limit = incoming.route, incoming.caller, incoming.client_timeout
-    # Positional arguments: so many keywords would cost more than the rest of `prepare`.
     lease_request = LeaseRequest(
         incoming.id,
-        model,
-        tuple(bodies),
-        route.endpoint,
-        priority,
-        caller.id,
-        incoming.fairness_key or caller.id,
-        slots,
-        generation is not None,
-        stream,
-        may_assemble,
-        needs_vision,
-        route.llama_cpp_only,
-        prompt_tokens,
-        text_bytes,
-        exact_tokens,
-        media_tokens,
-        max_tokens,
-        max(map(len, bodies.values())),
-        key,
-        incoming.session,
-        limit,
-        route.path,
-        route.prompt_field,
-        "n" if slots < 2 else _slots_field(bodies),
-        incoming.cache.node_labels,
-        incoming.cache.prompt_cache,
+        LeaseCaller(
+            caller.id, incoming.fairness_key or caller.id, priority, incoming.session, limit
+        ),
+        WantedNode(
+            model,
+            tuple(bodies),
+            route.endpoint,
+            needs_vision,
+            route.llama_cpp_only,
+            incoming.cache.node_labels,
+            stream=stream,
+            may_assemble=may_assemble,
+            prompt_cache=incoming.cache.prompt_cache,
+            feature=route.path,
+            prompt_field=route.prompt_field,
+            slots_field="n" if slots < 2 else _slots_field(bodies),
+        ),
+        RequestSize(
+            slots,
+            generation is not None,
+            prompt_tokens,
+            text_bytes,
+            exact_tokens,
+            media_tokens,
+            max_tokens=max_tokens,
+            body_bytes=max(map(len, bodies.values())),
+            prompt_key=key,
+        ),
     )
     return Request(
         incoming.id,

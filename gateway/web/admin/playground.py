@@ -35,8 +35,8 @@ from gateway.proxy.response_stream import ProxyResponse, to_gateway_error
 from gateway.request import Caller, Headers, Priority
 from gateway.transport.errors import UpstreamError
 from gateway.usage.meter import MeteredRequest
-from gateway.web.admin.event_stream import EventStream, encode_event
 from gateway.web.admin.guard import identity_of
+from gateway.web.admin.live import EventStream, encode_event
 from gateway.web.asgi import read_fields
 from gateway.web.handler import ProxyHandler
 
@@ -142,9 +142,11 @@ class _Chat:
             cache=cache_policy_of(caller, config.settings),
         )
         request = prepare(incoming, parsed, priority, config.rules, handler.catalog)
-        names = request.lease_request.model_names
+        names = request.lease_request.wanted.model_names
         is_served = any(handler.catalog.serves(name) for name in names)
-        self._record.describe(stream=True, model=request.lease_request.model if is_served else None)
+        self._record.describe(
+            stream=True, model=request.lease_request.wanted.model if is_served else None
+        )
         return request
 
     # The events.
