@@ -545,11 +545,7 @@ async def test_a_stream_that_is_not_repaired_goes_on_too(tmp_path: Path) -> None
     ],
 )  # fmt: skip
 def test_what_holds_more_than_text_is_not_resumed(value: dict[str, Any], reason: str) -> None:
-    order = (
-        [ADDED, value]
-        if value is not BEGUN_THOUGHT
-        else [BEGUN_THOUGHT, value]
-    )
+    order = [ADDED, value] if value is not BEGUN_THOUGHT else [BEGUN_THOUGHT, value]
     assert reason in str(read(*order).unresumable)
 
 
@@ -635,9 +631,7 @@ def test_ends_that_were_sent_are_not_sent_again() -> None:
     done = {"type": "response.output_text.done", "item_id": "msg_1", "text": "a"}
     transcript = read(ADDED, text("a"), done)
     assert transcript.finish_reason == "stop"
-    found = events_of(
-        NativeToResponsesRewriter(transcript, POINT).final_events("stop", usage=True)
-    )
+    found = events_of(NativeToResponsesRewriter(transcript, POINT).final_events("stop", usage=True))
     assert [value["type"].removeprefix("response.") for value in found] == [
         "content_part.done", "output_item.done", "completed",
     ]  # fmt: skip

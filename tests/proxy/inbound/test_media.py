@@ -257,11 +257,7 @@ def test_images_are_seen() -> None:
         ({"multimodal_data": ["http://a/"]}, ["http://a/"], True),
         ({"type": "input_audio", "input_audio": {"data": "QUFB"}}, [], False),
     ):
-        assert (
-            links_of({"prompt": part})
-            == links_of({"prompt": [part]})
-            == (links, is_image)
-        )
+        assert links_of({"prompt": part}) == links_of({"prompt": [part]}) == (links, is_image)
 
 
 def test_a_tools_schema_is_no_image() -> None:
