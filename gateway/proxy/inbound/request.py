@@ -32,7 +32,6 @@ from gateway.proxy.inbound.body import (
     Body,
     LargeBody,
     ParsedBody,
-    PromptSize,
     TimeSlicer,
     estimate_min_tokens,
     has_edited_options,
@@ -331,9 +330,10 @@ def prepare(
             request_limits.check_sampling(parsed, limits)
     model, targets = _find_targets(parsed.model, incoming, rules, catalog)
     bodies, slots, max_tokens = _edit_bodies(incoming, parsed, targets, rules, tokens, catalog)
+    body_bytes = max(map(len, bodies.values()))
     if not route.generates:
-        measured = PromptSize(tokens * BYTES_PER_TOKEN)
-        size = RequestSize(slots, False, tokens, *measured, None, _largest(bodies))
+        text_bytes = tokens * BYTES_PER_TOKEN
+        size = RequestSize(slots, False, tokens, text_bytes, 0, 0, None, body_bytes)
         return _new_request(
             incoming, parsed.model, priority, model, bodies, size, needs_vision=needs_vision
         )
@@ -357,7 +357,7 @@ def prepare(
         priority,
         model,
         bodies,
-        RequestSize(slots, True, tokens, *measured, max_tokens, _largest(bodies), key),
+        RequestSize(slots, True, tokens, *measured, max_tokens, body_bytes, key),
         needs_vision=needs_vision,
         stream=stream,
         may_assemble=not stream and can_assemble(route, body, parsed.messages, slots),
@@ -523,11 +523,6 @@ def _completion_count(parsed: ParsedBody, limit: int) -> int:
             raise errors.invalid_request(f"'{name}' is {count}, the most is {limit}.", name)
         most = max(most, count)
     return most
-
-
-def _largest(bodies: dict[str, Body]) -> int:
-    """Bytes of the largest of these bodies."""
-    return max(map(len, bodies.values()))
 
 
 def _new_request(
