@@ -12,7 +12,6 @@ import asyncio
 import re
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -151,31 +150,46 @@ def misspelt_model_error() -> errors.GatewayError:
     )
 
 
-_limited_options = attrgetter(
-    "tools", "grammar", "json_schema", "response_format", "text", "output_config", "output_format",
-    "stop", "stop_sequences", "logit_bias", "samplers", "dry_sequence_breakers", "response_fields",
-    "grammar_triggers",
-)  # fmt: skip
-
-_edited_options = attrgetter(
-    "priority", "n_probs", "top_logprobs", "repeat_last_n", "dry_penalty_last_n", "logprobs",
-    "id_slot", "lora", "response_fields",
-)  # fmt: skip
-
-_NO_LIMITED_OPTIONS = _limited_options(ParsedBody())
-
-_NO_EDITED_OPTIONS = _edited_options(ParsedBody())
-
-
 def has_limited_options(parsed: ParsedBody) -> bool:
     """Whether any field is set that `request_limits` checks."""
-    return bool(_limited_options(parsed) != _NO_LIMITED_OPTIONS)
+    # Compared as one tuple: field by field costs twice as much.
+    return (
+        parsed.tools,
+        parsed.grammar,
+        parsed.json_schema,
+        parsed.response_format,
+        parsed.text,
+        parsed.output_config,
+        parsed.output_format,
+        parsed.stop,
+        parsed.stop_sequences,
+        parsed.logit_bias,
+        parsed.samplers,
+        parsed.dry_sequence_breakers,
+        parsed.response_fields,
+        parsed.grammar_triggers,
+    ) != _NO_LIMITED_OPTIONS
+
+
+_NO_LIMITED_OPTIONS = (MISSING,) * 14
 
 
 def has_edited_options(parsed: ParsedBody) -> bool:
     """Whether any field is set for which `edits.required_edit` may remove or lower something."""
-    return bool(_edited_options(parsed) != _NO_EDITED_OPTIONS)
+    return (
+        parsed.priority,
+        parsed.n_probs,
+        parsed.top_logprobs,
+        parsed.logprobs,
+        parsed.id_slot,
+        parsed.lora,
+        parsed.response_fields,
+        parsed.repeat_last_n,
+        parsed.dry_penalty_last_n,
+    ) != _NO_EDITED_OPTIONS
 
+
+_NO_EDITED_OPTIONS = (None, None, None, MISSING, MISSING, MISSING, MISSING, None, None)
 
 TOKEN_IDS_START = re.compile(rb"\s*\[\s*\d")
 
