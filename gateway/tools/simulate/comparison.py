@@ -9,12 +9,16 @@ from dataclasses import dataclass, replace
 from gateway.scheduling.autoscaling_policy import AutoscalingRules
 from gateway.scheduling.matching import DispatchRules
 from gateway.scheduling.selection import POLICIES
-from gateway.tools.simulate.bound import lower_bound
-from gateway.tools.simulate.fronts import AutoscalingFront, GatewayFront, LeastConn, LeastConnQueued
-from gateway.tools.simulate.knowledge import ExactKnowledge, LearntKnowledge
-from gateway.tools.simulate.report import PolicyReport, summarise
-from gateway.tools.simulate.server import SimulatedMachine
-from gateway.tools.simulate.simulation import Front, simulate
+from gateway.tools.simulate.fronts import (
+    AutoscalingFront,
+    ExactKnowledge,
+    GatewayFront,
+    LearntKnowledge,
+    LeastConn,
+    LeastConnQueued,
+)
+from gateway.tools.simulate.report import PolicyReport, lower_bound, summarise
+from gateway.tools.simulate.simulation import Front, SimulatedMachine, simulate
 from gateway.tools.simulate.trace import Trace
 
 OTHER_PROXIES: Mapping[str, Callable[[Sequence[SimulatedMachine]], Front]] = {

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from gateway.tools.bench.prompts import WORDS, PromptWriter, Text, fit, random_words
+from gateway.tools.bench.target import WORDS, PromptWriter, Text, fit, random_words
 from tests.emulator.language_model import count_tokens
 from tests.emulator.process import emulator_process
 from tests.emulator.request_body import render_chat
