@@ -20,9 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from gateway.tools.local.gguf_file import ModelFile
 from gateway.tools.local.gguf_header import TENSOR_BLOCKS, Tensor
@@ -38,6 +36,10 @@ from gateway.tools.local.server_memory import (
     weights_by_type,
 )
 from gateway.tools.local.topology import Topology
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 STREAM_ROUNDS = 8  # the fastest counts: other work can only make a round slower
 
@@ -69,6 +71,8 @@ def measure_bandwidth(topology: Topology, threads: int | None = None) -> float:
     It takes about a second, and memory of four times the last-level caches. Raises StreamError
     where there is too little.
     """
+    import numpy as np
+
     count = threads or sum(topology.threads_per_server(node) for node in topology.nodes)
     top = max((cache.level for cache in topology.caches), default=0)
     cached = sum(cache.size for cache in topology.caches if cache.level == top)
@@ -80,7 +84,7 @@ def measure_bandwidth(topology: Topology, threads: int | None = None) -> float:
             "Remedy: give --channels and --mt-per-s instead"
         )
     # Each thread fills its own part, so that its pages lie on its own NUMA node.
-    parts: list[np.ndarray[Any, np.dtype[np.int8]]] = []
+    parts: list[NDArray[np.int8]] = []
     _run([lambda: parts.append(np.ones(size, dtype=np.int8))] * count)
     seconds = min(_run([part.max for part in parts]) for _ in range(STREAM_ROUNDS))
     return size * count / seconds
@@ -551,13 +555,85 @@ MIB = 1 << 20
 LEAST_SHARE = 0.01  # of the weights, below which a type of them is not told
 
 
-def report_lines(found: Fit) -> Iterator[tuple[str, str]]:
-    """Yield what is told of a fit: a word, and a sentence beside it."""
-    yield from _model_lines(found)
-    yield from _memory_lines(found)
-    yield from _answer_lines(found)
-    if found.speed is not None:
-        yield from _speed_lines(found.speed, found.machine)
+def report_lines(found: Fit) -> list[tuple[str, str]]:
+    """Return what is told of a fit: a word, and a sentence beside it."""
+    shape, settings, memory = found.shape, found.settings, found.memory
+    parameters = sum(tensor.elements for tensor in shape.tensors) / 1e9
+    experts = f", {shape.experts_used} of {shape.experts} experts" if shape.experts else ""
+    trained = f", trained on {shape.trained_context:,} tokens" if shape.trained_context else ""
+    kinds = ", ".join(
+        f"{name} {format_gib(size)}"
+        for name, size in weights_by_type(shape).items()
+        if size >= memory.weights * LEAST_SHARE
+    )
+    types = " and ".join(dict.fromkeys((settings.key_type, settings.value_type)))
+    slots = _count(settings.slots, "slot")
+    rest = {
+        "compute buffers": memory.compute,
+        "recurrent states": memory.states,
+        "checkpoints of prompts": memory.checkpoints,
+        "prompt cache": memory.prompt_cache,
+        "vocabulary": memory.vocabulary,
+        "process": memory.process,
+    }
+    told = ", ".join(f"{name} {format_gib(size)}" for name, size in rest.items() if size >= MIB)
+    model = (
+        f"{found.model.name}: {shape.architecture}, {parameters:.2f} billion weights in "
+        f"{len(shape.layers)} layers{experts}{trained}"
+    )
+    lines = [
+        ("model", model),
+        ("weights", f"{format_gib(memory.weights)}: {kinds}"),
+        (
+            "KV cache",
+            f"{format_gib(memory.kv_cache)}: {slots} of {settings.context:,} tokens in {types}",
+        ),
+        ("the rest", told),
+        ("a server", f"needs {format_gib(memory.needed)} with all of that full"),
+    ]
+    if memory.mapped_twice:
+        twice = (
+            f"shows up to {format_gib(memory.resident)}: behind weights that it copied into "
+            f"another layout, {format_gib(memory.mapped_twice)} of the file stay in memory until "
+            "others need it"
+        )
+        lines.append(("", twice))
+    for place in found.machine.places:
+        needed = memory.needed * place.servers
+        left = place.available - needed
+        spare = f"{format_gib(left)} stay free" if left >= 0 else f"{format_gib(-left)} are missing"
+        need = "needs" if place.servers == 1 else "need"
+        sentence = (
+            f"{place.name}: {_count(place.servers, 'server')} {need} {format_gib(needed)} of "
+            f"{format_gib(place.available)}; {spare}, {format_gib(MEMORY_RESERVE)} must"
+        )
+        lines.append(("fits" if left >= MEMORY_RESERVE else "does not fit", sentence))
+    at_most = (
+        f"{found.largest_context:,} tokens in each of {slots}, or "
+        f"{_count(found.largest_slots, 'slot')} of {settings.context:,} tokens"
+    )
+    lines.append(("at most", at_most))
+    return lines if found.speed is None else lines + _speed_lines(found.speed, found.machine)
+
+
+def _speed_lines(speed: ExpectedSpeed, machine: Machine) -> list[tuple[str, str]]:
+    waits = "memory" if speed.limit == "memory" else "the cores"
+    estimated = "" if machine.instructions == MEASURED_INSTRUCTIONS else ", estimated from AVX2"
+    decode = (
+        f"{speed.decode:.1f} tokens/s for one request in a half full slot: a token reads "
+        f"{format_gib(speed.weight_bytes)} of weights and {format_gib(speed.kv_bytes)} of KV "
+        f"cache, and waits for {waits}"
+    )
+    prefill = (
+        f"{speed.prefill:.0f} tokens/s by {_count(machine.cores_per_server, 'core')} with "
+        f"{machine.instructions}{estimated}"
+    )
+    bandwidth = f"{(machine.bandwidth or 0) / 1e9:.1f} GB/s, {machine.bandwidth_source}"
+    return [("decode", decode), ("prefill", prefill), ("bandwidth", bandwidth)]
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def choice_table(found: Fit) -> tuple[list[str], list[list[object]]]:
@@ -580,107 +656,10 @@ def choice_table(found: Fit) -> tuple[list[str], list[list[object]]]:
     return columns, rows
 
 
-def _model_lines(found: Fit) -> Iterator[tuple[str, str]]:
-    shape, weights = found.shape, found.memory.weights
-    parameters = sum(tensor.elements for tensor in shape.tensors) / 1e9
-    experts = f", {shape.experts_used} of {shape.experts} experts" if shape.experts else ""
-    trained = f", trained on {shape.trained_context:,} tokens" if shape.trained_context else ""
-    yield (
-        "model",
-        (
-            f"{found.model.name}: {shape.architecture}, {parameters:.2f} billion weights in "
-            f"{len(shape.layers)} layers{experts}{trained}"
-        ),
-    )
-    kinds = ", ".join(
-        f"{name} {format_gib(size)}"
-        for name, size in weights_by_type(shape).items()
-        if size >= weights * LEAST_SHARE
-    )
-    yield "weights", f"{format_gib(weights)}: {kinds}"
-
-
-def _memory_lines(found: Fit) -> Iterator[tuple[str, str]]:
-    memory, settings = found.memory, found.settings
-    types = " and ".join(dict.fromkeys((settings.key_type, settings.value_type)))
-    slots = _count(settings.slots, "slot")
-    yield (
-        "KV cache",
-        f"{format_gib(memory.kv_cache)}: {slots} of {settings.context:,} tokens in {types}",
-    )
-    rest = {
-        "compute buffers": memory.compute,
-        "recurrent states": memory.states,
-        "checkpoints of prompts": memory.checkpoints,
-        "prompt cache": memory.prompt_cache,
-        "vocabulary": memory.vocabulary,
-        "process": memory.process,
-    }
-    told = ", ".join(f"{name} {format_gib(size)}" for name, size in rest.items() if size >= MIB)
-    yield "the rest", told
-    yield "a server", f"needs {format_gib(memory.needed)} with all of that full"
-    if memory.mapped_twice:
-        yield (
-            "",
-            (
-                f"shows up to {format_gib(memory.resident)}: behind weights that it copied into "
-                f"another layout, {format_gib(memory.mapped_twice)} of the file stay in memory "
-                "until others need it"
-            ),
-        )
-
-
-def _answer_lines(found: Fit) -> Iterator[tuple[str, str]]:
-    for place in found.machine.places:
-        needed = found.memory.needed * place.servers
-        left = place.available - needed
-        spare = f"{format_gib(left)} stay free" if left >= 0 else f"{format_gib(-left)} are missing"
-        need = "needs" if place.servers == 1 else "need"
-        yield (
-            "fits" if left >= MEMORY_RESERVE else "does not fit",
-            (
-                f"{place.name}: {_count(place.servers, 'server')} {need} {format_gib(needed)} of "
-                f"{format_gib(place.available)}; {spare}, {format_gib(MEMORY_RESERVE)} must"
-            ),
-        )
-    slots = _count(found.settings.slots, "slot")
-    yield (
-        "at most",
-        (
-            f"{found.largest_context:,} tokens in each of {slots}, or "
-            f"{_count(found.largest_slots, 'slot')} of {found.settings.context:,} tokens"
-        ),
-    )
-
-
-def _speed_lines(speed: ExpectedSpeed, machine: Machine) -> Iterator[tuple[str, str]]:
-    waits = "memory" if speed.limit == "memory" else "the cores"
-    yield (
-        "decode",
-        (
-            f"{speed.decode:.1f} tokens/s for one request in a half full slot: a token reads "
-            f"{format_gib(speed.weight_bytes)} of weights and {format_gib(speed.kv_bytes)} of KV "
-            f"cache, and waits for {waits}"
-        ),
-    )
-    estimated = "" if machine.instructions == MEASURED_INSTRUCTIONS else ", estimated from AVX2"
-    yield (
-        "prefill",
-        (
-            f"{speed.prefill:.0f} tokens/s by {_count(machine.cores_per_server, 'core')} with "
-            f"{machine.instructions}{estimated}"
-        ),
-    )
-    yield "bandwidth", f"{(machine.bandwidth or 0) / 1e9:.1f} GB/s, {machine.bandwidth_source}"
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
-
-
 def fit_as_dict(found: Fit) -> dict[str, Any]:
     """Return a fit as JSON values: sizes in bytes, speeds in tokens/s."""
     shape, settings, machine, memory = found.shape, found.settings, found.machine, found.memory
+    speed = found.speed
     return {
         "model": {
             "file": str(found.model.path),
@@ -731,7 +710,19 @@ def fit_as_dict(found: Fit) -> dict[str, Any]:
         ],
         "largest_context": found.largest_context,
         "largest_slots": found.largest_slots,
-        "speed": _speed_as_dict(found.speed, machine),
+        "speed": None
+        if speed is None
+        else {
+            "decode": round(speed.decode, 2),
+            "prefill": round(speed.prefill, 1),
+            "weight_bytes_per_token": speed.weight_bytes,
+            "kv_bytes_per_token": speed.kv_bytes,
+            "decode_waits_for": speed.limit,
+            "cores": machine.cores_per_server,
+            "instructions": machine.instructions,
+            "bandwidth": round(machine.bandwidth or 0),
+            "bandwidth_source": machine.bandwidth_source,
+        },
         "quantizations": [
             {
                 "name": one.name,
@@ -744,20 +735,4 @@ def fit_as_dict(found: Fit) -> dict[str, Any]:
             }
             for one in found.choices
         ],
-    }
-
-
-def _speed_as_dict(speed: ExpectedSpeed | None, machine: Machine) -> dict[str, Any] | None:
-    if speed is None:
-        return None
-    return {
-        "decode": round(speed.decode, 2),
-        "prefill": round(speed.prefill, 1),
-        "weight_bytes_per_token": speed.weight_bytes,
-        "kv_bytes_per_token": speed.kv_bytes,
-        "decode_waits_for": speed.limit,
-        "cores": machine.cores_per_server,
-        "instructions": machine.instructions,
-        "bandwidth": round(machine.bandwidth or 0),
-        "bandwidth_source": machine.bandwidth_source,
     }

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -177,9 +177,9 @@ def simulate(
     code. Nothing is sent anywhere. Times are seconds; BOUND x is the mean completion over a bound
     that no schedule could beat.
     """
-    from gateway.tools.simulate.comparison import UnknownPolicyError, compare, known_policies
+    from gateway.tools.simulate.comparison import compare, known_policies
     from gateway.tools.simulate.fleets import FleetError, ServerSetup
-    from gateway.tools.simulate.report import overload_warning
+    from gateway.tools.simulate.report import overload_warning, plot_reports
     from gateway.tools.simulate.simulation import StuckError
 
     warm = start is options.StartKind.WARM
@@ -192,15 +192,22 @@ def simulate(
                 f"--policy {name}: there is no such policy; known: {', '.join(known_policies())}",
                 status=2,
             )
+    setup = ServerSetup(batch, cache_ram)
     try:
-        machines = _machines(nodes, fleet, speeds, speed, ServerSetup(batch, cache_ram))
+        machines = _machines(nodes, fleet, speeds, speed, setup)
     except FleetError as error:
         raise CommandFailed(str(error), status=2) from None
     if standby is not None:
-        _check_standby(fleet, policy, plot, exact=exact)
+        if fleet is None:
+            raise CommandFailed("--standby needs --fleet: describe both", status=2)
+        if policy not in (None, ["least_finish"]) or plot is not None or exact:
+            raise CommandFailed(
+                "--standby compares fleets under least_finish: leave --policy, --plot and --exact "
+                "out",
+                status=2,
+            )
         traffic = _requests(trace, generate, seed, limit, skip_broken=skip_broken)
-        setup = ServerSetup(batch, cache_ram)
-        simulate_elastic(machines, standby, elastic, setup, traffic, seed, as_json, warm=warm)
+        _simulate_elastic(machines, standby, elastic, setup, traffic, seed, as_json, warm=warm)
         return
     options.check_plot_file(plot)
     requests = _requests(trace, generate, seed, limit, skip_broken=skip_broken)
@@ -209,28 +216,28 @@ def simulate(
             reports = compare(
                 requests, machines, names, exact=exact, warm=warm, seed=seed, progress=progress
             )
-    except (StuckError, UnknownPolicyError) as error:
+    except StuckError as error:
         raise CommandFailed(str(error)) from None
+    slots = sum(machine.slots for machine in machines)
     if as_json:
-        print_json({"start": start.value, **_as_dict(machines, requests, reports)})
+        print_json(
+            {
+                "start": start.value,
+                "nodes": len(machines),
+                "slots": slots,
+                "requests": len(requests.jobs),
+                "skipped_lines": requests.skipped,
+                "policies": [report.as_dict() for report in reports],
+            }
+        )
     else:
         print_table(_COLUMNS, map(_row, reports), state_column=0)
         if warning := overload_warning(reports):
             print(f"\n{warning}")
     if plot is not None:
-        _draw(plot, reports, machines, requests)
-
-
-def _check_standby(
-    fleet: str | None, policy: list[str] | None, plot: Path | None, *, exact: bool
-) -> None:
-    if fleet is None:
-        raise CommandFailed("--standby needs --fleet: describe both", status=2)
-    if policy not in (None, ["least_finish"]) or plot is not None or exact:
-        raise CommandFailed(
-            "--standby compares fleets under least_finish: leave --policy, --plot and --exact out",
-            status=2,
-        )
+        title = f"{len(requests.jobs):,} requests on {len(machines):,} nodes of {slots:,} slots"
+        plot_reports(plot, reports, title)
+        print_note(f"written: {plot}")
 
 
 def _machines(
@@ -326,29 +333,6 @@ def _row(report: PolicyReport) -> list[object]:
     ]
 
 
-def _as_dict(
-    machines: list[SimulatedMachine], requests: Trace, reports: list[PolicyReport]
-) -> dict[str, Any]:
-    return {
-        "nodes": len(machines),
-        "slots": sum(machine.slots for machine in machines),
-        "requests": len(requests.jobs),
-        "skipped_lines": requests.skipped,
-        "policies": [report.as_dict() for report in reports],
-    }
-
-
-def _draw(
-    plot: Path, reports: list[PolicyReport], machines: list[SimulatedMachine], requests: Trace
-) -> None:
-    from gateway.tools.simulate.report import plot_reports
-
-    slots = sum(machine.slots for machine in machines)
-    title = f"{len(requests.jobs):,} requests on {len(machines):,} nodes of {slots:,} slots"
-    plot_reports(plot, reports, title)
-    print_note(f"written: {plot}")
-
-
 _ELASTIC_COLUMNS = (
     "FLEET",
     "MACHINE-HOURS",
@@ -363,7 +347,7 @@ _ELASTIC_COLUMNS = (
 )
 
 
-def simulate_elastic(
+def _simulate_elastic(
     base: list[SimulatedMachine],
     standby: str,
     rules_text: str,
@@ -374,7 +358,6 @@ def simulate_elastic(
     *,
     warm: bool = False,
 ) -> None:
-    """Play the trace on three fleets and print the table. Raises CommandFailed."""
     from gateway.tools.simulate.comparison import compare_elastic
     from gateway.tools.simulate.fleets import FleetError, from_text
     from gateway.tools.simulate.simulation import StuckError

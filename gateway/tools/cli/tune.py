@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         Measurement,
         MeasurementLog,
         Setting,
-        TuningGoal,
         TuningSession,
     )
 
@@ -134,6 +133,7 @@ def tune(
     from gateway.tools.tune.benchmark import MachineBenchmark, measurement_subject
     from gateway.tools.tune.report import build_report
     from gateway.tools.tune.search import (
+        GOALS,
         BenchmarkRequest,
         MeasurementLog,
         Search,
@@ -142,8 +142,10 @@ def tune(
         search_space,
     )
 
-    chosen_goal = _goal(goal)
-    _check_host_vars(write)
+    chosen_goal = next((one for one in GOALS if one == goal), None)
+    if chosen_goal is None:
+        raise CommandFailed(f"--goal {goal}: there is no such goal; known: {', '.join(GOALS)}", 2)
+    _check_target(write)
     options.check_plot_file(plot)
     request = BenchmarkRequest(prompt, answer)
     try:
@@ -189,10 +191,7 @@ def tune(
         from gateway.tools.cli.progress import print_report
 
         print_report(report)
-    if plot is not None:
-        _draw(plot, report, subject)
-    if write is not None:
-        _write(write, report, topology, subject)
+    _write_files(report, topology, subject, plot, write)
     if session.end_reason == "interrupted":
         print_note(
             f"Interrupted: the measurements are in {records.path}; the same command goes on."
@@ -209,26 +208,6 @@ def _energy_meter() -> EnergyMeter | None:
     except EnergyUnavailableError as error:
         print_note(f"Energy is not measured: {error}")
         return None
-
-
-def _goal(name: str) -> TuningGoal:
-    from gateway.tools.tune.search import GOALS
-
-    for goal in GOALS:
-        if goal == name:
-            return goal
-    raise CommandFailed(f"--goal {name}: there is no such goal; known: {', '.join(GOALS)}", 2)
-
-
-def _check_host_vars(path: Path | None) -> None:
-    """Check before the work that `--write` can be written. Raises CommandFailed."""
-    from gateway.tools.tune.report import WriteError, check_target
-
-    if path is not None:
-        try:
-            check_target(path)
-        except WriteError as error:
-            raise CommandFailed(f"--write {error}", 2) from None
 
 
 def _slot_tokens(plan: LocalFleetPlan, context: int, request: BenchmarkRequest) -> int:
@@ -340,23 +319,34 @@ def _no_measurement(session: TuningSession, minutes: float, status: int) -> Comm
     )
 
 
-def _draw(plot: Path, report: TuningReport, subject: dict[str, object]) -> None:
-    from gateway.tools.tune.report import draw_report
+def _check_target(path: Path | None) -> None:
+    """Check before the work that `--write` can be written. Raises CommandFailed."""
+    from gateway.tools.tune.report import WriteError, check_target
 
-    title = f"{subject['model']} on {subject['processor']}: {report.best.setting}"
-    draw_report(plot, report, title)
-    print_note(f"written: {plot}")
+    if path is not None:
+        try:
+            check_target(path)
+        except WriteError as error:
+            raise CommandFailed(f"--write {error}", 2) from None
 
 
-def _write(
-    path: Path, report: TuningReport, topology: Topology, subject: dict[str, object]
+def _write_files(
+    report: TuningReport,
+    topology: Topology,
+    subject: dict[str, object],
+    plot: Path | None,
+    write: Path | None,
 ) -> None:
     from datetime import UTC, datetime
 
-    from gateway.tools.tune.report import write_result
+    from gateway.tools.tune.report import draw_report, write_result
 
-    if report.session.end_reason == "interrupted":
-        print_note(f"{path} is not written: the search was interrupted")
-        return
-    write_result(path, report, topology, subject, datetime.now(UTC))
-    print_note(f"written: {path}")
+    if plot is not None:
+        title = f"{subject['model']} on {subject['processor']}: {report.best.setting}"
+        draw_report(plot, report, title)
+        print_note(f"written: {plot}")
+    if write is not None and report.session.end_reason == "interrupted":
+        print_note(f"{write} is not written: the search was interrupted")
+    elif write is not None:
+        write_result(write, report, topology, subject, datetime.now(UTC))
+        print_note(f"written: {write}")

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import random
+from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import cast
 
 from gateway.fleet.calibration import (
     LOOK_SECONDS,
@@ -40,11 +41,8 @@ from gateway.scheduling.fleet_sync import show_speed
 from gateway.scheduling.matching import DispatchRules
 from gateway.scheduling.node_slots import NodeSlots, Placement, QueuedRequest, TierSets
 from gateway.scheduling.placement_state import PlacementState
-from gateway.tools.simulate.simulation import SimulatedFleet, SimulatedMachine
+from gateway.tools.simulate.simulation import Front, SimulatedFleet, SimulatedMachine
 from gateway.tools.simulate.trace import Job, common_tokens
-
-UNKNOWN_COMPLETION_TOKENS = 256
-"""Tokens expected of an answer of unknown length."""
 
 
 @dataclass(slots=True)
@@ -74,41 +72,43 @@ class ExpectedRequest:
         self.prompt_tokens, self.cached, self.pending = prompt_tokens, cached, pending
 
 
-class Knowledge(Protocol):
+class Knowledge(ABC):
     """Where the figures of requests and of rows come from."""
 
+    @abstractmethod
     def start(self, machines: Sequence[SimulatedMachine], placement_state: PlacementState) -> None:
         """Set the speeds of the rows; each machine has the row of its index."""
 
+    @abstractmethod
     def expect(self, job: Job, fleet: SimulatedFleet) -> ExpectedRequest:
         """What to expect of a request that has arrived."""
 
+    @abstractmethod
     def refresh_cached(self, job: Job, expected: ExpectedRequest, fleet: SimulatedFleet) -> None:
-        """It has waited: look up anew what is cached of it."""
+        """Look up anew what is cached of a request that has waited."""
 
+    @abstractmethod
     def placed(self, job: Job, expected: ExpectedRequest, now: float) -> None:
-        """It goes to the node of `expected.placement`."""
+        """Take note that it goes to the node of `expected.placement`."""
 
-    def prefill_done(self, job: Job, expected: ExpectedRequest, now: float) -> None:
-        """Its first token has come."""
+    def prefill_done(self, job: Job, now: float) -> None:  # noqa: B027 - the truth learns nothing
+        """Learn from its first token's time."""
 
-    def ended(self, job: Job, expected: ExpectedRequest, now: float) -> None:
-        """It has ended; the job has the figures that llama.cpp reports."""
+    def ended(self, job: Job, expected: ExpectedRequest, now: float) -> None:  # noqa: B027
+        """Learn from its end; the job has the figures that llama.cpp reports."""
 
-    def restarted(self, node: int) -> None:
-        """That node was stopped: its caches are gone."""
+    def restarted(self, node: int) -> None:  # noqa: B027 - the truth looks into the caches
+        """Forget the caches of a node that was stopped."""
 
 
-class ExactKnowledge:
+class ExactKnowledge(Knowledge):
     """Knows the truth: speeds, lengths, and what every node has cached.
 
     The difference of results to `LearntKnowledge` is the cost of learning. It looks into every node
     where a prompt may be cached, so it is for fleets of some dozens of nodes.
     """
 
-    def __init__(self, *, lengths: bool = True, caches: bool = True) -> None:
-        self._lengths = lengths
-        self._caches = caches
+    def __init__(self) -> None:
         # By stream, or minus prefix: the nodes where a prompt of it may be cached.
         self._nodes_by_text: dict[int, set[int]] = {}
 
@@ -122,21 +122,13 @@ class ExactKnowledge:
     def expect(self, job: Job, fleet: SimulatedFleet) -> ExpectedRequest:
         """The truth."""
         prompt = job.prompt
-        completion = (
-            job.output
-            if self._lengths
-            else min(job.max_tokens or UNKNOWN_COMPLETION_TOKENS, UNKNOWN_COMPLETION_TOKENS)
-        )
-        expected = ExpectedRequest(
-            prompt.tokens, completion, {}, affinity_hash=prompt.prefix or prompt.stream
-        )
+        affinity = prompt.prefix or prompt.stream
+        expected = ExpectedRequest(prompt.tokens, job.output, {}, affinity_hash=affinity)
         self.refresh_cached(job, expected, fleet)
         return expected
 
     def refresh_cached(self, job: Job, expected: ExpectedRequest, fleet: SimulatedFleet) -> None:
         """What is cached now."""
-        if not self._caches:
-            return
         prompt = job.prompt
         cached: dict[int, float] = {}
         pending: dict[int, float] = {}
@@ -162,15 +154,6 @@ class ExactKnowledge:
         self._nodes_by_text.setdefault(job.prompt.stream, set()).add(job.node)
         if job.prompt.prefix:
             self._nodes_by_text.setdefault(-job.prompt.prefix, set()).add(job.node)
-
-    def prefill_done(self, job: Job, expected: ExpectedRequest, now: float) -> None:
-        """Nothing to learn."""
-
-    def ended(self, job: Job, expected: ExpectedRequest, now: float) -> None:
-        """Nothing to learn."""
-
-    def restarted(self, node: int) -> None:
-        """Nothing to forget: the caches are looked into."""
 
 
 BYTES_PER_TOKEN = 4
@@ -260,16 +243,14 @@ def _timings(read: int, read_s: float, wrote: int, wrote_s: float) -> dict[str, 
     }
 
 
+@dataclass(slots=True)
 class _Measured:
     """A running request: its prompt key, and its node's occupancy since the last event."""
 
-    __slots__ = ("mean_prefills", "prefill_seconds", "prompt_key", "slot_seconds")
-
-    def __init__(self, prompt_key: PromptKey) -> None:
-        self.prompt_key = prompt_key
-        self.slot_seconds = 0.0
-        self.prefill_seconds = 0.0
-        self.mean_prefills = 1.0
+    prompt_key: PromptKey
+    slot_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    mean_prefills: float = 1.0
 
     def note(self, occupancy: SlotOccupancy) -> None:
         """Measure from now on."""
@@ -283,7 +264,7 @@ class _Measured:
         self.note(occupancy)
 
 
-class LearntKnowledge:
+class LearntKnowledge(Knowledge):
     """Learns as the gateway does: of speeds from nothing (`warm`: it knows them), else too.
 
     Idle nodes are calibrated. Their slots are free meanwhile, and a request ends it.
@@ -357,13 +338,11 @@ class LearntKnowledge:
         if stub.calibrated_at < math.inf:
             stub.end_calibration(now, given_up=True)
 
-    def prefill_done(self, job: Job, expected: ExpectedRequest, now: float) -> None:
-        """Its prompt has been read."""
-        measured = self._measured[job.id]
+    def prefill_done(self, job: Job, now: float) -> None:
+        """Measure its decoding from now on."""
         occupancy = self._occupancies[job.node]
         occupancy.prefill_done(now)
-        read = now - job.sent
-        measured.prefill_done(occupancy, read)
+        self._measured[job.id].prefill_done(occupancy, now - job.sent)
 
     def ended(self, job: Job, expected: ExpectedRequest, now: float) -> None:
         """Learn from its figures."""
@@ -380,7 +359,11 @@ class LearntKnowledge:
         seen = ObservedTiming(
             now - job.sent, job.first - job.sent, busy, stalled, measured.mean_prefills
         )
-        self._learn_speed(node, timings, seen, now)
+        self._stubs[node].speed.learn_timings(timings, seen)
+        if self._state.exploring and now >= self._compared_at + COMPARE_SPEEDS_EVERY:
+            self._set_all_speeds(now)
+        else:
+            show_speed(self._state, self._state.rows[node], self._stubs[node].speed)
         prompt = job.prompt.tokens
         text = prompt * BYTES_PER_TOKEN
         self.token_estimates.learn(
@@ -394,15 +377,6 @@ class LearntKnowledge:
         """Forget what it had cached, but not its speed."""
         self.prompt_cache.forget_node(node)
         self.prompt_cache.resize(node, self._slots[node])
-
-    def _learn_speed(
-        self, node: int, timings: Mapping[str, object], seen: ObservedTiming, now: float
-    ) -> None:
-        self._stubs[node].speed.learn_timings(timings, seen)
-        if self._state.exploring and now >= self._compared_at + COMPARE_SPEEDS_EVERY:
-            self._set_all_speeds(now)
-        else:
-            show_speed(self._state, self._state.rows[node], self._stubs[node].speed)
 
     def _calibrate(self, now: float) -> None:
         """Take in the calibrations that have ended by now, in their order, and begin others."""
@@ -485,7 +459,7 @@ LEAST_ALARM_DELAY = 1e-3
 PRIORITY_BY_LABEL = {priority.label: priority for priority in Priority}
 
 
-class GatewayFront:
+class GatewayFront(Front):
     """The gateway's dispatcher over simulated nodes.
 
     `knowledge` says what it knows of speeds, lengths and caches. Raises KeyError for a policy that
@@ -551,7 +525,7 @@ class GatewayFront:
         expected = self._expected[job.id]
         assert expected.placement is not None
         self.dispatcher.prefill_done(expected.placement, fleet.now)
-        self.knowledge.prefill_done(job, expected, fleet.now)
+        self.knowledge.prefill_done(job, fleet.now)
 
     def ended(self, job: Job, fleet: SimulatedFleet) -> None:
         """Settle it, learn from it, and give its slot to the next."""
@@ -595,20 +569,23 @@ AUTOSCALER_TICK = 1.0
 """Seconds between two looks at the load."""
 
 
+@dataclass(slots=True)
 class _StandbyMachine:
     """One standby machine. Times are seconds of the simulation."""
 
-    __slots__ = ("index", "name", "phase", "ready_at", "seconds", "slots", "started", "stopped")
+    index: int
+    slots: int
+    phase: LifecyclePhase = LifecyclePhase.OFF
+    started: float = -math.inf
+    stopped: float = -math.inf
+    ready_at: float = math.inf
+    seconds: float = 0.0
+    """Seconds that it ran, up to its last stop."""
 
-    def __init__(self, index: int, machine: SimulatedMachine) -> None:
-        self.index = index
-        self.name = str(index)
-        self.slots = machine.slots
-        self.phase = LifecyclePhase.OFF
-        self.started = self.stopped = -math.inf
-        self.ready_at = math.inf
-        self.seconds = 0.0
-        """Seconds that it ran, up to its last stop."""
+    @property
+    def name(self) -> str:
+        """For the autoscaling policy."""
+        return str(self.index)
 
     def enter(self, phase: LifecyclePhase) -> None:
         """Begin another phase."""
@@ -624,7 +601,7 @@ class _StandbyMachine:
         self.seconds += now - self.started
 
 
-class AutoscalingFront:
+class AutoscalingFront(Front):
     """A gateway with standby machines: those with an index from `base` on.
 
     A standby machine works `startup` seconds after its start, with empty caches.
@@ -647,7 +624,7 @@ class AutoscalingFront:
         self._policy = AutoscalingPolicy()
         self._tick = 0.0
         self._standby = [
-            _StandbyMachine(index, machine)
+            _StandbyMachine(index, machine.slots)
             for index, machine in enumerate(machines)
             if index >= base
         ]
@@ -758,79 +735,44 @@ class AutoscalingFront:
 _FULL = 1 << 30
 
 
-class LeastConn:
-    """nginx `least_conn`: sends at once to the server with fewest connections, ties in turn.
+class LeastConn(Front):
+    """Sends to the server with the fewest connections, ties in turn: one proxy or the other.
 
-    Requests beyond a node's slots wait inside the node, and can't be moved any more.
+    Without `slots` it is nginx's `least_conn`, which sends at once: requests beyond a node's slots
+    wait inside the node, and can't be moved any more. With them it is HAProxy's `leastconn` with
+    that `maxconn`, which lets the rest wait, first in, first out.
     """
 
-    def __init__(self, nodes: int) -> None:
+    def __init__(self, nodes: int, slots: Sequence[int] | None = None) -> None:
         self.alarm = math.inf
-        self._connections = [0] * nodes
-        self._turn = 0
-
-    def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
-        """Send it."""
-        node = _next_least(self._connections, self._turn)
-        self._turn = node + 1
-        self._connections[node] += 1
-        fleet.send(job, node)
-
-    def started(self, job: Job, fleet: SimulatedFleet) -> None:
-        """Do nothing: a first byte does not change the count."""
-
-    def ended(self, job: Job, fleet: SimulatedFleet) -> None:
-        """Decrement the node's count."""
-        self._connections[job.node] -= 1
-
-    def wake(self, fleet: SimulatedFleet) -> None:
-        """No alarm is ever set."""
-
-
-class LeastConnQueued:
-    """HAProxy `leastconn` with `maxconn` = a server's slots: the rest wait, first in, first out."""
-
-    def __init__(self, slots: list[int]) -> None:
-        self.alarm = math.inf
-        self._slots = slots
+        self._slots: Sequence[float] = slots or [math.inf] * nodes
         # A full server's count is raised by `_FULL`, so that it never is the least.
-        self._connections = [0] * len(slots)
+        self._connections = [0] * nodes
         self._queue: deque[Job] = deque()
         self._turn = 0
 
     def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
         """Send it, or queue it while every server is full."""
-        node = _next_least(self._connections, self._turn)
-        if self._connections[node] >= _FULL:
+        counts = self._connections
+        least = min(counts)
+        if least >= _FULL:
             self._queue.append(job)
             return
+        try:
+            node = counts.index(least, self._turn)
+        except ValueError:
+            node = counts.index(least)
         self._turn = node + 1
         self._send(job, node, fleet)
 
-    def started(self, job: Job, fleet: SimulatedFleet) -> None:
-        """Do nothing."""
-
     def ended(self, job: Job, fleet: SimulatedFleet) -> None:
-        """The server that has room gets the oldest of the queue."""
-        node = job.node
-        count = self._connections[node]
-        self._connections[node] = (count - _FULL if count >= _FULL else count) - 1
+        """Give the room to the oldest of the queue."""
+        count = self._connections[job.node]
+        self._connections[job.node] = (count - _FULL if count >= _FULL else count) - 1
         if self._queue:
-            self._send(self._queue.popleft(), node, fleet)
-
-    def wake(self, fleet: SimulatedFleet) -> None:
-        """No alarm is ever set."""
+            self._send(self._queue.popleft(), job.node, fleet)
 
     def _send(self, job: Job, node: int, fleet: SimulatedFleet) -> None:
         count = self._connections[node] + 1
         self._connections[node] = count + _FULL if count >= self._slots[node] else count
         fleet.send(job, node)
-
-
-def _next_least(counts: list[int], turn: int) -> int:
-    """The index of the least count: the first from `turn` on, else the first of all."""
-    least = min(counts)
-    try:
-        return counts.index(least, turn)
-    except ValueError:
-        return counts.index(least)

@@ -19,11 +19,11 @@ same result.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Protocol
 
 from gateway.tools.simulate.trace import Job, Trace, TracePrompt, common_tokens
 
@@ -448,23 +448,25 @@ class Arrivals:
         self.next_time = min(first, later)
 
 
-class Front(Protocol):
+class Front(ABC):
     """Places requests on nodes: a proxy in front of them."""
 
     alarm: float
     """When it is to be woken if nothing else happens; infinity: never."""
 
+    @abstractmethod
     def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
-        """A request has arrived: send it, or queue it."""
+        """Send a request that has arrived, or queue it."""
 
-    def started(self, job: Job, fleet: SimulatedFleet) -> None:
-        """The first token has come."""
+    def started(self, job: Job, fleet: SimulatedFleet) -> None:  # noqa: B027 - most don't care
+        """Take note of its first token."""
 
+    @abstractmethod
     def ended(self, job: Job, fleet: SimulatedFleet) -> None:
-        """The last token has come and the slot is free."""
+        """Take note of its last token: the slot is free."""
 
-    def wake(self, fleet: SimulatedFleet) -> None:
-        """The time of the alarm has come. Must set a later one."""
+    def wake(self, fleet: SimulatedFleet) -> None:  # noqa: B027 - where no alarm is set
+        """Act at the time of the alarm. Must set a later one."""
 
 
 @dataclass(frozen=True, slots=True)

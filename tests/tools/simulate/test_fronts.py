@@ -13,7 +13,6 @@ from gateway.tools.simulate.fronts import (
     Knowledge,
     LearntKnowledge,
     LeastConn,
-    LeastConnQueued,
 )
 from gateway.tools.simulate.simulation import SimulatedFleet, SimulatedMachine, simulate
 from gateway.tools.simulate.trace import Job
@@ -29,7 +28,7 @@ def test_least_conn_sends_at_once_and_takes_turns_among_equals() -> None:
 
 def test_maxconn_keeps_the_rest_in_one_queue() -> None:
     jobs = [job(time=i / 1000, output=100 if i % 2 else 30) for i in range(6)]
-    simulate(trace(jobs), [machine(1, str(i)) for i in range(2)], LeastConnQueued([1, 1]))
+    simulate(trace(jobs), [machine(1, str(i)) for i in range(2)], LeastConn(2, [1, 1]))
     assert [one.node for one in jobs[:2]] == [0, 1]
     # The first node is free earlier and gets the next two in their order.
     assert jobs[2].node == jobs[3].node == 0
@@ -75,11 +74,6 @@ def test_the_old_prompt_of_a_busy_slot_is_not_cached() -> None:
     assert second.cached == 1099
     assert (recording.predicted[2].cached, recording.predicted[2].pending) == ({}, {0: 400})
     assert then.cached == 0
-
-
-def test_exact_knowledge_can_guess_lengths() -> None:
-    known = ExactKnowledge(lengths=False).expect(job(output=900), SimulatedFleet([machine(1)], []))
-    assert known.completion_tokens == 256
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.tools.simulate.comparison import build_front, compare, known_policies
-from gateway.tools.simulate.fronts import LeastConn, LeastConnQueued
+from gateway.tools.simulate.fronts import LeastConn
 from gateway.tools.simulate.report import (
     Percentiles,
     PolicyReport,
@@ -88,14 +88,14 @@ def test_fast_nodes_that_are_too_few_for_all_do_not_serve_all() -> None:
     jobs = [job(time=i * 0.05, prompt=100, output=101) for i in range(4000)]
     machines = [machine(1, f"fast{i}") for i in range(10)]
     machines += [machine(1, f"slow{i}", prefill=100.0, decode=1.0) for i in range(2000)]
-    result = simulate(trace(jobs), machines, LeastConnQueued([1] * 2010))
+    result = simulate(trace(jobs), machines, LeastConn(2010, [1] * 2010))
     alone_on_the_fastest = 0.1 + 100 * 0.1
     assert alone_on_the_fastest * 4 < lower_bound(result) < mean(result)
 
 
 def test_above_capacity_the_bound_by_queueing_counts() -> None:
     jobs = [job(prompt=100, output=101) for _ in range(100)]
-    result = simulate(trace(jobs), [machine(1)], LeastConnQueued([1]))
+    result = simulate(trace(jobs), [machine(1)], LeastConn(1, [1]))
     # One after the other, each of 10.1 s: the best there is, but for the first step.
     assert mean(result) == pytest.approx(10.1 * 101 / 2)
     assert 0.9 * mean(result) < lower_bound(result) <= mean(result)

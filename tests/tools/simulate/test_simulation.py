@@ -7,6 +7,7 @@ import pytest
 
 from gateway.tools.simulate.fronts import LeastConn
 from gateway.tools.simulate.simulation import (
+    Front,
     SimulatedFleet,
     SimulatedMachine,
     SimulatedPromptCache,
@@ -195,18 +196,14 @@ def test_a_large_prompt_is_not_loaded_for_a_small_part() -> None:
     assert serve(SimulatedPromptCache(1, 0), TracePrompt(1, 10), 0.0, 1) == (0, 0)
 
 
-class Keeper:
+class Keeper(Front):
     """A front that sends nothing."""
 
     alarm = math.inf
 
     def arrive(self, job: Job, fleet: SimulatedFleet) -> None: ...
 
-    def started(self, job: Job, fleet: SimulatedFleet) -> None: ...
-
     def ended(self, job: Job, fleet: SimulatedFleet) -> None: ...
-
-    def wake(self, fleet: SimulatedFleet) -> None: ...
 
 
 class Delayer(Keeper):
