@@ -75,11 +75,6 @@ class Endpoint:
         return {name: value for name, value in (fields | extra).items() if value is not None}
 
 
-def endpoint(name: str) -> Endpoint | None:
-    """The endpoint of this name."""
-    return next((one for one in ENDPOINTS if one.name == name), None)
-
-
 def _chat_content(event: Mapping[str, Any]) -> bool:
     delta = _first(event, "choices").get("delta")
     if not isinstance(delta, dict):
@@ -114,23 +109,26 @@ CHAT = Endpoint(
     _chat_content,
 )
 
-ENDPOINTS = (
-    CHAT,
-    Endpoint(
-        "completions",
-        b"/completions",
-        True,
-        lambda prompt: {"prompt": prompt},
-        lambda event: bool(_first(event, "choices").get("text")),
-    ),
-    Endpoint(
-        "embeddings",
-        b"/embeddings",
-        False,
-        lambda prompt: {"input": prompt},
-        lambda reply: bool(_first(reply, "data").get("embedding")),
-    ),
-)
+ENDPOINTS = {
+    one.name: one
+    for one in (
+        CHAT,
+        Endpoint(
+            "completions",
+            b"/completions",
+            True,
+            lambda prompt: {"prompt": prompt},
+            lambda event: bool(_first(event, "choices").get("text")),
+        ),
+        Endpoint(
+            "embeddings",
+            b"/embeddings",
+            False,
+            lambda prompt: {"input": prompt},
+            lambda reply: bool(_first(reply, "data").get("embedding")),
+        ),
+    )
+}
 
 
 MOST_EVENT_BYTES = 1 << 20

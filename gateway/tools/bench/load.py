@@ -21,8 +21,9 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from gateway.tools.bench.exchange import RequestResult, RequestSender
-from gateway.tools.bench.target import PromptWriter, Text
+from gateway.tools.bench.target import PromptWriter
 from gateway.tools.simulate.report import Percentiles
+from gateway.tools.simulate.trace import Job, TracePrompt
 
 if TYPE_CHECKING:
     from gateway.tools.local.energy import EnergyMeter
@@ -221,14 +222,6 @@ LONGEST_RETRY_AFTER = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedRequest:
-    """What a request asks for."""
-
-    text: Text
-    max_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class PreparedRequest:
     """A request whose body is ready: writing it counts as nobody's latency."""
 
@@ -246,11 +239,10 @@ class RequestPattern:
     prefix_tokens: int = 0
     prefixes: int = 1
 
-    def request(self, number: int) -> PlannedRequest:
-        """The request of this number, whose text no other has."""
+    def text(self, number: int) -> TracePrompt:
+        """The prompt of the request of this number; no other has its text."""
         prefix = 1 + number % self.prefixes if self.prefix_tokens else 0
-        text = Text(number, self.prompt_tokens, prefix, self.prefix_tokens)
-        return PlannedRequest(text, self.max_tokens)
+        return TracePrompt(number, self.prompt_tokens, prefix, self.prefix_tokens)
 
 
 @dataclass(slots=True)
@@ -321,12 +313,16 @@ class LoadRunner:
 
     def _next_request(self) -> PreparedRequest:
         self._number += 1
-        return self._prepare(self._number, self.pattern.request(self._number))
+        text = self.pattern.text(self._number)
+        return self._prepare(self._number, text, self.pattern.max_tokens)
 
-    def _prepare(self, number: int, request: PlannedRequest) -> PreparedRequest:
-        prompt, endpoint = self.writer.write(request.text), self.sender.endpoint
-        fields = endpoint.body(self.model, prompt, request.max_tokens, self.extra)
-        return PreparedRequest(number, json.dumps(fields).encode(), request.max_tokens)
+    def _turn(self, job: Job) -> PreparedRequest:
+        return self._prepare(job.id, job.prompt, job.output)
+
+    def _prepare(self, number: int, text: TracePrompt, max_tokens: int) -> PreparedRequest:
+        prompt, endpoint = self.writer.write(text), self.sender.endpoint
+        fields = endpoint.body(self.model, prompt, max_tokens, self.extra)
+        return PreparedRequest(number, json.dumps(fields).encode(), max_tokens)
 
     # Closed loop.
 
@@ -405,7 +401,7 @@ class LoadRunner:
                 intended = max(due, result.ended + jobs[place].pause / speed)
                 if seconds is not None and intended > began + seconds:
                     return
-                request = self._prepare(place, _turn(jobs[place]))
+                request = self._turn(jobs[place])
                 await self._until(intended)
                 await self._take(room, held_back)
 
@@ -416,7 +412,7 @@ class LoadRunner:
                     break
                 if job.is_later_turn:
                     continue
-                request = self._prepare(job.id, _turn(job))
+                request = self._turn(job)
                 await self._until(began + at)
                 await self._take(room, held_back)
                 group.create_task(converse(job.id, request))
@@ -437,9 +433,3 @@ class LoadRunner:
         await self.sender.send(result, request.body, request.max_tokens)
         self.on_end(result)
         return result
-
-
-def _turn(job: Job) -> PlannedRequest:
-    prompt = job.prompt
-    text = Text(prompt.stream, prompt.tokens, prompt.prefix, prompt.prefix_tokens)
-    return PlannedRequest(text, job.output)

@@ -17,12 +17,11 @@ from gateway.tools.bench.load import Load, LoadRun, LoadRunner, RequestPattern
 from gateway.tools.bench.report import BenchReport, LoadResult, RequestGoal, figures_of, judge
 from gateway.tools.bench.target import (
     Baseline,
-    Calibrator,
     Probe,
     PromptWriter,
     ServerDescription,
-    TargetError,
     describe_server,
+    probe_server,
     server_address,
 )
 from gateway.transport.pool import ConnectionPool
@@ -93,20 +92,12 @@ class BenchSession:
     async def _run(self, pool: ConnectionPool) -> None:
         plan = self.plan
         self.on_phase("asking the server what it is")
-        self._server = await describe_server(
-            pool,
-            plan.model,
-            connect_timeout=plan.connect_timeout,
-            timeout=plan.timeout,
-            clock=self.clock,
-        )
-        self._check_fit()
         sender = RequestSender(pool, plan.endpoint, plan.connect_timeout, plan.timeout, self.clock)
+        self._server = await describe_server(sender, plan.model)
+        self._check_fit()
         self.on_phase("calibrating the prompts' length")
         ignores = self._server.ignores_eos if plan.ignore_eos is None else plan.ignore_eos
-        self._probe = await Calibrator(
-            sender, plan.endpoint, self._server, plan.extra, ignores, plan.seed, self.clock
-        ).run()
+        self._probe = await probe_server(sender, self._server, plan.extra, ignores, plan.seed)
         runner = LoadRunner(
             sender,
             PromptWriter(plan.seed, self._probe.calibration),
@@ -182,6 +173,3 @@ def _client(probe: Probe | None) -> dict[str, Any]:
         found["prompt_lengths_by"] = calibration.source
         found["tokens_per_word"] = round(calibration.tokens_per_word, 4)
     return found
-
-
-__all__ = ["BenchPlan", "BenchSession", "FitError", "TargetError"]

@@ -284,7 +284,7 @@ def bench(
     played = None if trace is None else _played_trace(trace, requests)
     plan = BenchPlan(
         url=address,
-        endpoint=next(one for one in ENDPOINTS if one.name == endpoint.value),
+        endpoint=ENDPOINTS[endpoint.value],
         loads=_loads(concurrency, rate, played, speed_up, requests, duration),
         pattern=RequestPattern(prompt, max_tokens, round(prompt * prefix_share), prefixes),
         key=find_key(key_file, environment()),
@@ -329,7 +329,8 @@ def _measure(plan: BenchPlan) -> tuple[BenchReport, list[LoadRun], int]:
     import uvloop
 
     from gateway.system import raise_open_file_limit
-    from gateway.tools.bench.session import BenchSession, FitError, TargetError
+    from gateway.tools.bench.session import BenchSession, FitError
+    from gateway.tools.bench.target import TargetError
 
     async def measure(session: BenchSession) -> None:
         task = asyncio.current_task()

@@ -8,13 +8,11 @@ import pytest
 
 from gateway.tools.bench.exchange import (
     CHAT,
-    ENDPOINTS,
     MOST_EVENT_BYTES,
     ExchangeError,
     RequestResult,
     ServerReport,
     StreamReader,
-    endpoint,
     is_finished,
     message_of,
     read_object,
@@ -102,11 +100,6 @@ def test_an_errors_words_are_found_and_bounded() -> None:
     assert message_of(read_object(b'{"error":"full"}')) == "full"
     assert message_of(read_object(b'{"error":[1]}')) == ""
     assert len(message_of({"error": "x" * 10_000})) == 200
-
-
-def test_every_endpoint_is_found_by_its_name() -> None:
-    assert [endpoint(one.name) for one in ENDPOINTS] == list(ENDPOINTS)
-    assert endpoint("nothing") is None
 
 
 def test_a_body_streams_and_own_fields_beat_ours() -> None:

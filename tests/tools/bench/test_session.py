@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gateway.tools.bench.exchange import endpoint
+from gateway.tools.bench.exchange import ENDPOINTS
 from gateway.tools.bench.load import Load, Loop, RequestPattern, closed_loads, poisson_loads
 from gateway.tools.bench.report import BenchReport, Limit, LoadFigures, RequestGoal
 from gateway.tools.bench.session import BenchSession, FitError
@@ -160,20 +160,18 @@ class TestAccuracy:
 class TestEndpoints:
     @in_virtual_time
     async def test_completions(self) -> None:
-        chosen = endpoint("completions")
-        assert chosen is not None
         async with EmulatedNode(prefill_tps=1000, decode_tps=50) as node:
-            found = only(await measure(node.url, endpoint=chosen))
+            found = only(await measure(node.url, endpoint=ENDPOINTS["completions"]))
         assert found.succeeded == 4
         assert found.inter_token is not None
         assert found.inter_token.p50 == pytest.approx(1 / 50, rel=0.02)
 
     @in_virtual_time
     async def test_embeddings_have_no_tokens_but_a_time(self) -> None:
-        chosen = endpoint("embeddings")
-        assert chosen is not None
         async with EmulatedNode(prefill_tps=1000, embeddings=True) as node:
-            report = await measure(node.url, endpoint=chosen, pattern=RequestPattern(100, 8))
+            report = await measure(
+                node.url, endpoint=ENDPOINTS["embeddings"], pattern=RequestPattern(100, 8)
+            )
         found = only(report)
         assert found.succeeded == 4
         assert found.ttft is None
