@@ -402,23 +402,6 @@ def _errors(figures: LoadFigures) -> str:
 FORMAT = 1
 """Of the JSON report; a later one that older programs can't read has a higher number."""
 
-CSV_COLUMNS = (
-    "load",
-    "request",
-    "intended_start",
-    "start_lag",
-    "ttft",
-    "inter_token",
-    "longest_gap",
-    "completion",
-    "prompt_tokens",
-    "cached_tokens",
-    "completion_tokens",
-    "events",
-    "queue_seconds",
-    "error",
-)
-
 DEFINITIONS = (
     ("TTFT", "time to the first event with content, from the request's (intended) start"),
     ("INTER-TOKEN", "mean time between a request's tokens, from its first event to its last"),
@@ -530,7 +513,10 @@ def table_rows(report: BenchReport) -> Iterator[list[str | None]]:
 
 def remarks(report: BenchReport) -> list[str]:
     """What to know beside the table."""
-    lines = [f"{one.figures.load.label}: {_limit_line(one.verdict)}" for one in report.loads]
+    lines = [
+        f"{one.figures.load.label}: {one.verdict.limit.value}: {one.verdict.reason}"
+        for one in report.loads
+    ]
     for one in report.loads:
         found = one.figures
         for reason, count in found.errors.items():
@@ -560,39 +546,35 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1000:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
+CSV_COLUMNS: dict[str, Callable[[RequestResult], object]] = {
+    "start_lag": lambda one: one.started - one.intended,
+    "ttft": lambda one: one.ttft,
+    "inter_token": lambda one: one.inter_token,
+    "longest_gap": lambda one: one.longest_gap,
+    "completion": lambda one: one.completion,
+    "prompt_tokens": lambda one: one.server.prompt_tokens,
+    "cached_tokens": lambda one: one.server.cached_tokens,
+    "completion_tokens": lambda one: one.tokens,
+    "events": lambda one: one.events,
+    "queue_seconds": lambda one: one.queue_seconds,
+    "error": lambda one: one.error,
+}
+
+
 def write_requests(file: TextIO, runs: Sequence[LoadRun]) -> None:
     """Write a table of all requests, in the order of their ends."""
     writer = csv.writer(file)
-    writer.writerow(CSV_COLUMNS)
+    writer.writerow(["load", "request", "intended_start", *CSV_COLUMNS])
     for run in runs:
         began = min((one.intended for one in run.results), default=0.0)
         for one in run.results:
-            server = one.server
-            cells: list[object] = [
-                run.load.label,
-                one.number,
-                one.intended - began,
-                one.started - one.intended,
-                one.ttft,
-                one.inter_token,
-                one.longest_gap,
-                one.completion,
-                server.prompt_tokens,
-                server.cached_tokens,
-                one.tokens,
-                one.events,
-                one.queue_seconds,
-                one.error,
-            ]
+            cells: list[object] = [run.load.label, one.number, one.intended - began]
+            cells += [read(one) for read in CSV_COLUMNS.values()]
             writer.writerow([f"{x:.6f}" if isinstance(x, float) else x for x in cells])
 
 
 def _shown(found: Percentiles | None, *names: str) -> list[str | None]:
     return [None if found is None else milliseconds(getattr(found, name)) for name in names]
-
-
-def _limit_line(verdict: Verdict) -> str:
-    return f"{verdict.limit.value}: {verdict.reason}"
 
 
 def _client_line(loads: Sequence[LoadResult]) -> str:
@@ -810,7 +792,7 @@ CONFIDENCE = 0.95
 LEAST_CHANGE = 0.01
 """A smaller change is of no interest, however certain it is."""
 
-LEAST_REQUESTS = 5
+LEAST_COMPARED = 5
 """Requests of a load, below which nothing is said of chance."""
 
 LARGEST_FILE = 256 << 20
@@ -887,7 +869,9 @@ def compare(
         if before.get(name) != after.get(name)
     ]
     try:
-        earlier, later = _by_label(before), _by_label(after)
+        earlier, later = (
+            {str(one["label"]): one for one in report["loads"]} for report in (before, after)
+        )
         common = [label for label in earlier if label in later]
         if not common:
             raise ComparisonError(
@@ -898,7 +882,7 @@ def compare(
         for label in common:
             one, two = _Measured.of(earlier[label]), _Measured.of(later[label])
             fewest = min(len(one.completion), len(two.completion))
-            if fewest < LEAST_REQUESTS:
+            if fewest < LEAST_COMPARED:
                 notes.append(
                     f"{label}: only {fewest} requests succeeded in one run, too few to compare."
                 )
@@ -907,6 +891,9 @@ def compare(
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ComparisonError(f"a report is broken ({type(error).__name__}: {error})") from None
     return differences, notes
+
+
+_Statistic = Callable[["NDArray[Any]"], "NDArray[Any]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -941,90 +928,74 @@ class _Measured:
 def _differences(label: str, one: _Measured, two: _Measured, seed: int) -> list[Difference]:
     import numpy as np
 
-    def percentile(share: float) -> Callable[[NDArray[Any]], NDArray[Any]]:
+    def quantile(share: float) -> _Statistic:
         return lambda drawn: np.quantile(drawn, share, axis=-1)
 
-    found = [
-        _difference(label, f"{name} {shown}", values[0], values[1], percentile(share), seed)
-        for name, values in (
-            ("TTFT", (one.ttft, two.ttft)),
-            ("inter-token", (one.inter_token, two.inter_token)),
-            ("completion", (one.completion, two.completion)),
-        )
-        for shown, share in (("p50", 0.5), ("p95", 0.95))
-        if min(len(values[0]), len(values[1])) >= LEAST_REQUESTS
-    ]
+    found = []
+    for name, earlier, later in (
+        ("TTFT", one.ttft, two.ttft),
+        ("inter-token", one.inter_token, two.inter_token),
+        ("completion", one.completion, two.completion),
+    ):
+        if min(len(earlier), len(later)) >= LEAST_COMPARED:
+            for shown, share in (("p50", 0.5), ("p95", 0.95)):
+                statistic = quantile(share)
+                pair = (earlier, statistic), (later, statistic)
+                found.append(_difference(label, f"{name} {shown}", *pair, seed))
     if one.under_way is not None and two.under_way is not None:
-        levels = one.under_way, two.under_way
+        before, after = (
+            (np.stack([run.tokens, run.completion], axis=-1), _throughput(level))
+            for run, level in ((one, one.under_way), (two, two.under_way))
+        )
         found.append(
-            _throughput(label, (one.tokens, one.completion), (two.tokens, two.completion),
-                        levels, seed)
-        )  # fmt: skip
+            _difference(label, "tokens/s of all", before, after, seed, less_is_better=False)
+        )
     return found
+
+
+def _throughput(level: float) -> _Statistic:
+    """Tokens per second of all: by Little's law those under way times tokens by seconds of each."""
+    import numpy as np
+
+    def rate(drawn: NDArray[Any]) -> NDArray[Any]:
+        sums = drawn.sum(axis=-2)
+        found: NDArray[Any] = level * sums[..., 0] / np.maximum(sums[..., 1], 1e-9)
+        return found
+
+    return rate
 
 
 def _difference(
     label: str,
     figure: str,
-    one: NDArray[Any],
-    two: NDArray[Any],
-    statistic: Callable[[NDArray[Any]], NDArray[Any]],
+    one: tuple[NDArray[Any], _Statistic],
+    two: tuple[NDArray[Any], _Statistic],
     seed: int,
+    *,
+    less_is_better: bool = True,
 ) -> Difference:
+    """Compare a statistic of the requests of two runs, each a row."""
     import numpy as np
 
     rng = np.random.default_rng(seed)
+    # Draws in portions that fit into memory.
+    at_once = max(1, min(DRAWS, DRAWN_AT_ONCE // max(len(one[0]), len(two[0]))))
     changes = []
-    for draws in _portions(max(len(one), len(two))):
-        drawn_before = statistic(one[rng.integers(len(one), size=(draws, len(one)))])
-        drawn_after = statistic(two[rng.integers(len(two), size=(draws, len(two)))])
-        changes.append(_change(drawn_before, drawn_after))
-    before, after = float(statistic(one)), float(statistic(two))
-    low, high = _interval(np.concatenate(changes))
-    change = float(_change(np.array([before]), np.array([after]))[0])
-    return Difference(label, figure, before, after, change, low, high, less_is_better=True)
-
-
-def _throughput(
-    label: str,
-    one: tuple[NDArray[Any], NDArray[Any]],
-    two: tuple[NDArray[Any], NDArray[Any]],
-    levels: tuple[float, float],
-    seed: int,
-) -> Difference:
-    """Tokens per second of all: by Little's law those under way times tokens by seconds of each."""
-    import numpy as np
-
-    rng = np.random.default_rng(seed)
-
-    def drawn(values: tuple[NDArray[Any], NDArray[Any]], level: float, draws: int) -> NDArray[Any]:
-        tokens, seconds = values
-        chosen = rng.integers(len(tokens), size=(draws, len(tokens)))
-        per: NDArray[Any] = np.maximum(seconds[chosen].sum(axis=1), 1e-9)
-        rates: NDArray[Any] = level * tokens[chosen].sum(axis=1) / per
-        return rates
-
-    def whole(values: tuple[NDArray[Any], NDArray[Any]], level: float) -> float:
-        return float(level * values[0].sum() / max(values[1].sum(), 1e-9))
-
-    changes = [
-        _change(drawn(one, levels[0], draws), drawn(two, levels[1], draws))
-        for draws in _portions(max(len(one[0]), len(two[0])))
-    ]
-    before, after = whole(one, levels[0]), whole(two, levels[1])
-    low, high = _interval(np.concatenate(changes))
-    change = float(_change(np.array([before]), np.array([after]))[0])
-    return Difference(
-        label, "tokens/s of all", before, after, change, low, high, less_is_better=False
-    )
-
-
-def _change(before: NDArray[Any], after: NDArray[Any]) -> NDArray[Any]:
-    import numpy as np
-
+    for done in range(0, DRAWS, at_once):
+        draws = min(at_once, DRAWS - done)
+        before, after = (
+            statistic(rows[rng.integers(len(rows), size=(draws, len(rows)))])
+            for rows, statistic in (one, two)
+        )
+        with np.errstate(divide="ignore", invalid="ignore"):
+            changes.append(after / before - 1.0)
+    was, now = (np.float64(statistic(rows)) for rows, statistic in (one, two))
     with np.errstate(divide="ignore", invalid="ignore"):
-        change: NDArray[Any] = after / before - 1.0
-    return change
+        change = float(now / was - 1.0)
+    low, high = _interval(np.concatenate(changes))
+    return Difference(
+        label, figure, float(was), float(now), change, low, high, less_is_better=less_is_better
+    )
 
 
 def _interval(changes: NDArray[Any]) -> tuple[float, float]:
@@ -1036,16 +1007,6 @@ def _interval(changes: NDArray[Any]) -> tuple[float, float]:
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(finite, [tail, 1 - tail])
     return float(low), float(high)
-
-
-def _portions(size: int) -> list[int]:
-    """Draws in portions that fit into memory."""
-    at_once = max(1, min(DRAWS, DRAWN_AT_ONCE // size))
-    return [min(at_once, DRAWS - done) for done in range(0, DRAWS, at_once)]
-
-
-def _by_label(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {str(one["label"]): one for one in report["loads"]}
 
 
 def _differing(one: object, two: object) -> str:

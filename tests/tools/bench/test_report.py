@@ -84,7 +84,8 @@ def test_the_table_of_requests_has_a_line_for_each() -> None:
     file = io.StringIO()
     write_requests(file, sample_runs())
     rows = list(csv.DictReader(io.StringIO(file.getvalue())))
-    assert tuple(rows[0]) == CSV_COLUMNS
+    assert list(rows[0])[:4] == ["load", "request", "intended_start", "start_lag"]
+    assert list(rows[0])[3:] == list(CSV_COLUMNS)
     assert len(rows) == 10
     assert rows[6]["load"] == "4 at a time"
     assert float(rows[6]["intended_start"]) == 1.0
