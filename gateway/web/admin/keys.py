@@ -23,7 +23,7 @@ from gateway.config.listeners import KeySpec
 from gateway.config.routing import CATCH_ALL
 from gateway.errors import truncate_echo
 from gateway.proxy.api.base import openai_error
-from gateway.proxy.inbound.model_names import ModelAliases
+from gateway.proxy.inbound.request import ModelAliases
 from gateway.store.failures import StoreError
 from gateway.web.admin.audit import AUDIT_TARGET_KEY
 from gateway.web.admin.configuration import GatewayControl
