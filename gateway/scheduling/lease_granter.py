@@ -11,14 +11,12 @@ from gateway import errors
 from gateway.fleet.health import PREFILL_GRACE_FACTOR
 from gateway.fleet.node import Lease, NodeState
 from gateway.lease import GrantedLease, LeaseRequest, Tried
-from gateway.scheduling.budget import SpillReservation
-from gateway.scheduling.candidates import CandidateFinder
+from gateway.scheduling.candidates import CandidateFinder, FleetSync, NodeCandidates, TierRouter
 from gateway.scheduling.decision_log import DecisionLog, Grant
 from gateway.scheduling.demand_model import DemandModel
 from gateway.scheduling.dispatcher import Dispatcher
-from gateway.scheduling.fleet_sync import FleetSync, NodeCandidates
-from gateway.scheduling.node_slots import Placement, QueuedRequest
-from gateway.scheduling.tier_router import TierRouter
+from gateway.scheduling.placement_state import Placement, QueuedRequest
+from gateway.scheduling.tiers import SpillReservation
 
 PESSIMISTIC_PREFILL_TPS = 25.0
 """Prompt tokens/s assumed of a node that has not shown its speed: slow on purpose, since it bounds

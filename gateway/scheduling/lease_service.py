@@ -29,9 +29,9 @@ from gateway.lease import (
     Usage,
     UsageReport,
 )
-from gateway.scheduling.budget import cost_of
 from gateway.scheduling.lease_granter import LeaseRecord
 from gateway.scheduling.scheduler import Scheduler
+from gateway.scheduling.tiers import cost_of
 
 NEUTRAL_OUTCOMES = frozenset({"client_closed", "cancelled"})
 """Outcomes that tell nothing about the node: the client left, or the gateway ended the request."""

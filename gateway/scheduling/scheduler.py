@@ -29,22 +29,28 @@ from gateway.lease import (
     Tried,
 )
 from gateway.request import Endpoint, Priority
-from gateway.scheduling.admission import Admission, CompletionRate, combine_waits, queue_room
-from gateway.scheduling.batch_room import room_for_batch, rows_for_batch, slots_waited_for
-from gateway.scheduling.budget import dearest_token
-from gateway.scheduling.candidates import CandidateFinder
-from gateway.scheduling.decision_log import DecisionLog
+from gateway.scheduling.admission import (
+    Admission,
+    CompletionRate,
+    Waiter,
+    Waiters,
+    combine_waits,
+    queue_room,
+)
+from gateway.scheduling.batch_slots import (
+    ASK_AGAIN_SECONDS,
+    YieldRequests,
+    room_for_batch,
+    rows_for_batch,
+    slots_waited_for,
+)
+from gateway.scheduling.candidates import CandidateFinder, FleetSync, NodeCandidates, TierRouter
+from gateway.scheduling.decision_log import DecisionLog, PredictionAccuracy
 from gateway.scheduling.demand_model import DemandModel, has_long_prompt
 from gateway.scheduling.dispatcher import Dispatcher, dispatch_rules
-from gateway.scheduling.fleet_sync import FleetSync, NodeCandidates
 from gateway.scheduling.lease_granter import LeaseGranter
-from gateway.scheduling.node_slots import Placement, QueuedRequest
-from gateway.scheduling.placement_state import PlacementState
-from gateway.scheduling.prediction_accuracy import PredictionAccuracy
-from gateway.scheduling.tier_policy import TierPolicy
-from gateway.scheduling.tier_router import TierRouter
-from gateway.scheduling.waiters import Waiter, Waiters
-from gateway.scheduling.yielding import ASK_AGAIN_SECONDS, YieldRequests
+from gateway.scheduling.placement_state import Placement, PlacementState, QueuedRequest
+from gateway.scheduling.tiers import TierPolicy, dearest_token
 
 TICK = 0.5
 """Seconds between two looks at every waiting request, and at the whole fleet."""

@@ -15,8 +15,8 @@ from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.events import EventBus, ModelsDiffer, NodeChanged, NodeDrift
 from gateway.fleet.circuit import Circuit
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.lifecycle import ProbeAnswer, ProbeResult
 from gateway.fleet.node import Lease, Node, NodeSettings, NodeState
-from gateway.fleet.probe_history import ProbeAnswer, ProbeResult
 from gateway.fleet.speed import Speed
 from gateway.fleet.state_files import DrainedNodes, PropertiesStore
 from gateway.transport.node_pool import open_node_pool

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.fleet.concurrency_limit import (
+from gateway.fleet.circuit import (
     LEAST_LIMIT,
     MOST_LIMIT,
     MOST_PAUSE,

@@ -9,14 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.fleet.degradation import (
+from gateway.fleet.node import NodeState
+from gateway.fleet.speed import (
     BASELINE_HALF_LIFE,
     DEGRADED_STALE,
     MOST_BASELINES,
     DegradationDetector,
+    ObservedTiming,
+    SpeedSample,
+    TokenTime,
 )
-from gateway.fleet.node import NodeState
-from gateway.fleet.speed import ObservedTiming, SpeedSample, TokenTime
 from tests.emulator import EmulatedNode
 from tests.fleet.build import Clock, a_fleet, a_spec, take
 

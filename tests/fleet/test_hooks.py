@@ -14,7 +14,7 @@ from pydantic import SecretStr
 
 from gateway.config.autoscaling import Hook
 from gateway.config.inventory import NodeSpec
-from gateway.fleet.hooks import MOST_OUTPUT, HookResult, run_hook
+from gateway.scheduling.autoscaler import MOST_OUTPUT, HookResult, run_hook
 from tests.gateways import until
 
 SPEC = NodeSpec(name="spare", url="http://127.0.0.1:9")

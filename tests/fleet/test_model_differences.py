@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.events import ModelsDiffer
-from gateway.fleet.model_differences import ComparedServer, model_differences
+from gateway.fleet.model_index import ComparedServer, model_differences
 from gateway.fleet.server_properties import ServerProperties
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_fleet, a_spec

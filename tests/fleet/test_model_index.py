@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from gateway.fleet.lifecycle import ProbeAnswer, ProbeResult
 from gateway.fleet.model_index import MOST_CACHED_LOOKUPS, CapableNodes, ModelIndex
 from gateway.fleet.node import Node, NodeState
-from gateway.fleet.probe_history import ProbeAnswer, ProbeResult
 from tests.fleet.build import a_node
 
 

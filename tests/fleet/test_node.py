@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from gateway.fleet.circuit import KEY_REJECTED_SECONDS
-from gateway.fleet.concurrency_limit import MOST_LIMIT, START_LIMIT
+from gateway.fleet.circuit import KEY_REJECTED_SECONDS, MOST_LIMIT, START_LIMIT
 from gateway.fleet.health import judge_state
 from gateway.fleet.node import NodeState
 from tests.fleet.build import Clock, a_node, no_upstream, take

@@ -7,8 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gateway.fleet.node import Lease
-from gateway.fleet.slot_occupancy import LeasePhase
+from gateway.fleet.node import Lease, LeasePhase
 from tests.fleet.build import Clock, a_node, a_spec, is_held, no_upstream, take
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from gateway.fleet.fleet import PRICES_AGE, GpuCosts, alive_nodes
 from gateway.fleet.node import NodeState
-from gateway.fleet.node_prices import PRICES_AGE, GpuCosts, alive_nodes
 from tests.fleet.build import a_fleet, a_spec
 from tests.virtual import now
 

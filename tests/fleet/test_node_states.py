@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from gateway.fleet.health import judge_state
+from gateway.fleet.lifecycle import ProbeHistory
 from gateway.fleet.node import Node, NodeState
-from gateway.fleet.probe_history import ProbeHistory
 from gateway.fleet.speed import SpeedSample, TokenTime
 from tests.fleet.build import a_node, a_spec, take
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.fleet.probe_history import ProbeAnswer, ProbeHistory, ProbeResult
+from gateway.fleet.lifecycle import ProbeAnswer, ProbeHistory, ProbeResult
 
 
 def after(

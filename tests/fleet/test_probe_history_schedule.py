@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from gateway.fleet.probe_history import QUICK_PROBE_DELAY, probe_delay
+from gateway.fleet.lifecycle import QUICK_PROBE_DELAY, probe_delay
 
 
 def test_a_thousand_nodes_are_not_probed_in_one_tick() -> None:

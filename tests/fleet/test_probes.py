@@ -16,9 +16,9 @@ import pytest
 
 from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.fleet.circuit import Circuit
+from gateway.fleet.health import LARGEST_RESPONSE, check_alive, discover, probe_slots
+from gateway.fleet.lifecycle import ProbeAnswer
 from gateway.fleet.node import Node, NodeSettings
-from gateway.fleet.probe_history import ProbeAnswer
-from gateway.fleet.probes import LARGEST_RESPONSE, check_alive, discover, probe_slots
 from gateway.transport.errors import LocalResourcesExhausted
 from gateway.transport.node_pool import open_node_pool
 from tests.each_case import each_case
@@ -82,7 +82,7 @@ async def test_plain_http_that_a_tls_server_refuses_with_400_is_told(
         await peer.request()
         await peer.say(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
 
-    monkeypatch.setattr("gateway.fleet.probes.speaks_tls", AsyncMock(return_value=True))
+    monkeypatch.setattr("gateway.fleet.health.speaks_tls", AsyncMock(return_value=True))
     async with (
         raw_server(script) as server,
         node_at(f"http://127.0.0.1:{server.port}", kind=kind) as node,

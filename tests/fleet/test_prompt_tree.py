@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.fleet.prompt_tree import CachedPrompt, PromptTree
+from gateway.fleet.prompt_cache import CachedPrompt, PromptTree
 from gateway.lease import PromptKey
 
 

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.fleet.node import Lease, NodeState
-from gateway.fleet.reclaim import BLIND_HOLD, hold_without_slots, most_hold, released_slots
-from gateway.fleet.slot_occupancy import LeasePhase
+from gateway.fleet.fleet import BLIND_HOLD, hold_without_slots, most_hold, released_slots
+from gateway.fleet.node import Lease, LeasePhase, NodeState
 from tests.emulator import EmulatedNode
 from tests.fleet.build import Clock, Running, a_fleet, a_node, a_spec, inventory, is_held, take
 from tests.transport.pool_client import pool_client

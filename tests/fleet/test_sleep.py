@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.fleet.lifecycle import MOST_REST, Sleep, read_is_sleeping
 from gateway.fleet.node import Node, NodeState
-from gateway.fleet.sleep import MOST_REST, Sleep, read_is_sleeping
 from tests.emulator import EmulatedNode
 from tests.fleet.build import Clock, a_node, take
 from tests.gateways import Running, running_gateway, until

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.fleet.slot_occupancy import SLOT_LINGER, SlotOccupancy
+from gateway.fleet.node import SLOT_LINGER, SlotOccupancy
 from tests.fleet.build import Clock, a_node, take
 
 

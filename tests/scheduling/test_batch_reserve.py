@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.request import Priority
-from gateway.scheduling.batch_reserve import spread_reserve
-from gateway.scheduling.matching import DispatchRules
+from gateway.scheduling.dispatcher import DispatchRules
+from gateway.scheduling.placement_state import spread_reserve
 from tests.each_case import each_case
 from tests.scheduling.build import a_request, a_scheduler, lease_at_once, node
 from tests.scheduling.queue_simulation import QueueSimulation

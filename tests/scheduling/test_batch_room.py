@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from gateway.fleet.node import Node
 from gateway.lease import BatchRoom
 from gateway.request import Priority
-from gateway.scheduling.batch_room import room_for_batch
-from gateway.scheduling.dispatcher import Dispatcher
-from gateway.scheduling.matching import DispatchRules
-from gateway.scheduling.node_slots import CandidateSet, QueuedRequest
-from gateway.scheduling.placement_state import PlacementState
+from gateway.scheduling.batch_slots import room_for_batch
+from gateway.scheduling.dispatcher import Dispatcher, DispatchRules
+from gateway.scheduling.placement_state import CandidateSet, PlacementState, QueuedRequest
 from gateway.scheduling.scheduler import Scheduler
 from tests.scheduling.build import a_request, a_scheduler, lease_at_once, node, start_lease
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gateway.config.node import TokenCost
 from gateway.config.scheduling import SpillSettings
-from gateway.scheduling.budget import (
+from gateway.scheduling.tiers import (
     TEMPLATE_TOKENS,
     SpillBudget,
     SpillReservation,

@@ -7,8 +7,7 @@ import pytest
 from gateway.errors import GatewayError
 from gateway.fleet.node import Node, NodeState
 from gateway.lease import NOTHING_TRIED, LeaseRequest, Tried
-from gateway.scheduling.candidates import CandidateFinder, with_context
-from gateway.scheduling.fleet_sync import NodeCandidates
+from gateway.scheduling.candidates import CandidateFinder, NodeCandidates, with_context
 from tests.each_case import each_case
 from tests.scheduling.build import a_request, a_scheduler, failed_on, node, refused_by
 

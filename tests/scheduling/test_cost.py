@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from gateway.scheduling.cost import (
+from gateway.scheduling.selection import (
     CostColumns,
     cost_of_figures,
     row_cost,

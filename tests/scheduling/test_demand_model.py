@@ -12,7 +12,7 @@ from gateway.fleet.node import Node, NodeState
 from gateway.lease import LeaseRequest, PromptKey, Usage
 from gateway.scheduling.demand_model import LONG_PROMPT_BYTES
 from gateway.scheduling.lease_granter import LeaseRecord
-from gateway.scheduling.node_slots import QueuedRequest
+from gateway.scheduling.placement_state import QueuedRequest
 from gateway.scheduling.scheduler import Scheduler
 from tests.scheduling.build import a_request, a_scheduler, lease_at_once, node, settle, start_lease
 

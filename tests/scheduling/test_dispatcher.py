@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from gateway.request import Priority
-from gateway.scheduling.matching import MOST_DECLINES, DispatchRules
+from gateway.scheduling.dispatcher import MOST_DECLINES, DispatchRules
 from tests.scheduling.queue_simulation import QueueSimulation
 
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.request import Priority
-from gateway.scheduling.matching import DispatchRules
-from gateway.scheduling.node_slots import Placement, QueuedRequest
+from gateway.scheduling.dispatcher import DispatchRules
+from gateway.scheduling.placement_state import Placement, QueuedRequest
 from gateway.scheduling.selection import POLICIES
 from tests.scheduling.queue_simulation import QueueSimulation
 

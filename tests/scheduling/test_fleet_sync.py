@@ -10,7 +10,7 @@ import pytest
 from gateway.fleet.node import Node, NodeState
 from gateway.lease import NOTHING_TRIED, PromptKey
 from gateway.scheduling.candidates import CandidateFinder
-from gateway.scheduling.node_slots import NodeSlots
+from gateway.scheduling.placement_state import NodeSlots
 from gateway.scheduling.scheduler import Scheduler
 from tests.each_case import each_case
 from tests.fleet.build import take

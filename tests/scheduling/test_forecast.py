@@ -3,10 +3,14 @@ from __future__ import annotations
 import pytest
 
 from gateway.request import Priority
-from gateway.scheduling.forecast import WaitForecast, prospects
-from gateway.scheduling.node_slots import LEAST_UNCACHED_TOKENS, QueuedRequest
-from gateway.scheduling.placement_state import PlacementState
-from gateway.scheduling.wait_queue import LEAST_TOKEN_WEIGHT, MOST_TOKEN_WEIGHT, WaitQueue
+from gateway.scheduling.placement_state import LEAST_UNCACHED_TOKENS, PlacementState, QueuedRequest
+from gateway.scheduling.wait_queue import (
+    LEAST_TOKEN_WEIGHT,
+    MOST_TOKEN_WEIGHT,
+    WaitForecast,
+    WaitQueue,
+    prospects,
+)
 from tests.scheduling.queue_simulation import QueueSimulation
 
 

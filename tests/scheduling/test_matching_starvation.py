@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.request import Priority
-from gateway.scheduling.matching import DispatchRules, StarvationGuard
+from gateway.scheduling.dispatcher import DispatchRules, StarvationGuard
 from tests.scheduling.queue_simulation import QueueSimulation
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from gateway.scheduling.node_slots import DEFAULT_COMPLETION_TOKENS, MOST_TOKENS_PER_REQUEST
+from gateway.scheduling.placement_state import DEFAULT_COMPLETION_TOKENS, MOST_TOKENS_PER_REQUEST
 from tests.each_case import each_case
 from tests.scheduling.queue_simulation import QueueSimulation
 

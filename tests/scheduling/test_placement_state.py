@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import math
 
-from gateway.scheduling.node_slots import MOST_PENALTY_SECONDS
-from gateway.scheduling.placement_state import PlacementState
+from gateway.scheduling.placement_state import MOST_PENALTY_SECONDS, PlacementState
 from tests.each_case import each_case
 from tests.scheduling.queue_simulation import QueueSimulation
 

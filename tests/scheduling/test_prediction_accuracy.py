@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.scheduling.decision_log import Grant
-from gateway.scheduling.prediction_accuracy import RATIO_BOUNDS, RatioCounts
+from gateway.scheduling.decision_log import RATIO_BOUNDS, Grant, RatioCounts
 from gateway.web.admin.status import MetricsSource
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec

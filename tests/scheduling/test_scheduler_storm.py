@@ -15,9 +15,9 @@ from gateway.errors import GatewayError
 from gateway.fleet.node import Node, NodeState
 from gateway.lease import LeaseRequest, PromptKey, Usage
 from gateway.request import Priority
+from gateway.scheduling.admission import Waiter
 from gateway.scheduling.lease_granter import LeaseRecord
 from gateway.scheduling.scheduler import Scheduler
-from gateway.scheduling.waiters import Waiter
 from tests.fleet.build import Clock
 from tests.scheduling.build import a_request, a_scheduler, node, settle, take_record
 from tests.virtual import VirtualLoop

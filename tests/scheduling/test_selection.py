@@ -7,12 +7,18 @@ from typing import Any
 import pytest
 
 from gateway.request import Priority
-from gateway.scheduling.comparison import MOST_COMPARED_ROWS
-from gateway.scheduling.cost import cost_of_figures, row_cost
-from gateway.scheduling.fleet_sync import HOPE_AWAITED, HOPE_GUESSED, HOPE_UNKNOWN
-from gateway.scheduling.matching import DispatchRules
-from gateway.scheduling.node_slots import EXPLORING_REQUESTS, AvailableRows
-from gateway.scheduling.selection import POLICIES, LeastFinish, available_rows, compare, explore
+from gateway.scheduling.candidates import HOPE_AWAITED, HOPE_GUESSED, HOPE_UNKNOWN
+from gateway.scheduling.dispatcher import DispatchRules
+from gateway.scheduling.placement_state import EXPLORING_REQUESTS, MOST_COMPARED_ROWS, AvailableRows
+from gateway.scheduling.selection import (
+    POLICIES,
+    LeastFinish,
+    available_rows,
+    compare,
+    cost_of_figures,
+    explore,
+    row_cost,
+)
 from tests.each_case import each_case
 from tests.scheduling.queue_simulation import QueueSimulation
 

@@ -7,7 +7,7 @@ import pytest
 
 from gateway.config.scheduling import HybridSettings
 from gateway.request import Priority
-from gateway.scheduling.tier_policy import TierPolicy, TierRoute, TierStatus
+from gateway.scheduling.tiers import TierPolicy, TierRoute, TierStatus
 from tests.each_case import each_case
 
 FREE = TierStatus(alive=True, has_room=True, wait_seconds=0.0, service_seconds=1.0)

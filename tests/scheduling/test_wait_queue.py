@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from gateway.request import Priority
-from gateway.scheduling.node_slots import WARM_ROWS_PER_REQUEST
+from gateway.scheduling.placement_state import WARM_ROWS_PER_REQUEST
 from gateway.scheduling.wait_queue import WaitQueue
 from tests.scheduling.queue_simulation import QueueSimulation
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from gateway.scheduling.node_slots import QueuedRequest
+from gateway.scheduling.placement_state import QueuedRequest
 from gateway.scheduling.wait_queue import MOST_ACCOUNTS, VirtualTokenCounters
 from tests.scheduling.queue_simulation import QueueSimulation
 

@@ -7,9 +7,9 @@ import math
 import random
 
 from gateway.lease import NOTHING_TRIED, LeaseRequest, PromptKey
-from gateway.scheduling.fleet_sync import NodeCandidates
-from gateway.scheduling.node_slots import QueuedRequest
-from gateway.scheduling.waiters import MOST_STALE_TIMERS, Waiter, Waiters
+from gateway.scheduling.admission import MOST_STALE_TIMERS, Waiter, Waiters
+from gateway.scheduling.candidates import NodeCandidates
+from gateway.scheduling.placement_state import QueuedRequest
 from tests.calls import count_calls
 from tests.fleet.build import Clock
 from tests.scheduling.build import a_request, a_scheduler, node, settle, start_lease, take_lease

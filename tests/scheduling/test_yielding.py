@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.request import Priority
-from gateway.scheduling.yielding import (
+from gateway.scheduling.batch_slots import (
     LEAST_DECODE_SECONDS,
     LEAST_SECONDS_LEFT,
     MOST_YIELDS,

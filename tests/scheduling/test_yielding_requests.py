@@ -11,9 +11,9 @@ from gateway.fleet.node import Node
 from gateway.fleet.speed import SpeedPrior
 from gateway.lease import LeaseRequest
 from gateway.request import Priority
+from gateway.scheduling.batch_slots import ASK_AGAIN_SECONDS, IN_VAIN_SECONDS
 from gateway.scheduling.lease_granter import LeaseRecord
 from gateway.scheduling.scheduler import Scheduler
-from gateway.scheduling.yielding import ASK_AGAIN_SECONDS, IN_VAIN_SECONDS
 from tests.fleet.build import Clock
 from tests.scheduling.build import a_request, a_scheduler, lease_at_once, node, settle, start_lease
 

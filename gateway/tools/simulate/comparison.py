@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gateway.scheduling.autoscaling_policy import AutoscalingRules
-from gateway.scheduling.matching import DispatchRules
+from gateway.scheduling.dispatcher import DispatchRules
 from gateway.scheduling.selection import POLICIES
 from gateway.tools.simulate.bound import lower_bound
 from gateway.tools.simulate.fronts import AutoscalingFront, GatewayFront, LeastConn, LeastConnQueued

@@ -15,10 +15,8 @@ from gateway.scheduling.autoscaling_policy import (
     StandbyNode,
     WaitingDemand,
 )
-from gateway.scheduling.dispatcher import Dispatcher
-from gateway.scheduling.matching import DispatchRules
-from gateway.scheduling.node_slots import Placement, QueuedRequest, TierSets
-from gateway.scheduling.placement_state import PlacementState
+from gateway.scheduling.dispatcher import Dispatcher, DispatchRules
+from gateway.scheduling.placement_state import Placement, PlacementState, QueuedRequest, TierSets
 from gateway.tools.simulate.knowledge import ExactKnowledge, ExpectedRequest, Knowledge
 from gateway.tools.simulate.server import SimulatedMachine
 from gateway.tools.simulate.simulation import SimulatedFleet

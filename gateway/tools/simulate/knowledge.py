@@ -17,15 +17,13 @@ from gateway.fleet.calibration import (
     due,
 )
 from gateway.fleet.fleet import COMPARE_SPEEDS_EVERY
-from gateway.fleet.node import MOST_CALIBRATIONS, CalibrationRecord, Node
+from gateway.fleet.node import MOST_CALIBRATIONS, CalibrationRecord, Node, SlotOccupancy
 from gateway.fleet.prompt_cache import FleetPromptCache
-from gateway.fleet.slot_occupancy import SlotOccupancy
 from gateway.fleet.speed import ObservedTiming, Speed, compare_speeds
 from gateway.lease import PromptKey
+from gateway.scheduling.candidates import show_speed
 from gateway.scheduling.demand_model import TokenEstimates
-from gateway.scheduling.fleet_sync import show_speed
-from gateway.scheduling.node_slots import NodeSlots, Placement
-from gateway.scheduling.placement_state import PlacementState
+from gateway.scheduling.placement_state import NodeSlots, Placement, PlacementState
 from gateway.tools.simulate.server import SimulatedMachine
 from gateway.tools.simulate.simulation import SimulatedFleet
 from gateway.tools.simulate.trace import Job, common_tokens

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gateway.scheduling.candidates import SAME_HOST_PENALTY
-from gateway.scheduling.fleet_sync import FAILURE_PENALTY, TRIAL_BONUS
+from gateway.scheduling.candidates import FAILURE_PENALTY, SAME_HOST_PENALTY, TRIAL_BONUS
 
 Json = dict[str, Any]
 

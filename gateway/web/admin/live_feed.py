@@ -21,8 +21,7 @@ from gateway import errors
 from gateway.access.admin_keys import AdminIdentity, AdminRole
 from gateway.errors import GatewayError
 from gateway.events import EventBus
-from gateway.fleet.fleet import Fleet
-from gateway.fleet.node_prices import GpuCosts
+from gateway.fleet.fleet import Fleet, GpuCosts
 from gateway.observe.audit import AuditTrail
 from gateway.observe.history import COLUMNS, FleetHistory, HistoryPoint
 from gateway.observe.problem import Problem

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from gateway.config.listeners import KeySpec
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.node import Lease, Node
-from gateway.fleet.slot_occupancy import LeasePhase
+from gateway.fleet.node import Lease, LeasePhase, Node
 from gateway.observe.audit import AuditTrail
 from gateway.observe.fleet_condition import (
     FleetCondition,
