@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
@@ -230,7 +229,7 @@ class NodeState(enum.Enum):
     DRAINING = "draining"
     DOWN = "down"
     SLEEPING = "sleeping"
-    """It has unloaded its model while it was idle (`lifecycle.py`). It gets work, which wakes it."""
+    """It has unloaded its model while it was idle (`lifecycle.py`). The next request wakes it."""
     LOADING = "loading"
     STARTING = "starting"
     EJECTED = "ejected"
@@ -636,29 +635,23 @@ class Node:
         expected_prefill: float | None = None,
         expected_total: float | None = None,
         wake: float = 0.0,
-        holder: LeaseHolder | None = None,
     ) -> Lease:
-        """Count `slots` as used, at once. The caller has checked `free_slots`.
+        """A lease on so many slots, which is taken at once; as `take`."""
+        lease = Lease(self, slots, now, stream, expected_prefill, expected_total)
+        self.take(lease, now, wake)
+        return lease
 
-        `expected_prefill` and `expected_total` are seconds from now, and hold `wake`, in which
-        its server wakes up. `holder` is told how the lease goes on. Raises ValueError for a
-        negative number of slots; a request that needs no slot takes 0.
+    def take(self, lease: Lease, now: float, wake: float = 0.0) -> None:
+        """Count the slots of a lease as used. The caller has checked `free_slots`.
+
+        The lease's `expected_prefill` and `expected_total` hold `wake`, the seconds in which its
+        server wakes up. Raises ValueError for a negative number of slots; a request that needs no
+        slot takes 0.
         """
+        slots = lease.slots
         if slots < 0:
             raise ValueError(f"{slots} slots")
-        # Positional arguments: this runs for each request.
-        lease = Lease(
-            self,
-            self.upstream,
-            slots,
-            now,
-            stream,
-            expected_prefill,
-            expected_total,
-            holder,
-        )
-        lease.prefill_began_at = now
-        lease.prefilling = stream and slots > 0
+        lease.prefilling = lease.stream and slots > 0
         if wake:
             lease.wake, lease.wakes = wake, self.sleep.begin_wake(now)
         circuit, occupancy = self.circuit, self.occupancy
@@ -673,19 +666,17 @@ class Node:
         lease.prefill_seconds = occupancy.prefill_seconds
         self.requests += 1
         self.announced_free = self.announced_free - slots if self.announced_free > slots else 0
-        return lease
 
     def take_calibration_lease(self, now: float) -> Lease:
         """A lease on no slot, since no request may wait for it, and none of the `requests`."""
-        lease = Lease(self, self.upstream, 0, now, True, None, None)
-        lease.prefill_began_at = now
+        lease = Lease(self, 0, now, True, None, None)
         self.leases.add(lease)
         return lease
 
     def lease_released(self, lease: Lease, *, counted: bool) -> None:
         """The lease's slots are free: called by the lease, once.
 
-        `counted`: its holder has counted them as free by itself.
+        `counted`: it has told the scheduler that they are free.
         """
         self.leases.remove(lease)
         self.released_at = lease.released_at or 0.0
@@ -867,27 +858,15 @@ def _together(now: ServedAs, before: ServedAs) -> ServedAs:
     return (models, params, size, file, build, slots)  # type: ignore[return-value]
 
 
-class LeaseHolder(Protocol):
-    """Who took a lease, and keeps counts of its own that follow the lease."""
-
-    def prefill_done(self) -> None:
-        """The first content came: the prompt has been read."""
-
-    def slots_freed(self) -> bool:
-        """The slots are free; told before anyone else. Returns whether its counts follow that."""
-
-
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Slots held on a node: made by `Node.take_lease`, ended by `release`.
+    """Slots held on a node: taken by `Node.take`, ended by `release`.
 
     After `abandon` the reclaimer releases them, once the node shows them idle. Times are monotonic
-    seconds.
+    seconds. The scheduler's leases override what their own counts follow.
     """
 
     node: Node
-    upstream: ConnectionPool
-    """The node's pool when the lease was taken; it stays open until the lease has ended."""
     slots: int
     taken_at: float
     stream: bool
@@ -896,8 +875,6 @@ class Lease:
     """Predicted seconds from dispatch to the first content; None: unknown."""
     expected_total: float | None
     """Predicted seconds from dispatch to the end; None: unknown."""
-    holder: LeaseHolder | None = None
-    """Told how the lease goes on, until it is released; None: nobody wants to know."""
     wake: float = 0.0
     """The part of `expected_prefill` in which its server, which slept, wakes up."""
     wakes: bool = False
@@ -905,7 +882,9 @@ class Lease:
     trial: bool = False
     """Whether its outcome closes or reopens the node's circuit."""
     phase: LeasePhase = LeasePhase.WAITING_HEAD
-    prefill_began_at: float = 0.0
+    prefill_began_at: float = field(init=False)
+    upstream: ConnectionPool = field(init=False)
+    """The node's pool when the lease was taken; it stays open until the lease has ended."""
     last_content_at: float | None = None
     """When the last byte of content came from the node."""
     abandoned_at: float = 0.0
@@ -929,6 +908,16 @@ class Lease:
     """The span of its decode that goes on: when it began, the events before it (0: none goes on),
     and the node's `slot_seconds` and `prefill_seconds` then."""
 
+    def __post_init__(self) -> None:
+        self.upstream, self.prefill_began_at = self.node.upstream, self.taken_at
+
+    def prefill_ended(self) -> None:
+        """The first content came: the prompt has been read."""
+
+    def slots_freed(self) -> bool:
+        """The slots are free; told before anyone else. Returns whether others' counts follow."""
+        return False
+
     def head_received(self, now: float) -> None:
         """The head of a streamed answer has come: a slot reads the prompt."""
         if self.phase is LeasePhase.WAITING_HEAD:
@@ -942,8 +931,7 @@ class Lease:
             self.phase = LeasePhase.DECODE
             if self.prefilling:
                 self._prefill_done(now)
-            if self.holder is not None:
-                self.holder.prefill_done()
+            self.prefill_ended()
 
     def bytes_received(self, now: float) -> None:
         """More of a response came whose first content was noted, or that comes in one piece."""
@@ -979,9 +967,7 @@ class Lease:
         if self.phase is LeasePhase.RELEASED:
             return
         self.phase = LeasePhase.RELEASED
-        # Holder and lease name each other: without this, only the garbage collector frees them.
-        holder, self.holder = self.holder, None
-        counted = holder is not None and holder.slots_freed()
+        counted = self.slots_freed()
         node = self.node
         occupancy = node.occupancy
         self.released_at = now = node.clock()

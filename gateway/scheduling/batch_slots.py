@@ -12,20 +12,15 @@ later, on any node. What a yield costs is that their prompt and that text are re
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from gateway.config.cache_privacy import NodeLabels
-from gateway.fleet.node import LeasePhase
 from gateway.lease import BatchRoom
 from gateway.request import Endpoint, Priority
 from gateway.scheduling.admission import Waiter
 from gateway.scheduling.candidates import FleetSync
-from gateway.scheduling.lease_granter import LeaseRecord
-from gateway.scheduling.placement_state import CandidateSet, NodeSlots, QueuedRequest, TierSets
+from gateway.scheduling.placement_state import CandidateSet, NodeSlots, QueuedRequest
 
 
 def room_for_batch(
@@ -213,71 +208,3 @@ def _alive_rows(candidates: CandidateSet, queued: QueuedRequest) -> list[NodeSlo
         and row.index not in queued.excluded
         and row.index not in queued.failed
     ]
-
-
-@dataclass(slots=True, eq=False)
-class YieldRequests:
-    """Asks running requests to yield, each lease at most once."""
-
-    records: dict[int, LeaseRecord]
-    """Those of the leases that may be asked, by lease id; of the `LeaseGranter`."""
-    yield_slot: Callable[[str], bool]
-    """Asks the request with this id to give up its slot and wait again; whether it does."""
-    _in_vain: dict[tuple[tuple[TierSets, ...], Priority, int], float] = field(default_factory=dict)
-    """When nobody was found for a request of such candidates, class and slots."""
-
-    def make_room(self, queued: QueuedRequest, now: float) -> bool:
-        """Have running requests yield to one that waits; whether it is to get its slots so.
-
-        For requests of one kind it is tried in vain once in `IN_VAIN_SECONDS`, however many wait.
-        """
-        kind = queued.groups, queued.priority, queued.slots
-        if not self.records or now - self._in_vain.get(kind, -math.inf) < IN_VAIN_SECONDS:
-            return False
-        if queued.slots and self._make_room(queued, now):
-            return True
-        if len(self._in_vain) >= MOST_KINDS:
-            self._in_vain.clear()
-        self._in_vain[kind] = now
-        return False
-
-    def _make_room(self, queued: QueuedRequest, now: float) -> bool:
-        for missing in missing_slots(queued):
-            for _ in range(MOST_CHOICES):
-                running = [
-                    yield_candidate(lease_id, record, now)
-                    for lease_id, record in islice(self.records.items(), MOST_COMPARED)
-                    if record.placement is not None
-                ]
-                chosen = choose_yields(queued.priority, missing, running)
-                if not chosen:
-                    break
-                for lease_id in chosen:
-                    record = self.records.pop(lease_id)
-                    assert record.placement is not None
-                    # Those that can't be resumed refuse; then others are chosen.
-                    if self.yield_slot(record.request.id):
-                        missing[record.placement.row.index] -= record.lease.slots
-                if min(missing.values()) <= 0:
-                    return True
-        return False
-
-
-def yield_candidate(lease_id: int, record: LeaseRecord, now: float) -> YieldCandidate:
-    """A running request in numbers; its record has a placement."""
-    placement, request, decode_began = record.placement, record.request, None
-    assert placement is not None
-    row, decoded = placement.row, 0.0
-    if record.lease.phase is LeasePhase.DECODE:
-        decode_began = placement.prefill_ends
-        decoded = (now - decode_began) / row.per_output_token if row.per_output_token else 0.0
-    return YieldCandidate(
-        lease_id,
-        row.index,
-        record.lease.slots,
-        request.caller.priority,
-        None if decode_began is None else now - decode_began,
-        placement.seconds_left(now),
-        (placement.queued.prompt_tokens + decoded) / row.prefill_tps,
-        request.caller.times_yielded,
-    )

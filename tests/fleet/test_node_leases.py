@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -105,28 +107,28 @@ def test_a_lease_is_released_once() -> None:
     assert (node.leased, node.free_slots(node.clock())) == (0, 2)
 
 
-class Holder:
-    """Counts how often it is told."""
+class CountedLease(Lease):
+    """Writes down how often its own counts are told."""
 
-    def __init__(self) -> None:
-        self.told: list[str] = []
+    told: ClassVar[list[str]] = []
 
-    def prefill_done(self) -> None:
-        self.told.append("prefill done")
+    def prefill_ended(self) -> None:
+        self.told.append("prefill ended")
 
     def slots_freed(self) -> bool:
         self.told.append("slots freed")
         return True
 
 
-def test_the_holder_is_told_once_of_the_prefill_and_of_the_release() -> None:
-    node, holder = a_node(slots=2), Holder()
-    lease = take(node, holder=holder)
+def test_a_lease_is_told_once_of_the_prefill_and_of_the_release() -> None:
+    node = a_node(slots=2)
+    lease = CountedLease(node, 1, node.clock(), True, None, None)
+    node.take(lease, node.clock())
     for _ in range(2):
         lease.content_received(node.clock())
     for _ in range(2):
         lease.release()
-    assert holder.told == ["prefill done", "slots freed"]
+    assert lease.told == ["prefill ended", "slots freed"]
 
 
 def test_a_negative_number_of_slots_is_refused() -> None:

@@ -27,7 +27,7 @@ STAGES: Mapping[str, frozenset[str]] = {
         {"Relay.__call__", "Forwarder.__call__", "Forwarder.forward", "Forwarder.run"}
     ),
     "granted": frozenset(
-        {"Scheduler.lease_now", "LeaseGranter.granted", "LeaseGranter.grant", "Leases.grant"}
+        {"Scheduler.lease_now", "Leases.grant"}
     ),
     "closed": frozenset(
         {

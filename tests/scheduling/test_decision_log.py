@@ -61,7 +61,7 @@ def test_a_grant_has_the_prediction_and_then_what_came_of_it() -> None:
     request = a_request(text_bytes=4000, max_tokens=20)
     granted = lease(scheduler, request)
     grant = only_grant(scheduler, request)
-    placement = scheduler.granter.records[granted.id].placement
+    placement = scheduler.records[granted.id].placement
     assert placement is not None
     assert grant.at + grant.expected_ttft == pytest.approx(placement.prefill_ends)
     assert grant.at + grant.expected_seconds == pytest.approx(placement.ends)
@@ -156,7 +156,7 @@ async def test_a_refusal_is_remembered_at_once_and_after_a_wait() -> None:
 def test_a_lease_that_was_not_used_is_told_so() -> None:
     scheduler = a_scheduler(node())
     request = a_request()
-    scheduler.granter.release_unused(lease(scheduler, request).id)
+    scheduler.release_unused(lease(scheduler, request).id)
     assert only_grant(scheduler, request).outcome == "cancelled"
 
 

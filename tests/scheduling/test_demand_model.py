@@ -11,9 +11,8 @@ import pytest
 from gateway.fleet.node import Node, NodeState
 from gateway.lease import LeaseRequest, PromptKey, Usage
 from gateway.scheduling.demand_model import LONG_PROMPT_BYTES
-from gateway.scheduling.lease_granter import LeaseRecord
 from gateway.scheduling.placement_state import QueuedRequest
-from gateway.scheduling.scheduler import Scheduler
+from gateway.scheduling.scheduler import LeaseRecord, Scheduler
 from tests.scheduling.build import a_request, a_scheduler, lease_at_once, node, settle, start_lease
 
 
@@ -22,11 +21,11 @@ def serve(
 ) -> Node:
     """Place a request, end it and learn from it; returns its node."""
     record = lease_at_once(scheduler, request)
-    record.lease.release()
+    record.release()
     scheduler.demand_model.answer_ended(request)
     complete = keys.pop("complete", reported is not None)
     scheduler.demand_model.learn(record.placement, request, reported, 30.0, complete=complete)
-    return record.lease.node
+    return record.node
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def queued(record: LeaseRecord) -> QueuedRequest:
 
 def believed_cached(scheduler: Scheduler, record: LeaseRecord) -> float:
     """Prompt tokens that its node was believed to have cached."""
-    row = scheduler.dispatcher.placement_state.by_name[record.lease.node.name]
+    row = scheduler.dispatcher.placement_state.by_name[record.node.name]
     return queued(record).cached.get(row.index, 0.0)
 
 
@@ -87,9 +86,9 @@ def test_ended_answers_are_learnt_before_a_long_prompt_is_placed(nodes: list[Nod
     scheduler.learn_pending = lambda: demand_model.learn(
         record.placement, first, Usage(1000, 0, 5), 5.0, complete=True
     )
-    record.lease.release()
+    record.release()
     demand_model.answer_ended(first)
-    lease_at_once(scheduler, prompt_request(7, size=LONG_PROMPT_BYTES - 1)).lease.release()
+    lease_at_once(scheduler, prompt_request(7, size=LONG_PROMPT_BYTES - 1)).release()
     assert demand_model.learning_pending
     assert believed_cached(scheduler, lease_at_once(scheduler, prompt_request(1, 2, 3, 4))) > 900
     assert not demand_model.learning_pending
@@ -106,11 +105,11 @@ async def test_ended_answers_are_learnt_before_their_slots_are_given_out() -> No
     )
     waiting = asyncio.create_task(scheduler.wait_for_lease(prompt_request(1, 2, 3, 4)))
     await asyncio.sleep(0)
-    record.lease.release()
+    record.release()
     demand_model.answer_ended(first)
     async with asyncio.timeout(30.0):
         granted = await waiting
-    assert believed_cached(scheduler, scheduler.granter.records[granted.id]) > 900
+    assert believed_cached(scheduler, scheduler.records[granted.id]) > 900
 
 
 async def test_a_waiting_request_keeps_its_estimate_when_the_inventory_changes() -> None:
@@ -133,7 +132,7 @@ async def test_a_waiting_request_keeps_its_estimate_when_the_inventory_changes()
     (waiter,) = scheduler.waiters
     assert waiter.queued is not before, "rows have changed"
     assert (waiter.queued.prompt_tokens, waiter.queued.completion_tokens) == estimate
-    held.lease.release()
+    held.release()
     await settle()
     assert waiting.done()
 
@@ -157,10 +156,10 @@ def test_an_answer_of_a_removed_node_leaves_nothing_cached(nodes: list[Node]) ->
     scheduler = a_scheduler(*nodes)
     request = prompt_request(1, 2, 3)
     record = lease_at_once(scheduler, request)
-    del scheduler.fleet.nodes[record.lease.node.name]
+    del scheduler.fleet.nodes[record.node.name]
     scheduler.fleet.model_index.set_nodes(scheduler.fleet.nodes.values())
     scheduler.capacity_changed()
-    record.lease.release()
+    record.release()
     scheduler.demand_model.answer_ended(request)
     scheduler.demand_model.learn(record.placement, request, Usage(1000, 0, 5), 5.0, complete=True)
     assert scheduler.prompt_cache.lookup(PromptKey((1, 2, 3), 1000.0)).cached == {}
@@ -173,4 +172,4 @@ def test_a_wide_request_takes_the_slots_that_a_learnt_limit_leaves() -> None:
     scheduler = a_scheduler(one)
     assert one.most_slots > one.slots_total
     record = lease_at_once(scheduler, a_request(slots=one.slots_total + 1))
-    assert record.lease.slots == one.slots_total
+    assert record.slots == one.slots_total

@@ -14,7 +14,7 @@ from tests.scheduling.queue_simulation import QueueSimulation
 
 def serve(scheduler: Scheduler, request: LeaseRequest) -> str:
     """Serve a request to its end; the name of its node."""
-    lease = lease_at_once(scheduler, request).lease
+    lease = lease_at_once(scheduler, request)
     lease.release()
     return lease.node.name
 
@@ -71,7 +71,7 @@ def test_a_session_does_not_wait_for_its_node() -> None:
     one, two = node("one", slots=1), node("two", slots=1)
     scheduler = a_scheduler(one, two)
     last_node = serve(scheduler, session_request("s", 1))
-    assert lease_at_once(scheduler, session_request("s", 2)).lease.node.name == last_node
+    assert lease_at_once(scheduler, session_request("s", 2)).node.name == last_node
     assert serve(scheduler, session_request("s", 3)) != last_node
 
 

@@ -12,8 +12,7 @@ from gateway.fleet.speed import SpeedPrior
 from gateway.lease import LeaseRequest
 from gateway.request import Priority
 from gateway.scheduling.batch_slots import ASK_AGAIN_SECONDS, IN_VAIN_SECONDS
-from gateway.scheduling.lease_granter import LeaseRecord
-from gateway.scheduling.scheduler import Scheduler
+from gateway.scheduling.scheduler import LeaseRecord, Scheduler
 from tests.fleet.build import Clock
 from tests.scheduling.build import a_request, a_scheduler, lease_at_once, node, settle, start_lease
 
@@ -52,12 +51,12 @@ class World:
         return request
 
     def decode(self, request: LeaseRequest) -> None:
-        lease = self.rows[request.id].lease
+        lease = self.rows[request.id]
         lease.head_received(self.clock())
         lease.content_received(self.clock())
 
     def release(self, request_id: str) -> None:
-        self.rows[request_id].lease.release()
+        self.rows[request_id].release()
 
     async def end(self, *tasks: asyncio.Task[Any]) -> None:
         self.scheduler.close()
@@ -100,8 +99,8 @@ async def test_nobody_is_asked_for_a_request_that_finds_room_or_is_of_class_batc
 async def test_rows_of_clients_are_not_asked() -> None:
     world = World((node("a", slots=1),))
     record = lease_at_once(world.scheduler, a_request(priority=Priority.BATCH, stream=True))
-    record.lease.head_received(world.clock())
-    record.lease.content_received(world.clock())
+    record.head_received(world.clock())
+    record.content_received(world.clock())
     waiting = await start_lease(world.scheduler, a_request())
     assert world.asked == []
     await world.end(waiting)
@@ -184,7 +183,7 @@ async def test_a_wide_request_gets_as_many_slots_as_it_lacks_on_one_node() -> No
     rows = [world.row() for _ in range(5)]
     waiting = await start_lease(world.scheduler, a_request(slots=2))
     assert len(world.asked) == 2
-    on = {world.rows[name].lease.node.name for name in world.asked}
+    on = {world.rows[name].node.name for name in world.asked}
     assert len(on) == 1
     for name in world.asked:
         world.release(name)
@@ -199,9 +198,9 @@ async def test_a_lease_that_has_ended_is_not_asked() -> None:
     request = a_request(priority=Priority.BATCH, yields=True, stream=True)
     granted = world.scheduler.lease_now(request)
     assert granted is not None
-    assert set(world.scheduler.granter.yielding) == {granted.id}
-    world.scheduler.granter.release_unused(granted.id)
-    assert world.scheduler.granter.yielding == {}
+    assert set(world.scheduler.yielding) == {granted.id}
+    world.scheduler.release_unused(granted.id)
+    assert world.scheduler.yielding == {}
 
 
 async def test_waiting_work_that_is_raised_goes_before_lower_classes() -> None:
@@ -215,7 +214,7 @@ async def test_waiting_work_that_is_raised_goes_before_lower_classes() -> None:
     assert world.scheduler.depths()[Priority.NORMAL] == 1
     assert world.scheduler.raise_class({request.id}, Priority.BATCH) == {request.id}
     assert world.scheduler.depths()[Priority.NORMAL] == 1, "it never falls"
-    running.lease.release()
+    running.release()
     await settle()
     assert raised.done()
     assert not plain.done()
