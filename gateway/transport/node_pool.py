@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from gateway.config.inventory import NodeSpec, NodeTls
+from gateway.config.node import NodeSpec, NodeTls
 from gateway.transport.pool import ConnectionPool, NodeAddress
 from gateway.transport.resolver import Resolver
 

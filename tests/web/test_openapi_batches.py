@@ -8,8 +8,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from gateway.batches.batch_registry import BatchProgress
 from gateway.batches.batch_rows import Batch
+from gateway.batches.progress import BatchProgress
 from gateway.batches.request_rows import BatchState
 from gateway.web.batches import batch_object
 from gateway.web.message_batches import message_batch_object

@@ -12,8 +12,8 @@ from socket import socket
 from typing import Any, Self
 
 from gateway.tools.local.server import claim_port, claimed_port
-from tests.elastic.site import MODEL
 from tests.emulator import EmulatedNode
+from tests.scheduling.standby_site import MODEL
 
 HOST = "127.0.0.1"
 BOOT = 0.7

@@ -1,24 +1,95 @@
-"""Yielding: which running batch requests give up their slots for one that would have to wait.
+"""Slots of class `batch`: the room for its stored work, and what it gives up to higher classes.
 
-Only requests that say so yield (`LeaseCaller.yields`), and only in decode: what they have written
-so far is kept, and they go on later, on any node. What a yield costs is that their prompt and that
-text are read once more.
+Whoever feeds the scheduler with stored work asks for the room (`room_for_batch`), so that as much
+is offered as fills the slots outside the reserve, and no more.
+
+Running requests yield to one that would have to wait. Only requests that say so yield
+(`LeaseCaller.yields`), and only in decode: what they have written so far is kept, and they go on
+later, on any node. What a yield costs is that their prompt and that text are read once more.
 
 `choose_yields` is the policy, on plain numbers. `YieldRequests` asks those that it has chosen.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import islice
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from gateway.fleet.slot_occupancy import LeasePhase
-from gateway.request import Priority
-from gateway.scheduling.lease_granter import LeaseRecord
-from gateway.scheduling.node_slots import CandidateSet, NodeSlots, QueuedRequest, TierSets
+from gateway.config.cache_privacy import NodeLabels
+from gateway.lease import BatchRoom
+from gateway.request import Endpoint, Priority
+from gateway.scheduling.admission import Waiter
+from gateway.scheduling.candidates import FleetSync
+from gateway.scheduling.placement_state import CandidateSet, NodeSlots, QueuedRequest
+
+
+def room_for_batch(
+    rows: Iterable[NodeSlots], seconds: float, now: float, *, waiting: int = 0, ahead: int = 0
+) -> BatchRoom:
+    """The room on these rows, and what is expected to come free within so many `seconds`.
+
+    `waiting`: requests of class `batch` that wait for them; `ahead`: slots for which higher classes
+    wait.
+    """
+    nodes = slots = free = soon = 0
+    for row in rows:
+        if not row.alive or row.reserved_for is not None:
+            continue
+        nodes += 1
+        slots += _unreserved(row, row.capacity, busy=0)
+        now_free = row.capacity - row.busy
+        room = _unreserved(row, now_free, busy=row.busy)
+        ending = sum(
+            placement.queued.slots
+            for placement in row.running
+            if placement.seconds_left(now) <= seconds
+        )
+        free += room
+        soon += _unreserved(row, now_free + ending, busy=row.busy - ending) - room
+    return BatchRoom(slots, free, soon, waiting, ahead, nodes)
+
+
+def _unreserved(row: NodeSlots, free: int, *, busy: int) -> int:
+    """Slots that `batch` may take of a row with so many `free`; of an idle row at least one."""
+    if row.kept_from_batch:
+        return 0
+    return max(free - row.batch_reserve, 1 if free > 0 and busy <= 0 else 0, 0)
+
+
+def rows_for_batch(
+    fleet_sync: FleetSync, model_names: Sequence[str], endpoint: Endpoint, labels: NodeLabels
+) -> tuple[NodeSlots, ...]:
+    """The rows of the first of these names that an alive node of the pool serves.
+
+    Those of CPU nodes; of a model that only GPU nodes have, theirs.
+    """
+    rows: tuple[NodeSlots, ...] = ()
+    for name in model_names:
+        service = fleet_sync.service((name, endpoint, False, False, labels))
+        rows = service.cpu.rows or service.gpu.rows
+        if any(row.alive for row in rows):
+            break
+    return rows
+
+
+def slots_waited_for(
+    waiters: Iterable[Waiter], model_names: Collection[str], labels: NodeLabels
+) -> tuple[int, int]:
+    """Slots for which requests wait that share a model name and pool: of `batch`, of others."""
+    names, waiting, ahead = frozenset(model_names), 0, 0
+    for waiter in waiters:
+        request = waiter.request
+        same_pool = (
+            not labels or not request.wanted.node_labels or labels == request.wanted.node_labels
+        )
+        if not same_pool or names.isdisjoint(request.wanted.model_names):
+            continue
+        if request.caller.priority is Priority.BATCH:
+            waiting += request.size.slots
+        else:
+            ahead += request.size.slots
+    return waiting, ahead
+
 
 LEAST_SECONDS_LEFT = 3.0
 """Seconds. A request that is expected to end sooner ends by itself."""
@@ -137,71 +208,3 @@ def _alive_rows(candidates: CandidateSet, queued: QueuedRequest) -> list[NodeSlo
         and row.index not in queued.excluded
         and row.index not in queued.failed
     ]
-
-
-@dataclass(slots=True, eq=False)
-class YieldRequests:
-    """Asks running requests to yield, each lease at most once."""
-
-    records: dict[int, LeaseRecord]
-    """Those of the leases that may be asked, by lease id; of the `LeaseGranter`."""
-    yield_slot: Callable[[str], bool]
-    """Asks the request with this id to give up its slot and wait again; whether it does."""
-    _in_vain: dict[tuple[tuple[TierSets, ...], Priority, int], float] = field(default_factory=dict)
-    """When nobody was found for a request of such candidates, class and slots."""
-
-    def make_room(self, queued: QueuedRequest, now: float) -> bool:
-        """Have running requests yield to one that waits; whether it is to get its slots so.
-
-        For requests of one kind it is tried in vain once in `IN_VAIN_SECONDS`, however many wait.
-        """
-        kind = queued.groups, queued.priority, queued.slots
-        if not self.records or now - self._in_vain.get(kind, -math.inf) < IN_VAIN_SECONDS:
-            return False
-        if queued.slots and self._make_room(queued, now):
-            return True
-        if len(self._in_vain) >= MOST_KINDS:
-            self._in_vain.clear()
-        self._in_vain[kind] = now
-        return False
-
-    def _make_room(self, queued: QueuedRequest, now: float) -> bool:
-        for missing in missing_slots(queued):
-            for _ in range(MOST_CHOICES):
-                running = [
-                    yield_candidate(lease_id, record, now)
-                    for lease_id, record in islice(self.records.items(), MOST_COMPARED)
-                    if record.placement is not None
-                ]
-                chosen = choose_yields(queued.priority, missing, running)
-                if not chosen:
-                    break
-                for lease_id in chosen:
-                    record = self.records.pop(lease_id)
-                    assert record.placement is not None
-                    # Those that can't be resumed refuse; then others are chosen.
-                    if self.yield_slot(record.request.id):
-                        missing[record.placement.row.index] -= record.lease.slots
-                if min(missing.values()) <= 0:
-                    return True
-        return False
-
-
-def yield_candidate(lease_id: int, record: LeaseRecord, now: float) -> YieldCandidate:
-    """A running request in numbers; its record has a placement."""
-    placement, request, decode_began = record.placement, record.request, None
-    assert placement is not None
-    row, decoded = placement.row, 0.0
-    if record.lease.phase is LeasePhase.DECODE:
-        decode_began = placement.prefill_ends
-        decoded = (now - decode_began) / row.per_output_token if row.per_output_token else 0.0
-    return YieldCandidate(
-        lease_id,
-        row.index,
-        record.lease.slots,
-        request.caller.priority,
-        None if decode_began is None else now - decode_began,
-        placement.seconds_left(now),
-        (placement.queued.prompt_tokens + decoded) / row.prefill_tps,
-        request.caller.times_yielded,
-    )
