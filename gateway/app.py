@@ -59,7 +59,7 @@ from gateway.store.store import Store
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
 from gateway.telemetry import Telemetry
 from gateway.tracing.request_tracing import RequestTracing
-from gateway.transport.node_pool import open_node_pool
+from gateway.transport.pool import open_node_pool
 from gateway.transport.resolver import Resolver
 from gateway.usage.ledger import Ledger
 from gateway.web.admin.app import admin_app

@@ -27,7 +27,7 @@ from gateway.config.store import STORE_OFF
 from gateway.system import install_command
 from gateway.tracing.extra import has_otel
 from gateway.transport.certificates import CertificateError, load_certificate
-from gateway.transport.node_pool import node_address
+from gateway.transport.pool import node_address
 
 if TYPE_CHECKING:
     from gateway.store.database import StoreLocation

@@ -26,8 +26,7 @@ from gateway.fleet.sleep import REST_DELAY
 from gateway.fleet.speed import SpeedSample, compare_speeds
 from gateway.fleet.state_files import DrainedNodes, PausedModels, PropertiesStore
 from gateway.request import Endpoint
-from gateway.transport.node_pool import OpenNodePool, connection_key, tls_files
-from gateway.transport.pool import ConnectionPool
+from gateway.transport.pool import ConnectionPool, OpenNodePool, connection_key, tls_files
 
 log = logging.getLogger(__name__)
 

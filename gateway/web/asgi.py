@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import unquote
 
 import msgspec
@@ -132,6 +133,32 @@ async def read_fields(
         return parse_object(bytes(body))
     except InvalidJson:
         raise errors.invalid_json("it must be an object") from None
+
+
+_DIGITS = re.compile(r"[0-9]{1,9}")
+
+
+def page_limit(word: str, most: int) -> int:
+    """How many a page may list, by the query's `limit`. Raises: GatewayError 400."""
+    if _DIGITS.fullmatch(word) is None or not 1 <= int(word) <= most:
+        raise errors.invalid_request(f"'limit' must be 1 to {most}.", "limit")
+    return int(word)
+
+
+class Identified(Protocol):
+    """An object of a list."""
+
+    id: str
+
+
+def listed(data: Sequence[Identified], *, has_more: bool = False) -> dict[str, Any]:
+    """A page of these objects, as the lists of both APIs have it."""
+    return {
+        "data": data,
+        "first_id": data[0].id if data else None,
+        "last_id": data[-1].id if data else None,
+        "has_more": has_more,
+    }
 
 
 def number_parameter(

@@ -1,4 +1,7 @@
-"""Serves a routed request: reads it, forwards it, and sends the response."""
+"""Serves a routed request: reads it, forwards it, and sends the response.
+
+While its client waits, it gets signs of life: white space, comments, or its place in the queue.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,9 @@ from gateway.catalog import RequestQueue, ServedModels
 from gateway.errors import CLIENT_CLOSED_STATUS, ClientClosed, GatewayError
 from gateway.events import EventBus, RequestFinished
 from gateway.lease import LeaseRequest
-from gateway.proxy.api.base import NumberedHeartbeats, ResponseRewriter
+from gateway.proxy.api.base import Api, NumberedHeartbeats, ResponseRewriter
 from gateway.proxy.client_response import (
+    EventsForClient,
     for_client,
     is_slow_to_rewrite,
     node_error,
@@ -53,6 +57,7 @@ from gateway.transport.errors import UpstreamError
 from gateway.usage.accounts import Accounts
 from gateway.usage.meter import Meter, MeteredRequest
 from gateway.web import response_heads
+from gateway.web.background import Storing
 from gateway.web.body import (
     PARSE_WORKING_BYTES,
     BodyAllocation,
@@ -61,24 +66,18 @@ from gateway.web.body import (
     take_small_body,
     translate_body,
 )
-from gateway.web.heartbeats import (
-    Heartbeat,
-    PaddingHeartbeat,
-    ProgressHeartbeat,
-    StreamHeartbeat,
-)
-from gateway.web.http_exchange import HttpExchange, RewritingWriter
-from gateway.web.origins import cors_headers
-from gateway.web.request_context import HandlerConfig, RequestContext, parse_context
+from gateway.web.http_exchange import HttpExchange
+from gateway.web.request_context import HandlerConfig, RequestContext, cors_headers, parse_context
 from gateway.web.response_heads import (
     early_gateway_header_lines,
     encode_headers,
     error_headers,
     gateway_header_lines,
+    progress_comment,
     rate_limit_lines,
+    stream_header_lines,
     with_content_type,
 )
-from gateway.web.storing import Storing
 
 PROGRESS_SECONDS = 1.0
 """Seconds between progress comments, for a client that asks for them."""
@@ -88,6 +87,12 @@ TIMER_TOLERANCE = 0.01
 
 CLIENT_TIMEOUT_GRACE = 2.0
 """Seconds past its deadline that an official client has to time out by itself."""
+
+HEARTBEAT_TOLERANCE = 0.01
+"""A heartbeat may come early by this part of its interval."""
+
+PADDING_HEADER_LINES = b"content-type: application/json; charset=utf-8\r\n"
+"""Those of a plain response that begins with white space."""
 
 
 @dataclass(slots=True, eq=False)
@@ -623,3 +628,161 @@ class _HandledRequest:
         elif settings.heartbeat:
             return StreamHeartbeat(self, in_flight, handler, settings.heartbeat)
         return None
+
+
+class Heartbeat:
+    """Sends a sign of life after `first` seconds, then again and again, until `stop`."""
+
+    __slots__ = ("_handle", "_handler", "_in_flight", "_interval", "_last_sent_at", "_loop",
+                 "_served")  # fmt: skip
+
+    def __init__(
+        self,
+        served: _HandledRequest,
+        in_flight: InFlightRequest,
+        handler: ProxyHandler,
+        interval: float,
+    ) -> None:
+        self._served = served
+        self._in_flight = in_flight
+        self._handler = handler
+        self._interval = interval
+        self._last_sent_at = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._handle = self._loop.call_later(self._first(), self._run)
+        served.exchange.set_heartbeat(self.send_now)
+
+    def stop(self) -> None:
+        """Send no more."""
+        self._handle.cancel()
+        self._served.exchange.set_heartbeat(None)  # It refers to this object.
+
+    def send_now(self) -> None:
+        """Send a sign of life, whenever the last one was."""
+        raise NotImplementedError
+
+    def _first(self) -> float:
+        return self._interval
+
+    def _run(self) -> None:
+        self._handle = self._loop.call_later(self._beat(), self._run)
+
+    def _beat(self) -> float:
+        """Send something; seconds until the next."""
+        raise NotImplementedError
+
+    def _send(self, make: Callable[[], bytes], header_lines: bytes) -> None:
+        """Send what `make` returns; the first time, with a head that has these lines.
+
+        A client that lags is spared it, so that nothing is made, which might be numbered.
+        """
+        served, handler = self._served, self._handler
+        exchange = served.exchange
+        self._last_sent_at = handler.clock()
+        if exchange.disconnected or exchange.write_paused:
+            return
+        if exchange.response_started:
+            exchange.write(make())
+        else:
+            exchange.start_response(200, header_lines + served.early_header_lines(), make())
+            self._in_flight.note_response_started()
+            handler.queue.keep_in_queue(self._in_flight.request.id)
+
+
+class PaddingHeartbeat(Heartbeat):
+    """White space, which JSON may begin with."""
+
+    __slots__ = ()
+
+    def send_now(self) -> None:
+        self._send(lambda: b" ", PADDING_HEADER_LINES)
+
+    def _beat(self) -> float:
+        self.send_now()
+        return self._interval
+
+
+class StreamHeartbeat(Heartbeat):
+    """What the API's clients skip, if nothing was sent for the interval."""
+
+    __slots__ = ()
+
+    def send_now(self) -> None:
+        stream = self._served.body_stream
+        if stream is None or stream.is_open:
+            api = self._served.route.api
+            self._send(self._served.heartbeat, stream_header_lines(api))
+
+    def _beat(self) -> float:
+        interval, now = self._interval, self._handler.clock()
+        stream = self._served.body_stream
+        if stream is not None:
+            left = max(self._last_sent_at, stream.last_content_at) + interval - now
+            if left > interval * HEARTBEAT_TOLERANCE:
+                return left
+        self.send_now()
+        return interval
+
+
+class ProgressHeartbeat(StreamHeartbeat):
+    """The place in the queue or the progress of the prefill, for a client that asks for them."""
+
+    __slots__ = ()
+
+    def _first(self) -> float:
+        return self._handler.progress_seconds
+
+    def _beat(self) -> float:
+        in_flight, handler, served = self._in_flight, self._handler, self._served
+        api = served.route.api
+        if served.is_answered:
+            return super()._beat()
+        assert in_flight.prefill_progress is not None
+        position = handler.queue.queue_position(in_flight.request.id)
+        prefill = in_flight.prefill_progress.status(handler.clock()) if position is None else None
+        comment = progress_comment(position, prefill)
+        is_event = api.heartbeat_is_event or served.numbered_heartbeats is not None
+
+        def make() -> bytes:
+            return comment + (served.heartbeat() if is_event or not comment else b"")
+
+        self._send(make, stream_header_lines(api))
+        return handler.progress_seconds
+
+
+class RewritingWriter(EventsForClient):
+    """Writes a stream's events to the client as `rewriter` makes them.
+
+    While it makes nothing of them, the client gets a heartbeat after `seconds` (0: none).
+    """
+
+    __slots__ = ("_clock", "_exchange", "_heartbeat", "_seconds", "_written_at")
+
+    def __init__(
+        self,
+        exchange: HttpExchange,
+        rewriter: ResponseRewriter,
+        api: Api,
+        record: RequestFinished,
+        seconds: float,
+        heartbeat: Callable[[], bytes],
+        clock: Callable[[], float],
+    ) -> None:
+        EventsForClient.__init__(self, rewriter, api, record)
+        self._exchange = exchange
+        self._seconds = seconds
+        self._heartbeat = heartbeat
+        self._clock = clock
+        self._written_at = clock()
+
+    def write(self, data: bytes) -> bool:
+        """Send events; True if the client lags, as `HttpExchange.write`."""
+        data, now = self.rewrite(data), self._clock()
+        if not data:
+            # The node is not silent, so that the handler sends no heartbeat.
+            silent = now - self._written_at
+            if self.failed or not self._seconds or silent < self._seconds:
+                return self._exchange.write_paused
+            data = self._heartbeat()
+        self._written_at = now
+        return self._exchange.write(data)

@@ -38,7 +38,7 @@ from gateway.errors import GatewayError
 from gateway.proxy.api.relayed import RELAYED
 from gateway.proxy.inbound.routes import ROUTES, Route
 from gateway.request import Headers
-from gateway.transport.known_head import KnownHead
+from gateway.transport.connection import KnownHead
 from gateway.web.connections import (
     CONNECTION_PIPELINE_BYTES,
     HEALTH_ONLY_SECONDS,

@@ -11,7 +11,7 @@ import pytest
 
 from gateway.batches.kept_bytes import kept_by
 from gateway.batches.states import RequestKind, RequestState
-from gateway.web.owners import ANONYMOUS_OWNER
+from gateway.web.request_context import ANONYMOUS_OWNER
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.polling import eventually

@@ -18,8 +18,7 @@ from gateway.events import EventBus, NodeChanged
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Lease, Node, NodeState
 from gateway.fleet.state_files import DrainedNodes
-from gateway.transport.node_pool import open_node_pool
-from gateway.transport.pool import ConnectionPool
+from gateway.transport.pool import ConnectionPool, open_node_pool
 from tests.emulator import EmulatedNode
 from tests.fleet.build import NoUpstream, a_fleet, a_spec, inventory, is_held, take
 from tests.transport.pool_client import pool_client

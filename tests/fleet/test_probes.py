@@ -20,7 +20,7 @@ from gateway.fleet.node import Node, NodeSettings
 from gateway.fleet.probe_history import ProbeAnswer
 from gateway.fleet.probes import LARGEST_RESPONSE, check_alive, discover, probe_slots
 from gateway.transport.errors import LocalResourcesExhausted
-from gateway.transport.node_pool import open_node_pool
+from gateway.transport.pool import open_node_pool
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec

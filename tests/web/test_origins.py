@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gateway.config.listeners import CorsSpec
-from gateway.web.origins import cors_headers
+from gateway.web.request_context import cors_headers
 from gateway.web.response_heads import EXPOSED_HEADERS
 from tests.virtual import in_virtual_time
 from tests.web.raw_client import CHAT, HELLO, public, request

@@ -17,7 +17,7 @@ from gateway.fleet.node import Node, NodeSettings
 from gateway.fleet.probe_history import ProbeResult
 from gateway.fleet.probes import check_alive, discover, fetch
 from gateway.fleet.server_properties import ServerProperties, inventory_drift
-from gateway.transport.node_pool import open_node_pool
+from gateway.transport.pool import open_node_pool
 
 MOST_CONCURRENT_CHECKS = 32
 
