@@ -14,8 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from gateway import errors
-from gateway.batches.file_rows import StoredFile
-from gateway.batches.files import FileRegistry, file_not_found, file_too_large
+from gateway.batches.files import FileRegistry, StoredFile, file_not_found, file_too_large
 from gateway.batches.folder import is_file_name
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.proxy.inbound import multipart

@@ -23,13 +23,13 @@ from gateway.access.callers import MOST_IDENTITY_BYTES, cache_policy_of
 from gateway.batches.background_requests import BackgroundRequests
 from gateway.batches.batch_registry import BatchRegistry
 from gateway.batches.files import FileRegistry
-from gateway.batches.webhook_targets import WebhookTargets
+from gateway.batches.webhook_receivers import WebhookTargets
 from gateway.catalog import FleetCatalog, ServedModels, ServerFigures
 from gateway.config.cache_privacy import NodeLabels
 from gateway.config.listeners import CorsSpec
 from gateway.config.routing import CATCH_ALL
 from gateway.proxy.api.base import ModelSummary, Page
-from gateway.proxy.inbound.model_names import ModelAliases
+from gateway.proxy.inbound.request import ModelAliases
 from gateway.proxy.inbound.routes import ROUTES, pages_of, routes_of
 from gateway.request import Caller
 from gateway.usage.caller_usage import CallerUsage

@@ -28,7 +28,7 @@ import httpx
 import msgspec
 import yaml
 
-from gateway.batches.log_file import TERMINAL_TYPES, split_events
+from gateway.batches.response_log import TERMINAL_TYPES, split_events
 from gateway.tools.local.server_process import claim_port, claimed_port
 from tests.batches.kills import a_store
 from tests.emulator import EmulatedNode

@@ -168,8 +168,8 @@ TRACE_SECONDS = 5
 
 EVEN_TRACES = """
 import itertools
-from gateway.tracing.export import TraceExporter
-from gateway.tracing.sampling import Sampler
+from gateway.tracing.request_tracing import TraceExporter
+from gateway.tracing.request_tracing import Sampler
 TraceExporter.__init__.__kwdefaults__.update(batch_seconds={seconds}, batch_traces={traces})
 draws = itertools.cycle([number / 20 for number in range(20)])
 make_sampler = Sampler.__init__

@@ -14,7 +14,7 @@ import pytest
 
 from gateway.batches.batch_registry import BatchProgress
 from gateway.batches.batch_rows import Batch
-from gateway.batches.states import BatchState
+from gateway.batches.request_rows import BatchState
 from gateway.config.settings import Settings
 from gateway.proxy.inbound.routes import pages_of, routes_of
 from gateway.web.admin.app import ADMIN_ROUTES

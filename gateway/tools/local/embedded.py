@@ -1,4 +1,4 @@
-"""`python -m gateway.tools.local.embedded --model F ...`: one llama.cpp server in this process.
+"""`llama-gateway node-server --model F ...`: one llama.cpp server in this process.
 
 The server is the one in the xllamacpp wheel. Once it has loaded its model it writes its address to
 standard output; its log goes to standard error.
@@ -30,9 +30,7 @@ POOLING_TYPES = ("none", "mean", "cls", "last", "rank")
 
 def argument_parser() -> argparse.ArgumentParser:
     """Build the command line; names follow llama-server's where it has the option."""
-    parser = argparse.ArgumentParser(
-        prog="python -m gateway.tools.local.embedded", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="llama-gateway node-server", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, metavar="FILE.gguf")
     parser.add_argument("--alias", help="the model's name (default: the file's)")
     parser.add_argument("--host", default="127.0.0.1")

@@ -1,6 +1,6 @@
 """Checks that servers fit into memory and may lock it, before they start.
 
-`python -m gateway.tools.local.memory FILE.gguf --slots 2 ...` says what one server needs. It needs
+`llama-gateway node-memory FILE.gguf --slots 2 ...` says what one server needs. It needs
 the standard library alone, since playbooks run it where the gateway is not installed.
 """
 
@@ -165,7 +165,7 @@ def _pairs(path: Path) -> list[tuple[str, str]]:
 
 def main(arguments: list[str] | None = None) -> None:
     """Write what a server of a model needs, as JSON; exit 1 where its shape is not known."""
-    parser = argparse.ArgumentParser(prog="python -m gateway.tools.local.memory")
+    parser = argparse.ArgumentParser(prog="llama-gateway node-memory")
     parser.add_argument("model", type=Path, metavar="FILE.gguf")
     parser.add_argument("--slots", type=int, required=True)
     parser.add_argument("--context", type=int, required=True, help="tokens of one slot")

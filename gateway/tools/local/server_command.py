@@ -140,7 +140,7 @@ def server_environment(env: Mapping[str, str] | None = None) -> dict[str, str]:
 
 def _embedded(spec: ServerSpec, port: int) -> list[str]:
     command = [
-        *(sys.executable, "-P", "-m", "gateway.tools.local.embedded"),
+        *(sys.executable, "-P", "-m", "gateway", "node-server"),
         *("--model", str(spec.model), "--alias", spec.alias),
         *("--host", spec.host, "--port", str(port)),
         *("--slots", str(spec.slots), "--ctx", str(spec.slots * spec.context)),
