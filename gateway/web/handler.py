@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from gateway import errors
-from gateway.access.callers import client_address, effective_priority
+from gateway.access.callers import client_address
 from gateway.catalog import RequestQueue, ServedModels
 from gateway.errors import CLIENT_CLOSED_STATUS, ClientClosed, GatewayError
 from gateway.events import EventBus, RequestFinished
@@ -45,9 +45,8 @@ from gateway.proxy.inbound.body import (
 from gateway.proxy.inbound.request import (
     IncomingRequest,
     Request,
-    prepare,
-    prepare_large,
-    prepare_multipart,
+    prepare_for,
+    prepare_in_turn,
 )
 from gateway.proxy.inbound.routes import ROUTES, Route, is_infill, routes_of
 from gateway.proxy.prefill_progress import PrefillProgress
@@ -68,7 +67,13 @@ from gateway.web.body import (
     translate_body,
 )
 from gateway.web.http_exchange import HttpExchange
-from gateway.web.request_context import HandlerConfig, RequestContext, cors_headers, parse_context
+from gateway.web.request_context import (
+    HandlerConfig,
+    RequestContext,
+    class_of,
+    cors_headers,
+    parse_context,
+)
 from gateway.web.response_heads import (
     early_gateway_header_lines,
     encode_headers,
@@ -340,21 +345,19 @@ class _HandledRequest:
         """
         await ensure_task()
         handler, rules = self._handler, self._config.rules
-        if len(body) < LARGE_BODY_BYTES:
-            return await handler.time_slicer.run_once(partial(self._prepare, context, body))
         # Working memory counts while it is in use.
-        working_bytes = min(len(body), PARSE_WORKING_BYTES)
+        working_bytes = min(len(body), PARSE_WORKING_BYTES) if len(body) >= LARGE_BODY_BYTES else 0
         allocation = self._allocation or BodyAllocation(context.caller.id, context.fairness_key)
-        handler.body_memory.allocate(allocation, working_bytes, rules.limits.buffered_bytes)
+        if working_bytes:
+            handler.body_memory.allocate(allocation, working_bytes, rules.limits.buffered_bytes)
         try:
-            return await handler.time_slicer.run(
-                prepare_large(
-                    body.removeprefix(BYTE_ORDER_MARK),
-                    self._node_route,
-                    rules,
-                    partial(self._prepare, context),
-                    context.cache.scope_of(self.request_id),
-                )
+            return await prepare_in_turn(
+                body,
+                self._node_route,
+                rules,
+                handler.time_slicer,
+                partial(self._prepare, context),
+                context.cache.scope_of(self.request_id),
             )
         finally:
             handler.body_memory.release(allocation, working_bytes)
@@ -368,12 +371,10 @@ class _HandledRequest:
     def _prepare(self, context: RequestContext, body: Body) -> Request:
         """The request that the body describes. Raises: GatewayError."""
         record, route, settings = self.record, self._node_route, self._config.settings
-        prepare_request = prepare
         if not isinstance(body, bytes):
             parsed = body.parse()
         elif route.multipart:
             body, parsed = multipart.parse_multipart(body, self.exchange.headers)
-            prepare_request = prepare_multipart
         else:
             try:
                 parsed = parse_body(body)
@@ -384,15 +385,7 @@ class _HandledRequest:
                 parsed = parse_body(body)
         priority = context.usual_priority
         if priority is None or not parsed.priority is parsed.service_tier is None:
-            word, service_tier = parsed.priority, parsed.service_tier
-            priority = effective_priority(
-                context.priority_header,
-                word if isinstance(word, str) else None,
-                service_tier if isinstance(service_tier, str) else None,
-                context.caller,
-            )
-        if priority is not record.priority:
-            record.classify(priority)
+            priority = class_of(parsed, context.caller, context.priority_header)
         timeout, has_timer = context.plain_client_timeout, context.client_has_timer
         if parsed.stream or settings.heartbeat_plain:
             timeout, has_timer = context.client_timeout, False
@@ -412,20 +405,13 @@ class _HandledRequest:
             context.accounts.completion_tokens,
             context.accounts.most_tokens,
         )
-        catalog = self._handler.catalog
-        request = prepare_request(incoming, parsed, priority, self._config.rules, catalog)
-        lease_request = request.lease_request
-        for name in lease_request.wanted.model_names:
-            if catalog.serves(name):
-                record.describe(stream=request.stream, model=lease_request.wanted.model)
-                break
-        else:
-            record.describe(stream=request.stream, model=None)
+        request = prepare_for(
+            record, incoming, parsed, priority, self._config.rules, self._handler.catalog
+        )
         may_be_infill = parsed.suffix is not MISSING or route.endpoint == "infill"
         if may_be_infill and settings.queue.latest_wins and is_infill(route, parsed):
-            self._edit_session = lease_request.caller.session or self._default_edit_session(
-                lease_request
-            )
+            asked = request.lease_request
+            self._edit_session = asked.caller.session or self._default_edit_session(asked)
         return request
 
     def _default_edit_session(self, request: LeaseRequest) -> str:

@@ -34,6 +34,7 @@ from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.lease import KeyedHash
 from gateway.proxy.forwarded_headers import headers_for_node
+from gateway.proxy.inbound.body import ParsedBody
 from gateway.proxy.inbound.prompt_key import VolatileLines
 from gateway.proxy.inbound.request import ModelAliases, RequestRules
 from gateway.request import Caller, Headers, Priority
@@ -219,6 +220,20 @@ def parse_context(
         cache_policy_of(caller, settings),
         counts_no_comments,
         prefers_async(headers),
+    )
+
+
+def class_of(parsed: ParsedBody, caller: Caller, header: str | None = None) -> Priority:
+    """The class that head and body ask for, as far as the caller may have it.
+
+    Raises: GatewayError 400, if the header's word is unknown.
+    """
+    word, service_tier = parsed.priority, parsed.service_tier
+    return effective_priority(
+        header,
+        word if isinstance(word, str) else None,
+        service_tier if isinstance(service_tier, str) else None,
+        caller,
     )
 
 
