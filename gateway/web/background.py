@@ -53,6 +53,15 @@ from gateway.batches.webhook_receivers import WebhookTargets
 from gateway.catalog import RequestQueue, ServedModels
 from gateway.errors import GatewayError
 from gateway.events import RequestFinished
+from gateway.http.exchange import HttpExchange
+from gateway.http.request_head import (
+    Callers,
+    HandlerConfig,
+    RequestContext,
+    no_store,
+    owner_by_head,
+)
+from gateway.http.response_head import encode_headers
 from gateway.proxy.inbound.body import BYTE_ORDER_MARK, is_slow_to_parse
 from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES, Route
@@ -61,15 +70,6 @@ from gateway.proxy.response_stream import JSON_HEADER_LINE
 from gateway.request import Headers
 from gateway.transport.eager_task import ensure_task
 from gateway.web.asgi import JsonResponse, error_response, page_limit
-from gateway.web.http_exchange import HttpExchange
-from gateway.web.request_context import (
-    Callers,
-    HandlerConfig,
-    RequestContext,
-    no_store,
-    owner_by_head,
-)
-from gateway.web.response_heads import encode_headers
 
 STREAM_HEADER_LINES = (
     b"content-type: text/event-stream\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"

@@ -23,11 +23,11 @@ from gateway.batches.request_rows import BatchState
 from gateway.batches.webhook_receivers import WebhookTargets
 from gateway.config.fields import format_duration
 from gateway.errors import GatewayError
+from gateway.http.request_head import Callers, no_store, owner_by_head
 from gateway.proxy.json_values import JsonObject
 from gateway.request import Caller
 from gateway.web.asgi import JsonResponse, listed, page_limit, read_fields
 from gateway.web.files import LONGEST_EXPIRY, SHORTEST_EXPIRY, ContentResponse, content_headers
-from gateway.web.request_context import Callers, no_store, owner_by_head
 
 CREATE_BYTES = 64 * 1024
 """Most bytes of a request for a batch."""

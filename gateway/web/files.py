@@ -17,6 +17,8 @@ from gateway import errors
 from gateway.batches.files import FileRegistry, StoredFile, file_not_found, file_too_large
 from gateway.batches.folder import is_file_name
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
+from gateway.http.body import body_parts, check_plain, content_length
+from gateway.http.request_head import Callers, no_store
 from gateway.proxy.inbound import multipart
 from gateway.proxy.inbound.multipart import (
     LONGEST_FIELD_HEADERS,
@@ -27,8 +29,6 @@ from gateway.proxy.inbound.multipart import (
 )
 from gateway.request import Headers
 from gateway.web.asgi import JsonResponse, listed, page_limit
-from gateway.web.body import body_parts, check_plain, content_length
-from gateway.web.request_context import Callers, no_store
 
 UPLOAD_PURPOSES = ("batch", "user_data")
 """What callers may upload files for."""

@@ -17,6 +17,33 @@ from gateway.access.callers import client_address
 from gateway.catalog import RequestQueue, ServedModels
 from gateway.errors import CLIENT_CLOSED_STATUS, ClientClosed, GatewayError
 from gateway.events import EventBus, RequestFinished
+from gateway.http.body import (
+    PARSE_WORKING_BYTES,
+    BodyAllocation,
+    BodyMemory,
+    read_body,
+    take_small_body,
+    translate_body,
+)
+from gateway.http.exchange import HttpExchange
+from gateway.http.request_head import (
+    HandlerConfig,
+    RequestContext,
+    class_of,
+    cors_headers,
+    parse_context,
+)
+from gateway.http.response_head import (
+    early_gateway_header_lines,
+    encode_headers,
+    error_headers,
+    gateway_header_lines,
+    node_error_header_lines,
+    progress_comment,
+    rate_limit_lines,
+    stream_header_lines,
+    with_content_type,
+)
 from gateway.lease import LeaseRequest
 from gateway.proxy.api.base import Api, NumberedHeartbeats, ResponseRewriter
 from gateway.proxy.client_response import (
@@ -56,34 +83,7 @@ from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import UpstreamError
 from gateway.usage.accounts import Accounts
 from gateway.usage.meter import Meter, MeteredRequest
-from gateway.web import response_heads
 from gateway.web.background import Storing
-from gateway.web.body import (
-    PARSE_WORKING_BYTES,
-    BodyAllocation,
-    BodyMemory,
-    read_body,
-    take_small_body,
-    translate_body,
-)
-from gateway.web.http_exchange import HttpExchange
-from gateway.web.request_context import (
-    HandlerConfig,
-    RequestContext,
-    class_of,
-    cors_headers,
-    parse_context,
-)
-from gateway.web.response_heads import (
-    early_gateway_header_lines,
-    encode_headers,
-    error_headers,
-    gateway_header_lines,
-    progress_comment,
-    rate_limit_lines,
-    stream_header_lines,
-    with_content_type,
-)
 
 PROGRESS_SECONDS = 1.0
 """Seconds between progress comments, for a client that asks for them."""
@@ -455,7 +455,7 @@ class _HandledRequest:
         elif response.status >= 400:
             record.fail(response.status, record.reason or "node_error")
             content = node_error_body(response, api, record.x_request_id)
-            header_lines = response_heads.node_error_header_lines(response, content)
+            header_lines = node_error_header_lines(response, content)
         if not exchange.response_started:
             exchange.respond(response.status, header_lines + self._header_lines(), content)
         elif record.stream:  # an error: an answer would have a body stream

@@ -23,6 +23,7 @@ from gateway.batches.files import MOST_UPLOADS, MOST_UPLOADS_OF_OWNER, UPLOAD_RE
 from gateway.batches.folder import FolderError
 from gateway.batches.results import ANTHROPIC
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
+from gateway.http.body import body_parts, check_plain, content_length
 from gateway.proxy.json_values import (
     FIELDS_DECODER,
     JSON_ERRORS,
@@ -38,7 +39,6 @@ from gateway.web.batches import (
     page_edge,
     request_digest,
 )
-from gateway.web.body import body_parts, check_plain, content_length
 
 ENDPOINT = "/v1/messages"
 

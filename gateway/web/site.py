@@ -28,6 +28,8 @@ from gateway.catalog import FleetCatalog, ServedModels, ServerFigures
 from gateway.config.cache_privacy import NodeLabels
 from gateway.config.listeners import CorsSpec
 from gateway.config.routing import CATCH_ALL
+from gateway.http.request_head import Callers, may_name_nodes
+from gateway.http.response_head import EXPOSED_HEADERS
 from gateway.proxy.api.base import ModelSummary, Page
 from gateway.proxy.inbound.request import ModelAliases
 from gateway.proxy.inbound.routes import ROUTES, pages_of, routes_of
@@ -47,8 +49,6 @@ from gateway.web.batches import BatchAccess, BatchEndpoints
 from gateway.web.files import FileEndpoints
 from gateway.web.handler import ProxyHandler
 from gateway.web.message_batches import MessageBatchEndpoints
-from gateway.web.request_context import Callers, may_name_nodes
-from gateway.web.response_heads import EXPOSED_HEADERS
 
 
 class KeptForCallers(NamedTuple):

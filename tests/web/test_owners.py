@@ -9,9 +9,9 @@ import pytest
 from gateway.access.keys import KeyRing
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
+from gateway.http.request_head import ANONYMOUS_OWNER, HandlerConfig, no_store, owner_by_head
 from gateway.lease import KeyedHash
 from gateway.request import Caller, Priority
-from gateway.web.request_context import ANONYMOUS_OWNER, HandlerConfig, no_store, owner_by_head
 
 KEY = Caller("k1", "alice", Priority.NORMAL)
 NOBODY = Caller("anonymous:127.0.0.1", "anonymous", Priority.URGENT, anonymous=True)

@@ -22,6 +22,7 @@ from gateway.access.admin_keys import AdminIdentity
 from gateway.access.callers import cache_policy_of
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.events import RequestFinished
+from gateway.http.request_head import class_of
 from gateway.proxy.client_response import node_error
 from gateway.proxy.forwarded_headers import headers_for_node
 from gateway.proxy.in_flight import InFlightRequest
@@ -43,7 +44,6 @@ from gateway.web.admin.guard import identity_of
 from gateway.web.admin.live import EventStream, encode_event
 from gateway.web.asgi import read_fields
 from gateway.web.handler import ProxyHandler
-from gateway.web.request_context import class_of
 
 PATH = "/v1/chat/completions"
 

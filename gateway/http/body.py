@@ -14,8 +14,8 @@ from gateway import errors
 from gateway.access.fair_share import RESERVE_DIVISOR, FairShare, soft_limit
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
+from gateway.http.exchange import HttpExchange
 from gateway.proxy.api.base import Translation
-from gateway.web.http_exchange import HttpExchange
 
 PARSE_WORKING_BYTES = 8 << 20
 """Most working memory for preparing a large body: one piece, and its parsed beginning

@@ -32,6 +32,7 @@ from gateway.config.cache_privacy import SHARED_CACHE, CachePolicy
 from gateway.config.listeners import CorsSpec, ListenSettings
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
+from gateway.http.response_head import EXPOSED_HEADERS
 from gateway.lease import KeyedHash
 from gateway.proxy.forwarded_headers import headers_for_node
 from gateway.proxy.inbound.body import ParsedBody
@@ -40,7 +41,6 @@ from gateway.proxy.inbound.request import ModelAliases, RequestRules
 from gateway.request import Caller, Headers, Priority
 from gateway.usage.accounts import Accounts
 from gateway.usage.limits import LimitBook
-from gateway.web.response_heads import EXPOSED_HEADERS
 
 
 @dataclass(frozen=True, slots=True)

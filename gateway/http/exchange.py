@@ -15,10 +15,10 @@ import structlog
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from gateway.errors import ClientClosed, GatewayError
+from gateway.http.request_head import ContextCache
 from gateway.proxy.inbound.routes import Route
 from gateway.request import Headers
 from gateway.transport.eager_task import EagerTask
-from gateway.web.request_context import ContextCache
 
 log = structlog.get_logger()
 
