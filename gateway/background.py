@@ -34,8 +34,8 @@ from gateway.scheduling.tiers import dearest_token
 from gateway.startup import Options, batches_folder
 from gateway.tracing.request_tracing import RequestTracing
 from gateway.transport.resolver import Resolver
+from gateway.web.background import Storing
 from gateway.web.site import KeptForCallers
-from gateway.web.storing import Storing
 
 
 class BackgroundWork:

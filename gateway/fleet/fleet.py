@@ -44,8 +44,7 @@ from gateway.fleet.server_properties import server_identity, server_key
 from gateway.fleet.speed import SpeedSample, compare_speeds
 from gateway.fleet.state_files import DrainedNodes, PausedModels, PropertiesStore
 from gateway.request import Endpoint
-from gateway.transport.node_pool import OpenNodePool, connection_key, tls_files
-from gateway.transport.pool import ConnectionPool
+from gateway.transport.pool import ConnectionPool, OpenNodePool, connection_key, tls_files
 from gateway.usage.money import MILLION, GpuPrice, gpu_cost
 from gateway.usage.node_hours import AliveNode
 

@@ -18,7 +18,7 @@ from gateway.fleet.lifecycle import ProbeResult
 from gateway.fleet.model_index import ComparedServer, model_differences
 from gateway.fleet.node import Node, NodeSettings
 from gateway.fleet.server_properties import ServerProperties, inventory_drift
-from gateway.transport.node_pool import open_node_pool
+from gateway.transport.pool import open_node_pool
 
 MOST_CONCURRENT_CHECKS = 32
 

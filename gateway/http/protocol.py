@@ -35,11 +35,7 @@ from gateway import errors
 from gateway.access.callers import IPNetwork
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
-from gateway.proxy.api.relayed import RELAYED
-from gateway.proxy.inbound.routes import ROUTES, Route
-from gateway.request import Headers
-from gateway.transport.known_head import KnownHead
-from gateway.web.connections import (
+from gateway.http.connections import (
     CONNECTION_PIPELINE_BYTES,
     HEALTH_ONLY_SECONDS,
     LISTENER_PIPELINE_BYTES,
@@ -51,8 +47,12 @@ from gateway.web.connections import (
     health_only_app,
     too_many_connections,
 )
-from gateway.web.http_exchange import STATUS_LINES, ClientConnection, HttpExchange
-from gateway.web.response_heads import encode_rejection
+from gateway.http.exchange import STATUS_LINES, ClientConnection, HttpExchange
+from gateway.http.response_head import encode_rejection
+from gateway.proxy.api.relayed import RELAYED
+from gateway.proxy.inbound.routes import ROUTES, Route
+from gateway.request import Headers
+from gateway.transport.connection import KnownHead
 
 Serve = Callable[[Route, HttpExchange], Awaitable[None]]
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Callable, Generator
+from collections.abc import AsyncIterator, Callable, Generator
 from dataclasses import dataclass, field
 from itertools import islice
+
+from starlette.requests import Request
 
 from gateway import errors
 from gateway.access.fair_share import RESERVE_DIVISOR, FairShare, soft_limit
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
+from gateway.http.exchange import HttpExchange
 from gateway.proxy.api.base import Translation
-from gateway.web.http_exchange import HttpExchange
 
 PARSE_WORKING_BYTES = 8 << 20
 """Most working memory for preparing a large body: one piece, and its parsed beginning
@@ -243,3 +245,59 @@ class BodyMemory:
                     self.release(body)
                     return True
         return False
+
+
+PART_BYTES = 256 << 10
+"""Bytes of a body that are parsed and written at a time."""
+
+_PLAIN_ENCODINGS = frozenset({b"", b"identity"})
+
+
+async def body_parts(
+    request: Request,
+    limits: LimitSettings,
+    most_bytes: int,
+    too_large: Callable[[], GatewayError],
+) -> AsyncIterator[bytes]:
+    """The body in parts of some size. It may take as long as `limits` allow for its bytes.
+
+    Only the time that the client takes counts, not that of the disk. Raises: GatewayError 408, 413
+    (`too_large`); ClientDisconnect.
+    """
+    clock = asyncio.get_running_loop().time
+    source = request.stream()
+    waited, size, part = 0.0, 0, bytearray()
+    while True:
+        began = clock()
+        left = limits.body_timeout + size / limits.body_rate - waited
+        try:
+            async with asyncio.timeout(left):
+                piece = await anext(source, None)
+        except TimeoutError:
+            raise errors.request_timeout("The body took too long to arrive.") from None
+        waited += clock() - began
+        if piece is None:
+            break
+        size += len(piece)
+        if size > most_bytes:
+            raise too_large()
+        part += piece
+        if len(part) >= PART_BYTES:
+            yield bytes(part)
+            part.clear()
+    if part:
+        yield bytes(part)
+
+
+def check_plain(request: Request) -> None:
+    """Refuse a compressed body. Raises: GatewayError 415."""
+    headers = request.scope["headers"]
+    if any(n == b"content-encoding" and v.lower() not in _PLAIN_ENCODINGS for n, v in headers):
+        raise errors.compressed_body()
+
+
+def content_length(request: Request) -> int | None:
+    """The length of the body, as its head says; None: it says nothing."""
+    # The protocol has checked that it is a number.
+    value = request.headers.get("content-length")
+    return None if value is None else int(value)

@@ -35,12 +35,11 @@ from gateway import errors
 from gateway.access.callers import IPNetwork, client_address, client_network
 from gateway.access.fair_share import RESERVE_DIVISOR, FairShare, soft_limit
 from gateway.errors import GatewayError
-from gateway.proxy.inbound.routes import Route
+from gateway.http.exchange import HttpExchange
+from gateway.http.request_head import x_request_id_of
+from gateway.http.response_head import encode_headers, error_headers
+from gateway.proxy.inbound.routes import Route, api_of_path
 from gateway.request import Headers
-from gateway.web.asgi import X_REQUEST_ID_KEY, error_response
-from gateway.web.http_exchange import HttpExchange
-from gateway.web.request_context import x_request_id_of
-from gateway.web.response_heads import encode_headers, error_headers
 
 MOST_SCANNED = 64
 """Most connections of one address that one search for an idle one examines; the next search
@@ -299,10 +298,16 @@ def health_only_app(app: ASGIApp) -> ASGIApp:
         if scope["path"] in HEALTH_PATHS:
             await app(scope, receive, send_last)
         else:
-            request_id = scope[X_REQUEST_ID_KEY] = _request_id(scope["headers"])
-            response = error_response(too_many_connections(), scope)
-            response.raw_headers.append((b"x-request-id", request_id.encode()))
-            await response(scope, receive, send_last)
+            error, request_id = too_many_connections(), _request_id(scope["headers"])
+            body = api_of_path(scope["path"]).error_body(error, request_id)
+            headers = [
+                *error_headers(error),
+                (b"content-length", b"%d" % len(body)),
+                (b"x-request-id", request_id.encode()),
+            ]
+            start = {"type": "http.response.start", "status": error.status, "headers": headers}
+            await send_last(start)
+            await send_last({"type": "http.response.body", "body": body})
 
     return serve
 

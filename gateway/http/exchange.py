@@ -15,13 +15,10 @@ import structlog
 from uvicorn.protocols.http.flow_control import FlowControl
 
 from gateway.errors import ClientClosed, GatewayError
-from gateway.events import RequestFinished
-from gateway.proxy.api.base import Api, ResponseRewriter
-from gateway.proxy.client_response import EventsForClient
+from gateway.http.request_head import ContextCache
 from gateway.proxy.inbound.routes import Route
 from gateway.request import Headers
 from gateway.transport.eager_task import EagerTask
-from gateway.web.request_context import ContextCache
 
 log = structlog.get_logger()
 
@@ -326,44 +323,6 @@ class _BegunTransport:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
-
-
-class RewritingWriter(EventsForClient):
-    """Writes a stream's events to the client as `rewriter` makes them.
-
-    While it makes nothing of them, the client gets a heartbeat after `seconds` (0: none).
-    """
-
-    __slots__ = ("_clock", "_exchange", "_heartbeat", "_seconds", "_written_at")
-
-    def __init__(
-        self,
-        exchange: HttpExchange,
-        rewriter: ResponseRewriter,
-        api: Api,
-        record: RequestFinished,
-        seconds: float,
-        heartbeat: Callable[[], bytes],
-        clock: Callable[[], float],
-    ) -> None:
-        EventsForClient.__init__(self, rewriter, api, record)
-        self._exchange = exchange
-        self._seconds = seconds
-        self._heartbeat = heartbeat
-        self._clock = clock
-        self._written_at = clock()
-
-    def write(self, data: bytes) -> bool:
-        """Send events; True if the client lags, as `HttpExchange.write`."""
-        data, now = self.rewrite(data), self._clock()
-        if not data:
-            # The node is not silent, so that the handler sends no heartbeat.
-            silent = now - self._written_at
-            if self.failed or not self._seconds or silent < self._seconds:
-                return self._exchange.write_paused
-            data = self._heartbeat()
-        self._written_at = now
-        return self._exchange.write(data)
 
 
 @dataclass(slots=True, eq=False)

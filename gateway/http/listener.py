@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 from starlette.types import ASGIApp
 
-from gateway.web.protocol import BoundedProtocol
+from gateway.http.protocol import BoundedProtocol
 
 LISTEN_BACKLOG = 4096
 
