@@ -757,7 +757,7 @@ class Dispatcher:
 
 
 def dispatch_rules(settings: Settings) -> DispatchRules:
-    """The dispatcher's part of the settings."""
+    """The dispatcher's part of the settings. Every word of `policy` means `least_finish`."""
     classes = settings.classes
     overdue_after = {}
     for priority in Priority:
@@ -767,8 +767,7 @@ def dispatch_rules(settings: Settings) -> DispatchRules:
     batch = classes.get("batch")
     reserve = None if batch is None else batch.reserve_slots
     return DispatchRules(
-        settings.policy,
-        overdue_after,
+        overdue_after=overdue_after,
         batch_reserve=reserve or 0.0,
         slotless_limit=settings.queue.slotless,
     )

@@ -16,6 +16,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+import structlog
+
 from gateway import errors
 from gateway.config.cache_privacy import NodeLabels
 from gateway.config.settings import Settings
@@ -229,6 +231,7 @@ class Scheduler:
     _timer: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
+        _warn_of_policy(self.settings)
         state = PlacementState()
         self.dispatcher = Dispatcher(
             state, dispatch_rules(self.settings), self.rng, keeps_comparisons=True
@@ -249,6 +252,7 @@ class Scheduler:
     def configure(self, settings: Settings) -> None:
         """Put changed settings in force."""
         self.settings = settings
+        _warn_of_policy(settings)
         self.admission.configure(settings)
         self.dispatcher.set_rules(dispatch_rules(settings))
         self.tier_router.configure(settings)
@@ -947,3 +951,10 @@ class Scheduler:
             self._remove(waiter)
             self._rebuild(waiter, candidates)
             self._enqueue(waiter)
+
+
+def _warn_of_policy(settings: Settings) -> None:
+    if settings.policy != "least_finish":
+        structlog.get_logger().warning(
+            "setting", setting="policy", value=settings.policy, means="least_finish"
+        )

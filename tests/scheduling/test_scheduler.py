@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway import errors
+from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.fleet.node import Lease, Node, NodeState
 from gateway.fleet.server_properties import ServerProperties
@@ -909,3 +911,16 @@ def test_only_a_llama_cpp_server_is_asked_for_a_stream_to_assemble() -> None:
         granted = a_scheduler(one).lease_now(a_request(may_assemble=True))
         assert granted is not None
         assert granted.stream is streams
+
+
+def test_another_word_of_policy_means_least_finish_and_warns() -> None:
+    with structlog.testing.capture_logs() as logs:
+        scheduler = a_scheduler(node(), policy="round_robin")
+        assert scheduler.dispatcher.rules.policy == "least_finish"
+        scheduler.configure(Settings(policy="prefix_hash"))
+        scheduler.configure(Settings())
+    assert scheduler.dispatcher.rules.policy == "least_finish"
+    assert [(one["setting"], one["value"]) for one in logs] == [
+        ("policy", "round_robin"),
+        ("policy", "prefix_hash"),
+    ]

@@ -7,6 +7,7 @@ closes it all the same, and what they send there meanwhile they would answer wit
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -26,7 +27,7 @@ class Front:
     make use of it."""
 
 
-def _gateway(**settings: object) -> Callable[[str, Plan], list[str]]:
+def _gateway(policy: str | None = None) -> Callable[[str, Plan], list[str]]:
     def command(binary: str, plan: Plan) -> list[str]:
         # JSON is YAML. All other settings are the defaults.
         nodes, config = plan.folder / "nodes.yaml", plan.folder / "gateway.yaml"
@@ -35,9 +36,11 @@ def _gateway(**settings: object) -> Callable[[str, Plan], list[str]]:
             for i, port in enumerate(plan.upstreams)
         ]
         nodes.write_text(json.dumps({"nodes": fleet}))
-        config.write_text(json.dumps(settings))
+        config.write_text("{}")
+        module = "tests.bench.scheduling.with_policy"
+        program = [binary] if policy is None else [sys.executable, "-m", module, policy]
         return [
-            *(binary, "serve", "--nodes", str(nodes), "--config", str(config)),
+            *(*program, "serve", "--nodes", str(nodes), "--config", str(config)),
             *("--host", HOST, "--port", str(plan.port), "--admin-port", "0"),
         ]
 
