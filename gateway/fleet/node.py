@@ -626,21 +626,6 @@ class Node:
             due = min(due, self.concurrency_limit.paused_until)
         return due
 
-    def take_lease(
-        self,
-        slots: int,
-        now: float,
-        *,
-        stream: bool = True,
-        expected_prefill: float | None = None,
-        expected_total: float | None = None,
-        wake: float = 0.0,
-    ) -> Lease:
-        """A lease on so many slots, which is taken at once; as `take`."""
-        lease = Lease(self, slots, now, stream, expected_prefill, expected_total)
-        self.take(lease, now, wake)
-        return lease
-
     def take(self, lease: Lease, now: float, wake: float = 0.0) -> None:
         """Count the slots of a lease as used. The caller has checked `free_slots`.
 

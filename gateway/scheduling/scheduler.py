@@ -22,7 +22,7 @@ from gateway import errors
 from gateway.config.cache_privacy import NodeLabels
 from gateway.config.settings import Settings
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.health import ALIVE_STATES, PREFILL_GRACE_FACTOR
+from gateway.fleet.health import PREFILL_GRACE_FACTOR
 from gateway.fleet.node import Lease, LeasePhase, NodeState
 from gateway.fleet.prompt_cache import FleetPromptCache
 from gateway.lease import (
@@ -363,34 +363,6 @@ class Scheduler:
             default=0.0,
         )
 
-    def has_other_node(
-        self, request: LeaseRequest, tried: Tried, *, but_paused: bool = False
-    ) -> bool:
-        """Whether a node is alive that could take `request` and has not failed it.
-
-        `but_paused`: nodes that want no request at this time don't count.
-        """
-        now = self.clock()
-        return any(
-            node.name not in tried.failed_nodes
-            and node.state in ALIVE_STATES
-            and not (but_paused and node.paused(now))
-            for _, nodes in self.candidate_finder.nodes_by_model(request, tried)
-            for node in nodes
-        )
-
-    def has_larger_context(self, request: LeaseRequest, tried: Tried) -> bool:
-        """Whether a node has the context that `request` is now known to need."""
-        return any(
-            node.context is not None and node.context >= tried.min_context
-            for _, nodes in self.candidate_finder.nodes_by_model(request, tried)
-            for node in nodes
-        )
-
-    def unsupported_error(self, request: LeaseRequest, tried: Tried) -> errors.GatewayError | None:
-        """The error of a request that no node supports (501); None: some node may."""
-        return self.candidate_finder.unsupported_error(request, tried)
-
     def keep_in_queue(self, request_id: str) -> None:
         """The request's client has the head of a response: displace others before it."""
         waiter = self.waiters.by_request_id(request_id)
@@ -478,10 +450,6 @@ class Scheduler:
         """Bring all nodes up to date, and give out free slots soon."""
         self.fleet_sync.sync()
         self._match_soon()
-
-    def completed(self, now: float) -> None:
-        """A request has been answered: the queue moves at this rate."""
-        self.completion_rate.completed(now)
 
     def refuse(self, request_id: str, error: errors.GatewayError) -> bool:
         """End the wait of one request with this error; whether it was waiting."""
@@ -793,12 +761,14 @@ class Scheduler:
             model,
             node.served_name(model) or model,
             slots,
-            stream,
-            PREFILL_GRACE_FACTOR * grace,
-            None if prefill_tps is None else placement.prefill_ends - placement.placed_at,
-            fallback,
-            wake_limit,
-            round(tokens),
+            stream=stream,
+            prefill_grace=PREFILL_GRACE_FACTOR * grace,
+            expected_prefill=None
+            if prefill_tps is None
+            else placement.prefill_ends - placement.placed_at,
+            fallback=fallback,
+            wake=wake_limit,
+            prompt_tokens=round(tokens),
         )
 
     def _nodes_without_room(self, placement: Placement, now: float) -> Mapping[str, int]:

@@ -228,7 +228,7 @@ async def test_the_queue_has_an_end_and_advises_by_the_measured_rate() -> None:
     assert (raised.value.status, raised.value.code) == (429, "queue_full")
     assert raised.value.retry_after == 5.0
     for _ in range(6):
-        scheduler.completed(scheduler.clock())
+        scheduler.completion_rate.completed(scheduler.clock())
         clock.passes(7.0)
     with pytest.raises(GatewayError) as raised:
         await take_lease(scheduler, a_request())
@@ -254,7 +254,7 @@ async def test_a_retry_that_goes_first_has_nobody_ahead() -> None:
     one = node(clock=clock, slots=1)
     scheduler = a_scheduler(one)
     for _ in range(10):
-        scheduler.completed(scheduler.clock())
+        scheduler.completion_rate.completed(scheduler.clock())
         clock.passes(5.0)
     early = a_request(time_limit=13.0)
     await take_lease(scheduler, a_request())
@@ -339,7 +339,7 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     clock = Clock()
     scheduler = a_scheduler(node(clock=clock, slots=1))
     for _ in range(10):
-        scheduler.completed(scheduler.clock())
+        scheduler.completion_rate.completed(scheduler.clock())
         clock.passes(5.0)
     await take_lease(scheduler, a_request())
     waiting = await start_lease(scheduler, a_request())
@@ -776,11 +776,11 @@ async def test_the_completion_rate_of_a_bursts_first_answers_refuses_nobody() ->
     clock = Clock()
     scheduler = a_scheduler(node(slots=4), clock=clock, queue={"max": 50, "max_wait": 120})
     for _ in range(3):
-        scheduler.completed(clock())
+        scheduler.completion_rate.completed(clock())
         clock.passes(20.0)
     tasks = await start_burst(scheduler, 40)
     assert not any(task.done() and task.exception() is not None for task in tasks)
-    scheduler.completed(clock())
+    scheduler.completion_rate.completed(clock())
     late = await start_burst(scheduler, 2)
     assert {refusal(task).code for task in late} <= {"queue_full", "queue_timeout"}
     scheduler.close()
