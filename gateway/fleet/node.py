@@ -370,13 +370,11 @@ class Node:
     requests: int = 0
     """Leases taken since the start."""
     failures: int = 0
-    """Failures reported since the start."""
     announced_free: int = 0
     """Free slots as the scheduler knows them; see `free_slots_grew`."""
     on_lease_released: Callable[[Lease, bool], None] = lambda _lease, _counted: None
     on_lease_abandoned: Callable[[Node], None] = lambda _: None
     name: str = field(init=False)
-    """Its name in the inventory."""
     info: NodeInfo = field(init=False)
     """What those who send requests to it may know of it."""
 
@@ -873,9 +871,7 @@ class Lease:
     last_content_at: float | None = None
     """When the last byte of content came from the node."""
     abandoned_at: float = 0.0
-    """When it was abandoned, if it was."""
     abandoned_phase: LeasePhase | None = None
-    """Its phase when it was abandoned."""
     prefilling: bool = False
     """Whether the node's occupancy counts its prompt as being read."""
     released_at: float | None = None
@@ -888,7 +884,6 @@ class Lease:
     prefill_seconds: float = 0.0
     """Likewise."""
     first_content_at: float | None = None
-    """When its first content came."""
     span: tuple[float, int, float, float] = (0.0, 0, 0.0, 0.0)
     """The span of its decode that goes on: when it began, the events before it (0: none goes on),
     and the node's `slot_seconds` and `prefill_seconds` then."""

@@ -70,7 +70,6 @@ MOST_PLACED_BY_TOKENS = 8
 with thousands of nodes and waiting requests."""
 
 LEAST_TIMER_SECONDS = 0.001
-"""No timer is set to less."""
 
 MOST_STALE_PLACEMENTS = 4
 """Placements that a request may lose because its node does not take it after all. Each time the
@@ -125,7 +124,6 @@ class YieldRequests:
     """Asks running requests to yield, each lease at most once."""
 
     records: dict[int, LeaseRecord]
-    """The leases that may be asked, by lease id."""
     yield_slot: Callable[[str], bool]
     """Asks the request with this id to give up its slot and wait again; whether it does."""
     _in_vain: dict[tuple[tuple[TierSets, ...], Priority, int], float] = field(default_factory=dict)
