@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from gateway.config.inventory import Inventory, NodeSpec
+from gateway.config.inventory import Inventory
+from gateway.config.node import NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.events import EventBus, InventoryChanged, ModelsDiffer, NodeChanged, NodeDrift
 from gateway.fleet.circuit import Circuit
@@ -43,8 +44,7 @@ from gateway.fleet.server_properties import server_identity, server_key
 from gateway.fleet.speed import SpeedSample, compare_speeds
 from gateway.fleet.state_files import DrainedNodes, PausedModels, PropertiesStore
 from gateway.request import Endpoint
-from gateway.transport.node_pool import OpenNodePool, connection_key, tls_files
-from gateway.transport.pool import ConnectionPool
+from gateway.transport.pool import ConnectionPool, OpenNodePool, connection_key, tls_files
 from gateway.usage.money import MILLION, GpuPrice, gpu_cost
 from gateway.usage.node_hours import AliveNode
 

@@ -37,7 +37,7 @@ from gateway.transport.errors import (
     LocalResourcesExhausted,
     UpstreamError,
 )
-from gateway.transport.other_scheme import speaks_plain_http, speaks_tls, tls_failure
+from gateway.transport.pool import speaks_plain_http, speaks_tls, tls_failure
 
 LARGEST_RESPONSE = 4 << 20
 """Bytes; `/slots` of a server with many slots and `/props` with a long template are far smaller."""

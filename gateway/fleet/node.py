@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from gateway.config.inventory import NodeSpec
-from gateway.config.node import STARTED_BY, UP
+from gateway.config.node import STARTED_BY, UP, NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.fleet.circuit import MOST_LIMIT, Circuit, ConcurrencyLimit, KeyRejection
 from gateway.fleet.lifecycle import (

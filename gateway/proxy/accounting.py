@@ -28,7 +28,7 @@ from gateway.lease import (
 )
 from gateway.proxy.attempt import Attempt
 from gateway.proxy.in_flight import InFlightRequest
-from gateway.proxy.inbound.large_body import identifying_pieces
+from gateway.proxy.inbound.body import identifying_pieces
 from gateway.proxy.inbound.request import Request
 from gateway.proxy.outcome import fault_of
 from gateway.proxy.splice import SplicePoint

@@ -23,7 +23,7 @@ from gateway.proxy.in_flight import (
     RequestEvicted,
 )
 from gateway.proxy.inbound import edits
-from gateway.proxy.inbound.large_body import Body, bytes_to_parse, without_large_fields
+from gateway.proxy.inbound.body import Body, bytes_to_parse, without_large_fields
 from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.json_values import SHORT_BODY_BYTES, parse_object

@@ -22,7 +22,7 @@ from gateway.proxy import outcome, sse
 from gateway.proxy.attempt import Attempt, WriteToClient
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.in_flight import InFlightRequest
-from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES
+from gateway.proxy.inbound.body import LARGE_BODY_BYTES
 from gateway.proxy.inbound.request import PromptList
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.response_stream import (

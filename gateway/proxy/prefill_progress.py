@@ -14,7 +14,7 @@ from gateway.lease import GrantedLease
 from gateway.proxy import sse
 from gateway.proxy.api.base import Api
 from gateway.proxy.inbound import edits
-from gateway.proxy.inbound.large_body import Body, without_large_fields
+from gateway.proxy.inbound.body import Body, without_large_fields
 from gateway.proxy.inbound.request import Request
 from gateway.proxy.json_values import InvalidJson, parse_object
 from gateway.proxy.sse import EventFilter

@@ -21,7 +21,7 @@ import httpx
 
 from gateway import errors
 from gateway.config.autoscaling import ElasticSettings, Hook
-from gateway.config.inventory import NodeSpec
+from gateway.config.node import NodeSpec
 from gateway.config.settings import Settings
 from gateway.events import EventBus, HookEnded
 from gateway.fleet.fleet import Fleet

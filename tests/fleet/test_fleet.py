@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.config.inventory import NodeSpec
+from gateway.config.node import NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.events import EventBus, NodeChanged
 from gateway.fleet.fleet import (
@@ -30,8 +30,7 @@ from gateway.fleet.fleet import (
 )
 from gateway.fleet.node import Lease, LeasePhase, Node, NodeState
 from gateway.fleet.state_files import DrainedNodes
-from gateway.transport.node_pool import open_node_pool
-from gateway.transport.pool import ConnectionPool
+from gateway.transport.pool import ConnectionPool, open_node_pool
 from tests.emulator import EmulatedNode
 from tests.fleet.build import (
     Clock,

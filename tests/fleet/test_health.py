@@ -30,7 +30,7 @@ from gateway.fleet.health import (
 from gateway.fleet.lifecycle import ProbeAnswer
 from gateway.fleet.node import Node, NodeSettings, NodeState
 from gateway.transport.errors import ConnectFailed, LocalResourcesExhausted
-from gateway.transport.node_pool import open_node_pool
+from gateway.transport.pool import open_node_pool
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.fleet.build import Clock, Running, a_fleet, a_node, a_spec, inventory, take

@@ -1,4 +1,4 @@
-"""The body's reading: `proxy/inbound/parsed_body.py`, `json_outline.py`, `large_body.py`, `prepare`.
+"""The body's reading: `body.py`, `json_outline.py` and `request.py` of `proxy/inbound`.
 
 Oracles: the outline does not depend on where it cuts the body, and finds the fields that a decoder
 finds; a body read as a large one becomes the same request as one read whole; what a node gets is
@@ -18,17 +18,20 @@ from gateway.config.routing import ModelRule
 from gateway.errors import GatewayError
 from gateway.fleet.model_index import ModelIndex
 from gateway.proxy.api.ollama import OllamaChatApi, OllamaEmbedApi, OllamaGenerateApi
+from gateway.proxy.inbound.body import LargeBody, parse_body, read_large_body, run_at_once
 from gateway.proxy.inbound.json_outline import (
     DEFAULT_SIZES,
     JsonOutline,
     ScanSizes,
     read_outline,
 )
-from gateway.proxy.inbound.large_body import LargeBody, read_large_body, run_at_once
-from gateway.proxy.inbound.model_names import ModelAliases
-from gateway.proxy.inbound.parsed_body import parse_body
-from gateway.proxy.inbound.prepare import IncomingRequest, RequestRules, prepare
-from gateway.proxy.inbound.request import Request
+from gateway.proxy.inbound.request import (
+    IncomingRequest,
+    ModelAliases,
+    Request,
+    RequestRules,
+    prepare,
+)
 from gateway.proxy.inbound.routes import ROUTES, Route
 from gateway.request import Caller, Priority
 from tests.fleet.build import a_node
@@ -55,7 +58,7 @@ _RULES = {
 _OLLAMA = (
     OllamaChatApi(clock=lambda: 1.0, wall_clock=lambda: 1e9),
     OllamaGenerateApi(clock=lambda: 1.0, wall_clock=lambda: 1e9),
-    OllamaEmbedApi("input", clock=lambda: 1.0, wall_clock=lambda: 1e9),
+    OllamaEmbedApi(clock=lambda: 1.0, wall_clock=lambda: 1e9),
 )
 
 _EDITED = frozenset({

@@ -19,11 +19,11 @@ from pydantic import SecretStr
 
 from gateway.access.keys import new_key
 from gateway.config.autoscaling import Hook
-from gateway.config.inventory import NodeSpec
+from gateway.config.node import NodeSpec
 from gateway.fleet.lifecycle import LifecyclePhase
 from gateway.fleet.node import NodeState
 from gateway.scheduling.autoscaler import MOST_OUTPUT, HookResult, run_hook
-from gateway.tools.local.server_process import claim_port, claimed_port
+from gateway.tools.local.server import claim_port, claimed_port
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway, until
 from tests.scheduling import machine

@@ -14,13 +14,12 @@ from gateway import errors
 from gateway.errors import GatewayError, drop_traceback
 from gateway.events import SlotYielded, StreamResumed
 from gateway.lease import NOTHING_TRIED, Fault, GrantedLease, LeaseRequest, Tried
-from gateway.proxy.api.choices import wants_usage
-from gateway.proxy.api.resuming import StreamRewriter
+from gateway.proxy.api.resuming import StreamRewriter, wants_usage
 from gateway.proxy.attempt import Attempt, UpstreamRequest
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.in_flight import InFlightRequest
+from gateway.proxy.inbound.body import FULL_PARSE_BYTES, Body, bytes_to_parse
 from gateway.proxy.inbound.edits import NO_PROMPT_CACHE
-from gateway.proxy.inbound.large_body import FULL_PARSE_BYTES, Body, bytes_to_parse
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
 from gateway.proxy.outcome import fault_of, is_context_overflow, is_refused_request

@@ -17,7 +17,7 @@ from gateway.config.settings import Settings
 from gateway.errors import GatewayError, truncate_echo
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.model_index import MOST_NAMES, MOST_VALUES, ModelDifference
-from gateway.proxy.inbound.model_names import ModelAliases
+from gateway.proxy.inbound.request import ModelAliases
 from gateway.scheduling.admission import Waiter
 from gateway.scheduling.scheduler import Scheduler
 from gateway.web.admin.configuration import GatewayControl

@@ -16,10 +16,10 @@ from gateway.errors import CLIENT_CLOSED_STATUS
 from gateway.fleet.fleet import Fleet
 from gateway.observe.audit import AuditTrail
 from gateway.observe.exposition import Histogram
-from gateway.observe.metrics import Metrics
-from gateway.observe.snapshot import (
+from gateway.observe.metrics import (
     BatchSample,
     LedgerSample,
+    Metrics,
     MetricsSnapshot,
     NodeSample,
     StoreSample,
