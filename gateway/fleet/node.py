@@ -890,10 +890,10 @@ class Lease:
     def __post_init__(self) -> None:
         self.upstream, self.prefill_began_at = self.node.upstream, self.taken_at
 
-    def prefill_ended(self) -> None:
+    def prefill_ended(self, now: float) -> None:
         """The first content came: the prompt has been read."""
 
-    def slots_freed(self) -> bool:
+    def slots_freed(self, _now: float) -> bool:
         """The slots are free; told before anyone else. Returns whether others' counts follow."""
         return False
 
@@ -910,7 +910,7 @@ class Lease:
             self.phase = LeasePhase.DECODE
             if self.prefilling:
                 self._prefill_done(now)
-            self.prefill_ended()
+            self.prefill_ended(now)
 
     def bytes_received(self, now: float) -> None:
         """More of a response came whose first content was noted, or that comes in one piece."""
@@ -946,10 +946,10 @@ class Lease:
         if self.phase is LeasePhase.RELEASED:
             return
         self.phase = LeasePhase.RELEASED
-        counted = self.slots_freed()
         node = self.node
-        occupancy = node.occupancy
         self.released_at = now = node.clock()
+        counted = self.slots_freed(now)
+        occupancy = node.occupancy
         occupancy.release(self.slots, now, self.prefilling)
         self.slot_seconds = occupancy.slot_seconds - self.slot_seconds
         self.prefill_seconds = occupancy.prefill_seconds - self.prefill_seconds

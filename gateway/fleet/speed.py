@@ -557,7 +557,12 @@ class LinearTrend:
         left = 1.0
         if expected:
             least, most = expected / MOST_TREND_STEP, expected * MOST_TREND_STEP
-            y = min(max(min(max(expected, low), high), least), most)
+            if expected < low:
+                y = min(low, most)
+            elif expected > high:
+                y = max(high, least)
+            else:
+                y = expected
             surprise = (y > expected * SURPRISE_FACTOR) - (y < expected / SURPRISE_FACTOR)
             if surprise:
                 same = surprise * self._surprises > 0

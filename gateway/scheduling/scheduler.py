@@ -100,18 +100,17 @@ class LeaseRecord(Lease):
     grant: Grant
     """What is kept of it to explain it."""
 
-    def prefill_ended(self) -> None:
+    def prefill_ended(self, now: float) -> None:
         """Replace the predicted prefill by the real one."""
         assert self.placement is not None
-        now = self.node.clock()
         self.grant.content_began(now)
         self.dispatcher.prefill_done(self.placement, now)
 
-    def slots_freed(self) -> bool:
+    def slots_freed(self, now: float) -> bool:
         """The slots are free. Returns whether the row is still the node's."""
         placement = self.placement
         assert placement is not None
-        self.dispatcher.released(placement, self.node.clock())
+        self.dispatcher.released(placement, now)
         row = placement.row
         if self.dispatcher.placement_state.by_name.get(row.name) is row:
             return True

@@ -397,10 +397,10 @@ class CountedLease(Lease):
 
     told: ClassVar[list[str]] = []
 
-    def prefill_ended(self) -> None:
+    def prefill_ended(self, _now: float) -> None:
         self.told.append("prefill ended")
 
-    def slots_freed(self) -> bool:
+    def slots_freed(self, _now: float) -> bool:
         self.told.append("slots freed")
         return True
 
