@@ -75,7 +75,6 @@ MOST_STALE_PLACEMENTS = 4
 """Placements that a request may lose because its node does not take it after all. Each time the
 placement state is brought up to date, so one is a lot."""
 
-
 PESSIMISTIC_PREFILL_TPS = 25.0
 """Prompt tokens/s assumed of a node that has not shown its speed: slow on purpose, since it bounds
 a wait (one busy thread read 140 tokens/s of a 768 wide model when measured)."""
@@ -327,11 +326,11 @@ class Scheduler:
             tried,
             candidates,
             queued,
-            now,
-            expires_at,
-            granted,
-            down_since,
-            response_started,
+            queued_at=now,
+            expires_at=expires_at,
+            granted=granted,
+            nodes_down_since=down_since,
+            response_started=response_started,
         )
         self._enqueue(waiter)
         self._match_soon()
