@@ -22,15 +22,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from gateway.tools.local.gguf_file import ModelFile
-from gateway.tools.local.gguf_header import TENSOR_BLOCKS, Tensor
-from gateway.tools.local.memory import MEMORY_RESERVE, format_gib
-from gateway.tools.local.model_shape import ModelShape
-from gateway.tools.local.server_memory import (
+from gateway.tools.local.gguf import TENSOR_BLOCKS, ModelFile, ModelShape, Tensor
+from gateway.tools.local.memory import (
     CELL_PADDING,
+    MEMORY_RESERVE,
     TENSOR_TYPE_NAMES,
     ServerMemory,
     ServerSettings,
+    format_gib,
     server_memory,
     slot_bytes,
     weights_by_type,

@@ -29,8 +29,7 @@ from gateway.tools.local.energy import EnergyMeter
 from gateway.tools.local.memory import MEMORY_RESERVE, format_gib
 from gateway.tools.local.plan import LocalFleetPlan, check_specs
 from gateway.tools.local.supervisor import LocalFleet
-from gateway.tools.local.system_files import read_text
-from gateway.tools.local.topology import Topology, read_topology
+from gateway.tools.local.topology import Topology, read_text, read_topology
 from gateway.tools.tune.search import (
     BenchmarkRequest,
     BenchmarkResult,

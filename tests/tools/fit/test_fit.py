@@ -25,10 +25,14 @@ from gateway.tools.fit import (
     measure_bandwidth,
     quantizations,
 )
-from gateway.tools.local.gguf_file import ModelFile, read_model
-from gateway.tools.local.memory import GIB, MEMORY_RESERVE
-from gateway.tools.local.model_shape import ModelShape
-from gateway.tools.local.server_memory import ServerSettings, server_memory, slot_bytes
+from gateway.tools.local.gguf import ModelFile, ModelShape, read_model
+from gateway.tools.local.memory import (
+    GIB,
+    MEMORY_RESERVE,
+    ServerSettings,
+    server_memory,
+    slot_bytes,
+)
 from gateway.tools.local.topology import read_topology
 from tests.tools.fit.choosing import rows
 from tests.tools.fit.shapes import LLAMA_8B, MISTRAL_7B, MIXTRAL
