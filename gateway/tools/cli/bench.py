@@ -510,8 +510,7 @@ def _difference_row(one: Difference) -> list[object]:
     ]
 
 
-LINE_SECONDS = 15.0
-"""Between two lines of progress, where the output is no terminal."""
+LINE_SECONDS = 15.0  # between two lines of progress, where the output is no terminal
 
 
 class BenchProgress:

@@ -19,8 +19,7 @@ from gateway.tools.plan.search import (
 )
 from gateway.tools.plan.workload import SECONDS_PER_HOUR
 
-SAME_PRICE = 0.1
-"""Two prices that differ by less are the same, as a share."""
+SAME_PRICE = 0.1  # two prices that differ by less are the same, as a share
 
 
 def pure_instances(question: PlanQuestion, option: FleetOption) -> tuple[float, int]:
@@ -172,7 +171,6 @@ _COLUMNS = (
 )
 
 _DEPLOYMENTS = ("DEPLOYMENT", "FLEET", "", "P95", "MONTH", "REASON")
-
 _CHANGES = ("CHANGE", "FLEET", "USE", "WAIT", "TTFT P95", "COMPLETION", "P95", "MONTH", "GOAL")
 
 

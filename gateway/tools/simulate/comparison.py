@@ -101,8 +101,7 @@ class StandbyResult:
 
     fleet: str
     report: PolicyReport
-    machine_hours: float
-    """Of all machines, from start to stop."""
+    machine_hours: float  # of all machines, from start to stop
     starts: int = 0
 
     def as_dict(self, cost: float) -> dict[str, object]:

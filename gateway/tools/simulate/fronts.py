@@ -49,16 +49,12 @@ from gateway.tools.simulate.trace import Job, common_tokens
 class ExpectedRequest:
     """What is known of one request, and its placement."""
 
-    prompt_tokens: float
-    """Expected prompt tokens."""
-    completion_tokens: float
-    """Expected tokens of the answer."""
-    cached: Mapping[int, float]
-    """Prompt tokens believed cached, by row index."""
+    prompt_tokens: float  # expected prompt tokens
+    completion_tokens: float  # expected tokens of the answer
+    cached: Mapping[int, float]  # prompt tokens believed cached, by row index
     pending: Mapping[int, float] = field(default_factory=dict)
     """Prompt tokens believed to be cached once what runs there has ended, by row index."""
-    affinity_hash: int = 0
-    """Hash of the prompt's shared beginning."""
+    affinity_hash: int = 0  # hash of the prompt's shared beginning
     placement: Placement | None = None
 
     def place(self, placement: Placement) -> None:
@@ -157,10 +153,7 @@ class ExactKnowledge(Knowledge):
 
 
 BYTES_PER_TOKEN = 4
-
-BLOCK_TOKENS = 128
-"""Tokens of a prompt key's block: 512 bytes (`proxy/inbound/prompt_key.py`)."""
-
+BLOCK_TOKENS = 128  # tokens of a prompt key's block: 512 bytes (`proxy/inbound/prompt_key.py`)
 MOST_STREAMS = 30_000
 """Conversations whose blocks are kept; a client would send the whole text again."""
 
@@ -565,8 +558,7 @@ class GatewayFront(Front):
         self.alarm = math.inf if wake is None else max(wake, now + LEAST_ALARM_DELAY)
 
 
-AUTOSCALER_TICK = 1.0
-"""Seconds between two looks at the load."""
+AUTOSCALER_TICK = 1.0  # seconds between two looks at the load
 
 
 @dataclass(slots=True)
@@ -579,8 +571,7 @@ class _StandbyMachine:
     started: float = -math.inf
     stopped: float = -math.inf
     ready_at: float = math.inf
-    seconds: float = 0.0
-    """Seconds that it ran, up to its last stop."""
+    seconds: float = 0.0  # seconds that it ran, up to its last stop
 
     @property
     def name(self) -> str:

@@ -72,36 +72,27 @@ def unread_tokens(jobs: Iterable[Job]) -> list[int]:
 class Job:
     """One request of a trace, and its state while it is simulated. Seconds and tokens."""
 
-    id: int
-    """Its index in the trace."""
-    time: float
-    """When it arrives, from the trace's start; a later turn waits for the one before."""
+    id: int  # its index in the trace
+    time: float  # when it arrives, from the trace's start; a later turn waits for the one before
     prompt: TracePrompt
-    output: int
-    """Tokens of the answer, at least 1. No front knows them before they have come."""
+    output: int  # tokens of the answer, at least 1. No front knows them before they have come.
     max_tokens: int | None = None
     """`max_tokens` of the request, which fronts may know; None: not given."""
     priority_label: str = "normal"
     caller: str = ""
-    pause: float = 0.0
-    """Of a later turn: seconds from the end of the turn before to its arrival."""
+    pause: float = 0.0  # of a later turn: seconds from the end of the turn before to its arrival
     is_later_turn: bool = False
     """Whether it arrives only once the turn before in its session has ended."""
-    model: str = ""
-    """Only machines that serve it take it; empty: all do."""
+    model: str = ""  # only machines that serve it take it; empty: all do
 
     # Its result.
     arrived: float = field(default=0.0, init=False)
-    sent: float = field(default=-1.0, init=False)
-    """When the front sent it to a node; -1: not yet."""
-    began: float = field(default=-1.0, init=False)
-    """When it got a slot."""
-    first: float = field(default=-1.0, init=False)
-    """When its first token came."""
+    sent: float = field(default=-1.0, init=False)  # when the front sent it to a node; -1: not yet
+    began: float = field(default=-1.0, init=False)  # when it got a slot
+    first: float = field(default=-1.0, init=False)  # when its first token came
     ended: float = field(default=-1.0, init=False)
     node: int = field(default=-1, init=False)
-    cached: int = field(default=0, init=False)
-    """Prompt tokens that the slot had cached."""
+    cached: int = field(default=0, init=False)  # prompt tokens that the slot had cached
 
     # Its state on a node.
     slot: int = field(default=-1, init=False)
@@ -142,14 +133,11 @@ class Trace:
     jobs: Sequence[Job]
     next_turns: Mapping[int, int] = field(default_factory=dict)
     """By a job's id: that of the next turn of its conversation."""
-    skipped: int = 0
-    """Broken lines that were left out."""
+    skipped: int = 0  # broken lines that were left out
 
 
 MOST_TOKENS = 10_000_000
-
 MOST_SECONDS = 1e9
-
 MOST_PROBLEMS = 20
 """A file with more broken lines than this is read no further: it has another format."""
 
@@ -169,7 +157,6 @@ TRACE_KEYS = {
 }
 
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-
 _CLASSES = [priority.label for priority in Priority]
 
 
@@ -422,12 +409,8 @@ def build_trace(jobs: list[Job]) -> Trace:
 LENGTH_SIGMA = 0.8
 """Sigma of the logarithm of lengths: the 95th percentile is about 3.7 times the median."""
 
-MOST_LENGTH_FACTOR = 8.0
-"""No length is more than this many times its mean: a context is finite."""
-
-READ_TOKENS_PER_SECOND = 20.0
-"""Tokens of an answer that a person reads per second as they come."""
-
+MOST_LENGTH_FACTOR = 8.0  # no length is more than this many times its mean: a context is finite
+READ_TOKENS_PER_SECOND = 20.0  # tokens of an answer that a person reads per second as they come
 WARM_UP_DURATIONS = 3.0
 """Mean durations of a conversation by which conversations begin before the trace does."""
 
@@ -437,28 +420,21 @@ class Traffic:
     """What to generate. Figures are means; tokens and seconds."""
 
     requests: int
-    rate: float
-    """Requests per second."""
-    turns: float = 4.0
-    """Turns of a conversation."""
-    tenants: int = 6
-    """Tenants, each with a system prompt; a few make most of the traffic."""
+    rate: float  # requests per second
+    turns: float = 4.0  # turns of a conversation
+    tenants: int = 6  # tenants, each with a system prompt; a few make most of the traffic
     system: int = 1500
     question: float = 120.0
     answer: float = 180.0
-    pause: float = 20.0
-    """Seconds between an answer and the next question."""
+    pause: float = 20.0  # seconds between an answer and the next question
     limit: int = 2048
     """`max_tokens` of every request: far above the answers' lengths, as clients set it."""
     callers: int = 50
     burst: float = 1.0
     """During a burst this many times more conversations begin than between bursts."""
-    every: float = 3600.0
-    """Seconds from the start of a burst to that of the next."""
-    lasting: float = 600.0
-    """Seconds that a burst lasts."""
-    urgent: float = 0.0
-    """Share of the conversations that are of this class; the rest is `normal`."""
+    every: float = 3600.0  # seconds from the start of a burst to that of the next
+    lasting: float = 600.0  # seconds that a burst lasts
+    urgent: float = 0.0  # share of the conversations that are of this class; the rest is `normal`
     premium: float = 0.0
     batch: float = 0.0
 

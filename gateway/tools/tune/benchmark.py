@@ -42,19 +42,12 @@ from gateway.tools.tune.search import (
 )
 
 FIGURE_REPEATS = 3  # of all figures, on one start of a server
-
 REPEATS_SECONDS = 15.0  # no repeat begins after this time
-
 SHORT_PROMPT = 32  # tokens of a prompt where only decode is measured
-
 SETTLED_TOKENS = 8  # tokens after which a stream's speed is steady
-
 WARM_UP_TOKENS = 16  # decoded first, so that the model's pages are in memory
-
 IDLE_TIMEOUT = 30.0  # seconds until the slots of closed streams must be idle
-
 IDLE_POLL_INTERVAL = 0.02
-
 PROMPT_SEED = 5
 
 PROMPT_WORDS = """
@@ -464,12 +457,10 @@ def measurement_subject(
 
 # A new connection for each request: llama.cpp may close an idle one at any time.
 _NO_REUSE = httpx.Limits(max_keepalive_connections=0)
-
 MOST_OTHER_WORK = 0.25
 """CPUs' worth of other work that is tolerated: llama.cpp's threads wait for the slowest one."""
 
 SAMPLE_SECONDS = 3.0  # between the two readings of a sample
-
 MOST_NAMED_PROCESSES = 3
 
 

@@ -175,7 +175,6 @@ def _why(ended: str) -> str:
 
 
 HEADER = "# Written by llama-gateway tune"
-
 SUFFIXES = (".yml", ".yaml", ".json")
 
 

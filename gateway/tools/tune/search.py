@@ -31,9 +31,7 @@ KNOBS = ("threads", "micro_batch", "slots", "batch", "pinning")
 """In the order of the search: the knob that usually matters most comes first."""
 
 BATCH_SIZES = (128, 256, 512, 1024, 2048)  # tokens of a step; 2048 is llama.cpp's own default
-
 MICRO_BATCH_SIZES = (64, 128, 256, 512, 1024)  # tokens of a computation; llama.cpp's default is 512
-
 SLOT_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
@@ -334,9 +332,7 @@ def _known(
 
 
 PRIOR_NOISE = 0.02  # a share: seen on a quiet machine between two starts of a server
-
 PRIOR_WEIGHT = 2  # repeats that PRIOR_NOISE counts as
-
 SIGNIFICANT_ERRORS = 3.6
 """Standard errors by which medians must differ. About twenty settings are compared: with this
 value a search among equals keeps the first one 19 times of 20 (in simulated searches)."""
@@ -398,11 +394,8 @@ class ScoreHistory:
         return ahead > self.significant_difference(one, other)
 
 
-REPEATS = 3
-"""Measurements of a setting before it can win, and of the first one before any other."""
-
-MOST_ROUNDS = 3
-"""Rounds over all knobs at most."""
+REPEATS = 3  # measurements of a setting before it can win, and of the first one before any other
+MOST_ROUNDS = 3  # rounds over all knobs at most
 
 
 @dataclass(slots=True)
