@@ -166,16 +166,6 @@ class _Broken(Exception):  # noqa: N818 - a line's own mistake, caught by the re
         self.key, self.message, self.remedy, self.column = key, message, remedy, column
 
 
-@dataclass(slots=True)
-class _Names:
-    """Numbers the names of a file."""
-
-    known: dict[str, int] = field(default_factory=dict)
-
-    def of(self, name: str) -> int:
-        return self.known.setdefault(name, len(self.known) + 1)
-
-
 def read_trace(
     path: Path,
     *,
@@ -227,66 +217,100 @@ def _bounded(file: io.TextIOBase) -> Iterator[str]:
         yield line
 
 
+@dataclass(slots=True)
 class _Lines:
-    """JSON lines."""
+    """JSON lines, whose sessions and prefixes are numbered."""
 
-    def __init__(self) -> None:
-        self._streams = _Names()
-        self._heads = _Names()
-        self._single = 0
-        self._time = 0.0
+    _streams: dict[str, int] = field(default_factory=dict)
+    _heads: dict[str, int] = field(default_factory=dict)
+    _single: int = 0
+    _time: float = 0.0
 
-    def __call__(self, line: str) -> Job | None:
-        if not line.strip():
+    def __call__(self, text: str) -> Job | None:
+        if not text.strip():
             return None
-        try:
-            value = json.loads(line.rstrip())
-        except json.JSONDecodeError as error:
-            raise _Broken("", f"{error.msg}", "write one JSON object a line", error.colno) from None
-        except (ValueError, RecursionError):
-            raise _Broken("", "can't be read", "write one JSON object a line") from None
-        if not isinstance(value, dict):
-            raise _Broken("", "is no JSON object", 'write {"prompt_tokens": ...} on each line')
-        unknown = next((key for key in value if key not in TRACE_KEYS), None)
-        if unknown is not None:
-            column = line.find(json.dumps(unknown)) + 1
-            raise _Broken(unknown, "unknown key", f"known: {', '.join(sorted(TRACE_KEYS))}", column)
-
-        def whole(key: str, least: int, otherwise: int | None) -> int:
-            return _whole(value, key, least, otherwise, line)
-
-        prompt = whole("prompt_tokens", 1, None)
-        output = whole("output_tokens", 1, None)
-        shared = whole("prefix_tokens", 0, 0)
+        line = _JsonLine(text)
+        prompt = line.whole("prompt_tokens", 1, None)
+        output = line.whole("output_tokens", 1, None)
+        shared = line.whole("prefix_tokens", 0, 0)
         if shared > prompt:
-            column = _column(line, "prefix_tokens")
-            raise _Broken("prefix_tokens", "more than prompt_tokens", "it is a part of it", column)
-        prefix = _text(value, "prefix", line)
-        session = _text(value, "session", line)
-        klass = _text(value, "class", line) or "normal"
+            raise line.broken("prefix_tokens", "more than prompt_tokens", "it is a part of it")
+        prefix, session = line.text("prefix"), line.text("session")
+        klass = line.text("class") or "normal"
         if klass not in _CLASSES:
-            column = _column(line, "class")
-            raise _Broken("class", f"{klass!r} is no class", ", ".join(_CLASSES), column)
-        time = _seconds(value, "time", self._time, line)
-        pause = _seconds(value, "pause", 0.0, line, least=0.0)
-        limit = whole("max_tokens", 1, MOST_TOKENS) if "max_tokens" in value else None
-        self._time = time
+            raise line.broken("class", f"{klass!r} is no class", ", ".join(_CLASSES))
+        self._time = line.seconds("time", self._time, -MOST_SECONDS)
+        pause = line.seconds("pause", 0.0, 0.0)
+        limit = line.whole("max_tokens", 1, MOST_TOKENS) if "max_tokens" in line.value else None
         if session:
-            stream = self._streams.of(session)
+            stream = self._streams.setdefault(session, len(self._streams) + 1)
         else:
             self._single += 1
             stream = -1 - self._single
-        head = self._heads.of(prefix) if prefix and shared else 0
+        head = self._heads.setdefault(prefix, len(self._heads) + 1) if prefix and shared else 0
         return Job(
             0,
-            time,
+            self._time,
             TracePrompt(stream, prompt, head, shared if head else 0),
             output if limit is None else min(output, limit),
             limit,
             klass,
-            _text(value, "caller", line) or "",
+            line.text("caller"),
             pause,
         )
+
+
+class _JsonLine:
+    """The JSON object of a line, whose values are checked as they are asked for."""
+
+    def __init__(self, line: str) -> None:
+        self.line = line
+        try:
+            self.value: dict[str, Any] = json.loads(line.rstrip())
+        except json.JSONDecodeError as error:
+            raise _Broken("", f"{error.msg}", "write one JSON object a line", error.colno) from None
+        except (ValueError, RecursionError):
+            raise _Broken("", "can't be read", "write one JSON object a line") from None
+        if not isinstance(self.value, dict):
+            raise _Broken("", "is no JSON object", 'write {"prompt_tokens": ...} on each line')
+        unknown = next((key for key in self.value if key not in TRACE_KEYS), None)
+        if unknown is not None:
+            column = line.find(json.dumps(unknown)) + 1
+            raise _Broken(unknown, "unknown key", f"known: {', '.join(sorted(TRACE_KEYS))}", column)
+
+    def broken(self, key: str, message: str, remedy: str) -> _Broken:
+        """The mistake of a key's value."""
+        return _Broken(key, message, remedy, self.line.find(f'"{key}"') + 1)
+
+    def _invalid(self, key: str, remedy: str) -> _Broken:
+        text = json.dumps(self.value[key])
+        shown = text if len(text) <= 40 else text[:40] + "..."
+        return self.broken(key, f"{shown} is not valid", remedy)
+
+    def whole(self, key: str, least: int, otherwise: int | None) -> int:
+        """A whole number, at most MOST_TOKENS."""
+        found = self.value.get(key, otherwise)
+        if found is None:
+            raise _Broken(key, "is missing", f"write a whole number, {least} or more")
+        is_whole = isinstance(found, int) and not isinstance(found, bool)
+        if not is_whole or not least <= found <= MOST_TOKENS:
+            raise self._invalid(key, f"write a whole number from {least} to {MOST_TOKENS}")
+        return int(found)
+
+    def seconds(self, key: str, otherwise: float, least: float) -> float:
+        """A number of seconds."""
+        found = self.value.get(key, otherwise)
+        sound = isinstance(found, int | float) and not isinstance(found, bool)
+        if not sound or not math.isfinite(found) or not least <= found <= MOST_SECONDS * 10:
+            raise self._invalid(key, "write seconds, such as 12.5")
+        return float(found)
+
+    def text(self, key: str) -> str:
+        """A text; empty: not given."""
+        found = self.value.get(key, "")
+        if not isinstance(found, str):
+            raise self._invalid(key, "write a text in quotes")
+        return found
 
 
 class _Csv:
@@ -350,44 +374,6 @@ def _count(text: str) -> float:
     if not text.isdecimal() or int(text) > MOST_TOKENS:
         raise ValueError(f"write a whole number of tokens, at most {MOST_TOKENS}")
     return int(text)
-
-
-def _whole(value: dict[str, Any], key: str, least: int, otherwise: int | None, line: str) -> int:
-    found = value.get(key, otherwise)
-    if found is None:
-        raise _Broken(key, "is missing", f"write a whole number, {least} or more")
-    if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= MOST_TOKENS:
-        remedy = f"write a whole number from {least} to {MOST_TOKENS}"
-        raise _Broken(key, f"{_shown(found)} is not valid", remedy, _column(line, key))
-    return found
-
-
-def _seconds(
-    value: dict[str, Any], key: str, otherwise: float, line: str, least: float = -MOST_SECONDS
-) -> float:
-    found = value.get(key, otherwise)
-    sound = isinstance(found, int | float) and not isinstance(found, bool)
-    if not sound or not math.isfinite(found) or not least <= found <= MOST_SECONDS * 10:
-        remedy = "write seconds, such as 12.5"
-        raise _Broken(key, f"{_shown(found)} is not valid", remedy, _column(line, key))
-    return float(found)
-
-
-def _text(value: dict[str, Any], key: str, line: str) -> str:
-    found = value.get(key, "")
-    if not isinstance(found, str):
-        remedy = "write a text in quotes"
-        raise _Broken(key, f"{_shown(found)} is not valid", remedy, _column(line, key))
-    return found
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else text[:40] + "..."
-
-
-def _column(line: str, key: str) -> int:
-    return line.find(f'"{key}"') + 1
 
 
 def build_trace(jobs: list[Job]) -> Trace:

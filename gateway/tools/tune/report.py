@@ -142,7 +142,7 @@ def build_report(session: TuningSession) -> TuningReport | None:
 def _row(row: SettingResult) -> dict[str, Any]:
     return {
         "setting": asdict(row.setting),
-        "figures": row.figures.as_dict(),
+        "figures": asdict(row.figures),
         "score": row.score,
         "measured": row.repeats,
         "gain": row.gain,
