@@ -27,8 +27,7 @@ class RunningTarget:
     address: Address
     pid: int | None
     upstream: Upstream
-    perf: Path | None = None
-    """The file for the samples of `perf record`."""
+    perf: Path | None = None  # the file for the samples of `perf record`
 
 
 @dataclass(slots=True)

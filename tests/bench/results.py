@@ -11,8 +11,7 @@ PEER = "nginx"
 OURS = "gateway"
 SGLANG_TO_NGINX = 144 / 22
 """CPU of sglang-router 0.3 to nginx 1.22 at plain c32, measured on the reference machine."""
-DELAY_LIMIT_MS = 50.0
-"""A number of streams is sustained while their p99 delay stays below this."""
+DELAY_LIMIT_MS = 50.0  # a number of streams is sustained while their p99 delay stays below this
 
 Verdict = Literal["aim", "must", "MISS", "not measured"]
 

@@ -17,8 +17,7 @@ from tests.bench.targets import Target, TargetError, running
 from tests.bench.upstream import Upstream
 
 NODES = 4
-SLOTS = 512
-"""Slots of each node, at least: enough that no request waits in the gateway's queue."""
+SLOTS = 512  # slots of each node, at least: enough that no request waits in the gateway's queue
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,8 +19,7 @@ from tests.bench.measurement import RunningTarget, measuring
 from tests.bench.process import resident_bytes
 from tests.bench.upstream import Script
 
-LIMIT = 120.0
-"""Seconds after which an unfinished load is an error."""
+LIMIT = 120.0  # seconds after which an unfinished load is an error
 BURST = 10
 """Tokens in one write at full speed; with one token each the upstream would be the bottleneck."""
 
@@ -33,8 +32,7 @@ class Sizes:
     streams: int = 100
     tokens: int = 200
     interval: float = 0.02
-    repeats: int = 10
-    """Streams that each connection receives one after the other at full speed."""
+    repeats: int = 10  # streams that each connection receives one after the other at full speed
     rate: float = 100.0
     rate_seconds: float = 8.0
     many: tuple[int, ...] = (2000,)

@@ -28,10 +28,8 @@ from tests.bench.load import Address
 HOST = "127.0.0.1"
 START_LIMIT = 90.0
 STOP_LIMIT = 30.0
-ANSWER_LIMIT = 5.0
-"""Seconds within which a starting target must answer."""
-CONNECTIONS = 8192
-"""Connections that each proxy is configured for; a stream takes two."""
+ANSWER_LIMIT = 5.0  # seconds within which a starting target must answer
+CONNECTIONS = 8192  # connections that each proxy is configured for; a stream takes two
 
 
 class TargetError(Exception):
@@ -60,8 +58,7 @@ class Target:
     """Returns the path of its binary; None when it is not installed."""
     remedy: str
     command: Callable[[str, Plan], list[str]]
-    ready: str = "/health"
-    """Path that answers 200 once it accepts requests."""
+    ready: str = "/health"  # path that answers 200 once it accepts requests
     version: tuple[str, ...] = ("--version",)
 
 

@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from tests.bench.scheduling.fleet import SLOTS, Speed
 from tests.bench.scheduling.trace import Session, Trace
 
-MARKUP = 8
-"""About the tokens of the chat template around one message."""
+MARKUP = 8  # about the tokens of the chat template around one message
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,8 +48,7 @@ class Start:
 
     decodes: tuple[float, ...] = DECODES
     calibrate: bool = True
-    wait: float = 60.0
-    """Seconds from the first probes to the first request."""
+    wait: float = 60.0  # seconds from the first probes to the first request
     one_host: bool = False
     system_tokens: int = 1500
     requests: int = 24

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from tests.emulator import EmulatedNode
 
 SLOTS = 2
-BATCH = 512
-"""Tokens of one step: what `llama-gateway up` starts servers with."""
+BATCH = 512  # tokens of one step: what `llama-gateway up` starts servers with
 HOST_MEMORY = 64_000
 """Tokens of evicted prompts that a node keeps: llama.cpp's 8 GiB at 128 KiB a token (8B, F16)."""
 CONTEXT = 16_384

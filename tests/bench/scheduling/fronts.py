@@ -90,5 +90,4 @@ FRONTS = {
 }
 OURS = ("gateway", "gateway-unknown")
 PEERS = ("nginx", "haproxy")
-USUAL = (*OURS, *PEERS)
-"""Measured by default; the other policies only on demand."""
+USUAL = (*OURS, *PEERS)  # measured by default; the other policies only on demand

@@ -14,8 +14,7 @@ from tests.bench.scheduling.fleet import MODEL
 from tests.bench.scheduling.trace import Trace, Turn
 from tests.emulator import expected_chat_text
 
-UNKNOWN = 4096
-"""`max_tokens` of a client that doesn't know how long its answer will be."""
+UNKNOWN = 4096  # `max_tokens` of a client that doesn't know how long its answer will be
 
 Check = Callable[[list[dict[str, Any]], Turn, Answer], str]
 """What is wrong with an answer, or an empty text."""
@@ -48,8 +47,7 @@ class Player:
 
     address: Address
     scale: float
-    known: bool
-    """Whether `max_tokens` is the answer's real length."""
+    known: bool  # whether `max_tokens` is the answer's real length
     check: Check
     limit: float = 600.0
     clock: Callable[[], float] = time.monotonic

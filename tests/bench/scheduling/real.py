@@ -31,10 +31,8 @@ SERVERS = 2
 SLOTS = 2
 CONTEXT = 4096
 SHAPE = Shape(sessions=6, turns=3, tenants=3, system_tokens=600)
-RATE = 0.25
-"""Sessions a second."""
-LIMIT = 240.0
-"""Seconds a request may take."""
+RATE = 0.25  # sessions a second
+LIMIT = 240.0  # seconds a request may take
 LOAD = "two real servers"
 
 

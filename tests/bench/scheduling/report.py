@@ -21,8 +21,7 @@ class Setting:
     machine: dict[str, str]
     scale: float
     seeds: int
-    rates: dict[str, float]
-    """Sessions a second of each load, the mean over the seeds."""
+    rates: dict[str, float]  # sessions a second of each load, the mean over the seeds
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ from tests.bench.scheduling.play import Record
 CAPACITY = "capacity"
 LOADS = {"light": 0.5, CAPACITY: 1.0, "above": 1.5}
 """Loads as shares of the fleet's capacity (`capacity.py`)."""
-WORSE = 0.05
-"""The most by which a figure may be worse than another proxy's."""
+WORSE = 0.05  # the most by which a figure may be worse than another proxy's
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +26,7 @@ class Played:
     bounds: dict[str, float] = field(default_factory=dict)
     front_busy: float = 0.0
     """Share of its core that was in use, by the front and what ran beside it."""
-    load_busy: float = 0.0
-    """Share of the other core that nodes and clients used."""
+    load_busy: float = 0.0  # share of the other core that nodes and clients used
     disturbed: float = 0.0
     """Share of the time that a process, on average, was ready to run but had no core."""
 

@@ -31,8 +31,7 @@ from tests.bench.scheduling.trace import Shape, Trace, make
 from tests.bench.targets import Running, running
 
 WARM_UP = Shape(sessions=18, turns=2)
-PAUSE = 5.0
-"""Seconds of the fleet's time between the warm-up's last answer and the trace."""
+PAUSE = 5.0  # seconds of the fleet's time between the warm-up's last answer and the trace
 
 
 @dataclass(frozen=True, slots=True)

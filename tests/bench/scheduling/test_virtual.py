@@ -20,8 +20,7 @@ from tests.virtual import VirtualLoop, now
 
 SEED = "2"
 SHAPE = Shape(sessions=16)
-NEAR = 100.0
-"""Tokens by which a belief may be wrong: less than the shortest turn has."""
+NEAR = 100.0  # tokens by which a belief may be wrong: less than the shortest turn has
 
 
 @dataclass(slots=True)

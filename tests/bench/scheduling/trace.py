@@ -15,8 +15,7 @@ from tests.emulator.language_model import WORDS
 
 THINK = (4.0, 0.6, 1.0, 20.0)
 QUESTION = (100.0, 0.8, 10.0, 800.0)
-ANSWER = (40.0, 0.7, 8.0, 300.0)
-"""Median, sigma, least and most; seconds, tokens, tokens."""
+ANSWER = (40.0, 0.7, 8.0, 300.0)  # median, sigma, least and most; seconds, tokens, tokens
 
 
 @dataclass(frozen=True, slots=True)

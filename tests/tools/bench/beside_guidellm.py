@@ -31,11 +31,9 @@ from tests.emulator.process import emulator_process
 from tests.emulator.request_body import render_chat
 
 LIMIT = 300.0  # seconds of one run
-
 FIGURES = ("TTFT", "inter-token", "completion", "tokens/s of all")
 
-Measured = dict[tuple[int, str], float]
-"""Seconds, or tokens/s, by requests at a time and figure."""
+Measured = dict[tuple[int, str], float]  # seconds, or tokens/s, by requests at a time and figure
 
 
 def _options() -> argparse.ArgumentParser:

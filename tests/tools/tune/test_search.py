@@ -47,8 +47,7 @@ SPACE = SearchSpace(
     pinning=("free", "cores"),
 )
 START = Setting(16, 512, 256, 2, "free")
-MOST = 75
-"""Measurements that a search may take; the full grid has 2,000 settings."""
+MOST = 75  # measurements that a search may take; the full grid has 2,000 settings
 
 Surface = Callable[[Setting], float]
 
