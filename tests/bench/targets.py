@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,24 +162,20 @@ def _gateway_program() -> str | None:
     return str(script) if script.exists() else None
 
 
-def _gateway(binary: str, plan: Plan) -> list[str]:
-    # JSON is YAML. Only the queue's length differs from the defaults.
-    nodes = plan.folder / "nodes.yaml"
-    settings = plan.folder / "gateway.yaml"
+def gateway(binary: str, plan: Plan, settings: Mapping[str, object]) -> list[str]:
+    """Configure this gateway with these settings."""
+    nodes, config = plan.folder / "nodes.yaml", plan.folder / "gateway.yaml"
     fleet = [
         {"name": f"node{i}", "url": f"http://{HOST}:{port}"}
         for i, port in enumerate(plan.upstreams)
     ]
+    # JSON is YAML.
     nodes.write_text(json.dumps({"nodes": fleet}))
-    settings.write_text(json.dumps({"queue": {"max": 10000}}))
+    config.write_text(json.dumps(settings))
     return [
-        *(binary, "serve", "--nodes", str(nodes), "--config", str(settings)),
+        *(binary, "serve", "--nodes", str(nodes), "--config", str(config)),
         *("--host", HOST, "--port", str(plan.port), "--admin-port", "0"),
     ]
-
-
-def _direct(_: str, __: Plan) -> list[str]:
-    return []
 
 
 TARGETS = {
@@ -189,7 +185,7 @@ TARGETS = {
             "gateway",
             _gateway_program,
             "make install",
-            _gateway,
+            lambda binary, plan: gateway(binary, plan, {"queue": {"max": 10000}}),
             ready="/ready",
         ),
         Target(
@@ -206,7 +202,7 @@ TARGETS = {
             _haproxy,
             version=("-v",),
         ),
-        Target("direct", lambda: "", "", _direct),
+        Target("direct", lambda: "", "", lambda _binary, _plan: []),
     )
 }
 

@@ -14,9 +14,7 @@ Exit status: 0 measured, whatever the figures; 1 a request failed or a front did
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
-import resource
 import shlex
 import shutil
 import sys
@@ -24,7 +22,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import uvloop
 from rich.console import Console
 
 from tests.bench import machine
@@ -32,7 +29,7 @@ from tests.bench.arguments import one_of, positive
 from tests.bench.report import write_between_markers
 from tests.bench.scheduling import real, report, virtual
 from tests.bench.scheduling.fronts import FRONTS, OURS, USUAL, Front
-from tests.bench.scheduling.results import LOADS, Results
+from tests.bench.scheduling.report import LOADS, Results
 from tests.bench.scheduling.rounds import WARM_UP, Plan, Rounds
 from tests.bench.scheduling.trace import Shape
 from tests.bench.targets import TargetError
@@ -50,7 +47,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.virtual:
         fronts = [FRONTS[name] for name in OURS]
     else:
-        fronts = _installed(options.only, real.USUAL if options.real else USUAL, progress)
+        targets = {name: front.target for name, front in FRONTS.items()}
+        usual = real.USUAL if options.real else USUAL
+        names = machine.installed(targets, options.only, usual, progress)
+        fronts = [FRONTS[name] for name in names]
         if len(os.sched_getaffinity(0)) < 2:
             progress.print("the benchmark needs two cores: one for the fronts, one for the load")
             return 2
@@ -110,26 +110,10 @@ def _emulated(
     cores = sorted(os.sched_getaffinity(0))
     plan = _plan(options, folder, quick_scale=QUICK_SCALE)
     rounds = Rounds(plan, fronts, cores[0], progress, options.one_by_one)
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    os.sched_setaffinity(0, {cores[1]})
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            results = Results(runner.run(rounds.play()))
-    finally:
-        os.sched_setaffinity(0, cores)
+    results = Results(machine.run_beside(rounds.play(), cores))
     rates = {load: sum(found) / len(found) for load, found in rounds.rates.items()}
     setting = report.Setting(command, facts, plan.scale, plan.seeds, rates)
     return report.outcome(results, setting)
-
-
-def _installed(names: Sequence[str] | None, usual: Sequence[str], progress: Console) -> list[Front]:
-    """The fronts to measure; none if one that was named is not installed."""
-    wanted = [FRONTS[name] for name in names or usual]
-    missing = [front for front in wanted if front.target.program() is None]
-    for front in missing:
-        progress.print(f"{front.name} is not installed ({front.target.remedy})", style="yellow")
-    return [] if names and missing else [front for front in wanted if front not in missing]
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:

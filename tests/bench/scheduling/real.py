@@ -16,11 +16,9 @@ from urllib.parse import urlsplit
 from rich.console import Console
 
 from tests.bench.report import number
-from tests.bench.scheduling.client import Answer
 from tests.bench.scheduling.fronts import FRONTS, Front
-from tests.bench.scheduling.play import Player
-from tests.bench.scheduling.report import Outcome, brief, figures
-from tests.bench.scheduling.results import FIGURES, Figure, Played, Results
+from tests.bench.scheduling.play import Answer, Player
+from tests.bench.scheduling.report import FIGURES, Figure, Outcome, Played, Results, brief, figures
 from tests.bench.scheduling.trace import Shape, Turn, make
 from tests.bench.targets import running
 from tests.servers import demo_servers

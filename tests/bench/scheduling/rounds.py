@@ -21,13 +21,19 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.bench.process import cpu_seconds, waited_seconds
-from tests.bench.scheduling import capacity
-from tests.bench.scheduling.fleet import FLEET, Speed, nodes
-from tests.bench.scheduling.fronts import Front
+from tests.bench.machine import cpu_seconds, waited_seconds
+from tests.bench.scheduling.fronts import FLEET, Front, Speed, nodes
 from tests.bench.scheduling.play import Player, Record, as_emulated
-from tests.bench.scheduling.results import LOADS, Played
-from tests.bench.scheduling.trace import Shape, Trace, make
+from tests.bench.scheduling.report import LOADS, Played
+from tests.bench.scheduling.trace import (
+    Shape,
+    Trace,
+    least_work,
+    make,
+    mean_alone,
+    mean_queued,
+    session_rate,
+)
 from tests.bench.targets import Running, running
 
 WARM_UP = Shape(sessions=18, turns=2)
@@ -48,7 +54,7 @@ class Plan:
 
     def traces(self, load: str, seed: int) -> tuple[Trace, Trace, float]:
         """The warm-up, the measured trace, and its sessions per second."""
-        full = capacity.session_rate(make(f"{seed}", 1.0, self.shape), self.fleet)
+        full = session_rate(make(f"{seed}", 1.0, self.shape), self.fleet)
         rate = full * LOADS[load]
         return make(f"warm-up {seed}", full, self.warm_up), make(f"{seed}", rate, self.shape), rate
 
@@ -138,11 +144,11 @@ def bounds(trace: Trace, records: Sequence[Record], fleet: Sequence[Speed]) -> d
     """Lower bounds of the mean seconds in this run, for any scheduler."""
     if len(records) < trace.requests or any(record.problem for record in records):
         return {}
-    jobs = capacity.least(trace)
+    jobs = least_work(trace)
     # Which request of a tenant reads the system prompt is the scheduler's choice: in the queue
     # it is left out for all.
-    small = capacity.least(trace, systems=False)
+    small = least_work(trace, systems=False)
     return {
-        "alone": capacity.alone([job for session in jobs for job in session], fleet),
-        "queued": capacity.queued([(r.sent, small[r.session][r.turn]) for r in records], fleet),
+        "alone": mean_alone([job for session in jobs for job in session], fleet),
+        "queued": mean_queued([(r.sent, small[r.session][r.turn]) for r in records], fleet),
     }

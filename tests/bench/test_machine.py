@@ -7,7 +7,7 @@ import time
 
 import psutil
 
-from tests.bench.process import cpu_seconds, resident_bytes, waited_seconds
+from tests.bench.machine import cpu_seconds, resident_bytes, waited_seconds
 
 BURN = "import time\nend = time.process_time() + {seconds}\nwhile time.process_time() < end: pass\n"
 WITH_CHILDREN = f"""
