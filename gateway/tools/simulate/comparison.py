@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gateway.scheduling.autoscaling_policy import AutoscalingRules
-from gateway.scheduling.matching import DispatchRules
+from gateway.scheduling.dispatcher import DispatchRules
 from gateway.scheduling.selection import POLICIES
 from gateway.tools.simulate.fronts import (
     AutoscalingFront,

@@ -23,9 +23,8 @@ from gateway.fleet.calibration import (
 )
 from gateway.fleet.fleet import COMPARE_SPEEDS_EVERY
 from gateway.fleet.lifecycle import LifecyclePhase
-from gateway.fleet.node import MOST_CALIBRATIONS, CalibrationRecord, Node
+from gateway.fleet.node import MOST_CALIBRATIONS, CalibrationRecord, Node, SlotOccupancy
 from gateway.fleet.prompt_cache import FleetPromptCache
-from gateway.fleet.slot_occupancy import SlotOccupancy
 from gateway.fleet.speed import ObservedTiming, Speed, compare_speeds
 from gateway.lease import PromptKey
 from gateway.request import Priority
@@ -35,12 +34,16 @@ from gateway.scheduling.autoscaling_policy import (
     StandbyNode,
     WaitingDemand,
 )
+from gateway.scheduling.candidates import show_speed
 from gateway.scheduling.demand_model import TokenEstimates
-from gateway.scheduling.dispatcher import Dispatcher
-from gateway.scheduling.fleet_sync import show_speed
-from gateway.scheduling.matching import DispatchRules
-from gateway.scheduling.node_slots import NodeSlots, Placement, QueuedRequest, TierSets
-from gateway.scheduling.placement_state import PlacementState
+from gateway.scheduling.dispatcher import Dispatcher, DispatchRules
+from gateway.scheduling.placement_state import (
+    NodeSlots,
+    Placement,
+    PlacementState,
+    QueuedRequest,
+    TierSets,
+)
 from gateway.tools.simulate.simulation import Front, SimulatedFleet, SimulatedMachine
 from gateway.tools.simulate.trace import Job, common_tokens
 
