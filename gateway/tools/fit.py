@@ -281,13 +281,7 @@ QUANTIZATIONS = {
 }
 """The type of most tensors of each quantisation, the smallest first."""
 
-FALLBACKS = {
-    "q2_k": "q4_0",
-    "q3_k": "q4_0",
-    "q4_k": "q5_0",
-    "q5_k": "q5_1",
-    "q6_k": "q8_0",
-}
+FALLBACKS = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 """Of a tensor whose rows are no multiple of 256 (`tensor_type_fallback`)."""
 
 NUMBERS = {name: number for number, name in TENSOR_TYPE_NAMES.items()}

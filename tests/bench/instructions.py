@@ -90,9 +90,7 @@ TIMERS = {
 }
 """Constants by which work is done so many times a second, and what they are while requests are
 counted."""
-TIMER_DEFAULTS = {
-    "gateway.store.store": ("Store", "check_seconds", "look_seconds"),
-}
+TIMER_DEFAULTS = {"gateway.store.store": ("Store", "check_seconds", "look_seconds")}
 """The same, of constants that are the defaults of a class."""
 SHORTEST_STOPPED = 0.1  # seconds from which on sleeps and time limits never end
 STOP_CLOCKS = f"""
@@ -561,9 +559,7 @@ def instructions_of(dumps: Collection[Path]) -> Instructions:
 
 async def _control(what: str, pid: int) -> None:
     control = await asyncio.create_subprocess_exec(
-        *("callgrind_control", what, str(pid)),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        *("callgrind_control", what, str(pid)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     if await asyncio.wait_for(control.wait(), 60):
         raise RuntimeError("callgrind_control failed")

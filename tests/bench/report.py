@@ -146,10 +146,7 @@ GOALS = (
     Goal("added median at 100 requests/s, ms", 1.0, 0.6, _added),
     Goal("streams of 10 tokens/s with p99 delay < 50 ms", 2000, 3000, _streams, True),
     Goal(
-        "RSS with idle streams, MB",
-        100,
-        60,
-        lambda results: results.median("rss", OURS, "rss_mb"),
+        "RSS with idle streams, MB", 100, 60, lambda results: results.median("rss", OURS, "rss_mb")
     ),
 )
 

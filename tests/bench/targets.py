@@ -188,19 +188,9 @@ TARGETS = {
             lambda binary, plan: gateway(binary, plan, {"queue": {"max": 10000}}),
             ready="/ready",
         ),
+        Target("nginx", lambda: find("nginx"), "apt-get install nginx", _nginx, version=("-v",)),
         Target(
-            "nginx",
-            lambda: find("nginx"),
-            "apt-get install nginx",
-            _nginx,
-            version=("-v",),
-        ),
-        Target(
-            "haproxy",
-            lambda: find("haproxy"),
-            "apt-get install haproxy",
-            _haproxy,
-            version=("-v",),
+            "haproxy", lambda: find("haproxy"), "apt-get install haproxy", _haproxy, version=("-v",)
         ),
         Target("direct", lambda: "", "", lambda _binary, _plan: []),
     )

@@ -202,10 +202,7 @@ async def test_a_connection_that_breaks_off_is_an_error() -> None:
 
 
 async def test_an_answer_that_never_comes_is_an_error_at_the_limit() -> None:
-    async with (
-        answering(lambda _: b"") as (address, _),
-        loading(plain_load(address), 1) as load,
-    ):
+    async with answering(lambda _: b"") as (address, _), loading(plain_load(address), 1) as load:
         outcome = await load.run(5, limit=0.05)
     assert outcome.errors == 1
     assert "5 of 5 answers missing" in outcome.first_error

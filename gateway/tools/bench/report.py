@@ -309,11 +309,7 @@ def judge(figures: LoadFigures, server: ServerDescription, baseline: Baseline) -
 
 
 def _reason(
-    limit: Limit,
-    share: str,
-    figures: LoadFigures,
-    server: ServerDescription,
-    baseline: Baseline,
+    limit: Limit, share: str, figures: LoadFigures, server: ServerDescription, baseline: Baseline
 ) -> str:
     match limit:
         case Limit.NETWORK:

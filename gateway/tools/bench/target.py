@@ -20,12 +20,7 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
-from gateway.tools.bench.exchange import (
-    ExchangeError,
-    RequestResult,
-    RequestSender,
-    read_object,
-)
+from gateway.tools.bench.exchange import ExchangeError, RequestResult, RequestSender, read_object
 from gateway.tools.simulate.trace import TracePrompt
 from gateway.transport.errors import ConnectFailed, ConnectTimedOut, UpstreamError
 from gateway.transport.pool import NodeAddress

@@ -46,10 +46,7 @@ EXAMPLES = examples_epilog(
         "llama-gateway bench http://127.0.0.1:8000 --json > new.json",
         "the report, for scripts and for --compare",
     ),
-    (
-        "llama-gateway bench --compare old.json new.json",
-        "what has changed, and what may be chance",
-    ),
+    ("llama-gateway bench --compare old.json new.json", "what has changed, and what may be chance"),
 )
 
 DEFAULT_LEVELS = "1,4,8"

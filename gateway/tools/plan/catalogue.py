@@ -205,10 +205,7 @@ class NodeType(ConfigModel):
             return min(max(speed * factor, SLOWEST_TPS), FASTEST_TPS)
 
         return self.model_copy(
-            update={
-                "decode_tps": scaled(self.decode_tps),
-                "prefill_tps": scaled(self.prefill_tps),
-            }
+            update={"decode_tps": scaled(self.decode_tps), "prefill_tps": scaled(self.prefill_tps)}
         )
 
     def memory_needed(self, model_gib: float) -> float:

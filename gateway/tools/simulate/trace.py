@@ -166,12 +166,7 @@ class _Broken(Exception):  # noqa: N818 - a line's own mistake, caught by the re
         self.key, self.message, self.remedy, self.column = key, message, remedy, column
 
 
-def read_trace(
-    path: Path,
-    *,
-    skip_broken: bool = False,
-    limit: int | None = None,
-) -> Trace:
+def read_trace(path: Path, *, skip_broken: bool = False, limit: int | None = None) -> Trace:
     """Read a trace; `.csv` means the Azure layout, anything else JSON lines.
 
     `limit`: read only that many requests. With `skip_broken`, broken lines are left out and

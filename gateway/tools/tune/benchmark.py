@@ -264,10 +264,7 @@ def combined_throughput(streams: list[list[StreamSample]]) -> float:
 
 def longest_silence(times: list[float], since: float) -> float:
     """Return the longest time between two tokens of which the second came after `since`."""
-    return max(
-        (after - before for before, after in pairwise(times) if after > since),
-        default=0.0,
-    )
+    return max((after - before for before, after in pairwise(times) if after > since), default=0.0)
 
 
 def _json(url: str, text: str) -> dict[str, Any]:

@@ -327,11 +327,7 @@ def settings_along_knob(report: TuningReport, knob: str) -> dict[object, Setting
     It is the longest such series; of equals the one around the best setting.
     """
     tried = {row.setting for row in report.results}
-    bases = [
-        report.best.setting,
-        report.baseline.setting,
-        *(row.setting for row in report.results),
-    ]
+    bases = [report.best.setting, report.baseline.setting, *(row.setting for row in report.results)]
     series = [
         {
             value: base.with_knob(knob, value)

@@ -62,12 +62,7 @@ def emulated_node(slots: int, prefill_tps: float, decode_tps: float) -> Iterator
 
 
 def true_figures(
-    level: int,
-    requests: int,
-    prompt: float,
-    tokens: int,
-    prefill_tps: float,
-    decode_tps: float,
+    level: int, requests: int, prompt: float, tokens: int, prefill_tps: float, decode_tps: float
 ) -> Measured:
     """The truth, where each request has a slot. They run in rounds, of which the last may be
     smaller.

@@ -13,9 +13,7 @@ import pytest
 from gateway.tools.local.gguf import ModelFile
 from gateway.tools.local.plan import plan_servers
 from gateway.tools.local.topology import Topology, read_topology
-from gateway.tools.tune.report import (
-    build_report,
-)
+from gateway.tools.tune.report import build_report
 from gateway.tools.tune.search import (
     BATCH_SIZES,
     MICRO_BATCH_SIZES,
