@@ -2,7 +2,7 @@
 
 Each front has a fleet of its own. The fleets sleep rather than compute, so that all fronts can be
 compared under the very same disturbances of the machine, with both cores mostly idle (the report
-tells how busy they were). One by one, another front is the first each time.
+tells how busy they were).
 
 Before each measured trace a warm-up is played against every front alike: shorter, with other
 words, other tenants and the same lengths. So learnt speeds and lengths are there, as in a gateway
@@ -67,7 +67,6 @@ class Rounds:
     fronts: Sequence[Front]
     core: int
     progress: Console
-    one_by_one: bool = False
     rates: dict[str, list[float]] = field(default_factory=dict)
     """Sessions a second of each load and seed, filled while it runs."""
 
@@ -78,9 +77,7 @@ class Rounds:
             for load in self.plan.loads:
                 turn = seed % len(self.fronts)
                 order = [*self.fronts[turn:], *self.fronts[:turn]]
-                groups = [[front] for front in order] if self.one_by_one else [order]
-                for group in groups:
-                    played += await self._group(group, load, seed)
+                played += await self._group(order, load, seed)
         order_of = [front.name for front in self.fronts]
         return sorted(played, key=lambda p: (order_of.index(p.front), p.seed))
 
