@@ -99,7 +99,7 @@ def bench(
     from gateway.tools.bench.figures import Goal
     from gateway.tools.bench.runner import Workload
     from gateway.tools.bench.session import BenchPlan
-    from gateway.tools.cli.batch_client import environment, find_key, tls_context
+    from gateway.tools.cli.client import find_key, tls_context
 
     address = _checked_url(url)
     for flag, path in (("--csv", csv), ("--html", html)):
@@ -114,7 +114,7 @@ def bench(
         endpoint=chosen,
         loads=_loads(concurrency, rate, played, speed_up, requests, duration),
         workload=Workload(prompt, max_tokens, round(prompt * prefix_share), prefixes),
-        key=find_key(key_file, environment()),
+        key=find_key(key_file),
         tls=tls_context(ca) if address.startswith("https:") else None,
         model=model,
         extra=_extra_fields(body),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.tools.cli.node_selection import models_left_without
+from gateway.tools.cli.nodes import models_left_without
 from tests.tools.cli.admin_api import AdminApi, admin_api, node
 from tests.tools.cli.running import LIMIT, Ran, read_until, run
 

@@ -211,7 +211,7 @@ def test_another_server_at_that_address_is_reported(api: AdminApi, body: bytes) 
 def test_an_answer_without_an_end_is_not_read_whole(
     api: AdminApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.tools.cli.admin_client.LARGEST_ANSWER", 1000)
+    monkeypatch.setattr("gateway.tools.cli.client.LARGEST_ANSWER", 1000)
     api.answer = lambda *_: (200, b" " * 1001)  # type: ignore[method-assign]
     ran = run_nodes(api)
     assert (ran.status, ran.out) == (1, "")

@@ -17,7 +17,7 @@ from textual.app import App
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Static
 
-from gateway.tools.cli.admin_client import AdminClient
+from gateway.tools.cli.client import AdminClient
 from gateway.tools.top.app import Confirm, Explanation, Top
 from tests.emulator import EmulatedNode
 from tests.gateway_processes import Succession, serving

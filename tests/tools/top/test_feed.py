@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.tools.cli.admin_client import LONGEST_LINE, AdminClient
+from gateway.tools.cli.client import LONGEST_LINE, AdminClient
 from gateway.tools.cli.terminal import CommandFailed
 from gateway.tools.top.feed import LIVE_PATH, FeedFollower
 from tests.tools.cli.local_server import serving

@@ -13,7 +13,7 @@ from textual.pilot import Pilot
 from textual.widget import Widget
 from textual.widgets import DataTable, Static
 
-from gateway.tools.cli.admin_client import AdminClient
+from gateway.tools.cli.client import AdminClient
 from gateway.tools.top.app import Confirm, Top
 from tests.gateway_processes import serving
 from tests.tools.top.test_app import until

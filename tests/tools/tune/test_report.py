@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gateway.tools.cli.progress import print_report
+from gateway.tools.cli.tune_progress import print_report
 from gateway.tools.tune.machine_benchmark import BenchmarkResult
 from gateway.tools.tune.measurements import Figures
 from gateway.tools.tune.report import (
