@@ -25,6 +25,7 @@ from sqlalchemy import Connection, Table
 from gateway.store.database import sqlite_driver
 from gateway.store.failures import StoreError
 from gateway.store.schema import open_requests, usage
+from gateway.store.worker import StoreWorker
 from gateway.usage.processes import (
     HEARTBEAT_SECONDS,
     LOST,
@@ -71,11 +72,8 @@ REFRESH_SLOT_SECONDS = 1.0
 RECOVERY_SECONDS = 15.0
 """Seconds between two looks for dead processes."""
 
-LONGEST_PAUSE = 15.0
-"""Seconds between two attempts to write, while the store fails."""
-
 WARNING_SECONDS = 60.0
-"""Seconds between two warnings of the same kind."""
+"""Seconds between two warnings that rows are dropped."""
 
 UsageRow = tuple[Any, ...]
 """The values of `ROW_COLUMNS`. Rows are plain tuples: there is one for each request."""
@@ -142,7 +140,7 @@ OpenRequests = Callable[[float], Iterable[OpenRequest]]
 
 @dataclass(slots=True, eq=False)
 class Ledger:
-    """Writes the rows of one process. `run` must run in a task while there are any.
+    """Writes the rows of one process. `worker` must run in a task while there are any.
 
     `now` is Unix time, `clock` monotonic seconds.
     """
@@ -160,10 +158,7 @@ class Ledger:
     """Requests of dead processes that were written."""
     dropped: int = 0
     """Rows that were dropped, since too many waited."""
-    failures: int = 0
-    """Transactions that failed."""
-    problem: str | None = None
-    """Why the last transaction failed; None: it did not."""
+    worker: StoreWorker = field(init=False)
     _waiting: deque[UsageRow] = field(default_factory=deque)
     _batch: list[UsageRow] = field(default_factory=list)
     """The rows that are being written, until that is known to have happened."""
@@ -175,23 +170,32 @@ class Ledger:
     """Open requests that the store must forget, since their rows were dropped."""
     _refresh_after: str = ""
     """The open request that was refreshed last."""
-    _full: asyncio.Event = field(default_factory=asyncio.Event)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while rows are written: other processes read them in the order of their numbers."""
     _watch: ProcessWatch = field(init=False)
     _next_heartbeat: float = 0.0
     _next_recovery: float = 0.0
     _more_to_recover: bool = False
-    _retry_at: float = 0.0
-    _pause: float = FLUSH_SECONDS
     _flush_delay: float = 0.0
     """Seconds by which the journal is behind: how late a flush began, and how long it took. The
     longest of late, less with each flush since."""
-    _next_warning: float = 0.0
     _next_drop_warning: float = 0.0
 
     def __post_init__(self) -> None:
         self._watch = ProcessWatch(self.own, self.clock)
+        self.worker = StoreWorker(
+            self._timed_step,
+            FLUSH_SECONDS,
+            first=0.0,
+            away="usage waits for the store",
+            details=lambda: {"rows": self.pending},
+            clock=self.clock,
+        )
+
+    @property
+    def problem(self) -> str | None:
+        """Why the last transaction failed; None: it did not."""
+        return self.worker.problem
 
     @property
     def pending(self) -> int:
@@ -204,7 +208,7 @@ class Ledger:
         waiting.append(row)
         count = len(waiting)
         if count == self.flush_rows:
-            self._full.set()
+            self.worker.wake()
         elif count + len(self._batch) > self.most_pending:
             self._drop_oldest()
 
@@ -251,93 +255,78 @@ class Ledger:
                 await self._step()
                 while self._more_to_recover:
                     await self._step()
+        except StoreError as error:
+            self.worker.failed(str(error))
         except TimeoutError:
-            self._failed("the store has not answered yet")
-
-    async def run(self) -> None:
-        """Write rows until cancelled."""
-        due = self.clock()
-        while True:
-            if self.pending < self.flush_rows or self.clock() < self._retry_at:
-                await self._rest(due - self.clock())
-            began = self.clock()
-            if began >= self._retry_at:
-                await self._step()
-                took = self.clock() - began
-                self._flush_delay = max(
-                    DELAY_DECAY * self._flush_delay, max(0.0, began - due) + took
-                )
-            due = began + FLUSH_SECONDS
+            self.worker.failed("the store has not answered yet")
 
     async def close(self, limit: float) -> None:
         """Write what waits, within `limit` seconds; call it when `run` has ended."""
-        self._retry_at = 0.0
         try:
             async with asyncio.timeout(limit):
-                while self.pending and await self._flush():
-                    pass
-                if not self.pending and not self._journal:
+                while self.pending:
+                    await self._flush()
+                if not self._journal:
                     await self.store.run(lambda connection: unregister(connection, self.own))
         except (TimeoutError, StoreError) as error:
-            self.problem = str(error) or "the store does not answer"
+            self.worker.failed(str(error) or "the store does not answer")
         if self.pending:
             log.error("usage is lost", rows=self.pending, why=self.problem)
 
-    async def _rest(self, seconds: float) -> None:
-        if seconds <= 0:
-            return  # the store has done, meanwhile, what others wanted of it
-        self._full.clear()
-        # Four times a second, and `asyncio.timeout` takes half as many instructions again.
-        timer = asyncio.get_running_loop().call_later(seconds, self._full.set)
+    async def _timed_step(self) -> None:
+        """Do a step, and learn how far the journal is behind."""
+        began, due = self.clock(), self.worker.due
+        late = 0.0 if due is None else max(0.0, began - due)
         try:
-            await self._full.wait()
+            await self._step()
         finally:
-            timer.cancel()
+            took = self.clock() - began
+            self._flush_delay = max(DELAY_DECAY * self._flush_delay, late + took)
+        if self.pending >= self.flush_rows:
+            self.worker.wake()
 
     async def _step(self) -> None:
-        """Write what is due, and look for dead processes now and then."""
-        if not await self._flush():
-            self._more_to_recover = False
-        elif self._more_to_recover or self.clock() >= self._next_recovery:
+        """Write what is due, and look for dead processes now and then. Raises: StoreError."""
+        more, self._more_to_recover = self._more_to_recover, False
+        await self._flush()
+        if more or self.clock() >= self._next_recovery:
             self._next_recovery = self.clock() + RECOVERY_SECONDS
-            self._more_to_recover = False
             await self._recover()
+        self.worker.succeeded()
 
     # Writing.
 
-    async def _flush(self) -> bool:
-        """Write a batch and the journal; returns whether the store took it."""
+    async def _flush(self) -> None:
+        """Write a batch and the journal. Raises: StoreError; then they wait."""
         async with self._turn:
-            return await self._flush_now()
+            await self._flush_now()
 
-    async def _flush_now(self) -> bool:
+    async def _flush_now(self) -> None:
         if not self._batch:
             waiting = self._waiting
             count = min(len(waiting), MOST_ROWS_AT_ONCE)
             self._batch = [waiting.popleft() for _ in range(count)]
         work = await self._work()
         if work.is_empty:
-            return True
+            return
         self._sequence += len(work.rows)  # as in `write_with`
         try:
             await self.store.run(work.do)
-        except StoreError as error:
+        except StoreError:
             self._not_written(work)
-            self._failed(str(error))
-            return False
+            raise
         except Exception:
             # One of the rows can't be stored: it must not keep the others from it.
             log.exception("a row of the ledger can't be written")
             self._not_written(work)
-            return await self._write_one_by_one()
-        self._pause, self.problem = FLUSH_SECONDS, None
+            await self._write_one_by_one()
+            return
         self._written(self._batch)
         for id_ in work.closed:
             self._journal.pop(id_, None)
         self._removed = [id_ for id_ in self._removed if id_ not in work.closed]
         if work.heartbeat is not None:
             self._next_heartbeat = self.clock() + HEARTBEAT_SECONDS
-        return True
 
     def _written(self, rows: Sequence[UsageRow]) -> None:
         self.written += len(rows)
@@ -347,7 +336,7 @@ class Ledger:
         for one in work.opened:
             self._journal[one[0]] = None
 
-    async def _write_one_by_one(self) -> bool:
+    async def _write_one_by_one(self) -> None:
         """Write each row of the batch by itself, and drop those that can't be stored."""
         while self._batch:
             row = self._batch[0]
@@ -355,16 +344,14 @@ class Ledger:
             self._sequence += 1
             try:
                 await self.store.run(work.do)
-            except StoreError as error:
-                self._failed(str(error))
-                return False
+            except StoreError:
+                raise
             except Exception:  # noqa: BLE001 - whatever is wrong with it, it is told above
                 self._batch = self._batch[1:]
                 self.dropped += 1
             else:
                 self._written([row])
             self._journal.pop(row[0], None)
-        return True
 
     async def _work(self) -> _Work:
         """What is to be written now; others run between the steps of the walk over requests."""
@@ -411,29 +398,21 @@ class Ledger:
         behind = self._flush_delay
         return max(0.0, JOURNALED_WITHIN - max(FLUSH_SECONDS, behind) - behind)
 
-    def _failed(self, why: str) -> None:
-        """The store failed: try again after a while, and tell it now and then."""
-        self.failures += 1
-        self.problem = why
-        now = self.clock()
-        self._retry_at = now + self._pause
-        self._pause = min(LONGEST_PAUSE, 2 * self._pause)
-        if now >= self._next_warning:
-            self._next_warning = now + WARNING_SECONDS
-            log.warning("usage waits for the store", rows=self.pending, why=why)
-
     # Recovery.
 
     async def _recover(self) -> None:
-        """Write open requests of dead processes into the ledger: some, and the rest later."""
+        """Write open requests of dead processes into the ledger: some, and the rest later.
+
+        Raises: StoreError.
+        """
         try:
             seen = await self.store.run(seen_processes, write=False)
             for dead in self._watch.dead(seen):
                 if await self._recover_from(dead) == MOST_TAKEN:
                     self._more_to_recover = True
                     break
-        except StoreError as error:
-            self._failed(str(error))
+        except StoreError:
+            raise
         except Exception:
             # Rows that no version should have written must not keep the gateway from serving.
             log.exception("open requests of a dead process can't be recovered")

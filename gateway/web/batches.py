@@ -19,8 +19,8 @@ from gateway import errors
 from gateway.access.callers import cache_policy_of
 from gateway.batches.batch_registry import BatchProgress, BatchRegistry, NewBatch
 from gateway.batches.batch_rows import Batch
-from gateway.batches.states import BatchState
-from gateway.batches.webhook_targets import WebhookTargets
+from gateway.batches.request_rows import BatchState
+from gateway.batches.webhook_receivers import WebhookTargets
 from gateway.config.fields import format_duration
 from gateway.errors import GatewayError
 from gateway.proxy.json_values import JsonObject

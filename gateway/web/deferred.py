@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.batches.background_requests import BackgroundRequests, not_found
-from gateway.batches.deferred import DEFERRED_PATH, decode_result
-from gateway.batches.request_rows import StoredRow
-from gateway.batches.states import RequestKind, RequestState
-from gateway.batches.storage_errors import folder_errors_told
+from gateway.batches.background_requests import (
+    DEFERRED_PATH,
+    BackgroundRequests,
+    decode_result,
+    not_found,
+)
+from gateway.batches.folder import folder_errors_told
+from gateway.batches.request_rows import RequestKind, RequestState, StoredRow
 from gateway.catalog import RequestQueue
 from gateway.errors import GatewayError
 from gateway.proxy.json_values import JsonObject

@@ -11,8 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from gateway import errors
-from gateway.batches.file_rows import StoredFile
-from gateway.batches.files import FileRegistry, file_not_found, file_too_large
+from gateway.batches.files import FileRegistry, StoredFile, file_not_found, file_too_large
 from gateway.batches.folder import is_file_name
 from gateway.errors import CLIENT_CLOSED_STATUS
 from gateway.request import Caller

@@ -17,7 +17,7 @@ from gateway.batches.batch_registry import BatchProgress
 from gateway.batches.batch_rows import Batch
 from gateway.batches.files import MOST_UPLOADS, MOST_UPLOADS_OF_OWNER, UPLOAD_RETRY_AFTER
 from gateway.batches.folder import FolderError
-from gateway.batches.result_lines import ANTHROPIC
+from gateway.batches.results import ANTHROPIC
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.web.asgi import JsonResponse
 from gateway.web.batches import (

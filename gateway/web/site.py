@@ -20,7 +20,7 @@ from gateway.access.callers import MOST_IDENTITY_BYTES, cache_policy_of, identif
 from gateway.batches.background_requests import BackgroundRequests
 from gateway.batches.batch_registry import BatchRegistry
 from gateway.batches.files import FileRegistry
-from gateway.batches.webhook_targets import WebhookTargets
+from gateway.batches.webhook_receivers import WebhookTargets
 from gateway.catalog import FleetCatalog
 from gateway.config.listeners import CorsSpec
 from gateway.proxy.api.base import ModelSummary, Page

@@ -16,9 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from gateway import errors
 from gateway.batches.background_requests import BackgroundRequests
-from gateway.batches.log_file import LogBroken
-from gateway.batches.request_rows import StoredRow
-from gateway.batches.states import RequestKind
+from gateway.batches.request_rows import RequestKind, StoredRow
+from gateway.batches.response_log import LogBroken
 from gateway.batches.stored_responses import (
     input_items,
     item_id,

@@ -22,7 +22,7 @@ from anthropic.types.messages import MessageBatch
 
 from gateway.access.keys import ApiKey, new_key
 from gateway.batches.batch_rows import Batch
-from gateway.batches.states import BatchState
+from gateway.batches.request_rows import BatchState
 from gateway.web.message_batches import message_batch_object
 from tests.emulator.raw_connection import raw_connection
 from tests.gateways import Running, running_gateway, until

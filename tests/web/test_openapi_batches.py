@@ -10,7 +10,7 @@ import pytest
 
 from gateway.batches.batch_registry import BatchProgress
 from gateway.batches.batch_rows import Batch
-from gateway.batches.states import BatchState
+from gateway.batches.request_rows import BatchState
 from gateway.web.batches import batch_object
 from gateway.web.message_batches import message_batch_object
 from gateway.web.openapi_batches import BATCH_SCHEMAS, BATCH_STATUSES, BATCH_SUMMARIES

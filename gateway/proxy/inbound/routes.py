@@ -35,8 +35,7 @@ from gateway.proxy.api.relayed import (
     TranscriptionsApi,
 )
 from gateway.proxy.api.responses import RESPONSES, RESPONSES_COUNT
-from gateway.proxy.inbound.large_body import Body
-from gateway.proxy.inbound.parsed_body import MISSING, ParsedBody
+from gateway.proxy.inbound.body import MISSING, Body, ParsedBody
 from gateway.proxy.json_values import ITEMS_DECODER, JSON_ERRORS, InvalidJson, parse_object
 from gateway.request import Endpoint
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     import httpx
 
-    from gateway.config.admin import AdminSettings
+    from gateway.config.listeners import AdminSettings
 
 KEY_VARIABLE = "LLAMA_GATEWAY_KEY"
 

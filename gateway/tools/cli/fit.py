@@ -14,7 +14,7 @@ from gateway.tools.cli.terminal import CommandFailed, console, print_json, print
 
 if TYPE_CHECKING:
     from gateway.tools.fit.estimate import Fit, Machine
-    from gateway.tools.local.gguf_file import ModelFile
+    from gateway.tools.local.gguf import ModelFile
     from gateway.tools.local.topology import Topology
 
 
@@ -196,9 +196,14 @@ def fit(
     from gateway.tools.fit.report import fit_as_dict
     from gateway.tools.fit.speed import LAYOUT_FLAGS
     from gateway.tools.local import LocalFleetError
-    from gateway.tools.local.gguf_file import model_parts, read_headers, read_model
-    from gateway.tools.local.model_shape import UnknownShapeError, model_shape
-    from gateway.tools.local.server_memory import ServerSettings, repacked_types
+    from gateway.tools.local.gguf import (
+        UnknownShapeError,
+        model_parts,
+        model_shape,
+        read_headers,
+        read_model,
+    )
+    from gateway.tools.local.memory import ServerSettings, repacked_types
     from gateway.tools.local.topology import read_topology
 
     key_type, value_type = _kv_types(kv_type)
@@ -243,7 +248,7 @@ def _unknown(file: ModelFile, error: Exception) -> str:
 
 
 def _kv_types(text: str) -> tuple[str, str]:
-    from gateway.tools.local.kv_types import KV_TYPES
+    from gateway.tools.local.embedded import KV_TYPES
 
     names = [name.strip().lower() for name in text.split(",")]
     for name in names:

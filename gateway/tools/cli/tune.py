@@ -179,7 +179,7 @@ def tune(
     """
     from gateway.tools.local import LocalFleetError
     from gateway.tools.local.cache import cache_folder, models_in_use
-    from gateway.tools.local.gguf_file import model_parts
+    from gateway.tools.local.gguf import model_parts
     from gateway.tools.local.plan import plan_local_fleet
     from gateway.tools.local.topology import read_topology
     from gateway.tools.tune.machine_benchmark import MachineBenchmark, measurement_subject

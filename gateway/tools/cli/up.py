@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from gateway.config.settings import Settings
     from gateway.startup import Options
     from gateway.tools.cli.progress import Progress
-    from gateway.tools.local.gguf_file import ModelFile
-    from gateway.tools.local.model_download import ModelWish
+    from gateway.tools.local.download import ModelWish
+    from gateway.tools.local.gguf import ModelFile
     from gateway.tools.local.plan import LocalFleetPlan
     from gateway.tools.local.supervisor import ServerEvent
 
@@ -222,7 +222,7 @@ def up(
     from gateway.startup import Options, StartError, state_folder
     from gateway.tools.local import LocalFleetError
     from gateway.tools.local.cache import models_in_use
-    from gateway.tools.local.gguf_file import model_parts
+    from gateway.tools.local.gguf import model_parts
     from gateway.tools.local.plan import check_model_fits, find_server, plan_local_fleet
 
     check_fits = partial(
@@ -285,9 +285,7 @@ def _model_file(
     """Return the file of `--model`, downloaded where it is a URL. Raises LocalFleetError."""
     from gateway.tools.cli.progress import DownloadProgress
     from gateway.tools.local.cache import cache_folder
-    from gateway.tools.local.download import DownloadHooks
-    from gateway.tools.local.model_download import fetch_model
-    from gateway.tools.local.model_url import is_url, printable
+    from gateway.tools.local.download import DownloadHooks, fetch_model, is_url, printable
 
     if model is None or not is_url(model):
         given = {"--sha256": sha256, "--token-env": token_env, "--max-bytes": max_bytes}
@@ -310,8 +308,7 @@ def _model_file(
 def _wish(model: str, sha256: list[str], token_env: str | None, max_bytes: str | None) -> ModelWish:
     """Read the options of a download. Raises CommandFailed, whose text holds no secret."""
     from gateway.config.fields import parse_size
-    from gateway.tools.local.model_download import ModelWish
-    from gateway.tools.local.model_url import ModelUrlError, parse_model_url, part_urls
+    from gateway.tools.local.download import ModelUrlError, ModelWish, parse_model_url, part_urls
 
     try:
         url = parse_model_url(model)
@@ -356,7 +353,7 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
     from gateway.observe.logs import set_up_logging
     from gateway.process import serve
     from gateway.startup import load_checked
-    from gateway.tools.local.server_process import BASE_PORT
+    from gateway.tools.local.server import BASE_PORT
     from gateway.tools.local.supervisor import LocalFleet
 
     # Until the gateway handles signals itself, SIGTERM ends the servers that start.

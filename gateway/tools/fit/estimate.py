@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 
 from gateway.tools.fit.quantizations import quantizations
 from gateway.tools.fit.speed import Cores, Speed, expected_speed
-from gateway.tools.local.gguf_file import ModelFile
-from gateway.tools.local.memory import MEMORY_RESERVE
-from gateway.tools.local.model_shape import ModelShape
-from gateway.tools.local.server_memory import (
+from gateway.tools.local.gguf import ModelFile, ModelShape
+from gateway.tools.local.memory import (
     CELL_PADDING,
+    MEMORY_RESERVE,
     ServerMemory,
     ServerSettings,
     server_memory,

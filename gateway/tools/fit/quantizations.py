@@ -11,9 +11,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from gateway.tools.local.gguf_header import TENSOR_BLOCKS, Tensor
-from gateway.tools.local.model_shape import ModelShape
-from gateway.tools.local.server_memory import TENSOR_TYPE_NAMES
+from gateway.tools.local.gguf import TENSOR_BLOCKS, ModelShape, Tensor
+from gateway.tools.local.memory import TENSOR_TYPE_NAMES
 
 QUANTIZATIONS = {
     "Q2_K": "q2_k",

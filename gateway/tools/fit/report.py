@@ -7,8 +7,7 @@ from typing import Any
 
 from gateway.tools.fit.estimate import Fit, Machine
 from gateway.tools.fit.speed import MEASURED_INSTRUCTIONS, Speed
-from gateway.tools.local.memory import MEMORY_RESERVE, format_gib
-from gateway.tools.local.server_memory import slot_bytes, weights_by_type
+from gateway.tools.local.memory import MEMORY_RESERVE, format_gib, slot_bytes, weights_by_type
 
 MIB = 1 << 20
 

@@ -12,8 +12,8 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from gateway.tools.local.model_shape import ModelShape
-from gateway.tools.local.server_memory import (
+from gateway.tools.local.gguf import ModelShape
+from gateway.tools.local.memory import (
     TENSOR_TYPE_NAMES,
     ServerSettings,
     slot_bytes,

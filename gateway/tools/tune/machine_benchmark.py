@@ -22,8 +22,7 @@ from gateway.tools.local.energy import EnergyMeter
 from gateway.tools.local.memory import MEMORY_RESERVE, format_gib
 from gateway.tools.local.plan import LocalFleetPlan, check_specs
 from gateway.tools.local.supervisor import LocalFleet
-from gateway.tools.local.system_files import read_text
-from gateway.tools.local.topology import Topology, read_topology
+from gateway.tools.local.topology import Topology, read_text, read_topology
 from gateway.tools.tune.measurements import BenchmarkRequest, Figures, combine_servers
 from gateway.tools.tune.server_benchmark import BenchmarkError, ServerBenchmark, run_concurrently
 from gateway.tools.tune.setting import Setting, server_spec

@@ -12,8 +12,7 @@ from typing import Any
 import yaml
 
 from gateway.tools.local.energy import kwh_per_million
-from gateway.tools.local.system_files import format_kernel_list
-from gateway.tools.local.topology import Topology
+from gateway.tools.local.topology import Topology, format_kernel_list
 from gateway.tools.tune.machine_benchmark import MOST_OTHER_WORK
 from gateway.tools.tune.measurements import Figures
 from gateway.tools.tune.search import REPEATS, TuningSession

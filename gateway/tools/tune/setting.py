@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from gateway.tools.local.embedded import DEFAULT_BATCH, DEFAULT_MICRO_BATCH
 from gateway.tools.local.plan import DEFAULT_SLOTS
-from gateway.tools.local.server_command import ServerSpec
+from gateway.tools.local.server import ServerSpec
 from gateway.tools.local.topology import NumaNode, Topology
 
 Pinning = Literal["free", "node", "cores"]

@@ -46,7 +46,7 @@ from gateway.config.routing import CATCH_ALL
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError, truncate_echo
 from gateway.proxy.api.base import openai_error
-from gateway.proxy.inbound.model_names import ModelAliases
+from gateway.proxy.inbound.request import ModelAliases
 from gateway.store.failures import StoreError
 from gateway.store.store import Store
 from gateway.web.admin.audit import AUDIT_TARGET_KEY

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from gateway.proxy.api.base import AssemblyError, ResponseAssembler
-from gateway.proxy.api.chat import CHAT
-from gateway.proxy.api.choices import (
+from gateway.proxy.api.chat import (
+    CHAT,
     ChoicesApi,
     as_index,
     read_chunk,
     take_logprobs,
-    wants_usage,
 )
 from gateway.proxy.api.completions import COMPLETIONS
+from gateway.proxy.api.resuming import wants_usage
 from gateway.proxy.transcript import Transcript
 from tests.each_case import each_case
 from tests.proxy.api.events import assembled

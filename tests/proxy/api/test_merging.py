@@ -8,9 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.proxy.api.base import Api
+from gateway.proxy.api.base import Api, ResponseMerger
 from gateway.proxy.api.completions import COMPLETIONS
-from gateway.proxy.api.merging import ResponseMerger
 from gateway.proxy.api.native import NATIVE
 from gateway.transport.errors import InvalidResponse
 from tests.each_case import each_case

@@ -25,10 +25,9 @@ from tests.each_case import each_case
 from tests.proxy.api.events import (
     SPLICE_POINT,
     TIMINGS,
-    Answering,
+    answering,
     assembled,
     event,
-    forwarded,
     values,
 )
 
@@ -255,7 +254,8 @@ def test_messages_become_the_chat_that_the_server_makes_of_them(
 def stop_repair(body: JsonObject, **repairs: bool) -> ResponseRewriter | None:
     """The rewriter for the response of a llama.cpp server to this body."""
     settings = Settings.model_validate({"repairs": repairs})
-    return MESSAGES.response_rewriter(forwarded(body), Answering("llama.cpp", None), settings)
+    bodies = [msgspec.json.encode(body)]
+    return MESSAGES.response_rewriter(bodies, "m", answering(), settings, stream=False)
 
 
 def ended(reason: str, sequence: str | None) -> JsonObject:

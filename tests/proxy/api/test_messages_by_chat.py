@@ -16,10 +16,9 @@ from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.proxy import sse
 from gateway.proxy.api.chat import CHAT
-from gateway.proxy.api.messages import MESSAGES
-from gateway.proxy.api.messages_by_chat import ChatToMessage, chat_request
+from gateway.proxy.api.messages import MESSAGES, ChatToMessage, chat_request
 from gateway.proxy.api.resuming import data_event
-from gateway.proxy.inbound.large_body import run_at_once
+from gateway.proxy.inbound.body import run_at_once
 from gateway.proxy.json_values import (
     FIELDS_DECODER,
     MOST_MESSAGE_PARTS,

@@ -19,7 +19,7 @@ from gateway.proxy.api.ollama import (
     OllamaEmbedApi,
     OllamaGenerateApi,
 )
-from gateway.proxy.inbound.large_body import run_at_once
+from gateway.proxy.inbound.body import run_at_once
 from gateway.transport.errors import InvalidResponse
 
 CREATED = "2001-09-09T01:46:40Z"

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import GatewayError
-from gateway.proxy.api.ollama_requests import (
+from gateway.proxy.api.ollama import (
     TranslatedRequest,
     translate_chat,
     translate_embed,
     translate_generate,
 )
-from gateway.proxy.inbound.large_body import run_at_once
+from gateway.proxy.inbound.body import run_at_once
 from gateway.proxy.json_values import (
     LONG_STRING_BYTES,
     MOST_MESSAGE_PARTS,

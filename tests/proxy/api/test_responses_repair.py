@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config.settings import Settings
+from gateway.lease import NodeInfo
 from gateway.proxy import sse
 from gateway.proxy.api.base import ResponseRewriter
 from gateway.proxy.api.responses import MOST_ITEMS, RESPONSES, ResponsesRepair, TokenLimits
@@ -17,7 +18,7 @@ from gateway.proxy.api.resuming import named_event
 from gateway.proxy.json_values import FIELDS_DECODER, parse_object
 from gateway.transport.errors import InvalidResponse
 from tests.each_case import each_case
-from tests.proxy.api.events import Answering, forwarded
+from tests.proxy.api.events import answering
 
 USAGE = {"input_tokens": 15, "output_tokens": 4, "total_tokens": 19}
 NOW = 1_800_000_000
@@ -256,7 +257,7 @@ def test_events_of_an_odd_shape_are_no_crash(fields: dict[str, Any]) -> None:
 
 # Which requests and nodes
 
-LLAMA_CPP, OPENAI = Answering("llama.cpp", 4096), Answering("openai", None)
+LLAMA_CPP, OPENAI = answering(), answering("openai", None)
 SCHEMA = {"type": "object"}
 BOUND = {"type": "json_schema", "name": "n", "strict": True, "schema": SCHEMA}
 BOUND_CHAT = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": SCHEMA}}
@@ -272,14 +273,18 @@ def added(body: dict[str, Any], kind: str = "llama.cpp", **repairs: bool) -> Any
     return RESPONSES.added_fields(fields, kind, settings(**repairs))
 
 
+def rewriter_of(body: object, node: NodeInfo, *, stream: bool = False, **repairs: bool) -> Any:
+    bodies = [msgspec.json.encode(body)]
+    return RESPONSES.response_rewriter(bodies, "m", node, settings(**repairs), stream=stream)
+
+
 def test_only_llama_cpp_is_repaired_and_only_where_it_is_switched_on() -> None:
     for stream in (True, False):
-        one = forwarded({}, stream=stream)
-        assert RESPONSES.response_rewriter(one, LLAMA_CPP, settings()) is not None
-        assert RESPONSES.response_rewriter(one, OPENAI, settings()) is None
-        off = settings(stream_events=False, stop_reason=False)
-        assert RESPONSES.response_rewriter(one, LLAMA_CPP, off) is None
-        numbers_only = RESPONSES.response_rewriter(one, LLAMA_CPP, settings(stop_reason=False))
+        assert rewriter_of({}, LLAMA_CPP, stream=stream) is not None
+        assert rewriter_of({}, OPENAI, stream=stream) is None
+        off = rewriter_of({}, LLAMA_CPP, stream=stream, stream_events=False, stop_reason=False)
+        assert off is None
+        numbers_only = rewriter_of({}, LLAMA_CPP, stream=stream, stop_reason=False)
         assert (numbers_only is not None) is stream
 
 
@@ -291,15 +296,15 @@ def test_only_llama_cpp_is_repaired_and_only_where_it_is_switched_on() -> None:
         ({"max_output_tokens": 5, "max_tokens": 4}, LLAMA_CPP, True),
         ({"max_output_tokens": None, "n_predict": -1}, LLAMA_CPP, False),
         ({"max_output_tokens": 10**400, "max_tokens": 1e300}, LLAMA_CPP, False),
-        ({}, Answering("llama.cpp", 19), True),
-        ({}, Answering("llama.cpp", None), False),
+        ({}, answering(context=19), True),
+        ({}, answering(context=None), False),
         ([], LLAMA_CPP, False),
     ],
 )
 def test_the_limits_are_those_of_the_body_and_the_node(
-    body: Any, node: Answering, cut_off: bool
+    body: Any, node: NodeInfo, cut_off: bool
 ) -> None:
-    rewriter = RESPONSES.response_rewriter(forwarded(body), node, settings())
+    rewriter = rewriter_of(body, node)
     assert rewriter is not None
     plain = parse_object(sse.payload(TEXT[-1]))["response"]
     told = parse_object(rewriter.rewrite_body(msgspec.json.encode(plain)))["status"]

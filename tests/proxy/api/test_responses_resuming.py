@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from gateway.proxy import sse
-from gateway.proxy.api.responses import RESPONSES
-from gateway.proxy.api.responses_resuming import (
+from gateway.proxy.api.responses import (
+    RESPONSES,
     NativeToResponsesRewriter,
     read_response,
     response_as_chat,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.proxy.inbound.grammar_optionals import longest_row, longest_row_of_pattern
+from gateway.proxy.inbound.request_limits import longest_row, longest_row_of_pattern
 from tests.each_case import each_case
 
 DOUBLED = "\n".join(f"r{i + 1} ::= r{i} r{i}" for i in range(2000))

@@ -13,14 +13,19 @@ from gateway.config.listeners import LimitSettings
 from gateway.config.routing import ModelRule
 from gateway.errors import GatewayError
 from gateway.lease import KeyedHash
-from gateway.proxy.inbound import edits, parsed_body
-from gateway.proxy.inbound.large_body import (
+from gateway.proxy.inbound import edits
+from gateway.proxy.inbound.body import (
     IDENTIFYING_BYTES,
     LARGE_BODY_BYTES,
+    MISSING,
     PARSED_FIELD_BYTES,
     Body,
     LargeBody,
+    estimate_min_tokens,
     identifying_pieces,
+    measure_prompt,
+    nesting_depth,
+    parse_body,
     read_large_body,
 )
 from gateway.proxy.inbound.media import find_links
@@ -87,7 +92,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 @each_case(("path", "body"), BODIES)
 def test_a_large_body_is_read_as_a_small_one_is(path: str, body: dict[str, Any]) -> None:
     data, found = large(body)
-    small, parsed = parsed_body.parse_body(data), found.parse()
+    small, parsed = parse_body(data), found.parse()
     for name in small.__struct_fields__:
         a, b = getattr(small, name), getattr(parsed, name)
         assert bytes(a) == bytes(b) if isinstance(a, msgspec.Raw) else a == b, name
@@ -97,15 +102,15 @@ def test_a_large_body_is_read_as_a_small_one_is(path: str, body: dict[str, Any])
     assert can_assemble(route, found, small.messages, 1) == can_assemble(
         route, data, small.messages, 1
     )
-    assert found.depth == parsed_body.nesting_depth(data, 1) or found.depth <= 8
-    raw = getattr(small, prompt) if prompt else parsed_body.MISSING
-    small_size = parsed_body.measure_prompt(raw, small.tools, small.system, small.instructions)
+    assert found.depth == nesting_depth(data, 1) or found.depth <= 8
+    raw = getattr(small, prompt) if prompt else MISSING
+    small_size = measure_prompt(raw, small.tools, small.system, small.instructions)
     size = found.measure_prompt(prompt)
     assert size.exact_tokens == small_size.exact_tokens
     assert size.media_tokens == small_size.media_tokens
     assert size.text_bytes == pytest.approx(small_size.text_bytes, rel=0.2, abs=20)
     if prompt:
-        assert found.estimate_min_tokens(prompt) <= parsed_body.estimate_min_tokens(raw)
+        assert found.estimate_min_tokens(prompt) <= estimate_min_tokens(raw)
     small_key = build_prompt_key(data, route, "m", VolatileLines(), HASH)
     key = finished(build_large_prompt_key(found, route, "m", VolatileLines(), HASH))
     assert (key is None) == (small_key is None)

@@ -5,7 +5,7 @@ from collections.abc import Generator
 
 import pytest
 
-from gateway.proxy.inbound.large_body import TimeSlicer
+from gateway.proxy.inbound.body import TimeSlicer
 
 
 class Work:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gateway.config.routing import ModelRule
 from gateway.fleet.model_index import ModelIndex
-from gateway.proxy.inbound.model_names import MOST_TARGETS, ModelAliases, ResolvedModel
+from gateway.proxy.inbound.request import MOST_TARGETS, ModelAliases, ResolvedModel
 from tests.fleet.build import a_node
 
 SERVED = ModelIndex()

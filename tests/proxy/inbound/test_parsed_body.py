@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import GatewayError
-from gateway.proxy.inbound.parsed_body import (
+from gateway.proxy.inbound.body import (
     PromptSize,
     estimate_min_tokens,
     measure_prompt,

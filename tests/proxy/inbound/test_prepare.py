@@ -12,11 +12,14 @@ from gateway.config.listeners import LimitSettings
 from gateway.config.routing import ModelRule
 from gateway.errors import GatewayError
 from gateway.fleet.model_index import ModelIndex
-from gateway.proxy.inbound.large_body import bytes_to_parse
-from gateway.proxy.inbound.model_names import ModelAliases
-from gateway.proxy.inbound.parsed_body import parse_body
-from gateway.proxy.inbound.prepare import IncomingRequest, RequestRules, prepare
-from gateway.proxy.inbound.request import Request
+from gateway.proxy.inbound.body import bytes_to_parse, parse_body
+from gateway.proxy.inbound.request import (
+    IncomingRequest,
+    ModelAliases,
+    Request,
+    RequestRules,
+    prepare,
+)
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.request import Caller, Priority
 from tests.each_case import each_case
@@ -91,7 +94,7 @@ def refused(body: Any, *args: Any, **keys: Any) -> tuple[int, str, str | None]:
     ],
 )
 def test_a_prompt_takes_a_slot_per_completion(path: str, body: dict[str, Any], slots: int) -> None:
-    assert prepared(body, path).lease_request.slots == slots
+    assert prepared(body, path).lease_request.size.slots == slots
 
 
 @each_case("n", ["33", "1e9", "1e400", "9" * 30])
@@ -103,7 +106,7 @@ def test_more_completions_than_allowed_are_refused(n: str) -> None:
 
 def test_a_rule_that_sets_n_takes_its_slots() -> None:
     models = {"many": ModelRule(use=("demo",), set={"n": 4})}
-    assert prepared({"model": "many"}, models=models).lease_request.slots == 4
+    assert prepared({"model": "many"}, models=models).lease_request.size.slots == 4
     assert refused({"model": "many"}, models=models, n=2)[0] == 400
 
 
@@ -111,10 +114,12 @@ def test_a_rule_that_sets_n_takes_its_slots() -> None:
 
 
 def test_the_model_is_the_named_one_or_the_default_or_the_only_one() -> None:
-    assert prepared({"model": "a"}, default="b").lease_request.model == "a"
-    assert prepared({}, default="b").lease_request.model == "b"
-    assert prepared({"model": None}).lease_request.model == "demo"
-    assert prepared({}, known=("demo", "x"), caller=caller_of("x")).lease_request.model == "x"
+    assert prepared({"model": "a"}, default="b").lease_request.wanted.model == "a"
+    assert prepared({}, default="b").lease_request.wanted.model == "b"
+    assert prepared({"model": None}).lease_request.wanted.model == "demo"
+    assert (
+        prepared({}, known=("demo", "x"), caller=caller_of("x")).lease_request.wanted.model == "x"
+    )
     assert refused({}, known=("a", "b")) == (400, "invalid_request", "model")
     assert refused({}, known=()) == (400, "invalid_request", "model")
 
@@ -126,7 +131,10 @@ def caller_of(*models: str) -> Caller:
 def test_a_key_may_use_an_alias_without_its_model() -> None:
     models = {"gpt": ModelRule(use=("demo",))}
     request = prepared({"model": "gpt"}, models=models, caller=caller_of("gpt"))
-    assert (request.lease_request.model, request.lease_request.model_names) == ("gpt", ("demo",))
+    assert (request.lease_request.wanted.model, request.lease_request.wanted.model_names) == (
+        "gpt",
+        ("demo",),
+    )
     assert refused({"model": "demo"}, models=models, caller=caller_of("gpt")) == (
         403,
         "model_not_allowed",
@@ -159,8 +167,8 @@ def test_a_body_that_needs_no_edit_is_the_same_object() -> None:
 def test_a_deadline_counts_from_the_arrival() -> None:
     assert prepared({}, client_timeout=2.5).deadline == 102.5
     assert prepared({}).deadline is None
-    assert prepared({}, client_timeout=2.5).lease_request.time_limit == 2.5
-    assert prepared({}).lease_request.time_limit is None
+    assert prepared({}, client_timeout=2.5).lease_request.caller.time_limit == 2.5
+    assert prepared({}).lease_request.caller.time_limit is None
 
 
 @each_case("levels", [200, 2000, 100_000, 1_000_000])
@@ -196,7 +204,7 @@ def test_only_generated_responses_stream() -> None:
 def test_the_most_tokens_are_known_if_the_body_says_so(
     body: dict[str, Any], tokens: int | None
 ) -> None:
-    assert prepared(body).lease_request.max_tokens == tokens
+    assert prepared(body).lease_request.size.max_tokens == tokens
 
 
 @each_case(
@@ -233,7 +241,7 @@ def test_a_rule_that_sets_the_bound_is_what_counts() -> None:
         (ModelRule(max_tokens=3), 3),
     ):
         request = prepared({"model": "demo", "n_predict": 5}, models={"demo": rule})
-        assert request.lease_request.max_tokens == tokens
+        assert request.lease_request.size.max_tokens == tokens
 
 
 # Images.
@@ -245,10 +253,10 @@ def body_with_image(url: str) -> dict[str, Any]:
 
 
 def test_an_image_needs_a_vision_node() -> None:
-    assert prepared(body_with_image(PNG)).lease_request.needs_vision
+    assert prepared(body_with_image(PNG)).lease_request.wanted.needs_vision
     assert not prepared(
         {"messages": [{"role": "user", "content": "image_url"}]}
-    ).lease_request.needs_vision
+    ).lease_request.wanted.needs_vision
 
 
 @each_case(
@@ -265,7 +273,7 @@ def test_a_remote_image_is_refused(url: str) -> None:
 def test_an_operator_may_allow_hosts() -> None:
     hosts = ("pictures.example",)
     for url in ("http://pictures.example/x.png", "https://pictures.example:8443/x?y=1"):
-        assert prepared(body_with_image(url), media_hosts=hosts).lease_request.needs_vision
+        assert prepared(body_with_image(url), media_hosts=hosts).lease_request.wanted.needs_vision
     for url in (
         "http://pictures.example@evil/x",
         "http://evil\\@pictures.example/",

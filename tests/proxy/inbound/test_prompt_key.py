@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.config.listeners import LimitSettings
 from gateway.lease import HASH_KEY_BYTES, KeyedHash, PromptKey
-from gateway.proxy.inbound.large_body import read_large_body, run_at_once
+from gateway.proxy.inbound.body import read_large_body, run_at_once
 from gateway.proxy.inbound.prompt_key import (
     BLOCK_BYTES,
     BUILT_IN_PATTERNS,

@@ -12,7 +12,7 @@ import pytest
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
 from gateway.proxy.inbound import request_limits
-from gateway.proxy.inbound.parsed_body import nesting_depth, parse_body
+from gateway.proxy.inbound.body import nesting_depth, parse_body
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.proxy.proxy_over_nodes import proxy_over

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
-from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES, TimeSlicer, read_large_body
+from gateway.proxy.inbound.body import LARGE_BODY_BYTES, TimeSlicer, read_large_body
 from gateway.proxy.inbound.request import (
     MOST_PROMPTS_BYTES,
     MOST_REPEATED_BYTES,

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.proxy.inbound.parsed_body import parse_body
+from gateway.proxy.inbound.body import parse_body
 from gateway.proxy.inbound.routes import NATIVE_ROUTE, ROUTES, api_of_path, can_assemble, is_infill
 from tests.each_case import each_case
 

@@ -13,9 +13,8 @@ from gateway.tools.fit.estimate import (
     largest_context,
     largest_slots,
 )
-from gateway.tools.local.gguf_file import ModelFile
-from gateway.tools.local.memory import GIB, MEMORY_RESERVE
-from gateway.tools.local.server_memory import ServerSettings, server_memory
+from gateway.tools.local.gguf import ModelFile
+from gateway.tools.local.memory import GIB, MEMORY_RESERVE, ServerSettings, server_memory
 from tests.tools.fit.shapes import LLAMA_8B
 
 MODEL = ModelFile(Path("m.gguf"), "m", 16 * GIB, 32_768, LLAMA_8B)

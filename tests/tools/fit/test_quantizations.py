@@ -7,8 +7,7 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 
 from gateway.tools.fit.quantizations import QUANTIZATIONS, quantizations
-from gateway.tools.local.gguf_file import read_model
-from gateway.tools.local.model_shape import ModelShape
+from gateway.tools.local.gguf import ModelShape, read_model
 from tests.tools.fit.shapes import LLAMA_8B, MISTRAL_7B, MIXTRAL
 from tests.tools.local.small_models import MODELS, Published, types, weights, write_hollow
 

@@ -11,7 +11,7 @@ from gateway.tools.fit.speed import (
     expected_speed,
     instruction_set,
 )
-from gateway.tools.local.server_memory import ServerSettings, slot_bytes
+from gateway.tools.local.memory import ServerSettings, slot_bytes
 from tests.tools.fit.shapes import MISTRAL_7B, MIXTRAL
 
 SETTINGS = ServerSettings(1, 4096)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.tools.local.gguf_file import ModelFile
+from gateway.tools.local.gguf import ModelFile
 from gateway.tools.local.plan import plan_servers
 from gateway.tools.local.topology import Topology, read_topology
 from gateway.tools.tune.measurements import (
