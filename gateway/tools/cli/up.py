@@ -411,7 +411,6 @@ def startup_progress(
     servers: Sequence[str],
 ) -> tuple[Progress, Callable[[ServerEvent], None]]:
     """Return a display, and a function that shows servers' events in it, and logs later ones."""
-    import structlog
     from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from gateway.tools.cli.progress import Progress
@@ -442,7 +441,7 @@ def startup_progress(
             case _:
                 told = f"{event.exit_description}, restarts in {event.restart_in:g} s"
         if progress.ended:
-            log(event)
+            _log(event)
         elif progress.on_terminal:
             ready = isinstance(event, ServerReady)
             progress.update(
@@ -451,19 +450,24 @@ def startup_progress(
         else:
             progress.note(f"  {event.name}: {told}")
 
-    def log(event: ServerEvent) -> None:
-        logger = structlog.get_logger()
-        if isinstance(event, ServerExited):
-            logger.warning(
-                "server exited",
-                server=event.name,
-                how=event.exit_description,
-                restart_in=event.restart_in,
-            )
-        elif isinstance(event, ServerReady):
-            logger.info("server ready", server=event.name, seconds=round(event.seconds, 1))
-
     return progress, show
+
+
+def _log(event: ServerEvent) -> None:
+    import structlog
+
+    from gateway.tools.local.supervisor import ServerExited, ServerReady
+
+    log = structlog.get_logger()
+    if isinstance(event, ServerExited):
+        log.warning(
+            "server exited",
+            server=event.name,
+            how=event.exit_description,
+            restart_in=event.restart_in,
+        )
+    elif isinstance(event, ServerReady):
+        log.info("server ready", server=event.name, seconds=round(event.seconds, 1))
 
 
 def _slots_of(plan: LocalFleetPlan) -> str:
