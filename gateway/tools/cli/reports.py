@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gateway.tools.cli import options
-from gateway.tools.cli.client import AdminClient, connect_admin
-from gateway.tools.cli.key_access import (
-    is_gateway_running,
-    named_store,
-    open_alone,
-    read_settings,
-)
+from gateway.tools.cli.client import AdminClient
 from gateway.tools.cli.options import examples_epilog
+from gateway.tools.cli.store_access import gateway_or_store
 from gateway.tools.cli.terminal import CommandFailed, print_json, print_note, print_table
 
 if TYPE_CHECKING:
@@ -307,35 +299,3 @@ def _cells(entry: dict[str, Any]) -> list[object]:
     details = ", ".join(f"{name} {value}" for name, value in entry["details"].items())
     texts = [entry[name] for name in ("at", "actor", "role", "action", "target", "outcome")]
     return [text or None for text in (*texts, details)]
-
-
-@contextlib.contextmanager
-def gateway_or_store(
-    admin_url: str | None, admin_key_file: Path | None, config: Path | None
-) -> Iterator[AdminClient | Store]:
-    """The admin API of the gateway that runs, else the open store; says on stderr which store.
-
-    A store that does not exist is not made. Raises CommandFailed: the gateway uses another store
-    than the settings name, or there is none.
-    """
-    from gateway.config.store import STORE_OFF
-    from gateway.store.failures import StoreError
-
-    with connect_admin(admin_url, admin_key_file, config) as admin:
-        if is_gateway_running(admin, admin_url, config):
-            yield admin
-            return
-    settings = read_settings(config)
-    if settings.store.url == STORE_OFF:
-        raise CommandFailed("the settings have no store (store.url: off)", status=2)
-    location = named_store(settings)
-    print_note(f"store: {location.shown} (no gateway answers at {admin.url})")
-    if location.path is not None and not location.path.is_file():
-        raise CommandFailed(
-            f"there is no {location.path}: no gateway has used it yet; --config names the settings"
-        )
-    with open_alone(location) as store:
-        try:
-            yield store
-        except StoreError as error:
-            raise CommandFailed(f"the store {location.shown} can't be used: {error}") from None

@@ -8,11 +8,9 @@ from gateway.config.errors import single_line
 from gateway.tools.cli.progress import Progress
 from gateway.tools.cli.terminal import print_table
 from gateway.tools.local.memory import format_gib
-from gateway.tools.tune.machine_benchmark import MOST_OTHER_WORK
-from gateway.tools.tune.measurements import Measurement
+from gateway.tools.tune.benchmark import MOST_OTHER_WORK
 from gateway.tools.tune.report import SettingResult, TuningReport, format_figures
-from gateway.tools.tune.search import PlannedMeasurement, TuningSession
-from gateway.tools.tune.setting import PINNING_LABELS
+from gateway.tools.tune.search import PINNING_LABELS, Measurement, PlannedMeasurement, TuningSession
 
 # Short, so that a row fits into 80 characters.
 REPORT_COLUMNS = (

@@ -415,7 +415,6 @@ def startup_progress(
 
     from gateway.tools.cli.progress import Progress
     from gateway.tools.local.supervisor import (
-        ServerExited,
         ServerLoading,
         ServerReady,
         ServerStarted,

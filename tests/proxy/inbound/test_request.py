@@ -1,4 +1,4 @@
-"""From a body to a request: slots, models, deadlines, and the bytes that a node gets."""
+"""What a client sent becomes a request: models by their names, edits, several prompts."""
 
 from __future__ import annotations
 
@@ -6,19 +6,32 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import ModelRule
 from gateway.errors import GatewayError
 from gateway.fleet.model_index import ModelIndex
-from gateway.proxy.inbound.body import bytes_to_parse, parse_body
+from gateway.proxy.inbound.body import (
+    LARGE_BODY_BYTES,
+    TimeSlicer,
+    bytes_to_parse,
+    parse_body,
+    read_large_body,
+)
 from gateway.proxy.inbound.request import (
+    MOST_PROMPTS_BYTES,
+    MOST_REPEATED_BYTES,
+    MOST_TARGETS,
     IncomingRequest,
     ModelAliases,
     Request,
     RequestRules,
+    ResolvedModel,
+    parse_prompt_list,
     prepare,
+    split_prompts,
 )
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.request import Caller, Priority
@@ -338,3 +351,153 @@ async def test_a_node_never_gets_a_remote_image(tmp_path: Path) -> None:
         assert reply.status_code == 400
         assert reply.json()["error"]["type"] == "invalid_request_error"
         assert blind.requests + seeing.requests == 1
+
+
+SERVED = ModelIndex()
+
+
+def aliases(**rules: ModelRule) -> ModelAliases:
+    return ModelAliases({name.replace("_", "-"): rule for name, rule in rules.items()})
+
+
+def test_a_name_without_a_rule_resolves_to_itself() -> None:
+    assert aliases().resolve("mistral", SERVED) == (ResolvedModel("mistral"),)
+
+
+def test_an_alias_resolves_to_the_model_it_uses() -> None:
+    rule = ModelRule(use=("mistral",))
+    assert aliases(gpt=rule).resolve("gpt", SERVED) == (ResolvedModel("mistral", (rule,)),)
+
+
+def test_a_list_is_kept_in_its_order() -> None:
+    found = aliases(helper=ModelRule(use=("phi", "mistral"))).resolve("helper", SERVED)
+    assert [model.name for model in found] == ["phi", "mistral"]
+
+
+def test_rules_are_collected_along_the_chain() -> None:
+    outer, inner = ModelRule(use=("b",), set={"x": 1}), ModelRule(set={"x": 2})
+    assert aliases(a=outer, b=inner).resolve("a", SERVED) == (ResolvedModel("b", (outer, inner)),)
+
+
+def test_a_name_may_use_itself_beside_others() -> None:
+    rule = ModelRule(use=("a", "b"))
+    found = aliases(a=rule).resolve("a", SERVED)
+    assert found == (ResolvedModel("a", (rule,)), ResolvedModel("b", (rule,)))
+
+
+def test_the_first_path_to_a_model_counts() -> None:
+    via, direct = ModelRule(use=("m",), set={"x": 1}), ModelRule(use=("via", "m"))
+    found = aliases(top=direct, via=via).resolve("top", SERVED)
+    assert found == (ResolvedModel("m", (direct, via)),)
+
+
+def test_the_models_of_an_alias_are_bounded() -> None:
+    wide = ModelRule(use=tuple(f"m{i}" for i in range(100)))
+    assert len(aliases(wide=wide).resolve("wide", SERVED)) == MOST_TARGETS
+
+
+def test_an_alias_is_resolved_once() -> None:
+    some = aliases(gpt=ModelRule(use=("mistral",)))
+    assert some.resolve("gpt", SERVED) is some.resolve("gpt", SERVED)
+
+
+def test_a_name_of_any_length_resolves_to_itself() -> None:
+    for length in (1, 1_000_000):
+        name = "x" * length
+        assert aliases().resolve(name, SERVED) == (ResolvedModel(name),)
+
+
+def test_the_rules_of_a_model_hold_for_the_further_names_that_its_servers_give_it() -> None:
+    node, served = a_node(), ModelIndex()
+    node.properties.models, node.properties.aliases = ("m",), {"nick": "m", "free": "m"}
+    served.set_nodes([node])
+    capped, own = ModelRule(max_tokens=4), ModelRule(set={"x": 1})
+    some = aliases(m=capped, free=own, gpt=ModelRule(use=("nick",)))
+    assert some.resolve("nick", served) == (ResolvedModel("nick", (capped,)),)
+    assert some.resolve("free", served) == (ResolvedModel("free", (own,)),)
+    assert some.resolve("gpt", served)[0].rules[1:] == (capped,)
+    assert aliases(m=ModelRule(use=("other",))).resolve("nick", served)[0].name == "other"
+    back = ModelRule(use=("nick",))
+    assert aliases(m=back).resolve("nick", served) == (ResolvedModel("nick", (back,)),)
+    assert aliases(m=back).resolve("m", served) == (ResolvedModel("nick", (back,)),)
+    node.properties.aliases = {}
+    served.models_changed()
+    assert some.resolve("nick", served) == (ResolvedModel("nick"),)
+
+
+def raw(value: Any, **layout: Any) -> msgspec.Raw:
+    return msgspec.Raw(json.dumps(value, **layout).encode())
+
+
+@each_case(
+    ("prompt", "count"),
+    [
+        ("text", 0), ([], 0), ([1, 2, 3], 0), (["a", 5, "b"], 0), ([5, "a"], 0), (["a"], 0),
+        (["a", "b", "c"], 3), ([[1, 2], [3]], 2), ([["a", 1], "b"], 2),
+        ([{"prompt_string": "a"}, {"prompt_string": "b"}], 2), ({"prompt_string": "a"}, 0),
+        (None, 0),
+    ],
+)  # fmt: skip
+def test_prompts_are_counted_as_the_server_counts_them(prompt: Any, count: int) -> None:
+    assert len(split_prompts(raw(prompt))) == count
+    assert len(split_prompts(raw(prompt, indent=2))) == count
+    assert len(split_prompts(raw(prompt, indent=100))) == count
+
+
+def test_a_missing_prompt_is_not_a_list() -> None:
+    assert split_prompts(msgspec.Raw()) == []
+
+
+def made(body: dict[str, Any], **limits: Any) -> Any:
+    data = json.dumps(body).encode()
+    settings = LimitSettings(**limits)
+    whole: Any = data
+    if len(data) >= LARGE_BODY_BYTES:
+        whole = ended(read_large_body(data, settings))
+    return parse_prompt_list(whole, raw(body["prompt"]), settings, as_it_is)
+
+
+def as_it_is(_: int, part: bytes) -> Any:
+    yield
+    return part
+
+
+def ended(steps: Any) -> Any:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+@pytest.mark.parametrize("length", [1, LARGE_BODY_BYTES])
+async def test_each_prompt_is_sent_with_all_other_fields(length: int) -> None:
+    body = {"model": "a", "prompt": ["b" * length, [1, 2]], "seed": 7}
+    found = made(body)
+    parts = [json.loads(await found.sub_request(index, TimeSlicer())) for index in range(2)]
+    assert parts == [{**body, "prompt": "b" * length}, {**body, "prompt": [1, 2]}]
+
+
+@pytest.mark.parametrize("length", [1, LARGE_BODY_BYTES])
+def test_too_many_prompts_are_a_bad_request(length: int) -> None:
+    assert made({"prompt": ["a" * length] * 5}, prompts=5) is not None
+    with pytest.raises(GatewayError, match="the most is 5") as caught:
+        made({"prompt": ["a" * length] * 6}, prompts=5)
+    assert (caught.value.status, caught.value.param) == (400, "prompt")
+
+
+def test_prompts_are_split_up_to_a_limit() -> None:
+    assert made({"prompt": ["a" * (MOST_PROMPTS_BYTES - 100), "b"]}) is not None
+    with pytest.raises(GatewayError, match="Send fewer") as caught:
+        made({"prompt": ["a" * MOST_PROMPTS_BYTES, "b"]})
+    assert (caught.value.status, caught.value.param) == (400, "prompt")
+    assert made({"prompt": "a" * 2 * MOST_PROMPTS_BYTES}) is None
+    assert made({"prompt": [7] * (MOST_PROMPTS_BYTES // 2)}) is None
+
+
+def test_fields_repeated_with_each_prompt_are_bounded() -> None:
+    body = {"prompt": ["a"] * 1000, "grammar": "x" * (MOST_REPEATED_BYTES // 1000 - 100)}
+    assert made(body) is not None
+    with pytest.raises(GatewayError, match="sent with each") as caught:
+        made(body | {"grammar": "x" * (MOST_REPEATED_BYTES // 1000)})
+    assert (caught.value.status, caught.value.param) == (400, "prompt")

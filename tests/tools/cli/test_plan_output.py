@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.tools.plan.explanation import explain, headline
+from gateway.tools.cli.plan_output import contradiction, explain, headline
 from gateway.tools.plan.workload import Workload
 from tests.tools.plan.build import CPU, a_type, planned
 
@@ -10,7 +10,7 @@ from tests.tools.plan.build import CPU, a_type, planned
 def lines_of(workload: Workload, **fields: Any) -> dict[str, str]:
     found = planned(workload, a_type(**fields) if fields else CPU)
     assert found.best is not None
-    return dict(explain(found.question, found.best))
+    return explain(found.question, found.best)
 
 
 def test_every_figure_is_shown_with_what_it_comes_from() -> None:
@@ -47,3 +47,9 @@ def test_the_headline_is_fleet_and_price() -> None:
     best = planned(Workload(500, 100, 100), CPU).best
     assert best is not None
     assert headline(best) == "2 x cpu: 292.00 a month"
+
+
+def test_a_price_that_contradicts_its_own_speed_is_noticed() -> None:
+    wrong = contradiction(0.20, 10, 0.50)
+    assert "10 tokens/s at 0.20 an hour are 5.56 a million tokens, not 0.50" in wrong
+    assert contradiction(0.20, 10, 5.6) == ""
