@@ -6,7 +6,6 @@ models, the settings in force and the audit log. If none answers, the command op
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -169,6 +168,8 @@ class StoreAlone:
     def _do(
         self, work: Coroutine[Any, Any, dict[str, Any]], *, of_many: bool = False
     ) -> dict[str, Any]:
+        import asyncio  # heavy for `--help`
+
         from gateway.access.stored_keys import KeysRefused
         from gateway.errors import GatewayError
         from gateway.store.failures import StoreError
