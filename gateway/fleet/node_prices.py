@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Node, NodeState
-from gateway.usage.money import MILLION, GpuPrice, gpu_cost
-from gateway.usage.node_hours import AliveNode
+from gateway.usage.money import MILLION, AliveNode, GpuPrice, gpu_cost
 
 NOT_RUNNING = frozenset({NodeState.STANDBY, NodeState.DOWN, NodeState.STARTING})
 """States in which no hour of a node is counted: nobody has heard of its machine."""

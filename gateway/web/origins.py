@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from gateway import errors
-from gateway.access.exposure import is_loopback
+from gateway.access.callers import is_loopback
 from gateway.config.listeners import CorsSpec
 from gateway.config.settings import Settings
 from gateway.request import Headers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
-from gateway.access.exposure import is_local
+from gateway.access.callers import is_local
 from gateway.errors import GatewayError
 from gateway.request import Caller, Headers
 from gateway.web.request_context import HandlerConfig

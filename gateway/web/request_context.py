@@ -12,9 +12,9 @@ from gateway.access.callers import (
     cache_policy_of,
     effective_priority,
     identify_caller,
+    is_local,
     priority_header,
 )
-from gateway.access.exposure import is_local
 from gateway.access.keys import KeyRing
 from gateway.config.cache_privacy import SHARED_CACHE, CachePolicy
 from gateway.config.listeners import ListenSettings
@@ -24,8 +24,7 @@ from gateway.proxy.forwarded_headers import headers_for_node
 from gateway.proxy.inbound.prompt_key import VolatileLines
 from gateway.proxy.inbound.request import ModelAliases, RequestRules
 from gateway.request import Caller, Headers, Priority
-from gateway.usage.accounts import Accounts
-from gateway.usage.limits import LimitBook
+from gateway.usage.limits import Accounts, LimitBook
 from gateway.web.origins import OriginPolicy
 from gateway.web.prefer import prefers_async
 

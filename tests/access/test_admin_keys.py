@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.access.admin_keys import (
+from gateway.access.keys import (
     KEY_FILE_NAME,
     MOST_ADMIN_KEY_CHARACTERS,
     AdminIdentity,
     AdminKeys,
     AdminRole,
+    new_key,
 )
-from gateway.access.keys import new_key
 from gateway.config.listeners import AdminKeySpec
 
 WATCHER, KEEPER, OWNER = new_key("watcher"), new_key("keeper"), new_key("owner")

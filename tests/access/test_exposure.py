@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from gateway.access.exposure import (
+from gateway.access.callers import (
     admin_listener_problem,
     is_loopback,
     port_conflict,

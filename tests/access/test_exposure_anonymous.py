@@ -7,7 +7,8 @@ from ipaddress import ip_network
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.access.exposure import INITIAL_ACCESS, AnonymousAccess, is_local, is_proxied
+from gateway.access.callers import is_local, is_proxied
+from gateway.access.keys import INITIAL_ACCESS, AnonymousAccess
 from tests.each_case import each_case
 
 PROXIED = [

@@ -11,8 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.access.callers import identify_caller
-from gateway.access.exposure import AnonymousAccess
-from gateway.access.keys import ApiKey, HeldKey, KeyRing, caller_from_keys, held_key, new_key
+from gateway.access.keys import (
+    AnonymousAccess,
+    ApiKey,
+    HeldKey,
+    KeyRing,
+    caller_from_keys,
+    held_key,
+    new_key,
+)
 from gateway.config.usage_limits import LimitSpec
 from gateway.errors import GatewayError
 from gateway.request import Caller

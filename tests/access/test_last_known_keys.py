@@ -13,8 +13,8 @@ import httpx
 import pytest
 import structlog
 
+from gateway.access.key_sync import LONGEST_PAUSE, LastKnownKeys
 from gateway.access.keys import ApiKey, new_key
-from gateway.access.last_known_keys import LONGEST_PAUSE, LastKnownKeys
 from gateway.access.stored_keys import StoredKey, revoke_key
 from gateway.config.listeners import KeySpec
 from gateway.startup import keys_file

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.config.usage_limits import LimitSpec
-from gateway.usage.accounts import NO_OTHERS, Account, LedgerSums, OtherUse
+from gateway.usage.limits import NO_OTHERS, Account, LedgerSums, OtherUse
 from gateway.usage.windows import Calendar
 from tests.each_case import each_case
 from tests.usage.build import NOW

@@ -10,8 +10,7 @@ from sqlalchemy import Connection, create_engine, insert
 
 from gateway.store.database import locate_store
 from gateway.store.schema import metadata, open_requests
-from gateway.usage.arrivals import ArrivalsReader
-from gateway.usage.reports import InvalidQuery, parse_query
+from gateway.usage.reports import ArrivalsReader, InvalidQuery, parse_query
 from tests.usage.ledger_rows import DAY, NOON, a_row, add_rows
 
 HOUR = 3600.0

@@ -12,9 +12,16 @@ from gateway.access.keys import new_key
 from gateway.config.settings import Settings
 from gateway.request import Caller, Priority
 from gateway.store.failures import StoreUnavailable
-from gateway.usage.caller_usage import MOST_KEPT, NO_STORE, CallerUsage
 from gateway.usage.limits import LimitBook
-from gateway.usage.reports import Reporter, ReportQuery, Sums, UsageReport
+from gateway.usage.reports import (
+    MOST_KEPT,
+    NO_STORE,
+    CallerUsage,
+    Reporter,
+    ReportQuery,
+    Sums,
+    UsageReport,
+)
 from tests.gateways import Running
 from tests.usage.ledger_rows import NOON
 from tests.usage.metered_gateway import (

@@ -14,7 +14,7 @@ from gateway.config.store import RetentionSettings
 from gateway.store.database import locate_store
 from gateway.store.failures import StoreError
 from gateway.store.store import Store
-from gateway.usage.node_hours import AliveNode, NodeHoursRecorder
+from gateway.usage.money import AliveNode, NodeHoursRecorder
 from gateway.usage.reports import DIMENSIONS, Reporter, ReportQuery, parse_query
 from gateway.usage.retention import Retention, RollUp
 from tests.usage.ledger_rows import DAY, NOON, a_row, add_rows, count_rows, made_up_rows

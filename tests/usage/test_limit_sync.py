@@ -18,9 +18,9 @@ from gateway.request import Caller
 from gateway.store.database import locate_store
 from gateway.store.failures import StoreUnavailable
 from gateway.store.store import Store
-from gateway.usage.accounts import Account
 from gateway.usage.ledger import RECOVERY_SECONDS
 from gateway.usage.limit_sync import FORGET_SECONDS
+from gateway.usage.limits import Account
 from gateway.usage.processes import DEAD_SECONDS
 from tests.usage.build import (
     NOW,

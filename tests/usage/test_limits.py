@@ -11,12 +11,12 @@ from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.lease import LeaseRequest
 from gateway.request import Caller, Priority
-from gateway.usage.accounts import OtherUse
 from gateway.usage.limits import (
     DEFAULT_COMPLETION_TOKENS,
     EVICTION_TRIES,
     MOST_USERS,
     LimitBook,
+    OtherUse,
     Reservation,
 )
 from gateway.usage.windows import Calendar

@@ -16,7 +16,7 @@ from gateway.errors import GatewayError
 from gateway.request import Caller
 from gateway.store.database import locate_store
 from gateway.store.store import Store
-from gateway.usage.accounts import Account
+from gateway.usage.limits import Account
 from gateway.usage.retention import RollUp
 from gateway.web.response_heads import rate_limit_lines
 from tests.usage.build import (

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, create_engine, select
 
 from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import metadata, node_hours
-from gateway.usage.node_hours import (
+from gateway.usage.money import (
     INTERVAL,
     MOST_CLAIMS,
     AliveNode,

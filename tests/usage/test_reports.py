@@ -26,9 +26,9 @@ from gateway.usage.reports import (
     UsageReport,
     parse_query,
     parse_time,
-    time_text,
 )
 from gateway.usage.retention import RollUp
+from gateway.usage.windows import time_text
 from tests.each_case import each_case
 from tests.usage.ledger_rows import DAY, NOON, a_row, add_rows
 

@@ -95,7 +95,8 @@ def audit(
 
 
 def _moment(parameter: str, text: str | None, *, end: bool = False) -> float | None:
-    from gateway.usage.reports import InvalidQuery, parse_time, time_text
+    from gateway.usage.reports import InvalidQuery, parse_time
+    from gateway.usage.windows import time_text
 
     if text is None:
         return None

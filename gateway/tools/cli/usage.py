@@ -64,7 +64,8 @@ def usage(
 
     Asks the running gateway, else reads the store that the settings name.
     """
-    from gateway.usage.reports import InvalidQuery, parse_query, time_text
+    from gateway.usage.reports import InvalidQuery, parse_query
+    from gateway.usage.windows import time_text
 
     if as_json and as_csv:
         raise typer.BadParameter("one of the two", param_hint="--json, --csv")

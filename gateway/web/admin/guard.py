@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.access.admin_keys import LOCAL_ADMIN, AdminIdentity, AdminKeys, AdminRole
+from gateway.access.keys import LOCAL_ADMIN, AdminIdentity, AdminKeys, AdminRole
 from gateway.errors import GatewayError, truncate_echo
 from gateway.web.asgi import error_response
 from gateway.web.origins import AllowedHosts, is_same_origin

@@ -19,8 +19,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from gateway import errors
-from gateway.access.admin_keys import AdminIdentity
 from gateway.access.callers import cache_policy_of, effective_priority
+from gateway.access.keys import AdminIdentity
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.events import RequestFinished
 from gateway.proxy.client_response import node_error
