@@ -46,7 +46,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gateway.access.keys import hash_key
-from gateway.tools.local.server_process import claim_port, claimed_port
+from gateway.tools.local.server import claim_port, claimed_port
 from tests.bench.arguments import positive
 from tests.bench.load import Address, ChatConnection, Load, LoadConnection
 from tests.bench.node_replies import MODEL

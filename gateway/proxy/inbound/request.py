@@ -15,6 +15,7 @@ from gateway.catalog import ServedModels
 from gateway.config.cache_privacy import SHARED_CACHE, CachePolicy, NodeLabels
 from gateway.config.listeners import LimitSettings
 from gateway.config.routing import CATCH_ALL, ModelRule
+from gateway.events import RequestFinished
 from gateway.lease import (
     KeyedHash,
     LeaseCaller,
@@ -25,11 +26,13 @@ from gateway.lease import (
 )
 from gateway.proxy.inbound import edits, media, request_limits
 from gateway.proxy.inbound.body import (
+    BYTE_ORDER_MARK,
     BYTES_PER_TOKEN,
     FULL_PARSE_BYTES,
     LARGE_BODY_BYTES,
     MISSING,
     PROMPT_FIELDS,
+    SMALL_BODY_BYTES,
     Body,
     LargeBody,
     ParsedBody,
@@ -38,6 +41,7 @@ from gateway.proxy.inbound.body import (
     estimate_min_tokens,
     has_edited_options,
     has_limited_options,
+    is_slow_to_parse,
     measure_prompt,
     nesting_depth,
     parse_body,
@@ -388,6 +392,51 @@ def prepare_multipart(
         targets = unpaused(model, targets, catalog)
     bodies = {target.name: incoming.body for target in targets}
     return _new_request(incoming, parsed.model, priority, model, bodies)
+
+
+def prepare_for(
+    record: RequestFinished,
+    incoming: IncomingRequest,
+    parsed: ParsedBody,
+    priority: Priority,
+    rules: RequestRules,
+    catalog: ServedModels,
+) -> Request:
+    """The request of a body, noted in its record: class, stream, and the model if it is served.
+
+    Raises: GatewayError.
+    """
+    if priority is not record.priority:
+        record.classify(priority)
+    make = prepare_multipart if incoming.route.multipart else prepare
+    request = make(incoming, parsed, priority, rules, catalog)
+    wanted, model = request.lease_request.wanted, None
+    for name in wanted.model_names:
+        if catalog.serves(name):
+            model = wanted.model
+            break
+    record.describe(stream=request.stream, model=model)
+    return request
+
+
+async def prepare_in_turn(
+    body: bytes,
+    route: Route,
+    rules: RequestRules,
+    slicer: TimeSlicer,
+    prepare_body: Callable[[Body], Request],
+    scope: str = "",
+) -> Request:
+    """What `prepare_body` makes of a JSON body, with other requests in between if it takes long.
+
+    Needs a task. Raises: GatewayError.
+    """
+    body = body.removeprefix(BYTE_ORDER_MARK)
+    if len(body) < SMALL_BODY_BYTES or not is_slow_to_parse(body):
+        return prepare_body(body)
+    if len(body) < LARGE_BODY_BYTES:
+        return await slicer.run_once(partial(prepare_body, body))
+    return await slicer.run(prepare_large(body, route, rules, prepare_body, scope))
 
 
 def prepare_large(

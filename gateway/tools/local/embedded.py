@@ -16,8 +16,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gateway.tools.local.kv_types import KV_TYPES
 from gateway.tools.local.launch import die_with_parent
+
+KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+"""What llama-server's `--cache-type-k` and `--cache-type-v` take."""
+
 
 DEFAULT_BATCH = 512  # tokens of one step; a larger batch stalls the other slots for longer
 

@@ -7,7 +7,7 @@ import pytest
 
 from gateway.tools.local import ServerBinaryError
 from gateway.tools.local.embedded import argument_parser
-from gateway.tools.local.server_command import (
+from gateway.tools.local.server import (
     ServerBinary,
     ServerSpec,
     find_binary,
