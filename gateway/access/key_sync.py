@@ -21,7 +21,7 @@ import msgspec
 import structlog
 from sqlalchemy import Connection, Row
 
-from gateway.access.keys import HeldKey, KeyDefinition, KeyRing, held_key
+from gateway.access.keys import HeldKey, KeyRing, held_key
 from gateway.access.stored_keys import (
     StoredKey,
     key_rows,
@@ -262,7 +262,7 @@ class KeySync:
         self.problem: str | None = None
         """Why the ring may have other keys than the store; None: it has the same."""
 
-    def configure(self, specs: Iterable[KeyDefinition], *, allow_anonymous: bool) -> None:
+    def configure(self, specs: Iterable[KeySpec], *, allow_anonymous: bool) -> None:
         """Take the keys of these settings."""
         self.key_ring.configure(specs, allow_anonymous=allow_anonymous)
         self._tell()

@@ -16,15 +16,15 @@ import string
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 
 from gateway import errors
-from gateway.config.cache_privacy import CacheSpec
-from gateway.config.usage_limits import LimitSpec
 from gateway.request import Caller, Headers, Priority
+
+if TYPE_CHECKING:
+    from gateway.config.listeners import AdminKeySpec, KeySpec
 
 KEY_PREFIX = "lg"
 
@@ -40,58 +40,6 @@ _SECRET_ALPHABET = string.ascii_letters + string.digits
 
 _SECRET_CHARACTERS = 43
 """62 ** 43 is just above 2 ** 256."""
-
-
-class KeyDefinition(Protocol):
-    """A key, as the settings and the store define it."""
-
-    @property
-    def id(self) -> str:
-        """The public part."""
-
-    @property
-    def sha256(self) -> str:
-        """SHA-256 of the secret, 64 hexadecimal digits."""
-
-    @property
-    def name(self) -> str | None:
-        """The holder's name."""
-
-    @property
-    def class_(self) -> str | None:
-        """The class of requests that ask for none; None: normal."""
-
-    @property
-    def max_class(self) -> str | None:
-        """The highest class of its requests; None: `class_`."""
-
-    @property
-    def models(self) -> Iterable[str] | None:
-        """Public names of the models that it may use; None: all."""
-
-    @property
-    def trust_user_headers(self) -> bool:
-        """Whether its holder may name end users by a header."""
-
-    @property
-    def group(self) -> str | None:
-        """The group that it belongs to."""
-
-    @property
-    def limits(self) -> LimitSpec | None:
-        """Its limits, beside its group's."""
-
-    @property
-    def user_limits(self) -> LimitSpec | None:
-        """Limits of each end user that it names; None: its group's."""
-
-    @property
-    def expires(self) -> datetime | None:
-        """When it ends; None: never."""
-
-    @property
-    def cache(self) -> CacheSpec | None:
-        """What it says of prompt caches; None: nothing."""
 
 
 class ApiKey(NamedTuple):
@@ -127,7 +75,7 @@ class HeldKey:
 
 
 def held_key(
-    spec: KeyDefinition,
+    spec: KeySpec,
     previous_sha256: str | None = None,
     previous_until: float | None = None,
 ) -> HeldKey:
@@ -183,7 +131,7 @@ class KeyRing:
 
     def __init__(
         self,
-        specs: Collection[KeyDefinition] = (),
+        specs: Collection[KeySpec] = (),
         *,
         access: AnonymousAccess = INITIAL_ACCESS,
         is_complete: bool = True,
@@ -222,7 +170,7 @@ class KeyRing:
         """Why everybody is refused, with the remedy: the keys are gone; None: they are not."""
         return KEYS_LOST if self.is_complete and self.access.locked else None
 
-    def configure(self, specs: Iterable[KeyDefinition], *, allow_anonymous: bool = False) -> None:
+    def configure(self, specs: Iterable[KeySpec], *, allow_anonymous: bool = False) -> None:
         """Take the keys of these settings in place of those before."""
         self._settings = {spec.id: held_key(spec) for spec in specs}
         self._allow_anonymous = allow_anonymous
@@ -403,7 +351,7 @@ def _digest(secret: str) -> bytes:
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
 
 
-def _caller(spec: KeyDefinition) -> Caller:
+def _caller(spec: KeySpec) -> Caller:
     default = _parse_class(spec, spec.class_ or Priority.NORMAL.label)
     highest = _parse_class(spec, spec.max_class) if spec.max_class else default
     models = None if spec.models is None else frozenset(spec.models)
@@ -421,7 +369,7 @@ def _caller(spec: KeyDefinition) -> Caller:
     )
 
 
-def _parse_class(spec: KeyDefinition, name: str) -> Priority:
+def _parse_class(spec: KeySpec, name: str) -> Priority:
     priority = Priority.parse(name)
     if priority is None:
         raise ValueError(f"key '{spec.id}': there is no class '{name}'")
@@ -475,22 +423,6 @@ ADMIN_KEYS_LOST = (
 """What an operator is told where `AdminKeys.lost`."""
 
 
-class AdminKeyDefinition(Protocol):
-    """An admin key in the settings."""
-
-    @property
-    def id(self) -> str:
-        """The public part."""
-
-    @property
-    def sha256(self) -> str:
-        """SHA-256 of the secret, 64 hexadecimal digits."""
-
-    @property
-    def role(self) -> str:
-        """The name of its role."""
-
-
 class AdminKeys:
     """The admin keys in force; a reload replaces them.
 
@@ -500,7 +432,7 @@ class AdminKeys:
 
     def __init__(
         self,
-        specs: Iterable[AdminKeyDefinition] = (),
+        specs: Iterable[AdminKeySpec] = (),
         file_key: str | None = None,
         *,
         had_keys: bool = False,
@@ -513,7 +445,7 @@ class AdminKeys:
         self._unknown = secrets.token_bytes(32)
         self.configure(specs, file_key)
 
-    def configure(self, specs: Iterable[AdminKeyDefinition], file_key: str | None) -> None:
+    def configure(self, specs: Iterable[AdminKeySpec], file_key: str | None) -> None:
         """Put these keys in force in place of all others."""
         self._by_id = {
             spec.id: (
