@@ -69,8 +69,8 @@ from gateway.proxy.transcript import TranscriptRecorder
 from gateway.request import Endpoint, Headers, Priority
 from gateway.tracing.request_tracing import RequestTracing
 from gateway.transport.errors import UpstreamError
-from gateway.usage.accounts import Accounts
 from gateway.usage.ledger import UsageRow
+from gateway.usage.limits import Accounts
 from gateway.usage.meter import Meter, MeteredRequest, TokensSoFar, UsedBefore
 
 STORED_HEADERS: Headers = [(b"content-type", b"application/json")]

@@ -24,9 +24,10 @@ from gateway.access.callers import (
     cache_policy_of,
     effective_priority,
     identify_caller,
+    is_local,
+    is_loopback,
     priority_header,
 )
-from gateway.access.exposure import is_local, is_loopback
 from gateway.access.keys import KeyRing
 from gateway.config.cache_privacy import SHARED_CACHE, CachePolicy
 from gateway.config.listeners import CorsSpec, ListenSettings
@@ -39,8 +40,7 @@ from gateway.proxy.inbound.body import ParsedBody
 from gateway.proxy.inbound.prompt_key import VolatileLines
 from gateway.proxy.inbound.request import ModelAliases, RequestRules
 from gateway.request import Caller, Headers, Priority
-from gateway.usage.accounts import Accounts
-from gateway.usage.limits import LimitBook
+from gateway.usage.limits import Accounts, LimitBook
 
 
 @dataclass(frozen=True, slots=True)

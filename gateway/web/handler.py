@@ -81,7 +81,7 @@ from gateway.proxy.response_stream import JSON_HEADER_LINE, BodyStream, ProxyRes
 from gateway.tracing.request_tracing import RequestTracing
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import UpstreamError
-from gateway.usage.accounts import Accounts
+from gateway.usage.limits import Accounts
 from gateway.usage.meter import Meter, MeteredRequest
 from gateway.web.background import Storing
 

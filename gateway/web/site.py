@@ -34,7 +34,7 @@ from gateway.proxy.api.base import ModelSummary, Page
 from gateway.proxy.inbound.request import ModelAliases
 from gateway.proxy.inbound.routes import ROUTES, pages_of, routes_of
 from gateway.request import Caller
-from gateway.usage.caller_usage import CallerUsage
+from gateway.usage.reports import CallerUsage
 from gateway.web.asgi import (
     Endpoint,
     HealthEndpoints,

@@ -11,8 +11,7 @@ import httpx
 import pytest
 
 from gateway import __version__
-from gateway.access.admin_keys import AdminRole
-from gateway.access.keys import new_key
+from gateway.access.keys import AdminRole, new_key
 from gateway.config.settings import Settings
 from gateway.proxy.inbound.routes import pages_of, routes_of
 from gateway.web.admin.app import ADMIN_ROUTES, INDEX_PAGE
