@@ -117,7 +117,7 @@ class FileEndpoints:
         if request.method == "HEAD":
             return Response(headers=_content_headers(await files.find(owner, _id(request))))
         content = await files.open_content(owner, _id(request))
-        return ContentResponse(content, _content_headers(content.file))
+        return ContentResponse(content, content_headers(content.name, content.size))
 
     async def delete(self, request: Request) -> Response:
         owner, files = self._owner(request), self._files()

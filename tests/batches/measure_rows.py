@@ -13,8 +13,9 @@ from functools import partial
 from typing import Any
 
 from gateway.batches.batch_rows import begin_finalizing
-from gateway.batches.claims import Claim, Pick, record, release_lost, renew
-from gateway.batches.request_rows import RequestKind, waiting_groups, work_left
+from gateway.batches.claims import Pick, record, release_lost, renew
+from gateway.batches.claims import claim as claiming_of
+from gateway.batches.request_rows import RequestKind, job, waiting_lines, work_left
 from gateway.store.store import Store
 from gateway.usage.processes import ProcessIdentity
 from tests.batches.stored_rows import (
@@ -56,15 +57,15 @@ def measure(url: str) -> None:
         began = time.perf_counter()
         begin(store, batch, lines)
         print(f"  adding {LINES} lines, 500 at a time: {time.perf_counter() - began:.1f} s")
-        measured(store, "waiting_groups", lambda: partial(waiting_groups, folder=FOLDER, now=NOW))
+        measured(store, "waiting_lines", lambda: lambda c: list(waiting_lines(c, FOLDER, NOW)))
         measured(store, "work_left", lambda: partial(work_left, batch=batch.id))
         for name, pick in (
             ("of a batch", Pick(32, RequestKind.LINE, batch.id)),
             ("of a prefix", Pick(32, RequestKind.LINE, batch.id, prefix=77)),
             ("of any batch", Pick(32, RequestKind.LINE)),
         ):
-            job = Claim(FOLDER, "p1", [pick], NOW, LEASE)
-            measured(store, f"claiming 32 {name}", lambda job=job: job)  # type: ignore[misc]
+            claiming = job(claiming_of, FOLDER, "p1", [pick], NOW, LEASE)
+            measured(store, f"claiming 32 {name}", lambda claiming=claiming: claiming)  # type: ignore[misc]
 
         def a_record() -> Callable[[Any], Any]:
             results = [a_result(row) for row in claim(store, "p1", 100)]

@@ -13,11 +13,12 @@ import pytest
 
 from gateway import errors
 from gateway.access.keys import hash_key
-from gateway.batches.runner import Outcome, RowDeferred, RowExpired, StoredRequest
+from gateway.batches.request_rows import StoredRow
+from gateway.batches.runner import Outcome, RowDeferred, RowExpired
 from gateway.proxy import sse
 from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES
-from gateway.request import Priority
 from gateway.usage.ledger import ROW_COLUMNS
+from tests.batches.stored_rows import to_run
 from tests.emulator import EmulatedNode
 from tests.gateways import until
 from tests.proxy.proxy_over_nodes import A_FIRST, BODIES, ProxyOverNodes, proxy_over
@@ -33,8 +34,8 @@ def key(**fields: Any) -> dict[str, Any]:
     return {"id": "k1", "name": "alice", "sha256": SHA256, **fields}
 
 
-def a_row(path: str = CHAT, **fields: Any) -> StoredRequest:
-    return StoredRequest(**{"id": "row_1", "owner": "k1", "path": path, **fields})
+def a_row(path: str = CHAT, **fields: Any) -> StoredRow:
+    return to_run(**{"id_": "row_1", "owner": "k1", "path": path, **fields})
 
 
 class Kept:
@@ -49,7 +50,7 @@ class Kept:
 
 
 async def run(
-    proxy: ProxyOverNodes, row: StoredRequest | None = None, sink: Kept | None = None, **body: Any
+    proxy: ProxyOverNodes, row: StoredRow | None = None, sink: Kept | None = None, **body: Any
 ) -> Outcome:
     row = row or a_row()
     value = {**BODIES.get(row.path, {}), **GREEDY, **body}
@@ -101,7 +102,7 @@ async def test_the_class_is_at_most_the_highest_of_the_key(tmp_path: Path) -> No
     limited = key(**{"class": "batch", "max_class": "normal"})
     async with proxy_over(tmp_path, EmulatedNode(), keys=[limited]) as proxy:
         assert usage_of(await run(proxy))["class"] == "batch"
-        raised = await run(proxy, a_row(priority=Priority.URGENT))
+        raised = await run(proxy, a_row(class_="urgent"))
         assert usage_of(raised)["class"] == "normal"
 
 
@@ -109,7 +110,7 @@ async def test_the_class_is_at_most_the_highest_of_the_key(tmp_path: Path) -> No
 async def test_an_event_sink_gets_whole_events_to_the_end(tmp_path: Path) -> None:
     async with proxy_over(tmp_path, EmulatedNode(), keys=[key()]) as proxy:
         sink = Kept()
-        outcome = await run(proxy, a_row(priority=Priority.NORMAL), sink, stream=True)
+        outcome = await run(proxy, a_row(class_="normal"), sink, stream=True)
         assert (outcome.status, outcome.content) == (200, b"")
         assert all(part.endswith(b"\n\n") for part in sink.writes)
         assert sse.payload(list(sse.split(b"".join(sink.writes)))[-1]) == b"[DONE]"
@@ -265,7 +266,7 @@ async def test_a_running_row_is_seen_and_can_be_cancelled(tmp_path: Path) -> Non
     node = EmulatedNode(slots=1, decode_tps=10, answer_tokens=1000)
     async with proxy_over(tmp_path, node, keys=[key()]) as proxy:
         running = asyncio.create_task(run(proxy, max_tokens=1000))
-        waiting = asyncio.create_task(run(proxy, a_row(id="row_2")))
+        waiting = asyncio.create_task(run(proxy, a_row(id_="row_2")))
         await until(lambda: len(proxy.app.registry) == 2 and node.busy == 1)
         url = f"{proxy.running.admin_url}/admin/requests"
         listed = (await proxy.running.client.get(url)).json()["requests"]
