@@ -23,12 +23,12 @@ from gateway.catalog import RequestQueue, ServedModels
 from gateway.config.settings import Settings
 from gateway.fleet.fleet import Fleet
 from gateway.metering import Metering, NamedLoop
-from gateway.observe.fleet_condition import StorageCondition
-from gateway.observe.snapshot import BatchSample
+from gateway.observe.metrics import BatchSample
+from gateway.observe.problems import StorageCondition
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry
-from gateway.proxy.inbound.prepare import RequestRules
+from gateway.proxy.inbound.request import RequestRules
 from gateway.scheduling.budget import dearest_token
 from gateway.scheduling.scheduler import Scheduler
 from gateway.startup import Options, batches_folder

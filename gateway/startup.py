@@ -25,7 +25,7 @@ from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.settings import RejectedFiles, Settings, load_settings
 from gateway.config.store import STORE_OFF
 from gateway.system import install_command
-from gateway.tracing.extra import has_otel
+from gateway.tracing.request_tracing import has_otel
 from gateway.transport.certificates import CertificateError, load_certificate
 from gateway.transport.node_pool import node_address
 

@@ -15,10 +15,9 @@ from gateway.batches.batch_upkeep import BatchUpkeep
 from gateway.batches.webhooks import WebhookSender
 from gateway.events import DEFER_SECONDS
 from gateway.store.store import Store
-from gateway.tracing.export import TraceExporter
-from gateway.tracing.request_tracing import RequestTracing
+from gateway.tracing.request_tracing import RequestTracing, TraceExporter
 from gateway.transport.certificates import changed_files
-from gateway.web.admin.live_feed import LiveFeed
+from gateway.web.admin.live import LiveFeed
 
 PAUSES: tuple[tuple[Any, str, float], ...] = (
     (BatchUpkeep.__init__, "idle_seconds", 0.03),

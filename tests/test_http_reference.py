@@ -15,10 +15,10 @@ from gateway.events import (
     WebhookAttempted,
 )
 from gateway.observe.exposition import Histogram
-from gateway.observe.metrics import Metrics
-from gateway.observe.snapshot import (
+from gateway.observe.metrics import (
     BatchSample,
     LedgerSample,
+    Metrics,
     MetricsSnapshot,
     NodeSample,
     StoreSample,

@@ -22,8 +22,7 @@ from typing import BinaryIO, NamedTuple, Protocol
 import msgspec
 
 from gateway.errors import truncate_echo
-from gateway.proxy.inbound.large_body import BYTE_ORDER_MARK
-from gateway.proxy.inbound.parsed_body import BYTES_PER_TOKEN, MISSING, measure_prompt
+from gateway.proxy.inbound.body import BYTE_ORDER_MARK, BYTES_PER_TOKEN, MISSING, measure_prompt
 from gateway.proxy.json_values import JSON_ERRORS, TEXT_DECODER
 from gateway.proxy.output_bound import BOUND_NAMES, largest_bound
 

@@ -32,7 +32,7 @@ from gateway.batches.runner import BegunResponse, Outcome, RunEnd
 from gateway.errors import GatewayError
 from gateway.lease import Usage
 from gateway.proxy import sse
-from gateway.proxy.api.responses_resuming import read_response
+from gateway.proxy.api.responses import read_response
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
 from gateway.proxy.resume.resumer import FirstRun
 from gateway.proxy.transcript import TranscriptRecorder

@@ -42,7 +42,7 @@ from gateway.proxy.client_response import (
 from gateway.proxy.forwarded_headers import headers_for_node
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest
-from gateway.proxy.inbound.large_body import (
+from gateway.proxy.inbound.body import (
     BYTE_ORDER_MARK,
     LARGE_BODY_BYTES,
     SMALL_BODY_BYTES,
@@ -50,16 +50,16 @@ from gateway.proxy.inbound.large_body import (
     TimeSlicer,
     bytes_to_parse,
     is_slow_to_parse,
+    parse_body,
 )
-from gateway.proxy.inbound.parsed_body import parse_body
-from gateway.proxy.inbound.prepare import (
+from gateway.proxy.inbound.request import (
     IncomingRequest,
+    Request,
     RequestRules,
     prepare,
     prepare_large,
     resolve_model,
 )
-from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES, Route
 from gateway.proxy.json_values import parse_object
 from gateway.proxy.response_stream import (
@@ -106,7 +106,7 @@ _NODES_FAILED = frozenset({"node_failed", "node_timeout"})
 
 
 class RequestTarget(NamedTuple):
-    """What may serve a stored request: the fields of a `LeaseRequest`."""
+    """What may serve a stored request: the fields of a `WantedNode`."""
 
     model_names: tuple[str, ...]
     endpoint: Endpoint
@@ -537,10 +537,14 @@ class _Run:
         request = prepare(incoming, parsed, priority, runner.rules, runner.catalog)
         lease_request = request.lease_request
         # It can wait: of class `batch`, one of a higher class that would have to may have its slot.
-        lease_request = replace(lease_request, patient=True, yields=priority is Priority.BATCH)
+        yields = priority is Priority.BATCH
+        waiting = replace(lease_request.caller, patient=True, yields=yields)
+        lease_request = replace(lease_request, caller=waiting)
         request = replace(request, lease_request=lease_request)
-        is_served = any(runner.catalog.serves(name) for name in lease_request.model_names)
-        record.describe(stream=request.stream, model=lease_request.model if is_served else None)
+        is_served = any(runner.catalog.serves(name) for name in lease_request.wanted.model_names)
+        record.describe(
+            stream=request.stream, model=lease_request.wanted.model if is_served else None
+        )
         return request
 
     # The response.

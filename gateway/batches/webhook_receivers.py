@@ -29,8 +29,7 @@ import httpcore  # noqa: F401 - httpx would import it on the event loop: 30 ms
 import httpx
 
 from gateway import __version__
-from gateway.config.webhook_url import WebhookUrl
-from gateway.config.webhooks import WebhookSettings, WebhookTarget, secret_bytes
+from gateway.config.webhooks import WebhookSettings, WebhookTarget, WebhookUrl, secret_bytes
 from gateway.errors import GatewayError
 from gateway.transport.errors import ConnectFailed
 from gateway.transport.resolver import Resolver

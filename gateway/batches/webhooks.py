@@ -31,8 +31,7 @@ from gateway.batches.batch_rows import Batch
 from gateway.batches.claims import unlocked
 from gateway.batches.request_rows import BatchState, StoredRow, job
 from gateway.batches.webhook_receivers import PostResult, WebhookPoster, WebhookTargets
-from gateway.config.webhook_url import WebhookUrl
-from gateway.config.webhooks import WebhookSettings
+from gateway.config.webhooks import WebhookSettings, WebhookUrl
 from gateway.events import EventBus, WebhookAttempted
 from gateway.store.failures import StoreError
 from gateway.store.schema import webhook_deliveries as deliveries

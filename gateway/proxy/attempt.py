@@ -624,7 +624,7 @@ class Attempt:
         marks = (api.terminal_mark, api.error_mark, sse.ERROR_LINE, b"event: error")
         if not any(mark in events for mark in marks):
             return events
-        ends = api.single_terminal_event or self.request.lease_request.slots < 2
+        ends = api.single_terminal_event or self.request.lease_request.size.slots < 2
         kept = []
         for event in sse.split(events):
             if api.error_mark in event or sse.event_name(event) == b"error":
@@ -650,13 +650,13 @@ class Attempt:
         if message is not None and self.ended_by_full_pool(status, data):
             return PoolFull(message)
         failure = NodeReportedError(message or "The node failed in the middle of it", status)
-        if is_context_overflow(failure.status, data, request.endpoint):
+        if is_context_overflow(failure.status, data, request.wanted.endpoint):
             tokens, context, answer = context_overflow_sizes(data)
             node = self.lease.node
             failure.client_error = errors.context_length_exceeded(
                 tokens,
                 context or node.context,
-                request.prompt_field,
+                request.wanted.prompt_field,
                 answer,
                 started_by_up=node.started_by_up,
             )

@@ -9,7 +9,7 @@ from gateway.config.settings import Settings
 from gateway.events import EventBus
 from gateway.lease import KeyedHash, LeaseService
 from gateway.proxy.accounting import Accounting, Quarantine
-from gateway.proxy.inbound.large_body import TimeSlicer
+from gateway.proxy.inbound.body import TimeSlicer
 from gateway.proxy.retry import RetryPolicy
 from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.proxy.usage import UsageOptions

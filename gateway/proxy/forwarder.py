@@ -23,7 +23,7 @@ from gateway.proxy.in_flight import (
     RequestEvicted,
 )
 from gateway.proxy.inbound import edits
-from gateway.proxy.inbound.large_body import Body, bytes_to_parse, without_large_fields
+from gateway.proxy.inbound.body import Body, bytes_to_parse, without_large_fields
 from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.json_values import SHORT_BODY_BYTES, parse_object
@@ -98,7 +98,7 @@ class Forwarder:
             resumer,
             rewriter=resumed.rewriter,
         )
-        if request.lease_request.yields:
+        if request.lease_request.caller.yields:
             in_flight.allow_yield(attempt, resumer.can_resume)
         lines, node = attempt.header_lines, attempt.lease.node
         return ProxyResponse(attempt.status, lines, resumed.first_bytes, stream, node)
@@ -230,7 +230,7 @@ class Forwarder:
             lease = attempt.lease
             first_run = FirstRun(lease.model, None, lease.node.resume_key)
             resumer = Resumer(self.context, in_flight, recorder, first_run, tried)
-            if attempt.request.lease_request.yields:
+            if attempt.request.lease_request.caller.yields:
                 in_flight.allow_yield(attempt, resumer.can_resume)
         return ResponseStream(attempt, in_flight, api, self.context.accounting, resumer)
 
@@ -239,7 +239,7 @@ class Forwarder:
     def _recorder(self, attempt: Attempt, api: Api) -> TranscriptRecorder | None:
         """What records the stream, if it can be resumed."""
         settings, node = self.context.settings, attempt.lease.node
-        if settings.resume == "off" or attempt.request.lease_request.slots != 1:
+        if settings.resume == "off" or attempt.request.lease_request.size.slots != 1:
             return None
         if api.transcript_reader is None or node.kind != "llama.cpp":
             return None
@@ -272,13 +272,13 @@ class Forwarder:
                 body = edits.apply_edit(body, added)
                 event_filter = UsageFilter(partial(options.note, lease, request.path, taken=False))
         lease_request = request.lease_request
-        reads_anew = lease_request.generates and not lease_request.prompt_cache
+        reads_anew = lease_request.size.generates and not lease_request.wanted.prompt_cache
         if reads_anew and lease.node.kind == "llama.cpp":
             body = edits.apply_edit(body, edits.NO_PROMPT_CACHE)
         filters_prefill_only = False
         if lease.stream and (
             in_flight.prefill_progress is not None
-            or request.lease_request.prompt_tokens >= PROGRESS_TOKENS
+            or request.lease_request.size.prompt_tokens >= PROGRESS_TOKENS
         ):
             progress = in_flight.follow_prefill()
             body, progress_filter = progress.begin_attempt(attempt, request, api, body)
@@ -391,7 +391,7 @@ class Forwarder:
         """A node's error: pass it on, or try another node. Raises: GatewayError."""
         status, content, request = attempt.status, attempt.content, in_flight.request
         node = attempt.lease.node
-        kind = outcome.classify(status, content, request.lease_request.endpoint)
+        kind = outcome.classify(status, content, request.lease_request.wanted.endpoint)
         if kind is ResponseOutcome.POOL_FULL and not attempt.ended_by_full_pool(status, content):
             kind = ResponseOutcome.SERVER_ERROR
         word = "ok" if kind is ResponseOutcome.PASS else kind.value
@@ -401,7 +401,7 @@ class Forwarder:
         if kind is ResponseOutcome.PASS:
             if status >= 500:
                 raise errors.invalid_request(
-                    outcome.error_message(content) or "", request.lease_request.prompt_field
+                    outcome.error_message(content) or "", request.lease_request.wanted.prompt_field
                 )
             return response
         if kind is ResponseOutcome.POOL_FULL:
@@ -464,7 +464,7 @@ class Forwarder:
         """The prompt does not fit: try a larger context once. Raises: GatewayError without one."""
         tokens, context, answer = outcome.context_overflow_sizes(content)
         context = context or node.context
-        field, by_up = request.lease_request.prompt_field, node.started_by_up
+        field, by_up = request.lease_request.wanted.prompt_field, node.started_by_up
         error = errors.context_length_exceeded(tokens, context, field, answer, started_by_up=by_up)
         if tried.min_context or context is None:
             raise error
@@ -558,7 +558,8 @@ def _shown_error(request: Request, attempt: Attempt) -> NodeError | None:
     status, content = attempt.status, attempt.content
     if status == 501:
         general = (
-            request.lease_request.endpoint != "chat" or ROUTES[request.path].api.refusal_is_general
+            request.lease_request.wanted.endpoint != "chat"
+            or ROUTES[request.path].api.refusal_is_general
         )
         return NodeError(lacks_endpoint=general, hint=outcome.error_message(content))
     if status == 401 and attempt.lease.node.kind == "openai":

@@ -235,7 +235,7 @@ class ResponseStream:
 
     @property
     def _answers(self) -> int:
-        return self.in_flight.request.lease_request.slots
+        return self.in_flight.request.lease_request.size.slots
 
     def _is_complete(self, tail: bytes, failure: UpstreamError | None) -> bool:
         """Whether a stream that ends with `tail` has come to its end.
@@ -255,7 +255,7 @@ class ResponseStream:
         self.closed = False
         self.source, self.rewriter = resumed.attempt, resumed.rewriter
         self._record(resumed.first_bytes)
-        if self.resumer is not None and self.in_flight.request.lease_request.yields:
+        if self.resumer is not None and self.in_flight.request.lease_request.caller.yields:
             self.in_flight.allow_yield(resumed.attempt, self.resumer.can_resume)
         return resumed.first_bytes
 

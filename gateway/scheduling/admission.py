@@ -86,8 +86,8 @@ class Admission:
 
         Raises: GatewayError, as `refusal`, or when its client will have stopped waiting before.
         """
-        until = now + self.limits(request.priority).max_wait
-        if request.yields or request.patient:
+        until = now + self.limits(request.caller.priority).max_wait
+        if request.caller.yields or request.caller.patient:
             # Work that can wait, as long as its deadline allows.
             until, predicted = math.inf, None
         if deadline is not None:
@@ -98,9 +98,9 @@ class Admission:
                 )
             until = min(until, deadline)
         # A request that was admitted once is not refused because its node failed it.
-        if not (retried or request.admitted):
+        if not (retried or request.caller.admitted):
             refusal = self.refusal(
-                request.priority, waiting, predicted, retry_after, request.caller
+                request.caller.priority, waiting, predicted, retry_after, request.caller.id
             )
             if refusal is not None:
                 raise refusal
@@ -166,12 +166,12 @@ def queue_room(request: LeaseRequest, waiters: Waiters, admission: Admission) ->
     """The room for `request`, within its caller's fair share of the queue."""
     caller, user = caller_and_user(request)
     waiting, most = len(waiters), admission.settings.queue.max
-    count = admission.limits(request.priority).most_waiting
+    count = admission.limits(request.caller.priority).most_waiting
     fair_share = waiters.fair_share
     if fair_share.held_by(caller) >= soft_limit(most) or not fair_share.fits(caller, 1, count):
         # Its caller has its share; within that, another of the caller's users may have more.
         displaced = _newest(waiters, fair_share.larger_user(caller, 1, user))
-        if displaced is None and not request.patient:
+        if displaced is None and not request.caller.patient:
             displaced = waiters.newest_patient(caller)
         return QueueRoom(max(waiting, count) if displaced is None else count - 1, displaced)
     if waiting < count:
@@ -180,7 +180,7 @@ def queue_room(request: LeaseRequest, waiters: Waiters, admission: Admission) ->
         displaced = _newest(waiters, *((other, name) for name in fair_share.users_by_size(other)))
         if displaced is not None:
             # A lower class is not shed while its own share of the queue leaves room.
-            needed = waiting >= admission.limits(displaced.request.priority).most_waiting
+            needed = waiting >= admission.limits(displaced.request.caller.priority).most_waiting
             return QueueRoom(count - 1, displaced if needed else None)
     return QueueRoom(count - 1 if waiting < most else waiting)
 

@@ -198,14 +198,14 @@ class Autoscaler:
         for waiter, expected in self.scheduler.predicted_waits():
             request, tried = waiter.request, waiter.tried
             key = (
-                *request.model_names,
-                request.endpoint,
-                request.needs_vision,
-                request.llama_cpp_only,
-                request.node_labels,
-                request.slots,
-                request.priority,
-                request.resume_key,
+                *request.wanted.model_names,
+                request.wanted.endpoint,
+                request.wanted.needs_vision,
+                request.wanted.llama_cpp_only,
+                request.wanted.node_labels,
+                request.size.slots,
+                request.caller.priority,
+                request.wanted.resume_key,
                 *(tried.failed_nodes or tried.excluded_nodes),
             )
             if key not in found:
@@ -216,7 +216,7 @@ class Autoscaler:
             alive = sum(
                 node.slots_total for _, nodes in by_model for node in nodes if is_alive(node)
             )
-            counts = request.priority.label in self.settings.elastic.classes
+            counts = request.caller.priority.label in self.settings.elastic.classes
             wait = 0.0
             if counts:
                 waited = now - waiter.queued_at
@@ -235,7 +235,7 @@ class Autoscaler:
         except errors.GatewayError:
             return (), frozenset()
         nodes = [node for _, found in by_model for node in found]
-        hybrid, label = self.settings.hybrid, request.priority.label
+        hybrid, label = self.settings.hybrid, request.caller.priority.label
         gpu = label in hybrid.gpu_first or (
             hybrid.spill is not None and label in hybrid.spill.classes
         )

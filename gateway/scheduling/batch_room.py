@@ -72,11 +72,13 @@ def slots_waited_for(
     names, waiting, ahead = frozenset(model_names), 0, 0
     for waiter in waiters:
         request = waiter.request
-        same_pool = not labels or not request.node_labels or labels == request.node_labels
-        if not same_pool or names.isdisjoint(request.model_names):
+        same_pool = (
+            not labels or not request.wanted.node_labels or labels == request.wanted.node_labels
+        )
+        if not same_pool or names.isdisjoint(request.wanted.model_names):
             continue
-        if request.priority is Priority.BATCH:
-            waiting += request.slots
+        if request.caller.priority is Priority.BATCH:
+            waiting += request.size.slots
         else:
-            ahead += request.slots
+            ahead += request.size.slots
     return waiting, ahead

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from gateway import errors
 from gateway.fleet.model_index import DEDICATED_ENDPOINTS, ModelIndex
 from gateway.fleet.node import Node
-from gateway.lease import LeaseRequest, Tried
+from gateway.lease import LeaseRequest, Tried, WantedNode
 from gateway.scheduling.fleet_sync import (
     FleetSync,
     ModelGroups,
@@ -36,21 +36,22 @@ class CandidateFinder:
 
         Raises: GatewayError when no node serves it, or none could ever hold it.
         """
-        names = request.model_names
+        wanted = request.wanted
+        names = wanted.model_names
         if (
             len(names) == 1
             and not tried.excluded_nodes
             and not tried.failed_nodes
-            and request.resume_key is None
+            and wanted.resume_key is None
         ):
             # Nearly always: one name, and every node that serves it can take the request.
             # As `_key`, without a call.
             key = (
                 names[0],
-                request.endpoint,
-                request.needs_vision,
-                request.llama_cpp_only,
-                request.node_labels,
+                wanted.endpoint,
+                wanted.needs_vision,
+                wanted.llama_cpp_only,
+                wanted.node_labels,
             )
             service = self.fleet_sync.services.get(key)
             if service is None or service.version != self.model_index.version:
@@ -60,36 +61,39 @@ class CandidateFinder:
             assert candidates is not None
             if (
                 capable.nodes
-                and request.slots <= capable.least_slots
-                and request.prompt_tokens <= capable.least_context >= tried.min_context
+                and request.size.slots <= capable.least_slots
+                and request.size.prompt_tokens <= capable.least_context >= tried.min_context
             ):
                 return candidates
         by_model = self.nodes_by_model(request, tried)
         groups = tuple(
             tiers
             for name, _ in by_model
-            for tiers in self.fleet_sync.service(_key(name, request)).groups
+            for tiers in self.fleet_sync.service(_key(name, request.wanted)).groups
         )
         excluded = self._excluded(by_model, groups)
         return NodeCandidates(by_model, groups, excluded, *self._failed(by_model, tried))
 
     def nodes_by_model(self, request: LeaseRequest, tried: Tried) -> NodesByModel:
         """The nodes that can serve the request, by model name. Raises: GatewayError."""
-        is_served = False
+        wanted, is_served = request.wanted, False
         by_model: list[tuple[str, Sequence[Node]]] = []
         most_slots = 0
-        resume_key, context = request.resume_key, max(request.prompt_tokens, tried.min_context)
-        for name in request.model_names:
+        resume_key, context = (
+            wanted.resume_key,
+            max(request.size.prompt_tokens, tried.min_context),
+        )
+        for name in wanted.model_names:
             capable = self.model_index.capable_nodes(
                 name,
-                request.endpoint,
-                vision=request.needs_vision,
-                native=request.llama_cpp_only,
-                labels=request.node_labels,
+                wanted.endpoint,
+                vision=wanted.needs_vision,
+                native=wanted.llama_cpp_only,
+                labels=wanted.node_labels,
             )
             nodes: Sequence[Node] = capable.nodes
             is_served = (
-                is_served or bool(nodes) or self.model_index.serves(name, request.node_labels)
+                is_served or bool(nodes) or self.model_index.serves(name, wanted.node_labels)
             )
             if tried.excluded_nodes:
                 nodes = [node for node in nodes if node.name not in tried.excluded_nodes]
@@ -97,9 +101,9 @@ class CandidateFinder:
                 nodes = [node for node in nodes if node.properties.resume_key() == resume_key]
             if not nodes:
                 continue
-            if capable.least_slots < request.slots:
+            if capable.least_slots < request.size.slots:
                 most_slots = max(most_slots, *(node.most_slots for node in nodes))
-                nodes = [node for node in nodes if node.most_slots >= request.slots]
+                nodes = [node for node in nodes if node.most_slots >= request.size.slots]
             if nodes and capable.least_context < context:
                 nodes = with_context(nodes, context)
             if nodes:
@@ -110,20 +114,21 @@ class CandidateFinder:
 
     def unsupported_error(self, request: LeaseRequest, tried: Tried) -> errors.GatewayError | None:
         """The 501 of a request whose endpoint no node of its models supports; else None."""
-        names, labels = request.model_names, request.node_labels
+        wanted = request.wanted
+        names, labels = wanted.model_names, wanted.node_labels
         nodes = [node for name in names for node in self.model_index.nodes_for(name, labels)]
         hints = [tried.unsupported_hint]
         for node in nodes:
             if node.name not in tried.unsupported_nodes and (
-                node.supports(request.endpoint)
-                and not (request.llama_cpp_only and node.spec.kind == "openai")
+                node.supports(wanted.endpoint)
+                and not (wanted.llama_cpp_only and node.spec.kind == "openai")
             ):
                 return None
-            hints.append(node.refusal_hints.get(request.endpoint))
+            hints.append(node.refusal_hints.get(wanted.endpoint))
         if not nodes:
             return None
         hint = next((hint for hint in hints if hint is not None), None)
-        return errors.not_supported(request.endpoint, request.feature, request.model, hint)
+        return errors.not_supported(wanted.endpoint, wanted.feature, wanted.model, hint)
 
     def _excluded(self, by_model: NodesByModel, groups: ModelGroups) -> Collection[int]:
         """Rows of the candidate sets whose nodes can't hold this request."""
@@ -153,44 +158,46 @@ class CandidateFinder:
         self, request: LeaseRequest, tried: Tried, *, is_served: bool, most_slots: int
     ) -> errors.GatewayError:
         """`most_slots`: of one node, where all have fewer than the request takes; else 0."""
+        wanted = request.wanted
         if most_slots:
             return errors.invalid_request(
-                f"This request takes {request.slots} slots at once, more than any node has "
+                f"This request takes {request.size.slots} slots at once, more than any node has "
                 f"({most_slots}). Ask for fewer answers.",
-                request.slots_field,
+                wanted.slots_field,
             )
         if is_served:
             if (unsupported := self.unsupported_error(request, tried)) is not None:
                 return unsupported
-            if request.endpoint not in DEDICATED_ENDPOINTS and self.model_index.awaits_chat_node(
-                request.model_names
+            if wanted.endpoint not in DEDICATED_ENDPOINTS and self.model_index.awaits_chat_node(
+                wanted.model_names
             ):
                 return self._not_found(request)
-            if request.needs_vision and not tried.excluded_nodes:
+            if wanted.needs_vision and not tried.excluded_nodes:
                 return errors.invalid_request(
-                    f"No node that serves '{request.model}' reads images.",
-                    request.prompt_field or "messages",
+                    f"No node that serves '{wanted.model}' reads images.",
+                    wanted.prompt_field or "messages",
                 )
             if tried.excluded_nodes:
                 return errors.node_failed("Every node that could serve this request refused it.")
             return errors.node_failed(
-                f"No node serves '{request.endpoint}' requests for '{request.model}'."
+                f"No node serves '{wanted.endpoint}' requests for '{wanted.model}'."
             )
         return self._not_found(request)
 
     def _not_found(self, request: LeaseRequest) -> errors.GatewayError:
+        wanted = request.wanted
         return self.model_index.not_found_error(
-            request.model, request.node_labels, request.model_names
+            wanted.model, wanted.node_labels, wanted.model_names
         )
 
 
-def _key(name: str, request: LeaseRequest) -> ServiceKey:
+def _key(name: str, wanted: WantedNode) -> ServiceKey:
     return (
         name,
-        request.endpoint,
-        request.needs_vision,
-        request.llama_cpp_only,
-        request.node_labels,
+        wanted.endpoint,
+        wanted.needs_vision,
+        wanted.llama_cpp_only,
+        wanted.node_labels,
     )
 
 

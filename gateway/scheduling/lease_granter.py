@@ -173,12 +173,14 @@ class LeaseGranter:
         if candidates.tier_route is not None:
             fallback, reservation = self.tier_router.placed(candidates, placement.row)
         stream = now >= node.plain_until and (
-            request.stream
-            or (request.may_assemble and tried.may_assemble and node.spec.kind == "llama.cpp")
+            request.wanted.stream
+            or (
+                request.wanted.may_assemble and tried.may_assemble and node.spec.kind == "llama.cpp"
+            )
         )
         # The predicted prefill and total bound how long the node may be silent.
         speed, prefill_tps = node.speed, node.speed.prefill_tps
-        tokens = max(request.prompt_tokens, queued.prompt_tokens)
+        tokens = max(request.size.prompt_tokens, queued.prompt_tokens)
         grace = prefill = tokens / (prefill_tps or PESSIMISTIC_PREFILL_TPS)
         wake = wake_limit = 0.0
         if node.sleep.seen:
@@ -188,8 +190,8 @@ class LeaseGranter:
                 wake = node.sleep.seconds_left(node.properties.size, now)
                 prefill += wake
         total: float | None = None
-        if request.max_tokens is not None and (decode_tps := speed.decode_tps) is not None:
-            total = prefill + request.max_tokens / decode_tps
+        if request.size.max_tokens is not None and (decode_tps := speed.decode_tps) is not None:
+            total = prefill + request.size.max_tokens / decode_tps
         model = candidates.by_model[placement.group][0]
         lease_id = next(self._lease_ids)
         grant = self.decision_log.granted(
@@ -215,7 +217,7 @@ class LeaseGranter:
         )
         record.lease = lease
         self.records[lease_id] = record
-        if request.yields:
+        if request.caller.yields:
             self.yielding[lease_id] = record
         if lease.wakes:
             # As if the prompt took longer to read: later requests wait for that too.
@@ -224,7 +226,7 @@ class LeaseGranter:
             self.fleet_sync.node_changed(node)
         if node.probe_history.load_unread:
             self.fleet_sync.fleet.read_load(node)
-        if request.prompt_key is not None or request.session is not None:
+        if request.size.prompt_key is not None or request.caller.session is not None:
             self.demand_model.placed(placement, request)
         return GrantedLease(
             lease_id,

@@ -121,7 +121,7 @@ class LocalLeaseService:
             node.spec.tier == "cpu"
             and node.name not in tried.failed_nodes
             and node.state in ALIVE_STATES
-            and has_labels(node.spec.labels, request.node_labels)
+            and has_labels(node.spec.labels, request.wanted.node_labels)
             for node in self.fleet.nodes.values()
         )
 
@@ -195,7 +195,7 @@ class LocalLeaseService:
         Returns what it took if no response began; else `settle` does.
         """
         record, charge = self._records[report.lease_id], NOTHING_CHARGED
-        if record.request.yields:
+        if record.request.caller.yields:
             self.scheduler.granter.yielding.pop(report.lease_id, None)
         if report.node_done:
             record.lease.release()
@@ -205,7 +205,7 @@ class LocalLeaseService:
         record.grant.ended(report.outcome, report.status, now)
         if report.response_began:
             lease = record.lease
-            if record.request.prompt_key is not None:
+            if record.request.size.prompt_key is not None:
                 self.scheduler.demand_model.answer_ended(record.request)
             # Requests without a slot, such as token counts, don't show how fast slots come free.
             if lease.slots:
@@ -253,7 +253,7 @@ class LocalLeaseService:
             reported,
             report.sent_tokens,
             complete=complete,
-            learn_sizes=request.generates or is_sample,
+            learn_sizes=request.size.generates or is_sample,
         )
         if complete and lease.slots and lease.node.concurrency_limit is not None:
             self.fleet.adjust_limit(
@@ -308,7 +308,7 @@ class LocalLeaseService:
         """The node can never serve the request, and perhaps none like it."""
         node = record.lease.node
         if error.lacks_endpoint:
-            self.fleet.endpoint_refused(node, record.request.endpoint, error.hint)
+            self.fleet.endpoint_refused(node, record.request.wanted.endpoint, error.hint)
         elif error.key_rejected_at is not None:
             self.fleet.key_rejected(node, error.key_rejected_at, status)
 
@@ -349,7 +349,7 @@ class LocalLeaseService:
         """
         lease = record.lease
         self.fleet.request_failed(
-            lease.node, now, lease.taken_at, caller=record.request.caller, node_at_fault=False
+            lease.node, now, lease.taken_at, caller=record.request.caller.id, node_at_fault=False
         )
         self._remember_failure(record, response_began=response_began)
 
@@ -377,7 +377,7 @@ class LocalLeaseService:
                     failure.node,
                     now,
                     failure.leased_at,
-                    caller=request.caller,
+                    caller=request.caller.id,
                     already_counted=failure.counted,
                 )
         if left:
@@ -403,20 +403,20 @@ def _charge_of_failed(record: LeaseRecord, report: AttemptReport, now: float) ->
     """
     lease, request, placement = record.lease, record.request, record.placement
     seconds = now - lease.taken_at
-    estimate = request.prompt_tokens if placement is None else placement.queued.prompt_tokens
+    estimate = request.size.prompt_tokens if placement is None else placement.queued.prompt_tokens
     prompt, cached, completion = estimate, 0.0, 0.0
     if report.prompt_read is not None:
         prompt, cached = report.prompt_read
     elif (prefill := lease.expected_prefill) is not None and prefill > 0:
         prompt = estimate * min(1.0, seconds / prefill)
         decode_tps = lease.node.speed.decode_tps
-        if not lease.stream and request.generates and decode_tps is not None:
+        if not lease.stream and request.size.generates and decode_tps is not None:
             # A plain response that shows nothing before its end.
             completion = max(0.0, seconds - prefill) * decode_tps * lease.slots
-            if request.max_tokens is not None:
-                completion = min(completion, float(request.max_tokens * max(1, lease.slots)))
+            if request.size.max_tokens is not None:
+                completion = min(completion, float(request.size.max_tokens * max(1, lease.slots)))
     if lease.node.spec.cost_per_million_tokens is not None:
-        prompt = max(prompt, request.prompt_tokens)
+        prompt = max(prompt, request.size.prompt_tokens)
     usage = Usage(round(prompt), round(cached), round(completion))
     return AttemptCharge(
         _cost(lease, usage, now),

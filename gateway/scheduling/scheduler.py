@@ -144,8 +144,8 @@ class Scheduler:
         if self.demand_model.learning_pending and has_long_prompt(request):
             self.learn_pending()
         now = self.clock()
-        if self.fleet_sync.has_gpu_tier and request.slots and not tried.failed_nodes:
-            self.tier_policy.arrived(request.priority, now)
+        if self.fleet_sync.has_gpu_tier and request.size.slots and not tried.failed_nodes:
+            self.tier_policy.arrived(request.caller.priority, now)
         try:
             candidates, queued = self.granter.begin(request, tried, now - age, now)
             if queued.deadline is not None:
@@ -208,7 +208,11 @@ class Scheduler:
         )
         self._enqueue(waiter)
         self._match_soon()
-        if self.granter.yielding and request.priority < Priority.BATCH and not granted.done():
+        if (
+            self.granter.yielding
+            and request.caller.priority < Priority.BATCH
+            and not granted.done()
+        ):
             self._ask_to_yield(waiter, now)
         try:
             return await granted
@@ -227,7 +231,7 @@ class Scheduler:
         return max(
             (
                 dearest_token(node.spec, node.slots_total, node.speed.decode_tps)
-                for name in request.model_names
+                for name in request.wanted.model_names
                 for node in index.nodes_for(name)
             ),
             default=0.0,
@@ -318,7 +322,7 @@ class Scheduler:
         found = [self.waiters.by_request_id(id_) for id_ in request_ids]
         waiting = [one for one in found if one is not None and not one.granted.done()]
         for waiter in waiting:
-            if waiter.request.priority > priority:
+            if waiter.request.caller.priority > priority:
                 self._remove(waiter)
                 waiter.raise_to(priority)
                 self._update_candidates(waiter, self.clock(), requeue=True)
@@ -396,7 +400,7 @@ class Scheduler:
     ) -> float:
         """Until when the request may wait beside `waiting` others. Raises: GatewayError."""
         ahead = predicted = None
-        if request.slots and candidates.any_alive():
+        if request.size.slots and candidates.any_alive():
             measured = self.fleet_sync.is_measured(queued)
             by_work = self.dispatcher.predicted_wait(queued, now) if measured else None
             ahead, slots = self.dispatcher.count_ahead(queued), self.fleet_sync.slots(queued)
@@ -576,7 +580,11 @@ class Scheduler:
         """For waiting requests to which none could yield before, or did in vain."""
         for waiter in list(self.waiters):
             due = now - waiter.yield_asked_at >= ASK_AGAIN_SECONDS
-            if due and not waiter.granted.done() and waiter.request.priority < Priority.BATCH:
+            if (
+                due
+                and not waiter.granted.done()
+                and waiter.request.caller.priority < Priority.BATCH
+            ):
                 self._ask_to_yield(waiter, now)
 
     def _ask_to_yield(self, waiter: Waiter, now: float) -> None:

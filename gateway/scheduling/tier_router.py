@@ -61,7 +61,7 @@ class TierRouter:
             return candidates
         gpu, cpu = (self._status(tier, queued, now, waiting) for tier in tiers)
         if gpu is None and (
-            request.resume_key is not None
+            request.wanted.resume_key is not None
             or any(row.name in tried.excluded_nodes for row in tiers[0].rows)
         ):
             gpu = TierStatus(alive=False, has_room=False, failed=True)
@@ -70,7 +70,7 @@ class TierRouter:
             if gpu is not None and gpu.has_room
             else 0.0
         )
-        route = self.tier_policy.route(request.priority, gpu, cpu, now, cost)
+        route = self.tier_policy.route(request.caller.priority, gpu, cpu, now, cost)
         # The delay counts from its arrival: a retry does not wait again.
         open_tiers, fallback_at = route.tiers, queued.received_at + route.fallback_delay
         if now < fallback_at:
@@ -164,10 +164,10 @@ class TierRouter:
                 most_cost(
                     node.spec,
                     node.slots_total,
-                    prompt_bytes=request.body_bytes,
-                    max_tokens=request.max_tokens if request.generates else 0,
+                    prompt_bytes=request.size.body_bytes,
+                    max_tokens=request.size.max_tokens if request.size.generates else 0,
                     context=node.context,
-                    slots=max(request.slots, queued.slots),
+                    slots=max(request.size.slots, queued.slots),
                     seconds=seconds,
                 )
             )

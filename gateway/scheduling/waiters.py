@@ -55,7 +55,7 @@ class Waiter:
         Not once it, or the request that it is a part of, has been at a node: its response may have
         begun.
         """
-        return not (self.tried.was_sent or self.request.admitted or self.granted.done())
+        return not (self.tried.was_sent or self.request.caller.admitted or self.granted.done())
 
     @property
     def due_at(self) -> float:
@@ -73,11 +73,12 @@ class Waiter:
     def set_shed_key(self, serial: int) -> None:
         """Set `shed_key`, the first time that it waits."""
         if not self.shed_key[2]:
-            self.shed_key = (int(self.request.priority), self.queued_at, serial)
+            self.shed_key = (int(self.request.caller.priority), self.queued_at, serial)
 
     def raise_to(self, priority: Priority) -> None:
         """Let it wait in this class, and yield no more; it is not in the queue meanwhile."""
-        self.request = replace(self.request, priority=priority, patient=True, yields=False)
+        caller = replace(self.request.caller, priority=priority, patient=True, yields=False)
+        self.request = replace(self.request, caller=caller)
         self.shed_key = (int(priority), *self.shed_key[1:])
 
     def note_yield_asked(self, now: float) -> None:
@@ -110,9 +111,9 @@ class Waiter:
             elif self.nodes_down_since is None:
                 self.nodes_down_since = now
         # What a request has that has yielded is kept until its time limit.
-        down_since = None if self.request.times_yielded else self.nodes_down_since
+        down_since = None if self.request.caller.times_yielded else self.nodes_down_since
         if down_since is not None and now - down_since >= settings.retries.wait_for_node:
-            names = ", ".join(repr(name) for name in self.request.model_names)
+            names = ", ".join(repr(name) for name in self.request.wanted.model_names)
             return errors.no_node(f"Every node for {names} is out.", retry_after)
         if now < self.expires_at:
             return None
@@ -174,7 +175,7 @@ class Waiters:
         user = caller_and_user(waiter.request)
         self.fair_share.add(user[0], 1, user[1])
         insort(self._by_user.setdefault(user, []), waiter, key=_shed_key)
-        if waiter.request.patient:
+        if waiter.request.caller.patient:
             self._patient.setdefault(user[0], {})[waiter] = None
 
     def pop(self, queued: QueuedRequest) -> Waiter | None:
@@ -189,7 +190,7 @@ class Waiters:
             del waiting[bisect_left(waiting, waiter.shed_key, key=_shed_key)]
             if not waiting:
                 del self._by_user[user]
-            if waiter.request.patient:
+            if waiter.request.caller.patient:
                 del self._patient[user[0]][waiter]
                 if not self._patient[user[0]]:
                     del self._patient[user[0]]
@@ -199,7 +200,7 @@ class Waiters:
         """Seconds for which the oldest waiting request of each class has waited."""
         since: dict[Priority, float] = {}
         for waiter in self:
-            priority = waiter.request.priority
+            priority = waiter.request.caller.priority
             since[priority] = min(waiter.queued_at, since.get(priority, math.inf))
         return {priority: max(0.0, now - queued_at) for priority, queued_at in since.items()}
 
@@ -259,7 +260,7 @@ class Waiters:
 
 def caller_and_user(request: LeaseRequest) -> tuple[str, str]:
     """The caller of a request, and the user that it names: else the caller itself."""
-    return request.caller, request.fairness_key
+    return request.caller.id, request.caller.fairness_key
 
 
 def standby_ready_in(nodes_by_model: NodesByModel, cooldown: float, now: float) -> float | None:

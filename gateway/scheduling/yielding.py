@@ -1,6 +1,6 @@
 """Yielding: which running batch requests give up their slots for one that would have to wait.
 
-Only requests that say so yield (`LeaseRequest.yields`), and only in decode: what they have written
+Only requests that say so yield (`LeaseCaller.yields`), and only in decode: what they have written
 so far is kept, and they go on later, on any node. What a yield costs is that their prompt and that
 text are read once more.
 
@@ -199,9 +199,9 @@ def yield_candidate(lease_id: int, record: LeaseRecord, now: float) -> YieldCand
         lease_id,
         row.index,
         record.lease.slots,
-        request.priority,
+        request.caller.priority,
         None if decode_began is None else now - decode_began,
         placement.seconds_left(now),
         (placement.queued.prompt_tokens + decoded) / row.prefill_tps,
-        request.times_yielded,
+        request.caller.times_yielded,
     )

@@ -27,23 +27,24 @@ from gateway.proxy.client_response import (
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest, SupersedingMap
 from gateway.proxy.inbound import multipart
-from gateway.proxy.inbound.large_body import (
+from gateway.proxy.inbound.body import (
     BYTE_ORDER_MARK,
     LARGE_BODY_BYTES,
+    MISSING,
     SMALL_BODY_BYTES,
     Body,
     TimeSlicer,
     is_slow_to_parse,
+    parse_body,
     run_at_once,
 )
-from gateway.proxy.inbound.parsed_body import MISSING, parse_body
-from gateway.proxy.inbound.prepare import (
+from gateway.proxy.inbound.request import (
     IncomingRequest,
+    Request,
     prepare,
     prepare_large,
     prepare_multipart,
 )
-from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES, Route, is_infill, routes_of
 from gateway.proxy.prefill_progress import PrefillProgress
 from gateway.proxy.response_stream import JSON_HEADER_LINE, BodyStream, ProxyResponse
@@ -298,8 +299,11 @@ class _HandledRequest:
             raise errors.not_found(route.path, None)  # It was, when the connection began.
         index, memory = handler.catalog, handler.body_memory
         api = route.api
-        translate = api.translate if context.cache.prompt_cache else api.translate_uncached
-        work = translate(body, lambda name: rules.model_aliases.knows(name, index))
+        work = api.translate(
+            body,
+            lambda name: rules.model_aliases.knows(name, index),
+            prompt_cache=context.cache.prompt_cache,
+        )
         # The new body may have ten times the bytes, which must count.
         if len(body) >= SMALL_BODY_BYTES or is_slow_to_parse(body):
             await ensure_task()
@@ -318,7 +322,7 @@ class _HandledRequest:
         if translation.reply is None:
             return translation.body
         request = self._prepare(context, translation.body)
-        wanted, labels = request.lease_request, context.cache.node_labels
+        wanted, labels = request.lease_request.wanted, context.cache.node_labels
         if not any(index.serves(name, labels) for name in wanted.model_names):
             raise index.not_found_error(wanted.model, labels, wanted.model_names)
         self.exchange.respond(200, JSON_HEADER_LINE + self._header_lines(), translation.reply)
@@ -406,22 +410,24 @@ class _HandledRequest:
         catalog = self._handler.catalog
         request = prepare_request(incoming, parsed, priority, self._config.rules, catalog)
         lease_request = request.lease_request
-        for name in lease_request.model_names:
+        for name in lease_request.wanted.model_names:
             if catalog.serves(name):
-                record.describe(stream=request.stream, model=lease_request.model)
+                record.describe(stream=request.stream, model=lease_request.wanted.model)
                 break
         else:
             record.describe(stream=request.stream, model=None)
         may_be_infill = parsed.suffix is not MISSING or route.endpoint == "infill"
         if may_be_infill and settings.queue.latest_wins and is_infill(route, parsed):
-            self._edit_session = lease_request.session or self._default_edit_session(lease_request)
+            self._edit_session = lease_request.caller.session or self._default_edit_session(
+                lease_request
+            )
         return request
 
     def _default_edit_session(self, request: LeaseRequest) -> str:
         """Identifies an editor that names no session in a header."""
         exchange, proxies = self.exchange, self._config.settings.listen.trusted_proxies
         address = client_address(exchange.headers, exchange.peer_address, proxies)
-        return f"{request.fairness_key} {address} {request.model}"
+        return f"{request.caller.fairness_key} {address} {request.wanted.model}"
 
     def _evict(self, error: GatewayError) -> bool:
         """End the request with `error` if it is queued; returns whether it was."""

@@ -1,8 +1,6 @@
 """A routed request and its response on a client's connection, without ASGI in between.
 
-uvicorn still parses, keeps connections alive and shuts down. An `HttpExchange` takes the place of
-its `RequestResponseCycle` and has the attributes that uvicorn's protocol uses of one. That saves
-an event, two messages and two writes for each response (`docs/performance.md`).
+That saves an event, two messages and two writes for each response (`docs/performance.md`).
 """
 
 from __future__ import annotations
@@ -103,7 +101,7 @@ class HttpExchange(EagerTask):
         self._heartbeat: Callable[[], None] | None = None
         self._body_waiter: asyncio.Future[None] | None = None
         self._body_error: GatewayError | None = None
-        # Read and set by uvicorn's protocol (tests/web/test_uvicorn.py).
+        # Also set by the protocol, as of uvicorn's `RequestResponseCycle`.
         self.keep_alive = keep_alive
         self.more_body = body is None
         self.body: bytes | bytearray = bytearray() if body is None else body
@@ -122,14 +120,9 @@ class HttpExchange(EagerTask):
         name = self._transport.get_extra_info("sockname")
         return name[0] if isinstance(name, tuple) else None
 
-    # Called by uvicorn's protocol.
+    # Called by the protocol.
 
-    @property
-    def message_event(self) -> HttpExchange:
-        """This object: uvicorn calls `set` of it. An attribute would be a reference cycle."""
-        return self
-
-    def set(self) -> None:
+    def notify(self) -> None:
         """Part of the body was received, or the client has disconnected: then cancel."""
         if self.disconnected:
             if not self.response_complete:
@@ -140,7 +133,7 @@ class HttpExchange(EagerTask):
     def fail_body(self, error: GatewayError) -> None:
         """The rest of the body can't be read: `receive_body` raises `error`."""
         self._body_error = error
-        self.set()
+        self.notify()
 
     def set_heartbeat(self, heartbeat: Callable[[], None] | None) -> None:
         """`heartbeat` sends a sign of life on a response that has begun."""

@@ -1,4 +1,4 @@
-"""A listening address and the uvicorn server behind it, which the gateway starts and stops."""
+"""A listening address, and what serves the clients that connect to it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import socket
 import ssl
 import struct
 import termios
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import structlog
-import uvicorn
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+from starlette.types import ASGIApp
 
 from gateway.web.protocol import BoundedProtocol
 
@@ -34,82 +33,6 @@ ACCEPT_RETRY_SECONDS = 1.0
 """Seconds after which an `Acceptor` goes on when a connection could not be accepted."""
 
 log = structlog.get_logger()
-
-
-class UvicornServer(uvicorn.Server):
-    """uvicorn's server, which ends when it is told to; tests/web/test_uvicorn.py guards it."""
-
-    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None = None) -> None:
-        super().__init__(config)
-        self._end = asyncio.Event()
-        self._tls = tls
-        self.handshakes: set[asyncio.Task[None]] = set()
-        """Those of TLS that have not ended."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections; with TLS not as uvicorn does, which counts none before its end."""
-        if self._tls is None:
-            await super().startup(sockets)
-            return
-        assert sockets
-        accept = partial(self._accept_tls, self._tls)
-        self.servers = [cast("asyncio.Server", Acceptor(sock, accept)) for sock in sockets]
-        self.started = True
-
-    def _accept_tls(self, tls: ssl.SSLContext, sock: socket.socket, address: str) -> None:
-        protocol: BoundedProtocol = cast("type[BoundedProtocol]", self.config.http_protocol_class)(
-            self.config, self.server_state, {}
-        )
-        limit = protocol.limits.header_timeout
-        work = _shake_hands(lambda: protocol, sock, tls, limit)
-        handshake = asyncio.get_running_loop().create_task(work, name="TLS handshake")
-        self.handshakes.add(handshake)
-
-        def ended(handshake: asyncio.Task[None]) -> None:
-            self.handshakes.discard(handshake)
-            protocol.end_handshake()
-            if handshake.cancelled():
-                sock.close()
-
-        handshake.add_done_callback(ended)
-        protocol.begin_handshake(address, handshake)
-
-    def end(self) -> None:
-        """Accept no more connections, and end when all requests have."""
-        self.should_exit = True
-        self._end.set()
-
-    def end_at_once(self) -> None:
-        """Wait for no request."""
-        self.force_exit = True
-
-    async def main_loop(self) -> None:
-        """Wait for `end`; uvicorn would poll ten times a second."""
-        await self._end.wait()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End at once if no request runs; uvicorn would wait a tenth of a second, and poll so."""
-        for server in self.servers:
-            server.close()
-        for sock in sockets or []:
-            sock.close()
-        for handshake in self.handshakes:
-            handshake.cancel()
-        for connection in list(self.server_state.connections):
-            connection.shutdown()
-        await asyncio.sleep(0)  # Connections without a request are gone then.
-        state = self.server_state
-        while (  # noqa: ASYNC110
-            self.handshakes or state.connections or state.tasks
-        ) and not self.force_exit:
-            await asyncio.sleep(END_POLL_SECONDS)
-        for server in self.servers:
-            await server.wait_closed()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals to the gateway."""
-        yield
 
 
 class Acceptor:
@@ -173,7 +96,7 @@ class Listener:
 
     def __init__(
         self,
-        app: Any,
+        app: ASGIApp,
         sock: socket.socket,
         *,
         protocol: type[BoundedProtocol],
@@ -184,24 +107,20 @@ class Listener:
         self.scheme = "http" if tls is None else "https"
         self.sock = sock
         self.protocol = protocol
+        self.connections: set[BoundedProtocol] = set()
+        """The open connections."""
+        self._app = app
+        self._keep_alive = max(1, round(keep_alive))
+        self._tls = tls
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Those of running requests."""
+        self._handshakes: set[asyncio.Task[None]] = set()
+        """Those of TLS that have not ended."""
+        self._server: asyncio.Server | Acceptor | None = None
+        self._end = asyncio.Event()
+        self._ends_at_once = False
+        self._serving: asyncio.Task[None] | None = None
         self._stalls: StallMonitor | None = None
-        config = uvicorn.Config(
-            app,
-            http=protocol,
-            ws="none",
-            lifespan="off",
-            interface="asgi3",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            date_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=max(1, round(keep_alive)),
-            backlog=LISTEN_BACKLOG,
-        )
-        config.load()
-        self._server = UvicornServer(config, tls)
-        self._task: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
@@ -212,14 +131,8 @@ class Listener:
     def open(self) -> None:
         """Accept connections. Raises: OSError, if another socket of this address does already."""
         self.sock.listen(LISTEN_BACKLOG)
-        self._task = asyncio.create_task(self._server.serve([self.sock]), name=self.url)
-        self._stalls = StallMonitor(lambda: self.connections, self.protocol.limits.send_timeout)
-
-    @property
-    def connections(self) -> list[BoundedProtocol]:
-        """The open connections."""
-        connections = self._server.server_state.connections
-        return [connection for connection in connections if isinstance(connection, BoundedProtocol)]
+        self._serving = asyncio.create_task(self._serve(), name=self.url)
+        self._stalls = StallMonitor(self.connections, self.protocol.limits.send_timeout)
 
     async def drain(self) -> None:
         """Accept no more connections, and wait until every client has disconnected.
@@ -228,32 +141,72 @@ class Listener:
         with `Connection: close`: closed at once, it might just be about to be used.
         """
         self.protocol.begin_drain()
-        for server in self._server.servers:
-            server.close()
+        if self._server is not None:
+            self._server.close()
         for connection in self.connections:
             connection.drain()
-        # uvicorn does not report when a connection ends.
-        while self._server.handshakes or self.connections:  # noqa: ASYNC110
+        while self._handshakes or self.connections:  # noqa: ASYNC110 - a poll is enough
             await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     async def close(self) -> None:
         """Accept no more connections, and wait for running requests. Cancel it to end at once."""
-        self._server.end()
-        if self._task is None:
+        self._end.set()
+        if self._serving is None:
             self.sock.close()
             return
         try:
-            await asyncio.shield(self._task)
+            await asyncio.shield(self._serving)
         except asyncio.CancelledError:
-            self._server.end_at_once()
-            for connection in self.connections:
-                if connection.transport is not None:
-                    connection.transport.abort()
-            await asyncio.wait([self._task], timeout=2.0)
+            for connection in list(self.connections):
+                connection.transport.abort()
+            self._ends_at_once = True
+            await asyncio.wait([self._serving], timeout=2.0)
             raise
         finally:
             if self._stalls is not None:
                 self._stalls.close()
+
+    async def _serve(self) -> None:
+        """Accept connections until `close`, and return when all requests have ended."""
+        if self._tls is None:
+            server = await asyncio.get_running_loop().create_server(
+                self._new_connection, sock=self.sock, backlog=LISTEN_BACKLOG
+            )
+            self._server = server
+        else:
+            # asyncio's server would count no connection before the end of its handshake.
+            self._server = Acceptor(self.sock, partial(self._accept_tls, self._tls))
+        await self._end.wait()
+        self._server.close()
+        self.sock.close()
+        for handshake in self._handshakes:
+            handshake.cancel()
+        for connection in list(self.connections):
+            connection.shutdown()
+        await asyncio.sleep(0)  # Connections without a request are gone then.
+        while (  # noqa: ASYNC110
+            self._handshakes or self.connections or self._tasks
+        ) and not self._ends_at_once:
+            await asyncio.sleep(END_POLL_SECONDS)
+        await self._server.wait_closed()
+
+    def _new_connection(self) -> BoundedProtocol:
+        return self.protocol(self._app, self._keep_alive, self.connections, self._tasks)
+
+    def _accept_tls(self, tls: ssl.SSLContext, sock: socket.socket, address: str) -> None:
+        protocol = self._new_connection()
+        work = _shake_hands(lambda: protocol, sock, tls, protocol.limits.header_timeout)
+        handshake = asyncio.get_running_loop().create_task(work, name="TLS handshake")
+        self._handshakes.add(handshake)
+
+        def ended(handshake: asyncio.Task[None]) -> None:
+            self._handshakes.discard(handshake)
+            protocol.end_handshake()
+            if handshake.cancelled():
+                sock.close()
+
+        handshake.add_done_callback(ended)
+        protocol.begin_handshake(address, handshake)
 
 
 def resolve_addresses(host: str, port: int) -> list[tuple[str, int]]:
@@ -292,7 +245,7 @@ seconds, since a gateway that was itself suspended has sent nothing in that time
 class StallMonitor:
     """Aborts connections whose client has read nothing for `limit` seconds; one timer for all."""
 
-    def __init__(self, connections: Callable[[], Iterable[BoundedProtocol]], limit: float) -> None:
+    def __init__(self, connections: Collection[BoundedProtocol], limit: float) -> None:
         self._connections = connections
         self._limit = limit
         self._lagging: dict[BoundedProtocol, tuple[int, int]] = {}
@@ -307,7 +260,7 @@ class StallMonitor:
     def _poll(self) -> None:
         self._timer = self._loop.call_later(self._limit / STALLED_POLLS, self._poll)
         lagging = {}
-        for connection in list(self._connections()):
+        for connection in list(self._connections):
             unsent = _unsent_bytes(connection)
             if not unsent:
                 continue
@@ -323,8 +276,7 @@ class StallMonitor:
 
 def _unsent_bytes(connection: BoundedProtocol) -> int:
     """Bytes that the client has not read; 0 also while more are written, which hides progress."""
-    transport: asyncio.Transport = connection.transport
-    cycle: RequestResponseCycle | None = connection.cycle
+    transport, cycle = connection.transport, connection.cycle
     if cycle is None or not (connection.flow.write_paused or cycle.response_complete):
         return 0
     own = transport.get_write_buffer_size()

@@ -11,7 +11,7 @@ from gateway.catalog import ServedModels, ServerFigures
 from gateway.config.cache_privacy import NodeLabels
 from gateway.config.routing import CATCH_ALL
 from gateway.proxy.api.base import ModelSummary
-from gateway.proxy.inbound.model_names import ModelAliases
+from gateway.proxy.inbound.request import ModelAliases
 from gateway.request import Caller
 
 MODEL_OWNER = "llama-gateway"

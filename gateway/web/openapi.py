@@ -13,8 +13,7 @@ from typing import Literal
 import msgspec
 
 from gateway import __version__, errors
-from gateway.config.admin import AdminSettings
-from gateway.config.listeners import ListenSettings
+from gateway.config.listeners import AdminSettings, ListenSettings
 from gateway.config.settings import Settings
 from gateway.observe.exposition import CONTENT_TYPE
 from gateway.proxy.inbound.routes import Route, api_of_path, pages_of, routes_of

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from gateway.config.settings import Settings
-from gateway.proxy.inbound.parsed_body import ParsedBody
+from gateway.proxy.inbound.body import ParsedBody
 
 JsonSchema = dict[str, Any]
 

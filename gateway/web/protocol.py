@@ -1,29 +1,35 @@
-"""uvicorn's HTTP protocol, with limits that it lacks and that no ASGI application could set.
+"""The HTTP/1.1 protocol of the listeners: httptools within limits that no application could set.
 
-On its own, uvicorn reads headers without limit and waits for ever for the rest of a request line.
+uvicorn's protocol reads headers without limit and waits for ever for the rest of a request line.
 It also reads whatever a client sends after a request was refused, and creates a task for every
-request in a packet.
+request in a packet. So this one shares with it what runs an ASGI application, and nothing else
+(tests/web/test_uvicorn.py).
 
-Here received bytes are split at request boundaries: httptools gets one head, then its body, and the
+Received bytes are split at request boundaries: httptools gets one head, then its body, and the
 next head only when the response is complete. Bytes received meanwhile wait in a backlog
 (`connections.PipelineQueue`). So no request depends on how the bytes of another were sent.
 
-What is used of uvicorn beyond its documented interface is guarded by tests/web/test_uvicorn.py.
+Framing is strict: only what no other parser could read differently is accepted. httptools decodes
+chunks too, but everything received at once, with a call into Python for each chunk, and it buffers
+whole trailers: one packet can hold 40,000 chunks, one trailer 40 MB. `ChunkedDecoder` does bounded
+work in each call, limits extensions and trailers, and drops the trailers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import re
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, cast
-from urllib.parse import unquote_to_bytes
+from urllib.parse import unquote, unquote_to_bytes
 
 import httptools
-from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
-from uvicorn.server import ServerState
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from gateway import errors
 from gateway.access.callers import IPNetwork
@@ -31,6 +37,7 @@ from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError
 from gateway.proxy.api.relayed import RELAYED
 from gateway.proxy.inbound.routes import ROUTES, Route
+from gateway.request import Headers
 from gateway.transport.known_head import KnownHead
 from gateway.web.connections import (
     CONNECTION_PIPELINE_BYTES,
@@ -44,7 +51,6 @@ from gateway.web.connections import (
     health_only_app,
     too_many_connections,
 )
-from gateway.web.framing import REQUEST_LINE, ChunkedDecoder, with_single_host
 from gateway.web.http_exchange import STATUS_LINES, ClientConnection, HttpExchange
 from gateway.web.response_heads import encode_rejection
 
@@ -73,7 +79,11 @@ _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
 _HEAD_END = b"\r\n\r\n"
 
 
-class BoundedProtocol(HttpToolsProtocol):
+_ASGI_LOGGER = logging.getLogger("uvicorn.error")
+"""Where `RequestResponseCycle` reports that an application has failed."""
+
+
+class BoundedProtocol(asyncio.Protocol):
     """A client's connection. `protocol_class` sets the class attributes."""
 
     limits: LimitSettings
@@ -89,13 +99,27 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def __init__(
         self,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
+        app: ASGIApp,
+        keep_alive: float,
+        connections: set[BoundedProtocol],
+        tasks: set[asyncio.Task[None]],
+        loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+        """`connections` and `tasks`: those of the listener. It is idle for `keep_alive` seconds."""
+        self.app: Any = app  # Starlette's types of ASGI messages are not uvicorn's.
+        self.loop = loop or asyncio.get_running_loop()
+        self.tasks = tasks
+        self._connections = connections
+        self._keep_alive = keep_alive
+        self._idle_check: asyncio.TimerHandle | None = None
+        self.parser = _new_parser(self)
+        self.cycle: HttpExchange | RequestResponseCycle | None = None
+        """The last request: a routed one, or one for the ASGI application."""
+        self._is_tls = False
+        # Of the head that is being parsed.
         self.url = b""
+        self.headers: Headers = []
+        self._expects_continue = False
         self._in_head = True
         """Whether the next byte belongs to a head; else to a body."""
         self._partial_head = b""
@@ -145,11 +169,15 @@ class BoundedProtocol(HttpToolsProtocol):
             self._cancel_timer()
             self.connection_limiter.remove(self)
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.flow: PipelineFlowControl = PipelineFlowControl(transport)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are no subclasses of asyncio's.
+        self.transport = cast("asyncio.Transport", transport)
+        self.flow = PipelineFlowControl(self.transport)
+        self._connections.add(self)
+        self._is_tls = transport.get_extra_info("sslcontext") is not None
         self._handshake = None
-        address = self.client[0] if self.client else None
+        client = self._address("peername")
+        address = client[0] if client else None
         self.idle_since = self.loop.time()
         admission = self._admission or self.connection_limiter.admit(self, address)
         if admission is not ConnectionAdmission.ADMITTED:
@@ -158,9 +186,13 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.routes:
             serve = self.connection_limiter.count_forwarded(self.serve, address)
             self._connection = ClientConnection(
-                transport, self.flow, address, serve, self.on_response_complete, self.tasks
+                self.transport, self.flow, address, serve, self.on_response_complete, self.tasks
             )
         self._timer = self.loop.call_later(self.limits.header_timeout, self._on_head_timeout)
+
+    def _address(self, name: str) -> tuple[str, int] | None:
+        found = self.transport.get_extra_info(name)
+        return (str(found[0]), int(found[1])) if isinstance(found, tuple) else None
 
     def _serve_health_only(self, admission: ConnectionAdmission) -> None:
         """There are too many connections: serve only a prompt health check, or nothing."""
@@ -181,7 +213,7 @@ class BoundedProtocol(HttpToolsProtocol):
     @property
     def reading_body(self) -> bool:
         """Whether the body of a request is still being received."""
-        cycle: object = self.cycle
+        cycle = self.cycle
         return isinstance(cycle, HttpExchange) and cycle.more_body and not cycle.response_started
 
     def evict(self) -> None:
@@ -189,7 +221,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._handshake is not None:
             self._handshake.cancel()
             return
-        cycle: object = self.cycle
+        cycle = self.cycle
         if isinstance(cycle, HttpExchange) and self.reading_body:
             cycle.fail_body(too_many_connections())
             return
@@ -204,36 +236,46 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def drain(self) -> None:
         """Let the current request be the connection's last; an idle one may have one more."""
-        cycle: RequestResponseCycle | None = self.cycle
+        cycle = self.cycle
         if cycle is not None and not cycle.response_started:
             cycle.keep_alive = False
 
     def shutdown(self) -> None:
-        super().shutdown()
-        if self.transport.is_closing():
+        """End when the current request has its response."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or self.transport.is_closing():
             self._close()
+        else:
+            cycle.keep_alive = False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
         if self._departure_check is not None:
             self._departure_check.cancel()
+        if self._idle_check is not None:
+            self._idle_check.cancel()
         self.connection_limiter.remove(self)
-        if self.timeout_keep_alive_task is not None:
-            self.timeout_keep_alive_task.cancel()
-        super().connection_lost(exc)
+        self._connections.discard(self)
+        cycle = self.cycle
+        if cycle is not None:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+            _tell(cycle)
+        self.flow.resume_writing()
         # They refer to this object, and the garbage collector rarely runs.
-        self._connection = self.cycle = None  # type: ignore[assignment]
+        del self.parser
+        self._connection = self.cycle = None
         self.backlog.clear()
         self._count_backlog()
 
-    def eof_received(self) -> bool:  # type: ignore[override]
+    def eof_received(self) -> bool:
         """Keep the connection for the responses to complete requests, if the client may read them.
 
         A client that has shut down its side alone (`nc -N`) and one that has closed its socket send
         the same FIN. The machine of the latter answers the next byte with a reset, so one is sent.
         TLS has no half-closed connections here.
         """
-        if self.scheme == "https" or self._discarding or not (self.backlog or self._owes_response):
+        if self._is_tls or self._discarding or not (self.backlog or self._owes_response):
             return False
         if not self.backlog:
             self.drain()
@@ -242,14 +284,14 @@ class BoundedProtocol(HttpToolsProtocol):
     @property
     def _owes_response(self) -> bool:
         """Whether a request has come completely and its response is not complete."""
-        cycle: RequestResponseCycle | None = self.cycle
+        cycle = self.cycle
         return cycle is not None and not (cycle.response_complete or cycle.more_body)
 
     def _check_departure(self, count: int) -> bool:
         """Abort if the client has left; else check again later. Returns whether it is there."""
         if self.transport.is_closing():
             return False
-        exchange: object = self.cycle
+        exchange = self.cycle
         # Seldom, as the bytes of a status line are few.
         if count & (count - 1) == 0 and isinstance(exchange, HttpExchange):
             exchange.probe()
@@ -281,8 +323,8 @@ class BoundedProtocol(HttpToolsProtocol):
             self._defer(data)
             return
         if self._known_head is not None and between:
-            body = self._known_head.match_body(data)
-            if body is not None and self.cycle.response_complete and not self.flow.write_paused:
+            body, cycle = self._known_head.match_body(data), self._current
+            if body is not None and cycle.response_complete and not self.flow.write_paused:
                 self._serve_known(body)
                 return
         read = self._read(data)
@@ -300,7 +342,7 @@ class BoundedProtocol(HttpToolsProtocol):
     @property
     def _must_wait(self) -> bool:
         """Whether the next request must wait for a response, or for the client to read one."""
-        cycle: RequestResponseCycle | None = self.cycle
+        cycle = self.cycle
         return self.flow.write_paused or (cycle is not None and not cycle.response_complete)
 
     def _defer(self, data: bytes) -> None:
@@ -339,7 +381,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._count_backlog()
         if self.flow.reads_held and len(backlog) <= CONNECTION_PIPELINE_BYTES:
             self.flow.release_reads()
-            if self._in_head or len(self.cycle.body) <= CONNECTION_PIPELINE_BYTES:
+            if self._in_head or len(self._current.body) <= CONNECTION_PIPELINE_BYTES:
                 self.flow.resume_reading()
         self._schedule_backlog()
         if self._new_exchange is not None:
@@ -419,7 +461,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _remember_head(self, exchange: HttpExchange, data: bytes) -> None:
         """Recognise the head of this request if the client sends it again."""
-        usual = exchange.keep_alive and self._content_length and not self.expect_100_continue
+        usual = exchange.keep_alive and self._content_length and not self._expects_continue
         self._known_head = KnownHead.from_message(data) if usual else None
         self._known_request = exchange.route, exchange.headers
 
@@ -427,30 +469,22 @@ class BoundedProtocol(HttpToolsProtocol):
         """Serve a complete request whose head is known."""
         assert self._connection is not None
         keep_alive = not self.draining
-        exchange: Any = HttpExchange(
+        exchange = self.cycle = HttpExchange(
             self._connection, *self._known_request, len(body), body=body, keep_alive=keep_alive
         )
-        self.cycle = exchange
         exchange.start()
 
     # Called by the parser.
 
     def on_message_begin(self) -> None:
-        # uvicorn would build an ASGI scope here, which routed requests do not need.
         self.url = b""
-        self.expect_100_continue = False
+        self._expects_continue = False
         self.headers = []
         self._content_length = b""
         self._transfer_encoding = None
 
-    def _make_scope(self) -> None:
-        """Do what uvicorn does at the beginning of a message."""
-        url, headers, expects = self.url, self.headers, self.expect_100_continue
-        super().on_message_begin()
-        self.url, self.expect_100_continue = url, expects
-        length = [(b"content-length", self._content_length)] if self._content_length else []
-        self.headers += [*headers, *length]
-        self.scope["state"]["abort"] = self.transport.abort
+    def on_url(self, url: bytes) -> None:
+        self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
@@ -459,7 +493,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._content_length = value
             return
         if name == b"expect" and value.lower() == b"100-continue":
-            self.expect_100_continue = True
+            self._expects_continue = True
         elif name == b"transfer-encoding":
             # Two of them are refused, as an unknown coding is.
             self._transfer_encoding = value if self._transfer_encoding is None else b""
@@ -487,11 +521,8 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._in_head = False
                 self._create_exchange(route)
                 return
-        self._make_scope()
-        super().on_headers_complete()
+        self._start_application()
         self._in_head = False
-        if self.draining:
-            self.cycle.keep_alive = False
 
     def _route_of(self, url: bytes) -> Route | None:
         """The route of a URL with a query, escapes, or a host."""
@@ -505,36 +536,88 @@ class BoundedProtocol(HttpToolsProtocol):
     def _create_exchange(self, route: Route) -> None:
         """Prepare a routed request, without the ASGI messages that uvicorn would send."""
         assert self._connection is not None
-        self._new_exchange = HttpExchange(
+        self.cycle = self._new_exchange = HttpExchange(
             self._connection,
             route,
             self.headers,
             self._body_left,
             http_10=self._http_10,
-            keep_alive=not (self._http_10 or self.draining) and self.parser.should_keep_alive(),
-            expects_continue=self.expect_100_continue,
+            keep_alive=self._may_keep_alive(),
+            expects_continue=self._expects_continue,
         )
-        self.cycle = cast("RequestResponseCycle", self._new_exchange)
+
+    def _may_keep_alive(self) -> bool:
+        return not (self._http_10 or self.draining) and self.parser.should_keep_alive()
+
+    def _start_application(self) -> None:
+        """Serve a request that is not routed by the ASGI application."""
+        url = httptools.parse_url(self.url)
+        if url.path is None:
+            raise errors.invalid_http()
+        headers = self.headers
+        if self._content_length:
+            headers = [*headers, (b"content-length", self._content_length)]
+        cycle = self.cycle = RequestResponseCycle(
+            scope={
+                "type": "http",
+                "asgi": {"version": "3.0", "spec_version": "2.3"},
+                "http_version": "1.0" if self._http_10 else "1.1",
+                "method": self.parser.get_method().decode("ascii"),
+                "scheme": "https" if self._is_tls else "http",
+                "path": unquote(url.path.decode("ascii")),
+                "raw_path": url.path,
+                "query_string": url.query or b"",
+                "root_path": "",
+                "headers": headers,
+                "client": self._address("peername"),
+                "server": self._address("sockname"),
+                "state": {"abort": self.transport.abort},
+            },
+            transport=self.transport,
+            flow=self.flow,
+            logger=_ASGI_LOGGER,
+            access_logger=_ASGI_LOGGER,
+            access_log=False,
+            default_headers=[],
+            message_event=asyncio.Event(),
+            expect_100_continue=self._expects_continue,
+            keep_alive=self._may_keep_alive(),
+            on_response=self.on_response_complete,
+        )
+        task = self.loop.create_task(cycle.run_asgi(self.app))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    @property
+    def _current(self) -> HttpExchange | RequestResponseCycle:
+        """The request whose body is being received, or was received last."""
+        assert self.cycle is not None
+        return self.cycle
 
     def on_body(self, body: bytes) -> None:
-        if not self.transport.is_closing():
-            super().on_body(body)
+        cycle = self._current
+        if cycle.response_complete or self.transport.is_closing():
+            return
+        cycle.body += body
+        if len(cycle.body) > HIGH_WATER_LIMIT:
+            self.flow.pause_reading()
+        _tell(cycle)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
             return
         self._in_head = True
+        cycle = self._current
         if self._lingered_bytes >= 0:
             self._lingered_bytes = -1
             self._cancel_timer()
-            if not self.cycle.keep_alive:
+            if not cycle.keep_alive:
                 self._close()
-        if not self.transport.is_closing():
-            super().on_message_complete()
+        if not (cycle.response_complete or self.transport.is_closing()):
+            cycle.more_body = False
+            _tell(cycle)
 
     def on_response_complete(self) -> None:
-        # As uvicorn does, but with one timer per connection, not per response.
-        self.server_state.total_requests += 1
         if self.transport.is_closing():
             if self.cycle is not None:
                 self._close()  # It was the last response.
@@ -547,41 +630,34 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
             return
         self.idle_since = self.loop.time()
-        if self.timeout_keep_alive_task is None:
-            self._schedule_idle_check(self.timeout_keep_alive)
+        if self._idle_check is None:
+            # One timer for the connection, not for each response.
+            self._idle_check = self.loop.call_later(self._keep_alive, self._close_if_idle)
         if not self._in_head:
             self._linger()
 
     def pause_writing(self) -> None:
-        super().pause_writing()
+        self.flow.pause_writing()
         self._abort_if_crowded()
 
     def resume_writing(self) -> None:
-        super().resume_writing()
+        self.flow.resume_writing()
         self._schedule_backlog()
 
-    def _schedule_idle_check(self, seconds: float) -> None:
-        self.timeout_keep_alive_task = self.loop.call_later(
-            seconds, self.timeout_keep_alive_handler
-        )
-
-    def timeout_keep_alive_handler(self) -> None:
-        self.timeout_keep_alive_task = None
+    def _close_if_idle(self) -> None:
+        self._idle_check = None
         if (
-            not self.cycle.response_complete
+            not self._current.response_complete
             or self._partial_head
             or self.backlog
             or self.transport.is_closing()
         ):
             return  # The next response schedules another check.
-        left = self.idle_since + self.timeout_keep_alive - self.loop.time()
+        left = self.idle_since + self._keep_alive - self.loop.time()
         if left > 0:
-            self._schedule_idle_check(left)
+            self._idle_check = self.loop.call_later(left, self._close_if_idle)
         else:
             self._close()
-
-    def _unset_keepalive_if_required(self) -> None:
-        """Do nothing: uvicorn would cancel its timer; this one checks when it fires."""
 
     def _ignore_upgrade(self) -> None:
         """Parse a request that asks for another protocol as plain HTTP/1.1 (RFC 9110, section 7.8).
@@ -605,8 +681,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 lines.append(b"connection: %b\r\n" % b",".join(options))
             elif name not in _UPGRADE_HEADERS:
                 lines.append(b"%b: %b\r\n" % (name, value))
-        self.parser = httptools.HttpRequestParser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self.parser = _new_parser(self)
         self._parse(b"".join(lines) + b"\r\n")
 
     def _cancel_timer(self) -> None:
@@ -643,16 +718,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self._count_backlog()
         if not self._in_head:
             # The body of the current request is invalid.
-            cycle = self.cycle
-            exchange: object = cycle
-            if not cycle.response_complete and isinstance(exchange, HttpExchange):
-                exchange.fail_body(error)
+            cycle = self._current
+            if not cycle.response_complete and isinstance(cycle, HttpExchange):
+                cycle.fail_body(error)
                 return
             if cycle.response_complete or cycle.response_started:
                 self.transport.close()
                 return
             cycle.disconnected = True
-            cycle.message_event.set()
+            _tell(cycle)
         route = self.routes.get(self.url)
         header_lines, body = encode_rejection(error, route.api if route is not None else RELAYED)
         head = STATUS_LINES[error.status] + header_lines + b"connection: close\r\n\r\n"
@@ -669,6 +743,21 @@ class BoundedProtocol(HttpToolsProtocol):
         self._timer = self.loop.call_later(self.linger_seconds, self._close)
 
 
+def _new_parser(protocol: BoundedProtocol) -> httptools.HttpRequestParser:
+    parser = httptools.HttpRequestParser(protocol)
+    # The protocol itself ends what follows the last request.
+    parser.set_dangerous_leniencies(lenient_data_after_close=True)
+    return parser
+
+
+def _tell(cycle: HttpExchange | RequestResponseCycle) -> None:
+    """Tell the request that part of its body has come, or that its client has disconnected."""
+    if isinstance(cycle, HttpExchange):
+        cycle.notify()
+    else:
+        cycle.message_event.set()
+
+
 def protocol_class(
     limits: LimitSettings,
     serve: Serve | None = None,
@@ -678,7 +767,7 @@ def protocol_class(
     linger_seconds: float = LINGER_SECONDS,
     pipeline_bytes: int = LISTENER_PIPELINE_BYTES,
 ) -> type[BoundedProtocol]:
-    """The protocol class of one listener, for a uvicorn `Config`.
+    """The protocol class of one listener.
 
     With `serve`, POSTs to `routes` (default: `ROUTES`) go there and not to the ASGI application.
     Connections of `proxies` count for the addresses that they forward.
@@ -695,3 +784,157 @@ def protocol_class(
         attributes["routes"] = every if routes is None else routes
         attributes["serve"] = staticmethod(serve)
     return type("ListenerProtocol", (BoundedProtocol,), attributes)
+
+
+MOST_CHUNKS_PER_FEED = 256
+"""Most chunks that one call of `feed` decodes; usual chunks have some ten kilobytes."""
+
+MOST_EXTENSION_BYTES = 256
+"""Most bytes of extensions in one chunk; those in use, signatures of AWS, have 85."""
+
+_TEXT = rb"[^\x00-\x08\x0a-\x1f\x7f]"
+
+_SIZE = rb"([0-9a-fA-F]{1,16})(;%b{0,%d})?\r\n" % (_TEXT, MOST_EXTENSION_BYTES)
+
+_FIRST_SIZE = re.compile(_SIZE)
+
+_NEXT_SIZE = re.compile(rb"\r\n" + _SIZE)
+
+_PARTIAL = rb"(?:[0-9a-fA-F]{1,16}(?:;%b{0,%d})?\r?)?" % (_TEXT, MOST_EXTENSION_BYTES)
+
+_PARTIAL_FIRST_SIZE = re.compile(_PARTIAL)
+
+_PARTIAL_NEXT_SIZE = re.compile(rb"\r?|\r\n" + _PARTIAL)
+
+_LONGEST_SIZE = MOST_EXTENSION_BYTES + 32
+
+_TRAILERS = re.compile(rb"(?:[!#$%%&'*+.^_`|~0-9A-Za-z-]+:%b*\r\n)*\r\n" % _TEXT)
+
+_END = b"\r\n\r\n"
+
+
+class ChunkedDecoder:
+    """Decodes one body. Its extensions and trailers may have `limit` bytes in all."""
+
+    __slots__ = (
+        "_chunk_left",
+        "_extra_bytes",
+        "_in_trailers",
+        "_limit",
+        "_partial",
+        "_started",
+        "done",
+    )
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._extra_bytes = 0
+        """Bytes of extensions so far."""
+        self._started = False
+        self._chunk_left = 0
+        """Bytes of the current chunk that are still to come."""
+        self._in_trailers = False
+        self._partial = b""
+        """The received part of a size line, or of the trailers."""
+        self.done = False
+
+    def feed(self, data: bytes, offset: int = 0) -> tuple[int, bytes]:
+        """Decode `data` from `offset`; returns the next offset and the decoded bytes.
+
+        Stops after the body, or after `MOST_CHUNKS_PER_FEED`. Raises: GatewayError 400, 431.
+        """
+        parts: list[bytes] = []
+        if not self._in_trailers:
+            offset = self._read_chunks(data, offset, parts)
+        if self._in_trailers:
+            offset = self._skip_trailers(data, offset)
+        return offset, b"".join(parts)
+
+    def _read_chunks(self, data: bytes, offset: int, parts: list[bytes]) -> int:
+        before = len(self._partial)
+        if before:
+            data, offset, shift = self._partial + data[offset:], 0, offset - before
+            self._partial = b""
+        else:
+            shift = 0
+        for _ in range(MOST_CHUNKS_PER_FEED):
+            if self._chunk_left:
+                part = data[offset : offset + self._chunk_left]
+                self._chunk_left -= len(part)
+                offset += len(part)
+                parts.append(part)
+            if offset >= len(data):
+                break
+            offset = self._read_size(data, offset)
+            if not self._chunk_left:
+                break  # The size line is incomplete, or the last chunk was read.
+        return offset + shift
+
+    def _read_size(self, data: bytes, offset: int) -> int:
+        """Read the size line of the next chunk, after the line end of the chunk before."""
+        found = (_NEXT_SIZE if self._started else _FIRST_SIZE).match(data, offset)
+        if found is None:
+            rest = data[offset : offset + _LONGEST_SIZE]
+            partial = _PARTIAL_NEXT_SIZE if self._started else _PARTIAL_FIRST_SIZE
+            if not partial.fullmatch(rest):
+                raise errors.invalid_request("The chunks of the body are not valid HTTP.")
+            self._partial = rest
+            return offset + len(rest)
+        self._started = True
+        self._chunk_left = int(found[1], 16)
+        self._in_trailers = not self._chunk_left
+        if found[2] is not None:
+            self._extra_bytes += len(found[2])
+            if self._extra_bytes > self._limit:
+                raise self._too_large()
+        return found.end()
+
+    def _skip_trailers(self, data: bytes, offset: int) -> int:
+        """Check the trailers and drop them."""
+        before = len(self._partial)
+        room = self._limit - self._extra_bytes + len(_END) - before
+        trailers = self._partial = self._partial + data[offset : offset + room]
+        if trailers.startswith(b"\r\n"):
+            end = 2
+        elif (found := trailers.find(_END, max(0, before - 3))) >= 0:
+            end = found + len(_END)
+        elif offset + room < len(data):
+            raise self._too_large()
+        else:
+            return len(data)
+        if not _TRAILERS.fullmatch(trailers, 0, end):
+            raise errors.invalid_request("The trailers of the body are not valid HTTP.")
+        self._partial = b""
+        self.done = True
+        return offset + end - before
+
+    def _too_large(self) -> GatewayError:
+        return errors.headers_too_large(self._limit)
+
+
+REQUEST_LINE = re.compile(rb"(?:\r\n)*[A-Z-]+ +[^ #\r\n]+ HTTP/1\.([01])\r\n")
+"""Stricter than httptools, which accepts HTTP/0.9 and 2.0, RTSP, bare LF and URL fragments."""
+
+_ABSOLUTE = re.compile(rb"https?://([^/?]*)", re.IGNORECASE)
+
+_HOST = re.compile(rb"(?:[A-Za-z0-9._~%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{0,5})?")
+
+
+def with_single_host(headers: Headers, url: bytes, *, http_10: bool) -> Headers:
+    """The headers, with exactly one valid `Host`; in HTTP/1.0 it may be missing.
+
+    A host in the request line takes precedence over the header. Raises: GatewayError 400.
+    """
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1:
+        raise errors.invalid_request("The request has more than one 'Host' header.")
+    if not hosts and not http_10:
+        raise errors.invalid_request("The request has no 'Host' header.")
+    if hosts and not _HOST.fullmatch(hosts[0]):
+        raise errors.invalid_request("The 'Host' header is not a host name.")
+    if url.startswith(b"/") or url == b"*":
+        return headers
+    target = _ABSOLUTE.match(url)
+    if target is None or not _HOST.fullmatch(target[1]):
+        raise errors.invalid_request("The request line has no valid host name.")
+    return [*(field for field in headers if field[0] != b"host"), (b"host", target[1])]

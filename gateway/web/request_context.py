@@ -21,9 +21,8 @@ from gateway.config.listeners import ListenSettings
 from gateway.config.settings import Settings
 from gateway.lease import KeyedHash
 from gateway.proxy.forwarded_headers import headers_for_node
-from gateway.proxy.inbound.model_names import ModelAliases
-from gateway.proxy.inbound.prepare import RequestRules
 from gateway.proxy.inbound.prompt_key import VolatileLines
+from gateway.proxy.inbound.request import ModelAliases, RequestRules
 from gateway.request import Caller, Headers, Priority
 from gateway.usage.accounts import Accounts
 from gateway.usage.limits import LimitBook

@@ -41,7 +41,7 @@ from gateway.batches.webhook_receivers import WebhookTargets
 from gateway.catalog import RequestQueue, ServedModels
 from gateway.errors import GatewayError
 from gateway.events import RequestFinished
-from gateway.proxy.inbound.large_body import BYTE_ORDER_MARK, is_slow_to_parse
+from gateway.proxy.inbound.body import BYTE_ORDER_MARK, is_slow_to_parse
 from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES, Route
 from gateway.proxy.json_values import JsonObject
@@ -157,7 +157,7 @@ class Storing:
         new = _new_request(
             served, context, request, RequestKind.RESPONSE, owner, new_body, seconds, keep
         )
-        echoed = echoed_fields(fields, REPEATED) | {"model": request.lease_request.model}
+        echoed = echoed_fields(fields, REPEATED) | {"model": request.lease_request.wanted.model}
         row = await requests.add(
             replace(new, stream=options.stream, webhook_url=webhook_url, echoed=echoed)
         )
@@ -323,7 +323,7 @@ class Storing:
     ) -> Request:
         """The request, which nodes might serve now or later. Raises: GatewayError."""
         request = await served.check(context, body)
-        wanted, labels = request.lease_request, context.cache.node_labels
+        wanted, labels = request.lease_request.wanted, context.cache.node_labels
         if not any(self.catalog.serves(name, labels) for name in wanted.model_names):
             error = self.catalog.not_found_error(wanted.model, labels, wanted.model_names)
             if error.status == 404:
@@ -345,20 +345,20 @@ def _new_request(
     seconds: float,
     keep_seconds: float,
 ) -> NewRequest:
-    wanted = request.lease_request
+    asked = request.lease_request
     return NewRequest(
         kind=kind,
         owner=owner,
         path=served.route.path,
         body=body,
-        class_=wanted.priority.label,
+        class_=asked.caller.priority.label,
         seconds=seconds,
         keep_seconds=keep_seconds,
         group_name=context.caller.group,
         user=context.accounts.user,
-        model=request.model_in_body or wanted.model,
-        prompt_tokens=wanted.prompt_tokens,
-        max_tokens=wanted.max_tokens or 0,
+        model=request.model_in_body or asked.wanted.model,
+        prompt_tokens=asked.size.prompt_tokens,
+        max_tokens=asked.size.max_tokens or 0,
     )
 
 

@@ -26,7 +26,7 @@ import httpx
 import yaml
 
 from gateway.scheduling.batch_reserve import spread_reserve
-from gateway.tools.local.server_process import claim_port, claimed_port
+from gateway.tools.local.server import claim_port, claimed_port
 from tests.batches.batch_gateway import HEADERS, key
 from tests.batches.kills import Caller
 from tests.batches.measure_feeding import SAMPLE_SECONDS, Site, chats_of, lines, told

@@ -16,7 +16,7 @@ from gateway.access.keys import hash_key
 from gateway.batches.request_rows import StoredRow
 from gateway.batches.runner import Outcome, RowDeferred, RowExpired
 from gateway.proxy import sse
-from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES
+from gateway.proxy.inbound.body import LARGE_BODY_BYTES
 from gateway.usage.ledger import ROW_COLUMNS
 from tests.batches.stored_rows import to_run
 from tests.emulator import EmulatedNode

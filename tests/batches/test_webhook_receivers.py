@@ -30,8 +30,7 @@ from gateway.batches.webhook_receivers import (
     signatures,
 )
 from gateway.batches.webhooks import WebhookEvent
-from gateway.config.webhook_url import WebhookUrl
-from gateway.config.webhooks import WebhookSettings, WebhookTarget
+from gateway.config.webhooks import WebhookSettings, WebhookTarget, WebhookUrl
 from gateway.errors import GatewayError
 from gateway.transport.resolver import Resolver
 from tests.batches.receivers import (

@@ -46,8 +46,7 @@ from gateway.batches.webhooks import (
     retry_delivery,
     waiting_origins,
 )
-from gateway.config.webhook_url import WebhookUrl
-from gateway.config.webhooks import WebhookSettings, WebhookTarget
+from gateway.config.webhooks import WebhookSettings, WebhookTarget, WebhookUrl
 from gateway.events import EventBus, WebhookAttempted
 from gateway.store.schema import webhook_deliveries
 from gateway.store.schema import webhook_deliveries as rows

@@ -12,7 +12,7 @@ import pytest
 
 from gateway.batches.runner import Outcome
 from gateway.events import SlotYielded
-from gateway.lease import LeaseRequest
+from gateway.lease import LeaseCaller
 from gateway.request import Priority
 from gateway.scheduling import yielding
 from gateway.usage.ledger import ROW_COLUMNS
@@ -284,7 +284,7 @@ async def test_a_waiting_row_that_has_yielded_can_be_cancelled(tmp_path: Path) -
 
 
 def test_only_rows_that_wait_for_room_yield() -> None:
-    assert LeaseRequest("a", "m", ("m",), "chat", Priority.BATCH, "c", "c").yields is False
+    assert LeaseCaller("c", "c", Priority.BATCH).yields is False
 
 
 CONTEXT = 4096

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from socket import socket
 from typing import Any, Self
 
-from gateway.tools.local.server_process import claim_port, claimed_port
+from gateway.tools.local.server import claim_port, claimed_port
 from tests.elastic.site import MODEL
 from tests.emulator import EmulatedNode
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gateway.fleet.node import NodeState
-from gateway.tools.local.server_process import claim_port, claimed_port
+from gateway.tools.local.server import claim_port, claimed_port
 from tests.elastic import machine
 from tests.elastic.site import MODEL, ask, settings, until_state
 from tests.gateways import running_gateway

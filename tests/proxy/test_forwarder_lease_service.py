@@ -127,7 +127,7 @@ async def test_a_stream_whose_node_dies_is_resumed_under_another_lease() -> None
         assert (died.response_began, died.node_done) == (True, False)
         assert (ended.outcome, ended.response_began) == ("ok", True)
         request, tried = proxy.leases.asked[-1]
-        assert request.resume_key == ("model",)
+        assert request.wanted.resume_key == ("model",)
         assert tried.excluded_nodes == {"a"}
 
 

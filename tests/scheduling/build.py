@@ -16,10 +16,10 @@ from gateway.fleet.node import Lease, Node
 from gateway.fleet.server_properties import ServerProperties
 from gateway.fleet.state_files import DrainedNodes
 from gateway.lease import NOTHING_TRIED, LeaseRequest, Tried
-from gateway.request import Priority
 from gateway.scheduling.lease_granter import LeaseRecord
 from gateway.scheduling.scheduler import Scheduler
 from tests.fleet.build import a_node, no_upstream
+from tests.lease_requests import a_lease_request
 
 CALLER = "c"
 _numbers = itertools.count()
@@ -35,17 +35,8 @@ def node(
 
 
 def a_request(model: str = "demo", *candidates: str, **keys: Any) -> LeaseRequest:
-    number = next(_numbers)
-    return LeaseRequest(
-        id=f"req_{number}",
-        model=model,
-        model_names=candidates or (model,),
-        endpoint=keys.pop("endpoint", "chat"),
-        priority=keys.pop("priority", Priority.NORMAL),
-        caller=keys.pop("caller", CALLER),
-        fairness_key=keys.pop("fairness_key", CALLER),
-        **keys,
-    )
+    fields = {"fairness_key": CALLER, "model_names": candidates or (model,), **keys}
+    return a_lease_request(f"req_{next(_numbers)}", model, **fields)
 
 
 def failed_on(*nodes: str) -> Tried:

@@ -54,8 +54,8 @@ class BusyNode:
     def waiting(self, by: str = "caller") -> Counter[str]:
         found = [one for one, task in self.tasks.values() if not task.done()]
         if by == "user":
-            return Counter(one.fairness_key for one in found)
-        return Counter(one.caller for one in found)
+            return Counter(one.caller.fairness_key for one in found)
+        return Counter(one.caller.id for one in found)
 
     async def __aenter__(self) -> Self:
         self.running = await start_lease(self.scheduler, of("runs"))

@@ -124,7 +124,7 @@ async def test_a_waiting_request_keeps_its_estimate_when_the_inventory_changes()
     estimate = before.prompt_tokens, before.completion_tokens
     for _ in range(30):
         scheduler.demand_model.token_estimates.learn(
-            request.model, request.fairness_key, 4000.0, 4000.0, 5.0, None
+            request.wanted.model, request.caller.fairness_key, 4000.0, 4000.0, 5.0, None
         )
     scheduler.fleet.nodes["b"] = node("b", slots=1, state=NodeState.DOWN)
     scheduler.fleet.model_index.set_nodes(scheduler.fleet.nodes.values())

@@ -589,10 +589,10 @@ class World:
         reserved = {name for name, row in state.by_name.items() if row.reserved_for is not None}
         for request in waiting:
             for one in self.nodes:
-                if not one.served_name(request.model):
+                if not one.served_name(request.wanted.model):
                     continue
-                if request.slots:
-                    assert one.name in reserved or one.free_slots(now) < request.slots
+                if request.size.slots:
+                    assert one.name in reserved or one.free_slots(now) < request.size.slots
                 else:
                     assert not one.capacity(now)
 

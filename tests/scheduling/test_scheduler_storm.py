@@ -189,11 +189,11 @@ class World:
         """
         most = self.scheduler.settings.queue.slotless
         callers = [
-            running.caller
+            running.caller.id
             for running, lease in self.running
             if lease.lease.node is one and not lease.lease.slots
         ]
-        return len(callers) < most and callers.count(request.caller) < (most + 1) // 2
+        return len(callers) < most and callers.count(request.caller.id) < (most + 1) // 2
 
 
 EVENTS = (

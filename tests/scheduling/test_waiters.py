@@ -19,7 +19,7 @@ def a_waiter(until: float, open_at: float = math.inf) -> Waiter:
     request = a_request()
     candidates = NodeCandidates((), ((),), fallback_at=open_at)
     ask = QueuedRequest(
-        request.id, candidates.groups, request.priority, "caller", 0.0, 1, 9.0, 9.0, {}, {}
+        request.id, candidates.groups, request.caller.priority, "caller", 0.0, 1, 9.0, 9.0, {}, {}
     )
     return Waiter(request, NOTHING_TRIED, candidates, ask, 0.0, until, asyncio.Future())
 

@@ -24,8 +24,8 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Node
 from gateway.lease import KeyedHash
 from gateway.observe.audit import AuditTrail
-from gateway.observe.fleet_condition import StorageCondition
 from gateway.observe.metrics import Metrics
+from gateway.observe.problems import StorageCondition
 from gateway.proxy.context import ProxyContext
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry
@@ -41,9 +41,8 @@ from gateway.usage.limits import LimitBook
 from gateway.usage.meter import Meter
 from gateway.usage.reports import Reporter
 from gateway.web.admin.app import admin_app
-from gateway.web.admin.certificates import CertificateStatus
-from gateway.web.admin.configuration import ReloadResult
-from gateway.web.admin.live_feed import live_feed
+from gateway.web.admin.configuration import CertificateStatus, ReloadResult
+from gateway.web.admin.live import live_feed
 from gateway.web.admin.nodes import DrainDeadlines
 from gateway.web.admin.status import MetricsSource
 from gateway.web.handler import ProxyHandler

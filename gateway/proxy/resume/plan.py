@@ -6,13 +6,13 @@ import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from gateway.proxy.api.choices import wants_usage
 from gateway.proxy.api.native import native_body
 from gateway.proxy.api.resuming import (
     EventRewriter,
     ReasoningEndMark,
     is_number,
     remaining_tokens,
+    wants_usage,
 )
 from gateway.proxy.inbound.routes import NATIVE_ROUTE, Route
 from gateway.proxy.json_values import JsonObject

@@ -26,9 +26,8 @@ from gateway.events import RequestFinished
 from gateway.proxy.client_response import node_error
 from gateway.proxy.forwarded_headers import headers_for_node
 from gateway.proxy.in_flight import InFlightRequest
-from gateway.proxy.inbound.parsed_body import parse_body
-from gateway.proxy.inbound.prepare import IncomingRequest, prepare
-from gateway.proxy.inbound.request import Request
+from gateway.proxy.inbound.body import parse_body
+from gateway.proxy.inbound.request import IncomingRequest, Request, prepare
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.json_values import JsonObject
 from gateway.proxy.prefill_progress import PrefillProgress
@@ -36,8 +35,8 @@ from gateway.proxy.response_stream import ProxyResponse, to_gateway_error
 from gateway.request import Caller, Headers, Priority
 from gateway.transport.errors import UpstreamError
 from gateway.usage.meter import MeteredRequest
-from gateway.web.admin.event_stream import EventStream, encode_event
 from gateway.web.admin.guard import identity_of
+from gateway.web.admin.live import EventStream, encode_event
 from gateway.web.asgi import read_fields
 from gateway.web.handler import ProxyHandler
 
@@ -143,9 +142,11 @@ class _Chat:
             cache=cache_policy_of(caller, config.settings),
         )
         request = prepare(incoming, parsed, priority, config.rules, handler.catalog)
-        names = request.lease_request.model_names
+        names = request.lease_request.wanted.model_names
         is_served = any(handler.catalog.serves(name) for name in names)
-        self._record.describe(stream=True, model=request.lease_request.model if is_served else None)
+        self._record.describe(
+            stream=True, model=request.lease_request.wanted.model if is_served else None
+        )
         return request
 
     # The events.

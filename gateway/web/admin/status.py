@@ -16,10 +16,10 @@ from gateway.errors import CLIENT_CLOSED_STATUS
 from gateway.fleet.fleet import Fleet
 from gateway.observe.audit import AuditTrail
 from gateway.observe.exposition import Histogram
-from gateway.observe.metrics import Metrics
-from gateway.observe.snapshot import (
+from gateway.observe.metrics import (
     BatchSample,
     LedgerSample,
+    Metrics,
     MetricsSnapshot,
     NodeSample,
     StoreSample,
@@ -97,8 +97,8 @@ class StatusEndpoints:
             {
                 "position": position,
                 "seconds": round(now - waiter.queued_at, 3),
-                "class": waiter.request.priority.label,
-                "model": waiter.request.model,
+                "class": waiter.request.caller.priority.label,
+                "model": waiter.request.wanted.model,
                 "expected_start": round(wait, 3) if math.isfinite(wait) else None,
             }
             for position, (waiter, wait) in enumerate(
