@@ -691,7 +691,7 @@ class Feeder(RowRuns[HeldLine]):
     def _let_go(self, held: HeldLine) -> None:
         """The run has ended."""
         self._slot_free(held)
-        if held.body is None:  # Else it is kept, to be offered again.
+        if held.task is not None:  # Else it is kept, to be offered again.
             self._forget(held)
             if self.leases.has_put_back:
                 self._claims.set()

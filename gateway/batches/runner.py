@@ -674,6 +674,13 @@ class RowRuns(Generic[H]):
 
     def _begin(self, held: H) -> None:
         held.task = asyncio.create_task(self._run_to_end(held), name="run a stored request")
+        held.task.add_done_callback(partial(self._done, held))
+
+    def _done(self, held: H, task: asyncio.Task[None]) -> None:
+        """Let a row wait again whose task was cancelled before it had begun."""
+        if held.task is task and self._held.get(held.row.id) is held:
+            self.leases.put_back([held.row.id], self.now())
+            self._let_go(held)
 
     async def _run_to_end(self, held: H) -> None:
         """Run a row until its result is recorded, or let it wait again."""

@@ -7,14 +7,15 @@ import hashlib
 import json
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from gateway import errors
 from gateway.access.keys import hash_key
 from gateway.batches.request_rows import StoredRow
-from gateway.batches.runner import Outcome, RowDeferred, RowExpired
+from gateway.batches.runner import HeldRow, Outcome, RowDeferred, RowExpired, RowRuns
 from gateway.proxy import sse
 from gateway.proxy.inbound.body import LARGE_BODY_BYTES
 from gateway.usage.ledger import ROW_COLUMNS
@@ -333,3 +334,39 @@ async def test_a_large_body_is_run(tmp_path: Path) -> None:
         outcome = await run(proxy, messages=[{"role": "user", "content": text}])
         assert outcome.status == 200
         assert usage_of(outcome)["prompt_tokens"] > 10_000
+
+
+class Runs(RowRuns[HeldRow]):
+    """One that holds a row whose run never ends by itself."""
+
+    def __init__(self) -> None:
+        self.put_back: list[str] = []
+        leases = SimpleNamespace(put_back=lambda ids, _, **__: self.put_back.extend(ids))
+        anything: Any = None
+        super().__init__(cast("Any", leases), anything, anything, lambda: 0.0, "failed", 1.0)
+
+    def begin(self) -> asyncio.Task[None]:
+        held = self._held["row_1"] = HeldRow(a_row())
+        self._begin(held)
+        assert held.task is not None
+        return held.task
+
+    async def _run(self, held: HeldRow) -> None:
+        await asyncio.Event().wait()
+
+    async def _cancelled(self, held: HeldRow) -> None:
+        self.leases.put_back([held.row.id], 0.0)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_row_whose_run_is_cancelled_waits_again_though_it_had_not_begun(
+    has_begun: bool,
+) -> None:
+    runs = Runs()
+    task = runs.begin()
+    if has_begun:
+        await asyncio.sleep(0)
+    task.cancel()
+    async with asyncio.timeout(5):
+        await runs.ended()
+    assert runs.put_back == ["row_1"]
