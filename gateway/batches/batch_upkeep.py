@@ -48,6 +48,7 @@ from gateway.batches.folder import (
     FolderError,
     FolderFull,
     NewFile,
+    StorageTrouble,
 )
 from gateway.batches.line_reader import (
     Line,
@@ -482,14 +483,17 @@ class BatchUpkeep:
         self._retry_at: dict[str, float] = {}
         """When a batch is tried again, of those that could not be."""
         self._tries: dict[str, int] = {}
-        self._problems: dict[str, str] = {}
-        """Why a batch waits, or under no name why all do, as told in the log."""
-        self.folder_error: FolderError | None = None
-        """Why the folder can't be used, as the last round found."""
+        self._trouble = StorageTrouble("batches wait")  # by batch, and under no name of all
         self.full_owners: frozenset[str] = frozenset()
         """Whose batches wait, since they keep as much as they may."""
         self._remove_at = self._clean_at = self._expire_at = 0.0
         self._is_idle = False
+
+    @property
+    def folder_error(self) -> FolderError | None:
+        """Why the folder can't be used, as the last round found."""
+        error = self._trouble.errors.get("")
+        return error if isinstance(error, FolderError) else None
 
     def wake(self) -> None:
         """There may be something to do."""
@@ -499,17 +503,11 @@ class BatchUpkeep:
         """Work until cancelled."""
         try:
             while True:
-                try:
+                with self._trouble.told():
                     if self._folder.full is not None:
                         await self._threads.run(self._folder.look_for_room)
                     if await self._is_due():
                         await self.round()
-                except (FolderError, StoreError) as error:
-                    self.folder_error = error if isinstance(error, FolderError) else None
-                    self._failed("", str(error))
-                else:
-                    self.folder_error = None
-                    self._problems.pop("", None)
                 pause = self._idle_seconds if self._is_idle else self._round_seconds
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause):
@@ -544,7 +542,7 @@ class BatchUpkeep:
             (one for one in found if one.state is BatchState.IN_PROGRESS), self._clock()
         )
         known = {one.id for one in found}
-        for noted in (self._retry_at, self._tries, self._problems):
+        for noted in (self._retry_at, self._tries, self._trouble.errors):
             for id_ in noted.keys() - known - {""}:
                 del noted[id_]
         await self._resume(found)
@@ -609,16 +607,16 @@ class BatchUpkeep:
         """Do the work, or see to it that it is done again."""
         try:
             await work
-            self._problems.pop(batch.id, None)
+            self._trouble.over(batch.id)
         except FolderError as error:
             self._retry_at[batch.id] = self._clock() + RETRY_SECONDS
-            self._failed(batch.id, str(error))
+            self._trouble.tell(error, batch.id)
             reason = STORAGE_FULL if isinstance(error, FolderFull) else STORAGE_UNAVAILABLE
             with contextlib.suppress(StoreError):
                 await self._store.run(job(pause_batch, batch.owner, batch.id, self._now(), reason))
         except StoreError as error:
             self._retry_at[batch.id] = self._clock() + RETRY_SECONDS
-            self._failed(batch.id, str(error))
+            self._trouble.tell(error, batch.id)
         except Exception:
             log.exception("work on a batch has failed", batch=batch.id, state=batch.state.value)
             await self._give_up(batch)
@@ -682,12 +680,6 @@ class BatchUpkeep:
                 await self._store.run(job(resume_batch, batch.owner, batch.id, reasons=reasons))
                 log.info("a batch goes on: its key has room again", batch=batch.id)
                 self._on_rows()
-
-    def _failed(self, id_: str, why: str) -> None:
-        """Tell it once, and not for each batch."""
-        if why not in self._problems.values():
-            log.warning("batches wait", why=why)
-        self._problems[id_] = why
 
     # What is old.
 

@@ -434,7 +434,7 @@ class Feeder(RowRuns[HeldLine]):
             self._claims.clear()
             await self._try(self._claim_step)
             pause = IDLE_SECONDS
-            if self._trouble.problem is not None:
+            if self._trouble.errors:
                 await asyncio.sleep(AWAY_SECONDS)
                 continue
             if not self._claims.is_set():
@@ -450,7 +450,7 @@ class Feeder(RowRuns[HeldLine]):
                 await step()
         except Exception as error:
             log.exception("work on batches has failed")
-            self._trouble.problem = str(error)
+            self._trouble.errors[""] = error.with_traceback(None)
 
     async def _claim_step(self) -> None:
         """Put back what must be, and claim rows. Raises: StoreError, FolderError."""

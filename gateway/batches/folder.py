@@ -648,30 +648,37 @@ log = structlog.get_logger()
 
 
 class StorageTrouble:
-    """Tells in the log, once, why work waits for the store or the folder, and that it goes on."""
+    """Why work waits for the store or the folder, told in the log once, and again when it goes on.
+
+    Such work is done again later. Several works may be told apart, of which `of` names one.
+    """
 
     def __init__(self, event: str, resumed: str | None = None) -> None:
         """`event` and `resumed`: what the log says."""
         self._event, self._resumed = event, resumed
-        self.problem: str | None = None  # None: the last work was done
+        self.errors: dict[str, Exception] = {}  # of works that wait
 
     @contextlib.contextmanager
-    def told(self) -> Iterator[None]:
-        """Do work that is done again later if the store or the folder can't be used now."""
+    def told(self, of: str = "") -> Iterator[None]:
+        """Do work that waits if the store or the folder can't be used now."""
         try:
             yield
         except (FolderError, StoreError) as error:
-            self.tell(str(error))
+            self.tell(error, of)
         else:
-            if self.problem is not None and self._resumed is not None:
-                log.info(self._resumed)
-            self.problem = None
+            self.over(of)
 
-    def tell(self, why: str) -> None:
-        """Work waits for this reason."""
-        if self.problem != why:
-            self.problem = why
-            log.warning(self._event, why=why)
+    def tell(self, error: Exception, of: str = "") -> None:
+        """This work waits."""
+        known = {str(one) for one in self.errors.values()}
+        self.errors[of] = error.with_traceback(None)  # what its frames hold may be large
+        if str(error) not in known:
+            log.warning(self._event, why=str(error))
+
+    def over(self, of: str = "") -> None:
+        """This work was done."""
+        if self.errors.pop(of, None) is not None and self._resumed is not None:
+            log.info(self._resumed)
 
 
 async def ask_store(store: Store, job: Callable[[Connection], T], *, write: bool = True) -> T:

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
-
-import pytest
 
 from gateway.batches import batch_rows, files
 from gateway.batches.batch_rows import Batch, DueBatch, add_batch, read_batches
@@ -34,13 +31,6 @@ from tests.batches.stored_rows import (
     do,
     find_row,
 )
-from tests.store.stores import opened
-
-
-@pytest.fixture
-def store(store_url: str) -> Iterator[Store]:
-    with opened(store_url) as made:
-        yield made
 
 
 def find(store: Store, id_: str | None = None) -> Batch:

@@ -363,22 +363,6 @@ async def run_all(here: BatchPlace) -> None:
     await here.results.close(1.0)
 
 
-async def test_it_runs_until_it_is_cancelled(store_url: str, tmp_path: Path) -> None:
-    told = asyncio.Event()
-    async with batch_place(store_url, tmp_path / "kept", on_rows=told.set) as here:
-        running = asyncio.create_task(here.batches.run())
-        batch = await here.create([line("a")])
-        await asyncio.wait_for(told.wait(), 30)
-        await run_all(here)
-        here.batches.upkeep.wake()
-        async with asyncio.timeout(30):
-            while (await here.find(batch)).state is not BatchState.COMPLETED:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-
-
 async def test_very_many_cancelled_lines_end_step_by_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -78,12 +78,6 @@ ROOT = Path(__file__).parents[2]
 
 
 LIMIT = 60.0
-
-
-@pytest.fixture
-def store(store_url: str) -> Iterator[Store]:
-    with opened(store_url) as made:
-        yield made
 
 
 def left(store: Store, number: int = 1) -> tuple[int, int]:
@@ -394,15 +388,6 @@ def test_another_result_of_the_same_process_is_not_taken_for_the_first_one(store
     assert recorded(store, [a_result(row)]) == [row.id]
     assert recorded(store, [a_result(row, offset=7)]) == []
     assert recorded(store, [a_result(row, state=RequestState.FAILED)]) == []
-
-
-def test_the_result_of_a_lost_row_does_not_count(store: Store) -> None:
-    begin(store, a_batch(), [a_line(1)])
-    rows = claim(store, "p1")
-    own = ProcessIdentity("own.0", "host", 1, NOW)
-    assert store.run_now(lambda c: release_lost(c, FOLDER, own, NOW)) == 1
-    assert recorded(store, [a_result(rows[0])]) == []
-    assert counts(store) == {"total": 1}
 
 
 def test_a_line_that_ends_while_its_batch_is_being_cancelled_keeps_its_result(

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from statistics import quantiles
 from types import SimpleNamespace
@@ -52,15 +52,8 @@ from tests.batches.stored_rows import (
 from tests.batches.virtual_store import store_in_virtual_time
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, until
-from tests.store.stores import opened
 from tests.usage.kills import rows_of
 from tests.virtual import in_virtual_time, now
-
-
-@pytest.fixture
-def store(store_url: str) -> Iterator[Store]:
-    with opened(store_url) as made:
-        yield made
 
 
 def test_what_waits_is_counted_by_batch_and_state(store: Store) -> None:
@@ -407,19 +400,6 @@ def queued_of(running: Running, caller: str = "k1") -> list[Priority]:
 async def errors_of(running: Running, batch: dict[str, Any]) -> Counter[str]:
     assert batch["error_file_id"] is not None, batch
     return Counter(line["error"]["code"] for line in await output(running, batch["error_file_id"]))
-
-
-@in_virtual_time
-async def test_late_lines_are_not_starved_by_chats_of_their_class(tmp_path: Path) -> None:
-    async with a_site(tmp_path, a_node(), own={"class": "batch", "max_class": "normal"}) as running:
-        finished = finished_of(running)
-        async with chats(running, 8):
-            await asyncio.sleep(3.0)
-            found = await ended(running, await submit(running, lines(12), completion_window="40s"))
-        assert found["request_counts"] == {"total": 12, "completed": 12, "failed": 0}
-        classes = Counter(one.priority for one in finished if one.caller == "k1")
-        assert set(classes) <= {Priority.NORMAL, Priority.BATCH}
-        assert classes[Priority.NORMAL] >= 10
 
 
 @in_virtual_time

@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import Connection, update
 
 from gateway.batches.background_requests import add_background
-from gateway.batches.batch_rows import add_batch, cancel_batch, pause_batch, resume_batch
+from gateway.batches.batch_rows import add_batch, pause_batch, resume_batch
 from gateway.batches.claims import put_back, record
 from gateway.batches.folder import ID_FILE, DiskThreads, Folder
 from gateway.batches.request_rows import (
@@ -86,18 +86,6 @@ def test_every_state_of_a_batch_can_be_reached() -> None:
     assert reached == set(BatchState)
 
 
-def test_a_request_that_waits_or_runs_has_not_ended() -> None:
-    assert {state for state in RequestState if not state.ended} == {
-        RequestState.WAITING, RequestState.RUNNING,
-    }  # fmt: skip
-
-
-@pytest.fixture
-def store(store_url: str) -> Iterator[Store]:
-    with opened(store_url) as made:
-        yield made
-
-
 def groups(store: Store, now: float = NOW) -> list[WaitingLines]:
     return store.run_now(lambda c: list(waiting_lines(c, FOLDER, now)), write=False)
 
@@ -122,14 +110,6 @@ def test_lines_that_are_added_again_stay_as_they_are(store: Store) -> None:
     assert store.run_now(lambda c: add_rows(c, lines))
     assert store.run_now(lambda c: work_left(c, batch.id)) == WorkLeft(2, 1, 30, 60)
     assert store.run_now(lambda c: find_row(c, "alice", first.id, first.kind)) == first
-
-
-def test_a_cancelled_batch_takes_no_more_lines(store: Store) -> None:
-    batch = a_batch()
-    begin(store, batch, [a_line(1)])
-    store.run_now(lambda c: cancel_batch(c, "alice", batch.id, "openai", NOW))
-    assert not store.run_now(lambda c: add_rows(c, [a_line(2)]))
-    assert store.run_now(lambda c: work_left(c, batch.id)) == WorkLeft(0, 0, 0, 0)
 
 
 def test_groups_are_sums_of_what_may_run_now(store: Store) -> None:

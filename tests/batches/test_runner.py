@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import time
 from pathlib import Path
@@ -149,18 +148,6 @@ async def test_a_nodes_error_is_a_result(tmp_path: Path) -> None:
         outcome = await run(proxy)
         assert (outcome.status, outcome.content) == (400, said.encode())
         assert (outcome.error_code, outcome.failed_on_nodes) == ("invalid_request", False)
-
-
-@in_virtual_time
-async def test_a_row_of_a_revoked_key_fails(tmp_path: Path) -> None:
-    other = key(id="k2", name="bob", sha256=hashlib.sha256(b"other").hexdigest())
-    async with proxy_over(tmp_path, EmulatedNode(), keys=[key(), other]) as proxy:
-        assert (await run(proxy)).status == 200
-        proxy.app.key_sync.configure([], allow_anonymous=False)
-        outcome = await run(proxy)
-        assert (outcome.status, outcome.error_code) == (401, "invalid_api_key")
-        assert b"revoked" in outcome.content
-        assert outcome.usage is None
 
 
 @in_virtual_time

@@ -7,7 +7,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -72,12 +72,6 @@ NOW = 1_800_000_000.0
 A, B = WebhookUrl.parse("https://a.example/x"), WebhookUrl.parse("https://b.example:8443/y")
 
 
-@pytest.fixture
-def store(store_url: str) -> Iterator[Store]:
-    with opened(store_url) as store:
-        yield store
-
-
 def event(number: int = 1) -> WebhookEvent:
     return WebhookEvent("batch.completed", f"batch_{number}", "alice", "night", NOW + 0.5)
 
@@ -118,11 +112,6 @@ def test_an_event_is_one_row_for_each_url_however_often_it_is_added(store: Store
     assert (first.created_at, first.attempts) == (NOW + 0.5, 1)
 
 
-def test_without_a_url_nothing_is_added(store: Store) -> None:
-    assert add(store) == []
-    assert store.run_now(waiting_origins) == []
-
-
 def test_what_waits_is_told_by_origin_the_longest_due_first(store: Store) -> None:
     add(store, A, number=1, now=NOW + 5)
     add(store, A, number=2, now=NOW + 9)
@@ -147,11 +136,6 @@ def test_no_more_are_claimed_than_there_are_places(store: Store) -> None:
     assert sorted(one.origin for one in found) == [A.origin, A.origin, B.origin]
     # Those that have waited for longest.
     assert {one.object_id for one in found} == {"batch_4", "batch_3"}
-
-
-def test_what_is_not_due_is_not_claimed(store: Store) -> None:
-    add(store, A, now=NOW + 10)
-    assert claim(store, a=1) == []
 
 
 def test_an_ended_delivery_waits_no_more(store: Store) -> None:
