@@ -313,7 +313,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
                 outcome = await self.runner.run(row, body, events)
                 if not events.ended:
                     _check_failed(row, outcome)
-                await events.finish(outcome)
+                await events.finish(outcome.error_code, outcome.content)
             return await self._ended_response(row, events, outcome)
         except RowExpired:
             await events.fail("server_error", EXPIRED_MESSAGE)

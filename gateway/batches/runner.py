@@ -13,7 +13,7 @@ import hashlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import structlog
 from msgspec.structs import replace
@@ -24,6 +24,7 @@ from gateway.access.keys import KeyRing
 from gateway.batches.claims import RowLeases
 from gateway.batches.folder import FolderError
 from gateway.batches.request_rows import StoredRow
+from gateway.batches.response_events import ResponseEvents, RunEnd
 from gateway.catalog import ServedModels
 from gateway.config.cache_privacy import SHARED_CACHE, NodeLabels
 from gateway.config.settings import Settings
@@ -70,7 +71,6 @@ from gateway.proxy.response_stream import (
 )
 from gateway.proxy.resume.plan import NotResumable, is_greedy
 from gateway.proxy.resume.resumer import FirstRun, node_kind
-from gateway.proxy.transcript import TranscriptRecorder
 from gateway.request import Caller, Endpoint, Headers, Priority
 from gateway.store.failures import StoreError
 from gateway.tracing.request_tracing import RequestTracing
@@ -118,46 +118,6 @@ class EventSink(Protocol):
 
     async def write(self, events: bytes) -> None:
         """Keep these whole events; returns when more may come."""
-
-
-@dataclass(frozen=True, slots=True)
-class BegunResponse:
-    """A response that an earlier run has begun, as far as it was kept."""
-
-    recorder: TranscriptRecorder
-    first_run: FirstRun
-
-
-@runtime_checkable
-class ResumableSink(EventSink, Protocol):
-    """A sink that outlives a run: the next one goes on with its response."""
-
-    @property
-    def begun(self) -> BegunResponse | None:
-        """What there is of the response; None: nothing but its beginning."""
-
-    def runs_on(self, first_run: FirstRun) -> None:
-        """The events to come are from such a node, and the first of the response."""
-
-    def measured_by(self, measure: Callable[[TokensSoFar], RunEnd]) -> None:
-        """`measure` tells what the run has used, once it is known how many tokens those are."""
-
-    async def run_anew(self, reason: str, *, greedy: bool) -> None:
-        """The run can't go on with the response, and begins anew; `reason`: why.
-
-        `greedy`: the same response will come again. Raises: GatewayError, if it must not.
-        """
-
-
-class RunEnd(NamedTuple):
-    """What a run has used until its response ended, beside tokens: kept with the response."""
-
-    started_at: float  # Unix time, as the next one
-    ended_at: float
-    node: str  # `node_word` of the last node
-    attempts: int
-    slot_seconds: float
-    cost: float
 
 
 def node_word(id_: str, node: str | None) -> str:
@@ -313,7 +273,7 @@ class RequestRunner:
         """The result of a stored request; `sink` gets the events if it asks for a stream.
 
         `priority`: its class, that of the row if None; lowered to its caller's highest one. If the
-        sink is a `ResumableSink`, the run goes on with the response that it has. Cancelling it ends
+        sink is the log of a response, the run goes on with what that has. Cancelling it ends
         the request. `on_slot_free` is called once, when it has left its node: somewhat before its
         usage is known. Raises: RowDeferred, RowExpired.
         """
@@ -473,7 +433,7 @@ class _Run:
         Raises: GatewayError.
         """
         forwarder, sink = self._runner.forwarder, self._sink
-        if not isinstance(sink, ResumableSink):
+        if not isinstance(sink, ResponseEvents):
             return await forwarder.forward(in_flight)
         sink.measured_by(self._measure)
         if (begun := sink.begun) is not None:

@@ -93,3 +93,8 @@ def check_whole(values: Sequence[JsonObject], end: str = "response.completed") -
     if end != "response.failed":
         assert response["output"][-1]["content"][-1]["text"] == text_of(values)
     return response
+
+
+async def finish(events: ResponseEvents, outcome: Outcome) -> None:
+    """End the response of a run."""
+    await events.finish(outcome.error_code, outcome.content)

@@ -24,6 +24,7 @@ from gateway.proxy.api.resuming import named_event
 from tests.batches.responses_over_nodes import (
     begin,
     check_whole,
+    finish,
     logged,
     now,
     open_logs,
@@ -238,7 +239,7 @@ async def test_an_error_event_becomes_a_failed_response(tmp_path: Path) -> None:
         outcome = await run(proxy.app, events, tools=[{"type": "function", "name": "f"}])
         assert outcome.failed_on_nodes
         assert not events.ended
-        await events.finish(outcome)
+        await finish(events, outcome)
         await events.close()
         values = await logged(logs, events.name)
         response = check_whole(values, "response.failed")
@@ -252,7 +253,7 @@ async def test_a_refused_request_becomes_a_failed_response(tmp_path: Path) -> No
         open_logs(tmp_path) as logs,
     ):
         events = await begin(logs)
-        await events.finish(await run(proxy.app, events, model="gpt-nothing"))
+        await finish(events, await run(proxy.app, events, model="gpt-nothing"))
         response = check_whole(await logged(logs, events.name), "response.failed")
         assert response["error"]["code"] == "model_not_found"
         assert response["output"] == []
@@ -292,7 +293,7 @@ async def test_a_lost_run_goes_on_where_it_was(tmp_path: Path, cut: int) -> None
         events = await ResponseEvents.reopen(logs, events.name, now)
         assert events.begun is not None
         again = await run(proxy.app, events)
-        await events.finish(again)
+        await finish(events, again)
         await events.close()
         values = await logged(logs, events.name)
         response = check_whole(values, "response.completed")
@@ -344,7 +345,7 @@ async def test_what_no_node_can_continue_is_run_anew_and_must_be_the_same(tmp_pa
         events = await begin(logs)
         await cut_run(proxy.app, events, 7, tools=TOOLS)
         events = await ResponseEvents.reopen(logs, events.name, now)
-        await events.finish(await run(proxy.app, events, tools=TOOLS))
+        await finish(events, await run(proxy.app, events, tools=TOOLS))
         await events.close()
         values = await logged(logs, events.name)
         check_whole(values, "response.completed")
@@ -361,7 +362,7 @@ async def test_what_may_come_out_otherwise_fails(tmp_path: Path) -> None:
         events = await ResponseEvents.reopen(logs, events.name, now)
         outcome = await run(proxy.app, events, tools=TOOLS, temperature=1)
         assert outcome.error_code == "response_interrupted"
-        await events.finish(outcome)
+        await finish(events, outcome)
         await events.close()
         values = await logged(logs, events.name)
         response = check_whole(values, "response.failed")
