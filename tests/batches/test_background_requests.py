@@ -29,9 +29,9 @@ from gateway.batches.background_requests import (
 from gateway.batches.files import kept_by
 from gateway.batches.folder import ID_FILE, FolderError
 from gateway.batches.request_rows import RequestKind, RequestState, StoredRow, job
+from gateway.http.request_head import ANONYMOUS_OWNER
 from gateway.store.database import locate_store
 from gateway.store.store import Store
-from gateway.web.owners import ANONYMOUS_OWNER
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.polling import eventually

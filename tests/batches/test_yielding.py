@@ -14,7 +14,7 @@ from gateway.batches.runner import Outcome
 from gateway.events import SlotYielded
 from gateway.lease import LeaseCaller
 from gateway.request import Priority
-from gateway.scheduling import yielding
+from gateway.scheduling import batch_slots
 from gateway.usage.ledger import ROW_COLUMNS
 from tests.batches.stored_rows import to_run
 from tests.emulator import EmulatedNode
@@ -133,7 +133,7 @@ async def test_a_request_that_would_wait_gets_the_slot_of_a_batch_row(tmp_path: 
         metrics = await metrics_of(proxy)
         assert "llama_gateway_yielded_slots_total 1\n" in metrics
         assert "llama_gateway_resumed_streams_total 0\n" in metrics
-        assert proxy.app.scheduler.granter.yielding == {}
+        assert proxy.app.scheduler.yielding == {}
 
 
 @in_virtual_time
@@ -309,7 +309,7 @@ async def test_a_row_on_a_real_server_yields_and_loses_no_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A row that ends so soon would be waited for.
-    monkeypatch.setattr(yielding, "LEAST_SECONDS_LEFT", 0.1)
+    monkeypatch.setattr(batch_slots, "LEAST_SECONDS_LEFT", 0.1)
     settings = {"health": {"interval": 0.5}, "resume": "exact"}
     body = {
         "messages": [{"role": "user", "content": "tell me a story"}],
