@@ -114,8 +114,7 @@ class FileEndpoints:
             file = await files.find(owner, _id(request))
             return Response(headers=content_headers(file.name, file.bytes))
         content = await files.open_content(owner, _id(request))
-        headers = content_headers(content.file.name, content.file.bytes)
-        return ContentResponse(content, headers)
+        return ContentResponse(content, content_headers(content.name, content.size))
 
     async def delete(self, request: Request) -> Response:
         owner, files = self._owner(request), self._files()
