@@ -26,8 +26,7 @@ from gateway.transport.errors import (
 MOST_HEAD_BYTES = 64 * 1024
 """Largest head of a response, interim ones included; llama.cpp's has some 500 bytes."""
 
-BODY_HIGH_WATER = 256 * 1024
-"""Unread bytes of body at which the socket is no longer read."""
+BODY_HIGH_WATER = 256 * 1024  # unread bytes of body at which the socket is no longer read
 
 STALE_SECONDS = 1.0
 """If a reused connection breaks later than this after sending, the request reached the node."""
@@ -92,10 +91,8 @@ class NodeConnection(asyncio.Protocol):
         # State that outlasts a reply, all of it of the head that was parsed last.
         self._known: KnownHead | None = None
         """That head, if its reply had status 200 and came in one read."""
-        self._known_headers: Headers = []
-        """Its headers, all but the length."""
-        self._made: bytes | None = None
-        """What `made_of_head` has made of it."""
+        self._known_headers: Headers = []  # its headers, all but the length
+        self._made: bytes | None = None  # what `made_of_head` has made of it
         self._made_for: object = None
         self._clear()
 
@@ -117,8 +114,7 @@ class NodeConnection(asyncio.Protocol):
         self._bodyless = False
         self._error: UpstreamError | None = None
         self._parts.clear()
-        self._pending = 0
-        """Bytes that have come since the reader last took some, framing included."""
+        self._pending = 0  # bytes that have come since the reader last took some, framing included
         self._paused = False
         self._sent_at = 0.0
 

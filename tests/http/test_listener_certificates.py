@@ -1,3 +1,5 @@
+"""Certificates of the listeners."""
+
 from __future__ import annotations
 
 import asyncio

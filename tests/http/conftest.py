@@ -1,0 +1,7 @@
+"""Tests of the edge's HTTP run as those of its endpoints do."""
+
+from __future__ import annotations
+
+from tests.web.conftest import gate, hurried, pytest_asyncio_loop_factories, shared_gateway
+
+__all__ = ["gate", "hurried", "pytest_asyncio_loop_factories", "shared_gateway"]
