@@ -73,7 +73,7 @@ def _locked(state: FleetCondition) -> Iterator[Problem]:
             "Every request is refused: there is no API key left",
             _sentence(state.keys_lost),
             "Put a key into the settings, or restart to serve without any.",
-            ("llama-gateway keys create --print", CHECK),
+            ("llama-gateway keys hash", CHECK),
         )
 
 

@@ -27,16 +27,16 @@ from typing import Final, TypeVar
 
 from gateway.fleet.prompt_cache import FleetPromptCache
 from gateway.lease import LeaseRequest, PromptKey, Usage
+from gateway.scheduling.candidates import NodeCandidates
 from gateway.scheduling.dispatcher import Dispatcher
-from gateway.scheduling.fleet_sync import NodeCandidates
-from gateway.scheduling.node_slots import (
+from gateway.scheduling.placement_state import (
     NEGLIGIBLE_COMPLETION,
     NO_ROWS,
     NodeSlots,
     Placement,
+    PlacementState,
     QueuedRequest,
 )
-from gateway.scheduling.placement_state import PlacementState
 
 LONG_PROMPT_BYTES = 1024
 """Size of a prompt from which on it pays to know at once what earlier ones left in the caches."""

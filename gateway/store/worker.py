@@ -8,25 +8,21 @@ not written, and be one that can be done twice.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-
-import structlog
+from collections.abc import Awaitable, Callable
 
 from gateway.store.failures import StoreError
 
 LONGEST_PAUSE = 5.0
 """Seconds until a pass that failed is tried again, at most, unless its period is longer."""
 
-log = structlog.get_logger()
-
 
 class StoreWorker:
     """Does one pass after the other. Its owner runs `run` in a task, and cancels and awaits it.
 
     `period`: seconds from the beginning of a pass to that of the next. `first`: seconds until the
-    first pass, in place of a period. `away`: what the log says while the store is away, with the
-    `details`; None: the line of the store itself is enough. `clock` is monotonic;
-    by default it is the event loop's.
+    first pass, in place of a period. `on_away` is told, once for each time that the store is away,
+    why; the store itself has a line in the log. `clock` is monotonic; by default it is the event
+    loop's.
     """
 
     def __init__(
@@ -35,8 +31,7 @@ class StoreWorker:
         period: float,
         *,
         first: float | None = None,
-        away: str | None = None,
-        details: Callable[[], Mapping[str, object]] = dict,
+        on_away: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = lambda: asyncio.get_running_loop().time(),
     ) -> None:
         self.problem: str | None = None
@@ -49,8 +44,7 @@ class StoreWorker:
         self._one_pass = one_pass
         self._period = self._pause = period
         self._first = period if first is None else first
-        self._away = away
-        self._details = details
+        self._on_away = on_away
         self._clock = clock
         self._woken = asyncio.Event()
 
@@ -80,10 +74,11 @@ class StoreWorker:
 
     def failed(self, why: str) -> None:
         """The store is away."""
-        if self.problem is None and self._away is not None:
-            log.warning(self._away, why=why, **self._details())
-        self._pause = self._period if self.problem is None else 2 * self._pause
-        self._pause = min(self._pause, max(LONGEST_PAUSE, self._period))
+        if self.problem is None:
+            self._pause = self._period
+            self._on_away(why)
+        else:
+            self._pause = min(2 * self._pause, max(LONGEST_PAUSE, self._period))
         self.problem = why
         self.failures += 1
 

@@ -11,9 +11,7 @@ written again, since rows that are there already are skipped.
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
-import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -51,9 +49,6 @@ DELAY_DECAY = 0.9
 FLUSH_ROWS = 500
 """Rows that are written before that time is over."""
 
-ROWS_PER_STATEMENT = 25
-"""Rows of one statement of SQLite: with all columns fewer than 999 parameters."""
-
 MOST_ROWS_AT_ONCE = 5_000
 """Rows of one transaction."""
 
@@ -84,10 +79,6 @@ ROW_COLUMNS: Final = (
     "slot_seconds",
     "cost", "gpu_cost", "attempts", "status", "outcome",
 )  # fmt: skip
-
-_GROUP, _USER, _GPU_COST, _STREAM = (
-    ROW_COLUMNS.index(name) for name in ("group_name", "user", "gpu_cost", "stream")
-)
 
 _OPEN_COLUMNS: Final = (
     "id", "process", "started_at", "updated_at", "key", "group_name", "user", "model", "class",
@@ -187,8 +178,9 @@ class Ledger:
             self._timed_step,
             FLUSH_SECONDS,
             first=0.0,
-            away="usage waits for the store",
-            details=lambda: {"rows": self.pending},
+            on_away=lambda why: log.warning(
+                "usage waits for the store", rows=self.pending, why=why
+            ),
             clock=self.clock,
         )
 
@@ -453,76 +445,24 @@ class _Work:
             register(connection, self.own, self.heartbeat)
         statements = _statements(connection)
         insert_rows(connection, self.rows, self.first_sequence)
-        if self.opened:
-            connection.exec_driver_sql(statements.open, self.opened)
-        if self.closed:
-            connection.exec_driver_sql(statements.close, [(id_,) for id_ in self.closed])
+        _execute_many(connection, statements.open, self.opened)
+        _execute_many(connection, statements.close, [(id_,) for id_ in self.closed])
 
 
 def insert_rows(connection: Connection, rows: Sequence[UsageRow], first_sequence: int) -> None:
     """Insert rows of the ledger, unless they are there, numbered in their order."""
+    numbered = [(*row, number) for number, row in enumerate(rows, first_sequence)]
+    _execute_many(connection, _statements(connection).insert, numbered)
+
+
+def _execute_many(connection: Connection, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    """Execute a statement for each row, if there are any."""
     if not rows:
         return
-    numbered = [(*row, number) for number, row in enumerate(rows, first_sequence)]
     if connection.dialect.name == "sqlite":
-        _insert_into_sqlite(connection, numbered)
+        sqlite_driver(connection).executemany(statement, rows)
     else:
-        connection.exec_driver_sql(_statements(connection).insert, numbered)
-
-
-def _insert_into_sqlite(connection: Connection, numbered: Sequence[UsageRow]) -> None:
-    """Insert numbered rows with half the instructions of a statement for each.
-
-    Many rows share a statement. Values that are neither number nor text are part of it, since
-    Python's driver asks for an adapter of each of them, which takes longer than to store it.
-    """
-    driver = sqlite_driver(connection)
-    by_shape: dict[_Shape, list[UsageRow]] = {}
-    for row in numbered:
-        shape = row[_GROUP] is None, row[_USER] is None, row[_GPU_COST] is None, bool(row[_STREAM])
-        if shape in by_shape:
-            by_shape[shape].append(row)
-        else:
-            by_shape[shape] = [row]
-    for shape, of_shape in by_shape.items():
-        pick, one, many = _sqlite_inserts(shape)
-        at = 0
-        for at in range(ROWS_PER_STATEMENT, len(of_shape) + 1, ROWS_PER_STATEMENT):
-            some = of_shape[at - ROWS_PER_STATEMENT : at]
-            driver.execute(many, tuple(itertools.chain.from_iterable(map(pick, some))))
-        if at < len(of_shape):
-            driver.executemany(one, map(pick, of_shape[at:]))
-
-
-_Shape = tuple[bool, bool, bool, bool]
-"""Whether a row has no group, no user and no price, and whether it is of a stream."""
-
-
-class _SqliteInserts(NamedTuple):
-    """Statements for rows of one shape."""
-
-    pick: Callable[[UsageRow], tuple[Any, ...]]
-    """The parameters of a row."""
-    one: str
-    many: str
-    """For `ROWS_PER_STATEMENT` of them."""
-
-
-@functools.cache
-def _sqlite_inserts(shape: _Shape) -> _SqliteInserts:
-    """The statements for rows of this shape."""
-    no_group, no_user, no_price, stream = shape
-    literals = {_STREAM: str(int(stream))}
-    for index, absent in ((_GROUP, no_group), (_USER, no_user), (_GPU_COST, no_price)):
-        if absent:
-            literals[index] = "NULL"
-    indexes = range(len(ROW_COLUMNS) + 1)
-    marks = f"({', '.join(literals.get(index, '?') for index in indexes)})"
-    begin, _, end = _STATEMENTS["sqlite"].insert.partition(_marks("?", len(indexes)))
-    pick = operator.itemgetter(*(index for index in indexes if index not in literals))
-    return _SqliteInserts(
-        pick, begin + marks + end, begin + ", ".join([marks] * ROWS_PER_STATEMENT) + end
-    )
+        connection.exec_driver_sql(statement, list(rows))
 
 
 def _open_row(one: OpenRequest, process: str, now: float) -> tuple[Any, ...]:
@@ -575,12 +515,8 @@ def _written_for(mark: str) -> _Statements:
 
 def _insert(table: Table, columns: Sequence[str], mark: str) -> str:
     names = ", ".join(f'"{name}"' for name in columns)
-    marks = _marks(mark, len(columns))
+    marks = f"({', '.join([mark] * len(columns))})"
     return f'INSERT INTO "{table.name}" ({names}) VALUES {marks}'  # noqa: S608 - as above
-
-
-def _marks(mark: str, count: int) -> str:
-    return f"({', '.join([mark] * count)})"
 
 
 _STATEMENTS: Final = {"sqlite": _written_for("?"), "postgresql": _written_for("%s")}

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import structlog
 from sqlalchemy import Connection, Select, and_, case, func, not_, or_, select, true
 
 from gateway.store.failures import StoreError
@@ -40,6 +41,9 @@ MOST_KEYS_FILTERED = 50
 
 FORGET_SECONDS = 60.0
 """Seconds for which the id of another's open request is remembered after it has ended."""
+
+
+log = structlog.get_logger()
 
 
 class UsedRow(NamedTuple):
@@ -124,7 +128,7 @@ class LimitSync:
         self.worker = StoreWorker(
             self._look_if_due,
             POLL_SECONDS,
-            away="limits do not follow the store",
+            on_away=lambda why: log.warning("limits do not follow the store", why=why),
             clock=self.clock,
         )
 

@@ -60,8 +60,7 @@ class NodeHoursRecorder:
         self.worker = StoreWorker(
             self._look_and_write,
             INTERVAL,
-            away="hours of nodes wait",
-            details=lambda: {"claims": self.waiting},
+            on_away=lambda why: log.warning("hours of nodes wait", why=why, claims=self.waiting),
         )
         self._looked_at: float | None = None
         self._claims: list[NodeUptime] = []
@@ -123,19 +122,20 @@ def count_claims(connection: Connection, claims: Iterable[NodeUptime]) -> None:
             "counted_until": later,
         },
     )
-    for claim in claims:
-        for start, end in by_day(claim.start, claim.end):
-            connection.execute(
-                statement,
-                {
-                    "node": claim.node.name,
-                    "tier": claim.node.tier,
-                    "day": date_of(start),
-                    "seconds": end - start,
-                    "cost": claim.node.cost_per_hour * (end - start) / 3600,
-                    "counted_until": end,
-                },
-            )
+    rows = [
+        {
+            "node": claim.node.name,
+            "tier": claim.node.tier,
+            "day": date_of(start),
+            "seconds": end - start,
+            "cost": claim.node.cost_per_hour * (end - start) / 3600,
+            "counted_until": end,
+        }
+        for claim in claims
+        for start, end in by_day(claim.start, claim.end)
+    ]
+    if rows:
+        connection.execute(statement, rows)
 
 
 def by_day(start: float, end: float) -> Iterator[tuple[float, float]]:

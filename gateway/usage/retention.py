@@ -147,7 +147,10 @@ class Retention:
         self._reading = reporter.reading
         self._now = now
         self.worker = StoreWorker(
-            self._one_pass, PASS_INTERVAL, first=FIRST_PASS, away="old usage stays"
+            self._one_pass,
+            PASS_INTERVAL,
+            first=FIRST_PASS,
+            on_away=lambda why: log.warning("old usage stays", why=why),
         )
 
     async def _one_pass(self) -> None:

@@ -58,7 +58,7 @@ _RULES = {
 _OLLAMA = (
     OllamaChatApi(clock=lambda: 1.0, wall_clock=lambda: 1e9),
     OllamaGenerateApi(clock=lambda: 1.0, wall_clock=lambda: 1e9),
-    OllamaEmbedApi("input", clock=lambda: 1.0, wall_clock=lambda: 1e9),
+    OllamaEmbedApi(clock=lambda: 1.0, wall_clock=lambda: 1e9),
 )
 
 _EDITED = frozenset({

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from gateway.access.admin_keys import AdminKeys
 from gateway.access.key_sync import KeySync
 from gateway.access.keys import KeyRing
-from gateway.config.inventory import NodeSpec
+from gateway.config.node import NodeSpec
 from gateway.config.settings import Settings
 from gateway.events import EventBus, RequestFinished
 from gateway.fleet.fleet import Fleet

@@ -30,7 +30,7 @@ from gateway.proxy.api.base import (
     read_events,
 )
 from gateway.proxy.api.chat import as_response_format, may_call_tools
-from gateway.proxy.api.relayed import InputTokens
+from gateway.proxy.api.relayed import INPUT_TOKENS
 from gateway.proxy.api.resuming import (
     EventRewriter,
     NativeEventRewriter,
@@ -576,7 +576,7 @@ class CountTokensApi(MessagesApi):
     """`/v1/messages/count_tokens`."""
 
     translates = False
-    answer = msgspec.json.Decoder(InputTokens)
+    answer = msgspec.json.Decoder(INPUT_TOKENS)
     answer_mark = b'"input_tokens"'
 
 

@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -143,13 +144,14 @@ class TranslatedRequest:
     path: str
     body: bytes
     model: str | None
-    stream: bool = False
     load: str | None = None
     """`load` or `unload`: it has no prompt, and asks for nothing else."""
     top_logprobs: int = 0
     """How many probabilities the client asked for besides the chosen token's."""
     dimensions: int = 0
     """Of an embedding that is to be shortened; 0: it is not."""
+    single: bool = False
+    """Whether it is for one embedding, as `/api/embeddings` gives it."""
 
 
 Translating = Generator[None, None, TranslatedRequest]
@@ -223,16 +225,20 @@ def translate_embed(body: bytes, is_model: IsModel, field_name: str) -> Translat
         raise errors.invalid_request("'dimensions' is negative.", "dimensions")
     joined = yield from texts.join(fields)
     return TranslatedRequest(
-        EMBEDDINGS_PATH, joined, asked.model, load=load, dimensions=asked.dimensions or 0
+        EMBEDDINGS_PATH,
+        joined,
+        asked.model,
+        load,
+        dimensions=asked.dimensions or 0,
+        single=field_name == "prompt",
     )
 
 
 def _translated(
     path: str, fields: FieldPieces, texts: CutBody, asked: _Generating, load: str | None
 ) -> Translating:
-    stream = asked.stream is not False
     joined = yield from texts.join(fields)
-    return TranslatedRequest(path, joined, asked.model, stream, load, asked.top_logprobs or 0)
+    return TranslatedRequest(path, joined, asked.model, load, asked.top_logprobs or 0)
 
 
 def _load_reason(asked: _Common) -> str:
@@ -522,17 +528,6 @@ VERSION = "0.33.0"
 
 _NANOSECONDS = 1_000_000_000
 
-_NAMES = {
-    "response_format": "format",
-    "json_schema": "format",
-    "max_tokens": "options.num_predict",
-    "n_predict": "options.num_predict",
-    "stop": "options.stop",
-    "input_prefix": "prompt",
-    "input_suffix": "suffix",
-}
-"""Ollama's names of the fields that errors of translated requests name."""
-
 
 def _loop_time() -> float:
     return asyncio.get_running_loop().time()
@@ -545,6 +540,16 @@ class OllamaApi(Api):
     heartbeat_is_event = True
     has_comments = False
     stream_content_type = b"application/x-ndjson"
+    field_names: ClassVar[Mapping[str, str]] = {
+        "response_format": "format",
+        "json_schema": "format",
+        "max_tokens": "options.num_predict",
+        "n_predict": "options.num_predict",
+        "stop": "options.stop",
+        "input_prefix": "prompt",
+        "input_suffix": "suffix",
+    }
+    """Ollama's names of the fields that errors of translated requests name."""
 
     def owns_path(self, path: str) -> bool:
         return path.startswith("/api/") and not path.startswith("/api/v1/")
@@ -552,7 +557,7 @@ class OllamaApi(Api):
     def error_body(self, error: GatewayError, x_request_id: str) -> bytes:
         # Its clients read a text, and nothing else.
         message = error.message
-        for name, own_name in self._field_names().items():
+        for name, own_name in self.field_names.items():
             message = message.replace(f"'{name}'", f"'{own_name}'")
         return msgspec.json.encode({"error": message})
 
@@ -566,14 +571,14 @@ class OllamaApi(Api):
         # White space at the beginning of a line: its clients fail on an empty line.
         return b" "
 
-    def _field_names(self) -> Mapping[str, str]:
-        return _NAMES
-
 
 class _TranslatedApi(OllamaApi):
     """A path whose requests reach nodes. The clocks are for durations and for dates."""
 
     translates = True
+    asked: Callable[[bytes, IsModel], Translating]
+    """Makes the request to nodes of the body."""
+    rewriter: ClassVar[type[_Rewriter]]
 
     def __init__(
         self,
@@ -583,63 +588,14 @@ class _TranslatedApi(OllamaApi):
         self._clock = clock
         self._wall_clock = wall_clock
 
-    def _translation(
-        self,
-        work: Generator[None, None, TranslatedRequest],
-        rewriter_type: type[_Rewriter],
+    def translate(
+        self, body: bytes, is_model: IsModel, *, prompt_cache: bool = True
     ) -> Generator[None, None, Translation]:
         started_at = self._clock()
-        request = yield from work
-        rewriter = rewriter_type(request, started_at, self._clock, self._wall_clock)
+        request = yield from self.asked(body, is_model)
+        rewriter = self.rewriter(request, started_at, self._clock, self._wall_clock)
         reply = None if request.load is None else rewriter.loaded(request.load)
         return Translation(request.path, request.body, rewriter, reply)
-
-
-class OllamaChatApi(_TranslatedApi):
-    """`/api/chat`."""
-
-    def translate(
-        self, body: bytes, is_model: IsModel, *, prompt_cache: bool = True
-    ) -> Generator[None, None, Translation]:
-        return self._translation(translate_chat(body, is_model), _ChatRewriter)
-
-
-class OllamaGenerateApi(_TranslatedApi):
-    """`/api/generate`."""
-
-    def translate(
-        self, body: bytes, is_model: IsModel, *, prompt_cache: bool = True
-    ) -> Generator[None, None, Translation]:
-        return self._translation(translate_generate(body, is_model), _GenerateRewriter)
-
-    def _field_names(self) -> Mapping[str, str]:
-        return {**_NAMES, "messages": "prompt"}
-
-
-class OllamaEmbedApi(_TranslatedApi):
-    """`/api/embed`, and with the field `prompt` the older `/api/embeddings`."""
-
-    def __init__(
-        self,
-        field: str,
-        clock: Callable[[], float] = _loop_time,
-        wall_clock: Callable[[], float] = time.time,
-    ) -> None:
-        super().__init__(clock, wall_clock)
-        self._field = field
-
-    def translate(
-        self, body: bytes, is_model: IsModel, *, prompt_cache: bool = True
-    ) -> Generator[None, None, Translation]:
-        started_at = self._clock()
-        request = yield from translate_embed(body, is_model, self._field)
-        single = self._field == "prompt"
-        rewriter = _EmbedRewriter(request, started_at, self._clock, single=single)
-        reply = None if request.load is None else rewriter.loaded()
-        return Translation(EMBEDDINGS_PATH, request.body, rewriter, reply)
-
-    def _field_names(self) -> Mapping[str, str]:
-        return {"input": self._field}
 
 
 # Responses of nodes.
@@ -730,6 +686,30 @@ def _decode(data: bytes) -> _Output:
 
 
 class _Rewriter(ResponseRewriter):
+    """Rewrites the response to a request, which was begun at `started_at`."""
+
+    def __init__(
+        self,
+        request: TranslatedRequest,
+        started_at: float,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._request = request
+        self._model = request.model
+        self._started_at = started_at
+        self._clock = clock
+        self._wall_clock = wall_clock
+
+    def loaded(self, reason: str) -> bytes:
+        """The response to a request without a prompt, which only loads or unloads the model."""
+        raise NotImplementedError
+
+    def rewrite_body(self, content: bytes) -> bytes:
+        return run_at_once(self.rewrite_in_steps(content))
+
+
+class _TextRewriter(_Rewriter):
     """Rewrites a response that generates text. A stream's last line has what the others lack."""
 
     def __init__(
@@ -739,11 +719,7 @@ class _Rewriter(ResponseRewriter):
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
-        self._model = request.model
-        self._top_logprobs = request.top_logprobs
-        self._started_at = started_at
-        self._clock = clock
-        self._wall_clock = wall_clock
+        super().__init__(request, started_at, clock, wall_clock)
         self._first_text_at: float | None = None
         self._reason: str | None = None
         self._usage = _Usage()
@@ -753,7 +729,6 @@ class _Rewriter(ResponseRewriter):
         self._call_count = 0
 
     def loaded(self, reason: str) -> bytes:
-        """The response to a request that only loads or unloads the model."""
         return msgspec.json.encode(
             {**self._head(), **self._answer("", "", []), "done": True, "done_reason": reason}
         )
@@ -767,9 +742,6 @@ class _Rewriter(ResponseRewriter):
             elif data:
                 lines += self._lines(_decode(data))
         return b"".join(lines)
-
-    def rewrite_body(self, content: bytes) -> bytes:
-        return run_at_once(self.rewrite_in_steps(content))
 
     def rewrite_in_steps(self, content: bytes) -> Generator[None, None, bytes]:
         output = _decode(content)
@@ -820,7 +792,7 @@ class _Rewriter(ResponseRewriter):
         choice = output.choices[0]
         if choice.finish_reason:
             self._reason = "length" if choice.finish_reason == "length" else "stop"
-        logprobs = _ollama_logprobs(choice.logprobs, self._top_logprobs)
+        logprobs = _ollama_logprobs(choice.logprobs, self._request.top_logprobs)
         part = choice.delta or choice.message
         if part is None:
             return choice.text or "", "", logprobs
@@ -892,7 +864,7 @@ class _Rewriter(ResponseRewriter):
         }
 
 
-class _ChatRewriter(_Rewriter):
+class _ChatRewriter(_TextRewriter):
     def _answer(self, text: str, thinking: str, calls: list[JsonObject]) -> JsonObject:
         message: JsonObject = {"role": "assistant", "content": text}
         if thinking:
@@ -902,7 +874,7 @@ class _ChatRewriter(_Rewriter):
         return {"message": message}
 
 
-class _GenerateRewriter(_Rewriter):
+class _GenerateRewriter(_TextRewriter):
     def _answer(self, text: str, thinking: str, calls: list[JsonObject]) -> JsonObject:
         return {"response": text, "thinking": thinking} if thinking else {"response": text}
 
@@ -938,28 +910,11 @@ _EMBEDDING = msgspec.json.Decoder(_Embedding)
 _VECTOR = msgspec.json.Decoder(list[float])
 
 
-class _EmbedRewriter(ResponseRewriter):
-    """Rewrites embeddings. `single`: in the form of `/api/embeddings`."""
+class _EmbedRewriter(_Rewriter):
+    """Rewrites embeddings."""
 
-    def __init__(
-        self,
-        request: TranslatedRequest,
-        started_at: float,
-        clock: Callable[[], float],
-        *,
-        single: bool,
-    ) -> None:
-        self._request = request
-        self._started_at = started_at
-        self._clock = clock
-        self._single = single
-
-    def loaded(self) -> bytes:
-        """The response to a request without a text."""
-        return run_at_once(self._encode(_Embeddings([], self._request.model), []))
-
-    def rewrite_body(self, content: bytes) -> bytes:
-        return run_at_once(self.rewrite_in_steps(content))
+    def loaded(self, reason: str) -> bytes:
+        return run_at_once(self._encode(_Embeddings([], self._model), []))
 
     def rewrite_in_steps(self, content: bytes) -> Generator[None, None, bytes]:
         vectors: list[tuple[int, msgspec.Raw]] = []
@@ -990,7 +945,7 @@ class _EmbedRewriter(ResponseRewriter):
     def _encode(
         self, found: _Embeddings, vectors: list[msgspec.Raw]
     ) -> Generator[None, None, bytes]:
-        if self._single:
+        if self._request.single:
             return msgspec.json.encode({"embedding": vectors[0] if vectors else []})
         usage = found.usage or _Usage()
         end = {
@@ -1000,8 +955,7 @@ class _EmbedRewriter(ResponseRewriter):
         }
         whole = io.BytesIO()  # It grows in place and returns its bytes without a copy.
         whole.write(
-            b'{"model":%b,"embeddings":['
-            % msgspec.json.encode(self._request.model or found.model or "")
+            b'{"model":%b,"embeddings":[' % msgspec.json.encode(self._model or found.model or "")
         )
         work = 0
         for number, vector in enumerate(vectors):
@@ -1125,8 +1079,39 @@ PAGES = (
     Page("/api/show", _show_model, method="POST"),
 )
 
+
+class OllamaChatApi(_TranslatedApi):
+    """`/api/chat`."""
+
+    asked = staticmethod(translate_chat)
+    rewriter = _ChatRewriter
+
+
+class OllamaGenerateApi(_TranslatedApi):
+    """`/api/generate`."""
+
+    asked = staticmethod(translate_generate)
+    rewriter = _GenerateRewriter
+    field_names: ClassVar[Mapping[str, str]] = {**OllamaApi.field_names, "messages": "prompt"}
+
+
+class OllamaEmbedApi(_TranslatedApi):
+    """`/api/embed`."""
+
+    asked = staticmethod(partial(translate_embed, field_name="input"))
+    rewriter = _EmbedRewriter
+    field_names: ClassVar[Mapping[str, str]] = {}
+
+
+class OllamaEmbeddingsApi(OllamaEmbedApi):
+    """The older `/api/embeddings`, with the field `prompt`."""
+
+    asked = staticmethod(partial(translate_embed, field_name="prompt"))
+    field_names: ClassVar[Mapping[str, str]] = {"input": "prompt"}
+
+
 OLLAMA = OllamaApi()
 OLLAMA_CHAT = OllamaChatApi()
 OLLAMA_GENERATE = OllamaGenerateApi()
-OLLAMA_EMBED = OllamaEmbedApi("input")
-OLLAMA_EMBEDDINGS = OllamaEmbedApi("prompt")
+OLLAMA_EMBED = OllamaEmbedApi()
+OLLAMA_EMBEDDINGS = OllamaEmbeddingsApi()

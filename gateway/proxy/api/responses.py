@@ -30,7 +30,7 @@ from gateway.proxy.api.base import (
     openai_error,
 )
 from gateway.proxy.api.chat import as_response_format, may_call_tools
-from gateway.proxy.api.relayed import InputTokens, RelayedApi
+from gateway.proxy.api.relayed import INPUT_TOKENS, RelayedApi
 from gateway.proxy.api.resuming import (
     NativeEventRewriter,
     ReasoningEndMark,
@@ -744,7 +744,7 @@ class ResponsesCountApi(RelayedApi):
         return RESPONSES.added_fields(fields, node_kind, settings)
 
 
-RESPONSES_COUNT = ResponsesCountApi("input", InputTokens, "input_tokens")
+RESPONSES_COUNT = ResponsesCountApi("input", "input_tokens", INPUT_TOKENS)
 
 
 _TEXT_PARTS = {"user": "input_text", "system": "input_text", "developer": "input_text",

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from gateway.tools.fit.bandwidth import bandwidth_of_modules
-from gateway.tools.fit.estimate import Fit, Machine, Place, fit
+from gateway.tools.fit import Fit, Machine, Place, bandwidth_of_modules, fit
 from gateway.tools.local.gguf import ModelFile
 from gateway.tools.local.memory import GIB, ServerSettings
 from tests.tools.fit.shapes import LLAMA_8B, LLAMA_70B, QWEN_30B
