@@ -44,27 +44,11 @@ class HttpExchange(EagerTask):
     """Reads one request's body and writes its response."""
 
     __slots__ = (
-        "_body_error",
-        "_body_waiter",
-        "_chunked",
-        "_connection",
-        "_drain_task",
-        "_expects_continue",
-        "_flow",
-        "_heartbeat",
-        "_http_10",
-        "_transport",
-        "body",
-        "context_cache",
-        "disconnected",
-        "headers",
-        "keep_alive",
-        "length",
-        "more_body",
-        "response_complete",
-        "response_started",
-        "route",
-    )
+        "_body_error", "_body_waiter", "_chunked", "_connection", "_drain_task",
+        "_expects_continue", "_flow", "_heartbeat", "_http_10", "_transport", "body",
+        "context_cache", "disconnected", "headers", "keep_alive", "length", "more_body",
+        "response_complete", "response_started", "route",
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -809,14 +809,8 @@ class ChunkedDecoder:
     """Decodes one body. Its extensions and trailers may have `limit` bytes in all."""
 
     __slots__ = (
-        "_chunk_left",
-        "_extra_bytes",
-        "_in_trailers",
-        "_limit",
-        "_partial",
-        "_started",
-        "done",
-    )
+        "_chunk_left", "_extra_bytes", "_in_trailers", "_limit", "_partial", "_started", "done",
+    )  # fmt: skip
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -373,15 +373,10 @@ def no_store(what: str) -> GatewayError:
 _EXPOSED_HEADERS = ", ".join(EXPOSED_HEADERS).encode()
 
 _CONTAINER_HOST_NAMES = (
-    "host.docker.internal",
-    "gateway.docker.internal",
-    "kubernetes.docker.internal",
-    "host.containers.internal",
-    "host.lima.internal",
-    "host.orb.internal",
-    "host.rancher-desktop.internal",
-    "host.minikube.internal",
-)
+    "host.docker.internal", "gateway.docker.internal", "kubernetes.docker.internal",
+    "host.containers.internal", "host.lima.internal", "host.orb.internal",
+    "host.rancher-desktop.internal", "host.minikube.internal",
+)  # fmt: skip
 """Names of this machine in containers that Docker, Podman, Lima, OrbStack, Rancher and Minikube run
 on it. Nobody can own such a name: `.internal` is not delegated."""
 

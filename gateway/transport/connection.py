@@ -44,33 +44,11 @@ class NodeConnection(asyncio.Protocol):
     """
 
     __slots__ = (
-        "_bodyless",
-        "_error",
-        "_framed",
-        "_known",
-        "_known_headers",
-        "_loop",
-        "_made",
-        "_made_for",
-        "_parser",
-        "_parts",
-        "_paused",
-        "_pending",
-        "_sent_at",
-        "_sink",
-        "_stale_seconds",
-        "_waiter",
-        "alive",
-        "complete",
-        "headers",
-        "on_body",
-        "on_wake",
-        "received_bytes",
-        "requests_sent",
-        "reusable",
-        "status",
-        "transport",
-    )
+        "_bodyless", "_error", "_framed", "_known", "_known_headers", "_loop", "_made",
+        "_made_for", "_parser", "_parts", "_paused", "_pending", "_sent_at", "_sink",
+        "_stale_seconds", "_waiter", "alive", "complete", "headers", "on_body", "on_wake",
+        "received_bytes", "requests_sent", "reusable", "status", "transport",
+    )  # fmt: skip
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, *, stale_seconds: float = STALE_SECONDS

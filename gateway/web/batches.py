@@ -43,14 +43,10 @@ JSON_LINES = "application/x-jsonl"
 
 _FIELDS = frozenset(
     {
-        "input_file_id",
-        "endpoint",
-        "completion_window",
-        "metadata",
-        "output_expires_after",
+        "input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after",
         "webhook_url",
     }
-)
+)  # fmt: skip
 
 _NAME = re.compile(r"[a-z0-9_-]{1,64}")
 

@@ -483,24 +483,12 @@ def test_a_body_is_decoded_however_it_is_split(
     place=st.integers(0, 200),
     put=st.sampled_from(
         [
-            b"\r",
-            b"\n",
-            b"\r\n",
-            b" ",
-            b"\t",
-            b";",
-            b"0",
-            b"g",
-            b"\0",
-            b"-",
-            b"+",
-            b"_",
-            b"\x0b",
-            b'"',
+            b"\r", b"\n", b"\r\n", b" ", b"\t", b";", b"0", b"g", b"\0", b"-", b"+", b"_",
+            b"\x0b", b'"',
         ]
     ),
     instead=st.booleans(),
-)
+)  # fmt: skip
 def test_an_accepted_body_means_the_same_to_httptools(
     chunks: list[tuple[bytes, bytes]], place: int, put: bytes, instead: bool
 ) -> None:

@@ -37,15 +37,11 @@ from tests.web.raw_client import CHAT, HELLO, answer, public, request
 @pytest.mark.parametrize(
     "value",
     [
-        b"respond-async",
-        b"Respond-Async",
-        b" respond-async , wait=100",
-        b"wait=100, respond-async",
-        b'foo="a, b", respond-async; bar=1',
-        b'respond-async=""',
+        b"respond-async", b"Respond-Async", b" respond-async , wait=100",
+        b"wait=100, respond-async", b'foo="a, b", respond-async; bar=1', b'respond-async=""',
         b"respond-async ; x",
     ],
-)
+)  # fmt: skip
 def test_the_token_is_found(value: bytes) -> None:
     assert prefers_async([(b"prefer", value)])
     assert prefers_async([(b"prefer", b"wait=1"), (b"prefer", value)])
