@@ -15,7 +15,6 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from gateway.access.keys import ApiKey, new_key
 from gateway.batches import response_log
 from gateway.batches.background_requests import NewRequest
 from gateway.batches.folder import ID_FILE
@@ -24,40 +23,22 @@ from gateway.errors import GatewayError
 from gateway.web.background import background_object
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
+from tests.web.two_keys import ALICE, BOB, KEYS, client, kept
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
 # ruff: noqa: SIM117 - one level for the gateway, one for its clients
 
 
-ALICE, BOB = new_key("alice"), new_key("bob")
-
-
 @asynccontextmanager
 async def gateway(
     folder: Path, node: EmulatedNode | None = None, **settings: Any
 ) -> AsyncIterator[Running]:
-    keys = [{"id": key.id, "sha256": key.sha256} for key in (ALICE, BOB)]
     async with (
         node or EmulatedNode() as running_node,
-        running_gateway(folder, [running_node.url], {"keys": keys, **settings}) as running,
+        running_gateway(folder, [running_node.url], {"keys": KEYS, **settings}) as running,
     ):
         yield running
-
-
-def client(running: Running, key: ApiKey | None = ALICE) -> AsyncOpenAI:
-    return AsyncOpenAI(
-        base_url=f"{running.url}/v1",
-        api_key="none" if key is None else key.text,
-        max_retries=0,
-        http_client=openai.DefaultAsyncHttpxClient(trust_env=False, timeout=60.0),
-    )
-
-
-def kept(folder: Path) -> list[str]:
-    """What the folder has but its own id, which may still have its temporary name."""
-    names = [path.name for path in (folder / "state/batches").glob("*")]
-    return sorted(name for name in names if not name.endswith(ID_FILE))
 
 
 ASK: dict[str, Any] = {"model": "demo", "input": "tell me a story", "max_output_tokens": 12}
@@ -314,10 +295,9 @@ PREFER = {"prefer": "respond-async"}
 async def deferring(
     folder: Path, node: EmulatedNode | None = None, **settings: Any
 ) -> AsyncIterator[Running]:
-    keys = [{"id": key.id, "sha256": key.sha256} for key in (ALICE, BOB)]
     async with (
         node or EmulatedNode() as running_node,
-        running_gateway(folder, [running_node.url], {"keys": keys, **settings}) as running,
+        running_gateway(folder, [running_node.url], {"keys": KEYS, **settings}) as running,
     ):
         running.client.headers["authorization"] = f"Bearer {ALICE.text}"
         yield running

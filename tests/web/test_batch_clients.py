@@ -56,6 +56,29 @@ def anthropic_client(url: str) -> AsyncAnthropic:
     )
 
 
+ENDS = ("completed", "failed", "cancelled", "expired")
+
+
+async def reached(client: AsyncOpenAI, id_: str, *statuses: str) -> Any:
+    """The batch once it has one of these statuses; before its end it shows no output."""
+
+    async def look() -> Any:
+        found = await client.batches.retrieve(id_)
+        if found.status not in ENDS:
+            assert (found.output_file_id, found.error_file_id) == (None, None)
+        return found if found.status in statuses else None
+
+    return await eventually(look, 120)
+
+
+async def message_batch_ended(client: AsyncAnthropic, id_: str) -> Any:
+    async def look() -> Any:
+        found = await client.messages.batches.retrieve(id_)
+        return found if found.processing_status == "ended" else None
+
+    return await eventually(look, 120)
+
+
 def messages(number: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"Tell me of the number {number}."}]
 
@@ -83,14 +106,7 @@ async def test_openai_uploads_creates_polls_reads_and_lists(tmp_path: Path) -> N
             extra_headers={"Idempotency-Key": "run-1"},
         )
 
-        async def ended() -> Any:
-            found = await client.batches.retrieve(batch.id)
-            if found.status in {"completed", "failed", "cancelled", "expired"}:
-                return found
-            assert (found.output_file_id, found.error_file_id) == (None, None)
-            return None
-
-        done = await eventually(ended, 120)
+        done = await reached(client, batch.id, *ENDS)
         assert done.status == "completed"
         assert done.request_counts.to_dict() == {"total": 20, "completed": 18, "failed": 2}
         assert done.usage is not None
@@ -147,11 +163,7 @@ async def test_openai_cancels_and_keeps_what_was_done(tmp_path: Path) -> None:
         cancelled = await client.batches.cancel(batch.id)
         assert cancelled.status in {"cancelling", "cancelled"}
 
-        async def ended() -> Any:
-            found = await client.batches.retrieve(batch.id)
-            return found if found.status == "cancelled" else None
-
-        done = await eventually(ended, 120)
+        done = await reached(client, batch.id, "cancelled")
         output = (await client.files.content(done.output_file_id)).text.splitlines()
         errors = (await client.files.content(done.error_file_id)).text.splitlines()
         assert len(output) == done.request_counts.completed
@@ -190,11 +202,7 @@ async def test_openai_runs_other_endpoints(
             input_file_id=file.id, endpoint=endpoint, completion_window="24h"
         )
 
-        async def ended() -> Any:
-            found = await client.batches.retrieve(batch.id)
-            return found if found.status == "completed" else None
-
-        done = await eventually(ended, 120)
+        done = await reached(client, batch.id, "completed")
         assert (done.request_counts.completed, done.error_file_id) == (1, None)
         output = await client.files.content(done.output_file_id)
         response = json.loads(output.text)["response"]
@@ -215,11 +223,7 @@ async def test_anthropic_creates_polls_reads_cancels_and_deletes(tmp_path: Path)
         requests[4]["params"]["stream"] = True
         batch = await batches.create(requests=requests)
 
-        async def ended() -> Any:
-            found = await batches.retrieve(batch.id)
-            return found if found.processing_status == "ended" else None
-
-        done = await eventually(ended, 120)
+        done = await message_batch_ended(client, batch.id)
         counts = done.request_counts
         assert (counts.processing, counts.succeeded, counts.errored) == (0, 10, 2)
         results = {one.custom_id: one.result async for one in await batches.results(batch.id)}
@@ -255,11 +259,7 @@ async def test_anthropic_creates_polls_reads_cancels_and_deletes(tmp_path: Path)
         cancelled = await batches.cancel(second.id)
         assert cancelled.processing_status in {"canceling", "ended"}
 
-        async def second_ended() -> Any:
-            found = await batches.retrieve(second.id)
-            return found if found.processing_status == "ended" else None
-
-        done = await eventually(second_ended, 120)
+        done = await message_batch_ended(client, second.id)
         assert done.request_counts.canceled > 0
         types = [one.result.type async for one in await batches.results(second.id)]
         assert len(types) == 40

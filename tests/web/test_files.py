@@ -19,47 +19,19 @@ import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai import AsyncOpenAI
 
-from gateway.access.keys import ApiKey, new_key
-from gateway.batches.folder import ID_FILE
+from gateway.access.keys import ApiKey
 from gateway.errors import GatewayError
 from gateway.web.files import UNNAMED, ContentResponse, UploadForm, boundary_of, content_headers
 from tests.emulator.raw_connection import raw_connection
 from tests.gateways import Running, running_gateway, until
 from tests.web.raw_client import answer
+from tests.web.two_keys import ALICE, BOB, DEAD, client, gateway, kept, reason
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
-DEAD = "http://127.0.0.1:9"
 LINES = b'{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {}}\n'
-ALICE, BOB = new_key("alice"), new_key("bob")
 FORM = "multipart/form-data; boundary=XX"
-
-
-@asynccontextmanager
-async def gateway(folder: Path, **settings: Any) -> AsyncIterator[Running]:
-    keys = [{"id": key.id, "sha256": key.sha256} for key in (ALICE, BOB)]
-    async with running_gateway(
-        folder, [DEAD], {"keys": keys, **settings}, wait_ready=False
-    ) as running:
-        yield running
-
-
-def client(running: Running, key: ApiKey | None = ALICE) -> AsyncOpenAI:
-    text = "none" if key is None else key.text
-    return AsyncOpenAI(
-        base_url=f"{running.url}/v1",
-        api_key=text,
-        max_retries=0,
-        http_client=openai.DefaultAsyncHttpxClient(trust_env=False, timeout=60.0),
-    )
-
-
-def kept(folder: Path) -> list[str]:
-    """Return the names of all files in the gateway's folder, but that of its id."""
-    names = [path.name for path in (folder / "state/batches").glob("*")]
-    return sorted(name for name in names if not name.endswith(ID_FILE))
 
 
 def form(content: bytes, *, purpose: str = "batch", name: str = "a.jsonl") -> bytes:
@@ -91,12 +63,6 @@ def head(*fields: str, key: ApiKey = ALICE) -> bytes:
 async def post(running: Running, body: bytes, **headers: str) -> httpx.Response:
     given = {"authorization": f"Bearer {ALICE.text}", "content-type": FORM, **headers}
     return await running.client.post("/v1/files", content=body, headers=given)
-
-
-def reason(response: httpx.Response) -> tuple[int, str]:
-    error = response.json()["error"]
-    assert error["code"] == response.headers["x-gateway-reason"]
-    return response.status_code, error["code"]
 
 
 async def test_the_official_client_uploads_reads_lists_and_deletes(tmp_path: Path) -> None:
@@ -445,7 +411,8 @@ import asyncio, sys
 from pathlib import Path
 from gateway.batches.folder import SPARE_BYTES
 from tests.gateways import until
-from tests.web.test_files import client, form, gateway, head, kept
+from tests.web.test_files import form, head
+from tests.web.two_keys import client, gateway, kept
 from tests.emulator.raw_connection import raw_connection
 from tests.web.raw_client import answer
 

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,32 +18,21 @@ import pytest
 from anthropic import AsyncAnthropic
 from anthropic.types.messages import MessageBatch
 
-from gateway.access.keys import ApiKey, new_key
+from gateway.access.keys import ApiKey
 from gateway.batches.batch_rows import Batch
 from gateway.batches.request_rows import BatchState
 from gateway.errors import GatewayError
 from gateway.web.message_batches import MessageBatchBody, message_batch_object
 from tests.each_case import each_case
 from tests.emulator.raw_connection import raw_connection
-from tests.gateways import Running, running_gateway, until
+from tests.gateways import Running, until
 from tests.polling import eventually
 from tests.web.raw_client import answer
-from tests.web.test_files import kept
+from tests.web.two_keys import ALICE, BOB, gateway, kept
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
-DEAD = "http://127.0.0.1:9"
-ALICE, BOB = new_key("alice"), new_key("bob")
 PATH = "/v1/messages/batches"
-
-
-@asynccontextmanager
-async def gateway(folder: Path, **settings: Any) -> AsyncIterator[Running]:
-    keys = [{"id": key.id, "sha256": key.sha256} for key in (ALICE, BOB)]
-    async with running_gateway(
-        folder, [DEAD], {"keys": keys, **settings}, wait_ready=False
-    ) as running:
-        yield running
 
 
 def client(running: Running, key: ApiKey = ALICE) -> AsyncAnthropic:
