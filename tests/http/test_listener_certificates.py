@@ -1,3 +1,5 @@
+"""Certificates of the listeners."""
+
 from __future__ import annotations
 
 import asyncio
@@ -27,11 +29,6 @@ from tests.virtual import in_virtual_time
 class Files:
     cert: Path
     key: Path
-
-
-@pytest.fixture(scope="module")
-def authority() -> trustme.CA:
-    return trustme.CA()
 
 
 def issue(authority: trustme.CA, folder: Path, name: str, **more: object) -> Files:
@@ -73,22 +70,6 @@ async def shown(authority: trustme.CA, port: int) -> str:
     writer.close()
     await writer.wait_closed()
     return name
-
-
-async def test_a_renewed_certificate_is_shown_and_open_connections_stay(
-    tmp_path: Path, authority: trustme.CA
-) -> None:
-    certificate = ServerCertificate(issue(authority, tmp_path, "first"))
-    async with served(certificate) as port:
-        name, reader, writer = await connected(authority, port)
-        assert name == "first"
-        issue(authority, tmp_path, "second")
-        await certificate.renew()
-        assert await shown(authority, port) == "second"
-        writer.write(b"still here\n")
-        assert await reader.readline() == b"still here\n"
-        writer.close()
-        await writer.wait_closed()
 
 
 @pytest.mark.parametrize("broken", ["other key", "half", "gone", "empty", "encrypted"])
@@ -179,23 +160,6 @@ async def test_a_file_that_is_replaced_by_a_rename_is_seen(tmp_path: Path) -> No
     (tmp_path / "new").write_text("2")
     (tmp_path / "new").rename(one)
     assert await asyncio.wait_for(work, 30) == {one}
-
-
-async def test_a_link_that_is_switched_is_seen_as_kubernetes_switches_it(tmp_path: Path) -> None:
-    """The file is a link through `..data`, which is replaced by a rename; the folder stays."""
-    for version in ("..1", "..2"):
-        (tmp_path / version).mkdir()
-        (tmp_path / version / "tls.crt").write_text(version)
-    (tmp_path / "..data").symlink_to("..1")
-    link = tmp_path / "tls.crt"
-    link.symlink_to("..data/tls.crt")
-    paths = Looks(link)
-    work = asyncio.create_task(changes(paths))
-    await after_first_look(work, paths)
-    (tmp_path / "..data_tmp").symlink_to("..2")
-    (tmp_path / "..data_tmp").rename(tmp_path / "..data")
-    assert await asyncio.wait_for(work, 30) == {link}
-    assert link.read_text() == "..2"
 
 
 @in_virtual_time

@@ -1,20 +1,165 @@
-"""Timeouts of plain responses, and what clients get meanwhile."""
+"""What the head of a request asks for, who owns what it is about, and which pages may read."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gateway.access.keys import KeyRing
+from gateway.config.listeners import CorsSpec
+from gateway.config.settings import Settings
+from gateway.errors import GatewayError
+from gateway.http.request_head import (
+    ANONYMOUS_OWNER,
+    LONGEST_PREFER,
+    HandlerConfig,
+    cors_headers,
+    no_store,
+    owner_by_head,
+    prefers_async,
+)
+from gateway.http.response_head import EXPOSED_HEADERS
+from gateway.lease import KeyedHash
+from gateway.request import Caller, Priority
 from gateway.transport.errors import ConnectTimedOut
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import raw_connection
 from tests.gateways import until
 from tests.virtual import in_virtual_time, now
 from tests.web.raw_client import CHAT, HELLO, answer, public, request
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"respond-async", b"Respond-Async", b" respond-async , wait=100",
+        b"wait=100, respond-async", b'foo="a, b", respond-async; bar=1', b'respond-async=""',
+        b"respond-async ; x",
+    ],
+)  # fmt: skip
+def test_the_token_is_found(value: bytes) -> None:
+    assert prefers_async([(b"prefer", value)])
+    assert prefers_async([(b"prefer", b"wait=1"), (b"prefer", value)])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"respond-asynchronously",
+        b"xrespond-async",
+        b"respond-async=1",
+        b'foo="respond-async"',
+        b'foo="a, respond-async"',
+        b"return=minimal",
+        b"wait=100; respond-async",
+        b"respond-async" + b" " * LONGEST_PREFER,
+        b'"' * LONGEST_PREFER,
+    ],
+)
+def test_other_preferences_are_ignored(value: bytes) -> None:
+    assert not prefers_async([(b"prefer", value)])
+    assert not prefers_async([(b"x-prefer", b"respond-async")])
+
+
+KEY = Caller("k1", "alice", Priority.NORMAL)
+NOBODY = Caller("anonymous:127.0.0.1", "anonymous", Priority.URGENT, anonymous=True)
+
+
+def owner_of(
+    *headers: tuple[bytes, bytes], caller: Caller, loopback: bool, what: str = "Files"
+) -> str:
+    config = HandlerConfig.of(
+        Settings(), loopback=loopback, keyed_hash=KeyedHash(b"0" * 16), key_ring=KeyRing()
+    )
+    return owner_by_head(list(headers), caller, config, what)
+
+
+def test_a_key_owns_what_it_sends_wherever_it_comes_from() -> None:
+    for loopback in (True, False):
+        assert owner_of(caller=KEY, loopback=loopback) == "k1"
+    assert owner_of((b"x-forwarded-for", b"10.1.1.1"), caller=KEY, loopback=True) == "k1"
+
+
+def test_callers_without_a_key_share_an_owner_on_the_gateways_machine_alone() -> None:
+    for caller in (NOBODY, replace(NOBODY, id="anonymous:::1")):
+        assert owner_of(caller=caller, loopback=True) == ANONYMOUS_OWNER
+    for headers, loopback in (((), False), (((b"x-forwarded-for", b"10.1.1.1"),), True)):
+        with pytest.raises(GatewayError, match="Batches belong to an API key") as refused:
+            owner_of(*headers, caller=NOBODY, loopback=loopback, what="Batches")
+        assert (refused.value.status, refused.value.retryable) == (401, False)
+
+
+def test_without_a_store_nothing_is_kept() -> None:
+    assert (no_store("batches").status, no_store("batches").retryable) == (501, False)
+
+
+PAGE = "https://chat.example"
+ALLOW = b"access-control-allow-origin"
+
+
+def fields(cors: CorsSpec, *origins: str) -> dict[bytes, bytes]:
+    return dict(cors_headers(cors, [(b"origin", origin.encode()) for origin in origins]))
+
+
+def test_a_request_without_origin_gets_no_cors_headers() -> None:
+    assert fields(CorsSpec(origins=("*",))) == {}
+
+
+def test_any_page_may_read_if_all_origins_are_allowed() -> None:
+    found = fields(CorsSpec(origins=("*",)), PAGE)
+    assert found[ALLOW] == b"*"
+    assert found[b"access-control-expose-headers"].decode().split(", ") == list(EXPOSED_HEADERS)
+    assert b"access-control-allow-credentials" not in found
+
+
+def test_an_allowed_page_may_read_and_caches_vary_by_origin() -> None:
+    found = fields(CorsSpec(origins=(PAGE, "https://other.example")), PAGE)
+    assert (found[ALLOW], found[b"vary"]) == (PAGE.encode(), b"Origin")
+
+
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", PAGE + ".evil.example", "null", "*", ""]
+)
+def test_a_page_of_another_origin_may_not_read(origin: str) -> None:
+    assert fields(CorsSpec(origins=(PAGE,)), origin) == {b"vary": b"Origin"}
+
+
+def test_credentials_are_allowed_for_named_origins_only() -> None:
+    cors = CorsSpec(origins=(PAGE,), credentials=True)
+    assert fields(cors, PAGE)[b"access-control-allow-credentials"] == b"true"
+    assert b"access-control-allow-credentials" not in fields(cors, "https://evil.example")
+
+
+@in_virtual_time
+async def test_an_allowed_page_may_read_every_kind_of_response(tmp_path: Path) -> None:
+    settings = {"cors": {"origins": [PAGE]}, "heartbeat": 0.1}
+    async with public(tmp_path, settings) as gate:
+        origin = f"Origin: {PAGE}"
+        short = {**HELLO, "max_tokens": 2}
+        kinds = {
+            "plain": request(short, origin),
+            "stream": request({**short, "stream": True}, origin),
+            "error": request(b"{", origin),
+            "nowhere": request(short, origin, path="/nowhere"),
+            "models": request(b"", origin, method="GET", path="/v1/models"),
+        }
+        for kind, data in kinds.items():
+            found = await gate.ask(data)
+            assert found.headers["access-control-allow-origin"] == PAGE, kind
+            assert "X-Gateway-Reason" in found.headers["access-control-expose-headers"], kind
+        gate.node.faults.next("hang", after_events=0, seconds=0.3)
+        beaten = await gate.ask(kinds["stream"])
+        assert beaten.body.startswith(b":\n")
+        assert beaten.headers["access-control-allow-origin"] == PAGE
+        stranger = await gate.ask(request(short, "Origin: https://evil.example"))
+        assert "access-control-allow-origin" not in stranger.headers
+
 
 PADDED: dict[str, Any] = {
     "heartbeat": 0.1,

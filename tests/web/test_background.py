@@ -1,6 +1,4 @@
-"""Stored responses of a whole gateway, by the official client."""
-
-# ruff: noqa: SIM117 - one level for the gateway, one for its clients
+"""Responses that are kept or made later."""
 
 from __future__ import annotations
 
@@ -12,46 +10,35 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
 
-from gateway.access.keys import ApiKey, new_key
 from gateway.batches import response_log
+from gateway.batches.background_requests import NewRequest
 from gateway.batches.folder import ID_FILE
+from gateway.batches.request_rows import RequestKind
+from gateway.errors import GatewayError
+from gateway.web.background import background_object
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
+from tests.web.two_keys import ALICE, BOB, KEYS, client, kept
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
-ALICE, BOB = new_key("alice"), new_key("bob")
+# ruff: noqa: SIM117 - one level for the gateway, one for its clients
 
 
 @asynccontextmanager
 async def gateway(
     folder: Path, node: EmulatedNode | None = None, **settings: Any
 ) -> AsyncIterator[Running]:
-    keys = [{"id": key.id, "sha256": key.sha256} for key in (ALICE, BOB)]
     async with (
         node or EmulatedNode() as running_node,
-        running_gateway(folder, [running_node.url], {"keys": keys, **settings}) as running,
+        running_gateway(folder, [running_node.url], {"keys": KEYS, **settings}) as running,
     ):
         yield running
-
-
-def client(running: Running, key: ApiKey | None = ALICE) -> AsyncOpenAI:
-    return AsyncOpenAI(
-        base_url=f"{running.url}/v1",
-        api_key="none" if key is None else key.text,
-        max_retries=0,
-        http_client=openai.DefaultAsyncHttpxClient(trust_env=False, timeout=60.0),
-    )
-
-
-def kept(folder: Path) -> list[str]:
-    """What the folder has but its own id, which may still have its temporary name."""
-    names = [path.name for path in (folder / "state/batches").glob("*")]
-    return sorted(name for name in names if not name.endswith(ID_FILE))
 
 
 ASK: dict[str, Any] = {"model": "demo", "input": "tell me a story", "max_output_tokens": 12}
@@ -256,3 +243,147 @@ async def test_without_a_store_nothing_is_kept(tmp_path: Path) -> None:
             await alice.responses.create(**ASK, background=True)
         assert refused.value.status_code == 501
         assert (await alice.responses.create(**ASK, store=True)).output_text
+
+
+DEAD = "http://127.0.0.1:9"
+
+
+async def test_requests_that_take_no_slot_are_served_at_once(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode() as node,
+        running_gateway(tmp_path, [node.url]) as running,
+    ):
+        body = {"messages": [{"role": "user", "content": "x"}], "content": "x"}
+        answer = await running.client.post(
+            "/tokenize", json=body, headers={"prefer": "respond-async"}
+        )
+        assert answer.status_code == 200
+        assert "preference-applied" not in answer.headers
+
+
+async def test_a_body_of_too_many_parts_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
+    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url]) as running:
+        parts = b"[" + b"[]," * 700_000 + b"[]]"
+        for name in (b"tools", b"input", b"metadata", b"webhook_url", b"previous_response_id"):
+            body = b'{"model":"demo","background":true,"%b":%b}' % (name, parts)
+            answer = await running.client.post("/v1/responses", content=body)
+            assert answer.status_code == 400
+            assert "limits.json_containers" in answer.json()["error"]["message"]
+
+
+async def test_what_was_taken_is_told_though_the_store_has_gone(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, [DEAD], wait_ready=False) as running:
+        gateway = running.gateway
+        requests = gateway.background.requests
+        assert requests is not None
+        row = await requests.add(
+            NewRequest(RequestKind.DEFERRED, "k", "/v1/completions", b"{}", "normal", 60.0, 60.0)
+        )
+    with pytest.raises(GatewayError):
+        await requests.ahead_of(row)
+    described = await background_object(row, requests, gateway.scheduler)
+    assert described["id"] == row.id
+    assert described["status"] == "queued"
+    assert described["position"] is None
+
+
+CHAT = {"messages": [{"role": "user", "content": "tell me a story"}], "max_tokens": 12}
+PREFER = {"prefer": "respond-async"}
+
+
+@asynccontextmanager
+async def deferring(
+    folder: Path, node: EmulatedNode | None = None, **settings: Any
+) -> AsyncIterator[Running]:
+    async with (
+        node or EmulatedNode() as running_node,
+        running_gateway(folder, [running_node.url], {"keys": KEYS, **settings}) as running,
+    ):
+        running.client.headers["authorization"] = f"Bearer {ALICE.text}"
+        yield running
+
+
+async def ask(running: Running, path: str, body: dict[str, Any]) -> httpx.Response:
+    return await running.client.post(path, json=body, headers=PREFER)
+
+
+async def answered(running: Running, url: str) -> httpx.Response:
+    async with asyncio.timeout(30):
+        while (found := await running.client.get(url)).status_code == 202:
+            assert int(found.headers["retry-after"]) > 0
+            assert found.json()["url"] == url
+            await asyncio.sleep(0.02)
+    return found
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_the_response_is_what_a_client_would_have_had(tmp_path: Path, path: str) -> None:
+    body = {"input": "hello"} if path == "/v1/responses" else CHAT
+    async with deferring(tmp_path) as running:
+        accepted = await ask(running, path, body)
+        assert accepted.status_code == 202
+        assert accepted.headers["preference-applied"] == "respond-async"
+        url = accepted.headers["location"]
+        told = accepted.json()
+        assert (told["object"], told["url"], told["path"]) == ("background", url, path)
+        replay = await answered(running, url)
+        plain = await running.client.post(path, json=body)
+        assert replay.status_code == 200
+        assert set(replay.json()) == set(plain.json())
+        assert replay.headers["x-gateway-replay"] == "true"
+        assert replay.headers["x-should-retry"] == "false"
+        assert replay.headers["content-type"] == plain.headers["content-type"]
+        assert (await running.client.get(url)).content == replay.content
+        gone = await running.client.delete(url)
+        assert gone.json()["deleted"] is True
+        assert (await running.client.get(url)).status_code == 404
+        names = [p.name for p in (tmp_path / "state/batches").glob("*")]
+        assert names == [ID_FILE]
+
+
+async def test_a_nodes_error_is_replayed_with_its_status(tmp_path: Path) -> None:
+    said = '{"error":{"code":400,"message":"No such thing","type":"invalid_request_error"}}'
+    async with deferring(tmp_path, node := EmulatedNode()) as running:
+        node.faults.next("status", status=400, body=said)
+        accepted = await ask(running, "/v1/chat/completions", CHAT)
+        replay = await answered(running, accepted.headers["location"])
+        assert (replay.status_code, replay.text) == (400, said)
+        assert replay.headers["x-gateway-replay"] == "true"
+
+
+async def test_one_that_runs_is_ended_by_its_deletion(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=1, decode_tps=10, answer_tokens=1000)
+    async with deferring(tmp_path, node) as running:
+        long = {**CHAT, "max_tokens": 1000}
+        runs = (await ask(running, "/v1/chat/completions", long)).headers["location"]
+        await until(lambda: node.busy == 1)
+        waits = (await ask(running, "/v1/chat/completions", long)).headers["location"]
+        async with asyncio.timeout(60):
+            while (told := (await running.client.get(waits)).json())["position"] is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert told["status"] == "queued"
+        for url in (waits, runs):
+            assert (await running.client.delete(url)).json()["cancelled"] is True
+            assert (await running.client.get(url)).status_code == 404
+        await until(lambda: node.busy == 0)
+
+
+async def test_a_deferred_request_of_another_key_is_not_there(tmp_path: Path) -> None:
+    async with deferring(tmp_path) as running:
+        url = (await ask(running, "/v1/chat/completions", CHAT)).headers["location"]
+        other = {"authorization": f"Bearer {BOB.text}"}
+        assert (await running.client.get(url, headers=other)).status_code == 404
+        assert (await running.client.delete(url, headers=other)).status_code == 404
+        assert (await answered(running, url)).status_code == 200
+
+
+async def test_a_stream_is_refused_and_other_preferences_change_nothing(tmp_path: Path) -> None:
+    async with deferring(tmp_path) as running:
+        refused = await ask(running, "/v1/chat/completions", {**CHAT, "stream": True})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "stream"
+        usual = await running.client.post(
+            "/v1/chat/completions", json=CHAT, headers={"prefer": "wait=10, return=minimal"}
+        )
+        assert usual.status_code == 200
+        assert "choices" in usual.json()

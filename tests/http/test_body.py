@@ -1,23 +1,153 @@
-"""Many requests of one key beside another key: bodies, the queue, and paths without slots."""
+"""Request bodies: parts, memory, and fair shares of it."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
+from starlette.requests import ClientDisconnect, Request
 
 from gateway.access.fair_share import FairShare
 from gateway.access.keys import new_key
+from gateway.config.listeners import LimitSettings
+from gateway.errors import GatewayError, body_too_large
+from gateway.http.body import (
+    PART_BYTES,
+    BodyAllocation,
+    BodyMemory,
+    body_parts,
+    check_plain,
+    content_length,
+)
+from gateway.proxy.inbound.request import prepare
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import RawConnection, raw_connection
 from tests.gateways import until
 from tests.virtual import in_virtual_time
 from tests.web.raw_client import HELLO, Answer, Public, answer, public, request
+
+LIMIT = 800
+
+
+def allocate(
+    memory: BodyMemory, caller: str, size: int, user: str = "", *, runs: bool = False
+) -> BodyAllocation:
+    """A body of so many bytes, which can be evicted unless its request runs."""
+    allocation = BodyAllocation(caller, user or caller)
+    allocation.set_evict(lambda _: not runs)
+    memory.allocate(allocation, size, LIMIT)
+    return allocation
+
+
+def test_bodies_of_running_requests_stay_and_leave_the_reserve_to_others() -> None:
+    memory = BodyMemory()
+    running = [allocate(memory, "a", 100, runs=True) for _ in range(7)]
+    with pytest.raises(GatewayError) as raised:
+        allocate(memory, "a", 1)
+    assert (raised.value.code, raised.value.retry_after) == ("queue_full", 2.0)
+    other = allocate(memory, "b", 100, runs=True)
+    assert [body.size for body in running] == [100] * 7
+    with pytest.raises(GatewayError):
+        allocate(memory, "c", 1)
+    for body in (*running, other):
+        memory.release(body)
+        memory.release(body)
+    assert (memory.total_bytes, memory.fair_share, memory.allocation_count) == (
+        0,
+        FairShare(),
+        0,
+    )
+
+
+def test_a_user_with_more_is_evicted_for_another_of_the_same_caller() -> None:
+    memory = BodyMemory()
+    anna = [allocate(memory, "web", 100, "web/anna") for _ in range(6)]
+    ben = allocate(memory, "web", 100, "web/ben")
+    assert allocate(memory, "web", 100, "web/carl").size == 100
+    assert [body.size for body in anna] == [100] * 5 + [0]
+    assert ben.size == 100
+
+
+def test_small_bodies_count_for_no_caller() -> None:
+    memory = BodyMemory()
+    most = 1 << 20
+    assert memory.allocate_small(64, most)
+    assert not memory.allocate_small(65, most)
+    assert (memory.total_bytes, memory.fair_share.total) == (64, 0)
+    full = BodyMemory(total_bytes=most - most // 8)
+    assert not full.allocate_small(1, most)
+
+
+def test_part_of_an_allocation_can_be_released() -> None:
+    memory = BodyMemory()
+    allocation = allocate(memory, "a", 100)
+    memory.allocate(allocation, 50, LIMIT)
+    memory.release(allocation, 50)
+    assert (allocation.size, memory.total_bytes, memory.allocation_count) == (100, 100, 1)
+    memory.release(allocation)
+    assert (allocation.size, memory.total_bytes, memory.allocation_count) == (0, 0, 0)
+
+
+LIMITS = LimitSettings(body_timeout=5.0, body_rate=1000)
+
+
+def posted(pieces: list[bytes], *headers: tuple[bytes, bytes], stalls: bool = False) -> Request:
+    left = list(pieces)
+
+    async def receive() -> dict[str, Any]:
+        if not left and stalls:
+            await asyncio.Event().wait()
+        if not left:
+            return {"type": "http.disconnect"}
+        body = left.pop(0)
+        return {"type": "http.request", "body": body, "more_body": bool(left) or stalls}
+
+    return Request({"type": "http", "method": "POST", "headers": list(headers)}, receive)
+
+
+async def read(asked: Request, most: int = 1 << 30, limits: LimitSettings = LIMITS) -> list[bytes]:
+    return [one async for one in body_parts(asked, limits, most, lambda: body_too_large(most))]
+
+
+async def test_small_pieces_come_in_parts_of_some_size() -> None:
+    pieces = [bytes([number % 256]) * 1000 for number in range(600)]
+    parts = await read(posted(pieces))
+    assert b"".join(parts) == b"".join(pieces)
+    assert [len(part) >= PART_BYTES for part in parts] == [True, True, False]
+    assert await read(posted([b""])) == []
+
+
+async def test_a_body_that_is_too_large_ends_where_it_exceeds_the_limit() -> None:
+    assert await read(posted([b"x" * 10]), most=10) == [b"x" * 10]
+    with pytest.raises(GatewayError) as refused:
+        await read(posted([b"x" * 11]), most=10)
+    assert refused.value.status == 413
+
+
+async def test_a_body_that_stalls_is_refused_and_one_that_is_left_ends() -> None:
+    limits = LimitSettings(body_timeout=0.05, body_rate=1 << 20)
+    with pytest.raises(GatewayError) as refused:
+        await read(posted([b"x"], stalls=True), limits=limits)
+    assert refused.value.status == 408
+    with pytest.raises(ClientDisconnect):
+        await read(posted([]))
+
+
+def test_the_head_tells_length_and_encoding() -> None:
+    assert content_length(posted([])) is None
+    assert content_length(posted([], (b"content-length", b"12"))) == 12
+    check_plain(posted([], (b"content-encoding", b"identity")))
+    with pytest.raises(GatewayError) as refused:
+        check_plain(posted([], (b"content-encoding", b"gzip")))
+    assert refused.value.status == 415
+
 
 A, B, WEB = new_key(), new_key(), new_key()
 KEYS = [
@@ -224,3 +354,43 @@ async def test_requests_without_a_slot_queue_in_order_and_within_their_deadline(
         assert (late.status, late.code) == (503, "queue_timeout")
         held.cancel()
         await asyncio.gather(held, return_exceptions=True)
+
+
+SHAPES = [
+    {"messages": [{}] * 1500},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 1500}]},
+    {**HELLO, "tools": [{}] * 1500},
+    {**HELLO, "a_url": 1, "x": [[]] * 1500},
+]
+
+
+@pytest.mark.parametrize("body", SHAPES, ids=["messages", "parts", "tools", "links"])
+@in_virtual_time
+async def test_one_slow_body_is_prepared_per_round_of_the_event_loop(
+    tmp_path: Path, body: dict[str, Any]
+) -> None:
+    rounds: Counter[int] = Counter()
+    now = 0
+
+    def count_calls(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is prepare.__code__:
+            rounds[now] += 1
+
+    async def count() -> None:
+        nonlocal now
+        while True:
+            now += 1
+            await asyncio.sleep(0)
+
+    async with public(tmp_path, None, EmulatedNode(slots=20, context=1 << 20)) as gate:
+        counting = asyncio.create_task(count())
+        data = request({**body, "max_tokens": 1})
+        sys.setprofile(count_calls)
+        try:
+            found = await asyncio.gather(*(gate.ask(data) for _ in range(20)))
+        finally:
+            sys.setprofile(None)
+            counting.cancel()
+    assert {one.status for one in found} <= {200, 400}
+    assert sum(rounds.values()) >= 20
+    assert max(rounds.values()) == 1

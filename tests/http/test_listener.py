@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,13 +18,9 @@ from gateway.http.protocol import protocol_class
 from gateway.startup import StartError
 from tests.emulator.raw_connection import RawConnection
 from tests.gateways import until
+from tests.http.authority import trusting
 from tests.virtual import in_virtual_time, now
 from tests.web.raw_client import CHAT, HELLO, answer, public, request
-
-
-@pytest.fixture(scope="module")
-def authority() -> trustme.CA:
-    return trustme.CA()
 
 
 @pytest.fixture
@@ -34,12 +29,6 @@ def tls(authority: trustme.CA, tmp_path: Path) -> dict[str, str]:
     own.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
     own.private_key_pem.write_to_path(tmp_path / "key.pem")
     return {"cert": str(tmp_path / "cert.pem"), "key": str(tmp_path / "key.pem")}
-
-
-def trusting(authority: trustme.CA) -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    authority.configure_trust(context)
-    return context
 
 
 @in_virtual_time

@@ -17,15 +17,11 @@ import trustme
 from gateway.access.keys import new_key
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
+from tests.http.authority import trusting
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
-
-
-@pytest.fixture(scope="module")
-def authority() -> trustme.CA:
-    return trustme.CA()
 
 
 def issue(authority: trustme.CA, folder: Path, name: str) -> dict[str, str]:
@@ -35,12 +31,6 @@ def issue(authority: trustme.CA, folder: Path, name: str) -> dict[str, str]:
     own.private_key_pem.write_to_path(folder / "key.pem")
     own.cert_chain_pems[0].write_to_path(folder / "cert.pem")
     return {"cert": str(folder / "cert.pem"), "key": str(folder / "key.pem")}
-
-
-def trusting(authority: trustme.CA) -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    authority.configure_trust(context)
-    return context
 
 
 def client(url: str, authority: trustme.CA, key: str | None = None) -> httpx.AsyncClient:

@@ -19,8 +19,7 @@ from tests.each_case import each_case
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.emulator.raw_connection import RawConnection, raw_connection
 from tests.gateways import until
-from tests.web.raw_client import CHAT, Public, answer, public
-from tests.web.smuggling import (
+from tests.http.smuggling import (
     ANNA,
     CREDENTIALS,
     LAST,
@@ -30,6 +29,7 @@ from tests.web.smuggling import (
     chat,
     marked,
 )
+from tests.web.raw_client import CHAT, Public, answer, public
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
