@@ -8,6 +8,7 @@ closes it all the same, and what they send there meanwhile they would answer wit
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -93,9 +94,16 @@ class Front:
     make use of it."""
 
 
-def _gateway(**settings: object) -> Target:
-    """This gateway; all other settings are the defaults."""
-    return replace(TARGETS["gateway"], command=lambda binary, plan: gateway(binary, plan, settings))
+def _gateway(policy: str | None = None) -> Target:
+    """This gateway; all settings are the defaults."""
+
+    def command(binary: str, plan: Plan) -> list[str]:
+        served = gateway(binary, plan, {})
+        if policy is None:
+            return served
+        return [sys.executable, "-m", "tests.bench.scheduling.with_policy", policy, *served[1:]]
+
+    return replace(TARGETS["gateway"], command=command)
 
 
 def _nginx(binary: str, plan: Plan) -> list[str]:
