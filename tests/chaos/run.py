@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from tests.bench.process import waited_seconds
+from tests.bench.machine import waited_seconds
 from tests.chaos import workload
 from tests.chaos.client import READS_TO_END, Client, ClientBehaviour
 from tests.chaos.fault_injection import FaultInjector

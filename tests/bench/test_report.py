@@ -8,7 +8,7 @@ import pytest
 
 from tests.bench import report
 from tests.bench.machine import cpu_model
-from tests.bench.results import GOALS, Goal, Results, Sample
+from tests.bench.report import GOALS, Goal, Results, Sample
 from tests.bench.scenarios import Sizes, catalogue, quantile, spread_ms
 
 

@@ -7,7 +7,7 @@ import time
 
 import psutil
 
-from tests.bench.process import cpu_seconds, resident_bytes, waited_seconds
+from tests.bench.machine import cpu_seconds, resident_bytes, waited_seconds
 
 BURN = "import time\nend = time.process_time() + {seconds}\nwhile time.process_time() < end: pass\n"
 WITH_CHILDREN = f"""
@@ -25,8 +25,7 @@ code = "x = b'1' * 50_000_000; print('ready', flush=True); input()"
 subprocess.run([sys.executable, "-c", code], check=True)
 """
 LIMIT = 40.0
-TICK = 0.01
-"""Seconds; the time of ended children is known in whole ticks."""
+TICK = 0.01  # seconds; the time of ended children is known in whole ticks
 
 
 def test_cpu_time_holds_living_and_ended_children() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.bench.scheduling import report
 from tests.bench.scheduling.play import Record
-from tests.bench.scheduling.results import FIGURES, Played, Results
+from tests.bench.scheduling.report import FIGURES, Played, Results
 
 MEAN, P50, P95, RATE, CACHED = FIGURES
 
