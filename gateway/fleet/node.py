@@ -883,7 +883,7 @@ class Lease:
     """The node's sum (`SlotOccupancy`) when the lease was taken, then when its prompt was read;
     after the release the difference since then."""
     prefill_seconds: float = 0.0
-    """Likewise."""
+    """The node's other sum, at the same moments."""
     first_content_at: float | None = None
     span: tuple[float, int, float, float] = (0.0, 0, 0.0, 0.0)
     """The span of its decode that goes on: when it began, the events before it (0: none goes on),
