@@ -36,8 +36,7 @@ def models(
         ModelAction, typer.Argument(metavar="|".join(ModelAction), help="What to do.")
     ] = ModelAction.LIST,
     name: Annotated[
-        str | None,
-        typer.Argument(metavar="NAME", help="The public name; needed for all but list."),
+        str | None, typer.Argument(metavar="NAME", help="The public name; needed for all but list.")
     ] = None,
     admin_url: options.AdminUrl = None,
     admin_key_file: options.AdminKeyFile = None,

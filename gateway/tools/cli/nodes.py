@@ -38,13 +38,9 @@ EXAMPLES = examples_epilog(
     ("llama-gateway nodes --json | jq -r '.nodes[].name'", "for scripts"),
 )
 
-FIRST_POLL_INTERVAL = 0.02
-"""Seconds; it doubles with each poll of a drain."""
-
+FIRST_POLL_INTERVAL = 0.02  # seconds; it doubles with each poll of a drain
 LONGEST_POLL_INTERVAL = 0.5
-
-MOST_FAILED_POLLS = 5
-"""Polls in a row that may fail before the command gives up."""
+MOST_FAILED_POLLS = 5  # polls in a row that may fail before the command gives up
 
 _which = partial(typer.Option, rich_help_panel="Which nodes")
 
@@ -370,10 +366,8 @@ class NodeSelection:
     """What a command line says of nodes."""
 
     names: Sequence[str] = ()
-    hosts: Sequence[str] = ()
-    """Any of them."""
-    labels: Sequence[tuple[str, str]] = ()
-    """All of them."""
+    hosts: Sequence[str] = ()  # any of them
+    labels: Sequence[tuple[str, str]] = ()  # all of them
     all_but: Sequence[str] = ()
 
     @property
@@ -424,23 +418,14 @@ def read_labels(texts: Sequence[str]) -> list[tuple[str, str]]:
 def models_left_without(
     chosen: Iterable[dict[str, Any]], nodes: Iterable[dict[str, Any]]
 ) -> list[str]:
-    """Models that nobody would serve without the chosen nodes, and that they serve now."""
-    taken = {str(node.get("name")) for node in chosen}
-    serving = [node for node in nodes if node.get("state") in SERVING_STATES]
-    left = {
-        model
-        for node in serving
-        if str(node.get("name")) not in taken
-        for model in node.get("models") or ()
-    }
-    lost = {
-        str(model)
-        for node in serving
-        if str(node.get("name")) in taken
-        for model in node.get("models") or ()
-        if model not in left
-    }
-    return sorted(lost)
+    """Return the models that the chosen nodes serve now, and no other node does."""
+    taken = {node.get("name") for node in chosen}
+    by_others, by_chosen = set[str](), set[str]()
+    for node in nodes:
+        if node.get("state") in SERVING_STATES:
+            served = by_chosen if node.get("name") in taken else by_others
+            served.update(map(str, node.get("models") or ()))
+    return sorted(by_chosen - by_others)
 
 
 def in_words(models: Sequence[str], most: int = 8) -> str:

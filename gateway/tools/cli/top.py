@@ -50,7 +50,7 @@ def top(
     used by another client of the server, and a dot is free. A percentage behind a speed compares it
     with the node's own past.
     """
-    from gateway.tools.top.feed import refusal
+    from gateway.tools.top.picture import refusal
 
     with connect_admin(admin_url, admin_key_file, config, ca=admin_ca) as admin:
         try:
@@ -75,8 +75,7 @@ def top(
 
 def _read_once(admin: AdminClient) -> FleetPicture:
     """The state now."""
-    from gateway.tools.top.feed import LIVE_PATH
-    from gateway.tools.top.picture import FleetPicture
+    from gateway.tools.top.picture import LIVE_PATH, FleetPicture
 
     picture = FleetPicture()
     for event, data in admin.events(LIVE_PATH):

@@ -71,9 +71,7 @@ _NODE_COLUMNS = (
 )
 
 _WAITING_COLUMNS = ("NODE", "STATE", "SLOTS", "FREE IN", "CACHED", "EXPECTED")
-
 _OUTCOME_COLUMNS = ("", "PREDICTED", "ACTUAL")
-
 LEGEND = """\
 EXPECTED is the sum of the seconds behind it; the node with the least is chosen.
 QUEUE       other prompts that the node has to read first

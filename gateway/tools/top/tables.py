@@ -20,9 +20,7 @@ STATE_ORDER = (
 """States of nodes, what needs a look first."""
 
 CLASS_ORDER = ("urgent", "premium", "normal", "batch")
-
 MOST_DRAWN_SLOTS = 8
-
 _SLOTS = {"f": "·", "r": "R", "w": "W", "h": "H", "o": "o"}
 """Free, reading, writing, held after its client has left, used by another client of the server."""
 

@@ -9,8 +9,7 @@ import pytest
 
 from gateway.tools.cli.client import LONGEST_LINE, AdminClient
 from gateway.tools.cli.terminal import CommandFailed
-from gateway.tools.top.feed import LIVE_PATH, FeedFollower
-from gateway.tools.top.picture import FleetPicture
+from gateway.tools.top.picture import LIVE_PATH, FeedFollower, FleetPicture
 from tests.tools.cli.local_server import serving
 
 
