@@ -40,6 +40,10 @@ from gateway.handover import (
     start_successor,
     successor_environment,
 )
+from gateway.http.certificates import CertificateError
+from gateway.http.listener import Listener
+from gateway.http.protocol import LINGER_SECONDS, protocol_class
+from gateway.http.request_head import HandlerConfig
 from gateway.learnt import LearntMemory
 from gateway.lease import KeyedHash
 from gateway.metering import Metering
@@ -61,8 +65,7 @@ from gateway.store.failures import StoreError
 from gateway.store.store import Store
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
 from gateway.tracing.request_tracing import RequestTracing
-from gateway.transport.certificates import CertificateError
-from gateway.transport.node_pool import open_node_pool
+from gateway.transport.pool import open_node_pool
 from gateway.transport.resolver import Resolver
 from gateway.usage.ledger import Ledger
 from gateway.web.admin.app import admin_app
@@ -71,10 +74,7 @@ from gateway.web.admin.live import live_feed
 from gateway.web.admin.nodes import DrainDeadlines
 from gateway.web.admin.status import MetricsSource
 from gateway.web.handler import PROGRESS_SECONDS, ProxyHandler
-from gateway.web.listener import Listener
 from gateway.web.openapi import openapi_json
-from gateway.web.protocol import LINGER_SECONDS, protocol_class
-from gateway.web.request_context import HandlerConfig
 from gateway.web.site import public_app, with_cors
 
 FIRST_PROBES_SECONDS = 10.0

@@ -29,13 +29,13 @@ from gateway.proxy.context import ProxyContext
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.proxy.inbound.request import RequestRules
-from gateway.scheduling.budget import dearest_token
 from gateway.scheduling.scheduler import Scheduler
+from gateway.scheduling.tiers import dearest_token
 from gateway.startup import Options, batches_folder
 from gateway.tracing.request_tracing import RequestTracing
 from gateway.transport.resolver import Resolver
+from gateway.web.background import Storing
 from gateway.web.site import KeptForCallers
-from gateway.web.storing import Storing
 
 
 class BackgroundWork:

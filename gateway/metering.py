@@ -13,11 +13,10 @@ from gateway.access.key_sync import KeySync
 from gateway.access.keys import KeyRing
 from gateway.config.settings import Settings
 from gateway.events import EventBus, LimitReached
-from gateway.fleet.fleet import Fleet
-from gateway.fleet.node_prices import GpuCosts, alive_nodes
+from gateway.fleet.fleet import Fleet, GpuCosts, alive_nodes
 from gateway.proxy.in_flight import InFlightRegistry
-from gateway.scheduling.budget import cost_of
 from gateway.scheduling.scheduler import Scheduler
+from gateway.scheduling.tiers import cost_of
 from gateway.startup import Options, keys_file, store_location
 from gateway.store.store import Store, log_store_change
 from gateway.usage.caller_usage import CallerUsage

@@ -26,16 +26,14 @@ import msgspec
 
 from gateway.events import EventBus, NodeCalibrated
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.node import CalibrationRecord, Lease, Node
-from gateway.fleet.probes import probe_slots
-from gateway.fleet.slot_occupancy import SLOT_LINGER
+from gateway.fleet.health import probe_slots
+from gateway.fleet.node import SLOT_LINGER, CalibrationRecord, Lease, Node
 from gateway.request import Endpoint
 from gateway.transport.errors import InvalidResponse, UpstreamError
 
 log = logging.getLogger(__name__)
 
 MOST_AT_ONCE = 8
-"""Calibrations at once, of the whole fleet."""
 
 MOST_SECONDS = 20.0
 """Most seconds for both requests."""
@@ -56,7 +54,6 @@ LARGEST_REPLY = 1 << 20
 """Bytes."""
 
 READ_LINES = 8
-"""Last lines of a reply that are read."""
 
 WARM_UP_WORDS, WARM_UP_TOKENS = 16, 2
 """Words read and tokens written by the request that is thrown away."""

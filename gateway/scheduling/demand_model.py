@@ -27,16 +27,16 @@ from typing import Final, TypeVar
 
 from gateway.fleet.prompt_cache import FleetPromptCache
 from gateway.lease import LeaseRequest, PromptKey, Usage
+from gateway.scheduling.candidates import NodeCandidates
 from gateway.scheduling.dispatcher import Dispatcher
-from gateway.scheduling.fleet_sync import NodeCandidates
-from gateway.scheduling.node_slots import (
+from gateway.scheduling.placement_state import (
     NEGLIGIBLE_COMPLETION,
     NO_ROWS,
     NodeSlots,
     Placement,
+    PlacementState,
     QueuedRequest,
 )
-from gateway.scheduling.placement_state import PlacementState
 
 LONG_PROMPT_BYTES = 1024
 """Size of a prompt from which on it pays to know at once what earlier ones left in the caches."""
@@ -71,7 +71,6 @@ MOST_MEDIA_FACTOR, LEAST_MEDIA_FACTOR = 16.0, 1 / 16
 """Bounds of the media factor."""
 
 DEFAULT_ANSWER_TOKENS = 256.0
-"""Tokens of an answer about which nothing is known."""
 
 PRIOR_ANSWERS = 1.0
 """Weight of the prior mean at first, in answers; less with each answer that ends."""
@@ -196,7 +195,6 @@ class TokenEstimates:
 
     most_models: int = 1024
     most_callers: int = 16_384
-    """Most pairs of caller and model."""
     lessons: int = 0
     """Answers from which something was learnt."""
     _models: OrderedDict[str, TokenStats] = field(default_factory=OrderedDict)

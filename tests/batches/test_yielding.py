@@ -122,7 +122,7 @@ async def test_a_request_that_would_wait_gets_the_slot_of_a_batch_row(tmp_path: 
         metrics = await metrics_of(proxy)
         assert "llama_gateway_yielded_slots_total 1\n" in metrics
         assert "llama_gateway_resumed_streams_total 0\n" in metrics
-        assert proxy.app.scheduler.granter.yielding == {}
+        assert proxy.app.scheduler.yielding == {}
 
 
 @in_virtual_time

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.bench.scheduling.__main__ import main
-from tests.bench.scheduling.fronts import FRONTS, PEERS
+from tests.bench.scheduling.fronts import FRONTS
 from tests.bench.scheduling.report import MARKS
 from tests.bench.targets import Plan
+from tests.fuzz.identity import PEERS
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 500.0
@@ -72,7 +73,6 @@ def test_a_quick_run_in_virtual_time_answers_every_request(
     ("words", "message"),
     [
         (["--virtual", "--only", "nginx"], "with --virtual the fronts are given"),
-        (["--virtual", "--real"], "not allowed with argument"),
         (["--only", "ngnix"], "unknown: ngnix (there are gateway, gateway-unknown, nginx, haproxy"),
         (["--loads", "heavy"], "unknown: heavy (there are light, capacity, above)"),
         (["--seeds", "0"], "not a positive whole number: 0"),

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from gateway.config.inventory import Inventory, NodeSpec
+from gateway.config.inventory import Inventory
+from gateway.config.node import NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.events import EventBus, ModelsDiffer, NodeChanged, NodeDrift
 from gateway.fleet.circuit import Circuit
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.lifecycle import ProbeAnswer, ProbeResult
 from gateway.fleet.node import Lease, Node, NodeSettings, NodeState
-from gateway.fleet.probe_history import ProbeAnswer, ProbeResult
 from gateway.fleet.speed import Speed
 from gateway.fleet.state_files import DrainedNodes, PropertiesStore
-from gateway.transport.node_pool import open_node_pool
-from gateway.transport.pool import ConnectionPool
+from gateway.transport.pool import ConnectionPool, open_node_pool
 from tests.virtual import now
 
 QUICK: dict[str, Any] = {
@@ -86,8 +86,19 @@ def a_node(
     return node
 
 
-def take(node: Node, slots: int = 1, **keys: Any) -> Lease:
-    return node.take_lease(slots, node.clock(), **keys)
+def take(
+    node: Node,
+    slots: int = 1,
+    *,
+    stream: bool = True,
+    expected_prefill: float | None = None,
+    expected_total: float | None = None,
+    wake: float = 0.0,
+) -> Lease:
+    now = node.clock()
+    lease = Lease(node, slots, now, stream, expected_prefill, expected_total)
+    node.take(lease, now, wake)
+    return lease
 
 
 def is_held(lease: Lease) -> bool:

@@ -1,4 +1,4 @@
-"""The head parser: `web/protocol.py` with httptools, and its decoder of chunks.
+"""The head parser: `http/protocol.py` with httptools, and its decoder of chunks.
 
 Oracles: a plain reader of RFC 9112 finds each served request in the same bytes, with the same
 credentials and body; cuts change nothing; what waits is bounded and counted exactly.
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from gateway.config.listeners import LimitSettings
 from gateway.errors import ClientClosed, GatewayError
+from gateway.http.connections import CONNECTION_PIPELINE_BYTES
+from gateway.http.exchange import HttpExchange
+from gateway.http.protocol import BoundedProtocol, ChunkedDecoder, protocol_class
 from gateway.proxy.inbound.routes import Route
-from gateway.web.connections import CONNECTION_PIPELINE_BYTES
-from gateway.web.http_exchange import HttpExchange
-from gateway.web.protocol import BoundedProtocol, ChunkedDecoder, protocol_class
 from tests.fuzz.inputs import Check, Target, divide, seed
 from tests.web.recorded_transport import RecordedTransport
 

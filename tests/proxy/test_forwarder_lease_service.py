@@ -18,8 +18,7 @@ from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRequest
 from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.request import Priority
-from gateway.transport.node_pool import node_address
-from gateway.transport.pool import ConnectionPool
+from gateway.transport.pool import ConnectionPool, node_address
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec
 from tests.proxy.fake_lease_service import FakeLeaseService, a_proxy_request

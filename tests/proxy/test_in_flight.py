@@ -10,7 +10,7 @@ import pytest
 
 from gateway import errors
 from gateway.events import AttemptEnded
-from gateway.fleet.slot_occupancy import LeasePhase
+from gateway.fleet.node import LeasePhase
 from tests.emulator import EmulatedNode
 from tests.gateways import until
 from tests.proxy.proxy_over_nodes import ProxyOverNodes, proxy_over

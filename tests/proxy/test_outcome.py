@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.fleet.probes import RETRY_REFUSED_AFTER
+from gateway.fleet.health import RETRY_REFUSED_AFTER
 from gateway.proxy.outcome import (
     ResponseOutcome,
     classify,

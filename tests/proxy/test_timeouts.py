@@ -14,8 +14,7 @@ import pytest
 
 from gateway.config.routing import TimeoutSettings
 from gateway.fleet.health import another_prefills
-from gateway.fleet.node import Lease
-from gateway.fleet.slot_occupancy import LeasePhase
+from gateway.fleet.node import Lease, LeasePhase
 from gateway.proxy.timeouts import (
     REPORT_INTERVAL,
     AttemptTimeouts,

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.fleet.node import Node, NodeState
-from gateway.fleet.slot_occupancy import LeasePhase
+from gateway.fleet.node import LeasePhase, Node, NodeState
 from gateway.lease import (
     NOTHING_CHARGED,
     NOTHING_TRIED,

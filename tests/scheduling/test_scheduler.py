@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway import errors
+from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.fleet.node import Lease, Node, NodeState
+from gateway.fleet.server_properties import ServerProperties
 from gateway.lease import LeaseRequest
 from gateway.request import Priority
 from gateway.scheduling.scheduler import MOST_PLACED_BY_TOKENS, Scheduler
@@ -24,6 +27,7 @@ from tests.scheduling.build import (
     a_request,
     a_scheduler,
     failed_on,
+    lease_at_once,
     node,
     refused_by,
     settle,
@@ -224,7 +228,7 @@ async def test_the_queue_has_an_end_and_advises_by_the_measured_rate() -> None:
     assert (raised.value.status, raised.value.code) == (429, "queue_full")
     assert raised.value.retry_after == 5.0
     for _ in range(6):
-        scheduler.completed(scheduler.clock())
+        scheduler.completion_rate.completed(scheduler.clock())
         clock.passes(7.0)
     with pytest.raises(GatewayError) as raised:
         await take_lease(scheduler, a_request())
@@ -250,7 +254,7 @@ async def test_a_retry_that_goes_first_has_nobody_ahead() -> None:
     one = node(clock=clock, slots=1)
     scheduler = a_scheduler(one)
     for _ in range(10):
-        scheduler.completed(scheduler.clock())
+        scheduler.completion_rate.completed(scheduler.clock())
         clock.passes(5.0)
     early = a_request(time_limit=13.0)
     await take_lease(scheduler, a_request())
@@ -335,7 +339,7 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     clock = Clock()
     scheduler = a_scheduler(node(clock=clock, slots=1))
     for _ in range(10):
-        scheduler.completed(scheduler.clock())
+        scheduler.completion_rate.completed(scheduler.clock())
         clock.passes(5.0)
     await take_lease(scheduler, a_request())
     waiting = await start_lease(scheduler, a_request())
@@ -505,7 +509,7 @@ async def test_a_client_that_leaves_while_the_nodes_change_gets_no_lease() -> No
     await settle()
     assert waiting.cancelled()
     assert new.leased == 0
-    assert len(scheduler.granter.records) == 1
+    assert len(scheduler.records) == 1
     assert not scheduler.queue_positions()
 
 
@@ -684,7 +688,7 @@ async def test_a_prompt_that_cannot_be_read_in_time_is_refused_though_a_slot_is_
     late = a_request(prompt_tokens=3000, exact_tokens=3000, max_tokens=10, time_limit=0.5)
     unmeasured = scheduler.lease_now(late)
     assert unmeasured is not None
-    scheduler.granter.release_unused(unmeasured.id)
+    scheduler.release_unused(unmeasured.id)
     only.speed.learn_timings(
         {"prompt_n": 3000, "prompt_ms": 30_000.0, "predicted_n": 9, "predicted_ms": 9}
     )
@@ -772,11 +776,11 @@ async def test_the_completion_rate_of_a_bursts_first_answers_refuses_nobody() ->
     clock = Clock()
     scheduler = a_scheduler(node(slots=4), clock=clock, queue={"max": 50, "max_wait": 120})
     for _ in range(3):
-        scheduler.completed(clock())
+        scheduler.completion_rate.completed(clock())
         clock.passes(20.0)
     tasks = await start_burst(scheduler, 40)
     assert not any(task.done() and task.exception() is not None for task in tasks)
-    scheduler.completed(clock())
+    scheduler.completion_rate.completed(clock())
     late = await start_burst(scheduler, 2)
     assert {refusal(task).code for task in late} <= {"queue_full", "queue_timeout"}
     scheduler.close()
@@ -842,3 +846,81 @@ async def test_one_turn_of_the_loop_matches_a_few_requests_by_tokens_and_the_nex
     assert scheduler.lease_now(small()) is None
     await settle()
     assert all(task.done() for task in tasks)
+
+
+# Leases and their records.
+
+
+def test_leases_have_numbers_of_their_own() -> None:
+    scheduler = a_scheduler(node(slots=4))
+    ids = [granted.id for _ in range(4) if (granted := scheduler.lease_now(a_request()))]
+    assert len(set(ids)) == 4
+    assert set(scheduler.records) == set(ids)
+
+
+def test_the_placement_of_a_node_that_has_left_is_forgotten() -> None:
+    scheduler = a_scheduler(node("a"), node("b"))
+    record = lease_at_once(scheduler, a_request())
+    del scheduler.fleet.nodes[record.node.name]
+    scheduler.fleet.model_index.set_nodes(scheduler.fleet.nodes.values())
+    scheduler.capacity_changed()
+    assert record.placement is not None
+    record.release()
+    assert record.placement is None
+
+
+async def test_a_lease_that_its_request_does_not_take_is_given_back() -> None:
+    only = node(slots=1)
+    scheduler = a_scheduler(only)
+    held = lease_at_once(scheduler, a_request())
+    waiting = asyncio.create_task(scheduler.wait_for_lease(a_request()))
+    await settle()
+    held.release()
+    scheduler.match()
+    waiting.cancel()  # after the grant, before the task has gone on
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert waiting.cancelled()
+    assert (only.leased, len(scheduler.records)) == (0, 1)
+
+
+def test_the_expected_prefill_is_that_of_a_node_whose_speed_is_known() -> None:
+    clock = Clock()
+    only = node(state=NodeState.READY)
+    scheduler = a_scheduler(only, clock=clock)
+    request = a_request(exact_tokens=500, prompt_tokens=500)
+    first = scheduler.lease_now(request)
+    assert first is not None
+    assert first.expected_prefill is None
+    assert first.prefill_grace == 4 * 500 / 25.0
+    only.speed.learn_timings(
+        {"prompt_n": 3000, "prompt_ms": 30_000.0, "predicted_n": 9, "predicted_ms": 9}
+    )
+    scheduler.release_unused(first.id)
+    scheduler.fleet.refresh_state(only)
+    second = scheduler.lease_now(request)
+    assert second is not None
+    assert second.expected_prefill is not None
+    assert 4.0 < second.expected_prefill < 6.0
+    assert 16.0 < second.prefill_grace < 24.0
+
+
+def test_only_a_llama_cpp_server_is_asked_for_a_stream_to_assemble() -> None:
+    for kind, streams in (("llama.cpp", True), ("openai", False)):
+        one = node(kind=kind)
+        one.properties = ServerProperties(models=("demo",))
+        granted = a_scheduler(one).lease_now(a_request(may_assemble=True))
+        assert granted is not None
+        assert granted.stream is streams
+
+
+def test_another_word_of_policy_means_least_finish_and_warns() -> None:
+    with structlog.testing.capture_logs() as logs:
+        scheduler = a_scheduler(node(), policy="round_robin")
+        assert scheduler.dispatcher.rules.policy == "least_finish"
+        scheduler.configure(Settings(policy="prefix_hash"))
+        scheduler.configure(Settings())
+    assert scheduler.dispatcher.rules.policy == "least_finish"
+    assert [(one["setting"], one["value"]) for one in logs] == [
+        ("policy", "round_robin"),
+        ("policy", "prefix_hash"),
+    ]

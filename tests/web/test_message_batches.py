@@ -345,7 +345,7 @@ def test_states_have_anthropics_words(state: BatchState, cancelling: float | Non
     )  # fmt: skip
     shown = message_batch_object(row, None, None)
     wanted = "ended" if state.ended else "canceling" if cancelling else "in_progress"
-    assert shown["processing_status"] == wanted
-    assert shown["request_counts"]["processing"] == (0 if state.ended else 1)
-    assert shown["created_at"] == "1970-01-01T00:00:01.500000Z"
-    assert (shown["ended_at"] is None) == (not state.ended)
+    assert shown.processing_status == wanted
+    assert shown.request_counts.processing == (0 if state.ended else 1)
+    assert shown.created_at == "1970-01-01T00:00:01.500000Z"
+    assert (shown.ended_at is None) == (not state.ended)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gateway.access.keys import new_key
 from gateway.config.listeners import LimitSettings
-from gateway.web.protocol import BoundedProtocol, protocol_class
+from gateway.http.protocol import BoundedProtocol, protocol_class
 from tests.virtual import VirtualLoop
 from tests.web.bare_gateway import BareGateway, bare_gateway
 from tests.web.recorded_transport import RecordedTransport

@@ -44,10 +44,7 @@ EXAMPLES = examples_epilog(
         "llama-gateway bench http://127.0.0.1:8000 --json > new.json",
         "the report, for scripts and for --compare",
     ),
-    (
-        "llama-gateway bench --compare old.json new.json",
-        "what has changed, and what may be chance",
-    ),
+    ("llama-gateway bench --compare old.json new.json", "what has changed, and what may be chance"),
 )
 
 DEFAULT_LEVELS = "1,4,8"
@@ -509,8 +506,7 @@ def _difference_row(one: Difference) -> list[object]:
     ]
 
 
-LINE_SECONDS = 15.0
-"""Between two lines of progress, where the output is no terminal."""
+LINE_SECONDS = 15.0  # between two lines of progress, where the output is no terminal
 
 
 class BenchProgress:

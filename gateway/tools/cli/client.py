@@ -276,7 +276,7 @@ def _scheme_hint(url: str) -> str:
     """Say what to write if the server there speaks the other scheme; else nothing."""
     import asyncio
 
-    from gateway.transport.other_scheme import speaks_plain_http, speaks_tls
+    from gateway.transport.pool import speaks_plain_http, speaks_tls
 
     parts = urlsplit(url)
     host, secure = parts.hostname or "", parts.scheme == "https"

@@ -489,11 +489,7 @@ def _check_claim(node: NodeType, claimed: float) -> None:
 
 
 def _plan_new(
-    question: PlanQuestion,
-    currency: str,
-    time_limit: float,
-    plot: Path | None,
-    as_json: bool,
+    question: PlanQuestion, currency: str, time_limit: float, plot: Path | None, as_json: bool
 ) -> None:
     from gateway.tools.cli import plan_output
     from gateway.tools.plan.answer import answer, break_even, compare_deployments, plot_break_even

@@ -40,8 +40,7 @@ EXAMPLES = examples_epilog(
     ("llama-gateway tune --minutes 3", "with a demo model, to see how it works"),
 )
 
-SLOT_HEADROOM = 64
-"""Tokens of a slot that stay free beside prompt and answer."""
+SLOT_HEADROOM = 64  # tokens of a slot that stay free beside prompt and answer
 
 _judged = partial(typer.Option, rich_help_panel="What is judged")
 _servers = partial(typer.Option, rich_help_panel="Servers")

@@ -18,11 +18,11 @@ from gateway.config.settings import Settings, masked_settings
 from gateway.errors import GatewayError
 from gateway.events import InventoryChanged, SettingsChanged
 from gateway.fleet.fleet import Fleet
+from gateway.http.certificates import ListenerCertificates, changed_files
 from gateway.observe.audit import AuditTrail
 from gateway.observe.problems import StorageCondition
 from gateway.proxy.api.base import openai_error
 from gateway.store.store import Store
-from gateway.transport.certificates import ListenerCertificates, changed_files
 from gateway.usage.ledger import Ledger
 from gateway.web.asgi import JsonResponse
 

@@ -35,10 +35,8 @@ from gateway.access.admin_keys import AdminIdentity, AdminRole
 from gateway.config.listeners import KeySpec
 from gateway.errors import GatewayError
 from gateway.events import EventBus
-from gateway.fleet.fleet import Fleet
-from gateway.fleet.node import Lease, Node
-from gateway.fleet.node_prices import GpuCosts
-from gateway.fleet.slot_occupancy import LeasePhase
+from gateway.fleet.fleet import Fleet, GpuCosts
+from gateway.fleet.node import Lease, LeasePhase, Node
 from gateway.observe.audit import AuditTrail
 from gateway.observe.history import COLUMNS, FleetHistory, Gauges, HistoryPoint
 from gateway.observe.problems import (

@@ -20,9 +20,9 @@ from starlette.responses import Response
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.health import fetch
+from gateway.fleet.lifecycle import ProbeResult
 from gateway.fleet.node import Node
-from gateway.fleet.probe_history import ProbeResult
-from gateway.fleet.probes import fetch
 from gateway.observe.exposition import CONTENT_TYPE, MetricsPage, labels
 from gateway.observe.metrics import METRIC_PREFIX
 

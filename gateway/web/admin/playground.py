@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,14 +19,20 @@ from starlette.responses import Response
 
 from gateway import errors
 from gateway.access.admin_keys import AdminIdentity
-from gateway.access.callers import cache_policy_of, effective_priority
+from gateway.access.callers import cache_policy_of
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.events import RequestFinished
+from gateway.http.request_head import class_of
 from gateway.proxy.client_response import node_error
 from gateway.proxy.forwarded_headers import headers_for_node
 from gateway.proxy.in_flight import InFlightRequest
-from gateway.proxy.inbound.body import parse_body
-from gateway.proxy.inbound.request import IncomingRequest, Request, prepare
+from gateway.proxy.inbound.body import Body, parse_body
+from gateway.proxy.inbound.request import (
+    IncomingRequest,
+    Request,
+    prepare_for,
+    prepare_in_turn,
+)
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.json_values import JsonObject
 from gateway.proxy.prefill_progress import PrefillProgress
@@ -87,6 +92,7 @@ class _Chat:
             id=f"playground:{identity.name}", name="playground", max_priority=Priority.URGENT
         )
         self._record.identify(self._caller.id)
+        self._cache = cache_policy_of(self._caller, handler.config.settings)
         self._metered: MeteredRequest | None = None
         self._in_flight: InFlightRequest | None = None
         self._forwarding: asyncio.Task[ProxyResponse] | None = None
@@ -102,7 +108,14 @@ class _Chat:
             raise errors.shutting_down()
         try:
             body = msgspec.json.encode({**fields, "stream": True})
-            request = await handler.time_slicer.run_once(partial(self._prepare, body))
+            request = await prepare_in_turn(
+                body,
+                ROUTES[PATH],
+                handler.config.rules,
+                handler.time_slicer,
+                self._prepare,
+                self._cache.scope_of(self._id),
+            )
             accounts = handler.meter.book.accounts(self._caller, None)
             self._metered = handler.meter.admit(accounts, request.lease_request, self._record)
             in_flight = InFlightRequest(request, self._record, prefill_progress=PrefillProgress())
@@ -117,18 +130,11 @@ class _Chat:
             raise
         return self._events()
 
-    def _prepare(self, body: bytes) -> Request:
+    def _prepare(self, body: Body) -> Request:
         """Raises: GatewayError."""
         handler, caller = self._handler, self._caller
-        config, parsed = handler.config, parse_body(body)
-        word, service_tier = parsed.priority, parsed.service_tier
-        priority = effective_priority(
-            None,
-            word if isinstance(word, str) else None,
-            service_tier if isinstance(service_tier, str) else None,
-            caller,
-        )
-        self._record.classify(priority)
+        config = handler.config
+        parsed = parse_body(body) if isinstance(body, bytes) else body.parse()
         incoming = IncomingRequest(
             self._id,
             self._record.x_request_id,
@@ -139,15 +145,10 @@ class _Chat:
             caller,
             self._received_at,
             caller.id,
-            cache=cache_policy_of(caller, config.settings),
+            cache=self._cache,
         )
-        request = prepare(incoming, parsed, priority, config.rules, handler.catalog)
-        names = request.lease_request.wanted.model_names
-        is_served = any(handler.catalog.serves(name) for name in names)
-        self._record.describe(
-            stream=True, model=request.lease_request.wanted.model if is_served else None
-        )
-        return request
+        priority = class_of(parsed, caller)
+        return prepare_for(self._record, incoming, parsed, priority, config.rules, handler.catalog)
 
     # The events.
 

@@ -27,7 +27,7 @@ from gateway.observe.metrics import (
 )
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.request import Priority
-from gateway.scheduling.prediction_accuracy import RATIO_BOUNDS
+from gateway.scheduling.decision_log import RATIO_BOUNDS
 from gateway.scheduling.scheduler import Scheduler
 from gateway.store.store import Store
 from gateway.tracing.request_tracing import RequestTracing

@@ -19,9 +19,8 @@ from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError, truncate_echo
 from gateway.events import RequestFinished
 from gateway.observe.history import RecentRequests
 from gateway.proxy.in_flight import InFlightRegistry
-from gateway.scheduling.candidates import SAME_HOST_PENALTY
-from gateway.scheduling.comparison import MOST_COMPARED_ROWS, Comparison, Deferral, RowFigures
-from gateway.scheduling.cost import cost_of_figures, uncached_tokens
+from gateway.scheduling.admission import Waiter
+from gateway.scheduling.candidates import FAILURE_PENALTY, SAME_HOST_PENALTY, TRIAL_BONUS
 from gateway.scheduling.decision_log import (
     MOST_GRANTS,
     Decision,
@@ -29,10 +28,10 @@ from gateway.scheduling.decision_log import (
     Queueing,
     RememberedRequest,
 )
-from gateway.scheduling.fleet_sync import FAILURE_PENALTY, TRIAL_BONUS
-from gateway.scheduling.forecast import prospects
+from gateway.scheduling.placement_state import MOST_COMPARED_ROWS, Comparison, Deferral, RowFigures
 from gateway.scheduling.scheduler import Scheduler
-from gateway.scheduling.waiters import Waiter
+from gateway.scheduling.selection import cost_of_figures, uncached_tokens
+from gateway.scheduling.wait_queue import prospects
 from gateway.web.admin.nodes import pool_json
 from gateway.web.asgi import JsonResponse
 
@@ -324,7 +323,7 @@ def _compared(comparison: Comparison, prompt: float, completion: float) -> list[
 
 
 def _row_json(row: RowFigures, prompt: float, completion: float, *, chosen: bool) -> Json:
-    """A row's expected cost and its terms, which add up to it (`cost.py`)."""
+    """A row's expected cost and its terms, which add up to it (`selection.py`)."""
     uncached, busy = uncached_tokens(row, prompt), row.busy
     reading = uncached / row.prefill_tps
     slowed = completion * row.token_step * busy

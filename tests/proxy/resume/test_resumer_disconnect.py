@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from gateway.events import StreamResumed
-from gateway.fleet.slot_occupancy import LeasePhase
+from gateway.fleet.node import LeasePhase
 from tests.api.site import Site, broken_off, busy, until_busy
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway, until

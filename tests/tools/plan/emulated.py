@@ -27,12 +27,10 @@ from tests.gateways import Running, running_gateway
 from tests.virtual import now
 
 NUMBER = re.compile(r"#(\d+)")
-
 PATIENT = {"queue": {"max": 100_000, "max_wait": 86_400}, "timeouts": {"total": 86_400}}
 """The simulation refuses nothing either."""
 
 CALM = {"interval": 30, "discover_interval": 300}
-
 POLL_SECONDS = 2.0
 
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.scheduling.fleet_sync import HOPE_GUESSED
-from gateway.scheduling.matching import DispatchRules
+from gateway.scheduling.candidates import HOPE_GUESSED
+from gateway.scheduling.dispatcher import DispatchRules
 from gateway.tools.simulate.fronts import (
     ExactKnowledge,
     ExpectedRequest,
