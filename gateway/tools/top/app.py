@@ -19,10 +19,11 @@ from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, Tab
 from gateway.tools.cli.client import AdminClient
 from gateway.tools.cli.terminal import STATE_COLOURS, CommandFailed
 from gateway.tools.cli.why import explained
-from gateway.tools.top.picture import FeedFollower, FleetPicture
-from gateway.tools.top.tables import (
+from gateway.tools.top.fleet import (
     NODE_COLUMNS,
     QUEUE_TITLES,
+    FeedFollower,
+    FleetPicture,
     Line,
     headline,
     node_lines,
