@@ -56,7 +56,8 @@ def usage(
 
     Asks the running gateway, else reads the store that the settings name.
     """
-    from gateway.usage.reports import InvalidQuery, parse_query, time_text
+    from gateway.usage.reports import InvalidQuery, parse_query
+    from gateway.usage.windows import time_text
 
     if as_json and as_csv:
         raise typer.BadParameter("one of the two", param_hint="--json, --csv")
@@ -239,7 +240,8 @@ def audit(
 
 
 def _moment(parameter: str, text: str | None, *, end: bool = False) -> float | None:
-    from gateway.usage.reports import InvalidQuery, parse_time, time_text
+    from gateway.usage.reports import InvalidQuery, parse_time
+    from gateway.usage.windows import time_text
 
     if text is None:
         return None
