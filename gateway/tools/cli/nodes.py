@@ -51,17 +51,8 @@ SERVING_STATES = frozenset({"ready", "degraded", "mute", "sleeping", "loading", 
 _NOT_ANSWERING = frozenset({"down", "loading", "mute"})
 
 _NODE_COLUMNS = (
-    "NAME",
-    "STATE",
-    "SLOTS",
-    "RUNNING",
-    "MODELS",
-    "CONTEXT",
-    "PREFILL/S",
-    "DECODE/S",
-    "REQUESTS",
-    "FAILURES",
-    "REASON",
+    *("NAME", "STATE", "SLOTS", "RUNNING", "MODELS", "CONTEXT", "PREFILL/S", "DECODE/S"),
+    *("REQUESTS", "FAILURES", "REASON"),
 )
 
 

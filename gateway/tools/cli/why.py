@@ -58,16 +58,8 @@ def why(
 Json = dict[str, Any]
 
 _NODE_COLUMNS = (
-    "NODE",
-    "EXPECTED",
-    "QUEUE",
-    "READING",
-    "CACHED",
-    "WRITING",
-    "NEIGHBOURS",
-    "DOUBT",
-    "SLOTS",
-    "NOTE",
+    *("NODE", "EXPECTED", "QUEUE", "READING", "CACHED", "WRITING"),
+    *("NEIGHBOURS", "DOUBT", "SLOTS", "NOTE"),
 )
 
 _WAITING_COLUMNS = ("NODE", "STATE", "SLOTS", "FREE IN", "CACHED", "EXPECTED")
