@@ -113,7 +113,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         is_closing: Callable[[], bool] = lambda: False,
         nodes: Callable[[], Iterable[tuple[str, str]]] = tuple,
     ) -> None:
-        super().__init__(leases, runner, rooms, now, "a background request failed", LEASE_SECONDS)
+        super().__init__(leases, runner, rooms, now, LEASE_SECONDS)
         self._requests = requests
         self._work = work
         self._ledger = ledger
@@ -124,7 +124,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         self._looked_at: set[str] = set()
         """The owners of which that is known, until `_look_again_at`."""
         self._look_again_at = 0.0
-        self._trouble = StorageTrouble("background requests wait")
+        self._trouble = StorageTrouble(lambda why: log.warning("background requests wait", why=why))
         requests.unwanted.append(self._end_run)
 
     def __len__(self) -> int:
@@ -277,6 +277,9 @@ class BackgroundRunner(RowRuns[HeldRequest]):
             result = _failed(row, error.code)
         if not held.is_unwanted:
             await self._until_stored(lambda: self._record(row, result))
+
+    def _tell_failed(self, id_: str) -> None:
+        log.exception("a background request failed", request=id_)  # noqa: LOG004 - in a handler
 
     async def _cancelled(self, held: HeldRequest) -> None:
         """The run was cancelled: the request has ended, or another run follows."""
