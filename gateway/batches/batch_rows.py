@@ -33,8 +33,8 @@ from gateway.batches.request_rows import (
     has_unfinished_lines,
     lock_batch,
 )
+from gateway.store.database import insert_for
 from gateway.store.schema import batches, stored_requests
-from gateway.usage.processes import insert_for
 
 INPUT_PURPOSE = "batch"  # purpose of a file that a batch may read
 

@@ -51,10 +51,10 @@ from gateway.batches.folder import (
 from gateway.batches.request_rows import IS_RUNNING, RequestKind, chunks, job
 from gateway.config.batches import BatchSettings
 from gateway.errors import GatewayError
+from gateway.store.database import insert_for
 from gateway.store.failures import StoreError, StoreUnavailable
 from gateway.store.schema import batches, files, revisions, stored_requests
 from gateway.store.store import Store
-from gateway.usage.processes import insert_for
 
 KEY_STORAGE_FULL = "key_storage_full"  # why batches are paused whose key keeps as much as it may
 

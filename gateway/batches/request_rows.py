@@ -29,9 +29,9 @@ from sqlalchemy import (
 )
 
 from gateway.batches.folder import DiskThreads, Folder
+from gateway.store.database import insert_for
 from gateway.store.schema import batches, stored_requests
 from gateway.store.store import Store
-from gateway.usage.processes import insert_for
 
 LINE_PREFIX = "batch_req_"  # begins the id of a batch's line
 

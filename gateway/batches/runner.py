@@ -74,8 +74,8 @@ from gateway.request import Caller, Endpoint, Headers, Priority
 from gateway.store.failures import StoreError
 from gateway.tracing.request_tracing import RequestTracing
 from gateway.transport.errors import UpstreamError
-from gateway.usage.accounts import Accounts
 from gateway.usage.ledger import UsageRow
+from gateway.usage.limits import Accounts
 from gateway.usage.meter import Meter, MeteredRequest, TokensSoFar, UsedBefore
 
 STORED_HEADERS: Headers = [(b"content-type", b"application/json")]

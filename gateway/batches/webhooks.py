@@ -33,10 +33,10 @@ from gateway.batches.request_rows import BatchState, StoredRow, job
 from gateway.batches.webhook_receivers import PostResult, WebhookPoster, WebhookTargets
 from gateway.config.webhooks import WebhookSettings, WebhookUrl
 from gateway.events import EventBus, WebhookAttempted
+from gateway.store.database import insert_for
 from gateway.store.failures import StoreError
 from gateway.store.schema import webhook_deliveries as deliveries
 from gateway.store.store import Store
-from gateway.usage.processes import insert_for
 
 LONGEST_ERROR = 200  # characters of `last_error`
 

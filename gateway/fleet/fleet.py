@@ -45,8 +45,7 @@ from gateway.fleet.speed import SpeedSample, compare_speeds
 from gateway.fleet.state_files import DrainedNodes, PausedModels, PropertiesStore
 from gateway.request import Endpoint
 from gateway.transport.pool import ConnectionPool, OpenNodePool, connection_key, tls_files
-from gateway.usage.money import MILLION, GpuPrice, gpu_cost
-from gateway.usage.node_hours import AliveNode
+from gateway.usage.money import MILLION, AliveNode, GpuPrice, gpu_cost
 
 log = logging.getLogger(__name__)
 

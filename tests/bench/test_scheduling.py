@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.bench.scheduling.__main__ import main
-from tests.bench.scheduling.fronts import FRONTS
+from tests.bench.scheduling.fronts import FRONTS, PEERS
 from tests.bench.scheduling.report import MARKS
 from tests.bench.targets import Plan
-from tests.fuzz.identity import PEERS
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 500.0

@@ -187,7 +187,7 @@ def tune(
     if as_json:
         print_json({"subject": subject, **report.as_dict()})
     else:
-        from gateway.tools.cli.progress import print_report
+        from gateway.tools.cli.tune_progress import print_report
 
         print_report(report)
     _write_files(report, topology, subject, plot, write)
@@ -278,7 +278,7 @@ def _run(
     import asyncio
     import signal
 
-    from gateway.tools.cli.progress import TuningProgress
+    from gateway.tools.cli.tune_progress import TuningProgress
 
     async def search() -> None:
         task = asyncio.current_task()

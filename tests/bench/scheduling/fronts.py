@@ -7,10 +7,8 @@ closes it all the same, and what they send there meanwhile they would answer wit
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable
 import re
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -96,30 +94,16 @@ class Front:
     make use of it."""
 
 
-<<<<<<< HEAD
-def _gateway(policy: str | None = None) -> Callable[[str, Plan], list[str]]:
-    def command(binary: str, plan: Plan) -> list[str]:
-        # JSON is YAML. All other settings are the defaults.
-        nodes, config = plan.folder / "nodes.yaml", plan.folder / "gateway.yaml"
-        fleet = [
-            {"name": f"node{i}", "url": f"http://{HOST}:{port}"}
-            for i, port in enumerate(plan.upstreams)
-        ]
-        nodes.write_text(json.dumps({"nodes": fleet}))
-        config.write_text("{}")
-        module = "tests.bench.scheduling.with_policy"
-        program = [binary] if policy is None else [sys.executable, "-m", module, policy]
-        return [
-            *(*program, "serve", "--nodes", str(nodes), "--config", str(config)),
-            *("--host", HOST, "--port", str(plan.port), "--admin-port", "0"),
-        ]
+def _gateway(policy: str | None = None) -> Target:
+    """This gateway; all settings are the defaults."""
 
-    return command
-=======
-def _gateway(**settings: object) -> Target:
-    """This gateway; all other settings are the defaults."""
-    return replace(TARGETS["gateway"], command=lambda binary, plan: gateway(binary, plan, settings))
->>>>>>> part-workshop
+    def command(binary: str, plan: Plan) -> list[str]:
+        served = gateway(binary, plan, {})
+        if policy is None:
+            return served
+        return [sys.executable, "-m", "tests.bench.scheduling.with_policy", policy, *served[1:]]
+
+    return replace(TARGETS["gateway"], command=command)
 
 
 def _nginx(binary: str, plan: Plan) -> list[str]:

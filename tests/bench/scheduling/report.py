@@ -6,11 +6,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from tests.bench.report import OURS, number, page, table
+from tests.bench.report import number, page, table
 from tests.bench.scenarios import quantile
-from tests.bench.scheduling.fronts import FRONTS
+from tests.bench.scheduling.fronts import FRONTS, OURS, PEERS
 from tests.bench.scheduling.play import Record
-from tests.fuzz.identity import PEERS
 
 CAPACITY = "capacity"
 LOADS = {"light": 0.5, CAPACITY: 1.0, "above": 1.5}

@@ -5,11 +5,10 @@ from typing import Any
 from gateway.tools.local.server import claim_port, claimed_port
 from tests.bench.load import Address
 from tests.bench.scheduling import trace
-from tests.bench.scheduling.fronts import SLOW, nodes
+from tests.bench.scheduling.fronts import FAST, SLOW, nodes
 from tests.bench.scheduling.play import Player, as_emulated, ask
 from tests.bench.scheduling.trace import Shape
 from tests.emulator import EmulatedNode, expected_chat_text
-from tests.test_server_kind import FAST
 from tests.virtual import in_virtual_time, now
 
 TALK = [{"role": "user", "content": "hello there"}]

@@ -4,7 +4,7 @@ import pytest
 
 from tests.bench.dataplane import SLOTS
 from tests.bench.scheduling import trace
-from tests.bench.scheduling.fronts import FLEET, SLOW, Speed
+from tests.bench.scheduling.fronts import FAST, FLEET, SLOW, Speed
 from tests.bench.scheduling.trace import (
     Least,
     Shape,
@@ -17,7 +17,6 @@ from tests.bench.scheduling.trace import (
 from tests.emulator import render_chat
 from tests.emulator.language_model import count_tokens
 from tests.hybrid.one_gpu import answer_tokens
-from tests.test_server_kind import FAST
 
 
 def test_a_seed_gives_the_same_trace_and_another_gives_another() -> None:
