@@ -120,6 +120,7 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         self._settings = settings
         self._is_closing = is_closing
         self._nodes = nodes
+        self._renew_at = 0.0
         self._full: set[str] = set()  # owners that keep as much as they may: their requests wait
         self._looked_at: set[str] = set()
         """The owners of which that is known, until `_look_again_at`."""
@@ -133,21 +134,11 @@ class BackgroundRunner(RowRuns[HeldRequest]):
 
     async def run(self) -> None:
         """Run requests until cancelled; what runs then waits again."""
-        loop = asyncio.get_running_loop()
-        wakes, renew_at = self._requests.wakes, loop.time()
+        wakes = self._requests.wakes
         try:
             while True:
                 with self._trouble.told():
-                    await self.leases.write()
-                    self._raise_class()
-                    if self._is_closing():
-                        self._give_back_waiting()
-                    if self._held or await self._work.exists():
-                        if loop.time() >= renew_at:
-                            renew_at = loop.time() + RENEW_SECONDS
-                            await self._renew()
-                            await self._note_sizes()
-                        await self._claim()
+                    await self._look()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_SECONDS):
                         await wakes.wait()
@@ -157,6 +148,20 @@ class BackgroundRunner(RowRuns[HeldRequest]):
                 log.warning("background requests do not end", requests=running)
 
     # Claims.
+
+    async def _look(self) -> None:
+        """Put back what must be, renew leases and claim. Raises: StoreError, FolderError."""
+        await self.leases.write()
+        self._raise_class()
+        if self._is_closing():
+            self._give_back_waiting()
+        if self._held or await self._work.exists():
+            now = asyncio.get_running_loop().time()
+            if now >= self._renew_at:
+                self._renew_at = now + RENEW_SECONDS
+                await self._renew()
+                await self._note_sizes()
+            await self._claim()
 
     async def _claim(self) -> None:
         """Claim what there is room for; all owners get equal shares."""
