@@ -214,7 +214,9 @@ def rights_of(
         bool | None,
         typer.Option(
             "--prompt-cache/--no-prompt-cache",
-            help="Whether nodes may serve its prompts from their caches; without, each is read anew.",
+            help=(
+                "Whether nodes may serve its prompts from their caches; without, each is read anew."
+            ),
             rich_help_panel=CACHE_PANEL,
         ),
     ] = None,
