@@ -781,7 +781,6 @@ class ClosingNodes:
         self.nodes: set[Node] = set()
         """Removed nodes that still have leases."""
         self.tasks: set[asyncio.Task[None]] = set()
-        """Tasks that `aclose` waits for."""
         self._replaced: list[tuple[Node, ConnectionPool]] = []
 
     def close_when_idle(self, node: Node) -> None:
@@ -828,7 +827,6 @@ PRICES_AGE = 10.0
 """Seconds for which the prices of a model are kept: speeds change slowly."""
 
 MOST_MODELS = 1000
-"""Models whose prices are kept."""
 
 
 def alive_nodes(fleet: Fleet) -> Iterator[AliveNode]:
