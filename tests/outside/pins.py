@@ -135,7 +135,9 @@ def _logged(call: ast.Call) -> tuple[str, str] | None:
             func=ast.Attribute(attr="_log" | "_write"),
             args=[level, ast.Constant(value=str(event)), *_],
         ):
-            return event, level.value if isinstance(level, ast.Constant) else "by what it tells"
+            return event, str(level.value) if isinstance(
+                level, ast.Constant
+            ) else "by what it tells"
     return None
 
 
