@@ -44,11 +44,11 @@ from gateway.metering import Metering
 from gateway.observe.audit import AuditTrail
 from gateway.observe.fleet_condition import StorageCondition
 from gateway.observe.logs import Logs
-from gateway.proxy.context import ProxyContext
+from gateway.proxy.accounting import ProxyContext
+from gateway.proxy.attempt import TimeoutMonitor
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.proxy.inbound.routes import Route, routes_of
-from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.reload import FileReloader, load_certificates
 from gateway.scheduling.autoscaler import Autoscaler
 from gateway.scheduling.lease_service import LocalLeaseService

@@ -30,7 +30,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.metering import Metering, NamedLoop
 from gateway.observe.fleet_condition import StorageCondition
 from gateway.observe.snapshot import BatchSample
-from gateway.proxy.context import ProxyContext
+from gateway.proxy.accounting import ProxyContext
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.proxy.inbound.prepare import RequestRules

@@ -25,7 +25,7 @@ from gateway.errors import truncate_echo
 from gateway.proxy.inbound.large_body import BYTE_ORDER_MARK
 from gateway.proxy.inbound.parsed_body import BYTES_PER_TOKEN, MISSING, measure_prompt
 from gateway.proxy.json_values import JSON_ERRORS, TEXT_DECODER
-from gateway.proxy.output_bound import BOUND_NAMES, largest_bound
+from gateway.proxy.tokens import BOUND_NAMES, largest_bound
 
 PIECE_BYTES = 128 << 10
 """Bytes that are read from the file at a time."""

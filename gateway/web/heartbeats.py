@@ -8,9 +8,9 @@ from typing import Protocol
 
 from gateway.catalog import RequestQueue
 from gateway.proxy.api.base import NumberedHeartbeats
+from gateway.proxy.client_response import BodyStream
 from gateway.proxy.in_flight import InFlightRequest
 from gateway.proxy.inbound.routes import Route
-from gateway.proxy.response_stream import BodyStream
 from gateway.web.http_exchange import HttpExchange
 from gateway.web.response_heads import progress_comment, stream_header_lines
 

@@ -20,7 +20,7 @@ from gateway.config.cache_privacy import SHARED_CACHE, CachePolicy
 from gateway.config.listeners import ListenSettings
 from gateway.config.settings import Settings
 from gateway.lease import KeyedHash
-from gateway.proxy.forwarded_headers import headers_for_node
+from gateway.proxy.client_response import headers_for_node
 from gateway.proxy.inbound.model_names import ModelAliases
 from gateway.proxy.inbound.prepare import RequestRules
 from gateway.proxy.inbound.prompt_key import VolatileLines

@@ -43,11 +43,11 @@ from gateway.batches.webhook_targets import WebhookTargets
 from gateway.catalog import RequestQueue, ServedModels
 from gateway.errors import GatewayError
 from gateway.events import RequestFinished
+from gateway.proxy.client_response import JSON_HEADER_LINE
 from gateway.proxy.inbound.large_body import BYTE_ORDER_MARK, is_slow_to_parse
 from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES, Route
 from gateway.proxy.json_values import JsonObject
-from gateway.proxy.response_stream import JSON_HEADER_LINE
 from gateway.transport.eager_task import ensure_task
 from gateway.web.deferred import accepted, background_object
 from gateway.web.http_exchange import HttpExchange

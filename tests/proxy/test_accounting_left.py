@@ -10,7 +10,7 @@ import pytest
 
 from gateway.errors import GatewayError
 from gateway.events import RequestFinished
-from gateway.proxy.prefill_progress import PROGRESS_TOKENS
+from gateway.proxy.in_flight import PROGRESS_TOKENS
 from tests.emulator import EmulatedNode
 from tests.emulator.generation import TokenTally
 from tests.emulator.language_model import count_tokens

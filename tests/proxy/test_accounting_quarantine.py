@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.errors import GatewayError
 from gateway.lease import KeyedHash
 from gateway.proxy.accounting import MOST_QUARANTINED, Quarantine
 from gateway.proxy.inbound.request import Request
@@ -14,6 +15,17 @@ from tests.scheduling.build import a_request
 from tests.virtual import in_virtual_time
 
 LONG = 600.0
+
+
+def refusal(
+    quarantine: Quarantine, text: str, now: float, seconds: float = LONG
+) -> GatewayError | None:
+    """The error of this request, if it may go to no node."""
+    try:
+        quarantine.check(asking(text), now, seconds)
+    except GatewayError as error:
+        return error
+    return None
 
 
 def asking(text: str) -> Request:
@@ -28,13 +40,13 @@ def asking(text: str) -> Request:
 def test_a_request_that_two_nodes_died_on_is_rejected_for_a_while() -> None:
     quarantine = Quarantine(KeyedHash())
     quarantine.node_lost(asking("x"), "a", 99.0, 100.0)
-    assert quarantine.rejection(asking("x"), 101.0, LONG) is None
+    assert refusal(quarantine, "x", 101.0) is None
     quarantine.node_lost(asking("x"), "b", 101.0, 110.0)
-    refusal = quarantine.rejection(asking("x"), 120.0, LONG)
-    assert refusal is not None
-    assert (refusal.status, refusal.code, refusal.retryable) == (502, "node_failed", False)
-    assert "590 s" in refusal.message
-    assert quarantine.rejection(asking("x"), 711.0, LONG) is None
+    error = refusal(quarantine, "x", 120.0)
+    assert error is not None
+    assert (error.status, error.code, error.retryable) == (502, "node_failed", False)
+    assert "590 s" in error.message
+    assert refusal(quarantine, "x", 711.0) is None
     assert len(quarantine.entries) == 0
 
 
@@ -42,28 +54,28 @@ def test_another_request_is_served_meanwhile() -> None:
     quarantine = Quarantine(KeyedHash())
     for number, node in enumerate("ab"):
         quarantine.node_lost(asking("x"), node, number, number)
-    assert quarantine.rejection(asking("y"), 0.0, LONG) is None
+    assert refusal(quarantine, "y", 0.0) is None
 
 
 def test_a_single_node_that_dies_repeatedly_quarantines_no_request() -> None:
     quarantine = Quarantine(KeyedHash())
     for number in range(5):
         quarantine.node_lost(asking("x"), "a", number, number)
-    assert quarantine.rejection(asking("x"), 0.0, LONG) is None
+    assert refusal(quarantine, "x", 0.0) is None
 
 
 def test_nodes_that_are_lost_together_count_as_one() -> None:
     quarantine = Quarantine(KeyedHash())
     for node in "abc":
         quarantine.node_lost(asking("x"), node, 5.0, 9.0)
-    assert quarantine.rejection(asking("x"), 9.0, LONG) is None
+    assert refusal(quarantine, "x", 9.0) is None
 
 
 def test_a_node_leased_in_the_instant_of_the_others_loss_counts() -> None:
     quarantine = Quarantine(KeyedHash())
     quarantine.node_lost(asking("x"), "a", 5.0, 9.0)
     quarantine.node_lost(asking("x"), "b", 9.0, 9.0)
-    assert quarantine.rejection(asking("x"), 9.0, LONG) is not None
+    assert refusal(quarantine, "x", 9.0) is not None
 
 
 def test_a_complete_response_ends_the_quarantine() -> None:
@@ -71,14 +83,14 @@ def test_a_complete_response_ends_the_quarantine() -> None:
     quarantine.node_lost(asking("x"), "a", 0.0, 1.0)
     quarantine.clear(asking("x"))
     quarantine.node_lost(asking("x"), "b", 2.0, 3.0)
-    assert quarantine.rejection(asking("x"), 0.0, LONG) is None
+    assert refusal(quarantine, "x", 0.0) is None
 
 
 def test_nothing_is_rejected_when_the_quarantine_is_off() -> None:
     quarantine = Quarantine(KeyedHash())
     for number, node in enumerate("ab"):
         quarantine.node_lost(asking("x"), node, number, number)
-    assert quarantine.rejection(asking("x"), 0.0, 0.0) is None
+    assert refusal(quarantine, "x", 0.0, 0.0) is None
 
 
 def test_the_oldest_entry_is_forgotten_first() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.proxy.api.base import ResponseRewriter
-from gateway.proxy.cache_figures import CacheFigureHider
+from gateway.proxy.client_response import CacheFigureHider
 from gateway.transport.errors import InvalidResponse
 
 HIDER = CacheFigureHider()

@@ -13,11 +13,11 @@ from gateway.proxy.api.messages import MESSAGES
 from gateway.proxy.api.relayed import RELAYED
 from gateway.proxy.client_response import (
     EventsForClient,
+    ProxyResponse,
     node_error,
     node_error_body,
     rewrite_body,
 )
-from gateway.proxy.response_stream import ProxyResponse
 from gateway.transport.errors import InvalidResponse
 
 SAID = b'{"error":{"code":400,"message":"No such thing","type":"invalid_request_error"}}'

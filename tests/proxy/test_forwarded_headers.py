@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.proxy.forwarded_headers import (
+from gateway.proxy.client_response import (
     headers_for_client,
     headers_for_node,
     without_times,

@@ -13,10 +13,10 @@ from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.events import EventBus, RequestFinished
 from gateway.lease import Fault
-from gateway.proxy.context import ProxyContext
+from gateway.proxy.accounting import ProxyContext
+from gateway.proxy.attempt import TimeoutMonitor
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRequest
-from gateway.proxy.timeouts import TimeoutMonitor
 from gateway.request import Priority
 from gateway.transport.node_pool import node_address
 from gateway.transport.pool import ConnectionPool

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.fleet.node import NodeState
-from gateway.proxy.retry import RetryBudget
+from gateway.proxy.accounting import RetryBudget
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.gateways import until
 from tests.proxy.proxy_over_nodes import A_FIRST, GENERATION_PATHS, MESSAGES, proxy_over

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from gateway.lease import GrantedLease, NodeInfo
-from gateway.proxy.prefill_progress import PrefillProgress
+from gateway.proxy.in_flight import PrefillProgress
 from gateway.transport.errors import InvalidResponse
 from tests.proxy.api.events import event
 
@@ -64,7 +64,9 @@ class Prefill:
         self.progress = PrefillProgress()
         request = SimpleNamespace(lease_request=SimpleNamespace(slots=1))
         api = SimpleNamespace(progress_fields={}, progress_replaces_event=False)
-        self.progress.begin_attempt(self.attempt, cast("Any", request), cast("Any", api), b"{}")
+        self.progress.begin_attempt(
+            cast("Any", self.attempt), cast("Any", request), cast("Any", api), b"{}"
+        )
 
     def tells(self, at: float, done: int, cached: int = 0) -> None:
         """The node reports its progress."""
@@ -74,7 +76,7 @@ class Prefill:
 
     def read_at(self, elapsed: float) -> int | None:
         """Tokens that were read by then."""
-        read = self.progress.read_by(self.attempt, elapsed)
+        read = self.progress.read_by(cast("Any", self.attempt), elapsed)
         return None if read is None else read[0]
 
 

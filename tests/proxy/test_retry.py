@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config.routing import RetrySettings
-from gateway.proxy.retry import BUDGET_WINDOW, Retries, RetryBudget
+from gateway.proxy.accounting import BUDGET_WINDOW, Retries, RetryBudget
+from tests.virtual import in_virtual_time, now
 
 
 def spent(budget: RetryBudget, now: float, share: float, least: int) -> int:
@@ -56,56 +56,48 @@ def test_what_is_left_is_told_and_never_negative() -> None:
 @given(st.lists(st.tuples(st.floats(0, 50), st.booleans()), max_size=200))
 def test_retries_never_pass_the_share_or_the_minimum(steps: list[tuple[float, bool]]) -> None:
     budget, retries = RetryBudget(), 0
-    for requests, (now, fails) in enumerate(sorted(steps), 1):
-        budget.count_request(now)
-        if fails and budget.spend(now, share=0.2, minimum=3):
+    for requests, (at, fails) in enumerate(sorted(steps), 1):
+        budget.count_request(at)
+        if fails and budget.spend(at, share=0.2, minimum=3):
             retries += 1
         assert retries <= max(3, 0.2 * requests)
-
-
-class Failed(NamedTuple):
-    """A failed attempt, as the policy sees it."""
-
-    retryable: bool = True
-    reached_node: bool = True
 
 
 AT_ONCE = RetrySettings(backoff=0.0, backoff_max=0.0)
 
 
-async def attempts(spend: Callable[[], bool], failure: Failed, *, most: int = 3) -> int:
+async def attempts(
+    spend: Callable[[], bool] = lambda: True, *, most: int = 3, reached_node: bool = True
+) -> int:
     """How many attempts are made that all fail like this."""
     retries, count = Retries(AT_ONCE, most, spend), 1
-    while await retries.granted(failure):
+    while await retries.granted(reached_node=reached_node):
         count += 1
     return count
 
 
 async def test_the_budget_is_asked_once_for_each_further_attempt() -> None:
     asked = iter(range(10))
-    assert await attempts(lambda: next(asked) < 10, Failed()) == 3
+    assert await attempts(lambda: next(asked) < 10) == 3
     assert next(asked) == 2
+    assert await attempts(lambda: next(asked) < 10, reached_node=False) == 3
+    assert next(asked) == 3, "no node has more work by a failure that reached none"
 
 
-async def test_without_a_budget_nothing_is_retried() -> None:
-    retries = Retries(AT_ONCE, 3, lambda: False)
-    assert not await retries.granted(Failed())
-    assert retries.out_of_budget
+async def test_a_lack_of_budget_is_told_from_the_most_attempts() -> None:
+    for most, spend in ((3, lambda: False), (1, lambda: True)):
+        retries = Retries(AT_ONCE, most, spend)
+        assert not await retries.granted()
+        assert retries.out_of_budget is (most > 1)
 
 
-async def test_the_most_attempts_are_not_a_lack_of_budget() -> None:
-    retries = Retries(AT_ONCE, 1, lambda: True)
-    assert not await retries.granted(Failed())
-    assert not retries.out_of_budget
-
-
-async def test_a_failure_that_is_not_retryable_costs_no_budget() -> None:
-    asked = iter(range(10))
-    assert await attempts(lambda: next(asked) < 10, Failed(retryable=False)) == 1
-    assert next(asked) == 0
-
-
-async def test_a_failure_that_reached_no_node_costs_no_budget() -> None:
-    asked = iter(range(10))
-    assert await attempts(lambda: next(asked) < 10, Failed(reached_node=False)) == 3
-    assert next(asked) == 0
+@in_virtual_time
+async def test_pauses_double_up_to_the_longest() -> None:
+    retries, pauses = Retries(RetrySettings(backoff=1.0, backoff_max=3.0), 200, lambda: True), []
+    for _ in range(199):
+        began = now()
+        assert await retries.granted()
+        pauses.append(now() - began)
+    assert pauses[0] <= 1.0
+    assert pauses[1] <= 2.0
+    assert 2.0 < max(pauses) <= 3.0

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.proxy.splice import (
+from gateway.proxy.transcript import (
     OverlapFilter,
     OverlapMismatch,
+    Transcript,
     find_splice_point,
     step_back_offsets,
     tokenizes_as_sent,
 )
-from gateway.proxy.transcript import Transcript
 
 WORD = re.compile(r" ?[a-z]+|[^a-z]")
 

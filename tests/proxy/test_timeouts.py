@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -16,8 +17,9 @@ from gateway.config.routing import TimeoutSettings
 from gateway.fleet.health import another_prefills
 from gateway.fleet.node import Lease
 from gateway.fleet.slot_occupancy import LeasePhase
-from gateway.proxy.timeouts import (
+from gateway.proxy.attempt import (
     REPORT_INTERVAL,
+    Attempt,
     AttemptTimeouts,
     TimeoutMonitor,
     passed_timeout,
@@ -66,7 +68,7 @@ def test_a_plain_response_has_the_total_timeout_alone() -> None:
 
 
 @dataclass(eq=False)
-class Attempt:
+class WatchedAttempt:
     """An attempt as the monitor sees it."""
 
     lease: Lease
@@ -95,9 +97,13 @@ class Attempt:
         self.failure = error
 
 
-async def limits_of(clock: Clock, attempt: Attempt) -> Callable[[float], str | None]:
+def as_attempt(attempt: WatchedAttempt) -> Attempt:
+    return cast("Attempt", attempt)
+
+
+async def limits_of(clock: Clock, attempt: WatchedAttempt) -> Callable[[float], str | None]:
     watch = TimeoutMonitor(clock)
-    watch.add(attempt)
+    watch.add(as_attempt(attempt))
 
     def look(now: float) -> str | None:
         clock.now = now
@@ -117,7 +123,7 @@ async def test_another_requests_prefill_excuses_silence(moved: bool) -> None:
     lease, reading = take(node), take(node)
     if moved:
         lease.content_received(130.0)
-    look = await limits_of(clock, Attempt(lease, LIMITS))
+    look = await limits_of(clock, WatchedAttempt(lease, LIMITS))
     reading.head_received(140.0)
     assert look(165.0) is None
     assert look(190.0) is None
@@ -133,7 +139,7 @@ async def test_another_requests_prefill_does_not_excuse_silence_for_ever() -> No
     clock = Clock(100.0)
     node = a_node(clock)
     lease, reading = take(node), take(node)
-    look = await limits_of(clock, Attempt(lease, LIMITS))
+    look = await limits_of(clock, WatchedAttempt(lease, LIMITS))
     reading.head_received(140.0)
     # 60 s of prefill are an excuse, more only if more was expected.
     assert look(199.0) is None
@@ -146,7 +152,7 @@ async def test_nothing_excuses_the_total_timeout() -> None:
     node = a_node(clock)
     lease = take(node)
     take(node, expected_prefill=10_000.0)
-    look = await limits_of(clock, Attempt(lease, LIMITS, client_lagging=True))
+    look = await limits_of(clock, WatchedAttempt(lease, LIMITS, client_lagging=True))
     assert look(999.0) is None
     assert look(1000.0) == "total"
 
@@ -156,7 +162,7 @@ async def test_silence_of_a_node_whose_client_lags_is_excused() -> None:
     clock = Clock(100.0)
     lease = take(a_node(clock))
     lease.content_received(101.0)
-    attempt = Attempt(lease, LIMITS, client_lagging=True)
+    attempt = WatchedAttempt(lease, LIMITS, client_lagging=True)
     look = await limits_of(clock, attempt)
     assert look(500.0) is None
     attempt.client_lagging = False
@@ -167,7 +173,7 @@ async def test_silence_of_a_node_whose_client_lags_is_excused() -> None:
 @in_virtual_time
 async def test_the_scheduler_is_told_of_moving_streams_once_a_second() -> None:
     clock = Clock(100.0)
-    attempt = Attempt(take(a_node(clock)), LIMITS)
+    attempt = WatchedAttempt(take(a_node(clock)), LIMITS)
     look = await limits_of(clock, attempt)
     for number in range(100):
         assert look(100.0 + number / 10) is None
@@ -175,7 +181,7 @@ async def test_the_scheduler_is_told_of_moving_streams_once_a_second() -> None:
 
 
 @dataclass(eq=False)
-class EndingAnother(Attempt):
+class EndingAnother(WatchedAttempt):
     """An attempt whose failure ends another one."""
 
     on_fail: Callable[[], None] = lambda: None
@@ -190,11 +196,11 @@ async def test_an_attempt_that_ends_with_another_one_is_left_alone() -> None:
     clock = Clock(100.0)
     node = a_node(clock)
     first = EndingAnother(take(node), LIMITS)
-    other = Attempt(take(node), LIMITS, complete=True)
+    other = WatchedAttempt(take(node), LIMITS, complete=True)
     monitor = TimeoutMonitor(clock)
-    monitor.add(first)
-    monitor.add(other)
-    first.on_fail = lambda: monitor.remove(other)
+    monitor.add(as_attempt(first))
+    monitor.add(as_attempt(other))
+    first.on_fail = lambda: monitor.remove(as_attempt(other))
     monitor.close()
     clock.now = 1000.0
     monitor.check()
@@ -208,7 +214,7 @@ async def test_an_attempt_that_ends_with_another_one_is_left_alone() -> None:
 @in_virtual_time
 async def test_a_whole_response_frees_the_slots_before_its_client_has_read_it() -> None:
     clock = Clock(100.0)
-    attempt = Attempt(take(a_node(clock)), LIMITS, complete=True)
+    attempt = WatchedAttempt(take(a_node(clock)), LIMITS, complete=True)
     look = await limits_of(clock, attempt)
     assert look(101.0) is None
     assert attempt.lease.phase is LeasePhase.RELEASED
@@ -299,7 +305,7 @@ async def test_a_gateway_that_was_held_up_reads_before_it_checks_timeouts(answer
     clock, loop = time.monotonic, asyncio.get_running_loop()
     lease = take(a_node(Clock(clock())))
     lease.content_received(clock())
-    attempt = Attempt(
+    attempt = WatchedAttempt(
         lease, AttemptTimeouts(first_byte=60.0, silence=0.1, deadline=math.inf), sent_at=clock()
     )
     watch = TimeoutMonitor(clock)
@@ -309,7 +315,7 @@ async def test_a_gateway_that_was_held_up_reads_before_it_checks_timeouts(answer
         loop.add_reader(
             ours, lambda: ours.recv(9) and loop.call_soon(lease.content_received, clock())
         )
-        watch.add(attempt)
+        watch.add(as_attempt(attempt))
         if answers:
             theirs.send(b"content")
         time.sleep(0.15)  # noqa: ASYNC251 - the loop is held up

@@ -16,10 +16,10 @@ from gateway.proxy.api.messages import MESSAGES
 from gateway.proxy.api.native import NATIVE
 from gateway.proxy.api.relayed import RELAYED
 from gateway.proxy.api.responses import RESPONSES
-from gateway.proxy.usage import (
+from gateway.proxy.stream import UsageFilter
+from gateway.proxy.tokens import (
     MOST_OBJECT_BYTES,
     MOST_PLAUSIBLE_TOKENS,
-    UsageFilter,
     find_last_object,
     read_usage,
 )

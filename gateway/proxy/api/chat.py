@@ -22,8 +22,7 @@ from gateway.proxy.api.choices import (
 from gateway.proxy.api.merging import RawFields, read_fields, read_items
 from gateway.proxy.api.resuming import EventRewriter, ReasoningEndMark, ReasoningSplitter
 from gateway.proxy.json_values import JsonObject
-from gateway.proxy.splice import SplicePoint
-from gateway.proxy.transcript import Transcript
+from gateway.proxy.transcript import SplicePoint, Transcript
 
 
 def read_chat(transcript: Transcript, value: JsonObject) -> None:

@@ -11,8 +11,7 @@ from gateway.proxy.api.base import Api, Assembly, AssemblyError, decoded_field, 
 from gateway.proxy.api.merging import RawFields, inner_items, read_fields, read_items
 from gateway.proxy.api.resuming import EventRewriter, as_count, data_event
 from gateway.proxy.json_values import JSON_ERRORS, JsonObject, parse_json
-from gateway.proxy.splice import SplicePoint
-from gateway.proxy.transcript import Transcript
+from gateway.proxy.transcript import SplicePoint, Transcript
 
 # llama.cpp's order: JSON has none, but people who read a response do.
 _FIELD_ORDER = (

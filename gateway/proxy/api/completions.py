@@ -22,8 +22,7 @@ from gateway.proxy.api.choices import (
 from gateway.proxy.api.merging import RawFields, ResponseMerger, read_fields, read_items
 from gateway.proxy.api.resuming import EventRewriter, ReasoningEndMark
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
-from gateway.proxy.splice import SplicePoint
-from gateway.proxy.transcript import Transcript
+from gateway.proxy.transcript import SplicePoint, Transcript
 
 
 def read_completion(transcript: Transcript, value: JsonObject) -> None:

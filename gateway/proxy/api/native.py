@@ -24,9 +24,8 @@ from gateway.proxy.api.resuming import (
     data_event,
 )
 from gateway.proxy.json_values import JsonObject, parse_json
-from gateway.proxy.output_bound import BOUND_NAMES
-from gateway.proxy.splice import SplicePoint
-from gateway.proxy.transcript import Transcript
+from gateway.proxy.tokens import BOUND_NAMES
+from gateway.proxy.transcript import SplicePoint, Transcript
 
 
 def read_native(transcript: Transcript, value: JsonObject) -> None:

@@ -18,8 +18,7 @@ from gateway.proxy.api.resuming import (
     named_event,
 )
 from gateway.proxy.json_values import JsonObject
-from gateway.proxy.splice import SplicePoint
-from gateway.proxy.transcript import Transcript
+from gateway.proxy.transcript import SplicePoint, Transcript
 
 _TERMINAL_TYPES = frozenset({"response.completed", "response.incomplete", "response.failed"})
 

@@ -17,7 +17,7 @@ from gateway.proxy.inbound import multipart, request_limits
 from gateway.proxy.inbound.large_body import Body
 from gateway.proxy.inbound.parsed_body import MISSING, ParsedBody
 from gateway.proxy.json_values import FIELDS_DECODER
-from gateway.proxy.output_bound import BOUND_NAMES, Number
+from gateway.proxy.tokens import BOUND_NAMES, Number
 
 B = TypeVar("B", bound=Body)
 

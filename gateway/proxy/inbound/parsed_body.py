@@ -10,7 +10,7 @@ import msgspec
 from gateway import errors
 from gateway.proxy.inbound.media import MediaCost, measure_media
 from gateway.proxy.json_values import FIELDS_DECODER
-from gateway.proxy.output_bound import Number
+from gateway.proxy.tokens import Number
 
 BYTES_PER_TOKEN = 4
 """English text has about 4 bytes per token in the tokenizers of today's open models. JSON around

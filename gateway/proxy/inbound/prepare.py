@@ -42,7 +42,7 @@ from gateway.proxy.inbound.prompt_key import (
 )
 from gateway.proxy.inbound.request import PromptList, Request, parse_prompt_list
 from gateway.proxy.inbound.routes import Route, can_assemble
-from gateway.proxy.output_bound import settle_bound
+from gateway.proxy.tokens import settle_bound
 from gateway.request import Caller, Priority
 
 

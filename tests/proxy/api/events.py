@@ -12,7 +12,7 @@ from gateway.lease import LeaseRequest
 from gateway.proxy import sse
 from gateway.proxy.api.base import Api, ResponseAssembler
 from gateway.proxy.json_values import JsonObject
-from gateway.proxy.splice import SplicePoint
+from gateway.proxy.transcript import SplicePoint
 from gateway.request import Priority
 
 IDENTITY = {"id": "first", "created": 1, "model": "m", "object": "chat.completion.chunk"}

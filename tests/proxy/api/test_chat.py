@@ -9,8 +9,12 @@ import pytest
 from gateway.proxy.api.base import AssemblyError
 from gateway.proxy.api.chat import CHAT, ChatRewriter, NativeToChatRewriter, read_chat
 from gateway.proxy.api.resuming import ReasoningEndMark
-from gateway.proxy.splice import OverlapMismatch
-from gateway.proxy.transcript import TokenIdExtractor, Transcript, TranscriptRecorder
+from gateway.proxy.stream import TokenIdExtractor
+from gateway.proxy.transcript import (
+    OverlapMismatch,
+    Transcript,
+    TranscriptRecorder,
+)
 from gateway.transport.errors import InvalidResponse
 from tests.each_case import each_case
 from tests.proxy.api.events import (

@@ -12,8 +12,13 @@ from gateway.proxy.api.completions import (
     NativeToCompletionsRewriter,
     read_completion,
 )
-from gateway.proxy.splice import OverlapMismatch, SplicePoint
-from gateway.proxy.transcript import TokenIdExtractor, Transcript, TranscriptRecorder
+from gateway.proxy.stream import TokenIdExtractor
+from gateway.proxy.transcript import (
+    OverlapMismatch,
+    SplicePoint,
+    Transcript,
+    TranscriptRecorder,
+)
 from tests.proxy.api.events import IDENTITY, SPLICE_POINT, TIMINGS, USAGE, assembled, event, values
 
 

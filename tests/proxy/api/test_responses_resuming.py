@@ -16,8 +16,7 @@ from gateway.proxy.api.responses_resuming import (
     response_as_chat,
 )
 from gateway.proxy.api.resuming import ReasoningEndMark
-from gateway.proxy.splice import SplicePoint
-from gateway.proxy.transcript import EventTemplate, Transcript
+from gateway.proxy.transcript import EventTemplate, SplicePoint, Transcript
 from tests.each_case import each_case
 from tests.emulator import EmulatedNode
 from tests.proxy.proxy_over_nodes import A_FIRST, Stream, proxy_over

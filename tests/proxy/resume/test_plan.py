@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.proxy.inbound.routes import ROUTES
-from gateway.proxy.resume.plan import NotResumable, ResumeInput, ResumePlan, plan_resume
+from gateway.proxy.resume import NotResumable, ResumeInput, ResumePlan, plan_resume
 from gateway.proxy.transcript import Transcript
 
 MESSAGES = [{"role": "user", "content": "why"}]

@@ -6,7 +6,7 @@ import pytest
 
 from gateway.proxy.api.resuming import ReasoningEndMark
 from gateway.proxy.json_values import JsonObject
-from gateway.proxy.resume.plan import ReasoningTemplate, find_reasoning_template
+from gateway.proxy.resume import ReasoningTemplate, find_reasoning_template
 
 END = "</think>"
 SHOWN = ReasoningTemplate("Q<think>\n", "\n</think>\n\n", ReasoningEndMark(END))

@@ -86,7 +86,7 @@ def usage_of(reply: Stream) -> Any:
 
 def begun(in_flight: InFlightRequest) -> bool:
     """Whether its node has begun to write."""
-    return in_flight.attempt is not None and in_flight.attempt.event_count > 5
+    return in_flight.attempt is not None and in_flight.attempt.content_events > 4
 
 
 def resumed(proxy: ProxyOverNodes) -> list[StreamResumed]:
