@@ -1,6 +1,7 @@
-"""The end of each attempt: reported to the scheduler, and written into the request's record.
+"""The accounts of all requests: how attempts end, which requests kill nodes, how many are retried.
 
-What the scheduler and the fleet learn from it is their affair (`LeaseService.ended`, `settle`).
+The end of each attempt is reported to the scheduler, and written into the request's record. What
+the scheduler and the fleet learn from it is their affair (`LeaseService.ended`, `settle`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import random
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -56,18 +58,12 @@ MOST_QUARANTINED = 4096
 """Request bodies that are remembered; the oldest is forgotten first."""
 
 
-@dataclass(slots=True)
-class QuarantineEntry:
-    """A request during which a node was lost."""
+class Losses(NamedTuple):
+    """The nodes that were lost during one request."""
 
-    lost_nodes: set[str] = field(default_factory=set)
-    last_lost: float = 0.0
+    nodes: frozenset[str]
+    last_at: float
     """When a node was last lost during it; monotonic seconds."""
-
-    def add(self, node: str, now: float) -> None:
-        """A node was lost during the request."""
-        self.lost_nodes.add(node)
-        self.last_lost = now
 
 
 class Quarantine:
@@ -77,7 +73,7 @@ class Quarantine:
 
     def __init__(self, keyed_hash: KeyedHash) -> None:
         self._keyed_hash = keyed_hash
-        self.entries: OrderedDict[bytes, QuarantineEntry] = OrderedDict()
+        self.entries: OrderedDict[bytes, Losses] = OrderedDict()
         """By the digest, the oldest first."""
 
     def __len__(self) -> int:
@@ -86,14 +82,14 @@ class Quarantine:
     def check(self, request: Request, now: float, seconds: float) -> None:
         """Raises: GatewayError, for `seconds` after nodes died on this request; 0: never."""
         entry = self.entries.get(self._digest(request)) if seconds else None
-        if entry is None or len(entry.lost_nodes) < MOST_LOST_NODES:
+        if entry is None or len(entry.nodes) < MOST_LOST_NODES:
             return
-        left = entry.last_lost + seconds - now
+        left = entry.last_at + seconds - now
         if left <= 0:
             del self.entries[self._digest(request)]
             return
         raise errors.node_failed(
-            f"{len(entry.lost_nodes)} nodes died while they served this very request, so it is "
+            f"{len(entry.nodes)} nodes died while they served this very request, so it is "
             f"refused for {left:.0f} s more. A grammar or schema may be what they died on."
         )
 
@@ -103,11 +99,12 @@ class Quarantine:
         Nodes that are lost together, such as those of one host, count as one.
         """
         key = self._digest(request)
-        entry = self.entries.setdefault(key, QuarantineEntry())
-        self.entries.move_to_end(key)
-        if entry.lost_nodes and leased_at < entry.last_lost:
-            return
-        entry.add(node, now)
+        entry = self.entries.pop(key, None)
+        if entry is None:
+            entry = Losses(frozenset({node}), now)
+        elif leased_at >= entry.last_at:
+            entry = Losses(entry.nodes | {node}, now)
+        self.entries[key] = entry
         if len(self.entries) > MOST_QUARANTINED:
             self.entries.popitem(last=False)
 
@@ -219,7 +216,7 @@ class Accounting:
         report = AttemptReport(
             attempt.lease.id, outcome, attempt.status, True, attempt.node_done, True, fault
         )
-        if attempt.came_plain:
+        if attempt.lease.stream and not attempt.is_sse:
             report = replace(report, came_plain=True)
         self.leases.ended(report)
         return self.clock()
@@ -352,14 +349,14 @@ class RetryBudget:
             self._forget(now)
         self._request_count += 1
 
-    def spend(self, now: float, *, share: float, minimum: int) -> bool:
+    def spend(self, now: float, share: float, minimum: int) -> bool:
         """Count a retry if one is left."""
-        if not self.remaining(now, share=share, minimum=minimum):
+        if not self.remaining(now, share, minimum):
             return False
         self._retries.append(now)
         return True
 
-    def remaining(self, now: float, *, share: float, minimum: int) -> int:
+    def remaining(self, now: float, share: float, minimum: int) -> int:
         """Retries left: `share` of the last minute's requests, or `minimum` if that is more."""
         self._forget(now)
         return max(0, max(minimum, int(share * self._request_count)) - len(self._retries))
@@ -369,39 +366,6 @@ class RetryBudget:
             self._request_count -= self._requests.popleft()[1]
         while self._retries and self._retries[0] < now - BUDGET_WINDOW:
             self._retries.popleft()
-
-
-@dataclass(slots=True, eq=False)
-class RetryPolicy:
-    """Grants retries and resumptions within one budget."""
-
-    leases: LeaseService
-    clock: Callable[[], float]
-    budget: RetryBudget = field(default_factory=RetryBudget)
-
-    def count_request(self) -> None:
-        """Count a request's first attempt; the budget is a share of these."""
-        self.budget.count_request(self.clock())
-
-    def retries(self, settings: RetrySettings, attempts: int) -> Retries:
-        """The attempts that may follow the first one of a request, `attempts` in all."""
-        return Retries(settings, attempts, lambda: self._spend(settings))
-
-    def remaining(self, settings: RetrySettings) -> int:
-        """Retries that could be made now."""
-        share, minimum = self._allowance(settings)
-        return self.budget.remaining(self.clock(), share=share, minimum=minimum)
-
-    def _spend(self, settings: RetrySettings) -> bool:
-        share, minimum = self._allowance(settings)
-        return self.budget.spend(self.clock(), share=share, minimum=minimum)
-
-    def _allowance(self, settings: RetrySettings) -> tuple[float, int]:
-        """Retries a minute: this share of the minute's requests, or at least so many.
-
-        The minimum covers the slots of the largest host: all its requests may have to move at once.
-        """
-        return settings.budget, max(settings.budget_min, self.leases.most_slots_of_a_host())
 
 
 class Retries:
@@ -415,9 +379,8 @@ class Retries:
 
     def __init__(self, settings: RetrySettings, attempts: int, spend: Callable[[], bool]) -> None:
         """`attempts`: with the first one. `spend`: take a retry of the budget, if it has one."""
-        self._settings = settings
         self._left = attempts - 1
-        self._longest_pause = settings.backoff
+        self._longest_pause, self._settings = settings.backoff, settings
         self._spend = spend
         self.out_of_budget = False
         """Whether the last attempt was refused because the budget is spent."""
@@ -456,12 +419,11 @@ class ProxyContext:
     """Remembers which nodes can be asked for the usage of a stream."""
     quarantine: Quarantine = field(init=False)
     accounting: Accounting = field(init=False)
-    retry_policy: RetryPolicy = field(init=False)
+    retry_budget: RetryBudget = field(default_factory=RetryBudget)
 
     def __post_init__(self) -> None:
         self.quarantine = Quarantine(self.keyed_hash)
         self.accounting = Accounting(self.leases, self.bus, self.clock, self.quarantine)
-        self.retry_policy = RetryPolicy(self.leases, self.clock)
 
     def configure(self, settings: Settings) -> None:
         """Apply changed settings to the attempts that begin from now on."""
@@ -472,6 +434,21 @@ class ProxyContext:
         if self.quarantine.entries:
             self.quarantine.check(request, self.clock(), self.settings.retries.quarantine)
 
+    def retries(self, attempts: int) -> Retries:
+        """The attempts that may follow the first one of a request, `attempts` in all."""
+        return Retries(self.settings.retries, attempts, self._spend_retry)
+
     def retries_left(self) -> int:
         """Retries that could be made now, for the metric."""
-        return self.retry_policy.remaining(self.settings.retries)
+        return self.retry_budget.remaining(self.clock(), *self._allowance())
+
+    def _spend_retry(self) -> bool:
+        return self.retry_budget.spend(self.clock(), *self._allowance())
+
+    def _allowance(self) -> tuple[float, int]:
+        """Retries a minute: this share of the minute's requests, or at least so many.
+
+        The minimum covers the slots of the largest host: all its requests may have to move at once.
+        """
+        settings = self.settings.retries
+        return settings.budget, max(settings.budget_min, self.leases.most_slots_of_a_host())

@@ -55,34 +55,11 @@ class Attempt:
     """Made with a lease, then opened. `close` ends it, once; the accounting reports its end."""
 
     __slots__ = (
-        "_clock",
-        "_closed",
-        "_connection",
-        "_held",
-        "_leases",
-        "_on_fail",
-        "_reported_content_at",
-        "_sent",
-        "_settings",
-        "_timeout_monitor",
-        "_timeouts",
-        "_whole_at",
-        "_write_to_client",
-        "api",
-        "content",
-        "events",
-        "failure",
-        "headers",
-        "is_sse",
-        "lease",
-        "node_done",
-        "pool",
-        "request",
-        "sent_at",
-        "splice_point",
-        "started_at",
-        "status",
-    )
+        "_clock", "_closed", "_connection", "_held", "_leases", "_on_fail", "_reported_content_at",
+        "_sent", "_settings", "_timeout_monitor", "_timeouts", "_whole_at", "_write_to_client",
+        "api", "content", "events", "failure", "headers", "is_sse", "lease", "node_done", "pool",
+        "request", "sent_at", "splice_point", "started_at", "status",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -240,11 +217,6 @@ class Attempt:
             self.content = await self._read_all(limits.response_bytes)
         if self.status < 300 and not self.is_sse:
             api.check_answer(self.content, whole=connection.complete)
-
-    @property
-    def came_plain(self) -> bool:
-        """Whether the response is plain though a stream was asked for."""
-        return self.lease.stream and not self.is_sse
 
     def answer_as_events(self, request_fields: JsonObject) -> bytes:
         """A plain response as the stream that the client asked for. Raises: InvalidResponse."""

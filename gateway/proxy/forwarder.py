@@ -72,9 +72,9 @@ class Forwarder:
         if isinstance(result, ProxyResponse):
             return result
         await ensure_task()
-        settings = self.context.settings.retries
-        retries = self.context.retry_policy.retries(settings, settings.attempts)
-        may_cross = settings.attempts > 1
+        attempts = self.context.settings.retries.attempts
+        retries = self.context.retries(attempts)
+        may_cross = attempts > 1
         while result.retryable:
             if not result.pool_full:
                 # Once, a request moves from GPU to CPU nodes at once and at no cost: this can't
@@ -141,10 +141,10 @@ class Forwarder:
                 record.waited(clock() - queued_at)
 
         # Count the attempt.
-        if tried is NOTHING_TRIED:
-            context.retry_policy.count_request()
-        record.attempt_began(lease.node.name, lease.node.tier, lease.fallback)
         attempt = Attempt(lease, request, context.settings, leases, context.timeout_monitor, clock)
+        if tried is NOTHING_TRIED:
+            context.retry_budget.count_request(attempt.started_at)
+        record.attempt_began(lease.node.name, lease.node.tier, lease.fallback)
         in_flight.begin_attempt(attempt)
 
         # Exchange the request for the response's beginning.
@@ -525,17 +525,9 @@ class ResponseStream:
     """
 
     __slots__ = (
-        "_attempt",
-        "_closed",
-        "_context",
-        "_in_flight",
-        "_recorder",
-        "_resumed",
-        "_resumer",
-        "_resuming",
-        "_tried",
-        "api",
-    )
+        "_attempt", "_closed", "_context", "_in_flight", "_recorder", "_resumed", "_resumer",
+        "_resuming", "_tried", "api",
+    )  # fmt: skip
 
     def __init__(
         self,

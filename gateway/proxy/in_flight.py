@@ -276,15 +276,9 @@ class PrefillProgress:
     """The prefill of one request, on one node after the other."""
 
     __slots__ = (
-        "_attempt",
-        "_batch",
-        "_cached",
-        "_client_asked",
-        "_first",
-        "_hidden",
-        "_keep_next",
+        "_attempt", "_batch", "_cached", "_client_asked", "_first", "_hidden", "_keep_next",
         "_last",
-    )
+    )  # fmt: skip
 
     def __init__(self, *, hidden: bool = False) -> None:
         """`hidden`: the client may not know how much of its prompt was cached; the ledger does."""

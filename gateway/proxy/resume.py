@@ -433,20 +433,9 @@ class Resumer:
     """
 
     __slots__ = (
-        "_context",
-        "_in_flight",
-        "_lease_request",
-        "_met_other_kind",
-        "_model",
-        "_node_kind",
-        "_recorder",
-        "_request",
-        "_resume_key",
-        "_retries",
-        "_source",
-        "_times_yielded",
-        "_tried",
-    )
+        "_context", "_in_flight", "_lease_request", "_met_other_kind", "_model", "_node_kind",
+        "_recorder", "_request", "_resume_key", "_retries", "_source", "_times_yielded", "_tried",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -612,8 +601,7 @@ class Resumer:
             return self._tried.pool_overflows <= MOST_POOL_OVERFLOWS
         if self._retries is not None:
             return await self._retries.granted(reached_node=failure.reached_node)
-        context = self._context
-        self._retries = context.retry_policy.retries(context.settings.retries, MOST_RESUMES)
+        self._retries = self._context.retries(MOST_RESUMES)
         return True
 
     async def _attempt(self, failed_node: str, *, yielded: bool) -> Resumed | FailedStream:

@@ -73,16 +73,9 @@ class EventFramer:
     """
 
     __slots__ = (
-        "_begin",
-        "_ceiling",
-        "_comment",
-        "_limit",
-        "_lines",
-        "_matcher",
-        "_tail",
-        "event_count",
+        "_begin", "_ceiling", "_comment", "_limit", "_lines", "_matcher", "_tail", "event_count",
         "special_bytes",
-    )
+    )  # fmt: skip
 
     def __init__(
         self,

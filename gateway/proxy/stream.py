@@ -36,26 +36,11 @@ class EventPipeline:
     """The stages between one node's bytes and the client. It fails by what the events say."""
 
     __slots__ = (
-        "_api",
-        "_clock",
-        "_dropped_events",
-        "_ends_once",
-        "_filters",
-        "_opening_events",
-        "_progress_filter",
-        "_recent_chunks",
-        "_record",
-        "_rewrite",
-        "_usage_filter",
-        "ended",
-        "error_data",
-        "failure",
-        "framer",
-        "is_over",
-        "last_content_at",
-        "opening",
+        "_api", "_clock", "_dropped_events", "_ends_once", "_filters", "_opening_events",
+        "_progress_filter", "_recent_chunks", "_record", "_rewrite", "_usage_filter", "ended",
+        "error_data", "failure", "framer", "is_over", "last_content_at", "opening",
         "opening_bytes",
-    )
+    )  # fmt: skip
 
     def __init__(
         self,

@@ -242,27 +242,21 @@ class TranscriptRecorder:
     """
 
     __slots__ = (
-        "_content",
-        "_max_bytes",
-        "_raw_chunks",
-        "_read",
-        "_reasoning",
-        "_template",
-        "_templates_left",
-        "_transcript",
-        "raw_bytes",
-    )
+        "_content", "_made", "_max_bytes", "_raw_chunks", "_read", "_reasoning", "_template",
+        "_templates_left", "raw_bytes",
+    )  # fmt: skip
 
     def __init__(self, read: TranscriptReader, max_bytes: int) -> None:
+        # Most streams end without more than this.
         self._read = read
         self._max_bytes = max_bytes
-        self._transcript = Transcript()
+        self._made: Transcript | None = None
         self._raw_chunks: list[bytes] = []
         self.raw_bytes = 0
         """Bytes of the events that are kept unparsed."""
-        self._reasoning = CompressedText()
-        self._content = CompressedText()
-        """The text before that in `_transcript`."""
+        self._reasoning: CompressedText
+        self._content: CompressedText
+        """The text before that in the transcript; made with it."""
         self._template: EventTemplate | None = None
         self._templates_left = MOST_TEMPLATES
 
@@ -279,11 +273,19 @@ class TranscriptRecorder:
 
     def transcript(self) -> Transcript:
         """All that was sent. Call it when the stream has failed."""
+        transcript = self._transcript
         self._parse(b"".join(self._raw_chunks))
         self._raw_chunks, self.raw_bytes = [], 0
-        self._reasoning.unpack(self._transcript.reasoning_pieces)
-        self._content.unpack(self._transcript.content_pieces)
-        return self._transcript
+        self._reasoning.unpack(transcript.reasoning_pieces)
+        self._content.unpack(transcript.content_pieces)
+        return transcript
+
+    @property
+    def _transcript(self) -> Transcript:
+        if self._made is None:
+            self._made = Transcript()
+            self._reasoning, self._content = CompressedText(), CompressedText()
+        return self._made
 
     def _compact(self) -> None:
         transcript = self._transcript

@@ -143,7 +143,7 @@ async def test_a_retry_goes_to_another_host_if_there_is_one(tmp_path: Path) -> N
 class Spent(RetryBudget):
     """A budget that is used up."""
 
-    def remaining(self, now: float, *, share: float, minimum: int) -> int:
+    def remaining(self, now: float, share: float, minimum: int) -> int:
         return 0
 
 
@@ -179,7 +179,7 @@ async def test_an_attempt_that_reached_no_node_costs_no_budget(tmp_path: Path) -
     one = EmulatedNode(slots=8, answer_tokens=4)
     retries = {"budget": 0.0, "budget_min": 0}
     async with proxy_over(tmp_path, one, retries=retries, health={"interval": 3600}) as proxy:
-        proxy.app.proxy_context.retry_policy.budget = Spent()
+        proxy.app.proxy_context.retry_budget = Spent()
         await one.kill()
         asked = [asyncio.create_task(proxy.ask()) for _ in range(6)]
         await until(lambda: len(proxy.app.scheduler.queue_positions()) == 6)

@@ -14,7 +14,7 @@ from tests.virtual import in_virtual_time, now
 
 def spent(budget: RetryBudget, now: float, share: float, least: int) -> int:
     count = 0
-    while count < 10_000 and budget.spend(now, share=share, minimum=least):
+    while count < 10_000 and budget.spend(now, share, least):
         count += 1
     return count
 
@@ -37,20 +37,20 @@ def test_the_past_is_forgotten_on_both_sides() -> None:
         budget.count_request(0.0)
     assert spent(budget, 0.0, 0.2, 10) == 200
     later = 2 * BUDGET_WINDOW
-    assert budget.remaining(later, share=0.2, minimum=10) == 10
+    assert budget.remaining(later, 0.2, 10) == 10
     budget.count_request(later)
     assert spent(budget, later, 0.2, 10) == 10
 
 
 def test_what_is_left_is_told_and_never_negative() -> None:
     budget = RetryBudget()
-    assert budget.remaining(0.0, share=0.2, minimum=10) == 10
+    assert budget.remaining(0.0, 0.2, 10) == 10
     for _ in range(100):
         budget.count_request(0.0)
     assert spent(budget, 1.0, 0.2, 10) == 20
-    assert budget.remaining(1.0, share=0.2, minimum=10) == 0
-    assert budget.remaining(1.0, share=0.1, minimum=10) == 0, "the settings may have changed"
-    assert budget.remaining(1.0, share=0.5, minimum=10) == 30
+    assert budget.remaining(1.0, 0.2, 10) == 0
+    assert budget.remaining(1.0, 0.1, 10) == 0, "the settings may have changed"
+    assert budget.remaining(1.0, 0.5, 10) == 30
 
 
 @given(st.lists(st.tuples(st.floats(0, 50), st.booleans()), max_size=200))
@@ -58,7 +58,7 @@ def test_retries_never_pass_the_share_or_the_minimum(steps: list[tuple[float, bo
     budget, retries = RetryBudget(), 0
     for requests, (at, fails) in enumerate(sorted(steps), 1):
         budget.count_request(at)
-        if fails and budget.spend(at, share=0.2, minimum=3):
+        if fails and budget.spend(at, 0.2, 3):
             retries += 1
         assert retries <= max(3, 0.2 * requests)
 

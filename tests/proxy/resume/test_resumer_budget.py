@@ -24,9 +24,8 @@ NO_SHARE = {"budget": 0.0, "budget_min": 0, "quarantine": 0}
 def spend_budget(proxy: ProxyOverNodes, *, left: int = 0) -> None:
     """Spend the retry budget up to `left`."""
     context = proxy.app.proxy_context
-    policy = context.retry_policy
     while context.retries_left() > left:
-        assert policy.budget.spend(policy.clock(), share=0.0, minimum=1000)
+        assert context.retry_budget.spend(context.clock(), 0.0, 1000)
 
 
 @in_virtual_time
