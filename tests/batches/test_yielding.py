@@ -18,7 +18,7 @@ from gateway.usage.ledger import ROW_COLUMNS
 from tests.emulator import EmulatedNode
 from tests.gateways import until
 from tests.proxy.proxy_over_nodes import BODIES, ProxyOverNodes, Stream, proxy_over
-from tests.proxy.resume.test_resumer import check_whole, metrics_of
+from tests.proxy.test_resume import check_whole, metrics_of
 from tests.virtual import in_virtual_time, now
 
 CHAT = "/v1/chat/completions"
