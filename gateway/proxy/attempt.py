@@ -14,12 +14,11 @@ from gateway.config.routing import TimeoutSettings
 from gateway.config.settings import Settings
 from gateway.lease import GrantedLease, LeaseService
 from gateway.proxy import sse
-from gateway.proxy.api.base import LARGEST_ANSWER_BYTES, Api, StreamEventKind
+from gateway.proxy.api.base import Api, StreamEventKind
 from gateway.proxy.client_response import WriteToClient, headers_for_client
 from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.request_limits import max_event_bytes
 from gateway.proxy.inbound.routes import ROUTES
-from gateway.proxy.json_values import InvalidJson, JsonObject
 from gateway.proxy.outcome import (
     context_overflow_sizes,
     error_event_to_body,
@@ -218,15 +217,6 @@ class Attempt:
         if self.status < 300 and not self.is_sse:
             api.check_answer(self.content, whole=connection.complete)
 
-    def answer_as_events(self, request_fields: JsonObject) -> bytes:
-        """A plain response as the stream that the client asked for. Raises: InvalidResponse."""
-        if not self.complete or len(self.content) > LARGEST_ANSWER_BYTES:
-            raise InvalidResponse("The node's answer is too long for one that is not streamed")
-        try:
-            return self.api.answer_events(self.content, request_fields)
-        except (InvalidJson, AttributeError, KeyError, RecursionError, TypeError):
-            raise InvalidResponse("The node's answer has another form than expected") from None
-
     async def open_again(
         self, api: Api, head: bytes, body: bytes | SegmentedBody, events: EventPipeline | None
     ) -> None:
@@ -274,10 +264,14 @@ class Attempt:
 
         If that is the node's error event, `failure` is set.
         """
-        if self.events is None:
+        events = self.events
+        if events is None or events.ended or not events.framer.lacks_blank_line:
             return b""
-        passed = self.events.feed_unclosed()
-        self._end_stream(self.events)
+        try:
+            passed = events.feed(b"\n\n")
+        except InvalidResponse:
+            return b""
+        self._end_stream(events)
         return passed
 
     def _write_through(self) -> bool:
@@ -445,7 +439,8 @@ class Attempt:
             kind = events.feed_opening(chunk)
             if kind is StreamEventKind.ERROR:
                 return self._error_instead(events.error_data or b"")
-            self._end_stream(events)
+            if events.is_over:
+                self._end_stream(events)
             if kind is StreamEventKind.CONTENT:
                 self._leases.content_began(self.lease.id)
                 return events.opening

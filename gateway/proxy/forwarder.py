@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,7 +17,7 @@ from gateway.errors import GatewayError, drop_traceback
 from gateway.lease import NOTHING_TRIED, NodeError, NodeInfo, Tried
 from gateway.proxy import outcome
 from gateway.proxy.accounting import MOST_POOL_OVERFLOWS, ProxyContext
-from gateway.proxy.api.base import Api, AssemblyError, ResponseAssembler
+from gateway.proxy.api.base import LARGEST_ANSWER_BYTES, Api, AssemblyError, ResponseAssembler
 from gateway.proxy.attempt import Attempt
 from gateway.proxy.client_response import (
     JSON_HEADER_LINE,
@@ -31,7 +32,7 @@ from gateway.proxy.inbound import edits
 from gateway.proxy.inbound.large_body import Body, bytes_to_parse, without_large_fields
 from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES
-from gateway.proxy.json_values import SHORT_BODY_BYTES, parse_object
+from gateway.proxy.json_values import SHORT_BODY_BYTES, InvalidJson, parse_object
 from gateway.proxy.multi_prompt import MultiPromptForwarder
 from gateway.proxy.outcome import (
     RequestCancelled,
@@ -49,6 +50,7 @@ from gateway.transport.errors import (
     ConnectFailed,
     ConnectionReset,
     ConnectTimedOut,
+    InvalidResponse,
     PoolFull,
     UpstreamError,
     UpstreamTimeout,
@@ -471,13 +473,18 @@ class FailedAttempt:
 
 async def _as_events(attempt: Attempt) -> bytes:
     """A plain response as the stream that the client asked for. Raises: InvalidResponse."""
-    body = attempt.request.bodies[attempt.lease.model]
-    fields = parse_object(without_large_fields(body))
-    if len(attempt.content) <= SHORT_BODY_BYTES:
-        return attempt.answer_as_events(fields)
-    # Megabytes take many milliseconds, of which each call in C has few.
-    await ensure_task()
-    return await asyncio.to_thread(attempt.answer_as_events, fields)
+    fields = parse_object(without_large_fields(attempt.request.bodies[attempt.lease.model]))
+    content = attempt.content
+    if not attempt.complete or len(content) > LARGEST_ANSWER_BYTES:
+        raise InvalidResponse("The node's answer is too long for one that is not streamed")
+    try:
+        if len(content) <= SHORT_BODY_BYTES:
+            return attempt.api.answer_events(content, fields)
+        # Megabytes take many milliseconds, of which each call in C has few.
+        await ensure_task()
+        return await asyncio.to_thread(attempt.api.answer_events, content, fields)
+    except (InvalidJson, AttributeError, KeyError, RecursionError, TypeError):
+        raise InvalidResponse("The node's answer has another form than expected") from None
 
 
 def _pool_full(node: NodeInfo, tried: Tried, error: GatewayError) -> FailedAttempt:
@@ -635,10 +642,10 @@ class ResponseStream:
                 return b""
             accounting.response_aborted(in_flight, attempt, failure.outcome)
             raise failure
-        try:
-            rest = attempt.read_unclosed()
-        except (UpstreamError, OverlapMismatch):
-            rest = b""
+        rest = b""
+        if not events.ended:
+            with suppress(UpstreamError, OverlapMismatch):
+                rest = attempt.read_unclosed()
         failure = failure or attempt.failure
         tail, answers = events.last_events, in_flight.request.lease_request.slots
         # Where each answer has a terminal event of its own, a failure may hide others that are due.

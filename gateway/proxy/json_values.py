@@ -23,10 +23,6 @@ VALUE_DECODER = msgspec.json.Decoder()
 
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
 
-_OBJECTS = msgspec.json.Decoder(list[dict[str, Any]])
-
-_TEXTS = msgspec.json.Decoder(list[str])
-
 FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 """Decodes an object's fields; each value stays bytes."""
 
@@ -63,22 +59,6 @@ def check_object(data: bytes) -> None:
     """Check that it is an object, without decoding its values. Raises: InvalidJson."""
     try:
         FIELDS_DECODER.decode(data)
-    except JSON_ERRORS:
-        raise InvalidJson from None
-
-
-def parse_objects(data: bytes) -> list[JsonObject]:
-    """The objects of a list. Raises: InvalidJson."""
-    try:
-        return _OBJECTS.decode(data)
-    except JSON_ERRORS:
-        raise InvalidJson from None
-
-
-def parse_texts(data: bytes) -> list[str]:
-    """The strings of a list. Raises: InvalidJson."""
-    try:
-        return _TEXTS.decode(data)
     except JSON_ERRORS:
         raise InvalidJson from None
 

@@ -61,6 +61,8 @@ from gateway.transport.pool import ConnectionPool
 class NotResumable(Exception):  # noqa: N818 - not an error: the stream just ends
     """The replacement node cannot safely resume this stream."""
 
+    outcome = "unsound"
+
 
 @dataclass(slots=True)
 class ResumePlan:
@@ -366,8 +368,6 @@ async def find_reasoning_template(
     return ReasoningTemplate(prompt, f"\n{end_mark.mark}{end_mark.whitespace}", end_mark)
 
 
-TOO_LARGE_TO_RESUME = "the request is too large to be resumed"
-
 MOST_RESUMES = 2
 """Resumptions of one stream."""
 
@@ -398,6 +398,8 @@ class ResumeFailed(NotResumable):
 
 class OtherKindOfNode(Exception):  # noqa: N818 - not an error: another node is tried
     """The node has another model or build than the first one."""
+
+    outcome = "other_kind"
 
 
 class FailedStream(NamedTuple):
@@ -590,7 +592,7 @@ class Resumer:
         if not self._request.lease_request.prompt_cache:
             body |= NO_PROMPT_CACHE
         if len(original) > FULL_PARSE_BYTES:
-            raise NotResumable(TOO_LARGE_TO_RESUME)
+            raise NotResumable("the request is too large to be resumed")
         if (reason := route.api.unresumable_reason(body, transcript)) is not None:
             raise NotResumable(reason)
         return ResumeInput(route, body, transcript)
@@ -632,7 +634,12 @@ class Resumer:
                 self._exclude(node)
             except UpstreamError as failure:
                 drop_traceback(failure)
-                if self._needs_completion(failure):
+                if (
+                    isinstance(failure, ResumeRefused)
+                    and failure.status == 400
+                    and not self._source.as_completion
+                    and "messages" in self._source.body
+                ):
                     # The node's template may refuse a message that has begun: go around it.
                     self._source = dataclasses.replace(self._source, as_completion=True)
                 elif isinstance(failure, PoolFull):
@@ -727,14 +734,8 @@ class Resumer:
             resumed = await self._open(attempt, resume_plan)
             outcome = ""
             return resumed
-        except OtherKindOfNode:
-            outcome = "other_kind"
-            raise
-        except OverlapMismatch:
-            outcome = "mismatch"
-            raise
-        except NotResumable:
-            outcome = "unsound"
+        except (OtherKindOfNode, OverlapMismatch, NotResumable) as failure:
+            outcome = failure.outcome
             raise
         except UpstreamError as failure:
             outcome = failure.outcome
@@ -742,7 +743,7 @@ class Resumer:
             unreachable = str(failure) if isinstance(failure, ConnectFailed) else None
             if outcome == ConnectionReset.outcome:
                 context.accounting.node_lost(in_flight, attempt)
-            if _is_out_of_time(failure):
+            if isinstance(failure, UpstreamTimeout) and failure.limit == "total":
                 raise errors.node_timeout(f"{failure}.") from failure
             raise
         finally:
@@ -800,19 +801,6 @@ class Resumer:
         self._recorder.add(first_bytes)
         events.continue_stream(rewriter.rewrite, self._recorder.add)
         return Resumed(first_bytes, attempt)
-
-    def _needs_completion(self, failure: UpstreamError) -> bool:
-        """Whether a refused message can still be resumed by the path of raw completions."""
-        return (
-            isinstance(failure, ResumeRefused)
-            and failure.status == 400
-            and not self._source.as_completion
-            and "messages" in self._source.body
-        )
-
-
-def _is_out_of_time(failure: UpstreamError) -> bool:
-    return isinstance(failure, UpstreamTimeout) and failure.limit == "total"
 
 
 QUERY_TIMEOUT = 10.0

@@ -181,15 +181,6 @@ class EventPipeline:
                 self._record(events)
         return events
 
-    def feed_unclosed(self) -> bytes:
-        """The last event of an ended stream, if only the blank line behind it is missing."""
-        if self.ended or not self.framer.lacks_blank_line:
-            return b""
-        try:
-            return self.feed(b"\n\n")
-        except InvalidResponse:
-            return b""
-
     def _filtered(self, events: bytes) -> tuple[bytes, int]:
         """These events as the client would have had them, and how many bytes of them are special.
 

@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+import msgspec
+
 from gateway.proxy import sse
 from gateway.proxy.json_values import (
+    JSON_ERRORS,
     InvalidJson,
     JsonObject,
     parse_object,
-    parse_objects,
-    parse_texts,
 )
 
 MOST_RAW_BYTES = 48 * 1024
@@ -38,6 +39,10 @@ tokens one by one."""
 COMPRESSION_BLOCK_BYTES = 4 * 1024
 """Bytes of text that are compressed together. Smaller blocks compress badly, larger ones leave
 more text uncompressed."""
+
+_TEXTS = msgspec.json.Decoder(list[str])
+
+_OBJECTS = msgspec.json.Decoder(list[JsonObject])
 
 
 @dataclass(slots=True)
@@ -180,8 +185,8 @@ class EventTemplate:
         if b"".join((self.before, between, self.after)) != events:
             return None
         try:
-            texts = parse_texts(b"[" + b",".join(strings) + b"]")
-        except InvalidJson:
+            texts = _TEXTS.decode(b"[" + b",".join(strings) + b"]")
+        except JSON_ERRORS:
             return None
         return texts if len(texts) == len(strings) else None
 
@@ -346,9 +351,9 @@ class TranscriptRecorder:
             self._transcript.mark_unresumable("an event that was sent is too large to be read")
             return
         try:
-            for value in parse_objects(b"[" + b",".join(objects) + b"]"):
+            for value in _OBJECTS.decode(b"[" + b",".join(objects) + b"]"):
                 self._read(self._transcript, value)
-        except (InvalidJson, TypeError, AttributeError):
+        except (*JSON_ERRORS, TypeError, AttributeError):
             self._transcript.mark_unresumable("an event that was sent can't be read")
 
 
@@ -475,6 +480,8 @@ def tokenizes_as_sent(pieces: Sequence[str], sent: Sequence[str], *, packed: boo
 
 class OverlapMismatch(Exception):  # noqa: N818 - not an error: another way is tried
     """The replacement node wrote something else than had been sent."""
+
+    outcome = "mismatch"
 
 
 class OverlapFilter:

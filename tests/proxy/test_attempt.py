@@ -29,7 +29,6 @@ from gateway.proxy.attempt import (
     Attempt,
     AttemptTimeouts,
     TimeoutMonitor,
-    passed_timeout,
     timeouts_for,
 )
 from gateway.transport.connection import BODY_HIGH_WATER
@@ -50,37 +49,6 @@ from tests.proxy.proxy_over_nodes import (
 from tests.virtual import in_virtual_time, now
 
 LIMITS = AttemptTimeouts(first_byte=60.0, silence=20.0, deadline=1000.0)
-
-
-def outcome(lease: Lease, limits: AttemptTimeouts, now: float) -> str | None:
-    error = passed_timeout(limits, 100.0, lease.last_content_at, now)
-    return None if error is None else error.limit
-
-
-def test_the_first_content_has_its_own_timeout() -> None:
-    node = a_node(Clock(100.0))
-    lease = take(node)
-    assert outcome(lease, LIMITS, 159.9) is None
-    assert outcome(lease, LIMITS, 160.0) == "first_byte"
-    lease.head_received(150.0)  # the head is no progress
-    assert outcome(lease, LIMITS, 160.0) == "first_byte"
-
-
-def test_silence_counts_from_the_last_content() -> None:
-    node = a_node(Clock(100.0))
-    lease = take(node)
-    lease.content_received(130.0)
-    assert outcome(lease, LIMITS, 149.9) is None
-    assert outcome(lease, LIMITS, 150.0) == "silence"
-    lease.last_content_at = 150.0
-    assert outcome(lease, LIMITS, 160.0) is None
-
-
-def test_a_plain_response_has_the_total_timeout_alone() -> None:
-    limits = AttemptTimeouts(first_byte=None, silence=20.0, deadline=1000.0)
-    lease = take(a_node(Clock(100.0)))
-    assert outcome(lease, limits, 999.0) is None
-    assert outcome(lease, limits, 1000.0) == "total"
 
 
 @dataclass(eq=False)

@@ -499,88 +499,53 @@ def test_an_overflow_is_known_by_its_message_without_a_type(
     assert context_overflow_sizes(content) == sizes
 
 
-@pytest.mark.parametrize(
-    ("message", "sizes"),
-    [
-        (
-            (
-                "This model's maximum context length is 16384 tokens. However, you requested "
-                "122946 tokens (112946 in the messages, 10000 in the completion). Please reduce "
-                "the length of the messages or completion."
-            ),
-            (112946, 16384, 10000),
-        ),
-        (
-            (
-                "This model's maximum context length is 4096 tokens. However, you requested 4097 "
-                "tokens in the messages, Please reduce the length of the messages."
-            ),
-            (4097, 4096, None),
-        ),
-        (
-            (
-                "This model's maximum context length is 4096 tokens. However, your request has "
-                "5000 input tokens. Please reduce the length of the input messages."
-            ),
-            (5000, 4096, None),
-        ),
-        (
-            (
-                "'max_tokens' or 'max_completion_tokens' is too large: 1000. This model's maximum"
-                " context length is 1024 tokens and your request has 530 input tokens (1000 > "
-                "1024 - 530)."
-            ),
-            (530, 1024, 1000),
-        ),
-        (
-            (
-                "This model's maximum context length is 16384 tokens. However, you requested 8192"
-                " output tokens and your prompt contains at least 8193 input tokens, for a total "
-                "of at least 16385 tokens."
-            ),
-            (8193, 16384, 8192),
-        ),
-        (
-            (
-                "You passed 31745 input tokens and requested 1024 output tokens. However, the "
-                "model's context length is only 32768 tokens, resulting in a maximum input length"
-                " of 31744 tokens."
-            ),
-            (31745, 32768, 1024),
-        ),
-        (
-            ("The decoder prompt (length 11466) is longer than the maximum model length of 8192."),
-            (11466, 8192, None),
-        ),
-        (
-            (
-                "The input (691793 tokens) is longer than the model's context length (540000 "
-                "tokens)."
-            ),
-            (691793, 540000, None),
-        ),
-        (
-            (
-                "Requested token count exceeds the model's maximum context length of 4096 tokens."
-                " You requested a total of 5000 tokens: 4500 tokens from the input messages and "
-                "500 tokens for the completion."
-            ),
-            (4500, 4096, 500),
-        ),
-        (
-            (
-                "This model's maximum context length is 8192 tokens. However, your messages "
-                "resulted in 9000 tokens."
-            ),
-            (9000, 8192, None),
-        ),
-    ],
-)
-def test_the_figures_of_other_engines_overflows_are_read(
-    message: str, sizes: tuple[int | None, ...]
-) -> None:
-    told = {"message": message, "type": "BadRequestError", "param": None, "code": 400}
-    for content in (msgspec.json.encode({"error": told}), msgspec.json.encode(told)):
+OVERFLOWS = """\
+112946 16384 10000
+This model's maximum context length is 16384 tokens. However, you requested 122946 tokens (112946 in
+the messages, 10000 in the completion). Please reduce the length of the messages or completion.
+===
+4097 4096 -
+This model's maximum context length is 4096 tokens. However, you requested 4097 tokens in the
+messages, Please reduce the length of the messages.
+===
+5000 4096 -
+This model's maximum context length is 4096 tokens. However, your request has 5000 input tokens.
+Please reduce the length of the input messages.
+===
+530 1024 1000
+'max_tokens' or 'max_completion_tokens' is too large: 1000. This model's maximum context length is
+1024 tokens and your request has 530 input tokens (1000 > 1024 - 530).
+===
+8193 16384 8192
+This model's maximum context length is 16384 tokens. However, you requested 8192 output tokens and
+your prompt contains at least 8193 input tokens, for a total of at least 16385 tokens.
+===
+31745 32768 1024
+You passed 31745 input tokens and requested 1024 output tokens. However, the model's context length
+is only 32768 tokens, resulting in a maximum input length of 31744 tokens.
+===
+11466 8192 -
+The decoder prompt (length 11466) is longer than the maximum model length of 8192.
+===
+691793 540000 -
+The input (691793 tokens) is longer than the model's context length (540000 tokens).
+===
+4500 4096 500
+Requested token count exceeds the model's maximum context length of 4096 tokens. You requested a
+total of 5000 tokens: 4500 tokens from the input messages and 500 tokens for the completion.
+===
+9000 8192 -
+This model's maximum context length is 8192 tokens. However, your messages resulted in 9000 tokens.
+"""
+"""Tokens of prompt, context and answer, and how an engine tells them, in one line."""
+
+
+@each_case("told", OVERFLOWS.split("===\n"))
+def test_the_figures_of_other_engines_overflows_are_read(told: str) -> None:
+    figures, *lines = told.splitlines()
+    sizes = tuple(None if figure == "-" else int(figure) for figure in figures.split())
+    error = {"message": " ".join(lines), "type": "BadRequestError", "param": None, "code": 400}
+    for content in (msgspec.json.encode({"error": error}), msgspec.json.encode(error)):
         assert classify(400, content, "chat") is ResponseOutcome.CONTEXT_OVERFLOW
         assert context_overflow_sizes(content) == sizes
 

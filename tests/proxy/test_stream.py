@@ -307,16 +307,6 @@ async def test_a_nodes_comments_pass_in_the_gateways_form(tmp_path: Path) -> Non
         assert not re.search(rb"(?:\A|\n):[^\n]*\n\r?\n", reply.body)
 
 
-@in_virtual_time
-async def test_several_prompts_run_side_by_side(tmp_path: Path) -> None:
-    one = EmulatedNode(slots=2, answer_tokens=8, decode_tps=50)
-    async with proxy_over(tmp_path, one) as proxy:
-        for path in ("/completion", "/v1/completions"):
-            reply = await proxy.stream(path, prompt=["one", "two"])
-            assert reply.errors == []
-        assert one.peak_busy == 2
-
-
 @pytest.mark.parametrize("path", GENERATION_PATHS)
 @in_virtual_time
 async def test_after_a_heartbeat_a_nodes_error_is_an_event_with_its_code(

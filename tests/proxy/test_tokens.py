@@ -52,18 +52,43 @@ def read(value: Any, api: Api = CHAT_API) -> tuple[int, int, int]:
     return usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens
 
 
-def test_a_plain_chat_reports_usage_and_timings() -> None:
-    usage = {
-        "completion_tokens": 35,
-        "prompt_tokens": 237,
-        "total_tokens": 272,
-        "prompt_tokens_details": {"cached_tokens": 236},
-    }
-    body = {"choices": [{"message": {"content": "x"}}], "usage": usage, "timings": TIMINGS}
-    assert read(body) == (237, 236, 35)
-    found = read_usage(dump(body))
-    assert found is not None
-    assert found.timings == TIMINGS
+OPENAI = {
+    "completion_tokens": 35,
+    "prompt_tokens": 237,
+    "total_tokens": 272,
+    "prompt_tokens_details": {"cached_tokens": 236},
+}
+ANTHROPIC = {"cache_read_input_tokens": 40, "input_tokens": 5, "output_tokens": 9}
+OF_RESPONSES = {
+    "input_tokens": 45,
+    "output_tokens": 9,
+    "total_tokens": 54,
+    "input_tokens_details": {"cached_tokens": 40},
+}
+OF_A_PROMPT = {"prompt_tokens": 7, "total_tokens": 7}
+
+
+@each_case(
+    ("value", "api", "figures"),
+    [
+        ({"choices": [{}], "usage": OPENAI, "timings": TIMINGS}, CHAT_API, (237, 236, 35)),
+        # Their input tokens leave out the cached ones; those of responses don't.
+        ({"type": "message", "usage": ANTHROPIC}, MESSAGES, (45, 40, 9)),
+        ({"type": "message_delta", "usage": {"output_tokens": 9}}, MESSAGES, (0, 0, 9)),
+        ({"response": {"usage": OF_RESPONSES}}, RESPONSES, (45, 40, 9)),
+        ({"data": [], "usage": OF_A_PROMPT}, RELAYED, (7, 0, 0)),
+        ({"data": [0.5] * 1000, "usage": OF_A_PROMPT}, RELAYED, (7, 0, 0)),
+        ({"content": "x", "stop": True, "timings": TIMINGS}, NATIVE, (237, 236, 35)),
+        # No more is cached than the prompt has.
+        (
+            {"usage": {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 9}}},
+            CHAT_API,
+            (3, 3, 0),
+        ),
+    ],
+)
+def test_each_apis_figures_are_read(value: Any, api: Api, figures: tuple[int, int, int]) -> None:
+    assert read(value, api) == figures
 
 
 def test_a_stream_without_usage_reports_timings() -> None:
@@ -71,35 +96,13 @@ def test_a_stream_without_usage_reports_timings() -> None:
     assert read_usage(stream % dump(TIMINGS)) == Usage(237, 236, 35, TIMINGS)
 
 
-def test_messages_exclude_the_cached_tokens_from_input_tokens() -> None:
-    usage = {"cache_read_input_tokens": 40, "input_tokens": 5, "output_tokens": 9}
-    assert read({"type": "message", "usage": usage}, MESSAGES) == (45, 40, 9)
-    assert read({"type": "message_delta", "usage": {"output_tokens": 9}}, MESSAGES) == (0, 0, 9)
-
-
-def test_responses_include_the_cached_tokens() -> None:
-    usage = {
-        "input_tokens": 45,
-        "output_tokens": 9,
-        "total_tokens": 54,
-        "input_tokens_details": {"cached_tokens": 40},
-    }
-    assert read({"response": {"usage": usage}}, RESPONSES) == (45, 40, 9)
-
-
-def test_embeddings_use_a_prompt_alone() -> None:
-    value = {"data": [], "usage": {"prompt_tokens": 7, "total_tokens": 7}}
-    assert read(value, RELAYED) == (7, 0, 0)
-    far = {"data": [0.5] * 1000, "usage": {"prompt_tokens": 7, "total_tokens": 7}}
-    assert read(far, RELAYED) == (7, 0, 0)
-
-
-def test_a_native_response_has_timings_alone() -> None:
-    assert read({"content": "x", "stop": True, "timings": TIMINGS}, NATIVE) == (237, 236, 35)
-
-
-@pytest.mark.parametrize(
-    "body", [b"", b"{}", b'{"usage":null}', b'{"usage":null,"a":{"prompt_tokens":3}}', b"[1"]
+@each_case(
+    "body",
+    [
+        *(b"", b"{}", b'{"usage":null}', b'{"usage":null,"a":{"prompt_tokens":3}}', b"[1"),
+        *(b'{"usage":{"prompt_tokens":%b}}' % number for number in (b"NaN", b"Infinity", b"1e")),
+        b'{"usage":{' + MOST_OBJECT_BYTES * b" " + b'"prompt_tokens":1}}',
+    ],
 )
 def test_a_response_without_figures_has_no_usage(body: bytes) -> None:
     assert read_usage(body) is None
@@ -118,35 +121,22 @@ def test_text_that_looks_like_usage_is_not_read(text: str, key: str) -> None:
     assert read_usage(dump({"choices": [{key: inside}]})) is None
 
 
-@pytest.mark.parametrize(
-    "number",
-    ["-5", "-1e300", "null", '"7"', "[]", "{}", "false", "0", "0.2"],
+@each_case(
+    ("number", "tokens"),
+    [
+        *((no, 0) for no in ("-5", "-1e300", "null", '"7"', "[]", "{}", "false", "0", "0.2")),
+        *((huge, MOST_PLAUSIBLE_TOKENS) for huge in ("1e300", "9" * 400, "4294967296")),
+    ],
 )
-def test_an_implausible_number_counts_as_zero(number: str) -> None:
+def test_an_implausible_number_counts_as_zero_and_a_huge_one_is_bounded(
+    number: str, tokens: int
+) -> None:
     body = f'{{"usage":{{"prompt_tokens":{number},"completion_tokens":2}}}}'
-    assert read_usage(body.encode()) == Usage(0, 0, 2)
-
-
-@pytest.mark.parametrize("number", ["1e300", "9" * 400, "4294967296"])
-def test_a_huge_number_is_bounded(number: str) -> None:
-    found = read_usage(f'{{"timings":{{"prompt_n":{number}}}}}'.encode())
-    assert found is not None
-    assert found.prompt_tokens == MOST_PLAUSIBLE_TOKENS
-
-
-@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e"])
-def test_figures_that_are_no_json_are_no_usage(number: str) -> None:
-    assert read_usage(f'{{"usage":{{"prompt_tokens":{number}}}}}'.encode()) is None
-
-
-def test_no_more_tokens_are_cached_than_the_prompt_has() -> None:
-    usage = {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 9}}
-    assert read({"usage": usage}) == (3, 3, 0)
-
-
-def test_an_endless_object_is_not_read() -> None:
-    body = b'{"usage":{' + MOST_OBJECT_BYTES * b" " + b'"prompt_tokens":1}}'
-    assert read_usage(body) is None
+    assert read_usage(body.encode()) == Usage(tokens, 0, 2)
+    if tokens:
+        found = read_usage(f'{{"timings":{{"prompt_n":{number}}}}}'.encode())
+        assert found is not None
+        assert found.prompt_tokens == tokens
 
 
 @given(st.binary())
