@@ -1,6 +1,28 @@
-"""`python -m gateway` is the command `llama-gateway`."""
+"""`llama-gateway`, the command, and the programs that units, playbooks and images start by name."""
 
-from gateway.tools.cli import main
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+# These names stay while modules move. A host of a node has none of the packages that the command
+# imports, so the programs are looked for before it.
+PROGRAMS = {
+    "node-server": "gateway.tools.local.embedded",
+    "node-memory": "gateway.tools.local.memory",
+}
+
+
+def main() -> None:
+    """Run the program or the command that the first argument names."""
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name in PROGRAMS:
+        import_module(PROGRAMS[name]).main(sys.argv[2:])
+        return
+    from gateway.tools.cli import main as command
+
+    command()
+
 
 if __name__ == "__main__":
     main()

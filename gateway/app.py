@@ -21,9 +21,11 @@ from gateway.access.exposure import is_loopback
 from gateway.access.key_sync import KeySync
 from gateway.access.keys import KeyRing
 from gateway.background import BackgroundWork
-from gateway.config.inventory import Inventory
+from gateway.config.errors import ConfigError, Problem
+from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.listeners import LimitSettings
-from gateway.config.settings import Settings, changed_restart_keys
+from gateway.config.settings import RejectedFiles, Settings, changed_restart_keys, load_settings
+from gateway.config.watch import watch_files
 from gateway.events import EventBus, InventoryChanged, SettingsChanged
 from gateway.fleet.calibration import Calibrator
 from gateway.fleet.fleet import Fleet
@@ -38,40 +40,41 @@ from gateway.handover import (
     start_successor,
     successor_environment,
 )
+from gateway.http.certificates import CertificateError
+from gateway.http.listener import Listener
+from gateway.http.protocol import LINGER_SECONDS, protocol_class
+from gateway.http.request_head import HandlerConfig
 from gateway.learnt import LearntMemory
 from gateway.lease import KeyedHash
 from gateway.metering import Metering
 from gateway.observe.audit import AuditTrail
-from gateway.observe.fleet_condition import StorageCondition
+from gateway.observe.event_log import log_events
 from gateway.observe.logs import Logs
+from gateway.observe.metrics import Metrics, MetricsSnapshot
+from gateway.observe.problems import StorageCondition
 from gateway.proxy.accounting import ProxyContext
 from gateway.proxy.attempt import TimeoutMonitor
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.proxy.inbound.routes import Route, routes_of
-from gateway.reload import FileReloader, load_certificates
 from gateway.scheduling.autoscaler import Autoscaler
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
-from gateway.startup import Options
+from gateway.startup import Options, StartError, check_extras, reread_admin_key
 from gateway.store.failures import StoreError
 from gateway.store.store import Store
 from gateway.system import SystemdNotifier, connection_limits, raise_open_file_limit
-from gateway.telemetry import Telemetry
 from gateway.tracing.request_tracing import RequestTracing
-from gateway.transport.node_pool import open_node_pool
+from gateway.transport.pool import open_node_pool
 from gateway.transport.resolver import Resolver
 from gateway.usage.ledger import Ledger
 from gateway.web.admin.app import admin_app
-from gateway.web.admin.configuration import ReloadResult
-from gateway.web.admin.live_feed import live_feed
+from gateway.web.admin.configuration import CertificateRenewal, ReloadResult, changed_keys
+from gateway.web.admin.live import live_feed
 from gateway.web.admin.nodes import DrainDeadlines
 from gateway.web.admin.status import MetricsSource
 from gateway.web.handler import PROGRESS_SECONDS, ProxyHandler
-from gateway.web.listener import Listener
 from gateway.web.openapi import openapi_json
-from gateway.web.protocol import LINGER_SECONDS, protocol_class
-from gateway.web.request_context import HandlerConfig
 from gateway.web.site import public_app, with_cors
 
 FIRST_PROBES_SECONDS = 10.0
@@ -627,3 +630,167 @@ class Gateway:
 
 def _with_connections(limits: LimitSettings, connections: int) -> LimitSettings:
     return limits.model_copy(update={"connections": connections})
+
+
+class Telemetry:
+    """What one gateway tells its operators; `snapshot` is called at each scrape."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        bus: EventBus,
+        logs: Logs,
+        snapshot: Callable[[], MetricsSnapshot],
+        tracing: RequestTracing,
+    ) -> None:
+        self.metrics = Metrics(bus, snapshot)
+        self._event_log = log_events(bus, logs)
+        self._logs = logs
+        self._tracing = tracing
+        self._configure_events(settings)
+
+    def configure(self, settings: Settings) -> None:
+        """Put these settings in force."""
+        self._configure_events(settings)
+        self._logs.configure(settings.logging.level)
+        self._tracing.configure(settings.telemetry.traces)
+
+    def _configure_events(self, settings: Settings) -> None:
+        self.metrics.configure(gen_ai=settings.telemetry.gen_ai_metrics)
+        logging = settings.logging
+        self._event_log.configure(logging.access_share if logging.access else 0.0)
+
+
+class FileReloader:
+    """Both files. An invalid one changes nothing, and does not keep the other from being read."""
+
+    def __init__(
+        self,
+        options: Options,
+        *,
+        settings: Callable[[], Settings],
+        apply_settings: Callable[[Settings, str | None], SettingsChanged],
+        fleet: Fleet,
+        bus: EventBus,
+        audit: AuditTrail,
+        certificates: CertificateRenewal,
+    ) -> None:
+        """`settings` are those in force; `apply_settings` takes the key of `admin.key_file` too."""
+        self.inventory_error: str | None = None
+        """The problems of the inventory on disk, while an older one is in force."""
+        self.settings_error: str | None = None
+        """The problems of the settings on disk, while older ones are in force."""
+        self._options = options
+        self._settings = settings
+        self._apply_settings = apply_settings
+        self._fleet = fleet
+        self._bus = bus
+        self._audit = audit
+        self._certificates = certificates
+        self._reloading = asyncio.Lock()
+
+    @property
+    def has_defaults(self) -> bool:
+        """Whether the settings in force are the defaults."""
+        return self._settings() == self._options.apply_to(Settings())
+
+    async def reload(self) -> ReloadResult:
+        """Reload both files, and read the certificates again.
+
+        Raises: ConfigError; then an invalid file has changed nothing.
+        """
+        async with self._reloading:
+            problems: list[Problem] = []
+            inventory_change = settings_change = None
+            try:
+                settings_change = await self._reload_settings()
+            except ConfigError as error:
+                problems += error.problems
+            try:
+                inventory_change = await self._reload_inventory()
+            except ConfigError as error:
+                problems += error.problems
+            problems += await self._certificates.reread()
+            if inventory_change is None or settings_change is None or problems:
+                raise ConfigError(problems)
+            return ReloadResult(inventory_change, settings_change)
+
+    async def reload_on_signal(self) -> None:
+        """Reload both files, and read the certificates again; problems are only told."""
+        self._audit.record("signal", None, "reload")
+        await self._reload_quietly("signal", inventory=True, settings=True)
+        await self._certificates.reread()
+
+    async def watch(self, inventory: Inventory) -> None:
+        """Reload each file when it changes; never ends. `inventory` is the one in force."""
+        options = self._options
+        paths = [path for path in (options.inventory_file, options.settings_file) if path]
+        edits = watch_files(paths)
+        # They may have been edited since the start, which may have taken minutes.
+        differs = await self._differs_from(inventory)
+        await self._reload_quietly("file", inventory=differs, settings=True)
+        async for changed in edits:
+            await self._reload_quietly(
+                "file",
+                inventory=options.inventory_file in changed,
+                settings=options.settings_file in changed,
+            )
+
+    async def _differs_from(self, inventory: Inventory) -> bool:
+        path = self._options.inventory_file
+        try:
+            return await asyncio.to_thread(load_inventory, path) != inventory
+        except (ConfigError, OSError):
+            return True
+
+    async def _reload_quietly(self, actor: str, *, inventory: bool, settings: bool) -> None:
+        async with self._reloading:
+            # Each file on its own: an invalid one must not keep the other from being read.
+            if settings:
+                before = self._settings()
+                with contextlib.suppress(ConfigError, OSError):
+                    await self._reload_settings()
+                changed = changed_keys(before, self._settings())
+                invalid = self.settings_error is not None
+                self._audit.record_settings(actor, changed, invalid=invalid)
+            if inventory:
+                change = None
+                with contextlib.suppress(ConfigError, OSError):
+                    change = await self._reload_inventory()
+                self._audit.record_inventory(actor, change)
+
+    async def _reload_inventory(self) -> InventoryChanged:
+        try:
+            inventory = await asyncio.to_thread(load_inventory, self._options.inventory_file)
+            change = self._fleet.apply(inventory)
+        except (ConfigError, OSError) as error:
+            self.inventory_error = str(error)
+            self._bus.publish(InventoryChanged(error=self.inventory_error))
+            raise
+        self.inventory_error = None
+        self._bus.publish(change)
+        return change
+
+    async def _reload_settings(self) -> SettingsChanged:
+        try:
+            # An empty file changes nothing: it may come of an unfinished edit or a full disk.
+            rejected: RejectedFiles = "nothing" if self.has_defaults else "empty"
+            path = self._options.settings_file
+            loaded = await asyncio.to_thread(load_settings, path, rejected=rejected)
+            settings = self._options.apply_to(loaded)
+            admin_key = await asyncio.to_thread(reread_admin_key, settings.admin.key_file)
+            check_extras(settings, path)
+        except (ConfigError, OSError) as error:
+            self.settings_error = str(error)
+            self._bus.publish(SettingsChanged(error=self.settings_error))
+            raise
+        self.settings_error = None
+        return self._apply_settings(settings, admin_key)
+
+
+def load_certificates(settings: Settings, fleet: Fleet, audit: AuditTrail) -> CertificateRenewal:
+    """The certificates of the settings, at the start. Raises: StartError."""
+    try:
+        return CertificateRenewal(settings, fleet, audit)
+    except CertificateError as error:
+        raise StartError(str(error), 2) from None

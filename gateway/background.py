@@ -6,41 +6,36 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 
-from gateway.batches.background_requests import BackgroundRequests
-from gateway.batches.background_rows import BACKGROUND_KINDS
+from gateway.batches.background_requests import BACKGROUND_KINDS, BackgroundRequests
 from gateway.batches.background_runner import LEASE_SECONDS, BackgroundRunner
 from gateway.batches.batch_registry import BatchRegistry
-from gateway.batches.disk_threads import DiskThreads
-from gateway.batches.event_log import EventLogs
-from gateway.batches.feeder import Feeder
+from gateway.batches.claims import RowLeases
+from gateway.batches.feeder import Feeder, Supply
 from gateway.batches.files import FileRegistry
-from gateway.batches.folder import Folder, FolderFull
+from gateway.batches.folder import DiskThreads, Folder, FolderFull
+from gateway.batches.request_rows import UnfinishedWork
+from gateway.batches.response_log import ResponseLogs
 from gateway.batches.results import LineResults
-from gateway.batches.row_leases import RowLeases
-from gateway.batches.runner import Runner
-from gateway.batches.supply import Supply
-from gateway.batches.unfinished_work import UnfinishedWork
-from gateway.batches.webhook_events import WebhookEvents
-from gateway.batches.webhook_post import WebhookPoster
-from gateway.batches.webhook_targets import WebhookTargets
-from gateway.batches.webhooks import WebhookSender
+from gateway.batches.runner import RequestRunner
+from gateway.batches.webhook_receivers import WebhookPoster, WebhookTargets
+from gateway.batches.webhooks import WebhookEvents, WebhookSender
 from gateway.catalog import RequestQueue, ServedModels
 from gateway.config.settings import Settings
 from gateway.fleet.fleet import Fleet
 from gateway.metering import Metering, NamedLoop
-from gateway.observe.fleet_condition import StorageCondition
-from gateway.observe.snapshot import BatchSample
+from gateway.observe.metrics import BatchSample
+from gateway.observe.problems import StorageCondition
 from gateway.proxy.accounting import ProxyContext
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry
-from gateway.proxy.inbound.prepare import RequestRules
-from gateway.scheduling.budget import dearest_token
+from gateway.proxy.inbound.request import RequestRules
 from gateway.scheduling.scheduler import Scheduler
+from gateway.scheduling.tiers import dearest_token
 from gateway.startup import Options, batches_folder
 from gateway.tracing.request_tracing import RequestTracing
 from gateway.transport.resolver import Resolver
+from gateway.web.background import Storing
 from gateway.web.site import KeptForCallers
-from gateway.web.storing import Storing
 
 
 class BackgroundWork:
@@ -67,7 +62,7 @@ class BackgroundWork:
         self._stopped = False
         self._ends = asyncio.Event()
         bus, clock = context.bus, context.clock
-        self.runner = Runner(
+        self.runner = RequestRunner(
             settings(),
             rules,
             metering.key_ring,
@@ -91,7 +86,7 @@ class BackgroundWork:
         self.webhook_sender: WebhookSender | None = None
         self.requests: BackgroundRequests | None = None
         """Stored responses and deferred requests."""
-        self._logs: EventLogs | None = None
+        self._logs: ResponseLogs | None = None
         self._request_runner: BackgroundRunner | None = None
         # Not that of the nodes, which has names of theirs alone.
         self._resolver = Resolver()
@@ -132,7 +127,7 @@ class BackgroundWork:
             on_end=self.webhook_events.batch_ended,
             on_rows=self.feeder.wake,
         )
-        self._logs = EventLogs(folder, self._threads, lambda: settings().limits.response_bytes)
+        self._logs = ResponseLogs(folder, self._threads, lambda: settings().limits.response_bytes)
         self.requests = BackgroundRequests(
             store,
             folder,

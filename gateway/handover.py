@@ -22,9 +22,9 @@ from typing import BinaryIO
 
 from gateway.access.exposure import INITIAL_ACCESS, AnonymousAccess
 from gateway.config.settings import Settings
+from gateway.http.listener import Listener, bind_socket, resolve_addresses
 from gateway.lease import HASH_KEY_BYTES
 from gateway.startup import Options, StartError
-from gateway.web.listener import Listener, bind_socket, resolve_addresses
 
 SOCKETS_VARIABLE = "LLAMA_GATEWAY_SOCKETS"
 """Set for a successor: `name=descriptor` for each socket, `ready=descriptor` for the pipe, and

@@ -41,9 +41,15 @@ from gateway.fleet.prompt_cache import KeptPrompt
 from gateway.fleet.server_properties import server_key
 from gateway.lease import HASH_KEY_BYTES, KeyedHash
 from gateway.observe.history import FleetHistory, HistoryPoint
-from gateway.scheduling.decision_log import Decision, DecisionLog, Grant, Queueing, Refusal
+from gateway.scheduling.decision_log import (
+    Decision,
+    DecisionLog,
+    Grant,
+    PredictionAccuracy,
+    Queueing,
+    Refusal,
+)
 from gateway.scheduling.demand_model import TokenEstimates, TokenStats
-from gateway.scheduling.prediction_accuracy import PredictionAccuracy
 from gateway.scheduling.scheduler import Scheduler
 from gateway.store.failures import StoreError
 from gateway.store.schema import learnt as table

@@ -102,31 +102,64 @@ class PromptKey(msgspec.Struct, frozen=True, eq=False):
 
 
 # Structs of msgspec: a frozen dataclass of so many fields takes sixteen times as long to make.
-class LeaseRequest(msgspec.Struct, frozen=True, eq=False):
-    """All that the scheduler may know of a request; it does not change while the request waits."""
+class LeaseCaller(msgspec.Struct, frozen=True, eq=False):
+    """Who asks, with which priority, and how long the request may wait."""
 
     id: str
-    """The request's, unique in this process."""
+    fairness_key: str
+    """Who shares fairly: the caller, or the end user that a trusted caller names."""
+    priority: Priority = Priority.NORMAL
+    session: str | None = None
+    """The session that a header names, within its fairness key; None: no header does."""
+    time_limit: float | None = None
+    """Seconds from the request's receipt until the client stops waiting for the response."""
+    admitted: bool = False
+    """Whether it is part of an admitted request, so that a full queue does not refuse it."""
+    patient: bool = False
+    """Whether it waits until its time limit, however long that is. In a full queue it gives way to
+    other requests of its caller."""
+    yields: bool = False
+    """Whether it gives up its slot to a higher class that would have to wait, and goes on later. It
+    is patient, too."""
+    times_yielded: int = 0
+    """How often it has done so."""
+
+
+class WantedNode(msgspec.Struct, frozen=True, eq=False):
+    """What a node must have and be able to do."""
+
     model: str
     """The public name that the client asked for, or the default."""
     model_names: tuple[str, ...]
     """The names that `model` stands for once aliases are resolved, in order of preference."""
-    endpoint: Endpoint
-    priority: Priority
-    caller: str
-    """The caller's id."""
-    fairness_key: str
-    """Who shares fairly: the caller, or the end user that a trusted caller names."""
-    slots: int = 1
-    generates: bool = True
-    """Whether tokens are generated; embeddings, for one, only read a prompt."""
+    endpoint: Endpoint = "chat"
+    needs_vision: bool = False
+    llama_cpp_only: bool = False
+    """Whether only llama.cpp's own server will do."""
+    node_labels: NodeLabels = ()
+    """Labels that its node must have: its pool. Empty: any node."""
     stream: bool = False
     """Whether the response must be a stream."""
     may_assemble: bool = False
     """Whether a plain response may be assembled from the events of a stream."""
-    needs_vision: bool = False
-    llama_cpp_only: bool = False
-    """Whether only llama.cpp's own server will do."""
+    prompt_cache: bool = True
+    """Whether a node may serve its prompt from its cache."""
+    resume_key: tuple[object, ...] | None = None
+    """For a node of the same kind: its `ServerProperties.resume_key`; None: any will do."""
+    feature: str = ""
+    """What the error calls it if no node supports it; no decision depends on it."""
+    prompt_field: str | None = None
+    """The body's field that holds the prompt, for errors."""
+    slots_field: str = "n"
+    """The body's field that asks for so many slots, for errors."""
+
+
+class RequestSize(msgspec.Struct, frozen=True, eq=False):
+    """How much work the request is for a node."""
+
+    slots: int = 1
+    generates: bool = True
+    """Whether tokens are generated; embeddings, for one, only read a prompt."""
     prompt_tokens: int = 0
     """Estimated tokens of the prompt; rather too few than too many."""
     text_bytes: float = 0
@@ -140,32 +173,16 @@ class LeaseRequest(msgspec.Struct, frozen=True, eq=False):
     """Bytes of the whole body, a bound of the prompt's tokens."""
     prompt_key: PromptKey | None = None
     """Identifies the prompt's prefixes; None: too short to be cached."""
-    session: str | None = None
-    """The session that a header names, within its fairness key; None: no header does."""
-    time_limit: float | None = None
-    """Seconds from the request's receipt until the client stops waiting for the response."""
-    feature: str = ""
-    """What the error calls it if no node supports it; no decision depends on it."""
-    prompt_field: str | None = None
-    """The body's field that holds the prompt, for errors."""
-    slots_field: str = "n"
-    """The body's field that asks for so many slots, for errors."""
-    node_labels: NodeLabels = ()
-    """Labels that its node must have: its pool. Empty: any node."""
-    prompt_cache: bool = True
-    """Whether a node may serve its prompt from its cache."""
-    admitted: bool = False
-    """Whether it is part of an admitted request, so that a full queue does not refuse it."""
-    resume_key: tuple[object, ...] | None = None
-    """For a node of the same kind: its `ServerProperties.resume_key`; None: any will do."""
-    patient: bool = False
-    """Whether it waits until its time limit, however long that is. In a full queue it gives way to
-    other requests of its caller."""
-    yields: bool = False
-    """Whether it gives up its slot to a higher class that would have to wait, and goes on later. It
-    is patient, too."""
-    times_yielded: int = 0
-    """How often it has done so."""
+
+
+class LeaseRequest(msgspec.Struct, frozen=True, eq=False):
+    """All that the scheduler may know of a request; it does not change while the request waits."""
+
+    id: str
+    """The request's, unique in this process."""
+    caller: LeaseCaller
+    wanted: WantedNode
+    size: RequestSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +333,7 @@ class NodeInfo(msgspec.Struct, frozen=True, eq=False):
     context: int | None
     """Tokens of one slot; None: unknown."""
     resume_key: tuple[object, ...]
-    """Equal on two nodes if one can resume the other's stream; see `LeaseRequest.resume_key`."""
+    """Equal on two nodes if one can resume the other's stream; see `WantedNode.resume_key`."""
     started_by_up: bool = False
     """Whether `llama-gateway up` started its server."""
     connections: object = None

@@ -13,11 +13,10 @@ from gateway.access.key_sync import KeySync
 from gateway.access.keys import KeyRing
 from gateway.config.settings import Settings
 from gateway.events import EventBus, LimitReached
-from gateway.fleet.fleet import Fleet
-from gateway.fleet.node_prices import GpuCosts, alive_nodes
+from gateway.fleet.fleet import Fleet, GpuCosts, alive_nodes
 from gateway.proxy.in_flight import InFlightRegistry
-from gateway.scheduling.budget import cost_of
 from gateway.scheduling.scheduler import Scheduler
+from gateway.scheduling.tiers import cost_of
 from gateway.startup import Options, keys_file, store_location
 from gateway.store.store import Store, log_store_change
 from gateway.usage.caller_usage import CallerUsage
@@ -167,14 +166,14 @@ class Metering:
         """What must run from `load` on."""
         yield NamedLoop(self.key_sync.run(), "follow the API keys")
         if self.ledger is not None:
-            yield NamedLoop(self.ledger.run(), "write the ledger")
+            yield NamedLoop(self.ledger.worker.run(), "write the ledger")
         if self._limit_sync is not None:
-            yield NamedLoop(self._limit_sync.run(), "follow the use of other processes")
+            yield NamedLoop(self._limit_sync.worker.run(), "follow the use of other processes")
         if self.store is not None and self.reporter is not None:
             hours = NodeHoursRecorder(self.store, lambda: alive_nodes(self._fleet), time.time)
             yield NamedLoop(hours.run(), "record the hours of nodes")
             kept = Retention(self.reporter, lambda: self._settings.store.retention, time.time)
-            yield NamedLoop(kept.run(), "sum up old usage")
+            yield NamedLoop(kept.worker.run(), "sum up old usage")
 
     async def write_pending(self, seconds: float) -> None:
         """Write what the ledger has not written, within so many seconds."""

@@ -24,10 +24,10 @@ from gateway.config.fields import is_host
 from gateway.config.inventory import Inventory, load_inventory
 from gateway.config.settings import RejectedFiles, Settings, load_settings
 from gateway.config.store import STORE_OFF
+from gateway.http.certificates import CertificateError, load_certificate
 from gateway.system import install_command
-from gateway.tracing.extra import has_otel
-from gateway.transport.certificates import CertificateError, load_certificate
-from gateway.transport.node_pool import node_address
+from gateway.tracing.request_tracing import has_otel
+from gateway.transport.pool import node_address
 
 if TYPE_CHECKING:
     from gateway.store.database import StoreLocation

@@ -142,7 +142,7 @@ def _new_store() -> bytes:
 
 
 def _put_store(path: Path) -> None:
-    """Spare a gateway the migrations, half of its start; tests of the store do them."""
+    """Spare a gateway the making of its store; tests of the store do that."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

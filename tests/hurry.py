@@ -14,11 +14,10 @@ from gateway.access.key_sync import KeySync
 from gateway.batches.batch_upkeep import BatchUpkeep
 from gateway.batches.webhooks import WebhookSender
 from gateway.events import DEFER_SECONDS
+from gateway.http.certificates import changed_files
 from gateway.store.store import Store
-from gateway.tracing.export import TraceExporter
-from gateway.tracing.request_tracing import RequestTracing
-from gateway.transport.certificates import changed_files
-from gateway.web.admin.live_feed import LiveFeed
+from gateway.tracing.request_tracing import RequestTracing, TraceExporter
+from gateway.web.admin.live import LiveFeed
 
 PAUSES: tuple[tuple[Any, str, float], ...] = (
     (BatchUpkeep.__init__, "idle_seconds", 0.03),

@@ -30,7 +30,7 @@ from typing import IO, TYPE_CHECKING
 from gateway.tools.local.demo_model import DemoSize, ensure_demo_model
 from gateway.tools.local.embedded import PROMPT_CACHE_MIB
 from gateway.tools.local.memory import memlock_limit
-from gateway.tools.local.server_command import (
+from gateway.tools.local.server import (
     MIB,
     ServerBinary,
     ServerSpec,

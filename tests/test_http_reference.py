@@ -15,17 +15,16 @@ from gateway.events import (
     WebhookAttempted,
 )
 from gateway.observe.exposition import Histogram
-from gateway.observe.metrics import Metrics
-from gateway.observe.snapshot import (
+from gateway.observe.metrics import (
     BatchSample,
     LedgerSample,
+    Metrics,
     MetricsSnapshot,
     NodeSample,
     StoreSample,
 )
 from gateway.web.http_reference import renewed, tables
-from gateway.web.openapi_errors import ERRORS
-from gateway.web.openapi_parts import ERROR_HEADERS, REQUEST_HEADERS, RESPONSE_HEADERS
+from gateway.web.openapi_bodies import ERROR_HEADERS, ERRORS, REQUEST_HEADERS, RESPONSE_HEADERS
 from tests.fleet.build import a_spec
 from tests.web.bare_gateway import bare_gateway
 

@@ -41,10 +41,9 @@ from gateway.lease import (
     UsageReport,
 )
 from gateway.observe.history import FleetHistory, Gauges
-from gateway.scheduling.decision_log import Grant, Refusal
+from gateway.scheduling.decision_log import Grant, PredictionAccuracy, RatioCounts, Refusal
 from gateway.scheduling.demand_model import TokenEstimates
 from gateway.scheduling.lease_service import LocalLeaseService
-from gateway.scheduling.prediction_accuracy import PredictionAccuracy, RatioCounts
 from gateway.scheduling.scheduler import Scheduler
 from gateway.store.schema import learnt as table
 from gateway.store.store import Store

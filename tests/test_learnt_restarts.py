@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from gateway.scheduling.decision_log import Grant
-from gateway.tools.local.server_process import claim_port, claimed_port
+from gateway.tools.local.server import claim_port, claimed_port
 from tests.emulator import EmulatedNode
 from tests.gateway_processes import LIMIT, Succession, serving
 from tests.gateways import Running, running_gateway

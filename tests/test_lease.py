@@ -24,17 +24,16 @@ from gateway.lease import (
 )
 from gateway.proxy.inbound.request import Request
 from gateway.request import Caller, Priority
+from tests.lease_requests import a_lease_request
 
 KEY, OTHER_KEY = bytes(range(HASH_KEY_BYTES)), bytes(HASH_KEY_BYTES)
 
-REQUEST = LeaseRequest(
+REQUEST = a_lease_request(
     "req_1",
     "helper",
-    ("a", "b"),
-    "chat",
-    Priority.NORMAL,
-    "key",
-    "key/anna",
+    model_names=("a", "b"),
+    caller="key",
+    fairness_key="key/anna",
     prompt_key=PromptKey((1, -2), 20.0, (40, 80), 80),
     time_limit=2.5,
     resume_key=("model.gguf", "Q4", None, "b1"),
@@ -49,8 +48,11 @@ PARTS = st.lists(st.binary(max_size=80), max_size=12)
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        (REQUEST, "priority"),
-        (REQUEST.prompt_key, "tokens"),
+        (REQUEST, "caller"),
+        (REQUEST.caller, "priority"),
+        (REQUEST.wanted, "model"),
+        (REQUEST.size, "slots"),
+        (REQUEST.size.prompt_key, "tokens"),
         (NOTHING_TRIED, "min_context"),
         (QueuePosition("req_1", 1, 0.5), "position"),
         (

@@ -14,21 +14,31 @@ from gateway.lease import (
     AttemptReport,
     BatchRoom,
     Fault,
+    LeaseCaller,
     LeaseRequest,
     NodeError,
     NodeInfo,
     PromptKey,
     QueuePosition,
+    RequestSize,
     Tried,
     Usage,
     UsageReport,
+    WantedNode,
 )
-from tests.proxy.fake_lease_service import a_granted_lease, a_lease_request, a_node_info
+from tests.lease_requests import a_lease_request
+from tests.proxy.fake_lease_service import a_granted_lease, a_node_info
 
 USAGE = Usage(12, 3, 40, {"prompt_n": 9, "predicted_ms": 812.5})
+REQUEST = a_lease_request(
+    prompt_key=PromptKey((1,), 1.0), resume_key=("model", None), time_limit=3.5
+)
 MESSAGES: list[Any] = [
     PromptKey((1, -2), 100.0, (200, 400), 410),
-    a_lease_request(prompt_key=PromptKey((1,), 1.0), resume_key=("model", None), time_limit=3.5),
+    REQUEST,
+    REQUEST.caller,
+    REQUEST.wanted,
+    REQUEST.size,
     Tried().failed_on("a").refused_by("b").unsupported_by("c", "start it with --rerank"),
     QueuePosition("req_1", 3, 1.5),
     BatchRoom(16, 3, 2, 1, 4),
@@ -68,5 +78,6 @@ def test_only_a_nodes_connections_ride_along_within_a_process() -> None:
 
 def test_a_lease_request_says_nothing_of_what_it_is_about() -> None:
     """Neither its path and headers nor its text: they are the proxy's."""
-    fields = {one.name for one in msgspec.structs.fields(LeaseRequest)}
+    parts = (LeaseRequest, LeaseCaller, WantedNode, RequestSize)
+    fields = {one.name for part in parts for one in msgspec.structs.fields(part)}
     assert not fields & {"path", "header_lines", "body", "bodies", "prompt", "messages", "deadline"}

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.config.admin import AdminSettings
-from gateway.config.listeners import ListenSettings
+from gateway.config.listeners import AdminSettings, ListenSettings
 from gateway.config.settings import Settings
 from gateway.config.store import StoreSettings
 from gateway.startup import (

@@ -9,7 +9,6 @@ gets 503.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable, Iterable
 from datetime import datetime
@@ -31,6 +30,7 @@ from gateway.access.stored_keys import (
 from gateway.store.database import StoreLocation, never_had_keys
 from gateway.store.failures import StoreError, StoreUnavailable
 from gateway.store.store import Store
+from gateway.store.worker import StoreWorker
 
 POLL_SECONDS = 0.5
 """Seconds between two looks whether the stored keys may have changed, and at expired ones."""
@@ -69,6 +69,8 @@ class KeySync:
         self._revision: int | None = None
         """The revision of the keys in the ring; None: they are not the store's, or there are none.
         """
+        self._worker = StoreWorker(self._look, poll_seconds)
+        self._unchanged = 0
         self._refreshing = asyncio.Lock()
         self._seen_changes = -1
         """The store's number of changes before the keys were read last."""
@@ -106,24 +108,20 @@ class KeySync:
     async def run(self) -> None:
         """Take over changes of other processes, and end keys in time, until cancelled."""
         async with asyncio.TaskGroup() as loops:
-            loops.create_task(self._poll())
+            loops.create_task(self._worker.run())
             loops.create_task(self._expire())
 
-    async def _poll(self) -> None:
-        store, unchanged = self._store, 0
-        while True:
-            await asyncio.sleep(self._poll_seconds)
-            if self._last_known is not None and self._last_known.is_due():
-                async with self._refreshing:
-                    await asyncio.to_thread(self._last_known.save_again)
-            changed = store is not None and store.changes != self._seen_changes
-            if not changed and self.problem is None and unchanged < MOST_UNCHANGED:
-                unchanged += 1
-                continue
-            unchanged = 0
-            # The store tells its own failures; `problem` has this one.
-            with contextlib.suppress(StoreError):
-                await self.refresh()
+    async def _look(self) -> None:
+        """Read the keys again if they may have changed. Raises: StoreError."""
+        if self._last_known is not None and self._last_known.is_due():
+            async with self._refreshing:
+                await asyncio.to_thread(self._last_known.save_again)
+        changed = self._store is not None and self._store.changes != self._seen_changes
+        if not changed and self.problem is None and self._unchanged < MOST_UNCHANGED:
+            self._unchanged += 1
+            return
+        self._unchanged = 0
+        await self.refresh()
 
     @property
     def unsaved(self) -> str | None:

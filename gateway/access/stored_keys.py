@@ -8,21 +8,18 @@ the revision of the keys, so that every gateway of the store sees the change at 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
 import structlog
-from pydantic import ValidationError
 from sqlalchemy import Connection, Row, case, delete, func, insert, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
 from gateway.access.keys import HeldKey, held_key, without_secret
-from gateway.config.fields import parse_duration, parse_timestamp
 from gateway.config.listeners import KeySpec
-from gateway.config.validation import error_words, model_at_path
 from gateway.errors import GatewayError, truncate_echo
 from gateway.store.schema import keys as keys_table
 from gateway.store.schema import learnt, revisions
@@ -35,11 +32,6 @@ MOST_PROBLEMS = 50
 
 KEYS_REVISION = "keys"
 """The name under which the store counts changes of keys."""
-
-DEFAULT_GRACE = 24 * 3600.0
-"""Seconds for which the old secret works after a rotation."""
-
-LONGEST_GRACE = 366 * 86400.0
 
 _JSON_COLUMNS = {
     "models": "models",
@@ -103,155 +95,6 @@ def key_not_found(name: str) -> GatewayError:
         f"There is no key of the name or id '{truncate_echo(without_secret(name))}'; "
         "'llama-gateway keys list' shows all.",
     )
-
-
-# What somebody wants, checked before the store is asked.
-
-
-def checked_specs(
-    entries: Sequence[object], settings_keys: Iterable[KeySpec], groups: Iterable[str], now: float
-) -> list[KeySpec]:
-    """The keys that these mappings describe, in the form of the settings' `keys`.
-
-    `expires` may be a duration from `now` on (Unix seconds), such as `90d`. `settings_keys` and
-    `groups` are those of the settings: names and ids of keys are unique over both.
-
-    Raises: KeysRefused, with every problem.
-    """
-    problems: list[KeyProblem] = []
-    specs: list[KeySpec] = []
-    taken = {one for spec in settings_keys for one in (spec.id, spec.name) if one}
-    known_groups, seen = set(groups), dict[str, int]()
-    for index, entry in enumerate(entries):
-        try:
-            spec = _spec(entry, now)
-        except ValidationError as error:
-            problems += _invalid(index, error)
-            continue
-        except ValueError as error:
-            problems.append(KeyProblem(index, "expires", str(error), ""))
-            continue
-        specs.append(spec)
-        problems += _conflicts(index, spec, taken, known_groups, seen)
-        seen |= {spec.id: index, spec.name: index}
-        if len(problems) > MOST_PROBLEMS:
-            break
-    if problems:
-        raise KeysRefused(problems[:MOST_PROBLEMS])
-    return specs
-
-
-def checked_change(
-    key: StoredKey,
-    patch: Mapping[str, Any],
-    settings_keys: Iterable[KeySpec],
-    groups: Iterable[str],
-    now: float,
-) -> KeySpec:
-    """The key's rights after a JSON merge patch (RFC 7396). Raises: KeysRefused."""
-    for fixed in ("id", "sha256"):
-        if fixed in patch:
-            raise KeysRefused([KeyProblem(0, fixed, "can't be changed", "rotate it, or make one")])
-    fields = key.spec.model_dump(mode="json", by_alias=True, exclude_none=True)
-    if "expires" not in patch:
-        # It may be over: that is no fault of this change.
-        fields.pop("expires", None)
-    [changed] = checked_specs([_merged(fields, patch)], settings_keys, groups, now)
-    if "expires" not in patch:
-        changed = changed.model_copy(update={"expires": key.spec.expires})
-    return changed
-
-
-def _merged(fields: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(fields)
-    for name, value in patch.items():
-        if isinstance(value, Mapping):
-            before = merged.get(name)
-            merged[name] = _merged(before if isinstance(before, Mapping) else {}, value)
-        elif value is None and name in merged:
-            del merged[name]
-        else:
-            merged[name] = value  # A null of an unknown name stays, and is refused.
-    return merged
-
-
-def checked_grace(value: object) -> float:
-    """The seconds that `24h`, or a number, means. Raises: GatewayError (400)."""
-    try:
-        seconds = parse_duration(value)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= LONGEST_GRACE:
-        days = LONGEST_GRACE / 86400
-        raise GatewayError(
-            400,
-            "invalid_request",
-            f"The grace must be a duration of at most {days:.0f} days, such as 24h, or 0.",
-            param="grace",
-        )
-    return seconds
-
-
-def _spec(entry: object, now: float) -> KeySpec:
-    """The key of this mapping. Raises: ValidationError, ValueError."""
-    if not isinstance(entry, Mapping):
-        return KeySpec.model_validate(entry, by_alias=True, by_name=False)
-    fields = dict(entry)
-    if isinstance(fields.get("expires"), str):
-        fields["expires"] = expiry(fields["expires"], now)
-    spec = KeySpec.model_validate(fields, by_alias=True, by_name=False)
-    if spec.expires is not None and spec.expires.timestamp() <= now:
-        raise ValueError(f"{spec.expires:%Y-%m-%d %H:%M} is over; give a later time")
-    # A key without a name is called by its id.
-    return spec if spec.name else spec.model_copy(update={"name": spec.id})
-
-
-def expiry(text: str, now: float) -> datetime:
-    """The time that `90d`, or `2027-01-31`, means. Raises: ValueError."""
-    with_unit = any(char.isalpha() for char in text) and "T" not in text
-    try:
-        if not with_unit:
-            return parse_timestamp(text)
-        return datetime.fromtimestamp(now + parse_duration(text), UTC)
-    except (ValueError, OverflowError, OSError):
-        raise ValueError(
-            "must be a duration such as 90d or 12h, or a time such as 2027-01-31"
-        ) from None
-
-
-def _conflicts(
-    index: int, spec: KeySpec, taken: set[str], groups: set[str], seen: Mapping[str, int]
-) -> list[KeyProblem]:
-    found = []
-    if spec.name != spec.name.strip() or not spec.name.isprintable():
-        found.append(
-            KeyProblem(index, "name", "must be printable, without white space around it", "")
-        )
-    for name, value in (("id", spec.id), ("name", spec.name)):
-        if value in taken:
-            remedy = "choose another, or remove that key from the settings first"
-            message = f"a key of the settings is called '{value}' already"
-            found.append(KeyProblem(index, name, message, remedy))
-            break
-        if value in seen:
-            message = f"key {seen[value] + 1} of the list is called '{value}' already"
-            found.append(KeyProblem(index, name, message, "names and ids must be unique"))
-            break
-    # The settings take any group while they declare none.
-    if groups and spec.group is not None and spec.group not in groups:
-        known = ", ".join(sorted(groups))
-        message = f"the settings have no group '{spec.group}'"
-        found.append(KeyProblem(index, "group", message, f"they have {known}"))
-    return found
-
-
-def _invalid(index: int, error: ValidationError) -> list[KeyProblem]:
-    problems = []
-    for one in error.errors(include_url=False):
-        loc = one["loc"]
-        message, remedy = error_words(one, model_at_path(KeySpec, loc[:-1]) or KeySpec, loc)
-        problems.append(KeyProblem(index, ".".join(map(str, loc)), message, remedy))
-    return problems
 
 
 # Jobs of the store's thread.
@@ -517,72 +360,4 @@ def _row(key: StoredKey) -> dict[str, Any]:
             column: json.dumps(fields[name]) if name in fields else None
             for name, column in _JSON_COLUMNS.items()
         },
-    }
-
-
-# How keys are shown.
-
-
-def shown_key(key: StoredKey, now: float, *, is_hidden: bool) -> dict[str, Any]:
-    """A stored key as JSON values, without its hash; `is_hidden`: one of the settings counts."""
-    state = _state(key.spec, now)
-    if key.revoked_at is not None:
-        state = "revoked"
-    elif is_hidden:
-        state = "hidden"
-    in_grace = key.previous_until is not None and key.previous_until > now
-    return {
-        **_shown(key.spec, "store", state),
-        "created_at": iso_time(key.created_at),
-        "revoked_at": iso_time(key.revoked_at),
-        "previous_until": iso_time(key.previous_until) if in_grace else None,
-    }
-
-
-def shown_settings_key(spec: KeySpec, now: float) -> dict[str, Any]:
-    """A key of the settings as JSON values, without its hash."""
-    unknown = {"created_at": None, "revoked_at": None, "previous_until": None}
-    return {**_shown(spec, "settings", _state(spec, now)), **unknown}
-
-
-def key_warnings(settings_keys: Iterable[KeySpec], stored: Iterable[StoredKey]) -> list[str]:
-    """Keys of settings and store that have an id or a name in common."""
-    own = {word: spec for spec in settings_keys for word in (spec.id, spec.name) if word}
-    warnings = []
-    for key in stored:
-        if key.revoked_at is not None:
-            continue
-        for word in (key.spec.id, key.spec.name):
-            if (other := own.get(word)) is None:
-                continue
-            if other.id == key.spec.id:
-                effect = "that of the settings counts; remove one of them"
-            else:
-                effect = f"they are {other.id} and {key.spec.id}; rename one of them"
-            warnings.append(f"settings and store both have a key '{word}': {effect}")
-            break
-    return warnings
-
-
-def iso_time(at: float | None) -> str | None:
-    """Unix seconds as people and programs read them."""
-    if at is None:
-        return None
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-
-
-def _state(spec: KeySpec, now: float) -> str:
-    over = spec.expires is not None and spec.expires.timestamp() <= now
-    return "expired" if over else "active"
-
-
-def _shown(spec: KeySpec, source: str, state: str) -> dict[str, Any]:
-    fields = spec.model_dump(mode="json", by_alias=True, exclude={"sha256", "expires"})
-    return {
-        **fields,
-        "name": spec.name or spec.id,
-        "max_class": spec.max_class or spec.class_ or "normal",
-        "expires": iso_time(None if spec.expires is None else spec.expires.timestamp()),
-        "source": source,
-        "state": state,
     }

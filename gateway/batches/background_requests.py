@@ -2,7 +2,8 @@
 
 A request is complete in the folder before it has a row, and its row goes before its files do: so a
 crash leaves at most files without a row, which `run` removes. The log of a response's events tells
-its state and output; the row tells who runs it.
+its state and output; the row tells who runs it. The result of a deferred request is a file: a line
+with the response's head, then its body.
 """
 
 from __future__ import annotations
@@ -10,57 +11,308 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
+import msgspec
 import structlog
-from sqlalchemy import Connection
+from sqlalchemy import Connection, delete, func, select, update
 
-from gateway.batches import background_rows, log_file
-from gateway.batches.background_rows import (
-    AddBackground,
-    EndBackground,
-    ExpireBackground,
-    WaitingUse,
+from gateway.batches.files import (
+    Kept,
+    correct_log_sizes,
+    kept_by,
+    kept_too_much,
+    note_log_sizes,
+    raise_revision,
 )
-from gateway.batches.disk_threads import DiskThreads
-from gateway.batches.event_log import EventLogs
-from gateway.batches.folder import Folder, FolderError, FoundFile
-from gateway.batches.followers import Followers
-from gateway.batches.kept_bytes import Kept, correct_log_sizes, kept_too_much, note_log_sizes
-from gateway.batches.log_file import LogBroken
-from gateway.batches.request_rows import StoredRow
-from gateway.batches.response_events import ResponseEvents, current_response, queued_response
-from gateway.batches.states import RequestKind, RequestState
-from gateway.batches.storage_errors import (
+from gateway.batches.folder import (
     RETRY_AFTER,
+    DiskThreads,
+    Folder,
+    FolderError,
+    FoundFile,
     folder_errors_told,
     store_unavailable,
 )
+from gateway.batches.request_rows import (
+    COLUMNS,
+    IS_RUNNING,
+    IS_WAITING,
+    RequestKind,
+    RequestState,
+    StoredRow,
+    UnfinishedWork,
+    add_rows,
+    chunks,
+    row_of,
+)
+from gateway.batches.response_events import ResponseEvents, current_response, queued_response
+from gateway.batches.response_log import LOG_KIND, Followers, LogBroken, ResponseLogs
 from gateway.batches.stored_responses import RESPONSE_PREFIX, response_not_found
-from gateway.batches.unfinished_work import UnfinishedWork
-from gateway.batches.webhook_events import ResponseEnd, WebhookEvents
+from gateway.batches.webhooks import ResponseEnd, WebhookEvents
 from gateway.config.batches import BatchSettings
 from gateway.errors import GatewayError
 from gateway.proxy.json_values import JsonObject
 from gateway.store.failures import StoreError, StoreUnavailable
+from gateway.store.schema import stored_requests
 from gateway.store.store import Store
+
+DEFERRED_PREFIX = "bg_"
+
+DEFERRED_PATH = "/v1/background/{id}"
+
+LONGEST_HEAD = 64 * 1024  # bytes of the line with the head
+
+
+class DeferredHead(msgspec.Struct, frozen=True):
+    """The status and the header lines of a response."""
+
+    status: int
+    header_lines: str
+    x_request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredResult:
+    """A response that was made for later."""
+
+    head: DeferredHead
+    content: bytes
+
+    def encode(self) -> bytes:
+        """The bytes of its file."""
+        return msgspec.json.encode(self.head) + b"\n" + self.content
+
+
+def decode_result(data: bytes) -> DeferredResult:
+    """The result that a file holds. Raises: FolderError."""
+    line, found, content = data.partition(b"\n")
+    try:
+        if not found:
+            raise FolderError("the result of a request is damaged", "put back a copy of the folder")
+        return DeferredResult(msgspec.json.decode(line, type=DeferredHead), content)
+    except msgspec.MsgspecError:
+        raise FolderError(
+            "the result of a request is damaged", "put back a copy of the folder"
+        ) from None
+
+
+_ROW: Final = stored_requests.c
+
+BACKGROUND_KINDS: Final = (RequestKind.RESPONSE, RequestKind.DEFERRED)
+
+_IS_BACKGROUND = _ROW.kind.in_([kind.value for kind in BACKGROUND_KINDS])
+
+EndListener = Callable[[Connection, StoredRow], None]
+"""Called in the transaction in which a row ends, with the row as it is then."""
+
+
+class WaitingUse(NamedTuple):
+    """What one owner has that waits or runs."""
+
+    number: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AddBackground:
+    """A job of the store: add a request, unless its owner would have more than it may.
+
+    `most` requests of `most_bytes` may wait or run, and `most_kept` bytes be kept. Returns None if
+    it is added, else what the owner has.
+    """
+
+    row: StoredRow
+    most: int
+    most_bytes: int
+    most_kept: int
+
+    def __call__(self, connection: Connection) -> WaitingUse | Kept | None:
+        """Run within the transaction of `connection`."""
+        row = self.row
+        raise_revision(connection)
+        if connection.scalar(select(_ROW.id).where(_ROW.id == row.id)) is not None:
+            return None  # Done again.
+        sums = select(func.count(), func.coalesce(func.sum(_ROW.length), 0)).where(
+            _ROW.owner == row.owner,
+            _ROW.folder == row.folder,
+            _ROW.batch.is_(None),
+            IS_WAITING | IS_RUNNING,
+        )
+        number, size = connection.execute(sums).one()
+        if number + 1 > self.most or int(size) + row.length > self.most_bytes:
+            return WaitingUse(number, int(size))
+        kept = kept_by(connection, row.owner, row.created_at)
+        if kept.bytes + row.length + (row.result_length or 0) > self.most_kept:
+            return kept
+        add_rows(connection, [row])
+        return None
+
+
+def find_background(
+    connection: Connection, owner: str, id_: str, kind: RequestKind, now: float
+) -> StoredRow | None:
+    """The owner's request, unless its time is over."""
+    asked = select(*COLUMNS).where(
+        _ROW.id == id_, _ROW.owner == owner, _ROW.kind == kind.value, _ROW.keep_until > now
+    )
+    row = connection.execute(asked).one_or_none()
+    return None if row is None else row_of(row)
+
+
+@dataclass(frozen=True, slots=True)
+class EndBackground:
+    """A job of the store: end the owner's request if it waits or runs; returns it as it is then.
+
+    Whoever runs it notices when it renews its claim.
+    """
+
+    owner: str
+    id: str
+    kind: RequestKind
+    now: float
+    keep_until: float  # of the request that has ended
+    also: EndListener
+    state: RequestState = RequestState.CANCELLED
+    status: int | None = None
+    error_code: str | None = None
+
+    def __call__(self, connection: Connection) -> StoredRow | None:
+        """Run within the transaction of `connection`."""
+        ended = update(stored_requests).where(
+            _ROW.id == self.id,
+            _ROW.owner == self.owner,
+            _ROW.kind == self.kind.value,
+            IS_WAITING | IS_RUNNING,
+        )
+        values = {
+            "state": self.state.value,
+            "status": self.status,
+            "error_code": self.error_code,
+            "ended_at": self.now,
+            "claimed_until": None,
+            "keep_until": self.keep_until,
+        }
+        row = connection.execute(ended.values(values).returning(*COLUMNS)).one_or_none()
+        if row is not None:
+            found = row_of(row)
+            self.also(connection, found)
+            return found
+        return find_background(connection, self.owner, self.id, self.kind, self.now)
+
+
+def delete_background(
+    connection: Connection, owner: str, id_: str, kind: RequestKind, now: float
+) -> StoredRow | None:
+    """Remove the owner's request, whatever its state; as it was. Its files are removed then."""
+    found = find_background(connection, owner, id_, kind, now)
+    if found is not None:
+        connection.execute(delete(stored_requests).where(_ROW.id == id_, _ROW.owner == owner))
+    return found
+
+
+def due_background(connection: Connection, folder: str, now: float, limit: int) -> list[StoredRow]:
+    """Requests of the folder that nobody may read any more, though their files are still there."""
+    asked = select(*COLUMNS).where(
+        _ROW.folder == folder, _ROW.keep_until <= now, _ROW.batch.is_(None), _IS_BACKGROUND
+    )
+    return [row_of(row) for row in connection.execute(asked.limit(limit))]
+
+
+def remove_background(connection: Connection, ids: Sequence[str]) -> None:
+    """Remove the rows of requests whose files are gone."""
+    for some in chunks(ids):
+        connection.execute(delete(stored_requests).where(_ROW.id.in_(some), _IS_BACKGROUND))
+
+
+def known_places(connection: Connection, folder: str, places: Sequence[str]) -> set[str]:
+    """Those of the folder's files that a request needs."""
+    known: set[str] = set()
+    alone = _ROW.folder == folder, _ROW.batch.is_(None)
+    for some in chunks(places):
+        for column in (_ROW.place, _ROW.result_place):
+            known.update(connection.scalars(select(column).where(*alone, column.in_(some))))
+    return known
+
+
+def keep_background(
+    connection: Connection, ids: Sequence[str], keep_until: float
+) -> list[StoredRow]:
+    """Keep requests that have ended until then; returns them."""
+    found: list[StoredRow] = []
+    for some in chunks(ids):
+        kept = update(stored_requests).where(_ROW.id.in_(some), _IS_BACKGROUND)
+        changed = kept.values(keep_until=keep_until).returning(*COLUMNS)
+        found += [row_of(row) for row in connection.execute(changed)]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ExpireBackground:
+    """A job of the store: end requests that wait and whose deadline is over; returns them."""
+
+    folder: str
+    now: float
+    keep_seconds: Callable[[StoredRow], float]
+    also: EndListener
+    limit: int = 200
+
+    def __call__(self, connection: Connection) -> list[StoredRow]:
+        """Run within the transaction of `connection`."""
+        late = select(_ROW.id).where(
+            _ROW.folder == self.folder,
+            _ROW.batch.is_(None),
+            _ROW.deadline <= self.now,
+            IS_WAITING,
+            _IS_BACKGROUND,
+        )
+        ids = list(connection.scalars(late.limit(self.limit)))
+        found: list[StoredRow] = []
+        for some in chunks(ids):
+            ended = update(stored_requests).where(_ROW.id.in_(some), IS_WAITING)
+            values = {"state": RequestState.EXPIRED.value, "ended_at": self.now}
+            found += [
+                row_of(row) for row in connection.execute(ended.values(values).returning(*COLUMNS))
+            ]
+        for row in found:
+            keep_background(connection, [row.id], self.now + self.keep_seconds(row))
+            self.also(connection, row)
+        return found
+
+
+def waiting_before(connection: Connection, folder: str, created_at: float) -> int:
+    """How many requests of the folder wait that came before."""
+    asked = select(func.count()).where(
+        _ROW.folder == folder, _ROW.batch.is_(None), IS_WAITING, _ROW.created_at < created_at
+    )
+    return connection.scalar(asked) or 0
+
+
+def waiting_owners(
+    connection: Connection, folder: str, now: float
+) -> list[tuple[str, RequestKind]]:
+    """Whose requests may run now, and of which kind."""
+    asked = select(_ROW.owner, _ROW.kind).where(
+        _ROW.folder == folder,
+        _ROW.batch.is_(None),
+        IS_WAITING,
+        _ROW.not_before <= now,
+        _IS_BACKGROUND,
+    )
+    return [(owner, RequestKind(kind)) for owner, kind in connection.execute(asked.distinct())]
+
 
 REQUEST, ANSWER = "request", "answer"
 """Kinds of the folder's files: bodies, and results of deferred requests."""
 
 _PREFIXES = {RequestKind.RESPONSE: RESPONSE_PREFIX, RequestKind.DEFERRED: "bg_"}
 
-POLL_SECONDS = 1.0
-"""Between two looks at a request that another process may have ended."""
-
-CLEAN_SECONDS = 10.0
-"""Between two rounds of ending what is late and removing what is due."""
-
-IDLE_CLEAN_SECONDS = 60.0
-"""The same while nothing waits or runs: only what was kept becomes due."""
+POLL_SECONDS = 1.0  # between two looks at a request that another process may have ended
+CLEAN_SECONDS = 10.0  # between two rounds of ending what is late and removing what is due
+IDLE_CLEAN_SECONDS = 60.0  # the same while nothing waits or runs: only what was kept becomes due
 
 ADD_PAUSES = (0.2, 0.5, 1.0)
 """Seconds after which it is tried again to add a request to a store that does not answer."""
@@ -68,20 +320,14 @@ ADD_PAUSES = (0.2, 0.5, 1.0)
 ORPHAN_SECONDS = 3600.0
 """Age of a file without a row from which on it counts as left over from a crash."""
 
-STEP_ROWS = 200
-"""Requests, or files, that one round takes."""
-
-MOST_STEPS = 50
-"""Rounds of removing that follow each other at once."""
+STEP_ROWS = 200  # requests, or files, that one round takes
+MOST_STEPS = 50  # rounds of removing that follow each other at once
 
 UNWRITTEN_SECONDS = 60.0
 """After a response's end was recorded by a process that then wrote nothing, another one writes."""
 
-GIVE_UP_SECONDS = 5.0
-"""Most seconds to end what clients wait for, at the end."""
-
-MOST_ENDING = 1024
-"""Cancellations under way whose clients have gone."""
+GIVE_UP_SECONDS = 5.0  # most seconds to end what clients wait for, at the end
+MOST_ENDING = 1024  # cancellations under way whose clients have gone
 
 log = structlog.get_logger()
 
@@ -97,10 +343,8 @@ class NewRequest:
     path: str
     body: bytes
     class_: str
-    seconds: float
-    """Within which it must have ended."""
-    keep_seconds: float
-    """For how long its result is kept."""
+    seconds: float  # within which it must have ended
+    keep_seconds: float  # for how long its result is kept
     group_name: str | None = None
     user: str | None = None
     model: str | None = None
@@ -108,8 +352,7 @@ class NewRequest:
     webhook_url: str | None = None
     prompt_tokens: int = 0
     max_tokens: int = 0
-    echoed: JsonObject | None = None
-    """The fields that a response repeats."""
+    echoed: JsonObject | None = None  # the fields that a response repeats
 
 
 class BackgroundRequests:
@@ -123,7 +366,7 @@ class BackgroundRequests:
         store: Store,
         folder: Folder,
         threads: DiskThreads,
-        logs: EventLogs,
+        logs: ResponseLogs,
         webhooks: WebhookEvents,
         settings: Callable[[], BatchSettings],
         now: Callable[[], float],
@@ -135,8 +378,7 @@ class BackgroundRequests:
         self.logs = logs
         self.webhooks = webhooks
         self.followers = Followers(logs)
-        self.wakes = asyncio.Event()
-        """Set when there is something new to run."""
+        self.wakes = asyncio.Event()  # set when there is something new to run
         self.unwanted: list[Callable[[str], None]] = []
         """Called with the id of a request whose run is to end."""
         self._settings = settings
@@ -238,7 +480,7 @@ class BackgroundRequests:
     async def find(self, owner: str, id_: str, kind: RequestKind) -> StoredRow:
         """The owner's request. Raises: GatewayError 404, 503."""
         found = await self.read(
-            partial(background_rows.find_background, owner=owner, id_=id_, kind=kind,
+            partial(find_background, owner=owner, id_=id_, kind=kind,
                     now=self._now())
         )  # fmt: skip
         if found is None:
@@ -301,7 +543,7 @@ class BackgroundRequests:
     async def ahead_of(self, row: StoredRow) -> int:
         """How many requests in the background wait that came before. Raises: GatewayError 503."""
         return await self.read(
-            partial(background_rows.waiting_before, folder=row.folder, created_at=row.created_at)
+            partial(waiting_before, folder=row.folder, created_at=row.created_at)
         )
 
     async def wait_ended(self, row: StoredRow, seconds: float) -> StoredRow:
@@ -403,7 +645,7 @@ class BackgroundRequests:
 
         If it waits or runs, it ends.
         """
-        job = partial(background_rows.delete_background, owner=owner, id_=id_, kind=kind,
+        job = partial(delete_background, owner=owner, id_=id_, kind=kind,
                       now=self._now())  # fmt: skip
         try:
             row = await self.store.run(job)
@@ -485,7 +727,7 @@ class BackgroundRequests:
             await self.settle(row)
         for _ in range(MOST_STEPS):
             due = await self.store.run(
-                partial(background_rows.due_background, folder=folder, now=self._now(),
+                partial(due_background, folder=folder, now=self._now(),
                         limit=STEP_ROWS),
                 write=False,
             )  # fmt: skip
@@ -494,7 +736,7 @@ class BackgroundRequests:
                 await self._remove_files(row)
             if due:
                 ids = [row.id for row in due]
-                await self.store.run(partial(background_rows.remove_background, ids=ids))
+                await self.store.run(partial(remove_background, ids=ids))
                 log.info("background requests removed", requests=len(ids))
             if len(due) < STEP_ROWS:
                 break
@@ -503,18 +745,18 @@ class BackgroundRequests:
 
     async def _remove_orphans(self, folder: str) -> None:
         before = self._now() - ORPHAN_SECONDS
-        for kind in (REQUEST, ANSWER, log_file.KIND):
+        for kind in (REQUEST, ANSWER, LOG_KIND):
             found = await self.threads.run(_listed, self.folder, kind)
             old = [one for one in found if one.changed_at < before]
             for start in range(0, len(old), STEP_ROWS):
                 sizes = {one.name: one.size for one in old[start : start + STEP_ROWS]}
                 known = await self.store.run(
-                    partial(background_rows.known_places, folder=folder, places=list(sizes)),
+                    partial(known_places, folder=folder, places=list(sizes)),
                     write=False,
                 )
                 for name in sizes.keys() - known:
                     await self.threads.run(self.folder.delete, name)
-                if kind == log_file.KIND:
+                if kind == LOG_KIND:
                     right = {name: size for name, size in sizes.items() if name in known}
                     await self.store.run(partial(correct_log_sizes, folder=folder, sizes=right))
 

@@ -16,33 +16,31 @@ from functools import partial
 import structlog
 from sqlalchemy import Connection
 
-from gateway.batches import background_rows, claims
 from gateway.batches.background_requests import (
     EXPIRED_MESSAGE,
     BackgroundRequests,
+    DeferredHead,
+    DeferredResult,
+    keep_background,
     keep_seconds,
+    waiting_owners,
 )
-from gateway.batches.claims import Pick
-from gateway.batches.deferred import DeferredHead, DeferredResult
+from gateway.batches.claims import Pick, RecordedResult, RowLeases, record, still_unfinished
+from gateway.batches.files import full_owners, note_log_sizes
 from gateway.batches.folder import FolderError
-from gateway.batches.kept_bytes import full_owners, note_log_sizes
-from gateway.batches.log_file import LogBroken
-from gateway.batches.recorded_results import RecordedResult, record
-from gateway.batches.recovered_usage import recovered_usage
-from gateway.batches.request_rows import StoredRow
+from gateway.batches.request_rows import RequestKind, RequestState, StoredRow, UnfinishedWork
 from gateway.batches.response_events import ResponseEvents
-from gateway.batches.row_leases import RowLeases
+from gateway.batches.response_log import LogBroken
 from gateway.batches.runner import (
     MOST_RUNS,
     Outcome,
+    RequestRunner,
     RowDeferred,
     RowExpired,
-    Runner,
     StoredRequest,
+    recovered_usage,
 )
-from gateway.batches.states import RequestKind, RequestState
-from gateway.batches.unfinished_work import UnfinishedWork
-from gateway.batches.webhook_events import ResponseEnd
+from gateway.batches.webhooks import ResponseEnd
 from gateway.config.batches import BatchSettings
 from gateway.errors import GatewayError
 from gateway.lease import BatchRoomService
@@ -50,20 +48,14 @@ from gateway.request import Priority
 from gateway.store.failures import StoreError
 from gateway.usage.ledger import Ledger, UsageRow
 
-LEASE_SECONDS = 30.0
-"""After which a request whose process has said nothing is run by another one."""
-
-RENEW_SECONDS = 5.0
-"""Between two times that the process says what it runs."""
+LEASE_SECONDS = 30.0  # after which a request whose process has said nothing is run by another one
+RENEW_SECONDS = 5.0  # between two times that the process says what it runs
 
 LOOK_SECONDS = 1.0
 """Between two looks for requests while there is work, where nobody tells that some have come."""
 
-RETRY_SECONDS = 2.0
-"""Before the second of these; before the third, twice as many."""
-
-STORE_SECONDS = 1.0
-"""Before the store is tried again."""
+RETRY_SECONDS = 2.0  # before the second of these; before the third, twice as many
+STORE_SECONDS = 1.0  # before the store is tried again
 
 NEAR_SHARE, NEAR_SECONDS = 0.25, 60.0
 """A deadline is near in the last quarter of the time until it, and in the last minute."""
@@ -84,10 +76,8 @@ class _Result:
     """What a run has brought."""
 
     recorded: RecordedResult
-    end: ResponseEnd | None = None
-    """How a response has ended."""
-    file: str | None = None
-    """The file of a deferred result, which goes if it is not recorded."""
+    end: ResponseEnd | None = None  # how a response has ended
+    file: str | None = None  # the file of a deferred result, which goes if it is not recorded
 
 
 class BackgroundRunner:
@@ -103,7 +93,7 @@ class BackgroundRunner:
         requests: BackgroundRequests,
         leases: RowLeases,
         work: UnfinishedWork,
-        runner: Runner,
+        runner: RequestRunner,
         rooms: BatchRoomService,
         ledger: Ledger,
         settings: Callable[[], BatchSettings],
@@ -125,20 +115,17 @@ class BackgroundRunner:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._can_raise: dict[str, StoredRow] = {}
         """Those of class `batch` that run or have been handed to the scheduler."""
-        self._unwanted: set[str] = set()
-        """Running requests that were cancelled or deleted."""
+        self._unwanted: set[str] = set()  # running requests that were cancelled or deleted
         self._log_sizes: dict[str, tuple[ResponseEvents, int]] = {}
         """Responses that run, by their ids, and the sizes of their logs that the store knows."""
-        self._full: set[str] = set()
-        """Owners that keep as much as they may: their requests wait."""
+        self._full: set[str] = set()  # owners that keep as much as they may: their requests wait
         self._looked_at: set[str] = set()
         """The owners of which that is known, until `_look_again_at`."""
         self._look_again_at = 0.0
         self._problem = ""
         self._given_back: set[str] = set()
         """Requests that are to wait again, as their run has not begun."""
-        self._idle = asyncio.Event()
-        """Set when nothing runs any more."""
+        self._idle = asyncio.Event()  # set when nothing runs any more
         requests.unwanted.append(self._end_run)
 
     def __len__(self) -> int:
@@ -226,7 +213,7 @@ class BackgroundRunner:
             await self._begin([pick])
             return
         owners = await requests.store.run(
-            partial(background_rows.waiting_owners, folder=folder, now=now), write=False
+            partial(waiting_owners, folder=folder, now=now), write=False
         )
         full = await self._full_owners({owner for owner, _ in owners})
         owners = [one for one in owners if one[0] not in full]
@@ -293,7 +280,7 @@ class BackgroundRunner:
         """End runs of requests that were cancelled, deleted, or taken by another process."""
         if not ids:
             return
-        job = partial(claims.still_unfinished, ids=ids)
+        job = partial(still_unfinished, ids=ids)
         taken = await self._requests.store.run(job, write=False)
         for id_ in ids:
             task = self._running.get(id_)
@@ -466,7 +453,7 @@ class BackgroundRunner:
         def job(connection: Connection) -> Sequence[UsageRow]:
             now = self._now()
             counts[:] = record(connection, self._process.id, [result.recorded], now)
-            for kept in background_rows.keep(connection, counts, now + keep_seconds(row)):
+            for kept in keep_background(connection, counts, now + keep_seconds(row)):
                 if result.end is not None:
                     self._requests.webhooks.response_ended(connection, kept, result.end, now)
             usage = result.recorded.usage

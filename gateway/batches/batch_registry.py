@@ -14,8 +14,6 @@ import structlog
 from sqlalchemy import Connection
 
 from gateway import errors
-from gateway.batches import file_rows
-from gateway.batches.batch_end import BatchEnd, ResultReader
 from gateway.batches.batch_rows import (
     AddBatch,
     Batch,
@@ -29,18 +27,19 @@ from gateway.batches.batch_rows import (
     pause_batch,
     resume_batch,
 )
-from gateway.batches.batch_upkeep import BatchUpkeep
-from gateway.batches.disk_threads import DiskThreads
-from gateway.batches.file_rows import DeleteFile
-from gateway.batches.folder import Folder, FolderError, NewFile
-from gateway.batches.intake import REQUESTS, Intake
-from gateway.batches.kept_bytes import kept_by, kept_too_much
+from gateway.batches.batch_upkeep import REQUESTS, BatchEnd, BatchUpkeep, Intake, ResultReader
+from gateway.batches.files import DeleteFile, find_file, kept_by, kept_too_much
+from gateway.batches.folder import (
+    DiskThreads,
+    Folder,
+    FolderError,
+    NewFile,
+    folder_errors_told,
+    store_unavailable,
+)
 from gateway.batches.progress import BatchProgress, SpeedMeter, progress_of
-from gateway.batches.request_rows import StoredRow, result_rows, work_left
-from gateway.batches.result_lines import ANTHROPIC
-from gateway.batches.states import new_id
-from gateway.batches.storage_errors import folder_errors_told, store_unavailable
-from gateway.batches.unfinished_work import UnfinishedWork
+from gateway.batches.request_rows import StoredRow, UnfinishedWork, new_id, result_rows, work_left
+from gateway.batches.results import ANTHROPIC
 from gateway.config.batches import BatchSettings
 from gateway.config.fields import format_duration, parse_duration
 from gateway.errors import GatewayError
@@ -57,17 +56,13 @@ ENDPOINTS = tuple(
 )
 """The paths of which a batch can be."""
 
-PAUSED_BY_CALLER = "paused"
-"""Why a batch is paused whose caller wants it so."""
+PAUSED_BY_CALLER = "paused"  # why a batch is paused whose caller wants it so
 
 ADD_PAUSES = (0.2, 0.5, 1.0)
 """Seconds after which it is tried again to add a batch to a store that does not answer."""
 
-PAGE_ROWS = 200
-"""Rows that are read at a time for lines that are recorded so far."""
-
-PIECE_BYTES = 256 << 10
-"""Bytes of a final file that are read at a time."""
+PAGE_ROWS = 200  # rows that are read at a time for lines that are recorded so far
+PIECE_BYTES = 256 << 10  # bytes of a final file that are read at a time
 
 _PREFIXES = {ANTHROPIC: "msgbatch_"}
 
@@ -84,19 +79,15 @@ class NewBatch:
     """What a caller asks for. `owner` is the id of a key."""
 
     owner: str
-    api: str
-    """`openai` or `anthropic`."""
-    endpoint: str
-    """The path of all its lines: one of `ENDPOINTS`."""
+    api: str  # `openai` or `anthropic`
+    endpoint: str  # the path of all its lines: one of `ENDPOINTS`
     input_file: str | None = None
     """Id of a file with the purpose `batch`; None: `requests` has the lines."""
     requests: str | None = None
     """Name of a complete file of the folder, of `BatchRegistry.new_requests`, in the form of an
     input file. It belongs to the batch from now on; if `create` raises, it is removed."""
-    requests_bytes: int = 0
-    """Of that file."""
-    window: str | None = None
-    """Its `completion_window`, such as `24h`; None: the settings' default."""
+    requests_bytes: int = 0  # of that file
+    window: str | None = None  # its `completion_window`, such as `24h`; None: the settings' default
     metadata: dict[str, str] | None = None
     output_seconds: float | None = None
     """For how long its output files are kept (`output_expires_after`)."""
@@ -105,8 +96,7 @@ class NewBatch:
     webhook_url: str | None = None
     group_name: str | None = None
     user: str | None = None
-    class_: str = "batch"
-    """Label of the highest class that its lines may be raised to."""
+    class_: str = "batch"  # label of the highest class that its lines may be raised to
 
 
 class BatchOutput:
@@ -120,8 +110,7 @@ class BatchOutput:
         close: Callable[[], None],
         threads: DiskThreads,
     ) -> None:
-        self.name = name
-        """For `Content-Disposition`."""
+        self.name = name  # for `Content-Disposition`
         self.size = size
         """Bytes; None: the batch has not ended, so these are the lines recorded so far."""
         self._pieces = pieces
@@ -325,7 +314,7 @@ class BatchRegistry:
         if file is None:
             return BatchOutput(name, 0, _no_pieces, lambda: None, self._threads)
         found = await self._run(
-            partial(file_rows.find, owner=owner, id_=file, now=self._now()), write=False
+            partial(find_file, owner=owner, id_=file, now=self._now()), write=False
         )
         if found is None:
             raise _results_gone(id_)

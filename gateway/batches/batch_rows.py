@@ -13,23 +13,30 @@ from typing import Any, Final, Literal, NamedTuple
 
 from sqlalchemy import Column, Connection, Row, delete, func, select, update
 
-from gateway.batches import file_rows
-from gateway.batches.file_rows import StoredFile
-from gateway.batches.kept_bytes import HAS_REQUESTS, Kept, kept_by
+from gateway.batches.files import (
+    HAS_REQUESTS,
+    Kept,
+    StoredFile,
+    add_file,
+    find_file,
+    kept_by,
+    raise_revision,
+)
 from gateway.batches.request_rows import (
+    BEFORE,
     IS_WAITING,
     STEP_ROWS,
+    BatchState,
+    RequestState,
     chunks,
     end_waiting_lines,
     has_unfinished_lines,
     lock_batch,
 )
-from gateway.batches.states import BEFORE, BatchState, RequestState
 from gateway.store.schema import batches, stored_requests
 from gateway.usage.processes import insert_for
 
-INPUT_PURPOSE = "batch"
-"""Purpose of a file that a batch may read."""
+INPUT_PURPOSE = "batch"  # purpose of a file that a batch may read
 
 _BATCH: Final = batches.c
 
@@ -40,28 +47,19 @@ _ROW: Final = stored_requests.c
 class Batch:
     """A batch of a caller. Times are Unix seconds."""
 
-    id: str
-    """`batch_...` or `msgbatch_...`; ids grow with time."""
-    owner: str
-    """The id of a key."""
-    api: str
-    """`openai` or `anthropic`."""
-    endpoint: str
-    """The path of all its lines."""
+    id: str  # `batch_...` or `msgbatch_...`; ids grow with time
+    owner: str  # the id of a key
+    api: str  # `openai` or `anthropic`
+    endpoint: str  # the path of all its lines
     input_file: str | None
     created_at: float
-    expires_at: float
-    """Its deadline."""
-    keep_until: float
-    """When it and its results are removed."""
-    folder: str
-    """The id of the folder that holds its files."""
-    class_: str = "batch"
-    """The highest class that its lines may be raised to."""
+    expires_at: float  # its deadline
+    keep_until: float  # when it and its results are removed
+    folder: str  # the id of the folder that holds its files
+    class_: str = "batch"  # the highest class that its lines may be raised to
     state: BatchState = BatchState.VALIDATING
     group_name: str | None = None
-    user: str | None = None
-    """The end user whom its caller has named."""
+    user: str | None = None  # the end user whom its caller has named
     output_file: str | None = None
     error_file: str | None = None
     in_progress_at: float | None = None
@@ -70,18 +68,13 @@ class Batch:
     cancelling_at: float | None = None
     paused_at: float | None = None
     pause_reason: str | None = None
-    model: str | None = None
-    """The model of its lines, if they name one only."""
-    total: int = 0
-    """Its lines, broken ones included."""
-    completed: int = 0
-    """Lines with a response (status below 400)."""
-    failed: int = 0
-    """Lines whose result is an error, broken lines included; not the next two."""
+    model: str | None = None  # the model of its lines, if they name one only
+    total: int = 0  # its lines, broken ones included
+    completed: int = 0  # lines with a response (status below 400)
+    failed: int = 0  # lines whose result is an error, broken lines included; not the next two
     cancelled: int = 0
     expired: int = 0
-    prompt_tokens: int = 0
-    """Of all recorded results, as the next three."""
+    prompt_tokens: int = 0  # of all recorded results, as the next three
     cached_tokens: int = 0
     completion_tokens: int = 0
     cost: float = 0.0
@@ -96,8 +89,7 @@ class Batch:
     """Why it failed as a whole: objects with code, message, param and line."""
     requests_bytes: int = 0
     """Of the file with its lines, where there is no input file; 0 once that is removed."""
-    result_bytes: int = 0
-    """Of all recorded results, errors of broken lines included."""
+    result_bytes: int = 0  # of all recorded results, errors of broken lines included
 
     @property
     def ended_lines(self) -> int:
@@ -120,10 +112,8 @@ class BatchAdded(NamedTuple):
     """What became of a new batch."""
 
     outcome: AddOutcome
-    batch: Batch | None
-    """The new one, or the earlier one with the same idempotency key."""
-    kept: Kept | None = None
-    """What the owner keeps, if it is `full`."""
+    batch: Batch | None  # the new one, or the earlier one with the same idempotency key
+    kept: Kept | None = None  # what the owner keeps, if it is `full`
 
 
 class BatchPage(NamedTuple):
@@ -168,7 +158,7 @@ class AddBatch:
         """Run within the transaction of `connection`."""
         batch = self.batch
         # Until the end of the transaction the input file can't be deleted.
-        file_rows.raise_revision(connection)
+        raise_revision(connection)
         earlier = self._earlier(connection)
         if earlier is not None:
             if earlier.id == batch.id:
@@ -198,7 +188,7 @@ class AddBatch:
     def _refused(self, connection: Connection) -> AddOutcome | None:
         batch = self.batch
         if batch.input_file is not None:
-            file = file_rows.find(connection, batch.owner, batch.input_file, batch.created_at)
+            file = find_file(connection, batch.owner, batch.input_file, batch.created_at)
             if file is None:
                 return "no_file"
             if file.purpose != INPUT_PURPOSE:
@@ -389,7 +379,7 @@ def end_batch(
         last = BatchState.EXPIRED
     for file in (output, error_file):
         if file is not None:
-            file_rows.add(connection, file)
+            add_file(connection, file)
     changes = {"output_file": names[0], "error_file": names[1], "ended_at": now}
     ended = _move(connection, id_, last, changes)
     if ended is not None and also is not None:

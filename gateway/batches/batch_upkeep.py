@@ -1,20 +1,35 @@
-"""What batches need without being asked: their input is read, they end, and what is old goes."""
+"""What batches need without being asked: their input is read, they end, and what is old goes.
+
+`Intake` makes a row of each line of the input. It may begin anew at any time, after a crash for
+example: a line's row always has the same id, and a row that is there already stays. No line runs
+before all are in.
+
+`BatchEnd` makes the output and error files of the recorded results, in the order of the input. A
+line without an answer gets an error of its own, so every line of the input is in one of the files
+exactly once.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Coroutine, Iterable
+import hashlib
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 import structlog
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, func, select
 
-from gateway.batches.batch_end import BatchEnd
 from gateway.batches.batch_rows import (
     Batch,
     EndListener,
+    begin_batch,
+    begin_finalizing,
+    end_batch,
     expire_lines,
     fail_batch,
     find_batch,
@@ -26,27 +41,480 @@ from gateway.batches.batch_rows import (
     unfinished,
     with_requests,
 )
-from gateway.batches.disk_threads import DiskThreads
-from gateway.batches.folder import STEP_BYTES, Folder, FolderError, FolderFull, FoundFile
-from gateway.batches.intake import REQUESTS, Intake, input_place
-from gateway.batches.kept_bytes import KEY_STORAGE_FULL, full_owners
+from gateway.batches.files import FILE, KEY_STORAGE_FULL, StoredFile, full_owners
+from gateway.batches.folder import (
+    STEP_BYTES,
+    AppendedFile,
+    DiskThreads,
+    Folder,
+    FolderError,
+    FolderFull,
+    FoundFile,
+    NewFile,
+)
+from gateway.batches.line_reader import Line, LineError, LineReader, TooManyLines, check_line_count
 from gateway.batches.progress import SpeedMeter
-from gateway.batches.request_rows import STEP_ROWS
-from gateway.batches.results import RESULTS, STORAGE_FULL, STORAGE_UNAVAILABLE
-from gateway.batches.states import BatchState
-from gateway.batches.unfinished_work import UnfinishedWork
-from gateway.store.failures import StoreError
+from gateway.batches.request_rows import (
+    STEP_ROWS,
+    BatchState,
+    RequestKind,
+    RequestState,
+    StoredRow,
+    UnfinishedWork,
+    add_rows,
+    line_id,
+    result_rows,
+)
+from gateway.batches.results import (
+    RESULTS,
+    STORAGE_FULL,
+    STORAGE_UNAVAILABLE,
+    broken_line,
+    is_output,
+    unanswered_line,
+)
+from gateway.config.batches import BatchSettings
+from gateway.store.failures import StoreError, StoreUnavailable
 from gateway.store.schema import batches, stored_requests
 from gateway.store.store import Store
 
-ROUND_SECONDS = 1.0
-"""Seconds between two looks at the unfinished batches."""
+REQUESTS = "requests"
+"""Kind of the folder's files that hold the lines of a batch without an input file."""
+
+T = TypeVar("T")
+
+log = structlog.get_logger()
+
+
+def input_place(batch: Batch) -> str:
+    """The folder's file that has the batch's lines."""
+    if batch.input_file is not None:
+        return batch.input_file
+    return f"{REQUESTS}-{batch.id.rpartition('_')[2]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """Reads the input of batches. `settings` gives those in force, `now` Unix time."""
+
+    store: Store
+    folder: Folder
+    threads: DiskThreads
+    settings: Callable[[], BatchSettings]
+    now: Callable[[], float]
+    on_end: EndListener | None = None  # is told of batches that fail
+
+    async def take_in(self, batch: Batch) -> None:
+        """Read the input of a batch that is validating, and begin or fail it.
+
+        Raises: FolderError, StoreError; then it is to be done again.
+        """
+        settings = self.settings()
+        try:
+            file = await self.threads.open(
+                self.folder.open_to_read, input_place(batch), close=lambda file: file.close()
+            )
+        except FileNotFoundError:
+            log.warning("the input of a batch is missing", batch=batch.id)
+            await self._fail(batch, "file_not_found", "The input file is gone.")
+            return
+        try:
+            await self.threads.run(
+                _on_disk, check_line_count, file, settings.lines, settings.line_bytes
+            )
+            reader = LineReader(
+                file,
+                batch.endpoint,
+                most_lines=settings.lines,
+                line_bytes=settings.line_bytes,
+            )
+            taken = await self._take_lines(batch, reader)
+        except TooManyLines as error:
+            message = f"The input has more than {error.most} lines ('batches.lines')."
+            await self._fail(batch, "too_many_lines", message)
+            return
+        finally:
+            await self.threads.run(file.close)
+        if not taken:
+            return  # It is cancelled.
+        if not reader.total:
+            message = (
+                "The input file is empty. Please ensure that your batch contains at least one "
+                "request."
+            )
+            await self._fail(batch, "empty_file", message)
+            return
+        await self.store.run(partial(_begin, batch.id, reader.total, reader.model, self.now()))
+        log.info("batch begun", batch=batch.id, lines=reader.total, broken=reader.failed)
+
+    async def _take_lines(self, batch: Batch, reader: LineReader) -> bool:
+        """Add the rows of all lines; returns False if the batch takes none any more."""
+        errors = _Errors(self.folder, batch)
+        try:
+            while lines := await self.threads.run(_on_disk, reader.read_some):
+                rows = await self.threads.run(self._rows_of, batch, lines, errors)
+                if not await self.store.run(partial(_add, rows)):
+                    return False
+        finally:
+            await self.threads.run(errors.close)
+        return True
+
+    def _rows_of(self, batch: Batch, lines: Sequence[Line], errors: _Errors) -> list[StoredRow]:
+        """The rows of these lines; errors are on the disk. Blocks. Raises: FolderError."""
+        places = iter(errors.write([one for one in lines if isinstance(one, LineError)]))
+        return [
+            self._row_of(batch, one, next(places) if isinstance(one, LineError) else None)
+            for one in lines
+        ]
+
+    def _row_of(self, batch: Batch, line: Line, error: _ErrorPlace | None) -> StoredRow:
+        spec = None if isinstance(line, LineError) else line
+        is_known = spec is not None or (isinstance(line, LineError) and line.is_first)
+        return StoredRow(
+            id=line_id(batch.id, line.number),
+            kind=RequestKind.LINE,
+            owner=batch.owner,
+            path=batch.endpoint,
+            place=input_place(batch),
+            offset=line.offset,
+            length=line.length,
+            created_at=batch.created_at,
+            keep_until=batch.keep_until,
+            folder=batch.folder,
+            class_=batch.class_,
+            batch=batch.id,
+            number=line.number,
+            custom_id=line.custom_id if is_known else None,
+            group_name=batch.group_name,
+            user=batch.user,
+            model=None if spec is None else spec.model,
+            prompt_tokens=0 if spec is None else spec.prompt_tokens,
+            max_tokens=0 if spec is None else spec.max_tokens,
+            prefix=0 if spec is None else spec.prefix,
+            deadline=batch.expires_at,
+            state=RequestState.WAITING if error is None else RequestState.FAILED,
+            ended_at=None if error is None else self.now(),
+            error_code=None if error is None else error.code,
+            result_place=None if error is None else error.place,
+            result_offset=None if error is None else error.offset,
+            result_length=None if error is None else error.length,
+        )
+
+    async def _fail(self, batch: Batch, code: str, message: str) -> None:
+        errors: list[dict[str, Any]] = [
+            {"code": code, "message": message, "param": "input_file_id", "line": None}
+        ]
+        await self.store.run(partial(_fail, batch.id, errors, self.now(), self.on_end))
+        log.info("batch failed", batch=batch.id, why=code)
+
+
+@dataclass(frozen=True, slots=True)
+class _ErrorPlace:
+    code: str
+    place: str
+    offset: int
+    length: int
+
+
+class _Errors:
+    """The file of the error lines of one reading; there is none without a broken line. Blocks."""
+
+    def __init__(self, folder: Folder, batch: Batch) -> None:
+        self._folder = folder
+        self._batch = batch
+        self._file: AppendedFile | None = None
+
+    def write(self, errors: Sequence[LineError]) -> list[_ErrorPlace]:
+        """Bring the errors to the disk. Raises: FolderError."""
+        if not errors:
+            return []
+        if self._file is None:
+            self._file = self._folder.open_appended(RESULTS)
+        batch = self._batch
+        lines = [broken_line(line_id(batch.id, one.number), batch.api, one) for one in errors]
+        offset = self._file.append(b"".join(lines))
+        places = []
+        for error, line in zip(errors, lines, strict=True):
+            places.append(_ErrorPlace(error.code, self._file.name, offset, len(line)))
+            offset += len(line)
+        return places
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _on_disk(work: Callable[..., T], *arguments: Any) -> T:
+    """Do the work. Raises: FolderError, if the file can't be read; the work's own error."""
+    try:
+        return work(*arguments)
+    except OSError as error:
+        raise FolderError(
+            f"the input of a batch can't be read: {error.strerror or error}",
+            "look for errors of the disk in the system's log",
+        ) from None
+
+
+# Jobs of the store.
+
+
+def _add(rows: Sequence[StoredRow], connection: Connection) -> bool:
+    return add_rows(connection, rows)
+
+
+def _begin(id_: str, total: int, model: str | None, now: float, connection: Connection) -> None:
+    # Of an earlier reading under other settings there may be other errors than of this one.
+    columns = stored_requests.c
+    broken = select(func.count()).where(
+        columns.batch == id_, columns.state == RequestState.FAILED.value
+    )
+    begin_batch(connection, id_, total, connection.scalar(broken) or 0, model, now)
+
+
+def _fail(
+    id_: str,
+    errors: list[dict[str, Any]],
+    now: float,
+    also: EndListener | None,
+    connection: Connection,
+) -> None:
+    fail_batch(connection, id_, errors, now, also)
+
+
+OUTPUT_PURPOSE = "batch_output"
+
+PAGE_ROWS = 500  # rows that are read from the store at a time
+PIECE_BYTES = 256 << 10  # bytes of lines that are written or sent at a time, if no line is longer
+MOST_FILES = 16  # files of results that are open at a time
+
+
+class ResultReader:
+    """Reads the lines of rows that have ended. Blocks: call it on a thread. `close` ends it."""
+
+    def __init__(self, folder: Folder, api: str, *, keeps_all: bool = False) -> None:
+        self._folder = folder
+        self._api = api
+        self._keeps_all = keeps_all
+        """Whether a result that is missing is an error: the batch may end while it is read."""
+        self._files: OrderedDict[str, BinaryIO] = OrderedDict()
+
+    def line(self, row: StoredRow) -> tuple[bytes, bool]:
+        """The row's line, and whether it belongs into the output file. Raises: FolderError."""
+        line = self._recorded(row)
+        if line is not None:
+            return line, is_output(self._api, row.status)
+        custom_id = row.custom_id
+        line = unanswered_line(row.id, custom_id, self._api, row.number, row.state)
+        return line, is_output(self._api, None)
+
+    def pieces(self, rows: Sequence[StoredRow], *, output: bool) -> Iterator[bytes]:
+        """The lines of these rows that belong into that file, in pieces. Raises: FolderError."""
+        lines: list[bytes] = []
+        size = 0
+        for row in rows:
+            line, is_of_output = self.line(row)
+            if is_of_output != output:
+                continue
+            lines.append(line)
+            size += len(line)
+            if size >= PIECE_BYTES:
+                yield b"".join(lines)
+                lines.clear()
+                size = 0
+        if lines:
+            yield b"".join(lines)
+
+    def close(self) -> None:
+        """Close the files; called again, nothing."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _recorded(self, row: StoredRow) -> bytes | None:
+        """The recorded line; None: there is none. Raises: FolderError."""
+        place, length = row.result_place, row.result_length
+        if place is None or row.result_offset is None or length is None:
+            return None
+        line = b""
+        with contextlib.suppress(FileNotFoundError):
+            file = self._file(place)
+            try:
+                while more := os.pread(
+                    file.fileno(), length - len(line), row.result_offset + len(line)
+                ):
+                    line += more
+            except OSError as error:
+                raise FolderError(
+                    f"{place}: {error.strerror or error}",
+                    "look for errors of the disk in the system's log",
+                ) from None
+        if len(line) == length and line.endswith(b"\n"):
+            return line
+        if self._keeps_all:
+            raise FolderError(f"{place} lacks a result", "read the batch's output again")
+        log.warning("a result is lost", request=row.id, file=place)
+        return None
+
+    def _file(self, place: str) -> BinaryIO:
+        found = self._files.get(place)
+        if found is None:
+            if len(self._files) >= MOST_FILES:
+                self._files.popitem(last=False)[1].close()
+            found = self._files[place] = self._folder.open_to_read(place)
+        self._files.move_to_end(place)
+        return found
+
+
+@dataclass(slots=True)
+class _FinalFile:
+    """A file of lines, which begins with the first one. Blocks."""
+
+    folder: Folder
+    new: NewFile | None = None
+    digest: hashlib._Hash = field(default_factory=hashlib.sha256)
+
+    def write(self, piece: bytes) -> None:
+        """Add lines. Raises: FolderError."""
+        if self.new is None:
+            self.new = self.folder.open_new(FILE)
+        self.new.write(piece)
+        self.digest.update(piece)
+
+
+class _FinalFiles:
+    """The output and the error file of a batch. Blocks: call it on a thread."""
+
+    def __init__(self, folder: Folder, batch: Batch) -> None:
+        self._folder = folder
+        self._batch = batch
+        self._reader = ResultReader(folder, batch.api)
+        self._output, self._errors = _FinalFile(folder), _FinalFile(folder)
+
+    def add(self, rows: Sequence[StoredRow]) -> None:
+        """Write the lines of these rows. Raises: FolderError."""
+        pending: dict[bool, list[bytes]] = {True: [], False: []}
+        sizes = {True: 0, False: 0}
+        for row in rows:
+            line, output = self._reader.line(row)
+            pending[output].append(line)
+            sizes[output] += len(line)
+            if sizes[output] >= PIECE_BYTES:
+                self._write(pending, output)
+                sizes[output] = 0
+        for output in (True, False):
+            self._write(pending, output)
+
+    def finish(self, now: float, kept: float) -> tuple[StoredFile | None, StoredFile | None]:
+        """Complete the files, to be kept for so many seconds. Raises: FolderError."""
+        batch = self._batch
+        name = "results" if batch.api == "anthropic" else "output"
+        return (
+            self._finished(self._output, f"{batch.id}_{name}.jsonl", now, kept),
+            self._finished(self._errors, f"{batch.id}_error.jsonl", now, kept),
+        )
+
+    def close(self) -> None:
+        """Remove what is not finished, and close the rest. Raises: FolderError."""
+        self._reader.close()
+        for one in (self._output, self._errors):
+            if one.new is not None:
+                one.new.discard()
+
+    def remove(self) -> None:
+        """Remove the finished files: others have ended the batch. Raises: FolderError."""
+        for one in (self._output, self._errors):
+            if one.new is not None:
+                self._folder.delete(one.new.name)
+
+    def _write(self, pending: dict[bool, list[bytes]], output: bool) -> None:  # noqa: FBT001
+        lines = pending[output]
+        if lines:
+            (self._output if output else self._errors).write(b"".join(lines))
+            lines.clear()
+
+    def _finished(self, file: _FinalFile, name: str, now: float, kept: float) -> StoredFile | None:
+        if file.new is None:
+            return None
+        id_ = file.new.finish()
+        batch = self._batch
+        return StoredFile(
+            id_, batch.owner, name, OUTPUT_PURPOSE, file.new.size, file.digest.hexdigest(),
+            now, now + kept, batch.folder,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class BatchEnd:
+    """Ends batches whose lines have all ended. `settings` gives those in force, `now` Unix time."""
+
+    store: Store
+    folder: Folder
+    threads: DiskThreads
+    settings: Callable[[], BatchSettings]
+    now: Callable[[], float]
+    on_end: EndListener | None = None
+
+    async def end(self, id_: str) -> Batch | None:
+        """End the batch; None: it has lines that have not ended, or somebody else has ended it.
+
+        Raises: FolderError, StoreError; then it is to be done again.
+        """
+        batch = await self.store.run(partial(begin_finalizing, id_=id_, now=self.now()))
+        if batch is None:
+            return None
+        files = _FinalFiles(self.folder, batch)
+        try:
+            after = 0
+            while rows := await self.store.run(
+                partial(result_rows, batch=id_, after_number=after, limit=PAGE_ROWS), write=False
+            ):
+                await self.threads.run(files.add, rows)
+                after = rows[-1].number or 0
+            now, keep = self.now(), self.settings().keep
+            kept = keep if batch.output_seconds is None else min(keep, batch.output_seconds)
+            output, errors = await self.threads.run(files.finish, now, kept)
+        finally:
+            with contextlib.suppress(FolderError):
+                await self.threads.run(files.close)
+        job = partial(_end, batch, output, errors, now, self.on_end)
+        try:
+            ended = await self.store.run(job)
+        except StoreUnavailable:
+            # It may have ended; files without a row are removed later (`FileRegistry`).
+            raise
+        except StoreError:
+            await self.threads.run(files.remove)
+            raise
+        if ended is None:
+            await self.threads.run(files.remove)
+            return None
+        log.info(
+            "batch ended", batch=id_, state=ended.state.value, lines=ended.total,
+            completed=ended.completed, failed=ended.failed, cancelled=ended.cancelled,
+            expired=ended.expired,
+        )  # fmt: skip
+        return ended
+
+
+def _end(
+    batch: Batch,
+    output: StoredFile | None,
+    errors: StoredFile | None,
+    now: float,
+    also: EndListener | None,
+    connection: Connection,
+) -> Batch | None:
+    # It may be paused for want of room, which there was after all.
+    resume_batch(connection, batch.owner, batch.id)
+    return end_batch(connection, batch.id, output, errors, now, also)
+
+
+ROUND_SECONDS = 1.0  # seconds between two looks at the unfinished batches
 
 IDLE_SECONDS = 5.0
 """The same while there are none: another process of the folder may have added one."""
 
-EXPIRE_SECONDS = 10.0
-"""Seconds between two looks for requests without a batch that are late."""
+EXPIRE_SECONDS = 10.0  # seconds between two looks for requests without a batch that are late
 
 RETRY_SECONDS = 5.0
 """Seconds after which it is tried again to read the input of a batch, or to end it."""
@@ -55,17 +523,10 @@ UNAVAILABLE_SECONDS = 30.0
 """Seconds after which a batch goes on that was paused since the folder failed for another reason
 than want of room: nothing tells that it works again but work."""
 
-MOST_TRIES = 3
-"""Tries to read an input, if each fails for a reason that nobody has thought of."""
-
-MOST_AT_ONCE = 2
-"""Batches whose input is read, or which are being ended, at one time."""
-
-REMOVE_SECONDS = 60.0
-"""Seconds between two rounds of removing batches whose time is over."""
-
-STEP_BATCHES = 100
-"""Batches that are removed in one step."""
+MOST_TRIES = 3  # tries to read an input, if each fails for a reason that nobody has thought of
+MOST_AT_ONCE = 2  # batches whose input is read, or which are being ended, at one time
+REMOVE_SECONDS = 60.0  # seconds between two rounds of removing batches whose time is over
+STEP_BATCHES = 100  # batches that are removed in one step
 
 CLEAN_SECONDS = 600.0
 """Seconds between two rounds of removing files that no batch needs any more, and the age from which
@@ -74,8 +535,6 @@ on they are: somebody may read the results of a batch that has just ended."""
 _ENDING = frozenset({BatchState.FINALIZING, BatchState.CANCELLING})
 
 _STORAGE = frozenset({STORAGE_FULL, STORAGE_UNAVAILABLE})
-
-log = structlog.get_logger()
 
 
 class BatchUpkeep:
@@ -111,10 +570,8 @@ class BatchUpkeep:
         self._on_end = on_end
         self._round_seconds, self._idle_seconds = round_seconds, idle_seconds
         self._wakes = asyncio.Event()
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        """By batch."""
-        self._begun = 0
-        """How many, since `wait_for_work` was called last."""
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by batch
+        self._begun = 0  # how many, since `wait_for_work` was called last
         self._retry_at: dict[str, float] = {}
         """When a batch is tried again, of those that could not be."""
         self._tries: dict[str, int] = {}

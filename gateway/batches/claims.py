@@ -1,23 +1,32 @@
-"""Who runs which stored request: claims under leases, which their process renews.
+"""Claims of stored requests: who runs which, under a lease, and the one result of each.
 
-A claimed request is `running` until its result is recorded or its process puts it back. If its
-lease is over, or its process gone, any other process of the folder puts it back. Then it may run
-twice, and only the process that has the claim can record a result (`recorded_results.py`).
+A claimed request is `running` until its result is recorded or its process puts it back. The process
+renews its claims. When a lease is over, or its process gone, any other process of the folder puts
+the request back. Then it may run twice, and only the process that has the claim can record a result
+(`record`): an execution without a claim is the operator's loss.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import asyncio
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Connection, Select, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Select, bindparam, or_, select, update
 
+from gateway.batches.folder import DiskThreads, Folder, FolderError
 from gateway.batches.request_rows import (
     COLUMNS,
+    COUNTED_AS,
     IS_RUNNING,
     IS_WAITING,
+    BatchState,
+    RequestKind,
+    RequestState,
     StoredRow,
     chunks,
     count_lines,
@@ -25,8 +34,10 @@ from gateway.batches.request_rows import (
     row_of,
     runnable_batches,
 )
-from gateway.batches.states import BatchState, RequestKind, RequestState
+from gateway.store.failures import StoreError
 from gateway.store.schema import batches, processes, stored_requests
+from gateway.store.store import Store
+from gateway.usage.ledger import ROW_COLUMNS, UsageRow
 from gateway.usage.processes import ProcessIdentity, SeenProcess, is_gone
 
 _ROW: Final = stored_requests.c
@@ -46,10 +57,8 @@ class Pick:
     owner: str | None = None
     model: str | None = None
     prefix: int | None = None
-    ids: Sequence[str] | None = None
-    """Of these requests alone, which have no batch."""
-    by_deadline: bool = False
-    """The nearest deadline first; all lines of a batch have the same."""
+    ids: Sequence[str] | None = None  # of these requests alone, which have no batch
+    by_deadline: bool = False  # the nearest deadline first; all lines of a batch have the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +71,9 @@ class Claim:
     """
 
     folder: str
-    process: str
-    """Its id."""
+    process: str  # its id
     picks: Sequence[Pick]
-    now: float
-    """Unix time."""
+    now: float  # Unix time
     lease_seconds: float
 
     def __call__(self, connection: Connection) -> list[StoredRow]:
@@ -284,3 +291,296 @@ def _cancelling(connection: Connection, ids: Iterable[str]) -> set[str]:
         for some in chunks(ids)
         for id_ in connection.scalars(asked.where(batches.c.id.in_(some)))
     }
+
+
+_COUNTED: Final = tuple(
+    (ROW_COLUMNS.index(name), batches.c[name])
+    for name in ("prompt_tokens", "cached_tokens", "completion_tokens", "cost")
+)
+"""The places in a row of the ledger that a batch sums up, and its columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedResult:
+    """The result of one stored request: `length` bytes of the folder's file `place`."""
+
+    id: str  # of the stored request
+    state: RequestState
+    status: int | None = None  # the HTTP status; None: it was not answered
+    error_code: str | None = None
+    place: str | None = None  # None: there is no result to be read
+    offset: int = 0
+    length: int = 0
+    usage: UsageRow | None = None  # the row for the ledger; None: it was not admitted
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What is added to a batch."""
+
+    values: dict[Any, float] = field(default_factory=dict)
+
+    def add(self, column: Any, number: float) -> None:
+        self.values[column] = self.values.get(column, 0) + number
+
+
+def record(
+    connection: Connection, process: str, results: Sequence[RecordedResult], now: float
+) -> list[str]:
+    """Give requests that this process runs their results, and count them in their batches.
+
+    Returns the ids of those whose result is recorded; done again, the same ids. The other results
+    do not count: their requests were cancelled, or taken by another process.
+    """
+    wanted = {one.id: one for one in results}
+    asked = select(
+        _ROW.id, _ROW.state, _ROW.batch, _ROW.result_place, _ROW.result_offset,
+    )  # fmt: skip
+    recorded: list[str] = []
+    new: list[dict[str, Any]] = []
+    sums: dict[str, _Sums] = {}
+    of_batches: set[str | None] = set()
+    for ids in chunks(wanted):
+        own = _ROW.id.in_(ids), _ROW.claimed_by == process
+        of_batches.update(connection.scalars(select(_ROW.batch).where(*own).distinct()))
+    lock_batches(connection, of_batches)
+    for ids in chunks(wanted):
+        locked = asked.where(_ROW.id.in_(ids), _ROW.claimed_by == process).with_for_update()
+        for row in connection.execute(locked):
+            result = wanted[row.id]
+            if row.state == RequestState.RUNNING.value:
+                new.append(_values_of(result, now))
+                if row.batch is not None:
+                    _add(sums.setdefault(row.batch, _Sums()), result)
+            elif not _is_same(row, result):
+                continue
+            recorded.append(row.id)
+    if new:
+        connection.execute(_RECORDED, new)
+    for batch in sorted(sums):
+        values = {column: column + number for column, number in sums[batch].values.items()}
+        connection.execute(update(batches).where(batches.c.id == batch).values(values))
+    return recorded
+
+
+def _values_of(result: RecordedResult, now: float) -> dict[str, Any]:
+    return {
+        "of_id": result.id,
+        "state": result.state.value,
+        "ended_at": now,
+        "status": result.status,
+        "error_code": result.error_code,
+        "result_place": result.place,
+        "result_offset": None if result.place is None else result.offset,
+        "result_length": None if result.place is None else result.length,
+    }
+
+
+_RECORDED: Final = (
+    update(stored_requests)
+    .where(_ROW.id == bindparam("of_id"))
+    .values(
+        {
+            name: bindparam(name)
+            for name in (
+                "state", "ended_at", "status", "error_code",
+                "result_place", "result_offset", "result_length",
+            )
+        }
+        | {"claimed_until": None}
+    )
+)  # fmt: skip
+"""`claimed_by` stays: it tells who has recorded the result."""
+
+
+def _is_same(row: Any, result: RecordedResult) -> bool:
+    """Whether the row, which has ended, has this result."""
+    place = None if result.place is None else result.offset
+    return (row.state, row.result_place, row.result_offset) == (
+        result.state.value, result.place, place,
+    )  # fmt: skip
+
+
+def _add(sums: _Sums, result: RecordedResult) -> None:
+    sums.add(COUNTED_AS[result.state], 1)
+    sums.add(batches.c.result_bytes, result.length)
+    if result.usage is not None:
+        for index, column in _COUNTED:
+            sums.add(column, result.usage[index])
+
+
+LEASE_SECONDS = 60.0  # for which a claim holds unless it is renewed
+AWAY_SECONDS = 2.0  # seconds after which rows whose bodies could not be read are tried again
+
+CALM_SECONDS = 20.0
+"""Seconds for which no lease counts as over after this machine's clock was set forward: until then
+all processes have renewed theirs."""
+
+JUMP_SECONDS = 5.0  # seconds by which the clock must have been set forward for that
+
+MOST_UNKNOWN = 100
+"""Claims that are to be taken back; the rows of earlier ones wait until their lease is over."""
+
+
+@dataclass(slots=True, eq=False)
+class ClockJumps:
+    """Tells whether Unix time was set forward of late. `clock` is monotonic."""
+
+    clock: Callable[[], float] = time.monotonic
+    _ahead: float | None = None
+    """Seconds by which Unix time was ahead of the clock when it was last looked at."""
+    _calm_until: float = 0.0
+
+    def jumped(self, now: float) -> bool:
+        """Whether leases that seem to be over may not be."""
+        clock = self.clock()
+        ahead = now - clock
+        if self._ahead is not None and ahead - self._ahead > JUMP_SECONDS:
+            self._calm_until = clock + CALM_SECONDS
+        self._ahead = ahead
+        return clock < self._calm_until
+
+
+@dataclass(slots=True, eq=False)
+class RowLeases:
+    """Claims rows of a folder for one process, all of these kinds. `now` gives Unix time."""
+
+    store: Store
+    folder: Folder
+    threads: DiskThreads
+    process: ProcessIdentity
+    now: Callable[[], float]
+    lease_seconds: float = LEASE_SECONDS
+    kinds: Sequence[RequestKind] = (RequestKind.LINE,)
+    _put_back: defaultdict[tuple[float, bool], set[str]] = field(
+        default_factory=lambda: defaultdict(set)
+    )
+    """Rows that are to wait again, by when, and by whether nodes failed them."""
+    _unknown: deque[float] = field(default_factory=lambda: deque(maxlen=MOST_UNKNOWN))
+    """Times of claims that may have succeeded, though the store did not say so."""
+    _jumps: ClockJumps = field(default_factory=ClockJumps)
+
+    async def open_folder(self) -> str:
+        """The folder's id. Raises: FolderError."""
+        opened = self.folder.id
+        return opened if opened is not None else await self.threads.run(self.folder.open)
+
+    async def claim_rows(self, picks: Sequence[Pick]) -> list[StoredRow]:
+        """Claim rows; their bodies are for others to read. Raises: StoreError, FolderError."""
+        claim = Claim(
+            await self.open_folder(), self.process.id, picks, self.now(), self.lease_seconds
+        )
+        try:
+            return await self.store.run(claim)
+        except (StoreError, asyncio.CancelledError):
+            self._unknown.append(claim.now)
+            raise
+
+    async def claim(
+        self, picks: Sequence[Pick], most_bytes: int
+    ) -> list[tuple[StoredRow, bytes | None]]:
+        """Claim rows, and read their bodies: so many bytes and one row more. None: no file.
+
+        Raises: StoreError, FolderError.
+        """
+        rows, size = await self.claim_rows(picks), 0
+        for number, row in enumerate(rows):
+            size += row.length
+            if size > most_bytes and number:
+                self.put_back((one.id for one in rows[number:]), self.now())
+                del rows[number:]
+                break
+        try:
+            bodies = await self.threads.run(_read_bodies, self.folder, rows)
+        except (FolderError, asyncio.CancelledError):
+            self.put_back((row.id for row in rows), self.now() + AWAY_SECONDS)
+            raise
+        return list(zip(rows, bodies, strict=True))
+
+    async def renew(self, ids: Iterable[str]) -> set[str]:
+        """Those of the claimed rows that are still wanted. Raises: StoreError."""
+        waits = {id_ for some in self._put_back.values() for id_ in some}
+        asked, waiting = [id_ for id_ in ids if id_ not in waits], waits.intersection(ids)
+        if not asked:
+            return waiting
+        job = partial(
+            renew,
+            process=self.process.id,
+            ids=asked,
+            now=self.now(),
+            lease_seconds=self.lease_seconds,
+        )
+        return waiting | await self.store.run(job)
+
+    async def paused(self, batches: Iterable[str]) -> set[str]:
+        """Those of the batches that are paused. Raises: StoreError."""
+        ids = frozenset(batches)
+        return await self.store.run(partial(paused, ids=ids), write=False) if ids else set()
+
+    async def release_lost(self) -> int:
+        """Let rows of processes that are gone wait again; how many. Raises: StoreError.
+
+        To be called after `renew`.
+        """
+        folder, now = await self.open_folder(), self.now()
+        if self._jumps.jumped(now):
+            return 0
+        return await self.store.run(
+            partial(release_lost, folder=folder, own=self.process, now=now, own_kinds=self.kinds)
+        )
+
+    @property
+    def has_put_back(self) -> bool:
+        """Whether there is something to `write`."""
+        return bool(self._put_back)
+
+    def put_back(self, ids: Iterable[str], not_before: float, *, failed: bool = False) -> None:
+        """Let rows wait until `not_before`; `failed`: nodes failed them. `write` does it."""
+        if some := set(ids):
+            self._put_back[round(not_before, 1), failed] |= some
+
+    async def write(self) -> bool:
+        """Write what was put back, and what was claimed unknown to this process.
+
+        Returns whether there was something. Raises: StoreError.
+        """
+        taken = 0
+        if self._unknown:
+            job = partial(
+                take_back,
+                folder=await self.open_folder(),
+                process=self.process.id,
+                claimed_at=list(self._unknown),
+            )
+            taken = await self.store.run(job)
+            self._unknown.clear()
+        for (not_before, failed), ids in (found := list(self._put_back.items())):
+            chosen = frozenset(ids)
+            await self.store.run(
+                partial(_put_rows_back, self.process.id, chosen, not_before, failed)
+            )
+            self._put_back[not_before, failed] -= chosen
+            if not self._put_back[not_before, failed]:
+                del self._put_back[not_before, failed]
+        return bool(found) or taken > 0
+
+
+def _put_rows_back(
+    process: str,
+    ids: frozenset[str],
+    not_before: float,
+    failed: bool,  # noqa: FBT001 - of `partial`
+    connection: Connection,
+) -> None:
+    put_back(connection, process, ids, not_before, failed=failed)
+
+
+def _read_bodies(folder: Folder, rows: Sequence[StoredRow]) -> list[bytes | None]:
+    """The bodies of rows; None: the file is gone. Raises: FolderError."""
+    bodies: list[bytes | None] = []
+    for row in rows:
+        try:
+            bodies.append(folder.read(row.place, row.offset, row.length))
+        except FileNotFoundError:
+            bodies.append(None)
+    return bodies

@@ -1,75 +1,355 @@
 """Runs the lines of batches: claims them, offers them to the scheduler, and records their results.
 
 Rows are claimed a little ahead and their bodies are read, so that a line that has ended is followed
-by the next one at its slot at once. `feeding.py` decides how many are offered and which. A row that
-was claimed ends in one of three ways: its result is recorded, or it is put back and waits again, or
-this process dies and another one takes it when its lease is over.
+by the next one at its slot at once. `feeding.py` decides how many are offered and which; `Supply`
+knows what waits in the store. A row that was claimed ends in one of three ways: its result is
+recorded, or it is put back and waits again, or this process dies and another one takes it when its
+lease is over.
+
+Rows are offered only where a slot is free, so requests of clients that want all slots would keep
+them waiting for ever. Rows whose deadline is in danger (`LateRows`) therefore stand in the
+scheduler's queue like any other request of a higher class, a few at a time (`late_places`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+import math
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import structlog
+from sqlalchemy import Connection, func, or_, select
 
-from gateway.batches.claims import Pick
+from gateway.batches.claims import Pick, RowLeases
 from gateway.batches.feeding import (
     MOST_LATE,
+    BatchWork,
+    Lane,
     Pace,
+    PrefixGroup,
+    Want,
     in_danger,
     late_places,
     ready_wanted,
     rows_to_offer,
 )
 from gateway.batches.folder import FolderError
-from gateway.batches.held_rows import HeldRow, TargetRows
 from gateway.batches.progress import FeederCounts
-from gateway.batches.request_rows import StoredRow
-from gateway.batches.row_leases import RowLeases
+from gateway.batches.request_rows import (
+    IS_WAITING,
+    RequestKind,
+    StoredRow,
+    UnfinishedWork,
+    WaitingGroup,
+    waiting_groups,
+)
 from gateway.batches.runner import (
     MOST_RUNS,
     Outcome,
+    RequestRunner,
     RequestTarget,
     RowDeferred,
     RowExpired,
-    Runner,
     StoredRequest,
 )
-from gateway.batches.supply import IDLE_SECONDS, READ_SECONDS, Supply
-from gateway.batches.unfinished_work import UnfinishedWork
 from gateway.lease import BatchRoom, BatchRoomService
 from gateway.request import Priority
 from gateway.store.failures import StoreError
+from gateway.store.schema import batches, stored_requests
+from gateway.store.store import Store
 
-LOOK_SECONDS = 0.1
-"""Seconds between two looks at the room for batch work."""
+MOST_GROUPS = 64  # groups of one batch that are told apart at a time: those with the longest rows
+
+_ROW: Final = stored_requests.c
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What waits in a folder."""
+
+    groups: list[WaitingGroup]
+    batches: dict[str, int] = field(default_factory=dict)  # batches by state
+    oldest: float | None = None
+    """When the oldest batch with waiting lines was created, as Unix time; None: there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadWaiting:
+    """A job of the store: what waits in a folder, and may run now."""
+
+    folder: str
+    now: float  # Unix time
+
+    def __call__(self, connection: Connection) -> Waiting:
+        """Run within the transaction of `connection`."""
+        groups = waiting_groups(connection, self.folder, self.now)
+        by_state = select(batches.c.state, func.count()).where(batches.c.folder == self.folder)
+        states = connection.execute(by_state.group_by(batches.c.state)).all()
+        waits = select(_ROW.id).where(_ROW.batch == batches.c.id, IS_WAITING).limit(1).exists()
+        oldest = select(func.min(batches.c.created_at)).where(
+            batches.c.folder == self.folder, batches.c.ended_at.is_(None), waits
+        )
+        counts = {state: number for state, number in states}  # noqa: C416 - rows are no tuples
+        return Waiting(groups, counts, connection.scalar(oldest))
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPrefixes:
+    """A job of the store: groups of waiting lines of a batch whose prompts begin alike.
+
+    Lines whose beginning no other has are left out; those of short prompts are one group.
+    """
+
+    batch: str
+    now: float
+    most: int = MOST_GROUPS
+
+    def __call__(self, connection: Connection) -> tuple[PrefixGroup, ...]:
+        """Run within the transaction of `connection`."""
+        longest = func.max(_ROW.max_tokens)
+        asked = (
+            select(_ROW.prefix, func.count(), longest, func.sum(_ROW.max_tokens))
+            .where(_ROW.batch == self.batch, IS_WAITING, _ROW.not_before <= self.now)
+            .group_by(_ROW.prefix)
+            .having(or_(func.count() > 1, _ROW.prefix == 0))
+            .order_by(longest.desc(), _ROW.prefix)
+            .limit(self.most)
+        )
+        return tuple(
+            PrefixGroup(prefix, rows, int(most or 0), int(tokens or 0))
+            for prefix, rows, most, tokens in connection.execute(asked)
+        )
+
+
+READ_SECONDS = 2.0  # seconds after which it is read again what waits
+IDLE_SECONDS = 5.0  # the same, while nothing waits that is known of
+READ_SHARE = 20  # reading what waits takes at most one part in so many of the time
+PREFIX_SECONDS = 10.0  # seconds after which the groups of a batch are read again
+MOST_GROUPED = 8  # batches of one target whose groups are read: those that are next
+
+
+class Targets(Protocol):
+    """Knows what may serve a request; the runner."""
+
+    def target_of(self, owner: str, path: str, model: str | None) -> RequestTarget | None:
+        """None: it is refused without a node."""
+
+
+@dataclass(slots=True, eq=False)
+class Supply:
+    """Lines that wait, by target. `clock` is monotonic, `now` gives Unix time."""
+
+    store: Store
+    targets: Targets
+    clock: Callable[[], float]
+    now: Callable[[], float]
+    read_at: float = 0.0  # when it is to be read again
+    _works: dict[RequestTarget | None, dict[str, BatchWork]] = field(default_factory=dict)
+    _classes: dict[str, str] = field(default_factory=dict)
+    """The highest class of each batch's lines."""
+    _models: dict[str, dict[str | None, RequestTarget | None]] = field(default_factory=dict)
+    """The models of each batch with waiting lines, and where they go."""
+    _prefixes: dict[str, tuple[float, tuple[PrefixGroup, ...]]] = field(default_factory=dict)
+    """Groups of batches, and when they were read."""
+
+    async def read(self, folder: str, kept: Iterable[str | None]) -> Waiting:
+        """Read what waits; of the batches `kept` the rest is remembered. Raises: StoreError."""
+        began = self.clock()
+        waiting = await self.store.run(ReadWaiting(folder, self.now()), write=False)
+        took = self.clock() - began
+        pause = READ_SECONDS if waiting.groups else IDLE_SECONDS
+        self.read_at = self.clock() + max(pause, took * READ_SHARE)
+        works = defaultdict[RequestTarget | None, dict[str, BatchWork]](dict)
+        self._models.clear()
+        for group in waiting.groups:
+            if group.kind is not RequestKind.LINE or group.batch is None:
+                continue
+            target = self.targets.target_of(group.owner, group.path, group.model)
+            self._classes[group.batch] = group.class_
+            self._models.setdefault(group.batch, {})[group.model] = target
+            deadline = math.inf if group.nearest_deadline is None else group.nearest_deadline
+            before = works[target].get(group.batch)
+            rows = group.rows if before is None else group.rows + before.rows
+            works[target][group.batch] = BatchWork(group.batch, group.owner, rows, deadline)
+        self._works = dict(works)
+        for batch in set(self._classes) - set(kept) - set(self._models):
+            del self._classes[batch]
+            self._prefixes.pop(batch, None)
+        return waiting
+
+    def read_soon(self, seconds: float = 0.0) -> None:
+        """Read again within so many seconds: something has changed."""
+        self.read_at = min(self.read_at, self.clock() + seconds)
+
+    def known_targets(self) -> list[RequestTarget | None]:
+        """Where something waits for."""
+        return list(self._works)
+
+    def works_of(self, target: RequestTarget | None) -> list[BatchWork]:
+        """Batches with lines that wait for a target, as far as is known."""
+        return [work for work in self._works.get(target, {}).values() if work.rows > 0]
+
+    def class_of(self, batch: str | None) -> str:
+        """The label of the highest class that the lines of a batch may have."""
+        return self._classes.get(batch or "", "")
+
+    async def with_groups(self, works: list[BatchWork], held: Mapping[str, int]) -> list[BatchWork]:
+        """The same with the groups of those that are next. Raises: StoreError.
+
+        `held`: batches that have claimed rows already.
+        """
+        works = sorted(works, key=lambda one: (one.batch not in held, one.deadline, one.batch))
+        for work in works[:MOST_GROUPED]:
+            known = self._prefixes.get(work.batch)
+            if known is None or self.clock() - known[0] > PREFIX_SECONDS:
+                groups = await self.store.run(ReadPrefixes(work.batch, self.now()), write=False)
+                self._prefixes[work.batch] = self.clock(), groups
+        return [
+            replace(work, groups=self._prefixes.get(work.batch, (0.0, ()))[1]) for work in works
+        ]
+
+    def picks(self, target: RequestTarget | None, wants: Sequence[Want]) -> list[Pick]:
+        """What to claim: of batches with several models, those that go to this target."""
+        found: list[Pick] = []
+        for want in wants:
+            models = self._models.get(want.batch, {})
+            if len(models) <= 1:
+                found.append(Pick(want.rows, RequestKind.LINE, want.batch, prefix=want.prefix))
+                continue
+            chosen = [model for model, of_model in models.items() if of_model == target]
+            found += [
+                Pick(
+                    max(1, want.rows // len(chosen)), RequestKind.LINE, want.batch,
+                    model=model, prefix=want.prefix,
+                )
+                for model in chosen
+            ]  # fmt: skip
+        return found
+
+    def count_claimed(
+        self, target: RequestTarget | None, picks: Sequence[Pick], rows: Sequence[StoredRow]
+    ) -> None:
+        """What was claimed does not wait any more, nor what was asked for in vain."""
+        claimed = Counter(row.batch for row in rows)
+        of_group = Counter((row.batch, row.prefix) for row in rows)
+        works = self._works.get(target, {})
+        for batch in {pick.batch for pick in picks if pick.batch is not None}:
+            if batch in works:
+                left = works[batch].rows - claimed[batch] if claimed[batch] else 0
+                works[batch] = replace(works[batch], rows=left)
+            if batch in self._prefixes:
+                read_at, groups = self._prefixes[batch]
+                counted = (
+                    group._replace(rows=group.rows - of_group[batch, group.prefix])
+                    for group in groups
+                )
+                self._prefixes[batch] = read_at, tuple(one for one in counted if one.rows > 0)
+        if len(rows) < sum(pick.limit for pick in picks) // 2:
+            self.read_soon(0.2)
+
+
+REFUSED_SECONDS = 1.0
+"""Most seconds until late rows are offered again of which one found no place in the queue."""
+
+
+@dataclass(slots=True, eq=False)
+class LateRows:
+    """Those of one target."""
+
+    batches: dict[str, Priority] = field(default_factory=dict)
+    """The batches whose class is raised, and to which; the nearest deadline first."""
+    waiting: Counter[str] = field(default_factory=Counter)  # rows that wait for a slot, by owner
+    paused_until: float = 0.0  # monotonic seconds
+
+    def update(self, in_danger: Mapping[str, tuple[str, str]], runner: RequestRunner) -> None:
+        """Of these batches the deadline is in danger: their owners, and the class of their rows.
+
+        A row's class is raised to that one, within what its owner may have now.
+        """
+        raised = {
+            batch: max(runner.late_priority(owner), Priority.parse(label) or Priority.BATCH)
+            for batch, (owner, label) in in_danger.items()
+        }
+        self.batches = {batch: one for batch, one in raised.items() if one < Priority.BATCH}
+        self.waiting.clear()
+
+    def raise_class(
+        self, offered: Iterable[StoredRow], rooms: BatchRoomService, runner: RequestRunner
+    ) -> None:
+        """Raise those of the rows that were offered before, and count those that wait."""
+        by_priority: defaultdict[Priority, list[StoredRow]] = defaultdict(list)
+        for row in offered:
+            if (priority := self.batches.get(row.batch or "")) is not None:
+                by_priority[priority].append(row)
+        for priority, rows in by_priority.items():
+            waiting = rooms.raise_class({row.id for row in rows}, priority)
+            for row in rows:
+                runner.note_raised(row.id, priority)
+                # The scheduler has not seen all of them, or knows their prompts by other ids.
+                self.waiting[row.owner] += row.id in waiting or not runner.has_begun(row.id)
+
+    def note_offered(self, owner: str) -> None:
+        """One more is about to wait."""
+        self.waiting[owner] += 1
+
+    def owners_with(self, rows: int) -> set[str]:
+        """Owners of whom so many rows wait."""
+        return {owner for owner, waiting in self.waiting.items() if waiting >= rows}
+
+    def refused(self, now: float, seconds: float) -> None:
+        """One found no place in the queue, and may in so many seconds."""
+        self.paused_until = now + min(seconds, REFUSED_SECONDS)
+
+
+@dataclass(slots=True, eq=False)
+class HeldRow:
+    """A claimed row."""
+
+    row: StoredRow
+    target: RequestTarget | None
+    body: bytes | None  # None: it runs or has run
+    task: asyncio.Task[None] | None = None
+    has_slot: bool = False  # whether it counts as running in its lane
+    recording: bool = False  # whether it has a result, which is being recorded
+    in_late_place: bool = False  # whether it was offered as late, without room for class `batch`
+
+
+@dataclass(slots=True, eq=False)
+class TargetRows:
+    """The lane of one target, and what is known of its room."""
+
+    pace: Pace
+    lane: Lane = field(default_factory=Lane)
+    credit: int = 0  # rows that may be offered now
+    slots: int = 0
+    urgent: list[str] = field(default_factory=list)
+    """Batches whose deadline is in danger, the nearest first."""
+    late: LateRows = field(default_factory=LateRows)  # those of them whose class is raised
+    arriving: set[str] = field(default_factory=set)
+    """Rows that were offered and that the scheduler has not seen yet."""
+    probes: int = 1  # rows that are tried at a time while no node is there
+    paused_until: float = 0.0
+
+
+LOOK_SECONDS = 0.1  # seconds between two looks at the room for batch work
 
 SOON_SECONDS = 0.02
 """A slot that comes free within so many seconds is offered a row: until then it is prepared."""
 
-RENEW_SECONDS = 5.0
-"""Seconds between two renewals, which also tell which rows were cancelled."""
-
-MOST_BODIES = 64 << 20
-"""Bytes of bodies that are read ahead."""
-
-MOST_UNRECORDED = 5000
-"""Results that wait to be recorded; beyond them no row is offered."""
-
-RETRY_SECONDS = 10.0
-"""Seconds until a row that nodes have failed is run again, times its runs."""
+RENEW_SECONDS = 5.0  # seconds between two renewals, which also tell which rows were cancelled
+MOST_BODIES = 64 << 20  # bytes of bodies that are read ahead
+MOST_UNRECORDED = 5000  # results that wait to be recorded; beyond them no row is offered
+RETRY_SECONDS = 10.0  # seconds until a row that nodes have failed is run again, times its runs
 
 MOST_PAUSE = 300.0
 """Seconds after which it is tried again whether an owner's limit is still reached."""
 
-HOLD_SECONDS = 10.0
-"""If an owner is paused for longer, its claimed rows are put back."""
+HOLD_SECONDS = 10.0  # if an owner is paused for longer, its claimed rows are put back
 
 CAREFUL_SECONDS = 30.0
 """For so long after an owner's limit was reached its rows are offered one after the other."""
@@ -77,14 +357,12 @@ CAREFUL_SECONDS = 30.0
 MOST_PROBES = 64
 """Rows without any node that are tried at a time: their model may be unknown, which is a result."""
 
-AWAY_SECONDS = 2.0
-"""Seconds after which a store or folder that has failed is tried again."""
+AWAY_SECONDS = 2.0  # seconds after which a store or folder that has failed is tried again
 
 COUNT_SECONDS = 60.0
 """Seconds after which batches are counted again while none is unfinished: some are removed."""
 
-END_SECONDS = 3.0
-"""Most seconds to put back what is left, at the end."""
+END_SECONDS = 3.0  # most seconds to put back what is left, at the end
 
 T = TypeVar("T")
 
@@ -104,7 +382,7 @@ class Feeder:
 
     supply: Supply
     leases: RowLeases
-    runner: Runner
+    runner: RequestRunner
     results: Results
     rooms: BatchRoomService
     work: UnfinishedWork
@@ -123,13 +401,10 @@ class Feeder:
     _looks: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when there is something to offer."""
     _renewals: asyncio.Event = field(default_factory=asyncio.Event)
-    _ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when no row is held."""
+    _ended: asyncio.Event = field(default_factory=asyncio.Event)  # set when no row is held
     _stopped: bool = False
-    _is_work: bool = True
-    """Whether anything was unfinished when it was last asked."""
-    _count_at: float = 0.0
-    """When it is counted what is in the store, though nothing is unfinished."""
+    _is_work: bool = True  # whether anything was unfinished when it was last asked
+    _count_at: float = 0.0  # when it is counted what is in the store, though nothing is unfinished
     _problem: str | None = None
 
     @property

@@ -19,14 +19,12 @@ from typing import NamedTuple
 from gateway.batches.request_rows import StoredRow
 from gateway.lease import BatchRoom
 
-MOST_READY = 256
-"""Rows of one target that are claimed ahead, at most."""
+MOST_READY = 256  # rows of one target that are claimed ahead, at most
 
 READY_SECONDS = 1.0
 """Rows that end within so many seconds are claimed ahead: several times what a claim takes."""
 
-MOST_WANTS = 24
-"""Picks of one claim: each is a query."""
+MOST_WANTS = 24  # picks of one claim: each is a query
 
 DANGER_SHARE = 0.8
 """A deadline is in danger when the work before it takes more than this share of the time left."""
@@ -35,8 +33,7 @@ DANGER_SECONDS = 30.0
 """So near, a deadline is in danger as long as the speed is unknown; also what a row is believed to
 take as long as none has ended."""
 
-LEAST_PACE = 1e-9
-"""Rows a second; so few are none."""
+LEAST_PACE = 1e-9  # rows a second; so few are none
 
 NEAR_FACTOR = 3
 """A deadline is near when the time left is less than so many times what the work before it takes on
@@ -54,8 +51,7 @@ TURNS_SHARE = 4
 """Each fourth row goes by turns, whatever deadlines are in danger: nobody starves for those that
 can't be kept any more."""
 
-MEAN_OF = 32
-"""Rows over which the time that one takes is averaged, about."""
+MEAN_OF = 32  # rows over which the time that one takes is averaged, about
 
 MOST_FREED = 64
 """Slots that have come free for which it is remembered which prompts they have cached."""
@@ -66,10 +62,8 @@ class PrefixGroup(NamedTuple):
 
     prefix: int
     rows: int
-    longest: int
-    """The most tokens that one of them may write."""
-    tokens: int
-    """All tokens that they may write."""
+    longest: int  # the most tokens that one of them may write
+    tokens: int  # all tokens that they may write
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +72,8 @@ class BatchWork:
 
     batch: str
     owner: str
-    rows: int
-    """That wait in the store."""
-    deadline: float = math.inf
-    """Unix time."""
+    rows: int  # that wait in the store
+    deadline: float = math.inf  # Unix time
     groups: tuple[PrefixGroup, ...] = ()
     """Its larger groups; the other rows are claimed once these are."""
 
@@ -91,8 +83,7 @@ class Want(NamedTuple):
 
     batch: str
     owner: str
-    prefix: int | None
-    """None: any, the longest first."""
+    prefix: int | None  # None: any, the longest first
     rows: int
 
 
@@ -168,18 +159,14 @@ class Pace:
     """How many rows of a target end a second, over the last minutes."""
 
     clock: Callable[[], float]
-    halves_in: float = 60.0
-    """Seconds after which an end counts half."""
-    least_ends: int = 5
-    """Ends without which nothing is known ..."""
-    least_seconds: float = 10.0
-    """... before so many seconds have passed."""
+    halves_in: float = 60.0  # seconds after which an end counts half
+    least_ends: int = 5  # ends without which nothing is known ..
+    least_seconds: float = 10.0  # ... before so many seconds have passed.
     _weight: float = 0.0
     _seconds: float = 0.0
     _ends: int = 0
     _at: float | None = None
-    row_seconds: float | None = None
-    """For which a row holds a slot, on average; None: unknown."""
+    row_seconds: float | None = None  # for which a row holds a slot, on average; None: unknown
 
     def tick(self, *, busy: bool) -> None:
         """Time passes; it counts only while there are rows, whether or not they get slots."""
@@ -218,20 +205,16 @@ class _BatchRows:
     """The claimed rows of one batch."""
 
     owner: str
-    deadline: float = math.inf
-    """Unix time."""
+    deadline: float = math.inf  # Unix time
     ready: dict[int, list[StoredRow]] = field(default_factory=dict)
     """By prefix; each list ends with the row that goes next."""
-    running: Counter[int] = field(default_factory=Counter)
-    """By prefix."""
-    count: int = 0
-    """Rows that are ready."""
+    running: Counter[int] = field(default_factory=Counter)  # by prefix
+    count: int = 0  # rows that are ready
     waiting: dict[int, PrefixGroup] = field(default_factory=dict)
     """Groups in the store, as last read, less what was claimed since."""
     followed_by: dict[int, int] = field(default_factory=dict)
     """Of groups that have no rows left and still run, the one that gets their slots."""
-    turn: int = 0
-    """The last time that it had its turn."""
+    turn: int = 0  # the last time that it had its turn
 
     def is_empty(self) -> bool:
         return not self.count and not self.running
@@ -246,11 +229,9 @@ class Lane:
     there are nodes, so that each node reads a common prefix once. Long rows go before short ones.
     """
 
-    nodes: int = 1
-    """Nodes that serve the target."""
+    nodes: int = 1  # nodes that serve the target
     _batches: dict[str, _BatchRows] = field(default_factory=dict)
-    _of_owner: Counter[str] = field(default_factory=Counter)
-    """Rows that run."""
+    _of_owner: Counter[str] = field(default_factory=Counter)  # rows that run
     _owner_turn: dict[str, int] = field(default_factory=dict)
     _turns: int = 0
     _freed: deque[tuple[str, int]] = field(default_factory=lambda: deque(maxlen=MOST_FREED))

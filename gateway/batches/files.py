@@ -1,9 +1,15 @@
-"""Callers' files: uploaded, listed, read, deleted and expired.
+"""Callers' files: uploaded, listed, read, deleted and expired; and what a key keeps altogether.
 
 The bytes are in the folder under the file's id, the rest is a row of the store. A file is complete
 in the folder before it has a row, and its row loses its owner before the bytes are removed: so a
 crash leaves at most a file without a row, or a row that nobody sees. `FileRegistry.run` removes
 both.
+
+What a key keeps is one sum of the rows of its files, batches and requests. Nothing is counted
+beside the rows, so a crash leaves no wrong count. Jobs that add to it take the turn of all
+processes first (`raise_revision`), so that a limit holds for all of them together. A job that lets
+a batch read a file takes the turn before it looks for the file, which then can't be deleted in
+between. Each job may be done twice.
 """
 
 from __future__ import annotations
@@ -12,55 +18,347 @@ import asyncio
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, Final, Literal, NamedTuple, TypeVar
 
 import structlog
-from sqlalchemy import Connection
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Row,
+    and_,
+    bindparam,
+    delete,
+    func,
+    literal_column,
+    or_,
+    select,
+    update,
+)
+from sqlalchemy.dialects import postgresql, sqlite
 
 from gateway import errors
-from gateway.batches import file_rows
-from gateway.batches.disk_threads import DiskThreads
-from gateway.batches.file_rows import (
-    AddFile,
-    DeleteFile,
-    FilePage,
-    ReadPage,
-    StoredFile,
+from gateway.batches.folder import (
+    DiskThreads,
+    Folder,
+    FolderError,
+    FoundFile,
+    NewFile,
+    folder_errors_told,
+    store_unavailable,
 )
-from gateway.batches.folder import Folder, FolderError, FoundFile, NewFile
-from gateway.batches.kept_bytes import Kept, kept_by, kept_too_much
-from gateway.batches.storage_errors import folder_errors_told, store_unavailable
+from gateway.batches.request_rows import IS_RUNNING, RequestKind, chunks
 from gateway.config.batches import BatchSettings
 from gateway.errors import GatewayError
 from gateway.store.failures import StoreError, StoreUnavailable
+from gateway.store.schema import batches, files, revisions, stored_requests
 from gateway.store.store import Store
 
-FILE = "file"
-"""Kind of the folder's files that have a row: their ids begin with it."""
+KEY_STORAGE_FULL = "key_storage_full"  # why batches are paused whose key keeps as much as it may
 
-MOST_UPLOADS = 64
-"""Uploads at one time in a process; each holds less than a megabyte of memory."""
+_BATCH: Final = batches.c
 
-MOST_UPLOADS_OF_OWNER = 8
-"""Of these, those of one owner."""
+_ROW: Final = stored_requests.c
 
-UPLOAD_RETRY_AFTER = 2.0
-"""`Retry-After` in seconds when there are too many uploads."""
+HAS_REQUESTS: Final = _BATCH.requests_bytes > literal_column("0")
+"""The condition of batches that have a file of requests; as in the index."""
 
-CLEAN_SECONDS = 60.0
-"""Seconds between two rounds of removing what has expired."""
+
+class Kept(NamedTuple):
+    """What one owner has in the folder."""
+
+    files: int  # uploads, and output files of batches
+    bytes: int  # of all that it keeps
+
+
+def kept_by(connection: Connection, owner: str, now: float) -> Kept:
+    """What the owner keeps.
+
+    Files that are still there, and expired ones that an unfinished batch reads; bodies of message
+    batches; results of unfinished batches, which are in files after the end; bodies of background
+    requests, logs of responses and results of deferred requests.
+    """
+    of_owner = _BATCH.owner == owner
+    read = select(_BATCH.input_file).where(
+        of_owner, _BATCH.ended_at.is_(None), _BATCH.input_file.is_not(None)
+    )
+    there = or_(files.c.expires_at.is_(None), files.c.expires_at > now, files.c.id.in_(read))
+    number, size = connection.execute(
+        select(func.count(), _sum(files.c.bytes)).where(
+            files.c.owner == owner, files.c.deleted_at.is_(None), there
+        )
+    ).one()
+    others = (
+        select(_sum(_BATCH.result_bytes)).where(of_owner, _BATCH.ended_at.is_(None)),
+        select(_sum(_BATCH.requests_bytes)).where(of_owner, HAS_REQUESTS),
+        select(_sum(_ROW.length) + _sum(_ROW.result_length)).where(
+            _ROW.owner == owner, _ROW.batch.is_(None)
+        ),
+    )
+    return Kept(number, int(size) + sum(int(connection.scalar(asked) or 0) for asked in others))
+
+
+def full_owners(
+    connection: Connection, owners: Iterable[str], most_bytes: int, now: float
+) -> set[str]:
+    """Those of the owners that keep as much as they may, or more."""
+    return {owner for owner in set(owners) if kept_by(connection, owner, now).bytes >= most_bytes}
+
+
+def note_log_sizes(
+    connection: Connection, sizes: Mapping[str, int], *, running: bool = False
+) -> None:
+    """Responses, by their ids, have logs of these sizes now; `running`: only those that run."""
+    if sizes:
+        rows = [{"of_id": id_, "size": size} for id_, size in sorted(sizes.items())]
+        connection.execute(_SIZE_NOTED.where(IS_RUNNING) if running else _SIZE_NOTED, rows)
+
+
+def correct_log_sizes(connection: Connection, folder: str, sizes: Mapping[str, int]) -> None:
+    """Put right what a crash, or an older version, left: logs, by their files, have these sizes."""
+    wrong: dict[str, int] = {}
+    for some in chunks(sizes):
+        asked = select(_ROW.id, _ROW.result_place, _ROW.result_length).where(
+            _ROW.folder == folder,
+            _ROW.batch.is_(None),
+            _ROW.kind == RequestKind.RESPONSE.value,
+            _ROW.result_place.in_(some),
+        )
+        for id_, place, length in connection.execute(asked):
+            if length != sizes[place]:
+                wrong[id_] = sizes[place]
+    note_log_sizes(connection, wrong)
+
+
+def kept_too_much(kept: Kept, settings: BatchSettings, *, for_file: bool = False) -> GatewayError:
+    """429: the key keeps as much as it may, or has no room `for_file`, one file more.
+
+    Clients do not repeat the request.
+    """
+    if for_file and kept.files >= settings.files_per_key:
+        message = (
+            f"This key has {kept.files} files and may have {settings.files_per_key} "
+            "('batches.files_per_key'): delete some first."
+        )
+    else:
+        message = (
+            f"This key keeps {kept.bytes} bytes of files, batches and responses, and may keep "
+            f"{settings.bytes_per_key} bytes ('batches.bytes_per_key'): delete some first."
+        )
+    return GatewayError(429, "insufficient_quota", message, retryable=False)
+
+
+_SIZE_NOTED: Final = (
+    update(stored_requests)
+    .where(
+        _ROW.id == bindparam("of_id"),
+        _ROW.batch.is_(None),
+        _ROW.kind == RequestKind.RESPONSE.value,
+        _ROW.result_place.is_not(None),
+    )
+    .values(result_offset=0, result_length=bindparam("size"))
+)
+
+
+def _sum(column: Any) -> Any:
+    return func.coalesce(func.sum(column), 0)
+
+
+FILES = "files"  # name of the revision that every change of a file raises
+UPLOADED, PROCESSED = "uploaded", "processed"  # states of a file: still growing, and complete
+
+SortOrder = Literal["asc", "desc"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of a caller, complete in the folder under its id."""
+
+    id: str
+    owner: str
+    name: str  # as the caller named it
+    purpose: str
+    bytes: int
+    sha256: str
+    created_at: float  # Unix time, as all times here
+    expires_at: float | None
+    folder: str  # the id of the folder that holds it
+    state: str = PROCESSED
+
+
+class FilePage(NamedTuple):
+    """Some files of a list, in its order."""
+
+    files: list[StoredFile]
+    has_more: bool
+
+
+_COLUMNS = tuple(files.c[name] for name in StoredFile.__dataclass_fields__)
+
+
+def visible(now: float) -> ColumnElement[bool]:
+    """The condition of a file that its owner still has."""
+    return and_(
+        files.c.deleted_at.is_(None), or_(files.c.expires_at.is_(None), files.c.expires_at > now)
+    )
+
+
+def find_file(connection: Connection, owner: str, id_: str, now: float) -> StoredFile | None:
+    """The owner's file."""
+    asked = select(*_COLUMNS).where(files.c.id == id_, files.c.owner == owner, visible(now))
+    row = connection.execute(asked).one_or_none()
+    return None if row is None else _file_of(row)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPage:
+    """A job of the store: a page of an owner's files."""
+
+    owner: str
+    now: float
+    limit: int
+    after: str | None = None  # the last id of the page before
+    order: SortOrder = "desc"
+    purpose: str | None = None
+
+    def __call__(self, connection: Connection) -> FilePage:
+        """Run within the transaction of `connection`."""
+        asked = select(*_COLUMNS).where(files.c.owner == self.owner, visible(self.now))
+        if self.purpose is not None:
+            asked = asked.where(files.c.purpose == self.purpose)
+        # Ids grow with time.
+        if self.after is not None:
+            later = files.c.id > self.after
+            asked = asked.where(later if self.order == "asc" else files.c.id < self.after)
+        by = files.c.id.asc() if self.order == "asc" else files.c.id.desc()
+        found = connection.execute(asked.order_by(by).limit(self.limit + 1)).all()
+        return FilePage([_file_of(row) for row in found[: self.limit]], len(found) > self.limit)
+
+
+@dataclass(frozen=True, slots=True)
+class AddFile:
+    """A job of the store: add a file, unless its owner would have more than it may.
+
+    `most_bytes`: of all that it keeps. Returns None if it is added, else what the owner has.
+    """
+
+    file: StoredFile
+    most_files: int
+    most_bytes: int
+
+    def __call__(self, connection: Connection) -> Kept | None:
+        """Run within the transaction of `connection`."""
+        raise_revision(connection)
+        kept = kept_by(connection, self.file.owner, self.file.created_at)
+        if kept.files + 1 > self.most_files or kept.bytes + self.file.bytes > self.most_bytes:
+            known = connection.scalar(select(files.c.id).where(files.c.id == self.file.id))
+            return None if known is not None else kept
+        add_file(connection, self.file)
+        return None
+
+
+def add_file(connection: Connection, file: StoredFile) -> None:
+    """Add a file whatever its owner has, such as the result of a batch; done again, nothing."""
+    added = _insert_into(connection).values(**asdict(file))
+    connection.execute(added.on_conflict_do_nothing(index_elements=[files.c.id]))
+
+
+class Deleted(NamedTuple):
+    """What became of a deletion."""
+
+    file: StoredFile | None  # None: the owner has no such file
+    used_by_batch: str | None = None  # the unfinished batch that still reads it, so that it stays
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteFile:
+    """A job of the store: take a file from its owner; its bytes are removed afterwards."""
+
+    owner: str
+    id: str
+    now: float
+
+    def __call__(self, connection: Connection) -> Deleted:
+        """Run within the transaction of `connection`."""
+        raise_revision(connection)
+        found = find_file(connection, self.owner, self.id, self.now)
+        if found is None:
+            return Deleted(None)
+        asked = select(batches.c.id).where(
+            batches.c.input_file == self.id, batches.c.ended_at.is_(None)
+        )
+        batch = connection.scalar(asked.limit(1))
+        if batch is not None:
+            return Deleted(found, batch)
+        connection.execute(update(files).where(files.c.id == self.id).values(deleted_at=self.now))
+        return Deleted(found)
+
+
+def take_due_files(connection: Connection, folder: str, now: float, limit: int) -> list[str]:
+    """Ids of files of the folder whose bytes are to be removed: deleted or expired ones.
+
+    An expired file stays while an unfinished batch reads it. From now on none can begin to.
+    """
+    raise_revision(connection)
+    used = select(batches.c.input_file).where(
+        batches.c.ended_at.is_(None), batches.c.input_file.is_not(None)
+    )
+    expired = and_(files.c.expires_at <= now, files.c.id.not_in(used))
+    asked = select(files.c.id).where(
+        files.c.folder == folder, or_(files.c.deleted_at.is_not(None), expired)
+    )
+    ids = list(connection.scalars(asked.limit(limit)))
+    taken = update(files).where(files.c.id.in_(ids), files.c.deleted_at.is_(None))
+    connection.execute(taken.values(deleted_at=now))
+    return ids
+
+
+def remove_files(connection: Connection, ids: Sequence[str]) -> None:
+    """Remove the rows of files whose bytes are gone."""
+    connection.execute(delete(files).where(files.c.id.in_(ids)))
+
+
+def known_files(connection: Connection, ids: Sequence[str]) -> set[str]:
+    """Those of the ids that have a row."""
+    return set(connection.scalars(select(files.c.id).where(files.c.id.in_(ids))))
+
+
+def raise_revision(connection: Connection) -> None:
+    """Take the turn of the processes that add to what owners keep, until the transaction ends."""
+    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
+    raised = dialect.insert(revisions).values(name=FILES, number=1)
+    connection.execute(
+        raised.on_conflict_do_update(
+            index_elements=[revisions.c.name], set_={"number": revisions.c.number + 1}
+        )
+    )
+
+
+def _insert_into(connection: Connection) -> postgresql.Insert | sqlite.Insert:
+    postgres = connection.dialect.name == "postgresql"
+    return postgresql.insert(files) if postgres else sqlite.insert(files)
+
+
+def _file_of(row: Row[Any]) -> StoredFile:
+    # In the order of the fields.
+    values: tuple[Any, ...] = tuple(row)
+    return StoredFile(*values)
+
+
+FILE = "file"  # kind of the folder's files that have a row: their ids begin with it
+MOST_UPLOADS = 64  # uploads at one time in a process; each holds less than a megabyte of memory
+MOST_UPLOADS_OF_OWNER = 8  # of these, those of one owner
+UPLOAD_RETRY_AFTER = 2.0  # `Retry-After` in seconds when there are too many uploads
+CLEAN_SECONDS = 60.0  # seconds between two rounds of removing what has expired
 
 ORPHAN_SECONDS = 3600.0
 """Age of a complete file without a row from which on it counts as left over from a crash."""
 
-STEP_FILES = 500
-"""Files that one job of the store takes."""
-
-PIECE_BYTES = 256 << 10
-"""Bytes that are read from the disk, and sent, at a time."""
+STEP_FILES = 500  # files that one job of the store takes
+PIECE_BYTES = 256 << 10  # bytes that are read from the disk, and sent, at a time
 
 log = structlog.get_logger()
 
@@ -73,8 +371,7 @@ class Upload:
     def __init__(self, owner: str, new: NewFile, kept: Kept, settings: BatchSettings) -> None:
         self.owner = owner
         self.new = new
-        self._kept = kept
-        """What the owner had at the beginning."""
+        self._kept = kept  # what the owner had at the beginning
         self._settings = settings
         self._digest = hashlib.sha256()
 
@@ -133,10 +430,8 @@ class FileRegistry:
         self._now = now
         self._threads = threads or DiskThreads()
         self._opening = asyncio.Lock()
-        self._uploads: Counter[str] = Counter()
-        """How many each owner has under way."""
-        self._problem: str | None = None
-        """Why the last round of cleaning failed."""
+        self._uploads: Counter[str] = Counter()  # how many each owner has under way
+        self._problem: str | None = None  # why the last round of cleaning failed
 
     # For callers.
 
@@ -206,7 +501,7 @@ class FileRegistry:
 
     async def find(self, owner: str, id_: str) -> StoredFile:
         """The owner's file. Raises: GatewayError 404, 503."""
-        found = await self._read(partial(file_rows.find, owner=owner, id_=id_, now=self._now()))
+        found = await self._read(partial(find_file, owner=owner, id_=id_, now=self._now()))
         if found is None:
             raise file_not_found(id_)
         return found
@@ -217,7 +512,7 @@ class FileRegistry:
         limit: int,
         *,
         after: str | None = None,
-        order: file_rows.SortOrder = "desc",
+        order: SortOrder = "desc",
         purpose: str | None = None,
     ) -> FilePage:
         """Some of the owner's files, by age. Raises: GatewayError 503."""
@@ -265,7 +560,7 @@ class FileRegistry:
             await self._open_folder()
             if done.file.folder == self.folder.id:
                 await self._threads.run(self.folder.delete, id_)
-                await self._store.run(partial(file_rows.remove, ids=[id_]))
+                await self._store.run(partial(remove_files, ids=[id_]))
 
     # The gateway's own work.
 
@@ -294,12 +589,12 @@ class FileRegistry:
         folder = await self._open_folder()
         gone = 0
         while True:
-            job = partial(file_rows.take_due, folder=folder, now=self._now(), limit=STEP_FILES)
+            job = partial(take_due_files, folder=folder, now=self._now(), limit=STEP_FILES)
             ids = await self._store.run(job)
             for id_ in ids:
                 await self._threads.run(self.folder.delete, id_)
             if ids:
-                await self._store.run(partial(file_rows.remove, ids=ids))
+                await self._store.run(partial(remove_files, ids=ids))
             gone += len(ids)
             if len(ids) < STEP_FILES:
                 break
@@ -324,7 +619,7 @@ class FileRegistry:
         )
         gone = 0
         while names := list(islice(old, STEP_FILES)):
-            known = await self._store.run(partial(file_rows.known, ids=names), write=False)
+            known = await self._store.run(partial(known_files, ids=names), write=False)
             for name in set(names) - known:
                 gone += await self._threads.run(self.folder.delete, name)
         return gone

@@ -1,15 +1,17 @@
 """The folder of files, requests and results: private, bounded, and clean after a crash.
 
-A file appears under its name when it is complete; until then it has a temporary one. Whoever
-writes it holds a lock on it (flock), which the kernel releases when the process ends, however it
-ends. So another process can tell what a crash has left over from what is still being written,
-during a hand-over for example.
+A file appears under its name when it is complete; until then it has a temporary one. Its writer
+holds a lock on it (flock), which the kernel releases when the process ends, however it ends. So
+another process can tell what a crash has left over from what is still being written, during a
+hand-over for example.
 
-Everything here blocks: call it on a thread (`disk_threads.py`).
+`Folder` blocks, so the event loop calls it by `DiskThreads`. `folder_errors_told` turns its errors
+into responses.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
@@ -20,8 +22,15 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar
+
+import structlog
+
+from gateway.errors import GatewayError
+from gateway.store.failures import StoreError
 
 ID_FILE = "folder-id"
 """Names the folder: several gateways may share a store, and each works on its own folder only."""
@@ -29,8 +38,7 @@ ID_FILE = "folder-id"
 SPARE_BYTES = 64 << 20
 """Bytes of the file system that are never filled: the store, logs and state files need room."""
 
-FULL_SECONDS = 300.0
-"""Seconds after which a file that there was no room for is forgotten."""
+FULL_SECONDS = 300.0  # seconds after which a file that there was no room for is forgotten
 
 STEP_BYTES = 16 << 20
 """After so many bytes of a file it is brought to the disk, and the room is checked again."""
@@ -68,8 +76,7 @@ class _Refused(NamedTuple):
 
     error: FolderFull
     size: int
-    at: float
-    """Unix time."""
+    at: float  # Unix time
 
 
 class FoundFile(NamedTuple):
@@ -77,8 +84,7 @@ class FoundFile(NamedTuple):
 
     name: str
     size: int
-    changed_at: float
-    """Unix time."""
+    changed_at: float  # Unix time
 
 
 def is_file_name(text: str) -> bool:
@@ -110,8 +116,7 @@ class Folder:
         self._id: str | None = None
         self._inode: tuple[int, int] | None = None
         """Of the opened folder: its file system may be taken away later."""
-        self._lock = threading.Lock()
-        """Held while `_open_files` is read or changed."""
+        self._lock = threading.Lock()  # held while `_open_files` is read or changed
         self._open_files: set[NewFile] = set()
         self._refusals = 0
         self._refused: _Refused | None = None
@@ -396,10 +401,8 @@ class NewFile:
     def __init__(
         self, folder: Folder, name: str, temporary: Path, descriptor: int, expected: int
     ) -> None:
-        self.name = name
-        """The name that it gets."""
-        self.size = 0
-        """Bytes that were written."""
+        self.name = name  # the name that it gets
+        self.size = 0  # bytes that were written
         self._folder = folder
         self._temporary = temporary
         self._descriptor: int | None = descriptor
@@ -471,8 +474,7 @@ class AppendedFile:
 
     def __init__(self, folder: Folder, name: str, descriptor: int) -> None:
         self.name = name
-        self.size = 0
-        """Bytes that are on the disk for sure."""
+        self.size = 0  # bytes that are on the disk for sure
         self._folder = folder
         self._descriptor: int | None = descriptor
         self._next_check = STEP_BYTES
@@ -558,3 +560,101 @@ def _told(location: Path) -> Iterator[None]:
         if error.errno in _FULL:
             raise FolderFull(message, "free space on the disk, or raise the quota") from None
         raise FolderError(message, "let the gateway's user write into the folder") from None
+
+
+THREADS = 4  # threads: more would not make a disk faster
+DISK_SECONDS = 120.0  # seconds that a caller waits for one piece of work
+
+T = TypeVar("T")
+
+
+class DiskThreads:
+    """A few threads of their own: one that hangs in the disk takes nobody else's."""
+
+    def __init__(self, threads: int = THREADS, seconds: float = DISK_SECONDS) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="disk")
+        self._seconds = seconds
+
+    async def run(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Do the work on a thread. Raises: FolderError, if it takes too long; the work's own error.
+
+        A caller that is cancelled leaves the work to its end.
+        """
+        return await self._result(self._pool.submit(work, *arguments))
+
+    async def open(
+        self, work: Callable[..., T], *arguments: Any, close: Callable[[T], object]
+    ) -> T:
+        """As `run`, for work that opens something: `close` ends it if the caller has left by then.
+
+        `close` is called on a thread.
+        """
+        job = self._pool.submit(work, *arguments)
+        try:
+            return await self._result(job)
+        except BaseException:
+            job.add_done_callback(partial(_close_opened, close))
+            raise
+
+    async def _result(self, job: Future[T]) -> T:
+        done = asyncio.wrap_future(job)
+        # Nobody may be left to ask for its error.
+        done.add_done_callback(lambda future: future.cancelled() or future.exception())
+        try:
+            async with asyncio.timeout(self._seconds):
+                return await asyncio.shield(done)
+        except TimeoutError:
+            raise FolderError(
+                f"the disk of the files has not answered for {self._seconds:.0f} s",
+                "see whether it is overloaded, or its server is gone",
+            ) from None
+
+    def close(self) -> None:
+        """Take no more work; what runs ends by itself."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _close_opened(close: Callable[[T], object], job: Future[T]) -> None:
+    if not job.cancelled() and job.exception() is None:
+        close(job.result())
+
+
+RETRY_AFTER = 5.0  # `Retry-After` in seconds while the store or the folder can't be used
+
+log = structlog.get_logger()
+
+
+def store_unavailable(error: StoreError) -> GatewayError:
+    """503: the store can't be used now."""
+    return GatewayError(
+        503,
+        "store_unavailable",
+        f"The gateway's store can't be used now ({error.state}).",
+        retry_after=RETRY_AFTER,
+    )
+
+
+@contextlib.contextmanager
+def folder_errors_told(thing: str = "file") -> Iterator[None]:
+    """Turn the folder's errors into responses; paths and remedies are for the log alone.
+
+    `thing`: a word for what there was no room for.
+    """
+    try:
+        yield
+    except FolderFull as error:
+        log.warning("no room for a file", of=thing, why=str(error))
+        raise GatewayError(
+            507,
+            "storage_full",
+            f"The gateway has no room for this {thing}. Delete files, or ask its operator.",
+            retryable=False,
+        ) from None
+    except FolderError as error:
+        log.warning("the folder of files can't be used", of=thing, why=str(error))
+        raise GatewayError(
+            503,
+            "storage_unavailable",
+            f"The gateway's folder of {thing}s can't be used now.",
+            retry_after=RETRY_AFTER,
+        ) from None

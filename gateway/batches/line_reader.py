@@ -22,25 +22,15 @@ from typing import BinaryIO, NamedTuple, Protocol
 import msgspec
 
 from gateway.errors import truncate_echo
-from gateway.proxy.inbound.large_body import BYTE_ORDER_MARK
-from gateway.proxy.inbound.parsed_body import BYTES_PER_TOKEN, MISSING, measure_prompt
+from gateway.proxy.inbound.body import BYTE_ORDER_MARK, BYTES_PER_TOKEN, MISSING, measure_prompt
 from gateway.proxy.json_values import JSON_ERRORS, TEXT_DECODER
 from gateway.proxy.tokens import BOUND_NAMES, largest_bound
 
-PIECE_BYTES = 128 << 10
-"""Bytes that are read from the file at a time."""
-
-MOST_EMPTY_LINES = 1000
-"""Empty lines that a file may have beside as many as lines: each takes time."""
-
-COUNTED_BYTES = 1 << 20
-"""Bytes in which newlines are counted at a time."""
-
-CHUNK_BYTES = 1 << 20
-"""Bytes after which `LineReader.read_some` returns."""
-
-CHUNK_LINES = 500
-"""Lines after which it does."""
+PIECE_BYTES = 128 << 10  # bytes that are read from the file at a time
+MOST_EMPTY_LINES = 1000  # empty lines that a file may have beside as many as lines: each takes time
+COUNTED_BYTES = 1 << 20  # bytes in which newlines are counted at a time
+CHUNK_BYTES = 1 << 20  # bytes after which `LineReader.read_some` returns
+CHUNK_LINES = 500  # lines after which it does
 
 TURN_LINES, TURN_BYTES = 16, 32 << 10
 """After so much of the input the thread lets the others run: it would hold the interpreter for
@@ -48,23 +38,12 @@ milliseconds."""
 
 TURN_SECONDS = 0.0002
 
-LONGEST_CUSTOM_ID = 512
-"""Characters: PostgreSQL can't index much longer ones."""
-
-LONGEST_MODEL = 256
-"""Characters."""
-
-PREFIX_BYTES = 1024
-"""Bytes of a prompt's beginning that tell a group of prompts from others."""
-
-MOST_TOKENS = 1_000_000_000
-"""A larger `max_tokens` counts as this."""
-
-HEAD_BYTES = 4096
-"""Bytes of a line that is too long in which its `custom_id` is looked for."""
-
-_LONGEST_NUMBER = 20
-"""Digits of a number that is looked at."""
+LONGEST_CUSTOM_ID = 512  # characters: PostgreSQL can't index much longer ones
+LONGEST_MODEL = 256  # characters
+PREFIX_BYTES = 1024  # bytes of a prompt's beginning that tell a group of prompts from others
+MOST_TOKENS = 1_000_000_000  # A larger `max_tokens` counts as this
+HEAD_BYTES = 4096  # bytes of a line that is too long in which its `custom_id` is looked for
+_LONGEST_NUMBER = 20  # digits of a number that is looked at
 
 _WHITE_SPACE = b" \t\r"
 
@@ -87,14 +66,10 @@ class LineSpec:
     offset: int
     length: int
     custom_id: str
-    model: str | None
-    """As the body names it."""
-    prompt_tokens: int
-    """Estimated."""
-    max_tokens: int
-    """0: the body names none."""
-    prefix: int
-    """Equal for prompts that begin alike; 0: too short to matter."""
+    model: str | None  # as the body names it
+    prompt_tokens: int  # estimated
+    max_tokens: int  # 0: the body names none
+    prefix: int  # equal for prompts that begin alike; 0: too short to matter
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +79,8 @@ class LineError:
     number: int
     offset: int
     length: int
-    custom_id: str | None
-    """None: it has none, or none that can be read."""
-    is_first: bool
-    """Whether no earlier line has this `custom_id`."""
+    custom_id: str | None  # None: it has none, or none that can be read
+    is_first: bool  # whether no earlier line has this `custom_id`
     code: str
     message: str
     param: str | None = None
@@ -122,10 +95,8 @@ class RawLine(NamedTuple):
     number: int
     offset: int
     length: int
-    data: bytes | None
-    """None: it is too long."""
-    head: bytes
-    """The first bytes of one that is too long."""
+    data: bytes | None  # None: it is too long
+    head: bytes  # the first bytes of one that is too long
 
 
 class LineSplitter:
@@ -135,10 +106,8 @@ class LineSplitter:
         self._most = line_bytes
         self._begun = bytearray()
         """The beginning of the line that is not complete; of a too long one `HEAD_BYTES` only."""
-        self._length = 0
-        """Of that line, so far."""
-        self._offset = 0
-        """Where it begins."""
+        self._length = 0  # of that line, so far
+        self._offset = 0  # where it begins
         self._number = 1
 
     def feed(self, piece: bytes) -> Iterator[RawLine]:
@@ -229,8 +198,7 @@ class LineChecker:
     def __init__(self, endpoint: str, line_bytes: int) -> None:
         self._endpoint = endpoint
         self._line_bytes = line_bytes
-        self._seen: set[bytes] = set()
-        """Digests of the `custom_id`s of all lines."""
+        self._seen: set[bytes] = set()  # digests of the `custom_id`s of all lines
 
     def check(self, raw: RawLine) -> Line | None:
         """The line; None: it is empty."""
@@ -339,13 +307,10 @@ class LineReader:
         self._splitter = LineSplitter(line_bytes)
         self._checker = LineChecker(endpoint, line_bytes)
         self._lines = self._read()
-        self._bytes = 0
-        """That were read."""
+        self._bytes = 0  # that were read
         self._models: set[str | None] = set()
-        self.total = 0
-        """Lines so far, without empty ones."""
-        self.failed = 0
-        """Of these, errors."""
+        self.total = 0  # lines so far, without empty ones
+        self.failed = 0  # of these, errors
 
     @property
     def model(self) -> str | None:

@@ -13,11 +13,8 @@ from typing import NamedTuple
 from gateway.batches.batch_rows import Batch
 from gateway.batches.request_rows import WorkLeft
 
-SAMPLE_SECONDS = 5.0
-"""Seconds between two looks at what a batch has done."""
-
-WINDOW_SECONDS = 180.0
-"""Seconds over which its speed is measured."""
+SAMPLE_SECONDS = 5.0  # seconds between two looks at what a batch has done
+WINDOW_SECONDS = 180.0  # seconds over which its speed is measured
 
 DEFAULT_COMPLETION_TOKENS = 256
 """Of a line whose request names no limit, while no line of its batch has ended."""
@@ -31,22 +28,19 @@ class BatchProgress:
     running: int = 0
     tokens_per_second: float | None = None
     """Recorded completion tokens of the last minutes; None: not known yet, or it has ended."""
-    expected_end: float | None = None
-    """Unix time; None: not known."""
-    cost: float = 0.0
-    """Of its recorded results, in the settings' currency."""
+    expected_end: float | None = None  # Unix time; None: not known
+    cost: float = 0.0  # of its recorded results, in the settings' currency
     expected_cost: float | None = None
     """Of all its lines, also before it starts; None: no price is known."""
 
 
 class _Sample(NamedTuple):
-    at: float
-    """Monotonic seconds."""
+    at: float  # monotonic seconds
     tokens: int
     lines: int
 
 
-class Speed(NamedTuple):
+class BatchSpeed(NamedTuple):
     """What was recorded in a second, of late."""
 
     tokens: float
@@ -73,18 +67,20 @@ class SpeedMeter:
             while samples and now - samples[0].at > WINDOW_SECONDS:
                 samples.popleft()
 
-    def speed(self, id_: str) -> Speed | None:
+    def speed(self, id_: str) -> BatchSpeed | None:
         """The speed of this batch; None: it is not known yet."""
         samples = self._samples.get(id_)
         if not samples or len(samples) < 2:
             return None
         first, last = samples[0], samples[-1]
         seconds = last.at - first.at
-        return Speed((last.tokens - first.tokens) / seconds, (last.lines - first.lines) / seconds)
+        return BatchSpeed(
+            (last.tokens - first.tokens) / seconds, (last.lines - first.lines) / seconds
+        )
 
 
 def progress_of(
-    batch: Batch, left: WorkLeft, speed: Speed | None, price: float | None, now: float
+    batch: Batch, left: WorkLeft, speed: BatchSpeed | None, price: float | None, now: float
 ) -> BatchProgress:
     """How far the batch is.
 
@@ -133,13 +129,9 @@ class FeederCounts:
 
     outcomes: Counter[str] = field(default_factory=Counter)
     """Lines whose result this process has recorded: `done`, `failed`, or `lost` (taken)."""
-    deferred: int = 0
-    """Runs after which a row waits again: a limit of its owner, no room, no node."""
-    retried: int = 0
-    """Runs that nodes have failed and that are repeated."""
-    waiting: Counter[str] = field(default_factory=Counter)
-    """Stored requests that may run, by kind."""
-    batches: dict[str, int] = field(default_factory=dict)
-    """By state."""
+    deferred: int = 0  # runs after which a row waits again: a limit of its owner, no room, no node
+    retried: int = 0  # runs that nodes have failed and that are repeated
+    waiting: Counter[str] = field(default_factory=Counter)  # stored requests that may run, by kind
+    batches: dict[str, int] = field(default_factory=dict)  # by state
     oldest: float | None = None
     """When the oldest batch with waiting lines was created; None: nothing waits."""

@@ -7,8 +7,11 @@ another in a circle. Claims take no turn, and pass over rows that others hold (`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import partial
 from itertools import islice
 from typing import Any, Final
 
@@ -20,19 +23,96 @@ from sqlalchemy import (
     Select,
     func,
     literal_column,
+    or_,
     select,
     update,
 )
 
-from gateway.batches.states import BatchState, RequestKind, RequestState
+from gateway.batches.folder import DiskThreads, Folder
 from gateway.store.schema import batches, stored_requests
+from gateway.store.store import Store
 from gateway.usage.processes import insert_for
 
-STEP_ROWS = 4_000
-"""Rows that one job ends or removes: some 20 ms of work."""
+LINE_PREFIX = "batch_req_"  # begins the id of a batch's line
 
-IDS_AT_ONCE = 500
-"""Ids that one statement names."""
+
+class BatchState(StrEnum):
+    """Where a batch is, in the words of OpenAI's API."""
+
+    VALIDATING = "validating"  # its input is being read
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"  # all its lines have ended; its output is being put together
+    COMPLETED = "completed"
+    FAILED = "failed"  # its input could not be used at all: nothing was run
+    EXPIRED = "expired"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+    @property
+    def ended(self) -> bool:
+        """Whether it never changes again."""
+        return self in _ENDED
+
+
+_ENDED = frozenset(
+    {BatchState.COMPLETED, BatchState.FAILED, BatchState.EXPIRED, BatchState.CANCELLED}
+)
+
+BEFORE: Final[dict[BatchState, Collection[BatchState]]] = {
+    BatchState.VALIDATING: (),
+    BatchState.IN_PROGRESS: (BatchState.VALIDATING,),
+    BatchState.FINALIZING: (BatchState.VALIDATING, BatchState.IN_PROGRESS),
+    BatchState.FAILED: (BatchState.VALIDATING,),
+    BatchState.CANCELLING: (
+        BatchState.VALIDATING, BatchState.IN_PROGRESS, BatchState.FINALIZING,
+    ),
+    BatchState.COMPLETED: (BatchState.FINALIZING,),
+    BatchState.EXPIRED: (BatchState.FINALIZING,),
+    BatchState.CANCELLED: (BatchState.CANCELLING,),
+}  # fmt: skip
+"""The states from which a batch may come into each state."""
+
+
+class RequestState(StrEnum):
+    """Where a stored request is."""
+
+    WAITING = "waiting"
+    RUNNING = "running"  # A process has claimed it, and says again and again that it still runs it
+    DONE = "done"
+    FAILED = "failed"  # it has an error as its result: that of a node, or what is wrong with it
+    CANCELLED = "cancelled"
+    """It was not run, or not to its end, because its caller did not want it any more."""
+    EXPIRED = "expired"  # its time was over before it had a result
+
+    @property
+    def ended(self) -> bool:
+        """Whether it never changes again."""
+        return self not in {RequestState.WAITING, RequestState.RUNNING}
+
+
+class RequestKind(StrEnum):
+    """What a stored request is for."""
+
+    LINE = "line"  # A line of a batch
+    RESPONSE = "response"  # A response in the background, or one that is kept
+    DEFERRED = "deferred"  # any other generation that its caller wants to have later
+
+
+def new_id(prefix: str, now: float, token: Callable[[int], str]) -> str:
+    """A new id: ids of the same prefix grow with time.
+
+    `now` is Unix time; `token` gives random hex digits for so many bytes.
+    """
+    return f"{prefix}{int(now * 1000):012x}{token(10)}"
+
+
+def line_id(batch: str, number: int) -> str:
+    """The id of a batch's line: the same however often its input is read."""
+    return f"{LINE_PREFIX}{batch.rpartition('_')[2]}_{number}"
+
+
+STEP_ROWS = 4_000  # rows that one job ends or removes: some 20 ms of work
+IDS_AT_ONCE = 500  # ids that one statement names
 
 _ROW: Final = stored_requests.c
 
@@ -41,50 +121,37 @@ _ROW: Final = stored_requests.c
 class StoredRow:
     """A stored request. Its body is `length` bytes of the folder's file `place`."""
 
-    id: str
-    """Also that of the ledger's row."""
+    id: str  # also that of the ledger's row
     kind: RequestKind
     owner: str
-    path: str
-    """A path of `ROUTES`."""
+    path: str  # A path of `ROUTES`
     place: str
     offset: int
     length: int
-    created_at: float
-    """Unix time, as all times here."""
+    created_at: float  # Unix time, as all times here
     keep_until: float
     folder: str
-    class_: str = "batch"
-    """The label of its class."""
+    class_: str = "batch"  # the label of its class
     batch: str | None = None
-    number: int | None = None
-    """Of its line in the input, from 1."""
-    custom_id: str | None = None
-    """None: the line has none, or an earlier line has the same."""
+    number: int | None = None  # of its line in the input, from 1
+    custom_id: str | None = None  # None: the line has none, or an earlier line has the same
     group_name: str | None = None
     user: str | None = None
-    model: str | None = None
-    """As its body names it."""
+    model: str | None = None  # as its body names it
     stream: bool = False
     webhook_url: str | None = None
-    prompt_tokens: int = 0
-    """Estimated."""
-    max_tokens: int = 0
-    """0: its body names none."""
-    prefix: int = 0
-    """Equal for prompts that begin alike; 0: too short to matter."""
+    prompt_tokens: int = 0  # estimated
+    max_tokens: int = 0  # 0: its body names none
+    prefix: int = 0  # equal for prompts that begin alike; 0: too short to matter
     state: RequestState = RequestState.WAITING
-    attempts: int = 0
-    """Runs that nodes have failed."""
-    claimed_by: str | None = None
-    """The id of the process that runs it."""
+    attempts: int = 0  # runs that nodes have failed
+    claimed_by: str | None = None  # the id of the process that runs it
     claimed_until: float | None = None
     not_before: float = 0.0
     deadline: float | None = None
     started_at: float | None = None
     ended_at: float | None = None
-    status: int | None = None
-    """The HTTP status of its result."""
+    status: int | None = None  # the HTTP status of its result
     result_place: str | None = None
     result_offset: int | None = None
     result_length: int | None = None
@@ -100,13 +167,11 @@ class WaitingGroup:
     kind: RequestKind
     path: str
     model: str | None
-    class_: str
-    """The highest class that they may have."""
+    class_: str  # the highest class that they may have
     rows: int
     prompt_tokens: int
     max_tokens: int
-    longest: int
-    """The largest `max_tokens` of one of them."""
+    longest: int  # the largest `max_tokens` of one of them
     nearest_deadline: float | None
 
 
@@ -122,8 +187,7 @@ class WorkLeft:
 
 _FIELDS: Final = tuple(StoredRow.__dataclass_fields__)
 
-COLUMNS: Final[tuple[Column[Any], ...]] = tuple(_ROW[name] for name in _FIELDS)
-"""For `row_of`."""
+COLUMNS: Final[tuple[Column[Any], ...]] = tuple(_ROW[name] for name in _FIELDS)  # for `row_of`
 
 
 def in_state(state: RequestState) -> ColumnElement[bool]:
@@ -346,3 +410,71 @@ def _values_of(row: StoredRow) -> dict[str, Any]:
     values = {name: getattr(row, name) for name in _FIELDS}
     values["kind"], values["state"] = row.kind.value, row.state.value
     return values
+
+
+LONGEST_UNREAD = 30.0
+"""Seconds after which the store is read, though nothing tells that there is anything new."""
+
+UNTOLD_SECONDS = 5.0  # the same on PostgreSQL, which does not tell what other processes commit
+BUSY_SECONDS = 5.0  # seconds for which work that was found counts as still there
+
+
+@dataclass(slots=True, eq=False)
+class UnfinishedWork:
+    """What is unfinished in a folder, as this process knows it. `clock` is monotonic."""
+
+    store: Store
+    folder: Folder
+    threads: DiskThreads
+    clock: Callable[[], float]
+    _found: bool | None = None  # what the last look found; None: there was none
+    _read_at: float = 0.0
+    _seen: tuple[int, int] = -1, -1
+    """The additions of this process, and the changes of the store, before that look."""
+    _additions: int = 0
+    _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def added(self) -> None:
+        """This process has added something, or may have: to be called behind the attempt."""
+        self._additions += 1
+
+    async def exists(self) -> bool:
+        """Whether something waits, runs, or has not ended. Raises: StoreError, FolderError."""
+        if (known := self._known()) is not None:
+            return known
+        async with self._reading:
+            if (known := self._known()) is not None:  # Somebody else has looked meanwhile.
+                return known
+            # Before the look: what comes after it is new.
+            seen = self._additions, self.store.changes
+            opened = self.folder.id
+            folder = opened if opened is not None else await self.threads.run(self.folder.open)
+            found = await self.store.run(partial(has_unfinished, folder=folder), write=False)
+            self._found, self._read_at, self._seen = found, self.clock(), seen
+            return found
+
+    def _known(self) -> bool | None:
+        """What is known without a look; None: it must be looked."""
+        additions, changes = self._seen
+        age = self.clock() - self._read_at
+        if self._found is None or additions != self._additions:
+            return None
+        if self._found:
+            return True if age < BUSY_SECONDS else None
+        if age >= LONGEST_UNREAD:
+            return None
+        tells = self.store.location.path is not None
+        quiet = changes == self.store.changes or (not tells and age < UNTOLD_SECONDS)
+        return False if quiet else None
+
+
+def has_unfinished(connection: Connection, folder: str) -> bool:
+    """Whether the folder has a batch that has not ended, or a request that waits or runs."""
+    unfinished = select(batches.c.id).where(
+        batches.c.folder == folder, batches.c.ended_at.is_(None)
+    )
+    running = select(_ROW.id).where(_ROW.folder == folder, IS_RUNNING)
+    # Lines wait only while their batch has not ended.
+    waiting = select(_ROW.id).where(_ROW.folder == folder, _ROW.batch.is_(None), IS_WAITING)
+    asked = select(or_(unfinished.exists(), running.exists(), waiting.exists()))
+    return bool(connection.scalar(asked))

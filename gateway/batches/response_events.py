@@ -3,32 +3,105 @@
 A node's ids differ from run to run, and official clients refuse a stream whose ids change. So the
 response and its items get ids that follow from the response's own id, and keep them when another
 node, or another process after a crash, goes on with it.
+
+Followers may have seen the events of a run that was lost, so those of a second run from the
+beginning take their place only as long as they are equal (`Repetition`).
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import msgspec
 
 from gateway import errors
-from gateway.batches.disk_threads import DiskThreads
-from gateway.batches.event_log import EventLog, EventLogs
-from gateway.batches.log_file import TERMINAL_TYPES, LogEnded, LogFull, event_data, split_events
-from gateway.batches.repetition import NotRepeated, Repetition
+from gateway.batches.folder import DiskThreads
+from gateway.batches.response_log import (
+    TERMINAL_TYPES,
+    LogEnded,
+    LogFull,
+    ResponseLog,
+    ResponseLogs,
+    event_data,
+    split_events,
+)
 from gateway.batches.runner import BegunResponse, Outcome, RunEnd
 from gateway.errors import GatewayError
 from gateway.lease import Usage
 from gateway.proxy import sse
-from gateway.proxy.api.responses_resuming import read_response
+from gateway.proxy.api.responses import read_response
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
 from gateway.proxy.resume import FirstRun
 from gateway.proxy.tokens import read_openai_usage
 from gateway.proxy.transcript import TranscriptRecorder
 from gateway.transport.errors import InvalidResponse
 from gateway.usage.meter import TokensSoFar
+
+
+class NotRepeated(Exception):  # noqa: N818 - said of the run
+    """The second run has given something else than the first."""
+
+
+class Repetition:
+    """Drops the events of a second run as long as they repeat these, those of the first."""
+
+    def __init__(self, events: Iterable[JsonObject]) -> None:
+        texts: dict[int, list[str]] = {}
+        expected: list[tuple[bytes, bool]] = []
+        for value in events:
+            key, text = _parts(value)
+            if text is None:
+                expected.append((key, False))
+                continue
+            if not expected or expected[-1] != (key, True):
+                expected.append((key, True))
+            texts.setdefault(len(expected) - 1, []).append(text)
+        self._expected = deque(
+            (key, "".join(texts[at]) if is_text else None)
+            for at, (key, is_text) in enumerate(expected)
+        )
+
+    @property
+    def done(self) -> bool:
+        """Whether all has been repeated."""
+        return not self._expected
+
+    def new_part(self, value: JsonObject) -> JsonObject | None:
+        """The part of the next event that is new, if any is. Raises: NotRepeated."""
+        if not self._expected:
+            return value
+        key, text = _parts(value)
+        expected_key, expected_text = self._expected[0]
+        if key != expected_key or (text is None) != (expected_text is None):
+            raise NotRepeated
+        if text is None or expected_text is None:
+            self._expected.popleft()
+            return None
+        if expected_text.startswith(text):
+            left = expected_text[len(text) :]
+            if left:
+                self._expected[0] = key, left
+            else:
+                self._expected.popleft()
+            return None
+        if len(self._expected) > 1 or not text.startswith(expected_text):
+            raise NotRepeated
+        self._expected.popleft()
+        return value | {"delta": text[len(expected_text) :]}
+
+
+def _parts(value: JsonObject) -> tuple[bytes, str | None]:
+    """What an event is, without its number, and the text that it adds, if it is a delta."""
+    delta = value.get("delta")
+    fields = {name: one for name, one in value.items() if name != "sequence_number"}
+    if isinstance(delta, str):
+        del fields["delta"]
+    key = msgspec.json.encode(fields, order="sorted")
+    return key, delta if isinstance(delta, str) else None
+
 
 _ITEM_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 
@@ -47,16 +120,14 @@ REPEATED = (*_ECHOED, "background", "model", "store")
 _OF_NODES = ("status", "output", "usage", "incomplete_details", "error", "model", "service_tier")
 """Fields of a response that its nodes tell."""
 
-MOST_ITEMS = 1024
-"""Items of one response."""
+MOST_ITEMS = 1024  # items of one response
 
 _LIFECYCLE_TYPES = frozenset({"response.created", "response.queued", "response.in_progress"})
 
 _RUN_MARK = b": run "
 """Begins the comment that tells where a response has begun, before its first event with content."""
 
-_END_MARK = b": end "
-"""Begins the comment that tells what its run has used, before its last event."""
+_END_MARK = b": end "  # begins the comment that tells what its run has used, before its last event
 
 
 def queued_response(id_: str, created_at: float, body: JsonObject) -> JsonObject:
@@ -81,7 +152,7 @@ def queued_response(id_: str, created_at: float, body: JsonObject) -> JsonObject
     }
 
 
-async def current_response(log: EventLog) -> JsonObject:
+async def current_response(log: ResponseLog) -> JsonObject:
     """The response as a log shows it now; until it ends it has no output.
 
     Raises: FolderError, FileNotFoundError.
@@ -109,14 +180,14 @@ class OutputItem:
 
 
 class ResponseEvents:
-    """Takes the events of a response's runs (`Runner.run`'s sink), and puts them into its log.
+    """The sink of a response's runs (`RequestRunner.run`): puts their events into its log.
 
     `response`: as in its first event. `now`: gives Unix time.
     """
 
     def __init__(
         self,
-        log: EventLog,
+        log: ResponseLog,
         response: JsonObject,
         now: Callable[[], float],
         threads: DiskThreads,
@@ -130,15 +201,12 @@ class ResponseEvents:
         self._places: dict[str, int] = {}
         """Places in the output by ids: ours, and those of the node that runs it now."""
         self._begun: BegunResponse | None = None
-        self._mark = b""
-        """Goes before the next event with content."""
-        self._model = ""
-        """The model that answers, as far as the nodes have not told."""
+        self._mark = b""  # goes before the next event with content
+        self._model = ""  # the model that answers, as far as the nodes have not told
         self._in_progress = False
         self._measure: Callable[[TokensSoFar], RunEnd] | None = None
         self._run_end: RunEnd | None = None
-        self._tokens = 0
-        """Tokens of the output that the log had when it was opened."""
+        self._tokens = 0  # tokens of the output that the log had when it was opened
         self._repetition: Repetition | None = None
         self._error: tuple[str, str] | None = None
         """Code and message of the error with which the run has ended."""
@@ -147,7 +215,7 @@ class ResponseEvents:
 
     @classmethod
     async def create(
-        cls, logs: EventLogs, response: JsonObject, now: Callable[[], float]
+        cls, logs: ResponseLogs, response: JsonObject, now: Callable[[], float]
     ) -> ResponseEvents:
         """A new log that begins with this queued response. Raises: FolderError."""
         log = await logs.create()
@@ -166,7 +234,7 @@ class ResponseEvents:
 
     @classmethod
     async def reopen(
-        cls, logs: EventLogs, name: str, now: Callable[[], float], most_text: int = 8 << 20
+        cls, logs: ResponseLogs, name: str, now: Callable[[], float], most_text: int = 8 << 20
     ) -> ResponseEvents:
         """Go on with this log, which nobody else writes; a torn event at its end is dropped.
 

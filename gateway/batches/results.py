@@ -1,9 +1,12 @@
-"""Results of batches' lines: appended to files of the folder, and recorded in groups.
+"""Results of batches' lines: written as lines to files of the folder, recorded, and read again.
 
 `LineResults.add` returns when its result is on the disk and recorded in the store, together with
 the row of the ledger. A group of results is one append and one fsync for each batch, and one
 transaction. A store that is away, or a disk that is full, delays results and loses none: they wait
 within a bound, their batches are paused, and beyond the bound their runners wait too.
+
+A line ends with a newline and holds no other, nor any character at which Python's `str.splitlines`
+would divide it: readers of such files use that.
 """
 
 from __future__ import annotations
@@ -15,45 +18,159 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
 import structlog
 from sqlalchemy import Connection
 
 from gateway.batches.batch_rows import find_batch, pause_batch
-from gateway.batches.disk_threads import DiskThreads
-from gateway.batches.folder import AppendedFile, Folder, FolderError, FolderFull
-from gateway.batches.recorded_results import RecordedResult, record
-from gateway.batches.request_rows import StoredRow
-from gateway.batches.result_lines import response_line
+from gateway.batches.claims import RecordedResult, record
+from gateway.batches.folder import AppendedFile, DiskThreads, Folder, FolderError, FolderFull
+from gateway.batches.line_reader import LineError
+from gateway.batches.request_rows import RequestState, StoredRow
 from gateway.batches.runner import Outcome
-from gateway.batches.states import RequestState
+from gateway.proxy.json_values import JSON_ERRORS, VALUE_DECODER, JsonObject
 from gateway.store.failures import StoreError
 from gateway.store.store import Store
 from gateway.usage.ledger import Ledger, UsageRow
 from gateway.usage.processes import ProcessIdentity
 
-RESULTS = "results"
-"""Kind of the folder's files that hold results."""
+ANTHROPIC = "anthropic"  # the API of `/v1/messages/batches`; that of `/v1/batches` is `openai`
 
-GROUP_SECONDS = 0.05
-"""Seconds that the first result of a group waits for others."""
+EXPIRED_CODE, CANCELLED_CODE = "batch_expired", "batch_cancelled"
+
+EXPIRED_MESSAGE = "This request could not be executed before the completion window expired."
+
+CANCELLED_MESSAGE = "This request was not executed because the batch was cancelled."
+
+LOST_CODE = "result_lost"
+
+LOST_MESSAGE = "The result of this request can't be read any more."
+
+_LINE_ENDS = tuple((one.encode(), f"\\u{ord(one):04x}".encode()) for one in "\x85\u2028\u2029")
+"""What else `str.splitlines` takes for the end of a line and JSON allows, within strings alone."""
+
+_ANY_JSON = msgspec.json.Decoder(msgspec.Raw)
+
+_ANTHROPIC_ERRORS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+def is_output(api: str, status: int | None) -> bool:
+    """Whether a result belongs into the output file; else into the error file.
+
+    `status`: None: there is no response.
+    """
+    return api == ANTHROPIC or (status is not None and status < 400)
+
+
+def response_line(
+    id_: str, custom_id: str | None, api: str, *, status: int, request_id: str, content: bytes
+) -> bytes:
+    """The line of a response, which an error's response is too. `content` is its body."""
+    if api != ANTHROPIC:
+        response = {"status_code": status, "request_id": request_id, "body": _as_json(content)}
+        return _line({"id": id_, "custom_id": custom_id, "response": response, "error": None})
+    if status < 400:
+        result: JsonObject = {"type": "succeeded", "message": _as_json(content)}
+    else:
+        result = {"type": "errored", "error": _anthropic_error(status, request_id, content)}
+    return _line({"custom_id": custom_id, "result": result})
+
+
+def broken_line(id_: str, api: str, error: LineError) -> bytes:
+    """The line of a line of the input that can't be run."""
+    if api == ANTHROPIC:
+        inner = {"type": "invalid_request_error", "message": error.message}
+        outer = {"type": "error", "error": inner, "request_id": None}
+        result = {"type": "errored", "error": outer}
+        return _line({"custom_id": error.custom_id, "result": result})
+    told = {
+        "code": error.code,
+        "message": error.message,
+        "param": error.param,
+        "line": error.number,
+    }
+    return _line({"id": id_, "custom_id": error.custom_id, "response": None, "error": told})
+
+
+def unanswered_line(
+    id_: str, custom_id: str | None, api: str, number: int | None, state: RequestState
+) -> bytes:
+    """The line of a request that has no result, and never will."""
+    if state is RequestState.EXPIRED:
+        code, message, type_ = EXPIRED_CODE, EXPIRED_MESSAGE, "expired"
+    elif state is RequestState.CANCELLED:
+        code, message, type_ = CANCELLED_CODE, CANCELLED_MESSAGE, "canceled"
+    else:
+        code, message, type_ = LOST_CODE, LOST_MESSAGE, "errored"
+    if api != ANTHROPIC:
+        told: JsonObject = {"code": code, "message": message}
+        if custom_id is None:
+            told["line"] = number
+        return _line({"id": id_, "custom_id": custom_id, "response": None, "error": told})
+    result: JsonObject = {"type": type_}
+    if type_ == "errored":
+        inner = {"type": "api_error", "message": message}
+        result["error"] = {"type": "error", "error": inner, "request_id": None}
+    return _line({"custom_id": custom_id, "result": result})
+
+
+def _anthropic_error(status: int, request_id: str, content: bytes) -> JsonObject:
+    """The error of a response, in Anthropic's form whatever its own is."""
+    message = ""
+    try:
+        found = VALUE_DECODER.decode(content)
+    except JSON_ERRORS:
+        found = None
+    inner = found.get("error") if isinstance(found, dict) else None
+    if isinstance(inner, dict):
+        message = inner["message"] if isinstance(inner.get("message"), str) else ""
+        if found.get("type") == "error" and isinstance(inner.get("type"), str):
+            return {"request_id": request_id, **found}
+    elif isinstance(inner, str):
+        message = inner
+    type_ = _ANTHROPIC_ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    told = {"type": type_, "message": message or f"The request failed with status {status}."}
+    return {"type": "error", "error": told, "request_id": request_id}
+
+
+def _as_json(content: bytes) -> msgspec.Raw:
+    """A body as JSON on one line, its numbers as they are; what is no JSON becomes a string."""
+    try:
+        content.decode()
+        _ANY_JSON.decode(content)
+        return msgspec.Raw(msgspec.json.format(content, indent=-1))
+    except JSON_ERRORS:
+        return msgspec.Raw(msgspec.json.encode(content.decode("utf-8", "replace")))
+
+
+def _line(value: JsonObject) -> bytes:
+    line = msgspec.json.encode(value)
+    for end, escaped in _LINE_ENDS:
+        line = line.replace(end, escaped)
+    return line + b"\n"
+
+
+RESULTS = "results"  # kind of the folder's files that hold results
+GROUP_SECONDS = 0.05  # seconds that the first result of a group waits for others
 
 GROUP_RESULTS, GROUP_BYTES = 500, 4 << 20
 """Results, and bytes of them, that are written without waiting, and at one time at most."""
 
-MOST_BYTES = 64 << 20
-"""Bytes of results that wait; beyond them `add` waits to begin."""
-
-ROW_BYTES = 1000
-"""What a result takes in memory besides its response."""
-
-MOST_FILES = 64
-"""Files of results that are open."""
-
-IDLE_SECONDS = 30.0
-"""Seconds after which a file of results is closed: its batch may have ended."""
-
-RETRY_SECONDS = 2.0
-"""Seconds after which it is tried again to write or to record results."""
+MOST_BYTES = 64 << 20  # bytes of results that wait; beyond them `add` waits to begin
+ROW_BYTES = 1000  # what a result takes in memory besides its response
+MOST_FILES = 64  # files of results that are open
+IDLE_SECONDS = 30.0  # seconds after which a file of results is closed: its batch may have ended
+RETRY_SECONDS = 2.0  # seconds after which it is tried again to write or to record results
 
 STORAGE_FULL, STORAGE_UNAVAILABLE = "storage_full", "storage_unavailable"
 """Why batches are paused while the folder takes no results."""
@@ -69,8 +186,7 @@ class _Result:
     api: str
     outcome: Outcome
     done: asyncio.Future[bool]
-    place: str | None = None
-    """The file that has its line; None: it is not on the disk."""
+    place: str | None = None  # the file that has its line; None: it is not on the disk
     offset: int = 0
     length: int = 0
 
@@ -101,8 +217,7 @@ class _Result:
 @dataclass(slots=True, eq=False)
 class _OpenFile:
     file: AppendedFile
-    used_at: float
-    """Monotonic seconds."""
+    used_at: float  # monotonic seconds
 
 
 @dataclass(slots=True, eq=False)
@@ -120,17 +235,14 @@ class LineResults:
     now: Callable[[], float]
     clock: Callable[[], float]
     most_bytes: int = MOST_BYTES
-    problem: str | None = None
-    """Why results are not written or recorded now."""
+    problem: str | None = None  # why results are not written or recorded now
     disk_error: FolderError | None = None
     """Why they are not written now, if that is the disk's fault."""
     _waiting: deque[_Result] = field(default_factory=deque)
     _group: list[_Result] = field(default_factory=list)
     """What is being written and recorded, until that is known to have happened."""
-    _bytes: int = 0
-    """Of all results that wait."""
-    _waiting_bytes: int = 0
-    """Of those in `_waiting`."""
+    _bytes: int = 0  # of all results that wait
+    _waiting_bytes: int = 0  # of those in `_waiting`
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
     _enough: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when there is enough for a group."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -24,6 +24,7 @@ from gateway.config.cache_privacy import SHARED_CACHE, NodeLabels
 from gateway.config.settings import Settings
 from gateway.errors import CLIENT_CLOSED_STATUS, LIMIT_CODES, GatewayError
 from gateway.events import EventBus, RequestFinished
+from gateway.lease import Usage
 from gateway.proxy.api.base import Api, ResponseRewriter
 from gateway.proxy.api.relayed import RELAYED
 from gateway.proxy.client_response import (
@@ -39,7 +40,7 @@ from gateway.proxy.client_response import (
 )
 from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest
-from gateway.proxy.inbound.large_body import (
+from gateway.proxy.inbound.body import (
     BYTE_ORDER_MARK,
     LARGE_BODY_BYTES,
     SMALL_BODY_BYTES,
@@ -47,16 +48,16 @@ from gateway.proxy.inbound.large_body import (
     TimeSlicer,
     bytes_to_parse,
     is_slow_to_parse,
+    parse_body,
 )
-from gateway.proxy.inbound.parsed_body import parse_body
-from gateway.proxy.inbound.prepare import (
+from gateway.proxy.inbound.request import (
     IncomingRequest,
+    Request,
     RequestRules,
     prepare,
     prepare_large,
     resolve_model,
 )
-from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES, Route
 from gateway.proxy.json_values import parse_object
 from gateway.proxy.outcome import to_gateway_error
@@ -67,19 +68,14 @@ from gateway.tracing.request_tracing import RequestTracing
 from gateway.transport.errors import UpstreamError
 from gateway.usage.accounts import Accounts
 from gateway.usage.ledger import UsageRow
-from gateway.usage.meter import Meter, MeteredRequest, TokensSoFar
+from gateway.usage.meter import Meter, MeteredRequest, TokensSoFar, UsedBefore
 
 STORED_HEADERS: Headers = [(b"content-type", b"application/json")]
 """The header fields of a stored request that nodes get."""
 
-MOST_RUNS = 3
-"""Runs of a stored request that nodes may fail; then that is its result."""
-
-SETTLE_SECONDS = 30.0
-"""Most seconds until the usage of a response that has ended is known."""
-
-TIMER_TOLERANCE = 0.01
-"""Seconds by which a timer may fire early."""
+MOST_RUNS = 3  # runs of a stored request that nodes may fail; then that is its result
+SETTLE_SECONDS = 30.0  # most seconds until the usage of a response that has ended is known
+TIMER_TOLERANCE = 0.01  # seconds by which a timer may fire early
 
 DEFAULT_RETRY_AFTER = 5.0
 """Seconds after which a request is offered again, where the error names none."""
@@ -102,23 +98,17 @@ _NODES_FAILED = frozenset({"node_failed", "node_timeout"})
 class StoredRequest:
     """What is to be run; its body comes beside it."""
 
-    id: str
-    """The same for each run; the ledger's row has it too."""
-    owner: str
-    """The id of the caller whose request it is."""
-    path: str
-    """A path of `ROUTES` with a JSON body."""
-    priority: Priority = Priority.BATCH
-    """Its class; the caller's highest one if that is lower."""
-    user: str | None = None
-    """The end user whom its caller has named."""
+    id: str  # the same for each run; the ledger's row has it too
+    owner: str  # the id of the caller whose request it is
+    path: str  # A path of `ROUTES` with a JSON body
+    priority: Priority = Priority.BATCH  # its class; the caller's highest one if that is lower
+    user: str | None = None  # the end user whom its caller has named
     x_request_id: str | None = None
-    deadline: float | None = None
-    """Unix time at which it expires; None: never."""
+    deadline: float | None = None  # Unix time at which it expires; None: never
 
 
 class RequestTarget(NamedTuple):
-    """What may serve a stored request: the fields of a `LeaseRequest`."""
+    """What may serve a stored request: the fields of a `WantedNode`."""
 
     model_names: tuple[str, ...]
     endpoint: Endpoint
@@ -164,11 +154,9 @@ class ResumableSink(EventSink, Protocol):
 class RunEnd(NamedTuple):
     """What a run has used until its response ended, beside tokens: kept with the response."""
 
-    started_at: float
-    """Unix time, as the next one."""
+    started_at: float  # Unix time, as the next one
     ended_at: float
-    node: str
-    """`node_word` of the last node."""
+    node: str  # `node_word` of the last node
     attempts: int
     slot_seconds: float
     cost: float
@@ -184,12 +172,9 @@ class Outcome:
     """The result of one run: a response, or an error that is the request's result."""
 
     status: int
-    header_lines: bytes
-    """The header lines of a node that are meant for the client."""
-    content: bytes
-    """The body of a plain response or error; empty: the sink has the events."""
-    usage: UsageRow | None
-    """The row that the ledger is to have; None: the request was not admitted."""
+    header_lines: bytes  # the header lines of a node that are meant for the client
+    content: bytes  # the body of a plain response or error; empty: the sink has the events
+    usage: UsageRow | None  # the row that the ledger is to have; None: the request was not admitted
     record: RequestFinished
     error_code: str | None = None
 
@@ -204,10 +189,8 @@ class RowDeferred(Exception):  # noqa: N818 - not an error: it is run again
 
     def __init__(self, reason: str, seconds: float) -> None:
         super().__init__(f"{reason}: again in {seconds:.0f} s")
-        self.reason = reason
-        """The error's code."""
-        self.seconds = seconds
-        """After which it is worth a try."""
+        self.reason = reason  # the error's code
+        self.seconds = seconds  # after which it is worth a try
 
     @property
     def concerns_owner(self) -> bool:
@@ -225,7 +208,7 @@ class RowExpired(Exception):  # noqa: N818 - the end of its time
 
 
 @dataclass(slots=True, eq=False)
-class Runner:
+class RequestRunner:
     """Runs stored requests, many at a time. A reload replaces `settings` and `rules`."""
 
     settings: Settings
@@ -313,7 +296,7 @@ class _Run:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: RequestRunner,
         stored: StoredRequest,
         sink: EventSink | None,
         on_slot_free: Callable[[], None],
@@ -323,15 +306,13 @@ class _Run:
         self._stored = stored
         self._sink = sink
         self._sink_has_events = False
-        self._resumed = False
-        """Whether it goes on with the response of an earlier run."""
+        self._resumed = False  # whether it goes on with the response of an earlier run
         route = ROUTES.get(stored.path)
         self._api: Api = RELAYED if route is None else route.api
         """The API of the one who reads the result."""
         self._cache = SHARED_CACHE
         self._received_at = runner.clock()
-        self._deadline: float | None = None
-        """By the monotonic clock."""
+        self._deadline: float | None = None  # by the monotonic clock
         if stored.deadline is not None:
             self._deadline = self._received_at + stored.deadline - runner.wall_clock()
         self._record = RequestFinished(
@@ -339,8 +320,7 @@ class _Run:
         )
         if runner.tracing.active:
             runner.tracing.begin(stored.id, self._record, [], self._received_at)
-        self._metered: MeteredRequest | None = None
-        """None: it was not admitted."""
+        self._metered: MeteredRequest | None = None  # None: it was not admitted
         self._in_flight: InFlightRequest | None = None
         self._response: ProxyResponse | None = None
 
@@ -522,10 +502,14 @@ class _Run:
         request = prepare(incoming, parsed, priority, runner.rules, runner.catalog)
         lease_request = request.lease_request
         # It can wait: of class `batch`, one of a higher class that would have to may have its slot.
-        lease_request = replace(lease_request, patient=True, yields=priority is Priority.BATCH)
+        yields = priority is Priority.BATCH
+        waiting = replace(lease_request.caller, patient=True, yields=yields)
+        lease_request = replace(lease_request, caller=waiting)
         request = replace(request, lease_request=lease_request)
-        is_served = any(runner.catalog.serves(name) for name in lease_request.model_names)
-        record.describe(stream=request.stream, model=lease_request.model if is_served else None)
+        is_served = any(runner.catalog.serves(name) for name in lease_request.wanted.model_names)
+        record.describe(
+            stream=request.stream, model=lease_request.wanted.model if is_served else None
+        )
         return request
 
     # The response.
@@ -593,3 +577,37 @@ class _Run:
 
 def _any_body(request: Request) -> Body:
     return next(iter(request.bodies.values()))
+
+
+def recovered_usage(
+    runner: RequestRunner,
+    stored: StoredRequest,
+    end: RunEnd,
+    tokens: Usage,
+    *,
+    model: str | None,
+    group: str | None,
+    nodes: Iterable[tuple[str, str]],
+) -> UsageRow:
+    """The ledger's row of such a response; it counts on its key's limits, too.
+
+    `nodes`: names and tiers of those that it may have run on; others are not named.
+    """
+    record = RequestFinished(stored.id, stored.path, model or "unknown", stored.priority)
+    for name, tier in nodes:
+        if node_word(stored.id, name) == end.node:
+            record.node, record.tier = name, tier
+    record.stream, record.attempts = True, end.attempts
+    record.count_tokens(tokens.prompt_tokens, tokens.cached_tokens, tokens.completion_tokens)
+    record.charge(end.cost, end.slot_seconds)
+    accounts = None
+    try:
+        caller = owner_of_stored(
+            stored.owner, runner.key_ring, allow_anonymous=runner.settings.allow_anonymous
+        )
+        accounts = runner.meter.book.accounts(caller, stored.user)
+        record.classify(max(stored.priority, caller.max_priority))
+    except GatewayError as error:
+        errors.drop_traceback(error)  # Its key is gone; its use was all the same.
+    used = UsedBefore(stored.id, stored.owner, group, stored.user, end.started_at, end.ended_at)
+    return runner.meter.recovered_row(used, record, accounts)

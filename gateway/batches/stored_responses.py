@@ -62,12 +62,9 @@ class StoreOptions:
     background: bool = False
     store: bool | None = None
     stream: bool = False
-    previous: str | None = None
-    """`previous_response_id`."""
-    seconds: float | None = None
-    """Within which it must have ended; None: the caller does not say."""
-    webhook_url: object = None
-    """Not checked yet; None: there is none."""
+    previous: str | None = None  # `previous_response_id`
+    seconds: float | None = None  # within which it must have ended; None: the caller does not say
+    webhook_url: object = None  # not checked yet; None: there is none
 
 
 def may_ask_to_store(body: bytes) -> bool:

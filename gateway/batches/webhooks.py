@@ -1,47 +1,279 @@
-"""Delivers events to webhooks, again and again for a day, at least once, in any of the processes.
+"""Events of batches and responses, delivered to webhooks for a day, at least once.
 
-Deliveries are rows of the store. A process claims one by moving its next attempt behind the time
-limit of this one, so one that is killed in between loses nothing: the event is then sent again,
-with the same `webhook-id`. Receivers share nothing but a number of attempts at one time, of which
-each may have a few, and one alone while it fails: a slow one delays nobody else's events.
+A delivery is a row of the store, added within the transaction that ends its object: none is lost
+and none is told too early. Its ids come of what it tells and where, so it is added once. A process
+claims a delivery by moving its next attempt behind the time limit of this one. If it is killed in
+between, the event is sent again, with the same `webhook-id`. Receivers share nothing but a number
+of attempts at one time, of which each may have a few, and one alone while it fails: a slow one
+delays nobody else's events.
+
+    end_batch(connection, ..., also=webhook_events.batch_ended)
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, Literal, NamedTuple
 
 import structlog
+from sqlalchemy import Connection, Row, delete, func, literal_column, select, update
+from sqlalchemy.dialects import postgresql, sqlite
 
-from gateway.batches.webhook_post import PostResult, WebhookPoster
-from gateway.batches.webhook_rows import (
-    ClaimDeliveries,
-    Delivery,
-    DeliveryState,
-    WaitingOrigin,
-    end_delivery,
-    put_back_deliveries,
-    remove_ended,
-    retry_delivery,
-    waiting_origins,
-)
-from gateway.batches.webhook_targets import WebhookTargets
-from gateway.config.webhook_url import WebhookUrl
-from gateway.config.webhooks import WebhookSettings
+from gateway.batches.batch_rows import Batch
+from gateway.batches.request_rows import BatchState, StoredRow
+from gateway.batches.webhook_receivers import PostResult, WebhookPoster, WebhookTargets
+from gateway.config.webhooks import WebhookSettings, WebhookUrl
 from gateway.events import EventBus, WebhookAttempted
 from gateway.store.failures import StoreError
+from gateway.store.schema import webhook_deliveries as deliveries
 from gateway.store.store import Store
+
+LONGEST_ERROR = 200  # characters of `last_error`
+
+
+class DeliveryState(StrEnum):
+    """Where a delivery is."""
+
+    WAITING = "waiting"
+    """For its next attempt, or under way: then `next_at` is behind the attempt's time limit."""
+    DELIVERED = "delivered"
+    GIVEN_UP = "given_up"  # tried for too long
+    REFUSED = "refused"  # the receiver wants no more (410)
+
+
+@dataclass(frozen=True, slots=True)
+class WebhookEvent:
+    """What has happened to an object. The receiver asks for the object itself."""
+
+    type: str  # one of `gateway.config.webhooks.EVENTS`
+    object_id: str
+    owner: str  # the id of the key that has the object
+    group_name: str | None
+    created_at: float  # Unix time at which it happened
+
+    def body(self) -> str:
+        """What is sent, signed as it is."""
+        told = {
+            "object": "event",
+            "id": f"evt_{_digest(self.type, self.object_id)}",
+            "type": self.type,
+            "created_at": int(self.created_at),
+            "data": {"id": self.object_id},
+        }
+        return json.dumps(told, separators=(",", ":"))
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One event for one receiver."""
+
+    id: str  # `wh_...`: the field `webhook-id`, the same in each attempt
+    owner: str
+    group_name: str | None
+    event: str
+    object_id: str
+    url: str
+    origin: str
+    body: str
+    created_at: float
+    attempts: int  # attempts that have begun, the one that it is claimed for included
+
+
+_WAITS = deliveries.c.state == literal_column("'waiting'")
+"""A literal, as in the index: SQLite does not use it for a bound value."""
+
+_COLUMNS = tuple(deliveries.c[name] for name in Delivery.__dataclass_fields__)
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def add_deliveries(
+    connection: Connection, urls: Iterable[WebhookUrl], event: WebhookEvent, now: float
+) -> list[str]:
+    """Let the event be sent to each URL, from `now` on; returns the ids of the deliveries."""
+    body = event.body()
+    rows: list[dict[str, Any]] = [
+        {
+            "id": f"wh_{_digest(event.type, event.object_id, str(url))}",
+            "owner": event.owner,
+            "group_name": event.group_name,
+            "event": event.type,
+            "object_id": event.object_id,
+            "url": str(url),
+            "origin": url.origin,
+            "body": body,
+            "created_at": event.created_at,
+            "next_at": now,
+            "state": DeliveryState.WAITING,
+        }
+        for url in urls
+    ]
+    if rows:
+        postgres = connection.dialect.name == "postgresql"
+        added = postgresql.insert(deliveries) if postgres else sqlite.insert(deliveries)
+        connection.execute(added.values(rows).on_conflict_do_nothing(index_elements=["id"]))
+    return [str(row["id"]) for row in rows]
+
+
+class WaitingOrigin(NamedTuple):
+    """What waits for the receivers of one origin."""
+
+    origin: str
+    number: int
+    next_at: float  # when the first of them is due
+
+
+def waiting_origins(connection: Connection) -> list[WaitingOrigin]:
+    """What waits for which origin; the one that has been due for longest comes first."""
+    first = func.min(deliveries.c.next_at)
+    asked = select(deliveries.c.origin, func.count(), first)
+    asked = asked.where(_WAITS)
+    found = connection.execute(asked.group_by(deliveries.c.origin).order_by(first)).all()
+    return [WaitingOrigin(*row) for row in found]
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimDeliveries:
+    """A job of the store: take due deliveries, so that no other process tries them until `until`.
+
+    `places`: how many of each origin. Each counts as tried from now on: a process that is killed in
+    an attempt has made it, as far as anybody knows.
+    """
+
+    places: Mapping[str, int]
+    now: float
+    until: float
+
+    def __call__(self, connection: Connection) -> list[Delivery]:
+        """Run within the transaction of `connection`."""
+        claimed: list[Delivery] = []
+        for origin, places in self.places.items():
+            due = (
+                select(*_COLUMNS)
+                .where(
+                    _WAITS,
+                    deliveries.c.origin == origin,
+                    deliveries.c.next_at <= self.now,
+                )
+                .order_by(deliveries.c.next_at)
+                .limit(places)
+                .with_for_update(skip_locked=True)
+            )
+            claimed += [_claimed(row) for row in connection.execute(due)]
+        taken = update(deliveries).where(deliveries.c.id.in_([one.id for one in claimed]))
+        connection.execute(taken.values(next_at=self.until, attempts=deliveries.c.attempts + 1))
+        return claimed
+
+
+def _claimed(row: Row[Any]) -> Delivery:
+    # In the order of the fields.
+    values: tuple[Any, ...] = tuple(row)
+    found = Delivery(*values)
+    return replace(found, attempts=found.attempts + 1)
+
+
+def end_delivery(
+    connection: Connection, delivery: Delivery, state: DeliveryState, now: float, error: str | None
+) -> None:
+    """Try it no more. That it was delivered holds whoever tries it meanwhile."""
+    ended = update(deliveries).where(deliveries.c.id == delivery.id, _WAITS)
+    if state is not DeliveryState.DELIVERED:
+        ended = ended.where(deliveries.c.attempts == delivery.attempts)
+    connection.execute(ended.values(state=state, next_at=now, last_error=_cut(error)))
+
+
+def retry_delivery(
+    connection: Connection, delivery: Delivery, next_at: float, error: str | None
+) -> None:
+    """Try it again at `next_at`, unless somebody else has begun to."""
+    again = update(deliveries).where(
+        deliveries.c.id == delivery.id,
+        _WAITS,
+        deliveries.c.attempts == delivery.attempts,
+    )
+    connection.execute(again.values(next_at=next_at, last_error=_cut(error)))
+
+
+def put_back_deliveries(
+    connection: Connection, claimed: Sequence[Delivery], next_at: float
+) -> None:
+    """Let others try at `next_at` what this process has claimed and can't end."""
+    for delivery in claimed:
+        retry_delivery(connection, delivery, next_at, "the gateway has ended")
+
+
+def remove_ended(connection: Connection, before: float, limit: int) -> int:
+    """Remove deliveries that ended before that time, so many at most; returns how many."""
+    old = select(deliveries.c.id).where(
+        deliveries.c.state != DeliveryState.WAITING, deliveries.c.next_at < before
+    )
+    ids = list(connection.scalars(old.limit(limit)))
+    connection.execute(delete(deliveries).where(deliveries.c.id.in_(ids)))
+    return len(ids)
+
+
+def _cut(error: str | None) -> str | None:
+    return None if error is None else error[:LONGEST_ERROR]
+
+
+ResponseEnd = Literal["completed", "failed", "incomplete", "cancelled"]
+"""How a response ends, in the words of OpenAI's API."""
+
+_BATCH_EVENTS = {
+    BatchState.COMPLETED: "batch.completed",
+    BatchState.FAILED: "batch.failed",
+    BatchState.EXPIRED: "batch.expired",
+    BatchState.CANCELLED: "batch.cancelled",
+}
+
+
+class WebhookEvents:
+    """Records what is to be delivered. Its methods are parts of jobs of the store.
+
+    `now` gives Unix seconds.
+    """
+
+    def __init__(self, targets: WebhookTargets, now: Callable[[], float]) -> None:
+        self._targets = targets
+        self._now = now
+        self.recorded = 0
+        """Deliveries that jobs have added; those of a job that fails are counted, too."""
+
+    def batch_ended(self, connection: Connection, batch: Batch) -> None:
+        """A batch of either API has ended."""
+        type_ = _BATCH_EVENTS.get(batch.state)
+        if type_ is not None:
+            ended_at = self._now() if batch.ended_at is None else batch.ended_at
+            event = WebhookEvent(type_, batch.id, batch.owner, batch.group_name, ended_at)
+            self._add(connection, event, batch.webhook_url)
+
+    def response_ended(
+        self, connection: Connection, row: StoredRow, end: ResponseEnd, ended_at: float
+    ) -> None:
+        """A response in the background has ended."""
+        event = WebhookEvent(f"response.{end}", row.id, row.owner, row.group_name, ended_at)
+        self._add(connection, event, row.webhook_url)
+
+    def _add(self, connection: Connection, event: WebhookEvent, named: str | None) -> None:
+        urls = self._targets.receivers(event.owner, event.group_name, event.type, named)
+        self.recorded += len(add_deliveries(connection, urls, event, self._now()))
+
 
 RETRY_DELAYS = (5.0, 30.0, 300.0, 1800.0, 7200.0, 18000.0, 36000.0)
 """Seconds between the attempts, about as Standard Webhooks proposes; the last is repeated."""
 
-JITTER = 0.2
-"""Share by which a delay is made longer or shorter, at random."""
+JITTER = 0.2  # share by which a delay is made longer or shorter, at random
 
 LEAST_ATTEMPTS = 3
 """An event is not given up before, though the gateway was down for longer than `give_up`."""
@@ -49,32 +281,21 @@ LEAST_ATTEMPTS = 3
 LONGEST_RETRY_AFTER = 3600.0
 """Seconds for which a receiver is left alone at most because of its `Retry-After`."""
 
-MOST_ATTEMPTS = 64
-"""At one time in a process."""
-
-MOST_OF_ORIGIN = 4
-"""Of these, those of receivers with one origin; one alone after it has failed."""
-
-POLL_SECONDS = 1.0
-"""Between two looks for what other processes have added, or what is due."""
+MOST_ATTEMPTS = 64  # at one time in a process
+MOST_OF_ORIGIN = 4  # of these, those of receivers with one origin; one alone after it has failed
+POLL_SECONDS = 1.0  # between two looks for what other processes have added, or what is due
 
 IDLE_SECONDS = 30.0
 """The same where the settings have no receiver: only what was added before can wait."""
 
-LEASE_MARGIN = 15.0
-"""Seconds beyond an attempt's time limit in which its outcome is recorded."""
-
-STORE_PAUSE = 1.0
-"""Seconds until an outcome is recorded again, when the store has failed."""
+LEASE_MARGIN = 15.0  # seconds beyond an attempt's time limit in which its outcome is recorded
+STORE_PAUSE = 1.0  # seconds until an outcome is recorded again, when the store has failed
 
 KEPT_SECONDS = 86400.0
 """For which ended deliveries stay in the store, where an operator may look at them."""
 
-REMOVE_SECONDS = 3600.0
-"""Between two removals of those."""
-
-MOST_REMOVED = 1000
-"""Rows that one transaction removes."""
+REMOVE_SECONDS = 3600.0  # between two removals of those
+MOST_REMOVED = 1000  # rows that one transaction removes
 
 CLOSE_SECONDS = 2.0
 """For attempts that are under way when the gateway ends; and then for giving them back."""
@@ -138,12 +359,10 @@ class WebhookSender:
         self._recorded = recorded
         self._none_since: tuple[int, int] | None = None
         """The changes of the store and `recorded` before the look that found nothing."""
-        self._next_look = 0.0
-        """When to look though nothing is new."""
+        self._next_look = 0.0  # when to look though nothing is new
         self._woken = asyncio.Event()
         self._running: dict[asyncio.Task[None], Delivery] = {}
-        self._of_origin: Counter[str] = Counter()
-        """Attempts that are under way."""
+        self._of_origin: Counter[str] = Counter()  # attempts that are under way
         self._failing: set[str] = set()
         """Origins whose last attempt has failed. Few: those of the settings' targets."""
         self._paused: dict[str, float] = {}

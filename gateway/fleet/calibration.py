@@ -26,9 +26,8 @@ import msgspec
 
 from gateway.events import EventBus, NodeCalibrated
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.node import CalibrationRecord, Lease, Node
-from gateway.fleet.probes import probe_slots
-from gateway.fleet.slot_occupancy import SLOT_LINGER
+from gateway.fleet.health import probe_slots
+from gateway.fleet.node import SLOT_LINGER, CalibrationRecord, Lease, Node
 from gateway.request import Endpoint
 from gateway.transport.errors import InvalidResponse, UpstreamError
 

@@ -1,35 +1,195 @@
-"""All nodes: kept as the inventory says, watched, and judged by what requests and probes show."""
+"""All nodes: kept as the inventory says, watched, and judged by what requests and probes show.
+
+Slots of abandoned requests are held until the node shows that they are idle (`Reclaimer`).
+`NodePrices` has the hours of the nodes that are alive, and the price of the GPU tier's tokens.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from gateway.config.inventory import Inventory, NodeSpec
+from gateway.config.inventory import Inventory
+from gateway.config.node import NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.events import EventBus, InventoryChanged, ModelsDiffer, NodeChanged, NodeDrift
 from gateway.fleet.circuit import Circuit
-from gateway.fleet.health import ALIVE_STATES, HealthMonitor, judge_state
-from gateway.fleet.model_differences import ComparedServer, ModelDifference, model_differences
-from gateway.fleet.model_index import ModelIndex
-from gateway.fleet.node import LearntOfServer, Lease, Node, NodeSettings, NodeState
-from gateway.fleet.probe_history import ProbeAnswer, ProbeResult
-from gateway.fleet.probes import key_rejected_reason
-from gateway.fleet.reclaim import Reclaimer
+from gateway.fleet.health import (
+    ALIVE_STATES,
+    HealthMonitor,
+    judge_state,
+    key_rejected_reason,
+    prefill_grace,
+    probe_slots,
+)
+from gateway.fleet.lifecycle import REST_DELAY, ProbeAnswer, ProbeResult
+from gateway.fleet.model_index import ComparedServer, ModelDifference, ModelIndex, model_differences
+from gateway.fleet.node import (
+    SLOT_LINGER,
+    LearntOfServer,
+    Lease,
+    LeasePhase,
+    Node,
+    NodeSettings,
+    NodeState,
+)
 from gateway.fleet.server_properties import server_identity, server_key
-from gateway.fleet.sleep import REST_DELAY
 from gateway.fleet.speed import SpeedSample, compare_speeds
 from gateway.fleet.state_files import DrainedNodes, PausedModels, PropertiesStore
 from gateway.request import Endpoint
-from gateway.transport.node_pool import OpenNodePool, connection_key, tls_files
-from gateway.transport.pool import ConnectionPool
+from gateway.transport.pool import ConnectionPool, OpenNodePool, connection_key, tls_files
+from gateway.usage.money import MILLION, GpuPrice, gpu_cost
+from gateway.usage.node_hours import AliveNode
 
 log = logging.getLogger(__name__)
+
+FIRST_POLL = 0.02
+"""Seconds: llama.cpp frees the slot of a stream in decode within 3 to 36 ms."""
+
+MOST_POLL_INTERVAL = 1.0
+"""Seconds; the interval doubles up to this."""
+
+SLOTLESS_HOLD = 1.0
+"""Seconds for which an abandoned request without a slot is held: the node works on, and reports
+nothing of it."""
+
+BLIND_HOLD = 0.2
+"""Seconds for which the slot of a cut stream is held if the node has no `/slots`."""
+
+
+class Reclaimer:
+    """Watches abandoned leases, with one task for each node that has any."""
+
+    def __init__(self) -> None:
+        self._watches: dict[Node, tuple[asyncio.Task[None], asyncio.Event]] = {}
+        self._closed = False
+
+    def watch(self, node: Node) -> None:
+        """A lease of this node has been abandoned."""
+        if self._closed:
+            return
+        if node in self._watches:
+            self._watches[node][1].set()
+            return
+        another = asyncio.Event()
+        task = asyncio.create_task(self._watch(node, another), name=f"reclaim {node.name}")
+        self._watches[node] = (task, another)
+
+    def release_all(self, node: Node) -> None:
+        """The node is gone, and so is its work."""
+        for lease in abandoned_leases(node):
+            lease.release()
+
+    async def aclose(self) -> None:
+        """Stop watching."""
+        self._closed = True
+        tasks = [task for task, _ in self._watches.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self, node: Node, another: asyncio.Event) -> None:
+        """Poll until no abandoned lease is left; `another`: one more has been abandoned."""
+        try:
+            interval, free_before = FIRST_POLL, 0
+            while abandoned_leases(node):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(interval):
+                        await another.wait()
+                if another.is_set():
+                    another.clear()
+                    interval = FIRST_POLL
+                    await asyncio.sleep(FIRST_POLL)
+                interval = min(2 * interval, MOST_POLL_INTERVAL)
+                free_before = await self._poll(node, free_before)
+        finally:
+            del self._watches[node]
+
+    async def _poll(self, node: Node, free_before: int) -> int:
+        """Release the leases whose slots two readings in a row show free.
+
+        Returns how many free slots this reading showed and the one before did not.
+        """
+        if node.probe_history.down:
+            self.release_all(node)
+            return 0
+        began = node.clock()
+        busy = await probe_slots(node) if node.reports_slots else None
+        free = 0 if busy is None else released_slots(len(busy), node.leases, began)
+        confirmed = min(free, free_before)
+        now = node.clock()
+        for lease in abandoned_leases(node):
+            held = now - lease.abandoned_at
+            if not lease.slots:
+                if held >= SLOTLESS_HOLD:
+                    lease.release()
+            elif lease.slots <= confirmed:
+                confirmed -= lease.slots
+                free -= lease.slots
+                lease.release()
+            elif not node.reports_slots and held >= hold_without_slots(lease):
+                lease.release()
+            elif held >= most_hold(lease):
+                log.warning(
+                    "Node %s has not shown the slot of an abandoned request idle for %.0f s: "
+                    "counted as free now",
+                    node.name,
+                    held,
+                )
+                lease.release()
+        return free
+
+
+def abandoned_leases(node: Node) -> list[Lease]:
+    """The node's abandoned leases, oldest first."""
+    leases = [lease for lease in node.leases if lease.phase is LeasePhase.RECLAIM]
+    return sorted(leases, key=lambda lease: lease.abandoned_at)
+
+
+def released_slots(busy: int, leases: Iterable[Lease], asked_at: float) -> int:
+    """How many slots of abandoned leases are free, if a reading at `asked_at` saw `busy`.
+
+    A request counts only once it has had time to reach a slot: a live one as occupying it, an
+    abandoned one as having freed it. A busy slot that no live lease accounts for may be an
+    abandoned one's, so work of other clients delays the release.
+    """
+    abandoned = occupied = 0
+    for lease in leases:
+        arrived = asked_at - lease.taken_at >= SLOT_LINGER
+        if lease.phase is not LeasePhase.RECLAIM:
+            occupied += lease.slots if arrived else 0
+        elif arrived or lease.abandoned_phase is LeasePhase.DECODE:
+            abandoned += lease.slots
+    return max(0, abandoned - max(0, busy - occupied))
+
+
+def most_hold(lease: Lease) -> float:
+    """Seconds after which an abandoned lease is released whatever the node shows."""
+    return max(prefill_grace(lease), lease.node.silence_timeout)
+
+
+def hold_without_slots(lease: Lease) -> float:
+    """Seconds to hold an abandoned lease of a node that does not report its slots."""
+    abandoned = lease.abandoned_at
+    longest = most_hold(lease)
+    if not lease.stream:
+        if lease.expected_total is None:
+            return longest
+        return min(longest, max(BLIND_HOLD, lease.taken_at + lease.expected_total - abandoned))
+    if lease.abandoned_phase is LeasePhase.DECODE:
+        return BLIND_HOLD
+    if lease.expected_prefill is None:
+        return longest
+    expected_end = lease.prefill_began_at + lease.expected_prefill
+    return min(longest, max(BLIND_HOLD, expected_end - abandoned))
+
 
 PROBES_AT_ONCE = 256
 """Most nodes probed at the same time: if none of a thousand nodes answers, a round takes 8 s."""
@@ -660,3 +820,59 @@ class ClosingNodes:
         self.nodes.clear()
         self._replaced.clear()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+NOT_RUNNING = frozenset({NodeState.STANDBY, NodeState.DOWN, NodeState.STARTING})
+"""States in which no hour of a node is counted: nobody has heard of its machine."""
+
+PRICES_AGE = 10.0
+"""Seconds for which the prices of a model are kept: speeds change slowly."""
+
+MOST_MODELS = 1000
+"""Models whose prices are kept."""
+
+
+def alive_nodes(fleet: Fleet) -> Iterator[AliveNode]:
+    """The nodes that are alive now, whether they get work or not."""
+    for node in fleet.nodes.values():
+        if node.state not in NOT_RUNNING:
+            yield AliveNode(node.name, node.spec.tier, node.spec.cost_per_hour)
+
+
+def gpu_price(node: Node) -> GpuPrice | None:
+    """What work costs on this node; None: it is no GPU node, or has no price."""
+    spec = node.spec
+    if spec.tier != "gpu":
+        return None
+    rate = spec.cost_per_million_tokens
+    if rate is not None:
+        return GpuPrice(rate.prompt / MILLION, rate.completion / MILLION)
+    if not spec.cost_per_hour or not node.slots_total:
+        return None
+    return GpuPrice(
+        per_slot_second=spec.cost_per_hour / 3600 / node.slots_total,
+        prefill_tps=node.speed.prefill_tps,
+        decode_tps=node.speed.decode_tps,
+    )
+
+
+@dataclass(slots=True, eq=False)
+class GpuCosts:
+    """What requests would have cost on the GPU nodes that serve their models."""
+
+    fleet: Fleet
+    clock: Callable[[], float]
+    _prices: dict[str, tuple[float, list[GpuPrice]]] = field(default_factory=dict)
+    """By model, and until when they hold."""
+
+    def of(self, model: str, prompt: int, cached: int, completion: int) -> float | None:
+        """The cost of these tokens on the cheapest of them; None: it is not known."""
+        now = self.clock()
+        kept = self._prices.get(model)
+        if kept is None or now >= kept[0]:
+            if len(self._prices) >= MOST_MODELS:
+                self._prices.clear()
+            nodes = self.fleet.model_index.nodes_for(model)
+            prices = [price for node in nodes if (price := gpu_price(node)) is not None]
+            kept = self._prices[model] = now + PRICES_AGE, prices
+        return gpu_cost(kept[1], prompt, cached, completion) if kept[1] else None

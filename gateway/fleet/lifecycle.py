@@ -1,9 +1,21 @@
-"""Whether a standby node runs, as far as its hooks and its probes show."""
+"""Whether a node's server runs: as its probes, its hooks and its sleep show. Counting, without I/O.
+
+**Sleep.** llama.cpp unloads its model after `--sleep-idle-seconds` without work.
+
+A sleeping server is alive and takes work: the next request loads the model again, and waits for
+that without a head. `/props` tells whether it sleeps, and tells nothing beforehand: every build
+that can sleep says `"is_sleeping": false`, with the option and without. `/slots`, `/tokenize` and
+all that needs the model wake it, and begin its time anew while it is awake. `/health`, `/props`,
+`/v1/models` and `/metrics` do neither (measured with build 11669 and the wheel's server).
+"""
 
 from __future__ import annotations
 
 import enum
+import hashlib
 import math
+import random
+import re
 from dataclasses import dataclass
 
 ASSUMED_STARTUP = 60.0
@@ -105,3 +117,332 @@ class Lifecycle:
             elapsed = now - self.since
             return max(expected - elapsed, 1.0 + 0.2 * elapsed)
         return 1.0
+
+
+REST_DELAY = 3.0
+"""Seconds after our last request for which a server may still be asked what restarts its time."""
+
+RECENT_USE = 60.0
+"""Seconds after our last request for which others' load on a server is of interest while the fleet
+works."""
+
+MOST_REST = 2000.0
+"""Seconds: a server without `/metrics` that was left alone so long in all, and was never seen
+asleep, is taken for one that does not sleep; above half an hour, a common setting."""
+
+WAKE_BASE, WAKE_BYTES_PER_SECOND = 1.0, 1e9
+"""Seconds to wake up, and bytes of the model that are loaded in a second, until it is measured."""
+
+UNKNOWN_MODEL_BYTES = 8e9
+"""Size of a model whose server does not tell it: 13 billion parameters in 5 bits."""
+
+LEAST_WAKE, MOST_WAKE = 0.1, 3600.0
+"""Bounds of the seconds that waking up is expected to take."""
+
+WAKE_FACTOR, WAKE_SLACK = 4.0, 60.0
+"""Waking up may take so many times longer than expected, and so many seconds more."""
+
+_IS_SLEEPING = re.compile(rb'"is_sleeping"\s*:\s*(true|false)')
+
+
+def read_is_sleeping(props: bytes) -> tuple[bool | None, bytes]:
+    """Whether an answer to `/props` says that the server sleeps, and the answer without that.
+
+    None: its build can't sleep.
+    """
+    at = props.rfind(b'"is_sleeping"')
+    found = _IS_SLEEPING.match(props, at) if at >= 0 else None
+    if found is None:
+        return None, props
+    return found[1] == b"true", props[:at] + props[found.end() :]
+
+
+@dataclass(slots=True)
+class Sleep:
+    """One server's sleep, as far as `/props` and our requests show it. Times are monotonic."""
+
+    possible: bool = False
+    """Whether its build can sleep."""
+    asleep: bool = False
+    """By the last answer to `/props`."""
+    seen: bool = False
+    """Whether it has slept since its process began."""
+    waking_since: float | None = None
+    """Since when it loads its model again; None: it does not, or has shown that it is awake."""
+    rested: float = 0.0
+    """Seconds for which it was left alone, awake, in all."""
+    measured: float | None = None
+    """Seconds that waking up took, the last time counting as much as all before."""
+    _rests_since: float | None = None
+    """Up to when `rested` counts; None: it was asked since."""
+
+    @property
+    def sleeping(self) -> bool:
+        """Whether it sleeps or wakes up: its model is not loaded."""
+        return self.asleep or self.waking_since is not None
+
+    def props_read(self, asleep: bool | None, now: float, *, asked: bool) -> None:  # noqa: FBT001
+        """`/props` says that it sleeps, or None: that it never does.
+
+        `asked`: a request of ours that will wake it is under way.
+        """
+        self.possible = asleep is not None
+        if asleep:
+            self.asleep = self.seen = True
+            if not asked:
+                self.waking_since = None
+        elif self.asleep:
+            self.asleep = False
+            if self.waking_since is None:
+                self.waking_since = now
+
+    def begin_wake(self, now: float) -> bool:
+        """A request is sent to it while it sleeps; whether that is the one that wakes it."""
+        if self.waking_since is not None:
+            return False
+        self.waking_since = now
+        return True
+
+    def woke(self) -> None:
+        """It has shown that its model is loaded."""
+        self.asleep, self.waking_since = False, None
+
+    def restarted(self) -> None:
+        """Its process has ended, or is another one, perhaps with other options."""
+        self.asleep = self.seen = False
+        self.waking_since, self.rested = None, 0.0
+
+    def learn_wake(self, seconds: float) -> None:
+        """Waking up took so long."""
+        seconds = min(max(LEAST_WAKE, seconds), MOST_WAKE)
+        self.measured = seconds if self.measured is None else (self.measured + seconds) / 2
+
+    def forget(self) -> None:
+        """It has another model now."""
+        self.measured = None
+
+    def wake_seconds(self, size: int | None) -> float:
+        """Seconds that waking up is expected to take, with a model of so many bytes."""
+        if self.measured is not None:
+            return self.measured
+        return WAKE_BASE + min((size or UNKNOWN_MODEL_BYTES) / WAKE_BYTES_PER_SECOND, MOST_WAKE)
+
+    def seconds_left(self, size: int | None, now: float) -> float:
+        """Seconds until it is expected to be awake, if it gets a request now."""
+        if not self.sleeping:
+            return 0.0
+        waited = 0.0 if self.waking_since is None else now - self.waking_since
+        return max(LEAST_WAKE, self.wake_seconds(size) - waited)
+
+    def wake_limit(self, size: int | None) -> float:
+        """Seconds after which waking up is not believed any more."""
+        return WAKE_FACTOR * self.wake_seconds(size) + WAKE_SLACK
+
+    def is_overdue(self, size: int | None, now: float) -> bool:
+        """Whether it wakes up for longer than is believable."""
+        return self.waking_since is not None and now - self.waking_since > self.wake_limit(size)
+
+    def may_rest(self, now: float, *, used: bool) -> bool:
+        """Whether to ask an awake server nothing that keeps it awake; `used`: it works anyway."""
+        if used:
+            self._rests_since = None
+            return False
+        self.rested += now - (now if self._rests_since is None else self._rests_since)
+        self._rests_since = now
+        return self.seen or self.rested < MOST_REST
+
+
+MOST_QUICK_REPROBES = 30
+"""Failed probes in a row after which a node is no longer expected back at any moment."""
+
+PROBE_JITTER = 0.1
+"""Share by which an interval varies, so that nodes probed together by chance part again."""
+
+QUICK_PROBE_DELAY = 1.0
+"""Seconds between the probes of a node about to change: loading, failing, or just gone."""
+
+
+class ProbeAnswer(enum.Enum):
+    """How a probe ended."""
+
+    UP = "up"
+    LOADING = "loading"
+    CONNECTION_REFUSED = "refused"
+    TIMED_OUT = "timed out"
+    KEY_REJECTED = "locked"
+    """It is alive, but rejects the gateway's key."""
+    NO_MODEL = "names no model"
+    """It is alive, but neither it nor the inventory names a model."""
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """A probe's end, with a detail for the operator; it took `seconds`."""
+
+    answer: ProbeAnswer
+    detail: str
+    seconds: float = 0.0
+
+    @property
+    def up(self) -> bool:
+        """Whether the node is there and can take work."""
+        return self.answer is ProbeAnswer.UP
+
+
+@dataclass(slots=True)
+class ProbeHistory:
+    """The probes of one node. Times are monotonic seconds."""
+
+    probed: bool = False
+    up: bool = False
+    """By the last verdict; it takes `rise` or `fall` probes to change."""
+    loading: bool = False
+    mute: bool = False
+    """It let a probe time out while something else showed that it is alive."""
+    unread: int = 0
+    """Readings of its slots in a row that timed out without excuse, though `/health` answered."""
+    unread_since: float = 0.0
+    """When the first of them began."""
+    frozen: bool = False
+    """Whether these were `fall`, and none has been answered since."""
+    detail: str = ""
+    successes_in_a_row: int = 0
+    failures_in_a_row: int = 0
+    load_unread: bool = False
+    """Whether its load is unknown, since it was left alone."""
+    discovered_at: float | None = None
+    """When the server's properties were last read; None: to be read before it gets work."""
+    props_digest: bytes | None = None
+    """Of the answer to `/props` that was read last; None: there was none."""
+    last_probe_at: float | None = None
+    """When the last probe began."""
+    next_probe_at: float = 0.0
+    """When the next one is due."""
+
+    @property
+    def down(self) -> bool:
+        """Whether the verdict is that the node is not there."""
+        return self.probed and not self.up and not self.loading
+
+    @property
+    def silent(self) -> bool:
+        """Whether it lives and leaves probes unanswered, so that it gets no work."""
+        return self.mute or self.frozen
+
+    @property
+    def unstable(self) -> bool:
+        """Whether a change is likely soon, so that probes must be quick."""
+        if not self.up:
+            return self.loading or 0 < self.failures_in_a_row <= MOST_QUICK_REPROBES
+        return self.failures_in_a_row > 0 and not self.mute
+
+    def probe_began(self, now: float) -> None:
+        """A probe begins."""
+        self.last_probe_at = now
+
+    def record(
+        self, result: ProbeResult, *, rise: int, fall: int, sign_of_life: str | None
+    ) -> None:
+        """Count one more result.
+
+        A node that has not been up yet is down at its first failure: `fall` protects a working
+        node from a passing trouble. `sign_of_life` says why the node is alive all the same; it
+        outweighs a time-out and nothing else. A refused connection counts at once: the node's
+        system itself says that no process listens there.
+        """
+        first = not self.probed
+        self.probed = True
+        if result.answer is ProbeAnswer.UP:
+            self.failures_in_a_row = 0
+            self.successes_in_a_row += 1
+            self.mute = False
+            if first or self.loading or self.up or self.successes_in_a_row >= rise:
+                self.up, self.loading, self.detail = True, False, ""
+            return
+        self.successes_in_a_row = 0
+        if result.answer is ProbeAnswer.LOADING:
+            self.failures_in_a_row = 0
+            self._not_up(loading=True, detail=result.detail)
+            return
+        if result.answer is ProbeAnswer.TIMED_OUT and self.up and sign_of_life:
+            self.mute = True
+            self.failures_in_a_row = 0
+            self.detail = f"{result.detail}, but {sign_of_life}: no new work until it answers"
+            return
+        self.failures_in_a_row += 1
+        if (
+            not self.up
+            or self.failures_in_a_row >= fall
+            or result.answer is ProbeAnswer.CONNECTION_REFUSED
+        ):
+            self._not_up(loading=False, detail=result.detail)
+        elif self.mute:
+            self.detail = f"{result.detail} ({self.failures_in_a_row} of {fall} times)"
+
+    def slots_unread(self, asked_at: float, fall: int) -> None:
+        """A reading of its slots has timed out, and no work of ours explains it."""
+        if not self.unread:
+            self.unread_since = asked_at
+        self.unread += 1
+        self.frozen = self.unread >= fall
+
+    def slots_read(self) -> None:
+        """Its slots were read, or can't be asked for."""
+        self.unread, self.frozen, self.load_unread = 0, False, False
+
+    def leave_load_unread(self) -> None:
+        """Its slots were not asked for, so that it may fall asleep."""
+        self.load_unread = True
+
+    def _not_up(self, *, loading: bool, detail: str) -> None:
+        self.up = self.mute = False
+        self.slots_read()
+        self.loading = loading
+        self.discovered_at = None
+        self.detail = detail
+
+    def discovered(self, now: float) -> None:
+        """The server's properties have been read."""
+        self.discovered_at = now
+
+    def rediscover(self) -> None:
+        """Read the server's properties with the next probe."""
+        self.discovered_at = None
+
+    def props_read(self, body: bytes) -> None:
+        """The server's properties were read from this answer to `/props`."""
+        self.props_digest = hashlib.sha256(body).digest()
+
+    def props_differ(self, body: bytes) -> bool:
+        """Whether this answer to `/props` is not, to the byte, the one that was read."""
+        return hashlib.sha256(body).digest() != self.props_digest
+
+    def discovery_due(self, now: float, interval: float) -> bool:
+        """Whether the server's properties are unknown or older than `interval` seconds."""
+        return self.discovered_at is None or now - self.discovered_at >= interval
+
+    def schedule(self, at: float) -> None:
+        """The next probe is due then."""
+        self.next_probe_at = at
+
+    def probe_by(self, at: float) -> bool:
+        """The next probe is due then at the latest; whether that is earlier than before."""
+        earlier = at < self.next_probe_at
+        if earlier:
+            self.next_probe_at = at
+        return earlier
+
+
+def probe_delay(interval: float, rng: random.Random, *, first: bool, unstable: bool) -> float:
+    """Seconds from the end of a probe to the next.
+
+    All nodes are probed at once when the gateway starts; after this `first` probe each gets a
+    random phase of its own. A node that is down is probed at least as often as any other: a probe
+    costs little, and a node that is back is wanted within seconds.
+    """
+    if unstable:
+        interval = min(interval, QUICK_PROBE_DELAY)
+    elif first:
+        return rng.uniform(0.0, interval)
+    return interval * rng.uniform(1 - PROBE_JITTER, 1 + PROBE_JITTER)

@@ -2,38 +2,220 @@
 
 Node and lease are one story: a lease counts on its node when it is taken and given back, and what
 the gateway saw in between is measured against the node's occupancy.
+
+Slots in use are ours by count, and others' by what the node reports. Both are integrated over time.
+For any span between two moments the difference of two sums gives the mean: how many slots were busy
+during a request's decode, and for how long prompts were being read meanwhile, which delays the
+other slots.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
-from gateway.config.inventory import NodeSpec
-from gateway.config.node import STARTED_BY, UP
+from gateway.config.node import STARTED_BY, UP, NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
-from gateway.fleet.circuit import Circuit, KeyRejection
-from gateway.fleet.concurrency_limit import MOST_LIMIT, ConcurrencyLimit
-from gateway.fleet.degradation import DegradationDetector, UsualSpeeds
-from gateway.fleet.lifecycle import Lifecycle, LifecyclePhase
-from gateway.fleet.probe_history import ProbeHistory
+from gateway.fleet.circuit import MOST_LIMIT, Circuit, ConcurrencyLimit, KeyRejection
+from gateway.fleet.lifecycle import (
+    RECENT_USE,
+    REST_DELAY,
+    Lifecycle,
+    LifecyclePhase,
+    ProbeHistory,
+    Sleep,
+)
 from gateway.fleet.server_properties import (
     Purpose,
     ServedAs,
     ServerProperties,
     inventory_drift,
 )
-from gateway.fleet.sleep import RECENT_USE, REST_DELAY, Sleep
-from gateway.fleet.slot_occupancy import LeasePhase, SlotOccupancy
-from gateway.fleet.speed import ObservedTiming, Speed, SpeedState
+from gateway.fleet.speed import DegradationDetector, ObservedTiming, Speed, SpeedState, UsualSpeeds
 from gateway.lease import NodeInfo
 from gateway.request import Endpoint
 from gateway.transport.pool import ConnectionPool
+
+SLOT_LINGER = 0.25
+"""Seconds for which a slot may still be reported busy after its answer has ended."""
+
+
+class LeasePhase(enum.Enum):
+    """How far the node has got with the request."""
+
+    WAITING_HEAD = "waiting"
+    """Sent, no head yet: the node queues it, or works on an answer that it does not stream."""
+    PREFILL = "prefill"
+    """The head has come, content has not: the node reads the prompt."""
+    DECODE = "decode"
+    """Content has come."""
+    RECLAIM = "reclaim"
+    """The gateway has left; the node may still be at work."""
+    RELEASED = "over"
+    """The slots are free."""
+
+
+@dataclass(slots=True, eq=False)
+class SlotsQuery:
+    """A request to the node's `/slots` that is under way."""
+
+    peak_leased: int
+    """The most busy slots in its answer that our leases can account for."""
+    lent: int = 0
+    """The busy slots in its answer that may be lent."""
+
+    def leases_grew(self, leased: int) -> None:
+        """Our leases hold so many slots now."""
+        self.peak_leased = max(self.peak_leased, leased)
+
+    def slot_lent(self) -> None:
+        """A slot is lent."""
+        self.lent = 1
+
+
+@dataclass(slots=True, eq=False)
+class SlotLoan:
+    """A slot that counts as free while a calibration uses it, until a lease wants any slot."""
+
+    call_in: Callable[[], None]
+
+    def leases_grew(self, leased: int) -> None:
+        """Our leases hold so many slots now."""
+        if leased:
+            self.call_in()
+
+    def slot_lent(self) -> None:
+        """A slot is lent."""
+
+
+@dataclass(slots=True)
+class SlotOccupancy:
+    """The counts of one node's slots."""
+
+    leased: int = 0
+    foreign: int = 0
+    slot_seconds: float = 0.0
+    """Busy slots, ours and others', integrated over time up to the last change."""
+    prefill_seconds: float = 0.0
+    """Our prompts that are being read, integrated likewise."""
+    prefills: int = 0
+    """Our prompts that are being read."""
+    tokens_reading: tuple[int, ...] | None = None
+    """The tokens of each busy slot, ours and others', by the last reading; None: it was taken."""
+    _integrated_at: float = 0.0
+    """Up to when the sums go."""
+    _window: int = 0
+    """Number of the current window of `SLOT_LINGER` seconds."""
+    _peak: int = 0
+    """The most slots leased in this window."""
+    _earlier_peak: int = 0
+    """The most in the window before."""
+    _watchers: list[SlotsQuery | SlotLoan] = field(default_factory=list)
+    """All that is told of each lease."""
+    _lent: int = 0
+
+    def integrate(self, now: float) -> None:
+        """Bring the sums up to this moment."""
+        elapsed = now - self._integrated_at
+        if elapsed > 0:
+            self._integrated_at = now
+            self.slot_seconds += elapsed * (self.leased + self.foreign)
+            self.prefill_seconds += elapsed * self.prefills
+
+    def take(self, slots: int, now: float, prefilling: bool = False) -> None:  # noqa: FBT001, FBT002
+        """A lease takes slots; `prefilling`: `prefill_done` will say when its prompt is read."""
+        if int(now / SLOT_LINGER) != self._window:
+            self._roll(now)
+        elapsed = now - self._integrated_at
+        if elapsed > 0:
+            # `integrate`, inlined here and below: both run for each request.
+            self._integrated_at = now
+            self.slot_seconds += elapsed * (self.leased + self.foreign)
+            self.prefill_seconds += elapsed * self.prefills
+        self.leased += slots
+        self.prefills += prefilling
+        if self._peak < self.leased:  # noqa: PLR1730 - a call costs four times as much
+            self._peak = self.leased
+        for watcher in self._watchers:
+            watcher.leases_grew(self.leased)
+
+    def prefill_done(self, now: float) -> None:
+        """One of our prompts has been read."""
+        elapsed = now - self._integrated_at
+        if elapsed > 0:
+            self._integrated_at = now
+            self.slot_seconds += elapsed * (self.leased + self.foreign)
+            self.prefill_seconds += elapsed * self.prefills
+        self.prefills -= 1
+
+    def release(self, slots: int, now: float, prefilling: bool = False) -> None:  # noqa: FBT001, FBT002
+        """A lease gives back slots; `prefilling`: its prompt had not been read yet."""
+        if int(now / SLOT_LINGER) != self._window:
+            self._roll(now)
+        elapsed = now - self._integrated_at
+        if elapsed > 0:
+            self._integrated_at = now
+            self.slot_seconds += elapsed * (self.leased + self.foreign)
+            self.prefill_seconds += elapsed * self.prefills
+        self.leased -= slots
+        self.prefills -= prefilling
+
+    @contextmanager
+    def slots_query(self, now: float) -> Iterator[SlotsQuery]:
+        """Watch our leases while the node is asked for its busy slots."""
+        self._roll(now)
+        query = SlotsQuery(max(self._peak, self._earlier_peak), self._lent)
+        self._watchers.append(query)
+        try:
+            yield query
+        finally:
+            self._watchers.remove(query)
+
+    @contextmanager
+    def lend_slot(self, call_in: Callable[[], None]) -> Iterator[None]:
+        """Lend a slot of an idle node; it goes on counting as free. Each lease calls `call_in`."""
+        loan = SlotLoan(call_in)
+        for watcher in self._watchers:
+            watcher.slot_lent()
+        self._watchers.append(loan)
+        self._lent = 1
+        try:
+            yield
+        finally:
+            self._lent = 0
+            self._watchers.remove(loan)
+
+    def record_busy(self, busy: int, query: SlotsQuery, now: float | None = None) -> None:
+        """The node reported busy slots: those that our leases can't account for are others'."""
+        if now is not None:
+            self.integrate(now)
+        self.foreign = max(0, busy - query.peak_leased - query.lent)
+
+    def record_tokens(self, reading: tuple[int, ...]) -> None:
+        """The node reported the tokens of its busy slots."""
+        self.tokens_reading = reading
+
+    def take_tokens_reading(self) -> tuple[int, ...] | None:
+        """The last reading of the busy slots' tokens, the first time; then None."""
+        reading, self.tokens_reading = self.tokens_reading, None
+        return reading
+
+    def clear_foreign(self) -> None:
+        """The node reports no slots: nothing is known of others' work."""
+        self.foreign, self.tokens_reading = 0, ()
+
+    def _roll(self, now: float) -> None:
+        window = int(now / SLOT_LINGER)
+        if window != self._window:
+            self._earlier_peak = self._peak if window == self._window + 1 else self.leased
+            self._peak = self.leased
+            self._window = window
+
 
 SPAN_SECONDS, SPAN_TOKENS = 2.5, 4
 """Least seconds and events of a span of a decode that shows how fast it goes."""
@@ -46,13 +228,13 @@ class NodeState(enum.Enum):
     DRAINING = "draining"
     DOWN = "down"
     SLEEPING = "sleeping"
-    """It has unloaded its model while it was idle (`sleep.py`). It gets work, which wakes it."""
+    """It has unloaded its model while it was idle (`lifecycle.py`). The next request wakes it."""
     LOADING = "loading"
     STARTING = "starting"
     EJECTED = "ejected"
     MUTE = "mute"
     DEGRADED = "degraded"
-    """Far slower than it used to be (`degradation.py`). It gets work, chosen by its speed."""
+    """Far slower than it used to be (`speed.py`). It gets work, chosen by its speed."""
     READY = "ready"
 
 
@@ -452,29 +634,23 @@ class Node:
         expected_prefill: float | None = None,
         expected_total: float | None = None,
         wake: float = 0.0,
-        holder: LeaseHolder | None = None,
     ) -> Lease:
-        """Count `slots` as used, at once. The caller has checked `free_slots`.
+        """A lease on so many slots, which is taken at once; as `take`."""
+        lease = Lease(self, slots, now, stream, expected_prefill, expected_total)
+        self.take(lease, now, wake)
+        return lease
 
-        `expected_prefill` and `expected_total` are seconds from now, and hold `wake`, in which
-        its server wakes up. `holder` is told how the lease goes on. Raises ValueError for a
-        negative number of slots; a request that needs no slot takes 0.
+    def take(self, lease: Lease, now: float, wake: float = 0.0) -> None:
+        """Count the slots of a lease as used. The caller has checked `free_slots`.
+
+        The lease's `expected_prefill` and `expected_total` hold `wake`, the seconds in which its
+        server wakes up. Raises ValueError for a negative number of slots; a request that needs no
+        slot takes 0.
         """
+        slots = lease.slots
         if slots < 0:
             raise ValueError(f"{slots} slots")
-        # Positional arguments: this runs for each request.
-        lease = Lease(
-            self,
-            self.upstream,
-            slots,
-            now,
-            stream,
-            expected_prefill,
-            expected_total,
-            holder,
-        )
-        lease.prefill_began_at = now
-        lease.prefilling = stream and slots > 0
+        lease.prefilling = lease.stream and slots > 0
         if wake:
             lease.wake, lease.wakes = wake, self.sleep.begin_wake(now)
         circuit, occupancy = self.circuit, self.occupancy
@@ -489,19 +665,17 @@ class Node:
         lease.prefill_seconds = occupancy.prefill_seconds
         self.requests += 1
         self.announced_free = self.announced_free - slots if self.announced_free > slots else 0
-        return lease
 
     def take_calibration_lease(self, now: float) -> Lease:
         """A lease on no slot, since no request may wait for it, and none of the `requests`."""
-        lease = Lease(self, self.upstream, 0, now, True, None, None)
-        lease.prefill_began_at = now
+        lease = Lease(self, 0, now, True, None, None)
         self.leases.add(lease)
         return lease
 
     def lease_released(self, lease: Lease, *, counted: bool) -> None:
         """The lease's slots are free: called by the lease, once.
 
-        `counted`: its holder has counted them as free by itself.
+        `counted`: it has told the scheduler that they are free.
         """
         self.leases.remove(lease)
         self.released_at = lease.released_at or 0.0
@@ -683,27 +857,15 @@ def _together(now: ServedAs, before: ServedAs) -> ServedAs:
     return (models, params, size, file, build, slots)  # type: ignore[return-value]
 
 
-class LeaseHolder(Protocol):
-    """Who took a lease, and keeps counts of its own that follow the lease."""
-
-    def prefill_done(self) -> None:
-        """The first content came: the prompt has been read."""
-
-    def slots_freed(self) -> bool:
-        """The slots are free; told before anyone else. Returns whether its counts follow that."""
-
-
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Slots held on a node: made by `Node.take_lease`, ended by `release`.
+    """Slots held on a node: taken by `Node.take`, ended by `release`.
 
     After `abandon` the reclaimer releases them, once the node shows them idle. Times are monotonic
-    seconds.
+    seconds. The scheduler's leases override what their own counts follow.
     """
 
     node: Node
-    upstream: ConnectionPool
-    """The node's pool when the lease was taken; it stays open until the lease has ended."""
     slots: int
     taken_at: float
     stream: bool
@@ -712,8 +874,6 @@ class Lease:
     """Predicted seconds from dispatch to the first content; None: unknown."""
     expected_total: float | None
     """Predicted seconds from dispatch to the end; None: unknown."""
-    holder: LeaseHolder | None = None
-    """Told how the lease goes on, until it is released; None: nobody wants to know."""
     wake: float = 0.0
     """The part of `expected_prefill` in which its server, which slept, wakes up."""
     wakes: bool = False
@@ -721,7 +881,9 @@ class Lease:
     trial: bool = False
     """Whether its outcome closes or reopens the node's circuit."""
     phase: LeasePhase = LeasePhase.WAITING_HEAD
-    prefill_began_at: float = 0.0
+    prefill_began_at: float = field(init=False)
+    upstream: ConnectionPool = field(init=False)
+    """The node's pool when the lease was taken; it stays open until the lease has ended."""
     last_content_at: float | None = None
     """When the last byte of content came from the node."""
     abandoned_at: float = 0.0
@@ -745,6 +907,16 @@ class Lease:
     """The span of its decode that goes on: when it began, the events before it (0: none goes on),
     and the node's `slot_seconds` and `prefill_seconds` then."""
 
+    def __post_init__(self) -> None:
+        self.upstream, self.prefill_began_at = self.node.upstream, self.taken_at
+
+    def prefill_ended(self) -> None:
+        """The first content came: the prompt has been read."""
+
+    def slots_freed(self) -> bool:
+        """The slots are free; told before anyone else. Returns whether others' counts follow."""
+        return False
+
     def head_received(self, now: float) -> None:
         """The head of a streamed answer has come: a slot reads the prompt."""
         if self.phase is LeasePhase.WAITING_HEAD:
@@ -758,8 +930,7 @@ class Lease:
             self.phase = LeasePhase.DECODE
             if self.prefilling:
                 self._prefill_done(now)
-            if self.holder is not None:
-                self.holder.prefill_done()
+            self.prefill_ended()
 
     def bytes_received(self, now: float) -> None:
         """More of a response came whose first content was noted, or that comes in one piece."""
@@ -795,9 +966,7 @@ class Lease:
         if self.phase is LeasePhase.RELEASED:
             return
         self.phase = LeasePhase.RELEASED
-        # Holder and lease name each other: without this, only the garbage collector frees them.
-        holder, self.holder = self.holder, None
-        counted = holder is not None and holder.slots_freed()
+        counted = self.slots_freed()
         node = self.node
         occupancy = node.occupancy
         self.released_at = now = node.clock()

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from gateway.config.inventory import NodeSpec
+from gateway.config.node import NodeSpec
 
 MOST_SLOTS = 65_536
 
@@ -23,7 +23,7 @@ LONGEST_PROPERTY = 512
 MOST_MODEL_SIZE = 1 << 60
 
 Purpose = Literal["chat", "embeddings", "rerank", "unknown"]
-"""The work that a llama.cpp server was started for. It says so nowhere: see `probes.py`."""
+"""The work that a llama.cpp server was started for. It says so nowhere: see `health.py`."""
 
 REFUSED_FOR_PURPOSE: dict[Purpose | None, frozenset[str]] = {
     "chat": frozenset({"embeddings", "rerank"}),

@@ -1,7 +1,8 @@
 """`GET /metrics`: counters fed by events, and the current state, which is read at each scrape.
 
 An event costs a few microseconds on the hot path, in plain dictionaries; text is made at the
-scrape. The number of series is bounded: nodes by the inventory, models by a cap.
+scrape. The number of series is bounded: nodes by the inventory, models by a cap; a histogram has at
+most `MOST_LABEL_SETS` combinations of labels that name a model, and counts the rest as `other`.
 
 A scrape runs on the event loop, and prometheus_client renders some 130,000 samples a second: a
 fleet of 1,000 nodes with nine states each would block every stream for 80 ms. So only the
@@ -11,13 +12,15 @@ process's own metrics come from there.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
 from gateway import __version__
+from gateway.errors import CLIENT_CLOSED_STATUS
 from gateway.events import (
     CALIBRATION_OUTCOMES,
     WEBHOOK_OUTCOMES,
@@ -33,21 +36,85 @@ from gateway.events import (
     WebhookAttempted,
 )
 from gateway.observe.exposition import OTHER_LABEL, Histogram, MetricsPage, escape_label, labels
-from gateway.observe.request_histograms import (
-    SECONDS_UP_TO_AN_HOUR,
-    GenAiHistograms,
-    RequestHistograms,
-)
-from gateway.observe.snapshot import (
-    BatchSample,
-    LedgerSample,
-    MetricsSnapshot,
-    NodeSample,
-    TraceSample,
-)
 from gateway.request import Priority
 
 METRIC_PREFIX = "llama_gateway_"
+
+HELP = {
+    "attempts_total": "Attempts on a node that are over.",
+    "batch_lines_claimed": "Lines that are claimed and go next.",
+    "batch_lines_deferred_total": "Runs that a limit, or a lack of room, has put off.",
+    "batch_lines_retried_total": "Runs that nodes have failed.",
+    "batch_lines_running": "Lines that run or wait for a slot.",
+    "batch_lines_total": "Lines that have ended.",
+    "batch_oldest_seconds": "Age of the oldest batch with lines that wait.",
+    "batch_results_blocked": "1 while results wait, since the disk or the store takes none.",
+    "batches": "Batches that are kept, by state.",
+    "build_info": "The version that runs.",
+    "calibrations_total": (
+        "Tiny requests by which idle nodes of unknown speed were measured, by how they ended."
+    ),
+    "certificate_days_left": "Days until the certificate of a listener expires.",
+    "cost_total": "Cost of requests that ended, in the settings' currency.",
+    "first_token_seconds": "From arrival to the first content.",
+    "folder_full": "1 while the folder of files and results has no room for what came of late.",
+    "folder_refusals_total": "Files for which the folder of files and results had no room.",
+    "hooks_total": "Hooks that have started or stopped a standby node, or failed to.",
+    "in_flight": "Requests that wait or run.",
+    "inventory_error": "1 while the inventory on disk is invalid and an older one is in force.",
+    "ledger_rows_dropped_total": "Rows that were lost.",
+    "ledger_rows_recovered_total": "Rows written for requests of killed processes.",
+    "ledger_rows_waiting": "Rows of the ledger that wait.",
+    "ledger_rows_written_total": "Rows that were written.",
+    "limits_reached_total": "Requests that a limit on use refused.",
+    "model_paused": "1 for each model that an operator has paused.",
+    "node_decode_tokens_per_second": "Measured speed of writing, for one request.",
+    "node_differs": "1 while a node differs from what the inventory declares.",
+    "node_prefill_tokens_per_second": "Measured speed of reading a prompt.",
+    "node_slots_busy": "Slots in use.",
+    "node_slots_total": "Slots a node has.",
+    "node_state": "1 for the state a node is in, 0 for the others.",
+    "overhead_seconds": "From arrival to dispatch, less the wait.",
+    "predicted_cached_tokens_total": (
+        "Tokens of prompts that their nodes were expected, and found, to have cached."
+    ),
+    "prediction_ratio": (
+        "Actual time of complete responses, divided by that expected at the grant of a slot."
+    ),
+    "queue_depth": "Requests that wait for a slot.",
+    "queue_oldest_seconds": (
+        "How long the request has waited that waits longest for a slot; 0: none waits."
+    ),
+    "queue_places": "Requests that may wait at once.",
+    "queue_seconds": "Time spent waiting for a slot.",
+    "refused_requests_total": "Requests that were refused with 429, by their caller.",
+    "request_duration_seconds": "From arrival to the last byte.",
+    "requests_total": "Requests that have ended, by their true status; 499: the client left.",
+    "response_seconds": "From arrival to the last byte.",
+    "resumed_streams_total": "Streams that went on elsewhere when their node failed.",
+    "retry_budget": "Retries that could be made now.",
+    "slot_wait_seconds": "Time spent waiting for a slot.",
+    "spill_money_left": "What spill-over to GPUs may still cost in its window.",
+    "store_jobs_waiting": "Jobs that wait for the store.",
+    "store_up": "1 while the store can be read and written.",
+    "stored_requests_waiting": "Stored requests that wait and may run.",
+    "time_to_first_token_seconds": "From arrival to the first content.",
+    "tokens_total": "Tokens of requests that ended.",
+    "traces_dropped_total": (
+        "Traces that were lost: too many waited, or the collector did not take them."
+    ),
+    "traces_exported_total": "Traces that the collector has taken.",
+    "webhook_attempts_total": "Attempts to deliver an event to a webhook, by their outcome.",
+    "webhook_deliveries_waiting": (
+        "Events in the store that are still to be delivered, of all processes."
+    ),
+    "yielded_slots_total": "Slots that batch requests gave up to requests of higher classes.",
+    "gen_ai_server_request_duration_seconds": "Duration of requests.",
+    "gen_ai_server_time_to_first_token_seconds": "From arrival to the first content.",
+    "gen_ai_server_time_per_output_token_seconds": "Time for each token after the first.",
+    "gen_ai_client_token_usage": "Tokens of a request.",
+}
+"""What each metric tells, by its name without `METRIC_PREFIX`."""
 
 NODE_STATES = (
     "standby",
@@ -76,22 +143,9 @@ MOST_NODES = 10_000
 """Most distinct node labels; further nodes are counted as `other`."""
 
 _OVERHEAD = (
-    0.0001,
-    0.00025,
-    0.0005,
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    1,
-    60,
-    3600,
+    *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
+    *(1, 60, 3600),
 )
-
 
 REFUSED_STATUS = 429
 
@@ -118,6 +172,117 @@ class RequestCounts:
         self.prompt += other.prompt
         self.cached += other.cached
         self.completion += other.completion
+
+
+@dataclass(slots=True)
+class NodeSample:
+    """A node at the time of a scrape. Speeds in tokens per second, None until measured."""
+
+    name: str
+    state: str
+    slots_total: int
+    slots_busy: int
+    decode_tps: float | None = None
+    prefill_tps: float | None = None
+    differs: bool = False
+    """Whether it differs from what the inventory declares."""
+
+
+@dataclass(slots=True)
+class StoreSample:
+    """The store at the time of a scrape."""
+
+    up: bool
+    """Whether it can be read and written."""
+    waiting: int
+    """Jobs that wait for it."""
+
+
+@dataclass(slots=True)
+class LedgerSample:
+    """The ledger of requests at the time of a scrape; counts are of this process."""
+
+    pending: int
+    """Rows that wait to be written."""
+    written: int
+    recovered: int
+    """Of them, rows of requests whose process was killed."""
+    dropped: int
+    """Rows that were lost, since too many waited or none could store them."""
+
+
+@dataclass(slots=True)
+class TraceSample:
+    """Traces of requests that have ended; counts are of this process."""
+
+    exported: int
+    dropped: Mapping[str, int]
+    """By the reason."""
+
+
+@dataclass(slots=True)
+class BatchSample:
+    """Work that can wait, at the time of a scrape; counts are of this process."""
+
+    batches: Mapping[str, int]
+    """By state."""
+    lines: Mapping[str, int]
+    """Lines whose result was recorded, by outcome."""
+    waiting: Mapping[str, int]
+    """Stored requests that may run, by kind."""
+    running: int
+    """Lines that were offered to the scheduler."""
+    claimed: int
+    """Lines that are to be offered next."""
+    deferred: int
+    retried: int
+    oldest_seconds: float
+    results_blocked: bool = False
+    """Whether results wait, since the disk or the store does not take them."""
+    folder_refusals: int = 0
+    """Files for which the folder had no room."""
+    folder_full: bool = False
+    """Whether the folder has no room for what came of late."""
+
+
+@dataclass(slots=True)
+class MetricsSnapshot:
+    """The gateway's state at the time of a scrape."""
+
+    nodes: Iterable[NodeSample] = ()
+    """Read once, in steps."""
+    queue: Mapping[Priority, int] = field(default_factory=dict)
+    """Queued requests by class; a missing class has none."""
+    oldest: Mapping[Priority, float] = field(default_factory=dict)
+    """Seconds that the longest waiting request of each class has waited."""
+    predictions: Mapping[str, Histogram] = field(default_factory=dict)
+    """Actual times by those that were expected, `first_token` and `completion`."""
+    cached_expected: float = 0.0
+    """Tokens that nodes were believed to have cached of the prompts that they got."""
+    cached_found: int = 0
+    """Those of them that they had cached."""
+    queue_places: int = 0
+    """Requests that may wait at once."""
+    spill_money_left: float | None = None
+    """What spill-over to GPUs may still cost in its window; None: money does not limit it."""
+    in_flight: int = 0
+    """Requests that are queued or run."""
+    paused_models: Sequence[str] = ()
+    """Public names that an operator has paused."""
+    inventory_error: bool = False
+    """The inventory on disk is invalid; an older one is in force."""
+    retry_budget: float | None = None
+    """Retries that the budget allows now."""
+    certificate_days_left: Mapping[str, float] = field(default_factory=dict)
+    """Days until the certificate of each listener with TLS expires."""
+    store: StoreSample | None = None
+    """None: there is no store."""
+    ledger: LedgerSample | None = None
+    batches: BatchSample | None = None
+    traces: TraceSample | None = None
+    """None: no requests are traced."""
+    webhooks_waiting: int = 0
+    """Deliveries that wait in the store."""
 
 
 class Metrics:
@@ -259,257 +424,85 @@ class Metrics:
             nodes.append(node)
             if len(nodes) % NODES_OF_A_STEP == 0:
                 yield b""
-        page = MetricsPage(METRIC_PREFIX)
+        page = _Page(METRIC_PREFIX)
         self._add_requests(page)
-        self._add_predictions(page, snapshot)
+        page.histograms(
+            "prediction_ratio",
+            (({"of": what}, histogram) for what, histogram in snapshot.predictions.items()),
+        )
+        cached = {"expected": snapshot.cached_expected, "found": snapshot.cached_found}
+        page.counts("predicted_cached_tokens_total", cached, "of")
         self._add_fleet(page, nodes)
-        page.add_family(
-            "queue_depth",
-            "gauge",
-            "Requests that wait for a slot.",
-            (
-                (labels(**{"class": priority.label}), snapshot.queue.get(priority, 0))
-                for priority in Priority
-            ),
-        )
-        page.add_family(
-            "queue_oldest_seconds",
-            "gauge",
-            "How long the request has waited that waits longest for a slot; 0: none waits.",
-            [
-                (labels(**{"class": priority.label}), snapshot.oldest.get(priority, 0.0))
-                for priority in Priority
-            ],
-        )
-        page.add_family(
-            "queue_places",
-            "gauge",
-            "Requests that may wait at once.",
-            [("", snapshot.queue_places)],
-        )
-        if snapshot.spill_money_left is not None:
-            page.add_family(
-                "spill_money_left",
-                "gauge",
-                "What spill-over to GPUs may still cost in its window.",
-                [("", snapshot.spill_money_left)],
-            )
-        page.add_family(
-            "in_flight", "gauge", "Requests that wait or run.", [("", snapshot.in_flight)]
-        )
-        page.add_family(
-            "model_paused",
-            "gauge",
-            "1 for each model that an operator has paused.",
-            [(labels(model=name), 1) for name in snapshot.paused_models],
-        )
-        page.add_family(
-            "inventory_error",
-            "gauge",
-            "1 while the inventory on disk is invalid and an older one is in force.",
-            [("", int(snapshot.inventory_error))],
-        )
-        if snapshot.retry_budget is not None:
-            page.add_family(
-                "retry_budget",
-                "gauge",
-                "Retries that could be made now.",
-                [("", snapshot.retry_budget)],
-            )
-        if snapshot.certificate_days_left:
-            page.add_family(
-                "certificate_days_left",
-                "gauge",
-                "Days until the certificate of a listener expires.",
-                (
-                    (labels(certificate=key), round(days, 3))
-                    for key, days in snapshot.certificate_days_left.items()
-                ),
-            )
-        if snapshot.store is not None:
-            page.add_family(
-                "store_up",
-                "gauge",
-                "1 while the store can be read and written.",
-                [("", int(snapshot.store.up))],
-            )
-            page.add_family(
-                "store_jobs_waiting",
-                "gauge",
-                "Jobs that wait for the store.",
-                [("", snapshot.store.waiting)],
-            )
+        _add_state(page, snapshot)
         if snapshot.ledger is not None:
-            _add_ledger(page, snapshot.ledger)
+            page.number("ledger_rows_waiting", snapshot.ledger.pending)
+            page.number("ledger_rows_written_total", snapshot.ledger.written)
+            page.number("ledger_rows_recovered_total", snapshot.ledger.recovered)
+            page.number("ledger_rows_dropped_total", snapshot.ledger.dropped)
         if snapshot.batches is not None:
             _add_batches(page, snapshot.batches)
-        self._add_webhooks(page, snapshot.webhooks_waiting)
+        page.counts("webhook_attempts_total", self._webhooks, "outcome")
+        page.number("webhook_deliveries_waiting", snapshot.webhooks_waiting)
         if snapshot.traces is not None:
-            _add_traces(page, snapshot.traces)
-        build = labels(version=__version__, python=platform.python_version())
-        page.add_family("build_info", "gauge", "The version that runs.", [(build, 1)])
+            page.number("traces_exported_total", snapshot.traces.exported)
+            page.counts("traces_dropped_total", snapshot.traces.dropped, "reason")
+        build = {(__version__, platform.python_version()): 1}
+        page.counts("build_info", build, "version", "python")
         if self._with_gen_ai:
             self._gen_ai.add_to(page)
         for text in page.steps():
             yield text.encode()
         yield generate_latest(self._process)
 
-    def _add_requests(self, page: MetricsPage) -> None:
-        page.add_family(
-            "requests_total",
-            "counter",
-            "Requests that have ended, by their true status; 499: the client left.",
-            (
-                (
-                    labels(**{"class": priority.label}, model=model, code=str(status)),
-                    counts.requests,
-                )
-                for (priority, model, status), counts in list(self._requests.items())
-            ),
+    def _add_requests(self, page: _Page) -> None:
+        by_labels = (
+            ((priority.label, model, str(status)), counts.requests)
+            for (priority, model, status), counts in list(self._requests.items())
         )
-        page.add_family(
-            "tokens_total", "counter", "Tokens of requests that ended.", list(self._token_samples())
-        )
-        page.add_family(
-            "resumed_streams_total",
-            "counter",
-            "Streams that went on elsewhere when their node failed.",
-            [("", self._resumed)],
-        )
-        page.add_family(
-            "yielded_slots_total",
-            "counter",
-            "Slots that batch requests gave up to requests of higher classes.",
-            [("", self._yielded)],
-        )
-        page.add_family(
-            "calibrations_total",
-            "counter",
-            "Tiny requests by which idle nodes of unknown speed were measured, by how they ended.",
-            [(labels(outcome=one), count) for one, count in self._calibrations.items()],
-        )
-        page.add_family(
-            "limits_reached_total",
-            "counter",
-            "Requests that a limit on use refused.",
-            (
-                (labels(limit=limit, scope=scope), count)
-                for (limit, scope), count in list(self._limits_reached.items())
-            ),
-        )
-        page.add_family(
-            "refused_requests_total",
-            "counter",
-            "Requests that were refused with 429, by their caller.",
-            [
-                (labels(caller=caller, reason=reason), count)
-                for (caller, reason), count in self._refused.items()
-            ],
-        )
-        page.add_family(
-            "cost_total",
-            "counter",
-            "Cost of requests that ended, in the settings' currency.",
-            [(labels(tier=tier), cost) for tier, cost in self._cost.items()],
-        )
-        for name, meaning, histogram in (
-            ("request_duration_seconds", "From arrival to the last byte.", self._duration),
-            ("time_to_first_token_seconds", "From arrival to the first content.", self._ttft),
-            ("queue_seconds", "Time spent waiting for a slot.", self._queue),
-            ("overhead_seconds", "From arrival to dispatch, less the wait.", self._overhead),
-        ):
-            page.add_histogram(name, meaning, [({}, histogram)])
+        page.samples("requests_total", by_labels, "class", "model", "code")
+        page.samples("tokens_total", list(self._token_samples()), "model", "kind")
+        page.number("resumed_streams_total", self._resumed)
+        page.number("yielded_slots_total", self._yielded)
+        page.counts("calibrations_total", self._calibrations, "outcome")
+        page.counts("limits_reached_total", self._limits_reached, "limit", "scope")
+        page.counts("refused_requests_total", self._refused, "caller", "reason")
+        page.counts("cost_total", self._cost, "tier")
+        page.histograms("request_duration_seconds", [({}, self._duration)])
+        page.histograms("time_to_first_token_seconds", [({}, self._ttft)])
+        page.histograms("queue_seconds", [({}, self._queue)])
+        page.histograms("overhead_seconds", [({}, self._overhead)])
         self._labelled.add_to(page)
 
-    def _add_predictions(self, page: MetricsPage, snapshot: MetricsSnapshot) -> None:
-        page.add_histogram(
-            "prediction_ratio",
-            "Actual time of complete responses, divided by that expected at the grant of a slot.",
-            [({"of": what}, histogram) for what, histogram in snapshot.predictions.items()],
-        )
-        page.add_family(
-            "predicted_cached_tokens_total",
-            "counter",
-            "Tokens of prompts that their nodes were expected, and found, to have cached.",
-            [
-                (labels(of="expected"), snapshot.cached_expected),
-                (labels(of="found"), snapshot.cached_found),
-            ],
-        )
-
-    def _add_webhooks(self, page: MetricsPage, waiting: int) -> None:
-        page.add_family(
-            "webhook_attempts_total",
-            "counter",
-            "Attempts to deliver an event to a webhook, by their outcome.",
-            [(labels(outcome=outcome), count) for outcome, count in self._webhooks.items()],
-        )
-        page.add_family(
-            "webhook_deliveries_waiting",
-            "gauge",
-            "Events in the store that are still to be delivered, of all processes.",
-            [("", waiting)],
-        )
-
-    def _token_samples(self) -> Iterator[tuple[str, float]]:
+    def _token_samples(self) -> Iterator[tuple[tuple[str, str], float]]:
         models: dict[str, RequestCounts] = {}
         for (_, model, _), counts in self._requests.items():
             models.setdefault(model, RequestCounts()).add(counts)
         for model, counts in models.items():
             for kind in ("prompt", "cached", "completion"):
-                yield labels(model=model, kind=kind), getattr(counts, kind)
+                yield (model, kind), getattr(counts, kind)
 
-    def _add_fleet(self, page: MetricsPage, nodes: Sequence[NodeSample]) -> None:
+    def _add_fleet(self, page: _Page, nodes: Sequence[NodeSample]) -> None:
         self._forget_others(node.name for node in nodes)
-        page.add_family(
-            "attempts_total",
-            "counter",
-            "Attempts on a node that are over.",
-            (
-                (labels(node=node, outcome=outcome), count)
-                for node, outcomes in list(self._attempts.items())
-                for outcome, count in list(outcomes.items())
-            ),
+        attempts = (
+            ((node, outcome), count)
+            for node, outcomes in list(self._attempts.items())
+            for outcome, count in list(outcomes.items())
         )
-        page.add_family(
-            "hooks_total",
-            "counter",
-            "Hooks that have started or stopped a standby node, or failed to.",
-            (
-                (labels(node=node, hook=hook, outcome=outcome), count)
-                for (node, hook, outcome), count in list(self._hooks.items())
-            ),
-        )
-        page.add_family(
+        page.samples("attempts_total", attempts, "node", "outcome")
+        page.counts("hooks_total", self._hooks, "node", "hook", "outcome")
+        page.family(
             "node_state",
-            "gauge",
-            "1 for the state a node is in, 0 for the others.",
             (
                 (f'{{node="{name}",state="{state}"}}', int(state == current))
                 for name, current in ((escape_label(node.name), node.state) for node in nodes)
                 for state in NODE_STATES
             ),
         )
-        for family, meaning, read in (
-            ("node_slots_total", "Slots a node has.", attrgetter("slots_total")),
-            ("node_slots_busy", "Slots in use.", attrgetter("slots_busy")),
-            (
-                "node_differs",
-                "1 while a node differs from what the inventory declares.",
-                lambda node: int(node.differs),
-            ),
-            (
-                "node_decode_tokens_per_second",
-                "Measured speed of writing, for one request.",
-                attrgetter("decode_tps"),
-            ),
-            (
-                "node_prefill_tokens_per_second",
-                "Measured speed of reading a prompt.",
-                attrgetter("prefill_tps"),
-            ),
-        ):
-            page.add_family(family, "gauge", meaning, _known(nodes, read))
+        page.nodes("node_slots_total", nodes, attrgetter("slots_total"))
+        page.nodes("node_slots_busy", nodes, attrgetter("slots_busy"))
+        page.nodes("node_differs", nodes, lambda node: int(node.differs))
+        page.nodes("node_decode_tokens_per_second", nodes, attrgetter("decode_tps"))
+        page.nodes("node_prefill_tokens_per_second", nodes, attrgetter("prefill_tps"))
 
     def _forget_others(self, names: Iterable[str]) -> None:
         """Drop nodes that have left; attempts that ended after that have added them again."""
@@ -520,89 +513,236 @@ class Metrics:
             del self._hooks[key]
 
 
-def _known(
-    nodes: Sequence[NodeSample], read: Callable[[NodeSample], float | None]
-) -> Iterator[tuple[str, float]]:
-    """A sample of each node for which the value is known."""
-    for node in nodes:
-        value = read(node)
-        if value is not None:
-            yield labels(node=node.name), value
+def _add_state(page: _Page, snapshot: MetricsSnapshot) -> None:
+    depth = {priority.label: snapshot.queue.get(priority, 0) for priority in Priority}
+    oldest = {priority.label: snapshot.oldest.get(priority, 0.0) for priority in Priority}
+    page.counts("queue_depth", depth, "class")
+    page.counts("queue_oldest_seconds", oldest, "class")
+    page.number("queue_places", snapshot.queue_places)
+    if snapshot.spill_money_left is not None:
+        page.number("spill_money_left", snapshot.spill_money_left)
+    page.number("in_flight", snapshot.in_flight)
+    page.counts("model_paused", dict.fromkeys(snapshot.paused_models, 1), "model")
+    page.number("inventory_error", int(snapshot.inventory_error))
+    if snapshot.retry_budget is not None:
+        page.number("retry_budget", snapshot.retry_budget)
+    if snapshot.certificate_days_left:
+        days_left = {key: round(days, 3) for key, days in snapshot.certificate_days_left.items()}
+        page.counts("certificate_days_left", days_left, "certificate")
+    if snapshot.store is not None:
+        page.number("store_up", int(snapshot.store.up))
+        page.number("store_jobs_waiting", snapshot.store.waiting)
 
 
-def _add_ledger(page: MetricsPage, ledger: LedgerSample) -> None:
-    for name, kind, text, value in (
-        ("ledger_rows_waiting", "gauge", "Rows of the ledger that wait.", ledger.pending),
-        ("ledger_rows_written_total", "counter", "Rows that were written.", ledger.written),
-        (
-            "ledger_rows_recovered_total",
-            "counter",
-            "Rows written for requests of killed processes.",
-            ledger.recovered,
-        ),
-        ("ledger_rows_dropped_total", "counter", "Rows that were lost.", ledger.dropped),
-    ):
-        page.add_family(name, kind, text, [("", value)])
+def _add_batches(page: _Page, batches: BatchSample) -> None:
+    page.counts("batches", batches.batches, "state")
+    page.counts("batch_lines_total", batches.lines, "outcome")
+    page.counts("stored_requests_waiting", batches.waiting, "kind")
+    page.number("batch_lines_running", batches.running)
+    page.number("batch_lines_claimed", batches.claimed)
+    page.number("batch_lines_deferred_total", batches.deferred)
+    page.number("batch_lines_retried_total", batches.retried)
+    page.number("batch_oldest_seconds", batches.oldest_seconds)
+    page.number("batch_results_blocked", int(batches.results_blocked))
+    page.number("folder_refusals_total", batches.folder_refusals)
+    page.number("folder_full", int(batches.folder_full))
 
 
-def _add_traces(page: MetricsPage, traces: TraceSample) -> None:
-    text = "Traces that the collector has taken."
-    page.add_family("traces_exported_total", "counter", text, [("", traces.exported)])
-    page.add_family(
-        "traces_dropped_total",
-        "counter",
-        "Traces that were lost: too many waited, or the collector did not take them.",
-        [(labels(reason=reason), count) for reason, count in traces.dropped.items()],
-    )
+class _Page(MetricsPage):
+    """A page of the metrics in `HELP`."""
+
+    __slots__ = ()
+
+    def family(self, name: str, samples: Iterable[tuple[str, float]]) -> None:
+        """Add a family of samples, each with its labels as text."""
+        kind = "counter" if name.endswith("_total") else "gauge"
+        self.add_family(name, kind, HELP[name], samples)
+
+    def number(self, name: str, value: float) -> None:
+        """Add a family of one sample without labels."""
+        self.family(name, [("", value)])
+
+    def samples(
+        self, name: str, samples: Iterable[tuple[tuple[str, ...], float]], *names: str
+    ) -> None:
+        """Add a family of samples with these labels."""
+        self.family(
+            name,
+            ((labels(**dict(zip(names, values, strict=True))), value) for values, value in samples),
+        )
+
+    def counts(self, name: str, counts: Mapping[Any, float], *names: str) -> None:
+        """Add a family of the values in a table, whose keys are one label or several."""
+        of_one = ((key if isinstance(key, tuple) else (key,), n) for key, n in [*counts.items()])
+        self.samples(name, of_one, *names)
+
+    def nodes(
+        self,
+        name: str,
+        nodes: Sequence[NodeSample],
+        read: Callable[[NodeSample], float | None],
+    ) -> None:
+        """Add a family with a sample of each node for which the value is known."""
+        known = ((node.name, value) for node in nodes if (value := read(node)) is not None)
+        self.add_family(
+            name, "gauge", HELP[name], ((labels(node=node), value) for node, value in known)
+        )
+
+    def histograms(
+        self,
+        name: str,
+        histograms: Iterable[tuple[Mapping[str, str], Histogram]],
+        *,
+        prefix: str | None = None,
+    ) -> None:
+        """Add a family of histograms."""
+        self.add_histogram(name, HELP[name], histograms, prefix=prefix)
 
 
-def _add_batches(page: MetricsPage, batches: BatchSample) -> None:
-    for name, kind, text, label, values in (
-        ("batches", "gauge", "Batches that are kept, by state.", "state", batches.batches),
-        ("batch_lines_total", "counter", "Lines that have ended.", "outcome", batches.lines),
-        (
-            "stored_requests_waiting",
-            "gauge",
-            "Stored requests that wait and may run.",
-            "kind",
-            batches.waiting,
-        ),
-    ):
-        samples = [(labels(**{label: value}), count) for value, count in values.items()]
-        page.add_family(name, kind, text, samples)
-    for name, kind, text, number in (
-        ("batch_lines_running", "gauge", "Lines that run or wait for a slot.", batches.running),
-        ("batch_lines_claimed", "gauge", "Lines that are claimed and go next.", batches.claimed),
-        (
-            "batch_lines_deferred_total",
-            "counter",
-            "Runs that a limit, or a lack of room, has put off.",
-            batches.deferred,
-        ),
-        ("batch_lines_retried_total", "counter", "Runs that nodes have failed.", batches.retried),
-        (
-            "batch_oldest_seconds",
-            "gauge",
-            "Age of the oldest batch with lines that wait.",
-            batches.oldest_seconds,
-        ),
-        (
-            "batch_results_blocked",
-            "gauge",
-            "1 while results wait, since the disk or the store takes none.",
-            int(batches.results_blocked),
-        ),
-        (
-            "folder_refusals_total",
-            "counter",
-            "Files for which the folder of files and results had no room.",
-            batches.folder_refusals,
-        ),
-        (
-            "folder_full",
-            "gauge",
-            "1 while the folder of files and results has no room for what came of late.",
-            int(batches.folder_full),
-        ),
-    ):
-        page.add_family(name, kind, text, [("", number)])
+# A CPU node may take an hour for a response; a refusal takes a millisecond.
+SECONDS_UP_TO_AN_HOUR = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60),
+    *(120, 300, 600, 1200, 1800, 3600),
+)
+
+MOST_LABEL_SETS = 300
+"""Most combinations of labels of one histogram that name a model."""
+
+NO_TIER = "none"
+"""The tier of a request that no node has seen."""
+
+
+def outcome_of(status: int) -> str:
+    """`ok`, `rejected` (the request's fault, or a limit), `client_closed`, or `failed`."""
+    if status < 400:
+        return "ok"
+    if status == CLIENT_CLOSED_STATUS:
+        return "client_closed"
+    return "rejected" if status < 500 else "failed"
+
+
+class LabelledHistogram:
+    """Histograms with the same bounds, by labels; the first label is the model."""
+
+    __slots__ = ("_by_labels", "_names", "bounds")
+
+    def __init__(self, names: Sequence[str], bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self._names = tuple(names)
+        self._by_labels: dict[tuple[str, ...], Histogram] = {}
+
+    def observe(self, value: float, values: tuple[str, ...]) -> None:
+        """Count a value under these labels."""
+        histogram = self._by_labels.get(values)
+        if histogram is None:
+            if len(self._by_labels) >= MOST_LABEL_SETS:
+                values = (OTHER_LABEL, *values[1:])
+            histogram = self._by_labels.setdefault(values, Histogram(self.bounds))
+        histogram.observe(value)
+
+    def samples(self) -> list[tuple[Mapping[str, str], Histogram]]:
+        """All histograms with their labels."""
+        return [
+            (dict(zip(self._names, values, strict=True)), histogram)
+            for values, histogram in self._by_labels.items()
+        ]
+
+
+class RequestHistograms:
+    """Times of requests by model, class, tier and outcome."""
+
+    def __init__(self) -> None:
+        names = ("model", "class", "tier")
+        self._response = LabelledHistogram((*names, "outcome"), SECONDS_UP_TO_AN_HOUR)
+        self._first_token = LabelledHistogram(names, SECONDS_UP_TO_AN_HOUR)
+        self._wait = LabelledHistogram(names, SECONDS_UP_TO_AN_HOUR)
+
+    def count(self, event: RequestFinished) -> None:
+        """Count a request that has ended."""
+        labelled = (event.model, event.priority.label, event.tier or NO_TIER)
+        self._response.observe(event.duration_seconds, (*labelled, outcome_of(event.status)))
+        if event.ttft is not None:
+            self._first_token.observe(event.ttft, labelled)
+        if event.attempts or event.queue_seconds:
+            self._wait.observe(event.queue_seconds, labelled)
+
+    def add_to(self, page: _Page) -> None:
+        """Add the families to a page."""
+        page.histograms("response_seconds", self._response.samples())
+        page.histograms("first_token_seconds", self._first_token.samples())
+        page.histograms("slot_wait_seconds", self._wait.samples())
+
+
+# https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/ advises these bounds; those
+# above it are for CPUs.
+_DURATION = (
+    *(0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
+    *(163.84, 327.68, 655.36, 1310.72, 3600),
+)
+_FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1800.0),
+)
+_OUTPUT_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576, 4194304)
+
+OPERATIONS = {
+    "/v1/chat/completions": "chat",
+    "/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/api/chat": "chat",
+    "/v1/completions": "text_completion",
+    "/completions": "text_completion",
+    "/completion": "text_completion",
+    "/infill": "text_completion",
+    "/api/generate": "text_completion",
+    "/v1/embeddings": "embeddings",
+    "/embeddings": "embeddings",
+    "/embedding": "embeddings",
+    "/api/embed": "embeddings",
+    "/api/embeddings": "embeddings",
+}
+"""The operations that OpenTelemetry names; other requests are not generative."""
+
+PROVIDER = "llama.cpp"
+"""`gen_ai.provider.name`: OpenTelemetry has no word for it, and allows others."""
+
+
+class GenAiHistograms:
+    """Requests under the names that OpenTelemetry's semantic conventions give."""
+
+    def __init__(self) -> None:
+        names = ("gen_ai_request_model", "gen_ai_operation_name", "gen_ai_provider_name")
+        self._duration = LabelledHistogram((*names, "error_type"), _DURATION)
+        self._first_token = LabelledHistogram(names, _FIRST_TOKEN)
+        self._output_token = LabelledHistogram(names, _OUTPUT_TOKEN)
+        self._tokens = LabelledHistogram((*names, "gen_ai_token_type"), _TOKENS)
+
+    def count(self, event: RequestFinished) -> None:
+        """Count a request that has ended."""
+        operation = OPERATIONS.get(event.path)
+        if operation is None:
+            return
+        labelled = (event.model, operation, PROVIDER)
+        failed = "" if event.status < 400 else str(event.status)
+        self._duration.observe(event.duration_seconds, (*labelled, failed))
+        if event.ttft is not None:
+            self._first_token.observe(event.ttft, labelled)
+            if event.completion_tokens > 1:
+                decode = max(0.0, event.duration_seconds - event.ttft)
+                self._output_token.observe(decode / (event.completion_tokens - 1), labelled)
+        if event.prompt_tokens:
+            self._tokens.observe(event.prompt_tokens, (*labelled, "input"))
+        if event.completion_tokens:
+            self._tokens.observe(event.completion_tokens, (*labelled, "output"))
+
+    def add_to(self, page: _Page) -> None:
+        """Add the families to a page."""
+        for name, histogram in (
+            ("gen_ai_server_request_duration_seconds", self._duration),
+            ("gen_ai_server_time_to_first_token_seconds", self._first_token),
+            ("gen_ai_server_time_per_output_token_seconds", self._output_token),
+            ("gen_ai_client_token_usage", self._tokens),
+        ):
+            page.histograms(name, histogram.samples(), prefix="")

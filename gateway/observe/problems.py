@@ -1,4 +1,4 @@
-"""What is wrong, why, and what to do: a pure function of the state that an operator can see.
+"""What is wrong, why, and what to do: a pure function of the state that `web/admin/live.py` reads.
 
 The most severe problems come first. Nodes that share a host and a state are one problem. Each
 remedy names commands that exist; tests/observe/test_problems.py runs their `--help`.
@@ -6,13 +6,14 @@ remedy names commands that exist; tests/observe/test_problems.py runs their `--h
 
 from __future__ import annotations
 
+import enum
 import shlex
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from gateway.observe.fleet_condition import FleetCondition, NodeCondition
-from gateway.observe.problem import Problem, Severity
+import structlog
 
 MOST_PROBLEMS = 50
 """Most problems that are told."""
@@ -72,7 +73,7 @@ def _locked(state: FleetCondition) -> Iterator[Problem]:
             "Every request is refused: there is no API key left",
             _sentence(state.keys_lost),
             "Put a key into the settings, or restart to serve without any.",
-            ("llama-gateway keys create --print", CHECK),
+            ("llama-gateway keys hash", CHECK),
         )
 
 
@@ -578,3 +579,236 @@ def _duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+class Severity(enum.Enum):
+    """How soon somebody should act."""
+
+    CRITICAL = "critical"
+    """Requests fail, or will within minutes."""
+    WARNING = "warning"
+    """The fleet works, with less than it should have."""
+    NOTICE = "notice"
+    """Nothing is broken; somebody may have forgotten it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that an operator should know, and what to do about it."""
+
+    id: str
+    """The same for as long as it lasts."""
+    severity: Severity
+    title: str
+    cause: str
+    remedy: str
+    commands: tuple[str, ...] = ()
+    """Command lines of the remedy."""
+    nodes: tuple[str, ...] = ()
+    """The first of the nodes that it is about."""
+    caller: str | None = None
+    """The caller that it is about; for operators only."""
+    anonymous_commands: tuple[str, ...] | None = None
+    """`commands` for those who may not know the caller; None: they do not name it."""
+    anonymous_remedy: str | None = None
+    """Likewise."""
+
+    def as_json(self, *, may_name_callers: bool) -> dict[str, Any]:
+        """As the admin API shows it."""
+        caller, remedy, commands = self.caller, self.remedy, self.commands
+        if not may_name_callers:
+            caller, remedy = None, self.anonymous_remedy or remedy
+            commands = self.anonymous_commands or commands
+        return {
+            "id": self.id,
+            "severity": self.severity.value,
+            "title": self.title,
+            "cause": self.cause,
+            "remedy": remedy,
+            "commands": commands,
+            "nodes": self.nodes,
+            "caller": caller,
+        }
+
+
+OVER_SECONDS = 5.0
+"""Seconds for which a problem must be away to be over: some come and go around a limit."""
+
+_RANKS = {severity: rank for rank, severity in enumerate(Severity)}
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _Told:
+    """A problem that the log was told of."""
+
+    problem: Problem
+    since: float
+    """Monotonic seconds, like the next one."""
+    seen_at: float
+
+
+@dataclass(slots=True)
+class ProblemLog:
+    """Compares the problems of each look with those that were told. `clock` is monotonic."""
+
+    clock: Callable[[], float]
+    _told: dict[str, _Told] = field(default_factory=dict)
+    """By the problem's id: as many as `find_problems` gives, and those that have just gone."""
+
+    def take(self, problems: Sequence[Problem]) -> None:
+        """Tell what has changed; `problems` are all that there are now."""
+        now = self.clock()
+        for problem in problems:
+            told = self._told.get(problem.id)
+            if told is None:
+                self._told[problem.id] = _Told(problem, now, now)
+                _tell(problem)
+                continue
+            if _RANKS[problem.severity] < _RANKS[told.problem.severity]:
+                told.problem = problem
+                _tell(problem)
+            told.seen_at = now
+        gone = [told for told in self._told.values() if now - told.seen_at >= OVER_SECONDS]
+        for told in gone:
+            problem = told.problem
+            del self._told[problem.id]
+            seconds = round(told.seen_at - told.since, 1)
+            log.info("problem is over", id=problem.id, title=problem.title, seconds=seconds)
+
+
+def _tell(problem: Problem) -> None:
+    # As texts, whose control characters the log escapes: nodes and callers name themselves.
+    fields = {
+        "id": problem.id,
+        "severity": problem.severity.value,
+        "title": problem.title,
+        "cause": problem.cause,
+        "remedy": problem.remedy,
+        "commands": "; ".join(problem.commands),
+        "nodes": ", ".join(problem.nodes),
+        "caller": problem.caller,
+    }
+    level = log.info if problem.severity is Severity.NOTICE else log.warning
+    level("problem", **{name: value for name, value in fields.items() if value})
+
+
+@dataclass(frozen=True, slots=True)
+class NodeCondition:
+    """A node that is not simply at work."""
+
+    name: str
+    host: str
+    state: str
+    reason: str
+    tier: str = "cpu"
+    drift: Sequence[str] = ()
+    """How its server differs from the inventory."""
+    start_failures: int = 0
+    """Of a standby node: starts in a row that failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNodes:
+    """The nodes in service that serve a model."""
+
+    total: int
+    usable: int
+
+
+@dataclass(frozen=True, slots=True)
+class QueueCondition:
+    """The requests that wait."""
+
+    waiting: int = 0
+    most: int = 256
+    """`queue.max`."""
+    oldest_seconds: float = 0.0
+    most_wait: float = 300.0
+    """`queue.max_wait` in seconds."""
+    top_caller: str | None = None
+    """Whose requests most places hold."""
+    top_waiting: int = 0
+    callers: int = 0
+    """How many callers wait, as far as was counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficCondition:
+    """The requests that ended within the last minute."""
+
+    requests: int = 0
+    failed: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)
+    """By the error's code."""
+    limited_caller: str | None = None
+    """Whose requests limits refused most."""
+    limited: int = 0
+    """How many of its requests they refused."""
+    callers: int = 0
+    """How many callers sent some, as far as was counted."""
+    failures: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """Of `failed`, by the error's code and the last node that was tried ("": none)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpillCondition:
+    """The budget of spill-over to the GPU tier."""
+
+    paid: float = 0.0
+    reserved: float | None = 0.0
+    """None: the requests that run have no bound."""
+    money: float | None = None
+    """What may be paid within the window; None: no limit."""
+    window: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class StorageCondition:
+    """The folder of files and results, while it can't take what callers and batches have for it."""
+
+    error: str | None = None
+    """Why not, and what to do; None: it takes everything."""
+    is_full: bool = False
+    """Whether that is for want of room."""
+    results: int = 0
+    """Results of batches that wait to be written."""
+    full_callers: Sequence[str] = ()
+    """Callers whose batches wait, since they keep as much as each may."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetCondition:
+    """The state from which problems are found."""
+
+    nodes: Sequence[NodeCondition] = ()
+    """Those that are not simply at work."""
+    hosts: Mapping[str, int] = field(default_factory=dict)
+    """Nodes in service by host."""
+    in_service: int = 0
+    """Nodes that should work."""
+    usable: int = 0
+    """Of them, nodes that do."""
+    models: Mapping[str, ModelNodes] = field(default_factory=dict)
+    paused_models: Collection[str] = ()
+    """Public names that an operator has paused."""
+    differing_models: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """By public name: how the nodes that serve it differ, in words."""
+    queue: QueueCondition = QueueCondition()
+    traffic: TrafficCondition = TrafficCondition()
+    settings_keys: Mapping[str, int] = field(default_factory=dict)
+    """Of the callers named above, those whose keys are in the settings: their places in `keys`."""
+    spill: SpillCondition | None = None
+    inventory_error: str | None = None
+    settings_error: str | None = None
+    keys_lost: str | None = None
+    certificate_error: str | None = None
+    certificates: Mapping[str, float] = field(default_factory=dict)
+    """Days left, by the listener's setting."""
+    store: Mapping[str, Any] = field(default_factory=dict)
+    """`state`, `error` and `remedy` of the store."""
+    ledger: Mapping[str, Any] | None = None
+    """`dropped` and `error` of the ledger."""
+    audit_lost: int = 0
+    storage: StorageCondition = StorageCondition()

@@ -25,15 +25,15 @@ from gateway.lease import (
     AttemptReport,
     Fault,
     KeyedHash,
-    LeaseRequest,
     LeaseService,
     NodeError,
+    RequestSize,
     Usage,
     UsageReport,
 )
 from gateway.proxy.attempt import Attempt, TimeoutMonitor
 from gateway.proxy.in_flight import InFlightRequest
-from gateway.proxy.inbound.large_body import TimeSlicer, identifying_pieces
+from gateway.proxy.inbound.body import TimeSlicer, identifying_pieces
 from gateway.proxy.inbound.request import Request
 from gateway.proxy.outcome import fault_of
 from gateway.proxy.tokens import UsageOptions
@@ -247,11 +247,11 @@ class Accounting:
         if usage is None:
             prompt_read = in_flight.prompt_read(attempt, now - attempt.started_at)
             prompt, cached = prompt_read or (attempt.lease.prompt_tokens, 0)
-            if request.generates and not attempt.is_sse:
-                events = _tokens_of_bytes(size, request)
+            if request.size.generates and not attempt.is_sse:
+                events = _tokens_of_bytes(size, request.size)
             usage = Usage(prompt, cached, events)
-        elif request.slots > 1 and attempt.lease.node.kind == "llama.cpp":
-            usage = _of_all_answers(usage, request.slots, events if attempt.is_sse else None)
+        elif request.size.slots > 1 and attempt.lease.node.kind == "llama.cpp":
+            usage = _of_all_answers(usage, request.size.slots, events if attempt.is_sse else None)
         whole = usage if splice_point is None else _of_whole_response(usage, splice_point)
         reported = whole if is_reported else None
         complete, record = outcome == "ok", in_flight.record
@@ -294,7 +294,7 @@ def _charge_unanswered(
     record.charge(charge.cost, charge.slot_seconds)
 
 
-def _tokens_of_bytes(size: int, request: LeaseRequest) -> int:
+def _tokens_of_bytes(size: int, request: RequestSize) -> int:
     """About how many tokens a plain response of so many bytes holds."""
     tokens = size // BYTES_PER_TOKEN
     if request.max_tokens is None:

@@ -468,13 +468,13 @@ class Attempt:
         if message is not None and self.ended_by_full_pool(status, data):
             return PoolFull(message)
         failure = NodeReportedError(message or "The node failed in the middle of it", status)
-        if is_context_overflow(failure.status, data, request.endpoint):
+        if is_context_overflow(failure.status, data, request.wanted.endpoint):
             tokens, context, answer = context_overflow_sizes(data)
             node = self.lease.node
             failure.client_error = errors.context_length_exceeded(
                 tokens,
                 context or node.context,
-                request.prompt_field,
+                request.wanted.prompt_field,
                 answer,
                 started_by_up=node.started_by_up,
             )

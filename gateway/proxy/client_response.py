@@ -20,7 +20,7 @@ from gateway.events import RequestFinished
 from gateway.lease import NodeInfo
 from gateway.proxy import sse
 from gateway.proxy.api.base import Api, ResponseRewriter
-from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES
+from gateway.proxy.inbound.body import LARGE_BODY_BYTES
 from gateway.proxy.inbound.request import Request
 from gateway.proxy.json_values import (
     FIELDS_DECODER,
@@ -119,7 +119,8 @@ def for_client(
     """
     rewriter, node = translator, response.node
     if api.rewrites_responses and rewriter is None and node is not None:
-        rewriter = api.response_rewriter(request, node, settings)
+        bodies, model = request.bodies.values(), request.lease_request.wanted.model
+        rewriter = api.response_rewriter(bodies, model, node, settings, stream=request.stream)
     if hides_cache:
         rewriter = CacheFigureHider(rewriter)
         response = replace(response, header_lines=without_times(response.header_lines))

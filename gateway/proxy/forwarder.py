@@ -29,7 +29,7 @@ from gateway.proxy.client_response import (
 )
 from gateway.proxy.in_flight import PROGRESS_TOKENS, InFlightRequest
 from gateway.proxy.inbound import edits
-from gateway.proxy.inbound.large_body import Body, bytes_to_parse, without_large_fields
+from gateway.proxy.inbound.body import Body, bytes_to_parse, without_large_fields
 from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.json_values import SHORT_BODY_BYTES, InvalidJson, parse_object
@@ -156,7 +156,7 @@ class Forwarder:
                 lease.stream
                 and api.transcript_reader is not None
                 and lease.node.kind == "llama.cpp"
-                and lease_request.slots == 1
+                and lease_request.size.slots == 1
                 and context.settings.resume != "off"
             ):
                 most = context.settings.limits.resume_bytes
@@ -237,7 +237,7 @@ class Forwarder:
         events = None
         if lease.stream:
             record = None if recorder is None else recorder.add
-            events = EventPipeline(api, lease_request.slots, context.clock, record)
+            events = EventPipeline(api, lease_request.size.slots, context.clock, record)
         marks = api.added_fields_marks
         if (
             marks
@@ -257,10 +257,15 @@ class Forwarder:
                 body = edits.apply_edit(body, added)
                 note = partial(options.note, lease, request.path, taken=False)
                 events.filter_usage(UsageFilter(note))
-        if lease_request.generates and not lease_request.prompt_cache and kind == "llama.cpp":
+        if (
+            lease_request.size.generates
+            and not lease_request.wanted.prompt_cache
+            and kind == "llama.cpp"
+        ):
             body = edits.apply_edit(body, edits.NO_PROMPT_CACHE)
         if events is not None and (
-            in_flight.prefill_progress is not None or lease_request.prompt_tokens >= PROGRESS_TOKENS
+            in_flight.prefill_progress is not None
+            or lease_request.size.prompt_tokens >= PROGRESS_TOKENS
         ):
             progress = in_flight.follow_prefill()
             body, progress_filter = progress.begin_attempt(attempt, request, api, body)
@@ -346,7 +351,7 @@ class Forwarder:
         """A node's error: pass it on, or try another node. Raises: GatewayError."""
         status, content, request = attempt.status, attempt.content, in_flight.request
         node = attempt.lease.node
-        kind = outcome.classify(status, content, request.lease_request.endpoint)
+        kind = outcome.classify(status, content, request.lease_request.wanted.endpoint)
         if kind is ResponseOutcome.POOL_FULL and not attempt.ended_by_full_pool(status, content):
             kind = ResponseOutcome.SERVER_ERROR
         word = "ok" if kind is ResponseOutcome.PASS else kind.value
@@ -356,7 +361,7 @@ class Forwarder:
         if kind is ResponseOutcome.PASS:
             if status >= 500:
                 raise errors.invalid_request(
-                    outcome.error_message(content) or "", request.lease_request.prompt_field
+                    outcome.error_message(content) or "", request.lease_request.wanted.prompt_field
                 )
             return response
         if kind is ResponseOutcome.POOL_FULL:
@@ -413,7 +418,7 @@ class Forwarder:
         """The prompt does not fit: try a larger context once. Raises: GatewayError without one."""
         tokens, context, answer = outcome.context_overflow_sizes(content)
         context = context or node.context
-        field, by_up = request.lease_request.prompt_field, node.started_by_up
+        field, by_up = request.lease_request.wanted.prompt_field, node.started_by_up
         error = errors.context_length_exceeded(tokens, context, field, answer, started_by_up=by_up)
         if tried.min_context or context is None:
             raise error
@@ -510,7 +515,8 @@ def _shown_error(request: Request, attempt: Attempt) -> NodeError | None:
     status, content = attempt.status, attempt.content
     if status == 501:
         general = (
-            request.lease_request.endpoint != "chat" or ROUTES[request.path].api.refusal_is_general
+            request.lease_request.wanted.endpoint != "chat"
+            or ROUTES[request.path].api.refusal_is_general
         )
         return NodeError(lacks_endpoint=general, hint=outcome.error_message(content))
     if status == 401 and attempt.lease.node.kind == "openai":
@@ -559,7 +565,7 @@ class ResponseStream:
         """Whether the events continue an earlier stream's."""
         self._resuming = False
         self._closed = False
-        if recorder is not None and in_flight.request.lease_request.yields:
+        if recorder is not None and in_flight.request.lease_request.caller.yields:
             in_flight.allow_yield(attempt, self.resumer().can_resume)
 
     @property
@@ -647,7 +653,7 @@ class ResponseStream:
             with suppress(UpstreamError, OverlapMismatch):
                 rest = attempt.read_unclosed()
         failure = failure or attempt.failure
-        tail, answers = events.last_events, in_flight.request.lease_request.slots
+        tail, answers = events.last_events, in_flight.request.lease_request.size.slots
         # Where each answer has a terminal event of its own, a failure may hide others that are due.
         ends_once = attempt.api.single_terminal_event or answers < 2
         if attempt.api.is_stream_complete(tail) and (
@@ -692,7 +698,7 @@ class ResponseStream:
         if resumed.attempt is None:
             return resumed.first_bytes + self.api.stream_end
         self._closed, self._resumed, self._attempt = False, True, resumed.attempt
-        if self._in_flight.request.lease_request.yields:
+        if self._in_flight.request.lease_request.caller.yields:
             self._in_flight.allow_yield(resumed.attempt, self.resumer().can_resume)
         return resumed.first_bytes
 

@@ -15,7 +15,7 @@ from gateway.proxy import sse
 from gateway.proxy.api.base import Api
 from gateway.proxy.attempt import Attempt
 from gateway.proxy.inbound import edits
-from gateway.proxy.inbound.large_body import Body, without_large_fields
+from gateway.proxy.inbound.body import Body, without_large_fields
 from gateway.proxy.inbound.request import Request
 from gateway.proxy.json_values import InvalidJson, parse_object
 from gateway.proxy.outcome import RequestCancelled, RequestEvicted, RequestYielded
@@ -309,7 +309,7 @@ class PrefillProgress:
         if (
             attempt.lease.node.kind != "llama.cpp"
             or fields is None
-            or request.lease_request.slots != 1
+            or request.lease_request.size.slots != 1
         ):
             return body, None
         small_fields = without_large_fields(body)

@@ -23,7 +23,7 @@ from gateway.proxy.accounting import ProxyContext
 from gateway.proxy.attempt import Attempt
 from gateway.proxy.client_response import JSON_HEADER_LINE, BodyStream, ProxyResponse, WriteToClient
 from gateway.proxy.in_flight import InFlightRequest
-from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES
+from gateway.proxy.inbound.body import LARGE_BODY_BYTES
 from gateway.proxy.inbound.request import PromptList
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.outcome import to_gateway_error
@@ -87,7 +87,7 @@ class MultiPromptForwarder:
         self._api = ROUTES[in_flight.request.path].api
         assert self._api.merger is not None
         self._merger = self._api.merger(
-            self._prompts.other_fields, in_flight.request.lease_request.slots
+            self._prompts.other_fields, in_flight.request.lease_request.size.slots
         )
         self._chunks: asyncio.Queue[tuple[int, bytes] | None] = asyncio.Queue(MOST_BUFFERED_CHUNKS)
         """Chunks with their prompt's index; None: the end, or a failure."""
@@ -202,13 +202,14 @@ class MultiPromptForwarder:
         for index in range(len(self._prompts.prompts)):
             request = await self._prompts.sub_request(index, self._time_slicer)
             if index:
-                lease_request = replace(request.lease_request, admitted=True)
+                caller = replace(request.lease_request.caller, admitted=True)
+                lease_request = replace(request.lease_request, caller=caller)
                 request = replace(request, lease_request=lease_request)
             record = RequestFinished(
                 request.x_request_id,
                 request.path,
                 parent.model,
-                request.lease_request.priority,
+                request.lease_request.caller.priority,
                 parent.caller,
                 stream=request.stream,
                 trace=parent.trace,

@@ -16,7 +16,6 @@ from gateway.errors import GatewayError, drop_traceback
 from gateway.events import SlotYielded, StreamResumed
 from gateway.lease import NOTHING_TRIED, Fault, GrantedLease, LeaseRequest, Tried
 from gateway.proxy.accounting import MOST_POOL_OVERFLOWS, ProxyContext, Retries
-from gateway.proxy.api.choices import wants_usage
 from gateway.proxy.api.native import native_body
 from gateway.proxy.api.resuming import (
     EventRewriter,
@@ -24,11 +23,12 @@ from gateway.proxy.api.resuming import (
     StreamRewriter,
     is_number,
     remaining_tokens,
+    wants_usage,
 )
 from gateway.proxy.attempt import Attempt
 from gateway.proxy.in_flight import InFlightRequest
+from gateway.proxy.inbound.body import FULL_PARSE_BYTES, Body, bytes_to_parse
 from gateway.proxy.inbound.edits import NO_PROMPT_CACHE
-from gateway.proxy.inbound.large_body import FULL_PARSE_BYTES, Body, bytes_to_parse
 from gateway.proxy.inbound.routes import NATIVE_ROUTE, ROUTES, Route
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
 from gateway.proxy.outcome import fault_of, is_context_overflow, is_refused_request
@@ -589,7 +589,7 @@ class Resumer:
         body = parse_object(bytes_to_parse(original))
         if not self._request.stream:
             body |= route.api.streaming_fields or {}
-        if not self._request.lease_request.prompt_cache:
+        if not self._request.lease_request.wanted.prompt_cache:
             body |= NO_PROMPT_CACHE
         if len(original) > FULL_PARSE_BYTES:
             raise NotResumable("the request is too large to be resumed")
@@ -658,9 +658,10 @@ class Resumer:
         age = queued_at - request.received_at
         if yielded:
             # It waits from now on: an old request would be overdue, and take its slot back.
-            limit = lease_request.time_limit
+            limit = lease_request.caller.time_limit
             left = None if limit is None else max(0.0, limit - age)
-            lease_request, age = msgspec.structs.replace(lease_request, time_limit=left), 0.0
+            caller = msgspec.structs.replace(lease_request.caller, time_limit=left)
+            lease_request, age = msgspec.structs.replace(lease_request, caller=caller), 0.0
         lease = leases.lease_now(lease_request, self._tried, age)
         if lease is not None:
             return lease
@@ -692,19 +693,28 @@ class Resumer:
 
     def _resumed_lease_request(self, transcript: Transcript) -> LeaseRequest:
         """What is asked of the scheduler: the same model on a node of the same kind."""
-        request = self._request.lease_request
-        tokens = request.max_tokens
-        return msgspec.structs.replace(
-            request,
-            model_names=(self._model,),
-            llama_cpp_only=True,
-            stream=True,
-            prompt_tokens=request.prompt_tokens + transcript.token_count,
-            text_bytes=request.text_bytes + len(transcript.text) + len(transcript.reasoning_text),
-            max_tokens=None if tokens is None else max(1, tokens - transcript.token_count),
-            resume_key=self._resume_key,
-            admitted=request.admitted or self._times_yielded > 0,
-            times_yielded=self._times_yielded,
+        request, replace = self._request.lease_request, msgspec.structs.replace
+        caller, size, tokens = request.caller, request.size, request.size.max_tokens
+        return LeaseRequest(
+            request.id,
+            replace(
+                caller,
+                admitted=caller.admitted or self._times_yielded > 0,
+                times_yielded=self._times_yielded,
+            ),
+            replace(
+                request.wanted,
+                model_names=(self._model,),
+                llama_cpp_only=True,
+                stream=True,
+                resume_key=self._resume_key,
+            ),
+            replace(
+                size,
+                prompt_tokens=size.prompt_tokens + transcript.token_count,
+                text_bytes=size.text_bytes + len(transcript.text) + len(transcript.reasoning_text),
+                max_tokens=None if tokens is None else max(1, tokens - transcript.token_count),
+            ),
         )
 
     async def _exchange(self, lease: GrantedLease) -> Resumed:
@@ -779,10 +789,10 @@ class Resumer:
         head = attempt.pool.address.request_head(
             b"POST", route.path.encode(), header_lines, len(data)
         )
-        events = EventPipeline(route.api, self._lease_request.slots, self._context.clock)
+        events = EventPipeline(route.api, self._lease_request.size.slots, self._context.clock)
         await attempt.open(route.api, head, data, events, resume_plan.splice_point)
         if attempt.status >= 300:
-            endpoint = self._lease_request.endpoint
+            endpoint = self._lease_request.wanted.endpoint
             if attempt.ended_by_full_pool(attempt.status, attempt.content):
                 raise PoolFull("The node has no room for the tokens of its slots")
             if is_context_overflow(attempt.status, attempt.content, endpoint):

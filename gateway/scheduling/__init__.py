@@ -2,16 +2,17 @@
 
 How a request goes through it:
 
-1. `scheduler` takes the request. `fleet_sync` keeps the fleet as a table, a row for each node.
-2. `candidates` finds the nodes that can serve it; in a fleet of two tiers `tier_router` asks
-   `tier_policy` (and its `budget`) which of them are open to it.
+1. `lease_service` is asked for a lease, and told how it ended. `scheduler` takes the request.
+2. `candidates` keeps the fleet as a table, a row for each node, and finds the nodes that can serve
+   the request; in a fleet of two tiers `tiers` says which of them are open to it.
 3. `demand_model` makes it a `QueuedRequest`: tokens, prompts that nodes have cached, the session's
    node.
-4. `dispatcher` places it on a row of `placement_state` (made of `node_slots`) that has room:
-   `selection` chooses the row, by the expected `cost`. The scheduler returns the lease.
-5. Without room, `admission` decides whether it may wait, by `forecast`'s predicted wait. It stands
-   in `wait_queue`, and in `waiters` with its limits.
-6. When a slot comes free, `matching` chooses the next: classes, fairness between callers, best fit.
+4. `dispatcher` places it on a row of `placement_state` that has room: `selection` chooses the row
+   by its expected cost. The scheduler returns the lease.
+5. Without room, `admission` decides whether it may wait, by the predicted wait. It stands in
+   `wait_queue`, and among the `Waiters` with its limits.
+6. When a slot comes free, `dispatcher` chooses the next: by class, fairness and fit.
 
-`autoscaler` starts and stops standby nodes for what waits, as `autoscaling_policy` decides.
+`batch_slots` has the rules of class `batch`; `autoscaler` starts and stops standby nodes for what
+waits, as `autoscaling_policy` decides; `decision_log` keeps what was decided.
 """

@@ -27,16 +27,16 @@ from typing import Final, TypeVar
 
 from gateway.fleet.prompt_cache import FleetPromptCache
 from gateway.lease import LeaseRequest, PromptKey, Usage
+from gateway.scheduling.candidates import NodeCandidates
 from gateway.scheduling.dispatcher import Dispatcher
-from gateway.scheduling.fleet_sync import NodeCandidates
-from gateway.scheduling.node_slots import (
+from gateway.scheduling.placement_state import (
     NEGLIGIBLE_COMPLETION,
     NO_ROWS,
     NodeSlots,
     Placement,
+    PlacementState,
     QueuedRequest,
 )
-from gateway.scheduling.placement_state import PlacementState
 
 LONG_PROMPT_BYTES = 1024
 """Size of a prompt from which on it pays to know at once what earlier ones left in the caches."""
@@ -99,7 +99,7 @@ MOST_TEXT_BYTES = 1e9
 
 def has_long_prompt(request: LeaseRequest) -> bool:
     """Whether it pays to know at once which nodes have its prompt cached."""
-    return request.prompt_key is not None and request.prompt_key.size >= LONG_PROMPT_BYTES
+    return request.size.prompt_key is not None and request.size.prompt_key.size >= LONG_PROMPT_BYTES
 
 
 @dataclass(slots=True, eq=False)
@@ -365,10 +365,10 @@ class DemandModel:
         `earlier`: the same request in numbers; its estimate of the tokens still holds. `overflows`:
         `Tried.pool_overflows`.
         """
-        key = request.prompt_key
+        key = request.size.prompt_key
         if earlier is None:
             prompt_tokens, completion_tokens = self._expected_tokens(request)
-            if not request.generates:
+            if not request.size.generates:
                 completion_tokens = NEGLIGIBLE_COMPLETION
             if key is not None:
                 key = PromptKey(key.blocks, prompt_tokens, key.ends, key.size, key.omits_volatile)
@@ -381,10 +381,10 @@ class DemandModel:
         queued = QueuedRequest(
             request.id,
             candidates.groups,
-            request.priority,
-            request.fairness_key,
+            request.caller.priority,
+            request.caller.fairness_key,
             received_at,
-            request.slots if request.slots < 2 else _slots(request, candidates),
+            request.size.slots if request.size.slots < 2 else _slots(request, candidates),
             prompt_tokens,
             completion_tokens,
             NO_ROWS,
@@ -393,15 +393,18 @@ class DemandModel:
             candidates.failed,
             candidates.penalties,
         )
-        if request.time_limit is not None:
-            queued.deadline = received_at + request.time_limit
+        if request.caller.time_limit is not None:
+            queued.deadline = received_at + request.caller.time_limit
         if self.dispatcher.placement_state.pools:
             self.estimate_pool(queued, request, overflows)
-        if not request.slots:
-            queued.slotless_caller = request.caller
-        if request.session is not None and request.generates:
+        if not request.size.slots:
+            queued.slotless_caller = request.caller.id
+        if request.caller.session is not None and request.size.generates:
             queued.penalties = self.session_affinity.penalties(
-                request.session, request.model, queued, self.dispatcher.placement_state
+                request.caller.session,
+                request.wanted.model,
+                queued,
+                self.dispatcher.placement_state,
             )
         if key is not None:
             queued.prompt_key = key
@@ -412,17 +415,17 @@ class DemandModel:
 
     def expected_prompt_tokens(self, request: LeaseRequest) -> int:
         """Tokens of its prompt, tools and system prompt included, as they are expected now."""
-        return round(max(request.prompt_tokens, self._expected_tokens(request)[0]))
+        return round(max(request.size.prompt_tokens, self._expected_tokens(request)[0]))
 
     def _expected_tokens(self, request: LeaseRequest) -> tuple[float, float]:
         """Tokens of its prompt and of its answer."""
         return self.token_estimates.expected_tokens(
-            request.model,
-            request.fairness_key,
-            request.text_bytes,
-            request.max_tokens if request.generates else 0,
-            request.exact_tokens,
-            request.media_tokens,
+            request.wanted.model,
+            request.caller.fairness_key,
+            request.size.text_bytes,
+            request.size.max_tokens if request.size.generates else 0,
+            request.size.exact_tokens,
+            request.size.media_tokens,
         )
 
     def estimate_pool(self, queued: QueuedRequest, request: LeaseRequest, overflows: int) -> None:
@@ -435,12 +438,12 @@ class DemandModel:
         """
         estimates = self.token_estimates
         prompt, answer = self._expected_tokens(request)
-        doubt = estimates.prompt_doubt(request.model, request.fairness_key)
-        prompt += doubt * max(0.0, prompt - request.exact_tokens)
-        most = math.inf if request.max_tokens is None else request.max_tokens
-        if overflows < 1 or request.resume_key is None:
+        doubt = estimates.prompt_doubt(request.wanted.model, request.caller.fairness_key)
+        prompt += doubt * max(0.0, prompt - request.size.exact_tokens)
+        most = math.inf if request.size.max_tokens is None else request.size.max_tokens
+        if overflows < 1 or request.wanted.resume_key is None:
             most = min(most, POOL_ANSWER_MARGIN * answer)
-        slots, version = max(1, request.slots), self.dispatcher.placement_state.pools_version
+        slots, version = max(1, request.size.slots), self.dispatcher.placement_state.pools_version
         tokens = math.inf if overflows > 1 else prompt + most * slots
         if 0.0 < max(one.pools(version)[1] for one in queued.groups[0]) <= tokens:
             left = _most_beside_others(queued)
@@ -461,8 +464,8 @@ class DemandModel:
         row, prompt_key = placement.row, placement.queued.prompt_key
         if isinstance(prompt_key, PromptKey):
             self.prompt_cache.request_placed(row.index, prompt_key)
-        if request.session is not None and request.generates:
-            self.session_affinity.placed(request.session, request.model, row)
+        if request.caller.session is not None and request.size.generates:
+            self.session_affinity.placed(request.caller.session, request.wanted.model, row)
 
     def abandoned(self, placement: Placement | None, *, refund: bool) -> None:
         """The request ended there without an answer; `refund`: its caller does not pay for it.
@@ -510,16 +513,16 @@ class DemandModel:
         elif sent_tokens:
             cached = queued.cached.get(placement.row.index, 0.0)
             self.dispatcher.settled(placement, queued.prompt_tokens, cached, sent_tokens)
-        if learn_sizes and (request.generates or reported is not None):
+        if learn_sizes and (request.size.generates or reported is not None):
             self.token_estimates.learn(
-                request.model,
-                request.fairness_key,
-                request.text_bytes,
+                request.wanted.model,
+                request.caller.fairness_key,
+                request.size.text_bytes,
                 0.0 if reported is None else reported.prompt_tokens,
                 completion / max(1, queued.slots),
-                request.max_tokens,
-                request.exact_tokens,
-                request.media_tokens,
+                request.size.max_tokens,
+                request.size.exact_tokens,
+                request.size.media_tokens,
                 complete=complete,
             )
         prompt_key = queued.prompt_key
@@ -534,7 +537,7 @@ class DemandModel:
                 reported.prompt_tokens,
                 reported.cached_tokens,
                 reported.completion_tokens,
-                request.caller,
+                request.caller.id,
             )
 
     def _row_is_current(self, placement: Placement) -> bool:
@@ -549,7 +552,7 @@ def _slots(request: LeaseRequest, candidates: NodeCandidates) -> int:
     A node that has to learn its endpoint's limit may have fewer just now than the request asks for.
     """
     most = max(node.slots_total for _, nodes in candidates.by_model for node in nodes)
-    return min(request.slots, most)
+    return min(request.size.slots, most)
 
 
 def _most_beside_others(queued: QueuedRequest) -> float:

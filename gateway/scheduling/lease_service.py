@@ -29,9 +29,8 @@ from gateway.lease import (
     Usage,
     UsageReport,
 )
-from gateway.scheduling.budget import cost_of
-from gateway.scheduling.lease_granter import LeaseRecord
-from gateway.scheduling.scheduler import Scheduler
+from gateway.scheduling.scheduler import LeaseRecord, Scheduler
+from gateway.scheduling.tiers import cost_of
 
 NEUTRAL_OUTCOMES = frozenset({"client_closed", "cancelled"})
 """Outcomes that tell nothing about the node: the client left, or the gateway ended the request."""
@@ -75,7 +74,7 @@ class LocalLeaseService:
 
     def __post_init__(self) -> None:
         self.lease_now = self.scheduler.lease_now
-        self._records = self.scheduler.granter.records
+        self._records = self.scheduler.records
 
     # Asked for a lease.
 
@@ -121,7 +120,7 @@ class LocalLeaseService:
             node.spec.tier == "cpu"
             and node.name not in tried.failed_nodes
             and node.state in ALIVE_STATES
-            and has_labels(node.spec.labels, request.node_labels)
+            and has_labels(node.spec.labels, request.wanted.node_labels)
             for node in self.fleet.nodes.values()
         )
 
@@ -147,16 +146,14 @@ class LocalLeaseService:
 
     def reading_began(self, lease_id: int) -> None:
         """The head of a streamed response has come: a slot reads the prompt."""
-        lease = self._records[lease_id].lease
-        lease.head_received(self.scheduler.clock())
+        self._records[lease_id].head_received(self.scheduler.clock())
 
     def content_began(self, lease_id: int) -> None:
         """The first content has come: the prompt has been read."""
-        record = self._records[lease_id]
-        lease, now = record.lease, self.scheduler.clock()
+        lease, now = self._records[lease_id], self.scheduler.clock()
         lease.content_received(now)
         if lease.wake:
-            self._woke(record, now)
+            self._woke(lease, now)
 
     def content_went_on(self, lease_id: int, tokens: int) -> None:
         """More content has come since the last report, a second ago or so: the node is alive.
@@ -164,13 +161,13 @@ class LocalLeaseService:
         `tokens`: how many have come of the stream, as counted by events; 0: it is not known how
         fast the node writes them, for example since the client lags.
         """
-        record = self._records[lease_id]
-        context = 0.0 if record.placement is None else record.placement.queued.prompt_tokens
-        self.fleet.stream_went_on(record.lease, tokens, context)
+        lease = self._records[lease_id]
+        context = 0.0 if lease.placement is None else lease.placement.queued.prompt_tokens
+        self.fleet.stream_went_on(lease, tokens, context)
 
     def response_received(self, lease_id: int) -> None:
         """The whole response has come: the slots are free, though the client still reads it."""
-        self._records[lease_id].lease.release()
+        self._records[lease_id].release()
 
     def answered(self, lease_id: int) -> None:
         """The node answers a request that other nodes have failed: those were to blame.
@@ -181,11 +178,11 @@ class LocalLeaseService:
 
     def is_silence_excused(self, lease_id: int) -> bool:
         """Whether the node reads another prompt, so that it may be silent meanwhile."""
-        return another_prefills(self._records[lease_id].lease, self.scheduler.clock())
+        return another_prefills(self._records[lease_id], self.scheduler.clock())
 
     def pool_overflowed(self, lease_id: int) -> bool:
         """The node says that its context is full: whether its slots share that, as is known now."""
-        return self.fleet.pool_full(self._records[lease_id].lease.node)
+        return self.fleet.pool_full(self._records[lease_id].node)
 
     # Told how it ended.
 
@@ -194,19 +191,18 @@ class LocalLeaseService:
 
         Returns what it took if no response began; else `settle` does.
         """
-        record, charge = self._records[report.lease_id], NOTHING_CHARGED
-        if record.request.yields:
-            self.scheduler.granter.yielding.pop(report.lease_id, None)
+        lease, charge = self._records[report.lease_id], NOTHING_CHARGED
+        if lease.request.caller.yields:
+            self.scheduler.yielding.pop(report.lease_id, None)
         if report.node_done:
-            record.lease.release()
+            lease.release()
         else:
-            record.lease.abandon()
+            lease.abandon()
         now = self.scheduler.clock()
-        record.grant.ended(report.outcome, report.status, now)
+        lease.grant.ended(report.outcome, report.status, now)
         if report.response_began:
-            lease = record.lease
-            if record.request.prompt_key is not None:
-                self.scheduler.demand_model.answer_ended(record.request)
+            if lease.request.size.prompt_key is not None:
+                self.scheduler.demand_model.answer_ended(lease.request)
             # Requests without a slot, such as token counts, don't show how fast slots come free.
             if lease.slots:
                 self.scheduler.completion_rate.completed(now)
@@ -215,14 +211,14 @@ class LocalLeaseService:
                 if report.came_plain:
                     lease.node.answered_plain(now)
                 if self._failures:
-                    self._blame_others(record, complete=True)
+                    self._blame_others(lease, complete=True)
         else:
             del self._records[report.lease_id]
-            charge = self._attempt_failed(record, report, now)
+            charge = self._attempt_failed(lease, report, now)
         if report.fault is not Fault.NOBODY:
-            self._blame(record, report, now)
+            self._blame(lease, report, now)
         if report.unreachable is not None:
-            self.fleet.connect_failed(record.lease.node, report.unreachable)
+            self.fleet.connect_failed(lease.node, report.unreachable)
         return charge
 
     def settle(self, report: UsageReport, request: LeaseRequest) -> AttemptCharge:
@@ -230,15 +226,14 @@ class LocalLeaseService:
 
         `request`: the client's own, of which the attempt may be a resumption.
         """
-        record = self._records.pop(report.lease_id)
-        lease, complete = record.lease, report.complete
+        lease, complete = self._records.pop(report.lease_id), report.complete
         now = lease.abandoned_at or lease.released_at or self.scheduler.clock()
         usage, reported = report.attempt, report.reported
-        record.grant.settled(usage, reported=reported is not None)
+        lease.grant.settled(usage, reported=reported is not None)
         if complete and lease.wakes:
-            self._woke(record, now)  # A response in one piece.
+            self._woke(lease, now)  # A response in one piece.
         if complete and reported is not None and not lease.wake:
-            self.scheduler.accuracy.settled(record.grant)
+            self.scheduler.accuracy.settled(lease.grant)
         is_sample = False
         if reported is not None and complete:
             name = lease.node.name
@@ -248,53 +243,53 @@ class LocalLeaseService:
                 self._learn_speed(lease, usage)
                 lease.node.degradation.learn_events(usage.completion_tokens, report.sent_tokens)
         self.scheduler.demand_model.learn(
-            record.placement,
+            lease.placement,
             request,
             reported,
             report.sent_tokens,
             complete=complete,
-            learn_sizes=request.generates or is_sample,
+            learn_sizes=request.size.generates or is_sample,
         )
         if complete and lease.slots and lease.node.concurrency_limit is not None:
             self.fleet.adjust_limit(
                 lease, usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens
             )
         cost = _cost(lease, usage, now)
-        if record.reservation is not None:
-            record.reservation.settle(cost, happened=True, now=now)
+        if lease.reservation is not None:
+            lease.reservation.settle(cost, happened=True, now=now)
         return AttemptCharge(cost, lease.slots * (now - lease.taken_at))
 
     # What the end teaches.
 
     def _attempt_failed(
-        self, record: LeaseRecord, report: AttemptReport, now: float
+        self, lease: LeaseRecord, report: AttemptReport, now: float
     ) -> AttemptCharge:
         """The attempt brought no response for the client, or an error response."""
-        lease, outcome = record.lease, report.outcome
+        outcome = report.outcome
         # A prompt that was sent counts as read, unless an error response refused it.
         worked = report.sent and report.status < 300
-        charge = _charge_of_failed(record, report, now) if worked else NOTHING_CHARGED
+        charge = _charge_of_failed(lease, report, now) if worked else NOTHING_CHARGED
         self.scheduler.demand_model.abandoned(
-            record.placement, refund=outcome not in NEUTRAL_OUTCOMES
+            lease.placement, refund=outcome not in NEUTRAL_OUTCOMES
         )
-        if record.reservation is not None:
-            record.reservation.settle(
+        if lease.reservation is not None:
+            lease.reservation.settle(
                 charge.cost, happened=worked and outcome in NEUTRAL_OUTCOMES, now=now
             )
         if report.status >= 300 and outcome in {"ok", "context_overflow"}:
             # An error that the request has caused.
             self.fleet.request_succeeded(lease.node, now, lease.taken_at)
         elif outcome == "busy":
-            self._node_busy(record, report, now)
+            self._node_busy(lease, report, now)
         elif outcome == "server_error":
-            self._remember_failure(record, response_began=False, counted=False)
+            self._remember_failure(lease, response_began=False, counted=False)
         elif report.error is not None:
-            self._node_refused(record, report.status, report.error)
+            self._node_refused(lease, report.status, report.error)
         return charge
 
-    def _node_busy(self, record: LeaseRecord, report: AttemptReport, now: float) -> None:
+    def _node_busy(self, lease: LeaseRecord, report: AttemptReport, now: float) -> None:
         """The node could not serve the request at this time."""
-        status, error, lease = report.status, report.error, record.lease
+        status, error = report.status, report.error
         if error is not None and error.is_loading:
             self.fleet.model_loading(lease.node)
         elif status in {402, 429} or (status == 503 and lease.node.concurrency_limit is not None):
@@ -302,21 +297,21 @@ class LocalLeaseService:
             wait = None if error is None else error.retry_after
             self.fleet.node_overloaded(lease, now, wait, crowded=status != 402)
         elif status in {502, 503, 504}:
-            self._count_unattributed(record, now, response_began=False)
+            self._count_unattributed(lease, now, response_began=False)
 
-    def _node_refused(self, record: LeaseRecord, status: int, error: NodeError) -> None:
+    def _node_refused(self, lease: LeaseRecord, status: int, error: NodeError) -> None:
         """The node can never serve the request, and perhaps none like it."""
-        node = record.lease.node
+        node = lease.node
         if error.lacks_endpoint:
-            self.fleet.endpoint_refused(node, record.request.endpoint, error.hint)
+            self.fleet.endpoint_refused(node, lease.request.wanted.endpoint, error.hint)
         elif error.key_rejected_at is not None:
             self.fleet.key_rejected(node, error.key_rejected_at, status)
 
-    def _woke(self, record: LeaseRecord, now: float) -> None:
+    def _woke(self, lease: LeaseRecord, now: float) -> None:
         """Content came from a server that had slept."""
-        placement, speed = record.placement, record.lease.node.speed
+        placement, speed = lease.placement, lease.node.speed
         tokens = 0.0 if placement is None else placement.queued.prompt_tokens
-        self.fleet.woke(record.lease, now, tokens / speed.expected_prefill_tps)
+        self.fleet.woke(lease, now, tokens / speed.expected_prefill_tps)
 
     def _learn_speed(self, lease: Lease, usage: Usage) -> None:
         if lease.wake or _woke_unnoticed(lease, usage):
@@ -331,40 +326,38 @@ class LocalLeaseService:
 
     # Who is to blame.
 
-    def _blame(self, record: LeaseRecord, report: AttemptReport, now: float) -> None:
+    def _blame(self, lease: LeaseRecord, report: AttemptReport, now: float) -> None:
         """The node, or the node or the request, is to blame for the attempt's end."""
-        lease = record.lease
         if report.outcome == "reset":
             self.fleet.connection_reset(lease.node)
         if report.fault is Fault.NODE:
             self.fleet.request_failed(lease.node, now, lease.taken_at)
         else:
-            self._count_unattributed(record, now, response_began=report.response_began)
+            self._count_unattributed(lease, now, response_began=report.response_began)
 
-    def _count_unattributed(self, record: LeaseRecord, now: float, *, response_began: bool) -> None:
+    def _count_unattributed(self, lease: LeaseRecord, now: float, *, response_began: bool) -> None:
         """The request failed under this lease; the node or the request itself is to blame.
 
         The node is blamed when another node has answered the same request, or when requests of
         other callers fail there too (`Circuit.record_failure`).
         """
-        lease = record.lease
         self.fleet.request_failed(
-            lease.node, now, lease.taken_at, caller=record.request.caller, node_at_fault=False
+            lease.node, now, lease.taken_at, caller=lease.request.caller.id, node_at_fault=False
         )
-        self._remember_failure(record, response_began=response_began)
+        self._remember_failure(lease, response_began=response_began)
 
     def _remember_failure(
-        self, record: LeaseRecord, *, response_began: bool, counted: bool = True
+        self, lease: LeaseRecord, *, response_began: bool, counted: bool = True
     ) -> None:
-        failures, request_id, lease = self._failures, record.request.id, record.lease
+        failures, request_id = self._failures, lease.request.id
         failure = UnattributedFailure(lease.node, lease.taken_at, response_began, counted)
         failures[request_id] = (*failures.get(request_id, ()), failure)
         if len(failures) > self.most_failed_requests:
             failures.popitem(last=False)
 
-    def _blame_others(self, record: LeaseRecord, *, complete: bool) -> None:
+    def _blame_others(self, lease: LeaseRecord, *, complete: bool) -> None:
         """The lease's node answers a request that others failed; `complete`: to its end."""
-        request, node = record.request, record.lease.node
+        request, node = lease.request, lease.node
         failures = self._failures.pop(request.id, None)
         if failures is None:
             return
@@ -377,7 +370,7 @@ class LocalLeaseService:
                     failure.node,
                     now,
                     failure.leased_at,
-                    caller=request.caller,
+                    caller=request.caller.id,
                     already_counted=failure.counted,
                 )
         if left:
@@ -394,29 +387,29 @@ def _woke_unnoticed(lease: Lease, usage: Usage) -> bool:
     return waited > max(1.0, sleep.wake_seconds(lease.node.properties.size) / 2)
 
 
-def _charge_of_failed(record: LeaseRecord, report: AttemptReport, now: float) -> AttemptCharge:
+def _charge_of_failed(lease: LeaseRecord, report: AttemptReport, now: float) -> AttemptCharge:
     """What a node did for an attempt that brought no response.
 
     The tokens are those that the node said it had read. Where it said nothing, they are estimated
     by the time and the node's speed, and rather too low; an endpoint that is paid by the token is
     paid for the whole prompt.
     """
-    lease, request, placement = record.lease, record.request, record.placement
+    request, placement = lease.request, lease.placement
     seconds = now - lease.taken_at
-    estimate = request.prompt_tokens if placement is None else placement.queued.prompt_tokens
+    estimate = request.size.prompt_tokens if placement is None else placement.queued.prompt_tokens
     prompt, cached, completion = estimate, 0.0, 0.0
     if report.prompt_read is not None:
         prompt, cached = report.prompt_read
     elif (prefill := lease.expected_prefill) is not None and prefill > 0:
         prompt = estimate * min(1.0, seconds / prefill)
         decode_tps = lease.node.speed.decode_tps
-        if not lease.stream and request.generates and decode_tps is not None:
+        if not lease.stream and request.size.generates and decode_tps is not None:
             # A plain response that shows nothing before its end.
             completion = max(0.0, seconds - prefill) * decode_tps * lease.slots
-            if request.max_tokens is not None:
-                completion = min(completion, float(request.max_tokens * max(1, lease.slots)))
+            if request.size.max_tokens is not None:
+                completion = min(completion, float(request.size.max_tokens * max(1, lease.slots)))
     if lease.node.spec.cost_per_million_tokens is not None:
-        prompt = max(prompt, request.prompt_tokens)
+        prompt = max(prompt, request.size.prompt_tokens)
     usage = Usage(round(prompt), round(cached), round(completion))
     return AttemptCharge(
         _cost(lease, usage, now),

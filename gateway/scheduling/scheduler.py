@@ -8,9 +8,11 @@ the leases.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -18,7 +20,8 @@ from gateway import errors
 from gateway.config.cache_privacy import NodeLabels
 from gateway.config.settings import Settings
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.health import ALIVE_STATES
+from gateway.fleet.health import ALIVE_STATES, PREFILL_GRACE_FACTOR
+from gateway.fleet.node import Lease, LeasePhase, NodeState
 from gateway.fleet.prompt_cache import FleetPromptCache
 from gateway.lease import (
     NOTHING_TRIED,
@@ -29,22 +32,33 @@ from gateway.lease import (
     Tried,
 )
 from gateway.request import Endpoint, Priority
-from gateway.scheduling.admission import Admission, CompletionRate, combine_waits, queue_room
-from gateway.scheduling.batch_room import room_for_batch, rows_for_batch, slots_waited_for
-from gateway.scheduling.budget import dearest_token
-from gateway.scheduling.candidates import CandidateFinder
-from gateway.scheduling.decision_log import DecisionLog
+from gateway.scheduling.admission import (
+    Admission,
+    CompletionRate,
+    Waiter,
+    Waiters,
+    combine_waits,
+    queue_room,
+)
+from gateway.scheduling.batch_slots import (
+    ASK_AGAIN_SECONDS,
+    IN_VAIN_SECONDS,
+    MOST_CHOICES,
+    MOST_COMPARED,
+    MOST_KINDS,
+    YieldCandidate,
+    choose_yields,
+    missing_slots,
+    room_for_batch,
+    rows_for_batch,
+    slots_waited_for,
+)
+from gateway.scheduling.candidates import CandidateFinder, FleetSync, NodeCandidates, TierRouter
+from gateway.scheduling.decision_log import DecisionLog, Grant, PredictionAccuracy
 from gateway.scheduling.demand_model import DemandModel, has_long_prompt
 from gateway.scheduling.dispatcher import Dispatcher, dispatch_rules
-from gateway.scheduling.fleet_sync import FleetSync, NodeCandidates
-from gateway.scheduling.lease_granter import LeaseGranter
-from gateway.scheduling.node_slots import Placement, QueuedRequest
-from gateway.scheduling.placement_state import PlacementState
-from gateway.scheduling.prediction_accuracy import PredictionAccuracy
-from gateway.scheduling.tier_policy import TierPolicy
-from gateway.scheduling.tier_router import TierRouter
-from gateway.scheduling.waiters import Waiter, Waiters
-from gateway.scheduling.yielding import ASK_AGAIN_SECONDS, YieldRequests
+from gateway.scheduling.placement_state import Placement, PlacementState, QueuedRequest, TierSets
+from gateway.scheduling.tiers import SpillReservation, TierPolicy, dearest_token
 
 TICK = 0.5
 """Seconds between two looks at every waiting request, and at the whole fleet."""
@@ -59,6 +73,117 @@ LEAST_TIMER_SECONDS = 0.001
 MOST_STALE_PLACEMENTS = 4
 """Placements that a request may lose because its node does not take it after all. Each time the
 placement state is brought up to date, so one is a lot."""
+
+
+PESSIMISTIC_PREFILL_TPS = 25.0
+"""Prompt tokens/s assumed of a node that has not shown its speed: slow on purpose, since it bounds
+a wait (one busy thread read 140 tokens/s of a 768 wide model when measured)."""
+
+_NOTHING_OUT: Mapping[str, int] = {}
+"""No node had no room; never written to."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class LeaseRecord(Lease):
+    """A lease and what the scheduler keeps of it, until its attempt has been accounted for.
+
+    The placement state follows the lease.
+    """
+
+    request: LeaseRequest
+    placement: Placement | None
+    """None: its row is no longer its node's, which counts the slots by itself."""
+    reservation: SpillReservation | None
+    """The share of the budget that it holds."""
+    dispatcher: Dispatcher
+    grant: Grant
+    """What is kept of it to explain it."""
+
+    def prefill_ended(self) -> None:
+        """Replace the predicted prefill by the real one."""
+        assert self.placement is not None
+        now = self.node.clock()
+        self.grant.content_began(now)
+        self.dispatcher.prefill_done(self.placement, now)
+
+    def slots_freed(self) -> bool:
+        """The slots are free. Returns whether the row is still the node's."""
+        placement = self.placement
+        assert placement is not None
+        self.dispatcher.released(placement, self.node.clock())
+        row = placement.row
+        if self.dispatcher.placement_state.by_name.get(row.name) is row:
+            return True
+        self.placement = None
+        return False
+
+
+@dataclass(slots=True, eq=False)
+class YieldRequests:
+    """Asks running requests to yield, each lease at most once."""
+
+    records: dict[int, LeaseRecord]
+    """The leases that may be asked, by lease id."""
+    yield_slot: Callable[[str], bool]
+    """Asks the request with this id to give up its slot and wait again; whether it does."""
+    _in_vain: dict[tuple[tuple[TierSets, ...], Priority, int], float] = field(default_factory=dict)
+    """When nobody was found for a request of such candidates, class and slots."""
+
+    def make_room(self, queued: QueuedRequest, now: float) -> bool:
+        """Have running requests yield to one that waits; whether it is to get its slots so.
+
+        For requests of one kind it is tried in vain once in `IN_VAIN_SECONDS`, however many wait.
+        """
+        kind = queued.groups, queued.priority, queued.slots
+        if not self.records or now - self._in_vain.get(kind, -math.inf) < IN_VAIN_SECONDS:
+            return False
+        if queued.slots and self._make_room(queued, now):
+            return True
+        if len(self._in_vain) >= MOST_KINDS:
+            self._in_vain.clear()
+        self._in_vain[kind] = now
+        return False
+
+    def _make_room(self, queued: QueuedRequest, now: float) -> bool:
+        for missing in missing_slots(queued):
+            for _ in range(MOST_CHOICES):
+                running = [
+                    yield_candidate(lease_id, record, now)
+                    for lease_id, record in islice(self.records.items(), MOST_COMPARED)
+                    if record.placement is not None
+                ]
+                chosen = choose_yields(queued.priority, missing, running)
+                if not chosen:
+                    break
+                for lease_id in chosen:
+                    record = self.records.pop(lease_id)
+                    assert record.placement is not None
+                    # Those that can't be resumed refuse; then others are chosen.
+                    if self.yield_slot(record.request.id):
+                        missing[record.placement.row.index] -= record.slots
+                if min(missing.values()) <= 0:
+                    return True
+        return False
+
+
+def yield_candidate(lease_id: int, record: LeaseRecord, now: float) -> YieldCandidate:
+    """A running request in numbers; its record has a placement."""
+    placement, request, decode_began = record.placement, record.request, None
+    assert placement is not None
+    row, decoded = placement.row, 0.0
+    if record.phase is LeasePhase.DECODE:
+        decode_began = placement.prefill_ends
+        decoded = (now - decode_began) / row.per_output_token if row.per_output_token else 0.0
+    return YieldCandidate(
+        lease_id,
+        row.index,
+        record.slots,
+        request.caller.priority,
+        None if decode_began is None else now - decode_began,
+        placement.seconds_left(now),
+        (placement.queued.prompt_tokens + decoded) / row.prefill_tps,
+        request.caller.times_yielded,
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -83,16 +208,23 @@ class Scheduler:
     demand_model: DemandModel = field(init=False)
     tier_policy: TierPolicy = field(init=False)
     tier_router: TierRouter = field(init=False)
-    granter: LeaseGranter = field(init=False)
+    candidate_finder: CandidateFinder = field(init=False)
     yield_requests: YieldRequests = field(init=False)
     decision_log: DecisionLog = field(init=False)
     accuracy: PredictionAccuracy = field(default_factory=PredictionAccuracy)
+    records: dict[int, LeaseRecord] = field(default_factory=dict)
+    """Leases whose attempts have not been accounted for, by lease id."""
+    yielding: dict[int, LeaseRecord] = field(default_factory=dict)
+    """Those of them that run and may be asked to yield, the oldest first."""
+    _lease_ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _check_all_at: float = 0.0
     """When every waiting request is checked; until then only those that fall due."""
     _positions: dict[str, QueuePosition] | None = None
     """Queue positions by request id, if somebody has asked for one since that check."""
     _rows_version: int = 0
     """That of `fleet_sync` for which the waiting requests' candidates were found."""
+    _unplaced: tuple[LeaseRequest, Tried, NodeCandidates, QueuedRequest, int] | None = None
+    """What `lease_now` found for the last request that must wait, and that `rows_version`."""
     _match_handle: asyncio.Handle | None = None
     _timer: asyncio.TimerHandle | None = None
 
@@ -109,16 +241,8 @@ class Scheduler:
         self.tier_router = TierRouter(
             self.tier_policy, self.fleet_sync, self.dispatcher, self.settings
         )
-        self.granter = LeaseGranter(
-            self.dispatcher,
-            self.fleet_sync,
-            CandidateFinder(self.fleet.model_index, self.fleet_sync),
-            self.demand_model,
-            self.tier_router,
-            self.decision_log,
-            self.clock,
-        )
-        self.yield_requests = YieldRequests(self.granter.yielding, self.yield_slot)
+        self.candidate_finder = CandidateFinder(self.fleet.model_index, self.fleet_sync)
+        self.yield_requests = YieldRequests(self.yielding, self.yield_slot)
         self.fleet_sync.sync()
         self.fleet.subscribe(on_capacity=self._match_soon, on_change=self.fleet_sync.node_changed)
 
@@ -144,12 +268,12 @@ class Scheduler:
         if self.demand_model.learning_pending and has_long_prompt(request):
             self.learn_pending()
         now = self.clock()
-        if self.fleet_sync.has_gpu_tier and request.slots and not tried.failed_nodes:
-            self.tier_policy.arrived(request.priority, now)
+        if self.fleet_sync.has_gpu_tier and request.size.slots and not tried.failed_nodes:
+            self.tier_policy.arrived(request.caller.priority, now)
         try:
-            candidates, queued = self.granter.begin(request, tried, now - age, now)
+            candidates, queued = self.begin(request, tried, now - age, now)
             if queued.deadline is not None:
-                self.granter.check_deadline(queued, candidates, now)
+                self._check_deadline(queued, candidates, now)
         except errors.GatewayError as error:
             self.decision_log.refused(request, error, now - age, now)
             raise
@@ -177,7 +301,9 @@ class Scheduler:
         if self.closing:
             raise errors.shutting_down()
         now = self.clock()
-        candidates, queued = self.granter.begin(request, tried, now - age, now)
+        candidates, queued = self._take_unplaced(request, tried) or self.begin(
+            request, tried, now - age, now
+        )
         room = queue_room(request, self.waiters, self.admission)
         try:
             expires_at = self._admit(
@@ -208,13 +334,13 @@ class Scheduler:
         )
         self._enqueue(waiter)
         self._match_soon()
-        if self.granter.yielding and request.priority < Priority.BATCH and not granted.done():
+        if self.yielding and request.caller.priority < Priority.BATCH and not granted.done():
             self._ask_to_yield(waiter, now)
         try:
             return await granted
         except asyncio.CancelledError:
             if granted.done() and not granted.cancelled() and granted.exception() is None:
-                self.granter.release_unused(granted.result().id)
+                self.release_unused(granted.result().id)
             raise
         finally:
             if waiter.queued in self.waiters:
@@ -227,7 +353,7 @@ class Scheduler:
         return max(
             (
                 dearest_token(node.spec, node.slots_total, node.speed.decode_tps)
-                for name in request.model_names
+                for name in request.wanted.model_names
                 for node in index.nodes_for(name)
             ),
             default=0.0,
@@ -245,7 +371,7 @@ class Scheduler:
             node.name not in tried.failed_nodes
             and node.state in ALIVE_STATES
             and not (but_paused and node.paused(now))
-            for _, nodes in self.granter.candidate_finder.nodes_by_model(request, tried)
+            for _, nodes in self.candidate_finder.nodes_by_model(request, tried)
             for node in nodes
         )
 
@@ -253,13 +379,13 @@ class Scheduler:
         """Whether a node has the context that `request` is now known to need."""
         return any(
             node.context is not None and node.context >= tried.min_context
-            for _, nodes in self.granter.candidate_finder.nodes_by_model(request, tried)
+            for _, nodes in self.candidate_finder.nodes_by_model(request, tried)
             for node in nodes
         )
 
     def unsupported_error(self, request: LeaseRequest, tried: Tried) -> errors.GatewayError | None:
         """The error of a request that no node supports (501); None: some node may."""
-        return self.granter.candidate_finder.unsupported_error(request, tried)
+        return self.candidate_finder.unsupported_error(request, tried)
 
     def keep_in_queue(self, request_id: str) -> None:
         """The request's client has the head of a response: displace others before it."""
@@ -318,12 +444,14 @@ class Scheduler:
         found = [self.waiters.by_request_id(id_) for id_ in request_ids]
         waiting = [one for one in found if one is not None and not one.granted.done()]
         for waiter in waiting:
-            if waiter.request.priority > priority:
+            if waiter.request.caller.priority > priority:
                 self._remove(waiter)
                 waiter.raise_to(priority)
                 self._update_candidates(waiter, self.clock(), requeue=True)
                 self._match_soon()
-        self.granter.keep_slots(request_ids)
+        for lease_id, record in list(self.yielding.items()):
+            if record.request.id in request_ids:
+                del self.yielding[lease_id]  # It is not asked to yield any more.
         return {waiter.request.id for waiter in waiting if not waiter.granted.done()}
 
     def has_room(self) -> bool:
@@ -382,6 +510,64 @@ class Scheduler:
                 handle.cancel()
         self._match_handle = self._timer = None
 
+    # Where a request may go.
+
+    def begin(
+        self, request: LeaseRequest, tried: Tried, received_at: float, now: float
+    ) -> tuple[NodeCandidates, QueuedRequest]:
+        """Where a request may go now, and the request in numbers. Raises: GatewayError.
+
+        Candidates that are not used must be given to `TierRouter.cancel_reservation`.
+        """
+        candidates = self.candidate_finder.find(request, tried)
+        queued = self.demand_model.build(
+            request, candidates, received_at, overflows=tried.pool_overflows
+        )
+        if self.fleet_sync.has_gpu_tier:
+            candidates = self.tier_router.narrow(request, tried, candidates, queued, now)
+            queued.set_groups(candidates.groups)
+        return candidates, queued
+
+    def _take_unplaced(
+        self, request: LeaseRequest, tried: Tried
+    ) -> tuple[NodeCandidates, QueuedRequest] | None:
+        """What `begin` found for the request that `lease_now` could not place; None: begin anew."""
+        unplaced, self._unplaced = self._unplaced, None
+        if unplaced is None or unplaced[0] is not request or unplaced[1] is not tried:
+            return None
+        _, _, candidates, queued, rows_version = unplaced
+        return (candidates, queued) if rows_version == self.fleet_sync.rows_version else None
+
+    def _check_deadline(
+        self, queued: QueuedRequest, candidates: NodeCandidates, now: float
+    ) -> None:
+        """Raises: GatewayError, if the prompt can't be read before the client stops waiting.
+
+        The prompt's size is an estimate: half of the predicted prefill counts. Candidates that are
+        refused hold no reservation any more.
+        """
+        assert queued.deadline is not None
+        if not self.fleet_sync.is_measured(queued):
+            return
+        prefill = min(
+            (
+                (queued.prompt_tokens - queued.cached.get(row.index, 0.0)) / row.prefill_tps
+                for tiers in candidates.groups
+                for candidate_set in tiers
+                for row in candidate_set.rows
+                if row.alive and row.index not in candidates.excluded
+            ),
+            default=0.0,
+        )
+        left = queued.deadline - now
+        if prefill / 2 > left:
+            self.tier_router.cancel_reservation(candidates)
+            raise errors.queue_timeout(
+                f"Reading this prompt takes about {prefill:.0f} s, and this client waits for "
+                f"{max(0.0, left):.1f} s more.",
+                max(1.0, prefill / 2 - left),
+            )
+
     # Admission to the queue.
 
     def _admit(
@@ -396,7 +582,7 @@ class Scheduler:
     ) -> float:
         """Until when the request may wait beside `waiting` others. Raises: GatewayError."""
         ahead = predicted = None
-        if request.slots and candidates.any_alive():
+        if request.size.slots and candidates.any_alive():
             measured = self.fleet_sync.is_measured(queued)
             by_work = self.dispatcher.predicted_wait(queued, now) if measured else None
             ahead, slots = self.dispatcher.count_ahead(queued), self.fleet_sync.slots(queued)
@@ -443,13 +629,16 @@ class Scheduler:
     ) -> GrantedLease | None:
         """A lease now; None: the request would have to wait."""
         dispatcher = self.dispatcher
-        for _ in range(MOST_STALE_PLACEMENTS):
+        for earlier in range(MOST_STALE_PLACEMENTS):
             if dispatcher.waiting and dispatcher.placement_state.slots_freed:
                 self.match()  # Waiting requests go first.
             placement = dispatcher.place(queued, now)
             if placement is None:
+                if not earlier and candidates.tier_route is None:
+                    version = self.fleet_sync.rows_version
+                    self._unplaced = request, tried, candidates, queued, version
                 return None
-            granted = self.granter.grant(placement, request, tried, candidates, now)
+            granted = self.grant(placement, request, tried, candidates, now)
             if granted is not None:
                 return granted
         return None
@@ -464,9 +653,7 @@ class Scheduler:
                     self._check_all_at = now + TICK
                 self.waiters.add(waiter)
                 return
-            granted = self.granter.grant(
-                placement, waiter.request, waiter.tried, waiter.candidates, now
-            )
+            granted = self.grant(placement, waiter.request, waiter.tried, waiter.candidates, now)
             if granted is not None:
                 waiter.granted.set_result(granted)
                 return
@@ -515,6 +702,126 @@ class Scheduler:
                 break
         self._set_timer()
 
+    def grant(
+        self,
+        placement: Placement,
+        request: LeaseRequest,
+        tried: Tried,
+        candidates: NodeCandidates,
+        now: float,
+    ) -> GrantedLease | None:
+        """The lease for a placement; None: the node does not take it after all.
+
+        Then the placement is cancelled and the placement state up to date.
+        """
+        node, queued = self.fleet_sync.nodes[placement.row.index], placement.queued
+        slots = queued.slots
+        if node.free_slots(now) < slots if slots else not node.capacity(now):
+            self.dispatcher.cancelled(placement, now)
+            self.fleet_sync.sync()
+            return None
+        fallback: str | None = None
+        reservation: SpillReservation | None = None
+        if candidates.tier_route is not None:
+            fallback, reservation = self.tier_router.placed(candidates, placement.row)
+        stream = now >= node.plain_until and (
+            request.wanted.stream
+            or (
+                request.wanted.may_assemble and tried.may_assemble and node.spec.kind == "llama.cpp"
+            )
+        )
+        # The predicted prefill and total bound how long the node may be silent.
+        speed, prefill_tps = node.speed, node.speed.prefill_tps
+        tokens = max(request.size.prompt_tokens, queued.prompt_tokens)
+        grace = prefill = tokens / (prefill_tps or PESSIMISTIC_PREFILL_TPS)
+        wake = wake_limit = 0.0
+        if node.sleep.seen:
+            # It may have fallen asleep since the last probe, too.
+            wake_limit = node.sleep.wake_limit(node.properties.size)
+            if node.state is NodeState.SLEEPING:
+                wake = node.sleep.seconds_left(node.properties.size, now)
+                prefill += wake
+        total: float | None = None
+        if request.size.max_tokens is not None and (decode_tps := speed.decode_tps) is not None:
+            total = prefill + request.size.max_tokens / decode_tps
+        model = candidates.by_model[placement.group][0]
+        lease_id = next(self._lease_ids)
+        grant = self.decision_log.granted(
+            placement,
+            request,
+            tried,
+            model,
+            node.spec.tier,
+            fallback,
+            self.dispatcher.placement_state.node_count,
+            self._nodes_without_room(placement, now),
+            lease_id,
+        )
+        lease = LeaseRecord(
+            node,
+            slots,
+            now,
+            stream,
+            prefill,
+            total,
+            request=request,
+            placement=placement,
+            reservation=reservation,
+            dispatcher=self.dispatcher,
+            grant=grant,
+        )
+        node.take(lease, now, wake)
+        self.records[lease_id] = lease
+        if request.caller.yields:
+            self.yielding[lease_id] = lease
+        if lease.wakes:
+            # As if the prompt took longer to read: later requests wait for that too.
+            self.dispatcher.prefill_done(placement, placement.prefill_ends + wake)
+        if lease.trial or lease.wakes:
+            self.fleet_sync.node_changed(node)
+        if node.probe_history.load_unread:
+            self.fleet_sync.fleet.read_load(node)
+        if request.size.prompt_key is not None or request.caller.session is not None:
+            self.demand_model.placed(placement, request)
+        return GrantedLease(
+            lease_id,
+            node.info,
+            model,
+            node.served_name(model) or model,
+            slots,
+            stream,
+            PREFILL_GRACE_FACTOR * grace,
+            None if prefill_tps is None else placement.prefill_ends - placement.placed_at,
+            fallback,
+            wake_limit,
+            round(tokens),
+        )
+
+    def _nodes_without_room(self, placement: Placement, now: float) -> Mapping[str, int]:
+        """Other nodes that serve the model of a placement and had no room for it, by the reason."""
+        comparison, queued = placement.comparison, placement.queued
+        tiers = queued.groups[placement.group]
+        if comparison is None or (
+            comparison.with_room == comparison.candidates and len(tiers) == 1
+        ):
+            return _NOTHING_OUT  # Nearly always.
+        found: Counter[str] = Counter()
+        for candidates in tiers:
+            if queued.excluded or queued.failed:
+                rows = [row for row in candidates.rows if row.index not in queued.excluded]
+                found["excluded"] += len(candidates.rows) - len(rows)
+                count = len([row for row in rows if row.index not in queued.failed])
+                found["failed"] += len(rows) - count
+            else:
+                count = len(candidates.rows)
+            out = self.fleet_sync.out_of_service(candidates, now)
+            found.update(out)
+            if placement.row.index in candidates.row_indexes:
+                found["full"] += max(0, count - comparison.with_room - sum(out.values()))
+                break
+            found["full"] += max(0, count - sum(out.values()))
+        return {reason: number for reason, number in found.items() if number}
+
     def _grant(self, placement: Placement, now: float) -> bool:
         """Give a placement to its waiter; False: it was not used, and others may go."""
         waiter = self.waiters.pop(placement.queued)
@@ -523,15 +830,23 @@ class Scheduler:
             if waiter is not None:
                 self.tier_router.cancel_reservation(waiter.candidates)
             return False
-        granted = self.granter.grant(
-            placement, waiter.request, waiter.tried, waiter.candidates, now
-        )
+        granted = self.grant(placement, waiter.request, waiter.tried, waiter.candidates, now)
         if granted is None:
             self._rebuild(waiter, waiter.candidates)
             self._enqueue(waiter)
             return False
         waiter.granted.set_result(granted)
         return True
+
+    def release_unused(self, lease_id: int) -> None:
+        """Release a lease whose request was cancelled before it could be sent."""
+        record = self.records.pop(lease_id)
+        record.grant.ended("cancelled", 0, self.clock())
+        self.yielding.pop(lease_id, None)
+        self.demand_model.abandoned(record.placement, refund=True)
+        if record.reservation is not None:
+            record.reservation.settle(0.0, happened=False, now=self.clock())
+        record.release()
 
     # Checking what waits.
 
@@ -569,14 +884,18 @@ class Scheduler:
         self._positions = None
         self.fleet_sync.sync()
         self._check_each(list(self.waiters), now)
-        if self.granter.yielding:
+        if self.yielding:
             self._ask_all_to_yield(now)
 
     def _ask_all_to_yield(self, now: float) -> None:
         """For waiting requests to which none could yield before, or did in vain."""
         for waiter in list(self.waiters):
             due = now - waiter.yield_asked_at >= ASK_AGAIN_SECONDS
-            if due and not waiter.granted.done() and waiter.request.priority < Priority.BATCH:
+            if (
+                due
+                and not waiter.granted.done()
+                and waiter.request.caller.priority < Priority.BATCH
+            ):
                 self._ask_to_yield(waiter, now)
 
     def _ask_to_yield(self, waiter: Waiter, now: float) -> None:
@@ -608,9 +927,16 @@ class Scheduler:
     def _update_candidates(self, waiter: Waiter, now: float, *, requeue: bool = False) -> None:
         """Find its candidates anew; `requeue`: in any case, since row indexes have changed."""
         try:
-            candidates = self.granter.find_candidates(
-                waiter.request, waiter.tried, waiter.queued, now
-            )
+            candidates = self.candidate_finder.find(waiter.request, waiter.tried)
+            if self.fleet_sync.has_gpu_tier:
+                candidates = self.tier_router.narrow(
+                    waiter.request,
+                    waiter.tried,
+                    candidates,
+                    waiter.queued,
+                    now,
+                    waiting=waiter.queued,
+                )
         except errors.GatewayError as error:
             self._refuse(waiter, error)
             return

@@ -1,9 +1,9 @@
 """Where the store is and how it is opened: the URL, SQLite's file, PostgreSQL's limits, the level.
 
-A store has a level: the number of the newest migration that it has seen. Every program knows its
-own, `SCHEMA_LEVEL`. A program that opens an older store brings it to its level, under a lock. It
-uses a newer one as it is, if the store says that programs of this level still can (`needed_level`);
-else it refuses.
+A store has a level: the number of the last step (`schema.STEPS`) that it has seen. Every program
+knows its own, `SCHEMA_LEVEL`. A program that opens an older store brings it to its level, under a
+lock; one below `OLDEST_LEVEL` it refuses. It uses a newer one as it is, if the store says that
+programs of this level still can (`needed_level`); else it refuses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import ctypes
 import os
 import sqlite3
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,8 @@ from sqlalchemy.pool import NullPool
 
 from gateway import __version__
 from gateway.config.store import masked_store_url
-from gateway.store.failures import StoreGone, StoreTooNew, store_error
-from gateway.store.schema import SCHEMA_LEVEL, levels
+from gateway.store.failures import StoreGone, StoreTooNew, StoreTooOld, store_error
+from gateway.store.schema import OLDEST_LEVEL, SCHEMA_LEVEL, STEPS, Step, levels, metadata
 
 FILE_NAME = "gateway.db"
 """The store's file in the state folder, where the settings name no other."""
@@ -100,11 +100,11 @@ class Program:
     """What a program knows of the tables."""
 
     level: int
-    migrations: Path
-    """Folder of the migrations up to this level."""
+    steps: Mapping[int, Step]
+    """By the level to which they lead."""
 
 
-THIS_PROGRAM = Program(SCHEMA_LEVEL, Path(__file__).parent / "migrations")
+THIS_PROGRAM = Program(SCHEMA_LEVEL, STEPS)
 
 
 def connect(location: StoreLocation, on_connect: Callable[[Any], None]) -> Connection:
@@ -278,12 +278,13 @@ def act_as_owner(path: Path) -> None:
 
 
 def _import_late_modules() -> None:
-    """Migrate a database in memory, for what that imports.
+    """Make the tables in a database in memory, for what that imports.
 
     A folder's owner may not read the libraries of a Python that is root's alone.
     """
     with create_engine("sqlite://", poolclass=NullPool).begin() as connection:
-        _upgrade(connection, THIS_PROGRAM.migrations)
+        store_level(connection)
+        metadata.create_all(connection)
 
 
 def _postgres_engine(location: StoreLocation) -> Engine:
@@ -390,7 +391,7 @@ def try_write(connection: Connection) -> None:
 
 
 def migrate(connection: Connection, program: Program, now: float) -> None:
-    """Bring the tables to the program's level, if they are below. Raises: StoreError, DBAPIError.
+    """Make the tables, or bring them to the program's level. Raises: StoreError, DBAPIError.
 
     All or nothing, under a lock: of several processes that start at once, one does it.
     """
@@ -399,33 +400,27 @@ def migrate(connection: Connection, program: Program, now: float) -> None:
             connection.exec_driver_sql("SET LOCAL statement_timeout = 0")
             connection.execute(text(f"SELECT pg_advisory_xact_lock({_MIGRATION_LOCK})"))
         level = store_level(connection)
-        if level is not None and level >= program.level:
+        if level is None:
+            metadata.create_all(connection, checkfirst=False)
+            level = SCHEMA_LEVEL
+        elif level >= program.level:
             return
-        needed_level = _upgrade(connection, program.migrations)
+        elif level < OLDEST_LEVEL:
+            raise StoreTooOld(
+                f"the store has the level {level}, of a version before 0.1.0; this one "
+                f"({__version__}) knows {OLDEST_LEVEL} to {program.level}",
+                "start version 0.1.0 (commit 925fef89) on it once, or put a newer one in its place",
+            )
+        for number in range(level + 1, program.level + 1):
+            for statement in program.steps[number].statements:
+                connection.exec_driver_sql(statement)
         connection.execute(delete(levels))
         connection.execute(
             insert(levels).values(
                 id=1,
                 level=program.level,
-                needed_level=needed_level,
+                needed_level=program.steps[program.level].needed_level,
                 program=__version__,
                 changed_at=now,
             )
         )
-
-
-def _upgrade(connection: Connection, migrations: Path) -> int:
-    """Apply the migrations, and return the level that programs need from then on."""
-    # Late: most starts need no migration.
-    from alembic import command
-    from alembic.config import Config
-    from alembic.script import ScriptDirectory
-
-    config = Config()
-    config.set_main_option("script_location", str(migrations).replace("%", "%%"))
-    config.attributes["connection"] = connection
-    command.upgrade(config, "head")
-    head = ScriptDirectory.from_config(config).get_revision("head")
-    assert head is not None
-    level: int = head.module.NEEDED_LEVEL
-    return level

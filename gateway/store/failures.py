@@ -55,6 +55,12 @@ class StoreTooNew(StoreError):  # noqa: N818 - as above
     state = "too new"
 
 
+class StoreTooOld(StoreError):  # noqa: N818 - as above
+    """It was made before the first release, and this version can't bring its tables up to date."""
+
+    state = "too old"
+
+
 class StoreLocked(StoreError):  # noqa: N818 - as above
     """Another process holds it for too long."""
 

@@ -3,14 +3,17 @@
 Times are Unix seconds, as floats. Lists and mappings are JSON texts. Tokens are counted as
 integers, money as floats in the currency of the settings.
 
-A change of a table is a new migration in `migrations/versions`, and a new `SCHEMA_LEVEL`. Processes
-of the version before and of this one use a store at the same time, for as long as a hand-over
-lasts, so a migration only adds: tables, nullable columns, columns with a server default, indexes.
-What nothing uses any more goes in a migration of a later version, whose `NEEDED_LEVEL` shuts out
-the programs that still used it.
+A new store gets these tables. A change of a table is also a new step in `STEPS`, for the stores
+that are there. Processes of the version before and of this one use a store at the same time, for as
+long as a hand-over lasts, so a step only adds: tables, nullable columns, columns with a server
+default, indexes. What nothing uses any more goes in a step of a later version, whose `needed_level`
+shuts out the programs that still used it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
 
 from sqlalchemy import (
     BigInteger,
@@ -27,8 +30,8 @@ from sqlalchemy import (
     text,
 )
 
-SCHEMA_LEVEL = 4
-"""The level of the tables below: the number of the newest migration."""
+OLDEST_LEVEL = 3
+"""The lowest level that a store may have: that of version 0.1.0, the first that people ran."""
 
 metadata = MetaData(
     naming_convention={
@@ -483,3 +486,35 @@ learnt = Table(
 """What each gateway has learnt of nodes and callers (`gateway.learnt`), as JSON. `version` is that
 of the section's values: a program leaves the rows of other versions alone. `caller` is the id of
 the key from whose requests it was learnt: revoking the key deletes it."""
+
+
+class Step(NamedTuple):
+    """How a store of the level before comes to this level."""
+
+    statements: tuple[str, ...]
+    """SQL for both databases. It stays as it is when the tables change again."""
+    needed_level: int = 1
+    """The lowest level of a program that can use the tables afterwards."""
+
+
+_LEARNT = """
+CREATE TABLE learnt (
+    gateway TEXT NOT NULL, section TEXT NOT NULL, version INTEGER NOT NULL, key TEXT NOT NULL,
+    caller TEXT, changed_at FLOAT NOT NULL, value TEXT NOT NULL,
+    CONSTRAINT pk_learnt PRIMARY KEY (gateway, section, version, key)
+)
+"""
+
+STEPS: Final[Mapping[int, Step]] = {
+    4: Step(
+        (
+            _LEARNT,
+            "CREATE INDEX ix_learnt_caller ON learnt (caller)",
+            "CREATE INDEX ix_learnt_changed_at ON learnt (changed_at)",
+        )
+    ),
+}
+"""By the level to which they lead."""
+
+SCHEMA_LEVEL = max(STEPS)
+"""The level of the tables above."""

@@ -7,19 +7,236 @@ when it has ended, off the event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib.util
 import random
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import structlog
 
 from gateway.config.telemetry import TracesSettings
 from gateway.events import RequestFinished
 from gateway.request import Headers
 from gateway.scheduling.decision_log import Decision, DecisionLog
 from gateway.trace_context import RequestTrace, Traceparent, parse_traceparent
-from gateway.tracing.export import FLUSH_SECONDS, Sender, TraceCounts, TraceExporter
-from gateway.tracing.sampling import Sampler
 from gateway.tracing.spans import EndedRequest
+
+log = structlog.get_logger()
+
+MOST_WAITING = 1024
+"""Traces that wait to be sent; one more is dropped."""
+
+BATCH_TRACES = 256
+"""Traces that are sent at once."""
+
+BATCH_SECONDS = 5.0
+"""Seconds for which traces are collected into one message, unless there are so many sooner."""
+
+FLUSH_SECONDS = 2.0
+"""Most seconds that the gateway's end waits for the last traces to be sent."""
+
+
+class Sender(Protocol):
+    """Sends traces to a collector. Called by one thread, but for `interrupt`."""
+
+    def send(self, requests: Sequence[EndedRequest]) -> bool:
+        """Send them; False if they were not taken. Takes a bounded time."""
+
+    def interrupt(self) -> None:
+        """Give up what is being tried again, and try nothing any more."""
+
+    def close(self) -> None:
+        """Close its connection."""
+
+
+class TraceCounts:
+    """How many traces were exported and dropped since the start; for all exporters together."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.exported = 0
+        self.not_queued = 0
+        """Dropped, as too many waited already."""
+        self.not_sent = 0
+        """Dropped, as the collector did not take them."""
+
+    def count(self, *, exported: int = 0, not_queued: int = 0, not_sent: int = 0) -> None:
+        """Add these. Any thread may call it."""
+        with self._lock:
+            self.exported += exported
+            self.not_queued += not_queued
+            self.not_sent += not_sent
+
+
+class TraceExporter:
+    """Owns the thread that sends traces. `open_sender` is called there, as it may import much."""
+
+    def __init__(
+        self,
+        open_sender: Callable[[], Sender],
+        counts: TraceCounts,
+        *,
+        batch_seconds: float = BATCH_SECONDS,
+        batch_traces: int = BATCH_TRACES,
+    ) -> None:
+        self._open_sender = open_sender
+        self._counts = counts
+        self._batch_seconds = batch_seconds
+        self._batch_traces = batch_traces
+        self._waiting: deque[EndedRequest] = deque()
+        self._sender: Sender | None = None
+        self._work = threading.Event()
+        self._due = threading.Event()
+        """A message is full, or this ends."""
+        self._closing = threading.Event()
+        self._given_up = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
+        self._thread.start()
+
+    def export(self, request: EndedRequest) -> None:
+        """Send this trace soon, or drop it where too many wait. Never waits and never raises."""
+        if self._closing.is_set() or len(self._waiting) >= MOST_WAITING:
+            self._counts.count(not_queued=1)
+            return
+        self._waiting.append(request)
+        if not self._work.is_set():
+            self._work.set()
+        if len(self._waiting) == self._batch_traces:
+            self._due.set()
+
+    def stop(self) -> None:
+        """Take no more traces; the thread ends when it has sent those that wait."""
+        self._closing.set()
+        self._due.set()
+        self._work.set()
+
+    def close(self, seconds: float = FLUSH_SECONDS) -> None:
+        """`stop`, and wait so long at most for the thread to end; what is left then is dropped."""
+        self.stop()
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self._given_up.set()
+            if self._sender is not None:
+                self._sender.interrupt()
+
+    @property
+    def running(self) -> bool:
+        """Whether its thread still runs."""
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            sender = self._sender = self._open_sender()
+        except Exception as error:  # noqa: BLE001 - whatever it is, requests must be served
+            log.error("traces can't be exported", why=type(error).__name__)  # noqa: TRY400
+            sender = None
+        while True:
+            self._work.wait()
+            self._due.wait(self._batch_seconds)
+            if not self._closing.is_set():
+                self._due.clear()
+            self._work.clear()
+            while batch := self._take():
+                self._send(sender, batch)
+            if self._closing.is_set() and not self._waiting:
+                break
+        if sender is not None:
+            sender.close()
+
+    def _send(self, sender: Sender | None, batch: list[EndedRequest]) -> None:
+        sent = False
+        if sender is not None and not self._given_up.is_set():
+            try:
+                sent = sender.send(batch)
+            except Exception as error:  # noqa: BLE001 - one message must not end the thread
+                log.error("traces are lost", why=type(error).__name__)  # noqa: TRY400
+        if sent:
+            self._counts.count(exported=len(batch))
+        else:
+            self._counts.count(not_sent=len(batch))
+
+    def _take(self) -> list[EndedRequest]:
+        batch: list[EndedRequest] = []
+        with contextlib.suppress(IndexError):
+            while len(batch) < self._batch_traces:
+                batch.append(self._waiting.popleft())
+        return batch
+
+
+_MODULE = "opentelemetry.proto.collector.trace.v1.trace_service_pb2"
+
+
+def has_otel() -> bool:
+    """Whether traces can be exported."""
+    try:
+        return importlib.util.find_spec(_MODULE) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@dataclass(slots=True)
+class Allowance:
+    """So many a second, saved up for one second at most."""
+
+    rate: float
+    clock: Callable[[], float]
+    _left: float = field(init=False)
+    _at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._left, self._at = max(1.0, self.rate), self.clock()
+
+    def take(self) -> bool:
+        """Take one, if one is left."""
+        now = self.clock()
+        most = max(1.0, self.rate)
+        self._left = min(most, self._left + (now - self._at) * self.rate)
+        self._at = now
+        if self._left < 1 or not self.rate:
+            return False
+        self._left -= 1
+        return True
+
+
+class Sampler:
+    """Decides by its own draws: no client can have more traced than the allowance.
+
+    A client that has recorded its part of a trace (`traceparent` with the flag) is followed as far
+    as the allowance goes, and else has the chance of any other. One that says that it has not is
+    believed: the gateway's part alone would tell nobody anything.
+    """
+
+    __slots__ = ("_clients", "_draw", "_failures", "_share")
+
+    def __init__(
+        self,
+        share: float,
+        beyond_share: float,
+        *,
+        draw: Callable[[], float],
+        clock: Callable[[], float],
+    ) -> None:
+        """`draw`: a number from 0 up to 1, below it. `beyond_share`: a second, of each kind."""
+        self._share = share
+        self._draw = draw
+        self._clients = Allowance(beyond_share, clock)
+        self._failures = Allowance(beyond_share, clock)
+
+    def takes(self, parent: Traceparent | None) -> bool:
+        """Whether a request that has come is traced."""
+        if parent is None:
+            return self._draw() < self._share
+        return parent.sampled and (self._draw() < self._share or self._clients.take())
+
+    def takes_failed(self) -> bool:
+        """Whether a request is traced that was not meant to be, and has failed."""
+        return self._failures.take()
+
 
 SETTLE_SECONDS = 0.5
 """Seconds after its end in which a request's attempts are accounted for."""

@@ -11,7 +11,7 @@ from typing import Literal
 
 from gateway.events import RequestFinished
 from gateway.observe.event_log import BLAMELESS_OUTCOMES
-from gateway.observe.request_histograms import OPERATIONS, PROVIDER
+from gateway.observe.metrics import OPERATIONS, PROVIDER
 from gateway.scheduling.decision_log import Decision, Grant, Queueing, Refusal
 from gateway.trace_context import RequestTrace
 

@@ -1,4 +1,4 @@
-"""The connections to one node, and the way in which every request to it is sent.
+"""How a node is reached: its address, its TLS, and the connections on which requests are sent.
 
 Idle connections are used again, the last one first. llama.cpp's server closes a connection that
 was idle for 5 s and any after 100 requests. So the pool drops an idle one before that. A request
@@ -9,12 +9,16 @@ on another one.
 from __future__ import annotations
 
 import asyncio
+import encodings.idna  # noqa: F401 - the first handshake reads it, on the event loop
 import errno
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
 
+from gateway.config.node import NodeSpec, NodeTls
 from gateway.errors import drop_traceback
 from gateway.request import SegmentedBody
 from gateway.transport.connection import STALE_SECONDS, LoopTimeout, NodeConnection
@@ -254,3 +258,118 @@ class ConnectionPool:
         if kept:
             wait = kept[0][0] - oldest
             self._sweeper = self._loop.call_later(max(0.1, wait), self._sweep)
+
+
+OpenNodePool = Callable[[NodeSpec], ConnectionPool]
+"""How the fleet opens the pool of a node's connections."""
+
+
+def open_node_pool(spec: NodeSpec, resolver: Resolver | None = None) -> ConnectionPool:
+    """The pool of the node's connections; it opens none yet. Needs a running event loop.
+
+    `resolver` resolves its host; nodes share one, so that each name is looked up once.
+
+    Raises: ssl.SSLError, OSError when a TLS file can't be used.
+    """
+    return ConnectionPool(node_address(spec), resolver)
+
+
+def connection_key(spec: NodeSpec) -> tuple[object, ...]:
+    """Changes when a node's entry in the inventory needs a new pool."""
+    return (spec.url, spec.kind, spec.tls, spec.api_key)
+
+
+def tls_files(spec: NodeSpec) -> set[Path]:
+    """The files of certificates and keys with which the node is reached."""
+    tls = spec.tls
+    return set() if tls is None else {path for path in (tls.ca, tls.cert, tls.key) if path}
+
+
+def node_address(spec: NodeSpec) -> NodeAddress:
+    """Where the node of `spec` is, with the header lines that all requests to it carry."""
+    url = urlsplit(spec.url)
+    secure = url.scheme == "https"
+    host = url.hostname or ""
+    port = url.port or (443 if secure else 80)
+    name = f"[{host}]" if ":" in host else host
+    authority = name if url.port is None else f"{name}:{port}"
+    lines = f"host: {authority}\r\n"
+    if spec.api_key is not None:
+        lines += f"authorization: Bearer {spec.api_key.get_secret_value()}\r\n"
+    return NodeAddress(
+        host=host,
+        port=port,
+        path_prefix=url.path.rstrip("/").encode(),
+        header_lines=lines.encode(),
+        tls=_tls_context(spec.tls) if secure else None,
+        server_name=(spec.tls.server_name if spec.tls else None) or host,
+    )
+
+
+def _tls_context(spec: NodeTls | None) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(spec.ca) if spec and spec.ca else None)
+    if spec is not None and not spec.verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    if spec is not None and spec.cert:
+        # With a password, even an empty one, OpenSSL does not ask for it on the terminal.
+        context.load_cert_chain(spec.cert, spec.key, password="")
+    return context
+
+
+ANSWER_BYTES = 12
+"""Of `HTTP/1.1 200`."""
+
+_SAYS_PLAIN = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")
+
+
+async def speaks_tls(host: str, port: int, limit: float) -> bool:
+    """Whether a TLS handshake succeeds there within `limit` seconds, whatever the certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    try:
+        async with asyncio.timeout(limit):
+            _, writer = await asyncio.open_connection(host, port, ssl=context)
+    except ssl.SSLError as error:
+        # It wants a certificate of ours, or other ciphers.
+        return "ALERT" in (error.reason or "")
+    except (OSError, TimeoutError, UnicodeError):
+        return False
+    writer.transport.abort()
+    return True
+
+
+async def speaks_plain_http(host: str, port: int, limit: float) -> bool:
+    """Whether a request in plain HTTP is answered there within `limit` seconds.
+
+    Some TLS servers answer it with 400, in plain HTTP.
+    """
+    try:
+        async with asyncio.timeout(limit):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                writer.write(b"GET /health HTTP/1.0\r\n\r\n")
+                answer = await reader.readexactly(ANSWER_BYTES)
+            finally:
+                writer.transport.abort()
+    except (OSError, TimeoutError, UnicodeError, asyncio.IncompleteReadError):
+        return False
+    return answer.startswith(b"HTTP/1.") and not answer.endswith(b"400")
+
+
+def tls_failure(error: str) -> tuple[str, str]:
+    """What OpenSSL's words mean: `untrusted`, `name`, `expired`, `client`, `plain` or nothing.
+
+    And the words without their codes.
+    """
+    words = error.partition("certificate verify failed: ")[2].partition(" (_ssl")[0].rstrip(".")
+    if "CERTIFICATE_VERIFY_FAILED" in error or words:
+        if "mismatch" in words or "not valid for" in words:
+            return "name", words
+        return "expired" if "expired" in words else "untrusted", words
+    if any(one in error for one in _SAYS_PLAIN):
+        return "plain", "it answers, but not in TLS"
+    if "CERTIFICATE_REQUIRED" in error or "HANDSHAKE_FAILURE" in error:
+        return "client", "it refuses the handshake"
+    return "", error

@@ -11,9 +11,7 @@ written again, since rows that are there already are skipped.
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
-import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +23,7 @@ from sqlalchemy import Connection, Table
 from gateway.store.database import sqlite_driver
 from gateway.store.failures import StoreError
 from gateway.store.schema import open_requests, usage
+from gateway.store.worker import StoreWorker
 from gateway.usage.processes import (
     HEARTBEAT_SECONDS,
     LOST,
@@ -50,9 +49,6 @@ DELAY_DECAY = 0.9
 FLUSH_ROWS = 500
 """Rows that are written before that time is over."""
 
-ROWS_PER_STATEMENT = 25
-"""Rows of one statement of SQLite: with all columns fewer than 999 parameters."""
-
 MOST_ROWS_AT_ONCE = 5_000
 """Rows of one transaction."""
 
@@ -71,11 +67,8 @@ REFRESH_SLOT_SECONDS = 1.0
 RECOVERY_SECONDS = 15.0
 """Seconds between two looks for dead processes."""
 
-LONGEST_PAUSE = 15.0
-"""Seconds between two attempts to write, while the store fails."""
-
 WARNING_SECONDS = 60.0
-"""Seconds between two warnings of the same kind."""
+"""Seconds between two warnings that rows are dropped."""
 
 UsageRow = tuple[Any, ...]
 """The values of `ROW_COLUMNS`. Rows are plain tuples: there is one for each request."""
@@ -86,10 +79,6 @@ ROW_COLUMNS: Final = (
     "slot_seconds",
     "cost", "gpu_cost", "attempts", "status", "outcome",
 )  # fmt: skip
-
-_GROUP, _USER, _GPU_COST, _STREAM = (
-    ROW_COLUMNS.index(name) for name in ("group_name", "user", "gpu_cost", "stream")
-)
 
 _OPEN_COLUMNS: Final = (
     "id", "process", "started_at", "updated_at", "key", "group_name", "user", "model", "class",
@@ -142,7 +131,7 @@ OpenRequests = Callable[[float], Iterable[OpenRequest]]
 
 @dataclass(slots=True, eq=False)
 class Ledger:
-    """Writes the rows of one process. `run` must run in a task while there are any.
+    """Writes the rows of one process. `worker` must run in a task while there are any.
 
     `now` is Unix time, `clock` monotonic seconds.
     """
@@ -160,10 +149,7 @@ class Ledger:
     """Requests of dead processes that were written."""
     dropped: int = 0
     """Rows that were dropped, since too many waited."""
-    failures: int = 0
-    """Transactions that failed."""
-    problem: str | None = None
-    """Why the last transaction failed; None: it did not."""
+    worker: StoreWorker = field(init=False)
     _waiting: deque[UsageRow] = field(default_factory=deque)
     _batch: list[UsageRow] = field(default_factory=list)
     """The rows that are being written, until that is known to have happened."""
@@ -175,23 +161,33 @@ class Ledger:
     """Open requests that the store must forget, since their rows were dropped."""
     _refresh_after: str = ""
     """The open request that was refreshed last."""
-    _full: asyncio.Event = field(default_factory=asyncio.Event)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while rows are written: other processes read them in the order of their numbers."""
     _watch: ProcessWatch = field(init=False)
     _next_heartbeat: float = 0.0
     _next_recovery: float = 0.0
     _more_to_recover: bool = False
-    _retry_at: float = 0.0
-    _pause: float = FLUSH_SECONDS
     _flush_delay: float = 0.0
     """Seconds by which the journal is behind: how late a flush began, and how long it took. The
     longest of late, less with each flush since."""
-    _next_warning: float = 0.0
     _next_drop_warning: float = 0.0
 
     def __post_init__(self) -> None:
         self._watch = ProcessWatch(self.own, self.clock)
+        self.worker = StoreWorker(
+            self._timed_step,
+            FLUSH_SECONDS,
+            first=0.0,
+            on_away=lambda why: log.warning(
+                "usage waits for the store", rows=self.pending, why=why
+            ),
+            clock=self.clock,
+        )
+
+    @property
+    def problem(self) -> str | None:
+        """Why the last transaction failed; None: it did not."""
+        return self.worker.problem
 
     @property
     def pending(self) -> int:
@@ -204,7 +200,7 @@ class Ledger:
         waiting.append(row)
         count = len(waiting)
         if count == self.flush_rows:
-            self._full.set()
+            self.worker.wake()
         elif count + len(self._batch) > self.most_pending:
             self._drop_oldest()
 
@@ -251,93 +247,78 @@ class Ledger:
                 await self._step()
                 while self._more_to_recover:
                     await self._step()
+        except StoreError as error:
+            self.worker.failed(str(error))
         except TimeoutError:
-            self._failed("the store has not answered yet")
-
-    async def run(self) -> None:
-        """Write rows until cancelled."""
-        due = self.clock()
-        while True:
-            if self.pending < self.flush_rows or self.clock() < self._retry_at:
-                await self._rest(due - self.clock())
-            began = self.clock()
-            if began >= self._retry_at:
-                await self._step()
-                took = self.clock() - began
-                self._flush_delay = max(
-                    DELAY_DECAY * self._flush_delay, max(0.0, began - due) + took
-                )
-            due = began + FLUSH_SECONDS
+            self.worker.failed("the store has not answered yet")
 
     async def close(self, limit: float) -> None:
         """Write what waits, within `limit` seconds; call it when `run` has ended."""
-        self._retry_at = 0.0
         try:
             async with asyncio.timeout(limit):
-                while self.pending and await self._flush():
-                    pass
-                if not self.pending and not self._journal:
+                while self.pending:
+                    await self._flush()
+                if not self._journal:
                     await self.store.run(lambda connection: unregister(connection, self.own))
         except (TimeoutError, StoreError) as error:
-            self.problem = str(error) or "the store does not answer"
+            self.worker.failed(str(error) or "the store does not answer")
         if self.pending:
             log.error("usage is lost", rows=self.pending, why=self.problem)
 
-    async def _rest(self, seconds: float) -> None:
-        if seconds <= 0:
-            return  # the store has done, meanwhile, what others wanted of it
-        self._full.clear()
-        # Four times a second, and `asyncio.timeout` takes half as many instructions again.
-        timer = asyncio.get_running_loop().call_later(seconds, self._full.set)
+    async def _timed_step(self) -> None:
+        """Do a step, and learn how far the journal is behind."""
+        began, due = self.clock(), self.worker.due
+        late = 0.0 if due is None else max(0.0, began - due)
         try:
-            await self._full.wait()
+            await self._step()
         finally:
-            timer.cancel()
+            took = self.clock() - began
+            self._flush_delay = max(DELAY_DECAY * self._flush_delay, late + took)
+        if self.pending >= self.flush_rows:
+            self.worker.wake()
 
     async def _step(self) -> None:
-        """Write what is due, and look for dead processes now and then."""
-        if not await self._flush():
-            self._more_to_recover = False
-        elif self._more_to_recover or self.clock() >= self._next_recovery:
+        """Write what is due, and look for dead processes now and then. Raises: StoreError."""
+        more, self._more_to_recover = self._more_to_recover, False
+        await self._flush()
+        if more or self.clock() >= self._next_recovery:
             self._next_recovery = self.clock() + RECOVERY_SECONDS
-            self._more_to_recover = False
             await self._recover()
+        self.worker.succeeded()
 
     # Writing.
 
-    async def _flush(self) -> bool:
-        """Write a batch and the journal; returns whether the store took it."""
+    async def _flush(self) -> None:
+        """Write a batch and the journal. Raises: StoreError; then they wait."""
         async with self._turn:
-            return await self._flush_now()
+            await self._flush_now()
 
-    async def _flush_now(self) -> bool:
+    async def _flush_now(self) -> None:
         if not self._batch:
             waiting = self._waiting
             count = min(len(waiting), MOST_ROWS_AT_ONCE)
             self._batch = [waiting.popleft() for _ in range(count)]
         work = await self._work()
         if work.is_empty:
-            return True
+            return
         self._sequence += len(work.rows)  # as in `write_with`
         try:
             await self.store.run(work.do)
-        except StoreError as error:
+        except StoreError:
             self._not_written(work)
-            self._failed(str(error))
-            return False
+            raise
         except Exception:
             # One of the rows can't be stored: it must not keep the others from it.
             log.exception("a row of the ledger can't be written")
             self._not_written(work)
-            return await self._write_one_by_one()
-        self._pause, self.problem = FLUSH_SECONDS, None
+            await self._write_one_by_one()
+            return
         self._written(self._batch)
         for id_ in work.closed:
             self._journal.pop(id_, None)
         self._removed = [id_ for id_ in self._removed if id_ not in work.closed]
         if work.heartbeat is not None:
             self._next_heartbeat = self.clock() + HEARTBEAT_SECONDS
-        return True
 
     def _written(self, rows: Sequence[UsageRow]) -> None:
         self.written += len(rows)
@@ -347,7 +328,7 @@ class Ledger:
         for one in work.opened:
             self._journal[one[0]] = None
 
-    async def _write_one_by_one(self) -> bool:
+    async def _write_one_by_one(self) -> None:
         """Write each row of the batch by itself, and drop those that can't be stored."""
         while self._batch:
             row = self._batch[0]
@@ -355,16 +336,14 @@ class Ledger:
             self._sequence += 1
             try:
                 await self.store.run(work.do)
-            except StoreError as error:
-                self._failed(str(error))
-                return False
+            except StoreError:
+                raise
             except Exception:  # noqa: BLE001 - whatever is wrong with it, it is told above
                 self._batch = self._batch[1:]
                 self.dropped += 1
             else:
                 self._written([row])
             self._journal.pop(row[0], None)
-        return True
 
     async def _work(self) -> _Work:
         """What is to be written now; others run between the steps of the walk over requests."""
@@ -411,29 +390,21 @@ class Ledger:
         behind = self._flush_delay
         return max(0.0, JOURNALED_WITHIN - max(FLUSH_SECONDS, behind) - behind)
 
-    def _failed(self, why: str) -> None:
-        """The store failed: try again after a while, and tell it now and then."""
-        self.failures += 1
-        self.problem = why
-        now = self.clock()
-        self._retry_at = now + self._pause
-        self._pause = min(LONGEST_PAUSE, 2 * self._pause)
-        if now >= self._next_warning:
-            self._next_warning = now + WARNING_SECONDS
-            log.warning("usage waits for the store", rows=self.pending, why=why)
-
     # Recovery.
 
     async def _recover(self) -> None:
-        """Write open requests of dead processes into the ledger: some, and the rest later."""
+        """Write open requests of dead processes into the ledger: some, and the rest later.
+
+        Raises: StoreError.
+        """
         try:
             seen = await self.store.run(seen_processes, write=False)
             for dead in self._watch.dead(seen):
                 if await self._recover_from(dead) == MOST_TAKEN:
                     self._more_to_recover = True
                     break
-        except StoreError as error:
-            self._failed(str(error))
+        except StoreError:
+            raise
         except Exception:
             # Rows that no version should have written must not keep the gateway from serving.
             log.exception("open requests of a dead process can't be recovered")
@@ -474,76 +445,24 @@ class _Work:
             register(connection, self.own, self.heartbeat)
         statements = _statements(connection)
         insert_rows(connection, self.rows, self.first_sequence)
-        if self.opened:
-            connection.exec_driver_sql(statements.open, self.opened)
-        if self.closed:
-            connection.exec_driver_sql(statements.close, [(id_,) for id_ in self.closed])
+        _execute_many(connection, statements.open, self.opened)
+        _execute_many(connection, statements.close, [(id_,) for id_ in self.closed])
 
 
 def insert_rows(connection: Connection, rows: Sequence[UsageRow], first_sequence: int) -> None:
     """Insert rows of the ledger, unless they are there, numbered in their order."""
+    numbered = [(*row, number) for number, row in enumerate(rows, first_sequence)]
+    _execute_many(connection, _statements(connection).insert, numbered)
+
+
+def _execute_many(connection: Connection, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    """Execute a statement for each row, if there are any."""
     if not rows:
         return
-    numbered = [(*row, number) for number, row in enumerate(rows, first_sequence)]
     if connection.dialect.name == "sqlite":
-        _insert_into_sqlite(connection, numbered)
+        sqlite_driver(connection).executemany(statement, rows)
     else:
-        connection.exec_driver_sql(_statements(connection).insert, numbered)
-
-
-def _insert_into_sqlite(connection: Connection, numbered: Sequence[UsageRow]) -> None:
-    """Insert numbered rows with half the instructions of a statement for each.
-
-    Many rows share a statement. Values that are neither number nor text are part of it, since
-    Python's driver asks for an adapter of each of them, which takes longer than to store it.
-    """
-    driver = sqlite_driver(connection)
-    by_shape: dict[_Shape, list[UsageRow]] = {}
-    for row in numbered:
-        shape = row[_GROUP] is None, row[_USER] is None, row[_GPU_COST] is None, bool(row[_STREAM])
-        if shape in by_shape:
-            by_shape[shape].append(row)
-        else:
-            by_shape[shape] = [row]
-    for shape, of_shape in by_shape.items():
-        pick, one, many = _sqlite_inserts(shape)
-        at = 0
-        for at in range(ROWS_PER_STATEMENT, len(of_shape) + 1, ROWS_PER_STATEMENT):
-            some = of_shape[at - ROWS_PER_STATEMENT : at]
-            driver.execute(many, tuple(itertools.chain.from_iterable(map(pick, some))))
-        if at < len(of_shape):
-            driver.executemany(one, map(pick, of_shape[at:]))
-
-
-_Shape = tuple[bool, bool, bool, bool]
-"""Whether a row has no group, no user and no price, and whether it is of a stream."""
-
-
-class _SqliteInserts(NamedTuple):
-    """Statements for rows of one shape."""
-
-    pick: Callable[[UsageRow], tuple[Any, ...]]
-    """The parameters of a row."""
-    one: str
-    many: str
-    """For `ROWS_PER_STATEMENT` of them."""
-
-
-@functools.cache
-def _sqlite_inserts(shape: _Shape) -> _SqliteInserts:
-    """The statements for rows of this shape."""
-    no_group, no_user, no_price, stream = shape
-    literals = {_STREAM: str(int(stream))}
-    for index, absent in ((_GROUP, no_group), (_USER, no_user), (_GPU_COST, no_price)):
-        if absent:
-            literals[index] = "NULL"
-    indexes = range(len(ROW_COLUMNS) + 1)
-    marks = f"({', '.join(literals.get(index, '?') for index in indexes)})"
-    begin, _, end = _STATEMENTS["sqlite"].insert.partition(_marks("?", len(indexes)))
-    pick = operator.itemgetter(*(index for index in indexes if index not in literals))
-    return _SqliteInserts(
-        pick, begin + marks + end, begin + ", ".join([marks] * ROWS_PER_STATEMENT) + end
-    )
+        connection.exec_driver_sql(statement, list(rows))
 
 
 def _open_row(one: OpenRequest, process: str, now: float) -> tuple[Any, ...]:
@@ -596,12 +515,8 @@ def _written_for(mark: str) -> _Statements:
 
 def _insert(table: Table, columns: Sequence[str], mark: str) -> str:
     names = ", ".join(f'"{name}"' for name in columns)
-    marks = _marks(mark, len(columns))
+    marks = f"({', '.join([mark] * len(columns))})"
     return f'INSERT INTO "{table.name}" ({names}) VALUES {marks}'  # noqa: S608 - as above
-
-
-def _marks(mark: str, count: int) -> str:
-    return f"({', '.join([mark] * count)})"
 
 
 _STATEMENTS: Final = {"sqlite": _written_for("?"), "postgresql": _written_for("%s")}

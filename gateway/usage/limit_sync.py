@@ -21,6 +21,7 @@ from sqlalchemy import Connection, Select, and_, case, func, not_, or_, select, 
 from gateway.store.failures import StoreError
 from gateway.store.schema import open_requests, processes, usage, usage_days
 from gateway.store.store import Store
+from gateway.store.worker import StoreWorker
 from gateway.usage.accounts import MINUTE, NO_OTHERS, Account, LedgerSums, OtherUse
 from gateway.usage.limits import LimitBook
 from gateway.usage.processes import LOST
@@ -41,8 +42,6 @@ MOST_KEYS_FILTERED = 50
 FORGET_SECONDS = 60.0
 """Seconds for which the id of another's open request is remembered after it has ended."""
 
-WARNING_SECONDS = 60.0
-"""Seconds between two warnings that the store fails."""
 
 log = structlog.get_logger()
 
@@ -101,7 +100,7 @@ class LedgerRead:
 
 @dataclass(slots=True, eq=False)
 class LimitSync:
-    """Reads the store for the limits of one process; `run` must run in a task."""
+    """Reads the store for the limits of one process; `worker` must run in a task."""
 
     book: LimitBook
     store: Store
@@ -111,8 +110,7 @@ class LimitSync:
     clock: Callable[[], float] = time.monotonic
     recovered: Callable[[], int] = lambda: 0
     """How many requests of killed processes this one has written, which no other tells it of."""
-    problem: str | None = None
-    """Why the last look failed; None: it did not."""
+    worker: StoreWorker = field(init=False)
     _cursors: dict[str, int] | None = None
     _seen_open: dict[str, float] = field(default_factory=dict)
     """Open requests of others that count as requests already, and when they were last seen."""
@@ -125,51 +123,54 @@ class LimitSync:
     """The store's number of changes before it was read last."""
     _seen_recovered: int = 0
     _next_read: float = -math.inf
-    _next_warning: float = -math.inf
+
+    def __post_init__(self) -> None:
+        self.worker = StoreWorker(
+            self._look_if_due,
+            POLL_SECONDS,
+            on_away=lambda why: log.warning("limits do not follow the store", why=why),
+            clock=self.clock,
+        )
 
     async def start(self, limit: float = START_SECONDS) -> None:
         """Load the counters of all accounts, within `limit` seconds if the store answers."""
         try:
             async with asyncio.timeout(limit):
                 await self.look()
+        except StoreError as error:
+            self.worker.failed(str(error))
         except TimeoutError:
-            self._failed("the store has not answered yet")
+            self.worker.failed("the store has not answered yet")
 
-    async def run(self) -> None:
-        """Follow the store until cancelled."""
-        while True:
-            await asyncio.sleep(POLL_SECONDS)
-            if self._is_due():
-                await self.look()
+    async def _look_if_due(self) -> None:
+        if self._is_due():
+            await self.look()
 
     def _is_due(self) -> bool:
         """Whether the store may have something new."""
         return (
             self.store.changes != self._seen_changes
             or self.recovered() != self._seen_recovered
-            or self.problem is not None
+            or self.worker.problem is not None
             or self.clock() >= self._next_read
             or self._is_clock_set(self.now())
             or bool(self.book.unloaded())
         )
 
     async def look(self) -> None:
-        """Read the store once, and count what it has."""
+        """Read the store once, and count what it has. Raises: StoreError."""
         self._seen_changes, self._seen_recovered = self.store.changes, self.recovered()
         self._next_read = self.clock() + LONGEST_UNREAD
         wanted, now, cursors = self.book.unloaded(), self.now(), self._cursors
         at, clock_was_set = self.clock(), self._is_clock_set(now)
-        try:
-            found = await self.store.run(
-                lambda connection: read_ledger(
-                    connection, self.own, now, cursors, wanted, clock_was_set=clock_was_set
-                ),
-                write=False,
-            )
-        except StoreError as error:
-            self._failed(str(error))
-            return
-        self.problem, self._cursors, self._last = None, found.cursors, (now, at)
+        found = await self.store.run(
+            lambda connection: read_ledger(
+                connection, self.own, now, cursors, wanted, clock_was_set=clock_was_set
+            ),
+            write=False,
+        )
+        self.worker.succeeded()
+        self._cursors, self._last = found.cursors, (now, at)
         self._count(found, wanted)
 
     def _is_clock_set(self, now: float) -> bool:
@@ -183,12 +184,6 @@ class LimitSync:
         set_ahead = (now - before) - (self.clock() - at)
         day, day_before = now // DAY_SECONDS, before // DAY_SECONDS
         return day < day_before or (day > day_before and set_ahead > MINUTE)
-
-    def _failed(self, why: str) -> None:
-        self.problem, now = why, self.clock()
-        if now >= self._next_warning:
-            self._next_warning = now + WARNING_SECONDS
-            log.warning("limits do not follow the store", why=why)
 
     # Count.
 

@@ -319,11 +319,11 @@ class LimitBook:
             accounts.replace_accounts(tracked, self._version)
         tracked = accounts.tracked
         if not tracked:
-            return Reservation(self, accounts, request.model, 0, 0.0, now)
-        tokens = _estimate(accounts, request, prompts) if request.slots else 0
+            return Reservation(self, accounts, request.wanted.model, 0, 0.0, now)
+        tokens = _estimate(accounts, request, prompts) if request.size.slots else 0
         cost = 0.0
         if accounts.most_cost < math.inf:
-            rate = self._rates.get(request.model)
+            rate = self._rates.get(request.wanted.model)
             if rate is None:
                 rate = self._dearest_token(request)
             cost = tokens * rate
@@ -338,7 +338,7 @@ class LimitBook:
                 break
         for account in tracked:
             account.admit(tokens, cost, clock)
-        return Reservation(self, accounts, request.model, tokens, cost, now)
+        return Reservation(self, accounts, request.wanted.model, tokens, cost, now)
 
     def _check(
         self, tracked: tuple[Account, ...], tokens: int, cost: float, clock: float, now: float
@@ -484,17 +484,17 @@ def _rate_limit(limit: float, left: float, reset: float, wall: float) -> RateLim
 
 def _estimate(accounts: Accounts, request: LeaseRequest, prompts: int) -> int:
     """Tokens to reserve for a request. Raises: GatewayError 400 if it can never be admitted."""
-    known = request.prompt_tokens
-    prompt = int(request.text_bytes) // BYTES_PER_TOKEN + request.exact_tokens
-    prompt += request.media_tokens
+    known = request.size.prompt_tokens
+    prompt = int(request.size.text_bytes) // BYTES_PER_TOKEN + request.size.exact_tokens
+    prompt += request.size.media_tokens
     prompt = max(prompt, known)
     if accounts.prompt_tokens is not None and known > accounts.prompt_tokens * prompts:
         raise _prompt_too_long(accounts, known)
     completion = 0
     named: int | None = None
-    if request.generates:
-        answers = request.slots * prompts
-        bound = request.max_tokens
+    if request.size.generates:
+        answers = request.size.slots * prompts
+        bound = request.size.max_tokens
         if bound is None:
             bound = accounts.completion_tokens
         named = None if bound is None else bound * answers

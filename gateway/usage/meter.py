@@ -217,7 +217,7 @@ class Meter:
         else:
             add_row = deliver
         prompt, completion, cost = record.prompt_tokens, record.completion_tokens, record.cost
-        if not request.slots:
+        if not request.size.slots:
             # Token counts and the like: what they are told is no use of a node's slots.
             prompt = completion = 0
         reservation.settle(prompt + completion, cost, ended_at)
@@ -226,7 +226,7 @@ class Meter:
         caller = metered.accounts.caller
         add_row(
             self._row(
-                request.id, request.model, reservation.admitted_at, ended_at, caller.id,
+                request.id, request.wanted.model, reservation.admitted_at, ended_at, caller.id,
                 caller.group, metered.accounts.user, record, prompt, completion,
             )
         )  # fmt: skip

@@ -7,7 +7,6 @@ processes that look at the same nodes, as in a hand-over, count each minute once
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -15,8 +14,8 @@ import structlog
 from sqlalchemy import Connection, case
 from sqlalchemy.dialects import postgresql, sqlite
 
-from gateway.store.failures import StoreError
 from gateway.store.schema import node_hours
+from gateway.store.worker import StoreWorker
 from gateway.usage.ledger import JobRunner
 from gateway.usage.reports import DAY, date_of
 
@@ -41,7 +40,7 @@ class AliveNode(NamedTuple):
     cost_per_hour: float
 
 
-class Claim(NamedTuple):
+class NodeUptime(NamedTuple):
     """A node was alive from `start` to `end`, in Unix seconds, at this price."""
 
     node: AliveNode
@@ -58,8 +57,13 @@ class NodeHoursRecorder:
         self._store = store
         self._alive = alive
         self._now = now
+        self.worker = StoreWorker(
+            self._look_and_write,
+            INTERVAL,
+            on_away=lambda why: log.warning("hours of nodes wait", why=why, claims=self.waiting),
+        )
         self._looked_at: float | None = None
-        self._claims: list[Claim] = []
+        self._claims: list[NodeUptime] = []
 
     @property
     def waiting(self) -> int:
@@ -69,13 +73,11 @@ class NodeHoursRecorder:
     async def run(self) -> None:
         """Look once a minute, until cancelled."""
         self.look()
-        while True:
-            await asyncio.sleep(INTERVAL)
-            self.look()
-            try:
-                await self.write()
-            except StoreError as error:
-                log.warning("hours of nodes wait", why=str(error), claims=self.waiting)
+        await self.worker.run()
+
+    async def _look_and_write(self) -> None:
+        self.look()
+        await self.write()
 
     def look(self) -> None:
         """Claim the time since the last look for all nodes that are alive."""
@@ -84,12 +86,12 @@ class NodeHoursRecorder:
         if before is None or not 0 < now - before <= LONGEST_GAP:
             return
         for node in self._alive():
-            self._claim(Claim(node, before, now))
+            self._claim(NodeUptime(node, before, now))
         if (surplus := len(self._claims) - MOST_CLAIMS) > 0:
             del self._claims[:surplus]
             log.warning("hours of nodes are lost", claims=surplus)
 
-    def _claim(self, claim: Claim) -> None:
+    def _claim(self, claim: NodeUptime) -> None:
         for place, waiting in enumerate(self._claims):
             if waiting.node == claim.node and waiting.end == claim.start:
                 self._claims[place] = waiting._replace(end=claim.end)
@@ -104,7 +106,7 @@ class NodeHoursRecorder:
             del self._claims[: len(claims)]
 
 
-def count_claims(connection: Connection, claims: Iterable[Claim]) -> None:
+def count_claims(connection: Connection, claims: Iterable[NodeUptime]) -> None:
     """A job of the store: add to each node's hours what no process has counted yet."""
     dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
     add = dialect.insert(node_hours)
@@ -120,19 +122,20 @@ def count_claims(connection: Connection, claims: Iterable[Claim]) -> None:
             "counted_until": later,
         },
     )
-    for claim in claims:
-        for start, end in by_day(claim.start, claim.end):
-            connection.execute(
-                statement,
-                {
-                    "node": claim.node.name,
-                    "tier": claim.node.tier,
-                    "day": date_of(start),
-                    "seconds": end - start,
-                    "cost": claim.node.cost_per_hour * (end - start) / 3600,
-                    "counted_until": end,
-                },
-            )
+    rows = [
+        {
+            "node": claim.node.name,
+            "tier": claim.node.tier,
+            "day": date_of(start),
+            "seconds": end - start,
+            "cost": claim.node.cost_per_hour * (end - start) / 3600,
+            "counted_until": end,
+        }
+        for claim in claims
+        for start, end in by_day(claim.start, claim.end)
+    ]
+    if rows:
+        connection.execute(statement, rows)
 
 
 def by_day(start: float, end: float) -> Iterator[tuple[float, float]]:

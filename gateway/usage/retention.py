@@ -17,8 +17,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from gateway.config.store import RetentionSettings
 from gateway.errors import CLIENT_CLOSED_STATUS
-from gateway.store.failures import StoreError
 from gateway.store.schema import revisions, usage, usage_days
+from gateway.store.worker import StoreWorker
 from gateway.usage.reports import DAY, ROLLED_UP, SUM_NAMES, Reporter, Sums, date_of
 
 BATCH_ROWS = 500
@@ -146,19 +146,16 @@ class Retention:
         self._settings = settings
         self._reading = reporter.reading
         self._now = now
+        self.worker = StoreWorker(
+            self._one_pass,
+            PASS_INTERVAL,
+            first=FIRST_PASS,
+            on_away=lambda why: log.warning("old usage stays", why=why),
+        )
 
-    async def run(self) -> None:
-        """Make a pass every `PASS_INTERVAL`, until cancelled."""
-        await asyncio.sleep(FIRST_PASS)
-        while True:
-            try:
-                gone = await self.keep_within_limits()
-            except StoreError as error:
-                log.warning("old usage stays", why=str(error))
-            else:
-                if gone:
-                    log.info("old usage summed by day", rows=gone)
-            await asyncio.sleep(PASS_INTERVAL)
+    async def _one_pass(self) -> None:
+        if gone := await self.keep_within_limits():
+            log.info("old usage summed by day", rows=gone)
 
     async def keep_within_limits(self) -> int:
         """Turn into sums what is too old, then the oldest of what is too many; returns how many.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import unquote
 
 import msgspec
@@ -21,10 +22,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from gateway import errors
 from gateway.catalog import FleetCatalog, RequestQueue
 from gateway.errors import GatewayError
+from gateway.http.request_head import x_request_id_of
+from gateway.http.response_head import error_headers
 from gateway.proxy.inbound.routes import api_of_path
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
-from gateway.web.request_context import x_request_id_of
-from gateway.web.response_heads import error_headers
 
 X_REQUEST_ID_KEY = "gateway.x_request_id"
 """Key of the request's id in the ASGI scope."""
@@ -132,6 +133,32 @@ async def read_fields(
         return parse_object(bytes(body))
     except InvalidJson:
         raise errors.invalid_json("it must be an object") from None
+
+
+_DIGITS = re.compile(r"[0-9]{1,9}")
+
+
+def page_limit(word: str, most: int) -> int:
+    """How many a page may list, by the query's `limit`. Raises: GatewayError 400."""
+    if _DIGITS.fullmatch(word) is None or not 1 <= int(word) <= most:
+        raise errors.invalid_request(f"'limit' must be 1 to {most}.", "limit")
+    return int(word)
+
+
+class Identified(Protocol):
+    """An object of a list."""
+
+    id: str
+
+
+def listed(data: Sequence[Identified], *, has_more: bool = False) -> dict[str, Any]:
+    """A page of these objects, as the lists of both APIs have it."""
+    return {
+        "data": data,
+        "first_id": data[0].id if data else None,
+        "last_id": data[-1].id if data else None,
+        "has_more": has_more,
+    }
 
 
 def number_parameter(

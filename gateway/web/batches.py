@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
 from starlette.requests import Request
@@ -17,19 +17,18 @@ from starlette.responses import Response
 
 from gateway import errors
 from gateway.access.callers import cache_policy_of
-from gateway.batches.batch_registry import BatchProgress, BatchRegistry, NewBatch
+from gateway.batches.batch_registry import BatchRegistry, NewBatch
 from gateway.batches.batch_rows import Batch
-from gateway.batches.states import BatchState
-from gateway.batches.webhook_targets import WebhookTargets
+from gateway.batches.progress import BatchProgress
+from gateway.batches.request_rows import BatchState
+from gateway.batches.webhook_receivers import WebhookTargets
 from gateway.config.fields import format_duration
 from gateway.errors import GatewayError
+from gateway.http.request_head import Callers, no_store, owner_by_head
 from gateway.proxy.json_values import JsonObject
 from gateway.request import Caller
-from gateway.web.asgi import JsonResponse, read_fields
-from gateway.web.files import LONGEST_EXPIRY, SHORTEST_EXPIRY
-from gateway.web.owners import no_store, owner_of
-from gateway.web.request_context import HandlerConfig
-from gateway.web.stored_content import ContentResponse, content_headers
+from gateway.web.asgi import JsonResponse, listed, page_limit, read_fields
+from gateway.web.files import LONGEST_EXPIRY, SHORTEST_EXPIRY, ContentResponse, content_headers
 
 CREATE_BYTES = 64 * 1024
 """Most bytes of a request for a batch."""
@@ -37,7 +36,7 @@ CREATE_BYTES = 64 * 1024
 OPENAI = "openai"
 """The API whose batches these are."""
 
-DEFAULT_PAGE, LONGEST_PAGE = 20, 100
+DEFAULT_PAGE, LONGEST_PAGE = "20", 100
 """Batches of a page, as OpenAI's API has it."""
 
 MOST_METADATA, LONGEST_METADATA_KEY, LONGEST_METADATA_VALUE = 16, 64, 512
@@ -61,8 +60,6 @@ _FIELDS = frozenset(
 
 _NAME = re.compile(r"[a-z0-9_-]{1,64}")
 
-_PAGE_SIZE = re.compile(r"[0-9]{1,4}")
-
 _TYPES: dict[type, str] = {
     str: "a string",
     bool: "a boolean",
@@ -77,12 +74,11 @@ _TYPES: dict[type, str] = {
 
 @dataclass(frozen=True, slots=True)
 class BatchAccess:
-    """Whose batches a request is about. `identify` gives its caller, or raises GatewayError."""
+    """Whose batches a request is about."""
 
     registry: BatchRegistry | None
     """None: there is no store."""
-    config: Callable[[], HandlerConfig]
-    identify: Callable[[Request], Caller]
+    callers: Callers
     limited: Callable[[Caller, str | None], Caller]
     """The caller within the limits that hold for it and for the end user that it names."""
     webhooks: WebhookTargets
@@ -95,13 +91,12 @@ class BatchAccess:
 
     def owner(self, request: Request) -> str:
         """Whose batches the request is about. Raises: GatewayError 401, 403."""
-        return owner_of(request, self.identify(request), self.config(), "Batches")
+        return self.callers.owner(request, "Batches")
 
     def new_batch(self, request: Request, api: str, endpoint: str) -> NewBatch:
         """A batch of the request's caller. Raises: GatewayError 400, 401, 403."""
-        config = self.config()
-        caller = self.identify(request)
-        owner = owner_of(request, caller, config, "Batches")
+        config, caller = self.callers.config(), self.callers.identify(request)
+        owner = owner_by_head(request.scope["headers"], caller, config, "Batches")
         user = config.identity_headers.end_user(request.scope["headers"], caller)
         limited = self.limited(caller, user)
         return NewBatch(
@@ -139,18 +134,71 @@ class BatchAccess:
 
     def shows_cached_tokens(self, request: Request) -> bool:
         """Whether the caller may know how much of its prompts was cached."""
-        return not cache_policy_of(self.identify(request), self.config().settings).hide
+        settings = self.callers.config().settings
+        return not cache_policy_of(self.callers.identify(request), settings).hide
 
 
-@dataclass(frozen=True, slots=True)
-class BatchEndpoints:
+class BatchActions:
+    """What both APIs do with a batch in the same way."""
+
+    api: str
+    not_found: str
+    """The error's message where the path has no batch's id."""
+
+    def __init__(self, access: BatchAccess) -> None:
+        self.access = access
+
+    async def show(self, request: Request) -> Response:
+        return await self._shown(request, await self._do(request, BatchRegistry.find))
+
+    async def cancel(self, request: Request) -> Response:
+        return await self._shown(request, await self._do(request, BatchRegistry.cancel))
+
+    async def pause(self, request: Request) -> Response:
+        return await self._shown(request, await self._do(request, BatchRegistry.pause))
+
+    async def resume(self, request: Request) -> Response:
+        return await self._shown(request, await self._do(request, BatchRegistry.resume))
+
+    async def _do(
+        self,
+        request: Request,
+        act: Callable[[BatchRegistry, str, str, str], Awaitable[Batch]],
+    ) -> Batch:
+        owner, batches = self.access.owner(request), self.access.batches()
+        return await act(batches, owner, self._id(request), self.api)
+
+    async def _lines(self, request: Request, *, of_errors: bool = False) -> Response:
+        """The lines of a batch: the final file, or what there is so far. Raises: GatewayError."""
+        owner, batches = self.access.owner(request), self.access.batches()
+        output = await batches.open_output(owner, self._id(request), self.api, errors=of_errors)
+        headers = content_headers(output.name, output.size, JSON_LINES)
+        if request.method == "HEAD":
+            await output.close()
+            return Response(headers=headers)
+        return ContentResponse(output, headers)
+
+    async def _shown(self, request: Request, batch: Batch) -> Response:
+        raise NotImplementedError
+
+    def _id(self, request: Request) -> str:
+        """The id in the path. Raises: GatewayError 404, if it is none."""
+        id_: str = request.path_params["id"]
+        if not is_batch_name(id_):
+            message = self.not_found.format(errors.truncate_echo(id_))
+            raise GatewayError(404, "batch_not_found", message)
+        return id_
+
+
+class BatchEndpoints(BatchActions):
     """The endpoints of `/v1/batches`."""
 
-    access: BatchAccess
+    api = OPENAI
+    not_found = "No batch found with id '{}'."
 
     async def create(self, request: Request) -> Response:
         new, batches = self.access.new_batch(request, OPENAI, ""), self.access.batches()
-        limits = self.access.config().settings.limits
+        limits = self.access.callers.config().settings.limits
         fields = await read_fields(request, CREATE_BYTES, limits.body_timeout)
         for name in fields:
             if name not in _FIELDS:
@@ -168,49 +216,19 @@ class BatchEndpoints:
     async def list(self, request: Request) -> Response:
         owner, batches = self.access.owner(request), self.access.batches()
         after = page_edge(request, "after")
-        limit = page_size(request, DEFAULT_PAGE, LONGEST_PAGE)
+        limit = page_limit(request.query_params.get("limit") or DEFAULT_PAGE, LONGEST_PAGE)
         page = await batches.page(owner, OPENAI, limit, after=after)
         shows_cached = self.access.shows_cached_tokens(request)
         found = [batch_object(one, None, shows_cached=shows_cached) for one in page.batches]
-        return JsonResponse(
-            {
-                "object": "list",
-                "data": found,
-                "first_id": found[0]["id"] if found else None,
-                "last_id": found[-1]["id"] if found else None,
-                "has_more": page.has_more,
-            }
-        )
-
-    async def show(self, request: Request) -> Response:
-        owner, batches = self.access.owner(request), self.access.batches()
-        return await self._shown(request, await batches.find(owner, _id(request), OPENAI))
-
-    async def cancel(self, request: Request) -> Response:
-        owner, batches = self.access.owner(request), self.access.batches()
-        return await self._shown(request, await batches.cancel(owner, _id(request), OPENAI))
-
-    async def pause(self, request: Request) -> Response:
-        owner, batches = self.access.owner(request), self.access.batches()
-        return await self._shown(request, await batches.pause(owner, _id(request), OPENAI))
-
-    async def resume(self, request: Request) -> Response:
-        owner, batches = self.access.owner(request), self.access.batches()
-        return await self._shown(request, await batches.resume(owner, _id(request), OPENAI))
+        return JsonResponse({"object": "list", **listed(found, has_more=page.has_more)})
 
     async def output(self, request: Request) -> Response:
         """The lines with a response, also before the end."""
-        return await self._lines(request, of_errors=False)
+        return await self._lines(request)
 
     async def errors(self, request: Request) -> Response:
         """The lines with an error, also before the end."""
         return await self._lines(request, of_errors=True)
-
-    async def _lines(self, request: Request, *, of_errors: bool) -> Response:
-        owner, batches = self.access.owner(request), self.access.batches()
-        return await lines_response(
-            batches, owner, _id(request), OPENAI, of_errors=of_errors, head=request.method == "HEAD"
-        )
 
     async def _shown(self, request: Request, batch: Batch) -> Response:
         progress = await self.access.progress(batch)
@@ -218,82 +236,138 @@ class BatchEndpoints:
         return JsonResponse(batch_object(batch, progress, shows_cached=shows_cached))
 
 
-async def lines_response(
-    batches: BatchRegistry, owner: str, id_: str, api: str, *, of_errors: bool, head: bool
-) -> Response:
-    """The lines of a batch: the final file, or what there is so far. Raises: GatewayError."""
-    output = await batches.open_output(owner, id_, api, errors=of_errors)
-    headers = content_headers(output.name, output.size, JSON_LINES)
-    if head:
-        await output.close()
-        return Response(headers=headers)
-    return ContentResponse(output, headers)
+UnixTime = Annotated[int | None, msgspec.Meta(description="Unix seconds.")]
+
+
+class BatchFigures(msgspec.Struct, kw_only=True):
+    """What the gateway tells of a batch besides: `llama_gateway` of both APIs' batches."""
+
+    waiting: Annotated[
+        int | None,
+        msgspec.Meta(
+            description="Lines that wait; null in lists, as all that only its lines tell."
+        ),
+    ]
+    running: Annotated[int | None, msgspec.Meta(description="Lines that run now.")]
+    cancelled: Annotated[
+        int, msgspec.Meta(description="Lines that will never run, because it was cancelled.")
+    ]
+    expired: Annotated[
+        int, msgspec.Meta(description="Lines that will never run, because its time is over.")
+    ]
+    tokens_per_second: Annotated[
+        float | None, msgspec.Meta(description="Tokens of results, over the last minutes.")
+    ]
+    expected_end: Annotated[
+        int | None, msgspec.Meta(description="When it ends at this pace, in Unix seconds.")
+    ]
+    cost: Annotated[float, msgspec.Meta(description="What its results have cost.")]
+    expected_cost: Annotated[
+        float | None,
+        msgspec.Meta(description="What all its lines will cost; null: no price is known."),
+    ]
+    paused: Annotated[
+        dict[str, Any] | None,
+        msgspec.Meta(
+            description="Since when (`at`) and why (`reason`) it is paused; null: it is not."
+        ),
+    ]
+
+
+class RequestCounts(msgspec.Struct):
+    """How many lines of a batch there are, and how they ended."""
+
+    total: int
+    completed: int
+    failed: int
+
+
+class BatchObject(msgspec.Struct, kw_only=True):
+    """A batch as OpenAI's API shows it."""
+
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: str
+    model: str | None
+    errors: dict[str, Any] | None
+    input_file_id: str | None
+    completion_window: str
+    status: Annotated[str, msgspec.Meta(extra_json_schema={"enum": [*map(str, BatchState)]})]
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: UnixTime
+    expires_at: UnixTime
+    finalizing_at: UnixTime
+    completed_at: UnixTime
+    failed_at: UnixTime
+    expired_at: UnixTime
+    cancelling_at: UnixTime
+    cancelled_at: UnixTime
+    request_counts: RequestCounts
+    usage: dict[str, Any]
+    metadata: dict[str, Any] | None
+    llama_gateway: BatchFigures
 
 
 def batch_object(
     batch: Batch, progress: BatchProgress | None, *, shows_cached: bool = True
-) -> dict[str, Any]:
-    """A batch as OpenAI's API shows it; without `progress`, what only its lines tell is null."""
+) -> BatchObject:
+    """The batch as its owner is shown it; without `progress`, what only its lines tell is null."""
     state = batch.state
-    listed = batch.errors or []
 
     def ended(as_: BatchState) -> int | None:
         return _second(batch.ended_at) if state is as_ else None
 
-    return {
-        "id": batch.id,
-        "object": "batch",
-        "endpoint": batch.endpoint,
-        "model": batch.model,
-        "errors": {"object": "list", "data": listed} if state is BatchState.FAILED else None,
-        "input_file_id": batch.input_file,
-        "completion_window": format_duration(round(batch.expires_at - batch.created_at)),
-        "status": state.value,
+    return BatchObject(
+        id=batch.id,
+        endpoint=batch.endpoint,
+        model=batch.model,
+        errors={"object": "list", "data": batch.errors or []}
+        if state is BatchState.FAILED
+        else None,
+        input_file_id=batch.input_file,
+        completion_window=format_duration(round(batch.expires_at - batch.created_at)),
+        status=state.value,
         # Many clients take an id of an output for the end.
-        "output_file_id": batch.output_file if state.ended else None,
-        "error_file_id": batch.error_file if state.ended else None,
-        "created_at": int(batch.created_at),
-        "in_progress_at": _second(batch.in_progress_at),
-        "expires_at": int(batch.expires_at),
-        "finalizing_at": _second(batch.finalizing_at),
-        "completed_at": ended(BatchState.COMPLETED),
-        "failed_at": ended(BatchState.FAILED),
-        "expired_at": ended(BatchState.EXPIRED),
-        "cancelling_at": _second(batch.cancelling_at),
-        "cancelled_at": ended(BatchState.CANCELLED),
-        "request_counts": {
-            "total": batch.total,
-            "completed": batch.completed,
-            "failed": batch.failed,
-        },
-        "usage": {
+        output_file_id=batch.output_file if state.ended else None,
+        error_file_id=batch.error_file if state.ended else None,
+        created_at=int(batch.created_at),
+        in_progress_at=_second(batch.in_progress_at),
+        expires_at=int(batch.expires_at),
+        finalizing_at=_second(batch.finalizing_at),
+        completed_at=ended(BatchState.COMPLETED),
+        failed_at=ended(BatchState.FAILED),
+        expired_at=ended(BatchState.EXPIRED),
+        cancelling_at=_second(batch.cancelling_at),
+        cancelled_at=ended(BatchState.CANCELLED),
+        request_counts=RequestCounts(batch.total, batch.completed, batch.failed),
+        usage={
             "input_tokens": batch.prompt_tokens,
             "input_tokens_details": {"cached_tokens": batch.cached_tokens if shows_cached else 0},
             "output_tokens": batch.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": batch.prompt_tokens + batch.completion_tokens,
         },
-        "metadata": batch.metadata,
-        "llama_gateway": own_fields(batch, progress),
-    }
+        metadata=batch.metadata,
+        llama_gateway=figures_of(batch, progress),
+    )
 
 
-def own_fields(batch: Batch, progress: BatchProgress | None) -> dict[str, Any]:
-    """What the gateway tells besides; both APIs' batches have it as `llama_gateway`."""
+def figures_of(batch: Batch, progress: BatchProgress | None) -> BatchFigures:
+    """What the gateway tells of the batch besides."""
     paused = batch.paused_at is not None and not batch.state.ended
-    return {
-        "waiting": None if progress is None else progress.waiting,
-        "running": None if progress is None else progress.running,
-        "cancelled": batch.cancelled,
-        "expired": batch.expired,
-        "tokens_per_second": None if progress is None else progress.tokens_per_second,
-        "expected_end": None if progress is None else _second(progress.expected_end),
-        "cost": batch.cost if progress is None else progress.cost,
-        "expected_cost": None if progress is None else progress.expected_cost,
-        "paused": {"at": _second(batch.paused_at), "reason": batch.pause_reason}
-        if paused
-        else None,
-    }
+    return BatchFigures(
+        waiting=None if progress is None else progress.waiting,
+        running=None if progress is None else progress.running,
+        cancelled=batch.cancelled,
+        expired=batch.expired,
+        tokens_per_second=None if progress is None else progress.tokens_per_second,
+        expected_end=None if progress is None else _second(progress.expected_end),
+        cost=batch.cost if progress is None else progress.cost,
+        expected_cost=None if progress is None else progress.expected_cost,
+        paused={"at": _second(batch.paused_at), "reason": batch.pause_reason} if paused else None,
+    )
 
 
 def idempotency_key(request: Request) -> str | None:
@@ -325,29 +399,12 @@ def is_batch_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
-def page_size(request: Request, default: int, most: int) -> int:
-    """The query's `limit`. Raises: GatewayError 400."""
-    limit = request.query_params.get("limit") or str(default)
-    if _PAGE_SIZE.fullmatch(limit) is None or not 1 <= int(limit) <= most:
-        raise errors.invalid_request(f"'limit' must be 1 to {most}.", "limit")
-    return int(limit)
-
-
 def page_edge(request: Request, name: str) -> str | None:
     """The id behind or before which a page begins. Raises: GatewayError 400."""
     edge = request.query_params.get(name) or None
     if edge is not None and not is_batch_name(edge):
         raise errors.invalid_request(f"'{name}' must be the id of a batch.", name)
     return edge
-
-
-def _id(request: Request) -> str:
-    """The id in the path. Raises: GatewayError 404, if it is none."""
-    id_: str = request.path_params["id"]
-    if not is_batch_name(id_):
-        shown = errors.truncate_echo(id_)
-        raise GatewayError(404, "batch_not_found", f"No batch found with id '{shown}'.")
-    return id_
 
 
 def _second(moment: float | None) -> int | None:

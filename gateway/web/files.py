@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal, Protocol
+from urllib.parse import quote
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from gateway import errors
-from gateway.batches.file_rows import StoredFile
-from gateway.batches.files import FileRegistry, file_not_found, file_too_large
+from gateway.batches.files import FileRegistry, StoredFile, file_not_found, file_too_large
 from gateway.batches.folder import is_file_name
-from gateway.errors import CLIENT_CLOSED_STATUS
-from gateway.request import Caller
-from gateway.web.asgi import JsonResponse
-from gateway.web.body_parts import body_parts, check_plain, content_length
-from gateway.web.owners import no_store, owner_of
-from gateway.web.request_context import HandlerConfig
-from gateway.web.stored_content import ContentResponse, content_headers
-from gateway.web.upload_form import FORM_BYTES, UNNAMED, UploadForm, boundary_of
+from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
+from gateway.http.body import body_parts, check_plain, content_length
+from gateway.http.request_head import Callers, no_store
+from gateway.proxy.inbound import multipart
+from gateway.proxy.inbound.multipart import (
+    LONGEST_FIELD_HEADERS,
+    LONGEST_PADDING,
+    MOST_FORM_FIELDS,
+    form_error,
+    parse_field_head,
+)
+from gateway.request import Headers
+from gateway.web.asgi import JsonResponse, listed, page_limit
 
 UPLOAD_PURPOSES = ("batch", "user_data")
 """What callers may upload files for."""
@@ -40,20 +47,18 @@ _DIGITS = re.compile(r"[0-9]{1,9}")
 
 @dataclass(frozen=True, slots=True)
 class FileEndpoints:
-    """The endpoints. `identify` gives the caller of a request, or raises GatewayError."""
+    """The endpoints of `/v1/files`."""
 
     registry: FileRegistry | None
     """None: there is no store."""
-    config: Callable[[], HandlerConfig]
-    identify: Callable[[Request], Caller]
-    largest_file: Callable[[], int]
-    """`batches.file_bytes`."""
+    callers: Callers
 
     async def upload(self, request: Request) -> Response:
         owner, files = self._owner(request), self._files()
         check_plain(request)
         boundary = boundary_of(request.scope["headers"])
-        length, largest = content_length(request), self.largest_file()
+        settings = self.callers.config().settings
+        length, largest = content_length(request), settings.batches.file_bytes
         if length is not None and length > largest + FORM_BYTES:
             raise file_too_large(largest)
         # The form around the file is short, so this much of the file will come, at least.
@@ -61,10 +66,9 @@ class FileEndpoints:
         async with files.uploading(owner, expected) as upload:
             # Most clients send the file last: what is wrong with the other fields is told before.
             form = UploadForm(boundary, upload.write, begin_file=lambda: _check_sent(form))
-            limits = self.config().settings.limits
             try:
                 async for part in body_parts(
-                    request, limits, largest + FORM_BYTES, lambda: file_too_large(largest)
+                    request, settings.limits, largest + FORM_BYTES, lambda: file_too_large(largest)
                 ):
                     await files.on_disk(form.feed, part)
             except ClientDisconnect:
@@ -83,9 +87,8 @@ class FileEndpoints:
     async def list(self, request: Request) -> Response:
         owner, files = self._owner(request), self._files()
         query = request.query_params
-        limit, order = query.get("limit", str(LONGEST_PAGE)), query.get("order", "desc")
-        if _DIGITS.fullmatch(limit) is None or not 1 <= int(limit) <= LONGEST_PAGE:
-            raise errors.invalid_request(f"'limit' must be 1 to {LONGEST_PAGE}.", "limit")
+        limit = page_limit(query.get("limit", str(LONGEST_PAGE)), LONGEST_PAGE)
+        order = query.get("order", "desc")
         if order not in {"asc", "desc"}:
             raise errors.invalid_request("'order' must be 'asc' or 'desc'.", "order")
         after = query.get("after") or None
@@ -93,21 +96,13 @@ class FileEndpoints:
             raise errors.invalid_request("'after' must be the id of a file.", "after")
         page = await files.page(
             owner,
-            int(limit),
+            limit,
             after=after,
             order="asc" if order == "asc" else "desc",
             purpose=query.get("purpose") or None,
         )
         found = [file_object(file) for file in page.files]
-        return JsonResponse(
-            {
-                "object": "list",
-                "data": found,
-                "first_id": found[0]["id"] if found else None,
-                "last_id": found[-1]["id"] if found else None,
-                "has_more": page.has_more,
-            }
-        )
+        return JsonResponse({"object": "list", **listed(found, has_more=page.has_more)})
 
     async def show(self, request: Request) -> Response:
         owner, files = self._owner(request), self._files()
@@ -116,9 +111,11 @@ class FileEndpoints:
     async def content(self, request: Request) -> Response:
         owner, files = self._owner(request), self._files()
         if request.method == "HEAD":
-            return Response(headers=_content_headers(await files.find(owner, _id(request))))
+            file = await files.find(owner, _id(request))
+            return Response(headers=content_headers(file.name, file.bytes))
         content = await files.open_content(owner, _id(request))
-        return ContentResponse(content, _content_headers(content.file))
+        headers = content_headers(content.file.name, content.file.bytes)
+        return ContentResponse(content, headers)
 
     async def delete(self, request: Request) -> Response:
         owner, files = self._owner(request), self._files()
@@ -133,26 +130,34 @@ class FileEndpoints:
 
     def _owner(self, request: Request) -> str:
         """Whose files the request is about. Raises: GatewayError 401, 403."""
-        return owner_of(request, self.identify(request), self.config())
+        return self.callers.owner(request)
 
 
-def file_object(file: StoredFile) -> dict[str, Any]:
+class FileObject(msgspec.Struct, kw_only=True):
     """A file as OpenAI's API shows it."""
-    return {
-        "id": file.id,
-        "object": "file",
-        "bytes": file.bytes,
-        "created_at": int(file.created_at),
-        "expires_at": None if file.expires_at is None else int(file.expires_at),
-        "filename": file.name,
-        "purpose": file.purpose,
-        "status": file.state,
-        "status_details": None,
-    }
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: str
+    status: str
+    status_details: None = None
 
 
-def _content_headers(file: StoredFile) -> dict[str, str]:
-    return content_headers(file.name, file.bytes)
+def file_object(file: StoredFile) -> FileObject:
+    """The file as its owner is shown it."""
+    return FileObject(
+        id=file.id,
+        bytes=file.bytes,
+        created_at=int(file.created_at),
+        expires_at=None if file.expires_at is None else int(file.expires_at),
+        filename=file.name,
+        purpose=file.purpose,
+        status=file.state,
+    )
 
 
 def _id(request: Request) -> str:
@@ -197,3 +202,217 @@ def _expiry(form: UploadForm) -> float | None:
             "expires_after",
         )
     return float(seconds)
+
+
+LONGEST_VALUE = 4 * 1024
+"""Bytes of a field that is no file."""
+
+LONGEST_NAME = 255
+"""Characters of a file's name."""
+
+FORM_BYTES = 64 * 1024
+"""Bytes of a form besides its file."""
+
+UNNAMED = "upload"
+"""The name of a file whose client has sent none."""
+
+
+def boundary_of(headers: Headers) -> bytes:
+    """The boundary of a form. Raises: GatewayError 400, 415."""
+    types = [value for name, value in headers if name == b"content-type"]
+    value = types[0] if len(types) == 1 else b""
+    if value.partition(b";")[0].strip().lower() != b"multipart/form-data":
+        raise GatewayError(
+            415,
+            "unsupported_media_type",
+            "Send a form: 'Content-Type: multipart/form-data', with the fields 'purpose' and "
+            "'file'.",
+            retryable=False,
+        )
+    boundary = multipart.boundary_of(value)
+    if boundary is None:
+        raise form_error("its Content-Type has no boundary")
+    return boundary
+
+
+class UploadForm:
+    """A form of which `write_file` gets the bytes of the field `file`.
+
+    `begin_file` is called before the first of them. Both may raise what they like.
+    """
+
+    def __init__(
+        self,
+        boundary: bytes,
+        write_file: Callable[[bytes], None],
+        begin_file: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.values: dict[str, str] = {}
+        """The fields that are no files, complete so far."""
+        self.file_name: str | None = None
+        """The name of the file; None: none has come."""
+        self._write_file = write_file
+        self._begin_file = begin_file
+        self._count = 0
+        self._name: str | None = None
+        """The field that is being read; None: its bytes are the file's."""
+        self._value = bytearray()
+        self._mark = b"\r\n--" + boundary
+        self._pending = bytearray(b"\r\n")
+        """What has come and was not understood yet; a boundary begins with the line end before."""
+        self._step: Callable[[], bool] = self._skip_preamble
+        """Reads on; returns False if it needs more bytes."""
+
+    def feed(self, data: bytes) -> None:
+        """Parse the next bytes. Raises: GatewayError 400, and what the callables raise."""
+        self._pending += data
+        while self._step():
+            pass
+
+    def end(self) -> None:
+        """The body is complete. Raises: GatewayError 400, if the form is not."""
+        if self._step != self._skip_epilogue:
+            raise form_error("its last boundary is missing")
+        if self.file_name is None:
+            raise errors.invalid_request("The form has no field 'file'.", "file")
+
+    def _take(self, size: int) -> bytes:
+        taken = bytes(self._pending[:size])
+        del self._pending[:size]
+        return taken
+
+    def _take_content(self) -> tuple[bytes, bool]:
+        """What certainly precedes the next boundary; whether that follows, which is taken too."""
+        at = self._pending.find(self._mark)
+        if at < 0:
+            return self._take(max(0, len(self._pending) - len(self._mark) + 1)), False
+        content = self._take(at)
+        self._take(len(self._mark))
+        self._step = self._read_delimiter_end
+        return content, True
+
+    def _skip_preamble(self) -> bool:
+        return self._take_content()[1]
+
+    def _skip_epilogue(self) -> bool:
+        self._pending.clear()
+        return False
+
+    def _read_delimiter_end(self) -> bool:
+        """Read the rest of a boundary's line, but for its end."""
+        line, found, _ = self._pending.partition(b"\r\n")
+        if line.startswith(b"--"):
+            self._step = self._skip_epilogue
+            return True
+        # A hyphen may become two, and a carriage return a line's end.
+        if line.rstrip(b"\r").strip(b" \t-") or len(line) > LONGEST_PADDING:
+            raise form_error("a boundary's line does not end with it")
+        if not found:
+            return False
+        if line.strip(b" \t"):
+            raise form_error("a boundary's line does not end with it")
+        self._take(len(line))
+        self._step = self._read_head
+        return True
+
+    def _read_head(self) -> bool:
+        end = self._pending.find(b"\r\n\r\n", 0, LONGEST_FIELD_HEADERS)
+        if end < 0:
+            if len(self._pending) >= LONGEST_FIELD_HEADERS:
+                raise form_error("a field has no headers, or too many")
+            return False
+        value = end + len(b"\r\n")
+        if len(self._pending) < value + len(self._mark):
+            return False
+        # The empty line's end is the boundary's where there is no value.
+        has_value = not self._pending.startswith(self._mark, value)
+        head = self._take(end)[2:]
+        self._take(4 if has_value else 2)
+        self._begin_field(head)
+        self._step = self._read_value
+        return True
+
+    def _begin_field(self, raw_head: bytes) -> None:
+        self._count += 1
+        if self._count > MOST_FORM_FIELDS:
+            raise form_error(f"it has more than {MOST_FORM_FIELDS} fields")
+        head = parse_field_head(raw_head)
+        for line in head.lines:
+            name, _, value = line.lower().partition(b":")
+            if name == b"content-transfer-encoding" and value.strip() not in _PLAIN:
+                raise form_error("a field has a Content-Transfer-Encoding")
+        self._value.clear()
+        self._name = head.name.decode("utf-8", "replace")
+        if self._name != "file":
+            if self._name in self.values:
+                raise form_error(f"it has the field '{errors.truncate_echo(self._name)}' twice")
+            return
+        if self.file_name is not None:
+            raise errors.invalid_request("The form has more than one file.", "file")
+        self._name = None
+        self.file_name = _clean_name(head.parameters.get(b"filename", b""))
+        self._begin_file()
+
+    def _read_value(self) -> bool:
+        content, ended = self._take_content()
+        if self._name is None:
+            if content:
+                self._write_file(content)
+            return ended
+        self._value += content
+        if len(self._value) > LONGEST_VALUE:
+            shown = errors.truncate_echo(self._name)
+            raise form_error(f"the field '{shown}' is longer than {LONGEST_VALUE} bytes")
+        if ended:
+            self.values[self._name] = self._value.decode("utf-8", "replace")
+        return ended
+
+
+_PLAIN = frozenset({b"", b"7bit", b"8bit", b"binary"})
+
+
+def _clean_name(raw: bytes) -> str:
+    """The last part of a path, without what can't be shown."""
+    text = raw.replace(b'\\"', b'"').decode("utf-8", "replace")
+    text = text.replace("\\", "/").rpartition("/")[2]
+    return "".join(one for one in text if one.isprintable())[:LONGEST_NAME] or UNNAMED
+
+
+class OpenContent(Protocol):
+    """Something open that is read to its end, and closed."""
+
+    def pieces(self) -> AsyncIterator[bytes]:
+        """Its bytes."""
+        ...
+
+    async def close(self) -> None:
+        """Close it; called again, nothing."""
+        ...
+
+
+class ContentResponse(StreamingResponse):
+    """The bytes of `content`, which is closed whatever happens."""
+
+    def __init__(self, content: OpenContent, headers: dict[str, str]) -> None:
+        super().__init__(content.pieces(), headers=headers)
+        self._content = content
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._content.close()
+
+
+def content_headers(
+    name: str, size: int | None, media_type: str = "application/octet-stream"
+) -> dict[str, str]:
+    """The headers of a file of this name; `size` is None where it is not known yet."""
+    length = {} if size is None else {"content-length": str(size)}
+    return {
+        "content-type": media_type,
+        **length,
+        # No browser shows it as a page of this host.
+        "content-disposition": f"attachment; filename*=UTF-8''{quote(name, safe='')}",
+        "x-content-type-options": "nosniff",
+    }

@@ -1,4 +1,7 @@
-"""Serves a routed request: reads it, forwards it, and sends the response."""
+"""Serves a routed request: reads it, forwards it, and sends the response.
+
+While its client waits, it gets signs of life: white space, comments, or its place in the queue.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,43 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from gateway import errors
-from gateway.access.callers import client_address, effective_priority
+from gateway.access.callers import client_address
 from gateway.catalog import RequestQueue, ServedModels
 from gateway.errors import CLIENT_CLOSED_STATUS, ClientClosed, GatewayError
 from gateway.events import EventBus, RequestFinished
+from gateway.http.body import (
+    PARSE_WORKING_BYTES,
+    BodyAllocation,
+    BodyMemory,
+    read_body,
+    take_small_body,
+    translate_body,
+)
+from gateway.http.exchange import HttpExchange
+from gateway.http.request_head import (
+    HandlerConfig,
+    RequestContext,
+    class_of,
+    cors_headers,
+    parse_context,
+)
+from gateway.http.response_head import (
+    early_gateway_header_lines,
+    encode_headers,
+    error_headers,
+    gateway_header_lines,
+    node_error_header_lines,
+    progress_comment,
+    rate_limit_lines,
+    stream_header_lines,
+    with_content_type,
+)
 from gateway.lease import LeaseRequest
-from gateway.proxy.api.base import NumberedHeartbeats, ResponseRewriter
+from gateway.proxy.api.base import Api, NumberedHeartbeats, ResponseRewriter
 from gateway.proxy.client_response import (
     JSON_HEADER_LINE,
     BodyStream,
+    EventsForClient,
     ProxyResponse,
     for_client,
     is_slow_to_rewrite,
@@ -35,56 +66,30 @@ from gateway.proxy.in_flight import (
     SupersedingMap,
 )
 from gateway.proxy.inbound import multipart
-from gateway.proxy.inbound.large_body import (
+from gateway.proxy.inbound.body import (
     BYTE_ORDER_MARK,
     LARGE_BODY_BYTES,
+    MISSING,
     SMALL_BODY_BYTES,
     Body,
     TimeSlicer,
     is_slow_to_parse,
+    parse_body,
     run_at_once,
 )
-from gateway.proxy.inbound.parsed_body import MISSING, parse_body
-from gateway.proxy.inbound.prepare import (
+from gateway.proxy.inbound.request import (
     IncomingRequest,
-    prepare,
-    prepare_large,
-    prepare_multipart,
+    Request,
+    prepare_for,
+    prepare_in_turn,
 )
-from gateway.proxy.inbound.request import Request
 from gateway.proxy.inbound.routes import ROUTES, Route, is_infill, routes_of
 from gateway.tracing.request_tracing import RequestTracing
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import UpstreamError
 from gateway.usage.accounts import Accounts
 from gateway.usage.meter import Meter, MeteredRequest
-from gateway.web import response_heads
-from gateway.web.body import (
-    PARSE_WORKING_BYTES,
-    BodyAllocation,
-    BodyMemory,
-    read_body,
-    take_small_body,
-    translate_body,
-)
-from gateway.web.heartbeats import (
-    Heartbeat,
-    PaddingHeartbeat,
-    ProgressHeartbeat,
-    StreamHeartbeat,
-)
-from gateway.web.http_exchange import HttpExchange, RewritingWriter
-from gateway.web.origins import cors_headers
-from gateway.web.request_context import HandlerConfig, RequestContext, parse_context
-from gateway.web.response_heads import (
-    early_gateway_header_lines,
-    encode_headers,
-    error_headers,
-    gateway_header_lines,
-    rate_limit_lines,
-    with_content_type,
-)
-from gateway.web.storing import Storing
+from gateway.web.background import Storing
 
 PROGRESS_SECONDS = 1.0
 """Seconds between progress comments, for a client that asks for them."""
@@ -94,6 +99,12 @@ TIMER_TOLERANCE = 0.01
 
 CLIENT_TIMEOUT_GRACE = 2.0
 """Seconds past its deadline that an official client has to time out by itself."""
+
+HEARTBEAT_TOLERANCE = 0.01
+"""A heartbeat may come early by this part of its interval."""
+
+PADDING_HEADER_LINES = b"content-type: application/json; charset=utf-8\r\n"
+"""Those of a plain response that begins with white space."""
 
 
 @dataclass(slots=True, eq=False)
@@ -304,8 +315,11 @@ class _HandledRequest:
             raise errors.not_found(route.path, None)  # It was, when the connection began.
         index, memory = handler.catalog, handler.body_memory
         api = route.api
-        translate = api.translate if context.cache.prompt_cache else api.translate_uncached
-        work = translate(body, lambda name: rules.model_aliases.knows(name, index))
+        work = api.translate(
+            body,
+            lambda name: rules.model_aliases.knows(name, index),
+            prompt_cache=context.cache.prompt_cache,
+        )
         # The new body may have ten times the bytes, which must count.
         if len(body) >= SMALL_BODY_BYTES or is_slow_to_parse(body):
             await ensure_task()
@@ -324,7 +338,7 @@ class _HandledRequest:
         if translation.reply is None:
             return translation.body
         request = self._prepare(context, translation.body)
-        wanted, labels = request.lease_request, context.cache.node_labels
+        wanted, labels = request.lease_request.wanted, context.cache.node_labels
         if not any(index.serves(name, labels) for name in wanted.model_names):
             raise index.not_found_error(wanted.model, labels, wanted.model_names)
         self.exchange.respond(200, JSON_HEADER_LINE + self._header_lines(), translation.reply)
@@ -337,21 +351,19 @@ class _HandledRequest:
         """
         await ensure_task()
         handler, rules = self._handler, self._config.rules
-        if len(body) < LARGE_BODY_BYTES:
-            return await handler.time_slicer.run_once(partial(self._prepare, context, body))
         # Working memory counts while it is in use.
-        working_bytes = min(len(body), PARSE_WORKING_BYTES)
+        working_bytes = min(len(body), PARSE_WORKING_BYTES) if len(body) >= LARGE_BODY_BYTES else 0
         allocation = self._allocation or BodyAllocation(context.caller.id, context.fairness_key)
-        handler.body_memory.allocate(allocation, working_bytes, rules.limits.buffered_bytes)
+        if working_bytes:
+            handler.body_memory.allocate(allocation, working_bytes, rules.limits.buffered_bytes)
         try:
-            return await handler.time_slicer.run(
-                prepare_large(
-                    body.removeprefix(BYTE_ORDER_MARK),
-                    self._node_route,
-                    rules,
-                    partial(self._prepare, context),
-                    context.cache.scope_of(self.request_id),
-                )
+            return await prepare_in_turn(
+                body,
+                self._node_route,
+                rules,
+                handler.time_slicer,
+                partial(self._prepare, context),
+                context.cache.scope_of(self.request_id),
             )
         finally:
             handler.body_memory.release(allocation, working_bytes)
@@ -365,12 +377,10 @@ class _HandledRequest:
     def _prepare(self, context: RequestContext, body: Body) -> Request:
         """The request that the body describes. Raises: GatewayError."""
         record, route, settings = self.record, self._node_route, self._config.settings
-        prepare_request = prepare
         if not isinstance(body, bytes):
             parsed = body.parse()
         elif route.multipart:
             body, parsed = multipart.parse_multipart(body, self.exchange.headers)
-            prepare_request = prepare_multipart
         else:
             try:
                 parsed = parse_body(body)
@@ -381,15 +391,7 @@ class _HandledRequest:
                 parsed = parse_body(body)
         priority = context.usual_priority
         if priority is None or not parsed.priority is parsed.service_tier is None:
-            word, service_tier = parsed.priority, parsed.service_tier
-            priority = effective_priority(
-                context.priority_header,
-                word if isinstance(word, str) else None,
-                service_tier if isinstance(service_tier, str) else None,
-                context.caller,
-            )
-        if priority is not record.priority:
-            record.classify(priority)
+            priority = class_of(parsed, context.caller, context.priority_header)
         timeout, has_timer = context.plain_client_timeout, context.client_has_timer
         if parsed.stream or settings.heartbeat_plain:
             timeout, has_timer = context.client_timeout, False
@@ -409,25 +411,20 @@ class _HandledRequest:
             context.accounts.completion_tokens,
             context.accounts.most_tokens,
         )
-        catalog = self._handler.catalog
-        request = prepare_request(incoming, parsed, priority, self._config.rules, catalog)
-        lease_request = request.lease_request
-        for name in lease_request.model_names:
-            if catalog.serves(name):
-                record.describe(stream=request.stream, model=lease_request.model)
-                break
-        else:
-            record.describe(stream=request.stream, model=None)
+        request = prepare_for(
+            record, incoming, parsed, priority, self._config.rules, self._handler.catalog
+        )
         may_be_infill = parsed.suffix is not MISSING or route.endpoint == "infill"
         if may_be_infill and settings.queue.latest_wins and is_infill(route, parsed):
-            self._edit_session = lease_request.session or self._default_edit_session(lease_request)
+            asked = request.lease_request
+            self._edit_session = asked.caller.session or self._default_edit_session(asked)
         return request
 
     def _default_edit_session(self, request: LeaseRequest) -> str:
         """Identifies an editor that names no session in a header."""
         exchange, proxies = self.exchange, self._config.settings.listen.trusted_proxies
         address = client_address(exchange.headers, exchange.peer_address, proxies)
-        return f"{request.fairness_key} {address} {request.model}"
+        return f"{request.caller.fairness_key} {address} {request.wanted.model}"
 
     def _evict(self, error: GatewayError) -> bool:
         """End the request with `error` if it is queued; returns whether it was."""
@@ -464,7 +461,7 @@ class _HandledRequest:
         elif response.status >= 400:
             record.fail(response.status, record.reason or "node_error")
             content = node_error_body(response, api, record.x_request_id)
-            header_lines = response_heads.node_error_header_lines(response, content)
+            header_lines = node_error_header_lines(response, content)
         if not exchange.response_started:
             exchange.respond(response.status, header_lines + self._header_lines(), content)
         elif record.stream:  # an error: an answer would have a body stream
@@ -629,3 +626,161 @@ class _HandledRequest:
         elif settings.heartbeat:
             return StreamHeartbeat(self, in_flight, handler, settings.heartbeat)
         return None
+
+
+class Heartbeat:
+    """Sends a sign of life after `first` seconds, then again and again, until `stop`."""
+
+    __slots__ = ("_handle", "_handler", "_in_flight", "_interval", "_last_sent_at", "_loop",
+                 "_served")  # fmt: skip
+
+    def __init__(
+        self,
+        served: _HandledRequest,
+        in_flight: InFlightRequest,
+        handler: ProxyHandler,
+        interval: float,
+    ) -> None:
+        self._served = served
+        self._in_flight = in_flight
+        self._handler = handler
+        self._interval = interval
+        self._last_sent_at = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._handle = self._loop.call_later(self._first(), self._run)
+        served.exchange.set_heartbeat(self.send_now)
+
+    def stop(self) -> None:
+        """Send no more."""
+        self._handle.cancel()
+        self._served.exchange.set_heartbeat(None)  # It refers to this object.
+
+    def send_now(self) -> None:
+        """Send a sign of life, whenever the last one was."""
+        raise NotImplementedError
+
+    def _first(self) -> float:
+        return self._interval
+
+    def _run(self) -> None:
+        self._handle = self._loop.call_later(self._beat(), self._run)
+
+    def _beat(self) -> float:
+        """Send something; seconds until the next."""
+        raise NotImplementedError
+
+    def _send(self, make: Callable[[], bytes], header_lines: bytes) -> None:
+        """Send what `make` returns; the first time, with a head that has these lines.
+
+        A client that lags is spared it, so that nothing is made, which might be numbered.
+        """
+        served, handler = self._served, self._handler
+        exchange = served.exchange
+        self._last_sent_at = handler.clock()
+        if exchange.disconnected or exchange.write_paused:
+            return
+        if exchange.response_started:
+            exchange.write(make())
+        else:
+            exchange.start_response(200, header_lines + served.early_header_lines(), make())
+            self._in_flight.note_response_started()
+            handler.queue.keep_in_queue(self._in_flight.request.id)
+
+
+class PaddingHeartbeat(Heartbeat):
+    """White space, which JSON may begin with."""
+
+    __slots__ = ()
+
+    def send_now(self) -> None:
+        self._send(lambda: b" ", PADDING_HEADER_LINES)
+
+    def _beat(self) -> float:
+        self.send_now()
+        return self._interval
+
+
+class StreamHeartbeat(Heartbeat):
+    """What the API's clients skip, if nothing was sent for the interval."""
+
+    __slots__ = ()
+
+    def send_now(self) -> None:
+        stream = self._served.body_stream
+        if stream is None or stream.is_open:
+            api = self._served.route.api
+            self._send(self._served.heartbeat, stream_header_lines(api))
+
+    def _beat(self) -> float:
+        interval, now = self._interval, self._handler.clock()
+        stream = self._served.body_stream
+        if stream is not None:
+            left = max(self._last_sent_at, stream.last_content_at) + interval - now
+            if left > interval * HEARTBEAT_TOLERANCE:
+                return left
+        self.send_now()
+        return interval
+
+
+class ProgressHeartbeat(StreamHeartbeat):
+    """The place in the queue or the progress of the prefill, for a client that asks for them."""
+
+    __slots__ = ()
+
+    def _first(self) -> float:
+        return self._handler.progress_seconds
+
+    def _beat(self) -> float:
+        in_flight, handler, served = self._in_flight, self._handler, self._served
+        api = served.route.api
+        if served.is_answered:
+            return super()._beat()
+        assert in_flight.prefill_progress is not None
+        position = handler.queue.queue_position(in_flight.request.id)
+        prefill = in_flight.prefill_progress.status(handler.clock()) if position is None else None
+        comment = progress_comment(position, prefill)
+        is_event = api.heartbeat_is_event or served.numbered_heartbeats is not None
+
+        def make() -> bytes:
+            return comment + (served.heartbeat() if is_event or not comment else b"")
+
+        self._send(make, stream_header_lines(api))
+        return handler.progress_seconds
+
+
+class RewritingWriter(EventsForClient):
+    """Writes a stream's events to the client as `rewriter` makes them.
+
+    While it makes nothing of them, the client gets a heartbeat after `seconds` (0: none).
+    """
+
+    __slots__ = ("_clock", "_exchange", "_heartbeat", "_seconds", "_written_at")
+
+    def __init__(
+        self,
+        exchange: HttpExchange,
+        rewriter: ResponseRewriter,
+        api: Api,
+        record: RequestFinished,
+        seconds: float,
+        heartbeat: Callable[[], bytes],
+        clock: Callable[[], float],
+    ) -> None:
+        EventsForClient.__init__(self, rewriter, api, record)
+        self._exchange = exchange
+        self._seconds = seconds
+        self._heartbeat = heartbeat
+        self._clock = clock
+        self._written_at = clock()
+
+    def write(self, data: bytes) -> bool:
+        """Send events; True if the client lags, as `HttpExchange.write`."""
+        data, now = self.rewrite(data), self._clock()
+        if not data:
+            # The node is not silent, so that the handler sends no heartbeat.
+            silent = now - self._written_at
+            if self.failed or not self._seconds or silent < self._seconds:
+                return self._exchange.write_paused
+            data = self._heartbeat()
+        self._written_at = now
+        return self._exchange.write(data)

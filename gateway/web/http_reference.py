@@ -12,18 +12,21 @@ from pathlib import Path
 
 from gateway.config.settings import Settings
 from gateway.web.openapi import Operation, operations
-from gateway.web.openapi_errors import ADMIN_ERRORS, ERRORS
-from gateway.web.openapi_parts import (
+from gateway.web.openapi_bodies import (
+    ADMIN_ERRORS,
     ARRIVALS_FIELDS,
     AUDIT_FIELDS,
     CALLER_USAGE_FIELDS,
+    COMPARED_FIELDS,
+    DECISION_FIELDS,
+    ERRORS,
     MODEL_FIELDS,
     NODE_FIELDS,
     REQUEST_FIELDS,
     STATUS_FIELDS,
     USAGE_FIELDS,
+    WHY_FIELDS,
 )
-from gateway.web.openapi_why import COMPARED_FIELDS, DECISION_FIELDS, WHY_FIELDS
 
 PAGE = Path("docs/reference/http.md")
 

@@ -3,53 +3,65 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
+from enum import Enum, auto
+from typing import Annotated, Any, Literal
 
+import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from gateway import errors
-from gateway.batches.batch_registry import BatchProgress
+from gateway.batches.batch_registry import BatchRegistry
 from gateway.batches.batch_rows import Batch
 from gateway.batches.files import MOST_UPLOADS, MOST_UPLOADS_OF_OWNER, UPLOAD_RETRY_AFTER
 from gateway.batches.folder import FolderError
-from gateway.batches.result_lines import ANTHROPIC
+from gateway.batches.progress import BatchProgress
+from gateway.batches.results import ANTHROPIC
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
-from gateway.web.asgi import JsonResponse
+from gateway.http.body import body_parts, check_plain, content_length
+from gateway.proxy.json_values import (
+    FIELDS_DECODER,
+    JSON_ERRORS,
+    InvalidJson,
+    parse_json,
+)
+from gateway.web.asgi import JsonResponse, listed, page_limit
 from gateway.web.batches import (
     BatchAccess,
-    is_batch_name,
-    lines_response,
-    own_fields,
+    BatchActions,
+    BatchFigures,
+    figures_of,
     page_edge,
-    page_size,
     request_digest,
 )
-from gateway.web.body_parts import body_parts, check_plain, content_length
-from gateway.web.message_batch_body import MessageBatchBody
 
 ENDPOINT = "/v1/messages"
 
-DEFAULT_PAGE, LONGEST_PAGE = 20, 1000
+DEFAULT_PAGE, LONGEST_PAGE = "20", 1000
 """Batches of a page, as Anthropic's API has it."""
 
 
-@dataclass(frozen=True, slots=True)
-class MessageBatchEndpoints:
+class MessageBatchEndpoints(BatchActions):
     """The endpoints of `/v1/messages/batches`."""
 
-    access: BatchAccess
-    _receiving: Counter[str] = field(default_factory=Counter)
-    """Bodies that are being received, by owner."""
+    api = ANTHROPIC
+    not_found = "Message Batch {} not found."
+
+    def __init__(self, access: BatchAccess) -> None:
+        super().__init__(access)
+        self._receiving: Counter[str] = Counter()
+        """Bodies that are being received, by owner."""
 
     async def create(self, request: Request) -> Response:
         new, batches = self.access.new_batch(request, ANTHROPIC, ENDPOINT), self.access.batches()
         check_plain(request)
-        settings = self.access.config().settings
+        settings = self.access.callers.config().settings
         largest, length = settings.batches.file_bytes, content_length(request)
         if length is not None and length > largest:
             raise _too_large(largest)
@@ -91,54 +103,27 @@ class MessageBatchEndpoints:
         after, before = page_edge(request, "after_id"), page_edge(request, "before_id")
         if after is not None and before is not None:
             raise errors.invalid_request("Send 'after_id' or 'before_id', not both.", "before_id")
-        limit = page_size(request, DEFAULT_PAGE, LONGEST_PAGE)
+        limit = page_limit(request.query_params.get("limit") or DEFAULT_PAGE, LONGEST_PAGE)
         page = await batches.page(owner, ANTHROPIC, limit, after=after, before=before)
         found = [message_batch_object(one, None, results_url(request, one)) for one in page.batches]
-        return JsonResponse(
-            {
-                "data": found,
-                "has_more": page.has_more,
-                "first_id": found[0]["id"] if found else None,
-                "last_id": found[-1]["id"] if found else None,
-            }
-        )
-
-    async def show(self, request: Request) -> Response:
-        owner, batches = self.access.owner(request), self.access.batches()
-        return await self._shown(request, await batches.find(owner, _id(request), ANTHROPIC))
+        return JsonResponse(listed(found, has_more=page.has_more))
 
     async def results(self, request: Request) -> Response:
         """The result lines; before the end only with `?partial=true`."""
-        owner, batches = self.access.owner(request), self.access.batches()
-        id_ = _id(request)
         if request.query_params.get("partial") != "true":
-            batch = await batches.find(owner, id_, ANTHROPIC)
+            batch = await self._do(request, BatchRegistry.find)
             if not batch.state.ended:
                 raise GatewayError(
                     404,
                     "batch_not_ended",
-                    f"Message Batch {id_} has no available results. Wait until it has ended, or "
-                    "ask for '?partial=true'.",
+                    f"Message Batch {batch.id} has no available results. Wait until it has ended, "
+                    "or ask for '?partial=true'.",
                 )
-        return await lines_response(
-            batches, owner, id_, ANTHROPIC, of_errors=False, head=request.method == "HEAD"
-        )
-
-    async def cancel(self, request: Request) -> Response:
-        owner, batches = self.access.owner(request), self.access.batches()
-        return await self._shown(request, await batches.cancel(owner, _id(request), ANTHROPIC))
-
-    async def pause(self, request: Request) -> Response:
-        owner, batches = self.access.owner(request), self.access.batches()
-        return await self._shown(request, await batches.pause(owner, _id(request), ANTHROPIC))
-
-    async def resume(self, request: Request) -> Response:
-        owner, batches = self.access.owner(request), self.access.batches()
-        return await self._shown(request, await batches.resume(owner, _id(request), ANTHROPIC))
+        return await self._lines(request)
 
     async def delete(self, request: Request) -> Response:
         owner, batches = self.access.owner(request), self.access.batches()
-        id_ = _id(request)
+        id_ = self._id(request)
         await batches.delete(owner, id_, ANTHROPIC)
         return JsonResponse({"id": id_, "type": "message_batch_deleted"})
 
@@ -161,33 +146,66 @@ class MessageBatchEndpoints:
                 del receiving[owner]
 
 
+TextTime = Annotated[str, msgspec.Meta(extra_json_schema={"format": "date-time"})]
+
+OptionalTime = Annotated[str | None, msgspec.Meta(extra_json_schema={"format": "date-time"})]
+
+
+class MessageCounts(msgspec.Struct, kw_only=True):
+    """How many requests of a message batch there are, by their ends."""
+
+    processing: int
+    succeeded: int
+    errored: int
+    canceled: int
+    expired: int
+
+
+class MessageBatchObject(msgspec.Struct, kw_only=True):
+    """A batch as Anthropic's API shows it."""
+
+    id: str
+    type: Literal["message_batch"] = "message_batch"
+    processing_status: Annotated[
+        str, msgspec.Meta(extra_json_schema={"enum": ["in_progress", "canceling", "ended"]})
+    ]
+    request_counts: MessageCounts
+    created_at: TextTime
+    expires_at: TextTime
+    ended_at: OptionalTime
+    cancel_initiated_at: OptionalTime
+    archived_at: None = None
+    results_url: str | None
+    llama_gateway: BatchFigures
+
+
 def message_batch_object(
     batch: Batch, progress: BatchProgress | None, url: str | None
-) -> dict[str, Any]:
-    """A batch as Anthropic's API shows it; `url` is that of its results."""
+) -> MessageBatchObject:
+    """The batch as its owner is shown it; `url` is that of its results."""
     state = batch.state
     status = "ended" if state.ended else "in_progress"
     if not state.ended and batch.cancelling_at is not None:
         status = "canceling"
-    return {
-        "id": batch.id,
-        "type": "message_batch",
-        "processing_status": status,
-        "request_counts": {
-            "processing": 0 if state.ended else max(0, batch.total - batch.ended_lines),
-            "succeeded": batch.completed,
-            "errored": batch.failed,
-            "canceled": batch.cancelled,
-            "expired": batch.expired,
-        },
-        "created_at": _time_text(batch.created_at),
-        "expires_at": _time_text(batch.expires_at),
-        "ended_at": _time_text(batch.ended_at),
-        "cancel_initiated_at": _time_text(batch.cancelling_at),
-        "archived_at": None,
-        "results_url": url,
-        "llama_gateway": own_fields(batch, progress),
-    }
+    return MessageBatchObject(
+        id=batch.id,
+        processing_status=status,
+        request_counts=MessageCounts(
+            processing=0 if state.ended else max(0, batch.total - batch.ended_lines),
+            succeeded=batch.completed,
+            errored=batch.failed,
+            canceled=batch.cancelled,
+            expired=batch.expired,
+        ),
+        created_at=_time_text(batch.created_at),
+        expires_at=_time_text(batch.expires_at),
+        ended_at=None if batch.ended_at is None else _time_text(batch.ended_at),
+        cancel_initiated_at=None
+        if batch.cancelling_at is None
+        else _time_text(batch.cancelling_at),
+        results_url=url,
+        llama_gateway=figures_of(batch, progress),
+    )
 
 
 def results_url(request: Request, batch: Batch) -> str | None:
@@ -206,18 +224,7 @@ def results_url(request: Request, batch: Batch) -> str | None:
     return f"https://{host}{path}"
 
 
-def _id(request: Request) -> str:
-    """The id in the path. Raises: GatewayError 404, if it is none."""
-    id_: str = request.path_params["id"]
-    if not is_batch_name(id_):
-        shown = errors.truncate_echo(id_)
-        raise GatewayError(404, "batch_not_found", f"Message Batch {shown} not found.")
-    return id_
-
-
-def _time_text(moment: float | None) -> str | None:
-    if moment is None:
-        return None
+def _time_text(moment: float) -> str:
     return datetime.fromtimestamp(moment, UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -227,3 +234,309 @@ def _too_large(most_bytes: int) -> GatewayError:
         "request_too_large",
         f"The body is larger than {most_bytes} bytes ('batches.file_bytes').",
     )
+
+
+LONGEST_FIELD = 4 * 1024
+"""Bytes of a field besides the requests."""
+
+OTHER_FIELDS = frozenset({"completion_window", "webhook_url"})
+"""Fields besides the requests; they are the gateway's own."""
+
+_CUSTOM_ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+
+_PATTERN = "^[a-zA-Z0-9_-]{1,64}$"
+
+_SKIP = re.compile(rb"[ \t\n\r]*")
+
+_BRACKET_OR_QUOTE = re.compile(rb'["{}\[\]]')
+
+_STRING_REST = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+"""What a string has up to its quote, or up to a backslash that is the last byte."""
+
+_SCALAR_END = re.compile(rb"[,\]} \t\n\r]")
+
+
+class _At(Enum):
+    """What comes next, spaces aside."""
+
+    START = auto()
+    FIRST_KEY = auto()
+    """A key, or the end of the object."""
+    KEY = auto()
+    COLON = auto()
+    VALUE = auto()
+    AFTER_VALUE = auto()
+    FIRST_REQUEST = auto()
+    """A request, or the end of the list."""
+    REQUEST = auto()
+    AFTER_REQUEST = auto()
+    END = auto()
+
+
+_LIST, _QUOTE = b'["'
+
+_BEFORE_KEYS = frozenset({_At.FIRST_KEY, _At.KEY})
+
+_BEFORE_REQUESTS = frozenset({_At.FIRST_REQUEST, _At.REQUEST})
+
+_BEFORE_VALUES = _BEFORE_KEYS | _BEFORE_REQUESTS | {_At.VALUE}
+
+_PUNCTUATION: dict[_At, dict[int, _At]] = {
+    _At.START: {ord("{"): _At.FIRST_KEY},
+    _At.FIRST_KEY: {ord("}"): _At.END},
+    _At.COLON: {ord(":"): _At.VALUE},
+    _At.AFTER_VALUE: {ord(","): _At.KEY, ord("}"): _At.END},
+    _At.FIRST_REQUEST: {ord("]"): _At.AFTER_VALUE},
+    _At.AFTER_REQUEST: {ord(","): _At.REQUEST, ord("]"): _At.AFTER_VALUE},
+}
+"""What follows a byte that is no part of a value."""
+
+_EXPECTED = {
+    _At.START: "it must be an object",
+    _At.COLON: "':' is expected",
+    _At.AFTER_VALUE: "',' or '}' is expected",
+    _At.AFTER_REQUEST: "',' or ']' is expected",
+    _At.END: "something follows its end",
+}
+
+
+class _ValueEnd:
+    """Finds the end of one JSON value that comes in pieces. It may be no valid JSON."""
+
+    def __init__(self, first: int) -> None:
+        self._depth = 0
+        self._is_scalar = first not in b'"{['
+        self._in_string = False
+        self._escaped = False
+
+    def find(self, data: bytes, start: int) -> int | None:
+        """Where it ends in `data`, whose part from `start` on is new; None: not in there."""
+        at = start
+        if self._is_scalar:
+            ended = _SCALAR_END.search(data, at)
+            return None if ended is None else ended.start()
+        while at < len(data):
+            if self._escaped:
+                self._escaped = False
+                at += 1
+            elif self._in_string:
+                found = _STRING_REST.match(data, at)
+                assert found is not None
+                at = found.end()
+                if at == len(data):
+                    return None
+                # A quote, or a backslash as the last byte.
+                self._escaped = data[at] != _QUOTE
+                self._in_string = self._escaped
+                at += 1
+                if not self._in_string and not self._depth:
+                    return at
+            else:
+                found = _BRACKET_OR_QUOTE.search(data, at)
+                if found is None:
+                    return None
+                at = found.end()
+                if found[0] == b'"':
+                    self._in_string = True
+                else:
+                    self._depth += 1 if found[0] in b"{[" else -1
+                    if not self._depth:
+                        return at
+        return None
+
+
+class MessageBatchBody:
+    """The body of a message batch, of which `write` gets one line after the other.
+
+    `most_lines` and `line_bytes` bound it. `write` may raise what it likes.
+    """
+
+    def __init__(self, write: Callable[[bytes], None], *, most_lines: int, line_bytes: int) -> None:
+        self.fields: dict[str, Any] = {}
+        """The fields besides the requests."""
+        self.count = 0
+        """Requests that have come so far."""
+        self._write = write
+        self._most_lines = most_lines
+        self._line_bytes = line_bytes
+        self._at = _At.START
+        self._key = ""
+        self._keys: set[str] = set()
+        self._value = bytearray()
+        """What has come of a value that has not ended."""
+        self._end: _ValueEnd | None = None
+        """Of that value; None: no value has begun."""
+        self._digest = hashlib.sha256()
+        self._ids: set[bytes] = set()
+        """Digests of the ids: much smaller than the ids may be."""
+
+    def digest(self) -> str:
+        """SHA-256 of the bytes that have come, in hex digits."""
+        return self._digest.hexdigest()
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes. Raises: GatewayError 400, and what `write` raises."""
+        self._digest.update(data)
+        at, size = 0, len(data)
+        lines: list[bytes] = []
+        while at < size:
+            if self._end is not None:
+                at = self._go_on(data, at, lines)
+                continue
+            at = _skip_space(data, at)
+            if at < size:
+                at = self._step(data, at)
+        if lines:
+            self._write(b"".join(lines))
+
+    def end(self) -> None:
+        """The body is complete. Raises: GatewayError 400, if it is not, or lacks requests."""
+        if self._at is not _At.END:
+            raise _invalid_json("it ends too early")
+        if "requests" not in self._keys:
+            raise errors.invalid_request("requests: Field required", "requests")
+        if not self.count:
+            raise errors.invalid_request(
+                "requests: List should have at least 1 item after validation, not 0", "requests"
+            )
+
+    def _step(self, data: bytes, at: int) -> int:
+        """Take one byte that is no space, or begin a value with it; returns where it goes on."""
+        after = _PUNCTUATION.get(self._at, {}).get(data[at])
+        if after is not None:
+            self._at = after
+            return at + 1
+        if self._at is _At.VALUE and self._key == "requests":
+            if data[at] != _LIST:
+                raise errors.invalid_request("requests: Input should be a valid list", "requests")
+            self._at = _At.FIRST_REQUEST
+            return at + 1
+        if self._at not in _BEFORE_VALUES:
+            raise _invalid_json(_EXPECTED[self._at])
+        if self._at in _BEFORE_KEYS and data[at] != _QUOTE:
+            raise _invalid_json("a key is expected")
+        if self._at in _BEFORE_REQUESTS and self.count == self._most_lines:
+            raise errors.invalid_request(
+                f"requests: List should have at most {self._most_lines} items ('batches.lines')",
+                "requests",
+            )
+        self._end = _ValueEnd(data[at])
+        return at
+
+    def _go_on(self, data: bytes, at: int, lines: list[bytes]) -> int:
+        """Take a value, or what has come of it; returns where it goes on."""
+        assert self._end is not None
+        end = self._end.find(data, at)
+        self._value += data[at : len(data) if end is None else end]
+        in_request = self._at in _BEFORE_REQUESTS
+        most = self._line_bytes if in_request else LONGEST_FIELD
+        if len(self._value) > most:
+            name = f"requests.{self.count}" if in_request else self._shown_key()
+            why = " ('batches.line_bytes')" if in_request else ""
+            raise errors.invalid_request(f"{name}: It is longer than {most} bytes{why}", "requests")
+        if end is None:
+            return len(data)
+        value = bytes(self._value)
+        self._value.clear()
+        self._end = None
+        if in_request:
+            lines.append(self._line_of(value))
+            self.count += 1
+            self._at = _At.AFTER_REQUEST
+        elif self._at is _At.VALUE:
+            self.fields[self._key] = self._parsed(value)
+            self._at = _At.AFTER_VALUE
+        else:
+            self._take_key(value)
+            self._at = _At.COLON
+        return end
+
+    def _take_key(self, value: bytes) -> None:
+        key = self._parsed(value)
+        assert isinstance(key, str)
+        self._key = key
+        if key in self._keys:
+            raise _invalid_json(f"it has '{self._shown_key()}' twice")
+        if key != "requests" and key not in OTHER_FIELDS:
+            shown = self._shown_key()
+            raise errors.invalid_request(f"{shown}: Extra inputs are not permitted", shown)
+        self._keys.add(key)
+
+    def _shown_key(self) -> str:
+        return errors.truncate_echo(self._key)
+
+    def _parsed(self, value: bytes) -> Any:
+        try:
+            return parse_json(value)
+        except InvalidJson:
+            raise _invalid_json("a field can't be read") from None
+
+    def _line_of(self, value: bytes) -> bytes:
+        """The line of a request. Raises: GatewayError 400."""
+        where = f"requests.{self.count}"
+        if not value.startswith(b"{"):
+            raise errors.invalid_request(f"{where}: Input should be a valid dictionary", "requests")
+        try:
+            value.decode()
+            fields = FIELDS_DECODER.decode(value)
+            params = fields.get("params")
+            body = None if params is None else msgspec.json.format(bytes(params), indent=-1)
+        except JSON_ERRORS:
+            raise _invalid_json(f"{where} can't be read") from None
+        for name in fields:
+            if name not in {"custom_id", "params"}:
+                shown = errors.truncate_echo(name)
+                raise errors.invalid_request(
+                    f"{where}.{shown}: Extra inputs are not permitted", "requests"
+                )
+        custom_id = self._custom_id(where, fields.get("custom_id"))
+        if body is None:
+            raise errors.invalid_request(f"{where}.params: Field required", "requests")
+        if not body.startswith(b"{"):
+            raise errors.invalid_request(
+                f"{where}.params: Input should be a valid dictionary", "requests"
+            )
+        # In the form of OpenAI's lines, so that there is one reader of lines.
+        return b'{"custom_id":"%b","method":"POST","url":"/v1/messages","body":%b}\n' % (
+            custom_id,
+            body,
+        )
+
+    def _custom_id(self, where: str, raw: msgspec.Raw | None) -> bytes:
+        if raw is None:
+            raise errors.invalid_request(f"{where}.custom_id: Field required", "requests")
+        try:
+            custom_id = parse_json(bytes(raw))
+        except InvalidJson:
+            raise _invalid_json(f"{where} can't be read") from None
+        if not isinstance(custom_id, str):
+            raise errors.invalid_request(
+                f"{where}.custom_id: Input should be a valid string", "requests"
+            )
+        if len(custom_id) > 64:
+            raise errors.invalid_request(
+                f"{where}.custom_id: String should have at most 64 characters", "requests"
+            )
+        if _CUSTOM_ID.fullmatch(custom_id) is None:
+            raise errors.invalid_request(
+                f"{where}.custom_id: String should match pattern '{_PATTERN}'", "requests"
+            )
+        digest = hashlib.blake2b(custom_id.encode(), digest_size=16).digest()
+        if digest in self._ids:
+            raise errors.invalid_request(
+                "requests: custom_id's must be unique within a batch. Duplicate custom_id found: "
+                f"{custom_id}",
+                "requests",
+            )
+        self._ids.add(digest)
+        return custom_id.encode()
+
+
+def _skip_space(data: bytes, at: int) -> int:
+    found = _SKIP.match(data, at)
+    assert found is not None
+    return found.end()
+
+
+def _invalid_json(problem: str) -> GatewayError:
+    return GatewayError(400, "invalid_json", f"The request body is not valid JSON: {problem}.")

@@ -13,50 +13,33 @@ from typing import Literal
 import msgspec
 
 from gateway import __version__, errors
-from gateway.config.admin import AdminSettings
-from gateway.config.listeners import ListenSettings
+from gateway.config.listeners import AdminSettings, ListenSettings
 from gateway.config.settings import Settings
 from gateway.observe.exposition import CONTENT_TYPE
 from gateway.proxy.inbound.routes import Route, api_of_path, pages_of, routes_of
 from gateway.web.admin.app import ADMIN_ROUTES, AdminRoute
-from gateway.web.openapi_background import BACKGROUND_SUMMARIES
-from gateway.web.openapi_batches import (
-    BATCH_BODIES,
-    BATCH_HEADERS,
-    BATCH_SCHEMAS,
-    BATCH_SUMMARIES,
-)
 from gateway.web.openapi_bodies import (
-    BODIES,
-    FILE,
-    FORMS,
-    MODEL,
-    OTHER_CONTENT,
-    QUERY,
-    RESPONSES,
-    STATUSES,
-)
-from gateway.web.openapi_errors import ADMIN_ERRORS, ERRORS, ErrorRow, error_schemas
-from gateway.web.openapi_parts import (
-    ARRIVALS_FIELDS,
-    AUDIT_FIELDS,
-    CALLER_USAGE_FIELDS,
+    ADMIN_ERRORS,
     ERROR_HEADERS,
-    KEY_FIELDS,
-    MODEL_FIELDS,
-    NODE_FIELDS,
-    REQUEST_FIELDS,
+    ERRORS,
     REQUEST_HEADERS,
     RESPONSE_HEADERS,
-    STATUS_FIELDS,
     STATUS_HEADERS,
-    USAGE_FIELDS,
+    WHY_SCHEMAS,
+    ErrorRow,
     JsonSchema,
-    fields_schema,
+    error_schemas,
     routed_body,
     settings_schemas,
 )
-from gateway.web.openapi_why import WHY_SCHEMAS
+from gateway.web.openapi_paths import (
+    ADMIN_METHODS,
+    ADMIN_PATHS,
+    SCHEMAS,
+    SITE_PATHS,
+    Described,
+    Parameters,
+)
 from gateway.web.site import SITE_ROUTES
 
 ListenerName = Literal["public", "admin"]
@@ -95,7 +78,7 @@ _ROUTED_STATUSES = _SITE_STATUSES | {409, 415, 422, 501, 502, 504}
 
 _ADMIN_STATUSES = _HTTP_STATUSES | {401, 403}
 
-_SUMMARIES = {
+_API_SUMMARIES = {
     "/v1/chat/completions": "OpenAI chat",
     "/v1/chat/completions/input_tokens": "tokens of a chat, not run",
     "/v1/completions": "OpenAI completions",
@@ -125,31 +108,8 @@ _SUMMARIES = {
     "/api/ps": "Ollama's list of models that are up",
     "/api/version": "the version of Ollama whose API this is",
     "/": "Ollama is running",
-    "/v1/models": (
-        "the models that this key may use, aliases too, their nodes up or down; with an "
-        "`anthropic-version` header in Anthropic's form; 503 until the first probes are done"
-    ),
-    "/v1/models/{id}": "one of them",
-    "/props": (
-        "context size and slots, for clients that ask a llama.cpp server; no path, no template"
-    ),
-    "/v1/usage": (
-        "the caller's own figures of today and this month, its limits, and what is left of them"
-    ),
-    "/v1/files": "the key's files, the newest first",
-    "POST /v1/files": (
-        "upload a file: a form with `purpose` (`batch` or `user_data`), the `file`, and, if it "
-        "shall go before `batches.keep` is over, `expires_after`"
-    ),
-    "/v1/files/{id}": "one file",
-    "/v1/files/{id}/content": "its bytes",
-    "DELETE /v1/files/{id}": "delete it; while an unfinished batch reads it, 409",
-    **BATCH_SUMMARIES,
-    **BACKGROUND_SUMMARIES,
-    "/health": "200 while the process lives",
-    "/ready": "200 while some node can take or queue work, else 503",
 }
-"""What each path of the public listener is."""
+"""What each path of an API is; `SITE_PATHS` has the others."""
 
 _ANY: JsonSchema = {"description": "The node's response."}
 
@@ -160,22 +120,23 @@ def operations(settings: Settings) -> Iterator[Operation]:
         yield _routed(path, route)
     for one in SITE_ROUTES:
         path = _shown(one.path)
-        known = path if path in _SUMMARIES else f"/v1{path}"
-        known = known if known in _SUMMARIES else path.removeprefix("/v1")
-        if one.method != "GET":
-            known = f"{one.method} {path}"
+        # Some have other spellings.
+        spellings = (path, f"/v1{path}", path.removeprefix("/v1"))
+        keys = (f"{one.method} {spelling}" for spelling in spellings)
+        key = next(key for key in keys if key in SITE_PATHS)
+        described = SITE_PATHS[key]
         statuses = _SITE_STATUSES if one.needs_key else _HTTP_STATUSES
         yield Operation(
             "public",
             one.method,
             path,
-            _SUMMARIES[known],
+            described.summary,
             needs_key=one.needs_key,
-            parameters=_parameters(path, known),
-            body=_own_body(known),
-            content=OTHER_CONTENT.get(known) or {"application/json": {"schema": RESPONSES[known]}},
-            statuses=statuses | STATUSES.get(known, frozenset()),
-            route=known,
+            parameters=_parameters(path, described),
+            body=_body(described),
+            content=described.content or _json(described.answer),
+            statuses=statuses | described.statuses,
+            route=key,
         )
     for page in pages_of(settings):
         text = page.path == "/"
@@ -183,7 +144,7 @@ def operations(settings: Settings) -> Iterator[Operation]:
             "public",
             page.method,
             page.path,
-            _SUMMARIES[page.path],
+            _API_SUMMARIES[page.path],
             needs_key=page.needs_models,
             body={"application/json": {"schema": {"type": "object"}}}
             if page.method == "POST"
@@ -197,13 +158,15 @@ def operations(settings: Settings) -> Iterator[Operation]:
         yield _admin(admin)
 
 
-def _own_body(known: str) -> JsonSchema | None:
-    """The body of one of the public listener's own paths; None: it has none."""
-    if known in FORMS:
-        return {"multipart/form-data": {"schema": FORMS[known]}}
-    if known in BATCH_BODIES:
-        return {"application/json": {"schema": BATCH_BODIES[known]}}
-    return None
+def _json(schema: JsonSchema | None) -> JsonSchema:
+    return {"application/json": {"schema": {"type": "object"} if schema is None else schema}}
+
+
+def _body(described: Described) -> JsonSchema | None:
+    """That of the request; None: it has none."""
+    if described.form is not None:
+        return {"multipart/form-data": {"schema": described.form}}
+    return None if described.body is None else _json(described.body)
 
 
 def _routed(path: str, route: Route) -> Operation:
@@ -231,11 +194,8 @@ def _routed(path: str, route: Route) -> Operation:
         "public",
         "POST",
         path,
-        _SUMMARIES[shown],
-        parameters=[
-            _parameter("header", name, schema, meaning)
-            for name, (schema, meaning) in REQUEST_HEADERS.items()
-        ],
+        _API_SUMMARIES[shown],
+        parameters=_named_parameters("header", REQUEST_HEADERS),
         body=body,
         content=content,
         headers=RESPONSE_HEADERS,
@@ -246,17 +206,14 @@ def _routed(path: str, route: Route) -> Operation:
 
 def _admin(route: AdminRoute) -> Operation:
     path = _shown(route.path)
+    described = ADMIN_PATHS.get(path, Described())
+    described = described._replace(**ADMIN_METHODS.get(f"{route.method} {path}", {}))
     if path in ("/metrics", "/metrics/nodes"):
         content: JsonSchema = {CONTENT_TYPE.partition(";")[0]: {"schema": {"type": "string"}}}
-    elif path in OTHER_CONTENT:
-        content = OTHER_CONTENT[path]
     else:
-        schema = RESPONSES.get(f"{route.method} {path}") or RESPONSES.get(path, {"type": "object"})
-        content = {"application/json": {"schema": schema}}
-        if any(schema.get("enum") == ["json", "csv"] for schema, _ in QUERY.get(path, {}).values()):
-            content["text/csv"] = {"schema": {"type": "string"}}
-    statuses = _ADMIN_STATUSES | STATUSES.get(path, frozenset())
-    body = BODIES.get((route.method, path))
+        content = described.content or _json(described.answer)
+        if "format" in described.query:
+            content = {**content, "text/csv": {"schema": {"type": "string"}}}
     return Operation(
         "admin",
         route.method,
@@ -264,10 +221,10 @@ def _admin(route: AdminRoute) -> Operation:
         route.summary,
         needs_key=route.role is not None,
         role=None if route.role is None else route.role.label,
-        parameters=_parameters(path, path),
-        body=None if body is None else {"application/json": {"schema": body}},
+        parameters=_parameters(path, described),
+        body=_body(described),
         content=content,
-        statuses=frozenset(statuses),
+        statuses=_ADMIN_STATUSES | described.statuses,
     )
 
 
@@ -276,17 +233,22 @@ def _shown(path: str) -> str:
     return path.replace(":path}", "}")
 
 
-def _parameters(path: str, known: str) -> list[JsonSchema]:
+def _parameters(path: str, described: Described) -> list[JsonSchema]:
     names = re.findall(r"\{(\w+)\}", path)
-    found = [
-        {**_parameter("path", name, {"type": "string", "minLength": 1}), "required": True}
-        for name in names
+    return [
+        *(
+            {**_parameter("path", name, {"type": "string", "minLength": 1}), "required": True}
+            for name in names
+        ),
+        *_named_parameters("query", described.query),
+        *_named_parameters("header", described.headers),
     ]
-    for name, (schema, meaning) in QUERY.get(known, {}).items():
-        found.append(_parameter("query", name, schema, meaning))
-    for name, (schema, meaning) in BATCH_HEADERS.get(known, {}).items():
-        found.append(_parameter("header", name, schema, meaning))
-    return found
+
+
+def _named_parameters(place: str, parameters: Parameters) -> list[JsonSchema]:
+    return [
+        _parameter(place, name, schema, meaning) for name, (schema, meaning) in parameters.items()
+    ]
 
 
 def _parameter(
@@ -342,19 +304,8 @@ def openapi_document(
             "schemas": {
                 **error_schemas(),
                 "RoutedBody": routed_body(),
-                "Model": MODEL,
-                "File": FILE,
-                **BATCH_SCHEMAS,
+                **SCHEMAS,
                 **WHY_SCHEMAS,
-                "Node": fields_schema(NODE_FIELDS),
-                "ServedModel": fields_schema(MODEL_FIELDS),
-                "Status": fields_schema(STATUS_FIELDS),
-                "Request": fields_schema(REQUEST_FIELDS),
-                "AuditEntry": fields_schema(AUDIT_FIELDS),
-                "ApiKey": fields_schema(KEY_FIELDS, {"key", "warnings"}),
-                "CallerUsage": fields_schema(CALLER_USAGE_FIELDS),
-                "Usage": fields_schema(USAGE_FIELDS),
-                "Arrivals": fields_schema(ARRIVALS_FIELDS),
                 **settings_schemas(),
             },
         },

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -16,14 +19,19 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import errors
-from gateway.access.callers import MOST_IDENTITY_BYTES, cache_policy_of, identify_caller
+from gateway.access.callers import MOST_IDENTITY_BYTES, cache_policy_of
 from gateway.batches.background_requests import BackgroundRequests
 from gateway.batches.batch_registry import BatchRegistry
 from gateway.batches.files import FileRegistry
-from gateway.batches.webhook_targets import WebhookTargets
-from gateway.catalog import FleetCatalog
+from gateway.batches.webhook_receivers import WebhookTargets
+from gateway.catalog import FleetCatalog, ServedModels, ServerFigures
+from gateway.config.cache_privacy import NodeLabels
 from gateway.config.listeners import CorsSpec
+from gateway.config.routing import CATCH_ALL
+from gateway.http.request_head import Callers, may_name_nodes
+from gateway.http.response_head import EXPOSED_HEADERS
 from gateway.proxy.api.base import ModelSummary, Page
+from gateway.proxy.inbound.request import ModelAliases
 from gateway.proxy.inbound.routes import ROUTES, pages_of, routes_of
 from gateway.request import Caller
 from gateway.usage.caller_usage import CallerUsage
@@ -33,17 +41,14 @@ from gateway.web.asgi import (
     JsonResponse,
     asgi_app,
     by_method,
+    listed,
     read_fields,
 )
+from gateway.web.background import DeferredEndpoints, StoredResponseEndpoints
 from gateway.web.batches import BatchAccess, BatchEndpoints
-from gateway.web.deferred import DeferredEndpoints
 from gateway.web.files import FileEndpoints
 from gateway.web.handler import ProxyHandler
 from gateway.web.message_batches import MessageBatchEndpoints
-from gateway.web.models import VisibleModels, add_anthropic_fields, list_response, props_response
-from gateway.web.request_context import HandlerConfig, may_name_nodes
-from gateway.web.response_heads import EXPOSED_HEADERS
-from gateway.web.stored_responses import StoredResponseEndpoints
 
 
 class KeptForCallers(NamedTuple):
@@ -69,27 +74,18 @@ def public_app(
     """
     health = HealthEndpoints(fleet, handler.queue, lambda: handler.closing)
 
-    def identify(request: Request) -> Caller:
-        return request_caller(request, handler.config)
-
-    file_endpoints = FileEndpoints(
-        kept.files,
-        lambda: handler.config,
-        identify,
-        lambda: handler.config.settings.batches.file_bytes,
-    )
+    callers = Callers(lambda: handler.config)
     access = BatchAccess(
         kept.batches,
-        lambda: handler.config,
-        identify,
+        callers,
         lambda caller, user: handler.meter.book.accounts(caller, user).caller,
         WebhookTargets(lambda: handler.config.settings.webhooks),
     )
     site = Site(
-        handler, fleet, created, health, usage, file_endpoints,
+        handler, fleet, created, callers, health, usage, FileEndpoints(kept.files, callers),
         BatchEndpoints(access), MessageBatchEndpoints(access),
-        StoredResponseEndpoints(kept.requests, lambda: handler.config, identify),
-        DeferredEndpoints(kept.requests, handler.queue, lambda: handler.config, identify),
+        StoredResponseEndpoints(kept.requests, callers),
+        DeferredEndpoints(kept.requests, handler.queue, callers),
     )  # fmt: skip
     own = _own_routes(site)
     settings = handler.config.settings
@@ -127,6 +123,7 @@ class Site:
     fleet: FleetCatalog
     created: int
     """The `created` of every model: seconds since 1970."""
+    callers: Callers
     health: HealthEndpoints
     caller_usage: CallerUsage
     files: FileEndpoints
@@ -138,7 +135,9 @@ class Site:
     async def models(self, request: Request) -> Response:
         models = self._visible_models(request)
         objects = [models.model_object(name, self.created) for name in models.visible_names()]
-        return JsonResponse(list_response(objects, anthropic=_is_anthropic(request)))
+        if not _is_anthropic(request):
+            return JsonResponse({"object": "list", "data": objects})
+        return JsonResponse({"object": "list", **listed([*map(with_anthropic_fields, objects)])})
 
     async def model(self, request: Request) -> Response:
         models = self._visible_models(request)
@@ -146,7 +145,7 @@ class Site:
             raise errors.not_found("/v1/models/", suggest_path("/v1/models/"))
         name = self.check_name(request, models, request.path_params["id"])
         model = models.model_object(name, self.created)
-        return JsonResponse(add_anthropic_fields(model) if _is_anthropic(request) else model)
+        return JsonResponse(with_anthropic_fields(model) if _is_anthropic(request) else model)
 
     async def props(self, request: Request) -> Response:
         models = self._visible_models(request)
@@ -173,7 +172,7 @@ class Site:
     async def usage(self, request: Request) -> Response:
         """The caller's own figures and limits, or those of an end user that it may name."""
         config = self.handler.config
-        caller = request_caller(request, config)
+        caller = self.callers.identify(request)
         user = config.identity_headers.end_user(request.scope["headers"], caller)
         named = request.query_params.get("user")
         if named is not None:
@@ -189,7 +188,7 @@ class Site:
     def _visible_models(self, request: Request) -> VisibleModels:
         """The models that the caller may see. Raises: GatewayError (401, 403, 503)."""
         config = self.handler.config
-        caller = request_caller(request, config)
+        caller = self.callers.identify(request)
         if not self.fleet.is_probed:
             raise errors.starting("The nodes are being asked what they serve.")
         labels = cache_policy_of(caller, config.settings).node_labels
@@ -219,25 +218,6 @@ class Site:
         """The default model, if `models` has it."""
         name = self.handler.config.settings.default_model
         return name if name is not None and name in models else None
-
-
-def request_caller(request: Request, config: HandlerConfig) -> Caller:
-    """Who sends this request. Raises: GatewayError (401, 403)."""
-    client = request.client
-    caller = identify_caller(
-        request.scope["headers"],
-        client.host if client else None,
-        config.key_ring,
-        allow_anonymous=config.settings.allow_anonymous,
-        loopback_listener=config.loopback,
-        trusted_proxies=config.settings.listen.trusted_proxies,
-    )
-    if config.origin_policy is not None and caller.anonymous:
-        server = request.scope.get("server")
-        local_address = server[0] if server else None
-        changes = request.method not in {"GET", "HEAD"}
-        config.origin_policy.check(request.scope["headers"], local_address, is_post=changes)
-    return caller
 
 
 @dataclass(frozen=True, slots=True)
@@ -485,3 +465,129 @@ def _advise(served: str) -> str:
     if served.startswith("/v1/"):
         return f"Use {served}: set base_url to http://HOST:PORT/v1."
     return f"Use {served} at http://HOST:PORT."
+
+
+MODEL_OWNER = "llama-gateway"
+
+
+@dataclass(frozen=True, slots=True)
+class VisibleModels:
+    """The models of the nodes that one caller may see, under one version of the settings.
+
+    A model is visible if some node serves it, down or not. So is a name of the settings that
+    stands for such a model. A request for any other name is 404.
+    """
+
+    catalog: ServedModels
+    model_names: ModelAliases
+    caller: Caller
+    labels: NodeLabels = ()
+    """Labels of the nodes that the caller may use; empty: all nodes."""
+
+    def visible_names(self) -> list[str]:
+        """All visible names: the nodes' models in the inventory's order, then the settings' names.
+
+        With a catch-all, then the names of the caller's key.
+        """
+        key_names = sorted(self.caller.models or ()) if self.model_names.has_catch_all else ()
+        names = dict.fromkeys(
+            (*self.catalog.model_names(self.labels), *self.model_names.rules, *key_names)
+        )
+        return [name for name in names if name != CATCH_ALL and name in self]
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a request for this name would find nodes, if only by the catch-all."""
+        rule = self._rule_name(name)
+        allowed = self.caller.may_use(name) or (rule != name and self.caller.may_use(rule))
+        return allowed and any(
+            self.catalog.serves(target.name, self.labels)
+            for target in self.model_names.resolve(rule, self.catalog)
+        )
+
+    def _rule_name(self, name: str) -> str:
+        """The name itself, or the catch-all if neither the settings nor the nodes know it."""
+        return CATCH_ALL if self.model_names.is_catch_all(name, self.catalog) else name
+
+    def servers_of(self, names: Iterable[str]) -> list[ServerFigures]:
+        """The servers of any of these names, down or not, each once."""
+        targets = (
+            target.name
+            for name in names
+            for target in self.model_names.resolve(self._rule_name(name), self.catalog)
+        )
+        return self.catalog.servers_of(targets, self.labels)
+
+    def model_object(self, name: str, created: int) -> ModelObject:
+        """A model in OpenAI's form. `created` is in seconds since 1970."""
+        servers = self.servers_of([name])
+        sizes = {
+            "n_ctx": _largest(server.context for server in servers),
+            "n_ctx_train": _largest(server.trained_context for server in servers),
+        }
+        meta = {key: size for key, size in sizes.items() if size is not None}
+        return ModelObject(id=name, created=created, meta=meta or UNSET)
+
+    def summary(self, name: str, created: int) -> ModelSummary:
+        """A model for APIs that describe models. `created` is in seconds since 1970."""
+        servers = self.servers_of([name])
+        return ModelSummary(
+            name,
+            created,
+            frozenset().union(*(server.endpoints for server in servers)),
+            is_up=any(server.is_up for server in servers),
+            on_gpu=any(server.on_gpu for server in servers),
+            context=_largest(server.context for server in servers),
+            parameters=next((one.parameters for one in servers if one.parameters), None),
+            size=next((one.size for one in servers if one.size), None),
+            quantization=next((one.quantization for one in servers if one.quantization), None),
+            file=next((one.file for one in servers if one.file), None),
+        )
+
+
+class ModelObject(msgspec.Struct, kw_only=True):
+    """A model in OpenAI's form."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = MODEL_OWNER
+    meta: dict[str, Any] | UnsetType = UNSET
+
+
+class AnthropicModelObject(ModelObject, kw_only=True):
+    """A model in OpenAI's form, with the fields that Anthropic's clients read."""
+
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str
+
+
+def with_anthropic_fields(model: ModelObject) -> AnthropicModelObject:
+    """The model, with the fields that Anthropic's clients read."""
+    created = datetime.fromtimestamp(model.created, UTC).isoformat().replace("+00:00", "Z")
+    return AnthropicModelObject(
+        id=model.id,
+        created=model.created,
+        meta=model.meta,
+        display_name=model.id,
+        created_at=created,
+    )
+
+
+def props_response(servers: Sequence[ServerFigures]) -> dict[str, Any]:
+    """The body of `/props` for these servers: sizes, but no paths and no templates."""
+    context = _largest(server.context for server in servers)
+    return {
+        "default_generation_settings": {} if context is None else {"n_ctx": context},
+        "total_slots": sum(server.slots for server in servers),
+        "modalities": {
+            "vision": any(server.has_vision for server in servers),
+            "audio": any(server.has_audio for server in servers),
+            "video": any(server.has_video for server in servers),
+        },
+    }
+
+
+def _largest(sizes: Iterable[int | None]) -> int | None:
+    """The largest of those that are known."""
+    return max((size for size in sizes if size is not None), default=None)

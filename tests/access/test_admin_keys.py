@@ -10,7 +10,7 @@ from gateway.access.admin_keys import (
     AdminRole,
 )
 from gateway.access.keys import new_key
-from gateway.config.admin import AdminKeySpec
+from gateway.config.listeners import AdminKeySpec
 
 WATCHER, KEEPER, OWNER = new_key("watcher"), new_key("keeper"), new_key("owner")
 SPECS = [

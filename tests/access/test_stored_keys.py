@@ -14,14 +14,13 @@ import pytest
 from sqlalchemy import Connection, update
 
 from gateway.access import stored_keys
+from gateway.access.key_desk import checked_specs, expiry
 from gateway.access.keys import KeyRing, new_key
 from gateway.access.stored_keys import (
     KeysRefused,
     StoredKey,
     add_keys,
     change_key,
-    checked_specs,
-    expiry,
     find_key,
     keys_revision,
     read_keys,

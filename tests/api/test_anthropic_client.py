@@ -117,14 +117,6 @@ async def test_models_are_listed_in_anthropics_form(anthropic: AsyncAnthropic) -
     assert (await anthropic.models.retrieve("demo")).display_name == "demo"
 
 
-async def test_an_alias_means_the_same_model(
-    anthropic: AsyncAnthropic, chat_node: httpx.AsyncClient
-) -> None:
-    message = await anthropic.messages.create(**ASK | {"model": "helper"})
-    assert message.content[0].type == "text"
-    assert message.content[0].text == await direct_text(chat_node)
-
-
 async def test_the_request_has_an_id_that_the_client_finds(anthropic: AsyncAnthropic) -> None:
     message = await anthropic.messages.create(**ASK, extra_headers={"X-Request-ID": "mine-2"})
     assert message._request_id == "mine-2"

@@ -16,7 +16,7 @@ import pytest
 
 from gateway.events import StreamResumed
 from gateway.fleet.node import NodeState
-from gateway.tools.local.server_command import ServerSpec
+from gateway.tools.local.server import ServerSpec
 from gateway.tools.local.supervisor import LocalFleet
 from tests.api.site import HELLO, Site, busy, running_site
 from tests.gateways import until

@@ -13,6 +13,10 @@ from tests.api.site import FIXED, HELLO, UNCACHED, Site
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="session")]
 
 CHAT: dict[str, Any] = {"messages": HELLO, "max_tokens": 12, **FIXED, **UNCACHED}
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": PARAMETERS}}
+LOOK = {"tools": [{"name": "look", "input_schema": PARAMETERS}], "tool_choice": {"type": "any"}}
+INTEGER = {"type": "json_object", "schema": {"type": "integer"}}
 
 SAME: list[tuple[str, dict[str, Any]]] = [
     ("/tokenize", {"content": "hello there, \u00fcber", "with_pieces": True}),
@@ -24,9 +28,22 @@ SAME: list[tuple[str, dict[str, Any]]] = [
     ("/completion", {"prompt": "hello there", "n_predict": 12, **FIXED, **UNCACHED}),
     ("/completion", {"prompt": "hello there", "n_predict": 4, "n_probs": 2, **FIXED, **UNCACHED}),
     ("/completion", {"prompt": ["one", "two"], "n_predict": 4, **FIXED, **UNCACHED}),
+    # Plain responses are assembled from the server's stream.
     ("/v1/chat/completions", CHAT),
+    ("/v1/chat/completions", CHAT | {"max_tokens": 1}),
+    ("/v1/chat/completions", CHAT | {"max_tokens": 60, "stop": ["e"]}),
+    ("/v1/chat/completions", CHAT | {"max_tokens": 4, "logprobs": True, "top_logprobs": 2}),
+    ("/v1/chat/completions", CHAT | {"max_tokens": 4, "n": 2}),
+    ("/v1/chat/completions", CHAT | {"max_tokens": 40, "response_format": INTEGER}),
+    ("/v1/chat/completions", CHAT | {"max_tokens": 40, "tools": [TOOL], "tool_choice": "required"}),
     ("/v1/completions", {"prompt": "hello there", "max_tokens": 12, **FIXED, **UNCACHED}),
+    ("/v1/completions", {"prompt": "hello", "max_tokens": 3, "logprobs": 2, **FIXED, **UNCACHED}),
+    (
+        "/completion",
+        {"prompt": "hello", "n_predict": 3, "return_tokens": True, **FIXED, **UNCACHED},
+    ),
     ("/v1/messages", {"messages": HELLO, "max_tokens": 12, "temperature": 0, **UNCACHED}),
+    ("/v1/messages", {"messages": HELLO, "max_tokens": 60, "temperature": 0, **UNCACHED, **LOOK}),
     # The server's own errors pass unchanged.
     ("/tokenize", {"content": 5}),
     ("/detokenize", {"tokens": "x"}),

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.proxy.inbound.large_body import bytes_to_parse
+from gateway.proxy.inbound.body import bytes_to_parse
 from gateway.proxy.tokens import BOUND_NAMES
-from tests.proxy.inbound.test_prepare import prepared
+from tests.proxy.inbound.test_request import prepared
 from tests.proxy.proxy_over_nodes import BODIES
 from tests.servers import running_demo_servers
 
@@ -45,7 +45,7 @@ async def test_a_node_writes_what_the_gateway_reckons_with(
         answer = await chat_node.post(path, content=body, timeout=60)
         assert answer.status_code == 200, (bounds, answer.text)
         tokens = written(path, answer.json())
-        most = request.lease_request.max_tokens
+        most = request.lease_request.size.max_tokens
         if path == "/v1/messages":
             # `ignore_eos` is not passed on there, and 4,096 is what it takes without a bound.
             assert tokens <= (4096 if most is None else most), bounds

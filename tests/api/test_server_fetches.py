@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from gateway.errors import GatewayError
-from tests.proxy.inbound.test_prepare import prepared
+from tests.proxy.inbound.test_request import prepared
 from tests.servers import running_demo_servers
 
 pytestmark = [

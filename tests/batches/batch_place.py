@@ -20,13 +20,11 @@ from sqlalchemy import Connection, func, select
 from gateway.batches.batch_registry import BatchRegistry, NewBatch
 from gateway.batches.batch_rows import Batch, EndListener
 from gateway.batches.claims import Claim, Pick
-from gateway.batches.disk_threads import DiskThreads
 from gateway.batches.files import FileRegistry
-from gateway.batches.folder import ID_FILE, Folder
-from gateway.batches.request_rows import StoredRow
+from gateway.batches.folder import ID_FILE, DiskThreads, Folder
+from gateway.batches.request_rows import RequestKind, StoredRow
 from gateway.batches.results import LineResults
 from gateway.batches.runner import Outcome
-from gateway.batches.states import RequestKind
 from gateway.config.batches import BatchSettings
 from gateway.events import RequestFinished
 from gateway.proxy.client_response import JSON_HEADER_LINE

@@ -28,8 +28,8 @@ import httpx
 import msgspec
 import yaml
 
-from gateway.batches.log_file import TERMINAL_TYPES, split_events
-from gateway.tools.local.server_process import claim_port, claimed_port
+from gateway.batches.response_log import TERMINAL_TYPES, split_events
+from gateway.tools.local.server import claim_port, claimed_port
 from tests.batches.kills import a_store
 from tests.emulator import EmulatedNode
 from tests.emulator.language_model import expected_text

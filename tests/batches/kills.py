@@ -32,7 +32,7 @@ import httpx
 import yaml
 
 from gateway.access.keys import new_key
-from gateway.tools.local.server_process import claim_port, claimed_port
+from gateway.tools.local.server import claim_port, claimed_port
 from tests.emulator import EmulatedNode
 from tests.emulator.request_body import expected_chat_text
 from tests.gateways import NO_TLS, until

@@ -10,7 +10,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from gateway.batches.event_log import EventLog
+from gateway.batches.response_log import ResponseLog
 from tests.batches.responses_over_nodes import open_logs
 
 LOGS = 20
@@ -27,7 +27,7 @@ async def main(folder: Path, names: list[str]) -> None:
         else:
             open_ones = [await logs.create() for _ in range(LOGS)]
 
-        async def write(log: EventLog) -> None:
+        async def write(log: ResponseLog) -> None:
             while True:
                 await log.append([delta(log.name, log.next_number + at) for at in range(3)])
                 await asyncio.sleep(0.002)

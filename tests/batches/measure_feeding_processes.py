@@ -25,8 +25,8 @@ from statistics import fmean, quantiles
 import httpx
 import yaml
 
-from gateway.scheduling.batch_reserve import spread_reserve
-from gateway.tools.local.server_process import claim_port, claimed_port
+from gateway.scheduling.placement_state import spread_reserve
+from gateway.tools.local.server import claim_port, claimed_port
 from tests.batches.kills import Caller
 from tests.batches.measure_feeding import SAMPLE_SECONDS, Site, chats_of, lines, told
 from tests.batches.test_feeder import HEADERS, key

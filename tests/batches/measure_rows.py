@@ -13,10 +13,8 @@ from functools import partial
 from typing import Any
 
 from gateway.batches.batch_rows import begin_finalizing
-from gateway.batches.claims import Claim, Pick, release_lost, renew
-from gateway.batches.recorded_results import record
-from gateway.batches.request_rows import waiting_groups, work_left
-from gateway.batches.states import RequestKind
+from gateway.batches.claims import Claim, Pick, record, release_lost, renew
+from gateway.batches.request_rows import RequestKind, waiting_groups, work_left
 from gateway.store.store import Store
 from gateway.usage.processes import ProcessIdentity
 from tests.batches.stored_rows import (

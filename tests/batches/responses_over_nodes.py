@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from gateway.app import Gateway
-from gateway.batches.disk_threads import DiskThreads
-from gateway.batches.event_log import EventLogs
-from gateway.batches.folder import Folder
-from gateway.batches.log_file import TERMINAL_TYPES, event_data, split_events
+from gateway.batches.folder import DiskThreads, Folder
 from gateway.batches.response_events import ResponseEvents, queued_response
+from gateway.batches.response_log import TERMINAL_TYPES, ResponseLogs, event_data, split_events
 from gateway.batches.runner import Outcome, StoredRequest
 from gateway.proxy.json_values import JsonObject
 
@@ -22,12 +20,12 @@ RESPONSES = "/v1/responses"
 
 
 @contextlib.asynccontextmanager
-async def open_logs(path: Path, most: int = 1 << 26, **options: Any) -> AsyncIterator[EventLogs]:
+async def open_logs(path: Path, most: int = 1 << 26, **options: Any) -> AsyncIterator[ResponseLogs]:
     """The logs of a folder, with their loops."""
     folder = Folder(path / "folder", most_bytes=lambda: 1 << 30, spare_bytes=0)
     folder.open()
     threads = DiskThreads()
-    logs = EventLogs(folder, threads, lambda: most, **options)
+    logs = ResponseLogs(folder, threads, lambda: most, **options)
     try:
         loop = asyncio.create_task(logs.run())
         try:
@@ -48,7 +46,7 @@ def now() -> float:
     return 200.0
 
 
-async def begin(logs: EventLogs, **fields: Any) -> ResponseEvents:
+async def begin(logs: ResponseLogs, **fields: Any) -> ResponseEvents:
     response = queued_response("resp_00000000000aff", 100.0, a_body(**fields))
     return await ResponseEvents.create(logs, response, now)
 
@@ -58,7 +56,7 @@ async def run(app: Gateway, events: ResponseEvents, owner: str = "k1", **fields:
     return await app.background.runner.run(row, json.dumps(a_body(**fields)).encode(), events)
 
 
-async def logged(logs: EventLogs, name: str) -> list[JsonObject]:
+async def logged(logs: ResponseLogs, name: str) -> list[JsonObject]:
     """The data of all events of a log."""
     log = await logs.open(name)
     try:

@@ -9,10 +9,15 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from sqlalchemy import Connection
 
 from gateway.batches.batch_rows import AddBatch, Batch, begin_batch
-from gateway.batches.claims import Claim, Pick
-from gateway.batches.recorded_results import RecordedResult
-from gateway.batches.request_rows import StoredRow, add_rows
-from gateway.batches.states import RequestKind, RequestState, line_id, new_id
+from gateway.batches.claims import Claim, Pick, RecordedResult
+from gateway.batches.request_rows import (
+    RequestKind,
+    RequestState,
+    StoredRow,
+    add_rows,
+    line_id,
+    new_id,
+)
 from gateway.store.failures import StoreLocked
 from gateway.store.store import Store
 from gateway.usage.ledger import ROW_COLUMNS

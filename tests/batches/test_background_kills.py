@@ -15,9 +15,9 @@ import pytest
 import yaml
 from sqlalchemy import select
 
-from gateway.batches.log_file import TERMINAL_TYPES, split_events
+from gateway.batches.response_log import TERMINAL_TYPES, split_events
 from gateway.store.schema import stored_requests
-from gateway.tools.local.server_process import claim_port, claimed_port
+from gateway.tools.local.server import claim_port, claimed_port
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.emulator.language_model import expected_text
 from tests.emulator.request_body import render_chat

@@ -8,10 +8,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from gateway.batches.background_requests import ORPHAN_SECONDS, NewRequest
-from gateway.batches.background_rows import keep
+from gateway.batches.background_requests import ORPHAN_SECONDS, NewRequest, keep_background
 from gateway.batches.folder import ID_FILE
-from gateway.batches.states import RequestKind, RequestState
+from gateway.batches.request_rows import RequestKind, RequestState
 from tests.gateways import running_gateway
 
 DEAD = "http://127.0.0.1:9"
@@ -35,7 +34,9 @@ async def test_late_requests_end_and_old_ones_are_removed_with_their_files(tmp_p
         events = b"".join([piece async for piece in requests.follow(found)])
         assert events.count(b"event: response.failed\n") == 1
         for row in (late, old):
-            await requests.store.run(partial(keep, ids=[row.id], keep_until=time.time() - 1))
+            await requests.store.run(
+                partial(keep_background, ids=[row.id], keep_until=time.time() - 1)
+            )
         folder = tmp_path / "state/batches"
         left_over = folder / f"request-{'0' * 32}"
         left_over.write_bytes(b"text")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-from gateway.batches.background_rows import (
+from gateway.batches.background_requests import (
     AddBackground,
     EndBackground,
     WaitingUse,
@@ -15,8 +15,7 @@ from gateway.batches.background_rows import (
     find_background,
     waiting_owners,
 )
-from gateway.batches.request_rows import StoredRow
-from gateway.batches.states import RequestKind, RequestState
+from gateway.batches.request_rows import RequestKind, RequestState, StoredRow
 from gateway.store.database import locate_store
 from gateway.store.store import Store
 

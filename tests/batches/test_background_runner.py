@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.batches.kept_bytes import kept_by
-from gateway.batches.states import RequestKind, RequestState
-from gateway.web.owners import ANONYMOUS_OWNER
+from gateway.batches.files import kept_by
+from gateway.batches.request_rows import RequestKind, RequestState
+from gateway.http.request_head import ANONYMOUS_OWNER
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
 from tests.polling import eventually

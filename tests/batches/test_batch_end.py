@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection
 
-from gateway.batches.batch_end import ResultReader
 from gateway.batches.batch_rows import Batch
+from gateway.batches.batch_upkeep import ResultReader
 from gateway.batches.folder import FolderError
-from gateway.batches.states import BatchState
+from gateway.batches.request_rows import BatchState
 from gateway.store.failures import StoreLocked
 from gateway.store.schema import files
 from tests.batches.batch_place import (
@@ -167,7 +167,7 @@ async def test_a_torn_file_gives_no_torn_line(tmp_path: Path) -> None:
 
 
 async def test_pieces_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.batches.batch_end.PIECE_BYTES", 500)
+    monkeypatch.setattr("gateway.batches.batch_upkeep.PIECE_BYTES", 500)
     async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
         batch = await ran(here, 60)
         found = await here.batches.open_output("alice", batch.id, "openai")

@@ -6,12 +6,19 @@ from typing import Any
 
 import pytest
 
-from gateway.batches import batch_rows, file_rows
+from gateway.batches import batch_rows, files
 from gateway.batches.batch_rows import AddBatch, Batch, DueBatch, ReadBatches
-from gateway.batches.file_rows import StoredFile
-from gateway.batches.recorded_results import record
-from gateway.batches.request_rows import StoredRow, add_rows, find_row, work_left
-from gateway.batches.states import BatchState, RequestKind, RequestState
+from gateway.batches.claims import record
+from gateway.batches.files import StoredFile
+from gateway.batches.request_rows import (
+    BatchState,
+    RequestKind,
+    RequestState,
+    StoredRow,
+    add_rows,
+    find_row,
+    work_left,
+)
 from gateway.store.store import Store
 from tests.batches.stored_rows import (
     DAY,
@@ -109,7 +116,7 @@ def test_the_input_file_must_be_the_owners_of_the_right_purpose_and_here(store: 
         a_file("file-4", folder="elsewhere"),
         a_file("file-5", expires_at=NOW),
     ):
-        do(store, file_rows.add, file)
+        do(store, files.add_file, file)
 
     def outcome(number: int) -> str:
         batch = a_batch(number, input_file=f"file-{number}")
@@ -118,7 +125,7 @@ def test_the_input_file_must_be_the_owners_of_the_right_purpose_and_here(store: 
     assert [outcome(number) for number in range(1, 7)] == [
         "added", "wrong_purpose", "no_file", "elsewhere", "no_file", "no_file",
     ]  # fmt: skip
-    deleted = store.run_now(file_rows.DeleteFile("alice", "file-1", NOW))
+    deleted = store.run_now(files.DeleteFile("alice", "file-1", NOW))
     assert deleted.used_by_batch == batch_id(1)
 
 
@@ -220,8 +227,8 @@ def test_a_batch_ends_once_and_the_loser_hears_of_it(store: Store) -> None:
     assert end(output) == ended, "a commit that nobody knows of is done again"
     assert end(a_file("file-late")) is None
     assert told == [ended]
-    assert store.run_now(lambda c: file_rows.find(c, "alice", "file-out", NOW)) == output
-    assert store.run_now(lambda c: file_rows.find(c, "alice", "file-late", NOW)) is None
+    assert store.run_now(lambda c: files.find_file(c, "alice", "file-out", NOW)) == output
+    assert store.run_now(lambda c: files.find_file(c, "alice", "file-late", NOW)) is None
 
 
 def test_late_lines_expire_and_so_does_their_batch(store: Store) -> None:
@@ -345,7 +352,7 @@ def test_an_unfinished_batch_is_neither_deleted_nor_removed(store: Store) -> Non
 
 
 def test_batches_are_due_when_their_time_is_over_without_their_owners_file(store: Store) -> None:
-    store.run_now(lambda c: file_rows.add(c, a_file("file-1")))
+    store.run_now(lambda c: files.add_file(c, a_file("file-1")))
     ended_batch(store, 1, keep_until=NOW + 10, input_file="file-1")
     ended_batch(store, 2, keep_until=NOW + 20)
 

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from gateway.batches.batch_upkeep import CLEAN_SECONDS, UNAVAILABLE_SECONDS
 from gateway.batches.folder import FolderFull
-from gateway.batches.states import BatchState
+from gateway.batches.request_rows import BatchState
 from gateway.store.failures import StoreError, StoreUnavailable
 from gateway.store.schema import batches, stored_requests
 from tests.batches.batch_place import DAY, BatchPlace, answer, batch_place, count, line
@@ -208,7 +208,7 @@ async def test_work_that_fails_for_no_known_reason_is_given_up_in_the_end(
 ) -> None:
     monkeypatch.setattr("gateway.batches.batch_upkeep.RETRY_SECONDS", 0.0)
     async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
-        monkeypatch.setattr("gateway.batches.intake.check_line_count", None)
+        monkeypatch.setattr("gateway.batches.batch_upkeep.check_line_count", None)
         batch = await here.create([line("a")])
         await here.settle()
         failed = await here.find(batch)

@@ -12,8 +12,16 @@ import pytest
 
 from gateway.batches.batch_rows import begin_finalizing, cancel_batch, find_batch, pause_batch
 from gateway.batches.claims import Claim, Pick, paused, put_back, release_lost, renew
-from gateway.batches.request_rows import StoredRow, WorkLeft, add_rows, find_row, work_left
-from gateway.batches.states import BatchState, RequestKind, RequestState
+from gateway.batches.request_rows import (
+    BatchState,
+    RequestKind,
+    RequestState,
+    StoredRow,
+    WorkLeft,
+    add_rows,
+    find_row,
+    work_left,
+)
 from gateway.store.store import Store
 from gateway.usage.processes import ProcessIdentity, register
 from tests.batches.stored_rows import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.batches.deferred import DeferredHead, DeferredResult, decode_result
+from gateway.batches.background_requests import DeferredHead, DeferredResult, decode_result
 from gateway.batches.folder import FolderError
 
 

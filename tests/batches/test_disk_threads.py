@@ -5,8 +5,7 @@ import threading
 
 import pytest
 
-from gateway.batches.disk_threads import DiskThreads
-from gateway.batches.folder import FolderError
+from gateway.batches.folder import DiskThreads, FolderError
 
 
 async def test_work_runs_beside_the_event_loop() -> None:

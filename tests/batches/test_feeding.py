@@ -22,8 +22,7 @@ from gateway.batches.feeding import (
     ready_wanted,
     rows_to_offer,
 )
-from gateway.batches.request_rows import StoredRow
-from gateway.batches.states import RequestKind
+from gateway.batches.request_rows import RequestKind, StoredRow
 from gateway.lease import BatchRoom
 
 IDS = count()

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from gateway.batches.batch_rows import pause_batch
+from gateway.batches.feeder import ReadPrefixes, ReadWaiting
 from gateway.batches.feeding import PrefixGroup
-from gateway.batches.feeding_rows import ReadPrefixes, ReadWaiting
 from gateway.store.store import Store
 from tests.batches.stored_rows import FOLDER, NOW, a_batch, a_line, begin, claim, do
 from tests.store.stores import opened

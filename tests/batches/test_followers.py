@@ -10,10 +10,15 @@ from typing import Any
 
 import pytest
 
-from gateway.batches import event_log
-from gateway.batches.event_log import EventLog, EventLogs
-from gateway.batches.followers import Followers
-from gateway.batches.log_file import LogBroken, event_data, split_events
+from gateway.batches import response_log
+from gateway.batches.response_log import (
+    Followers,
+    LogBroken,
+    ResponseLog,
+    ResponseLogs,
+    event_data,
+    split_events,
+)
 from gateway.proxy import sse
 from tests.batches.responses_over_nodes import open_logs
 from tests.gateways import until
@@ -25,7 +30,7 @@ def value(number: int) -> dict[str, Any]:
     return {"type": "response.output_text.delta", "delta": f"{number} " * (number % 5)}
 
 
-async def write(log: EventLog, count: int, rng: random.Random) -> None:
+async def write(log: ResponseLog, count: int, rng: random.Random) -> None:
     """Write so many events and the end, in groups and with pauses."""
     while log.next_number < count:
         group = rng.randint(1, 9)
@@ -48,11 +53,11 @@ def numbers(data: bytes) -> list[int]:
     return [event_data(event)["sequence_number"] for event in split_events(data)]
 
 
-@pytest.mark.parametrize("tail", [500, event_log.TAIL_BYTES])
+@pytest.mark.parametrize("tail", [500, response_log.TAIL_BYTES])
 async def test_each_sees_all_events_once_from_any_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tail: int
 ) -> None:
-    monkeypatch.setattr(event_log, "TAIL_BYTES", tail)
+    monkeypatch.setattr(response_log, "TAIL_BYTES", tail)
     rng = random.Random(tail)
     async with open_logs(tmp_path) as logs:
         followers, log = Followers(logs), await logs.create()
@@ -96,7 +101,7 @@ async def test_a_follower_that_waits_gets_each_event_when_it_is_written(tmp_path
 async def test_silence_is_broken_by_a_comment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_log, "SILENCE_SECONDS", 0.05)
+    monkeypatch.setattr(response_log, "SILENCE_SECONDS", 0.05)
     async with open_logs(tmp_path) as logs:
         followers, log = Followers(logs), await logs.create()
         pieces = followers.follow(log.name, 3)
@@ -148,7 +153,7 @@ async def test_one_that_reads_nothing_holds_nobody_up(tmp_path: Path) -> None:
         data = await reader
         rest = [first, *[piece async for piece in slow]]
         assert b"".join(rest) == data
-        assert max(map(len, rest)) <= event_log.READ_BYTES + event_log.TAIL_BYTES
+        assert max(map(len, rest)) <= response_log.READ_BYTES + response_log.TAIL_BYTES
         await log.release()
 
 
@@ -193,7 +198,7 @@ async def test_many_logs_with_clients_that_reconnect_at_random(tmp_path: Path) -
             await log.release()
         assert (followers.count, len(logs)) == (0, 0)
     assert most <= files + 40
-    assert isinstance(logs, EventLogs)
+    assert isinstance(logs, ResponseLogs)
 
 
 async def test_followers_that_can_return_are_cut_the_others_stay(tmp_path: Path) -> None:

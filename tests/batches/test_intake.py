@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from gateway.batches.batch_rows import Batch
+from gateway.batches.batch_upkeep import input_place
 from gateway.batches.folder import FolderError
-from gateway.batches.intake import input_place
-from gateway.batches.request_rows import StoredRow, result_rows
-from gateway.batches.states import BatchState, RequestState
+from gateway.batches.request_rows import BatchState, RequestState, StoredRow, result_rows
 from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import stored_requests
 from tests.batches.batch_place import BatchPlace, batch_place, count, jsonl, killed, line

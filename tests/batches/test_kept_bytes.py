@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from gateway.batches import kept_bytes
-from gateway.batches.background_rows import AddBackground, delete_background
+from gateway.batches.background_requests import AddBackground, delete_background
 from gateway.batches.batch_registry import NewBatch
 from gateway.batches.batch_rows import Batch
+from gateway.batches.files import Kept, correct_log_sizes, full_owners, kept_by, note_log_sizes
 from gateway.batches.folder import ID_FILE
-from gateway.batches.kept_bytes import Kept
-from gateway.batches.request_rows import StoredRow
-from gateway.batches.states import BatchState, RequestKind
+from gateway.batches.request_rows import BatchState, RequestKind, StoredRow
 from gateway.errors import GatewayError
 from gateway.store.schema import files
 from tests.batches.batch_place import HOUR, BatchPlace, answer, batch_place, count, jsonl, line
@@ -26,7 +24,7 @@ KB = 1000
 
 
 async def kept(here: BatchPlace, owner: str = "alice") -> int:
-    job = partial(kept_bytes.kept_by, owner=owner, now=here.time[0])
+    job = partial(kept_by, owner=owner, now=here.time[0])
     return (await here.store.run(job, write=False)).bytes
 
 
@@ -219,7 +217,7 @@ def test_requests_in_the_background_count_with_their_logs(store_url: str) -> Non
     with opened(store_url) as store:
 
         def bytes_of(owner: str = "alice") -> int:
-            return store.run_now(partial(kept_bytes.kept_by, owner=owner, now=1.0)).bytes
+            return store.run_now(partial(kept_by, owner=owner, now=1.0)).bytes
 
         for _ in range(2):  # Done again it counts once.
             assert store.run_now(AddBackground(a_request(1), 9, 1 << 30, 200)) is None
@@ -227,15 +225,15 @@ def test_requests_in_the_background_count_with_their_logs(store_url: str) -> Non
         assert store.run_now(AddBackground(a_request(2), 9, 1 << 30, 200)) is None
         assert (bytes_of(), bytes_of("bob")) == (200, 0)
         sizes = {a_request(1).id: 500, "resp_unknown": 9}
-        store.run_now(partial(kept_bytes.note_log_sizes, sizes=sizes, running=True))
+        store.run_now(partial(note_log_sizes, sizes=sizes, running=True))
         assert bytes_of() == 200  # It does not run.
-        store.run_now(partial(kept_bytes.note_log_sizes, sizes=sizes))
+        store.run_now(partial(note_log_sizes, sizes=sizes))
         assert bytes_of() == 610
-        full = partial(kept_bytes.full_owners, owners=["alice", "bob"], now=1.0)
+        full = partial(full_owners, owners=["alice", "bob"], now=1.0)
         assert store.run_now(partial(full, most_bytes=610)) == {"alice"}
         assert store.run_now(partial(full, most_bytes=611)) == set()
         found = {str(a_request(1).result_place): 70, str(a_request(2).result_place): 90}
-        correct = partial(kept_bytes.correct_log_sizes, folder="folder", sizes=found)
+        correct = partial(correct_log_sizes, folder="folder", sizes=found)
         store.run_now(correct)
         assert bytes_of() == 180
         delete = partial(delete_background, owner="alice", kind=RequestKind.RESPONSE, now=1.0)

@@ -92,7 +92,7 @@ def finished_of(running: Running) -> list[RequestFinished]:
 def queued_of(running: Running, caller: str = "k1") -> list[Priority]:
     """The classes in which requests of a caller wait."""
     waiters = running.gateway.scheduler.waiters
-    return [one.request.priority for one in waiters if one.request.caller == caller]
+    return [one.request.caller.priority for one in waiters if one.request.caller.id == caller]
 
 
 async def errors_of(running: Running, batch: dict[str, Any]) -> Counter[str]:

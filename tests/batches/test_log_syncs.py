@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gateway.batches import log_file, log_syncs
-from gateway.batches.disk_threads import DiskThreads
-from gateway.batches.folder import Folder, FolderError
+from gateway.batches import response_log
+from gateway.batches.folder import DiskThreads, Folder, FolderError
 from tests.gateways import until
 
 
@@ -23,10 +22,10 @@ async def test_what_was_written_is_brought_to_the_disk_once(
         if len(rounds) == 1:
             raise FolderError("the disk is away", "mount it")
 
-    monkeypatch.setattr(log_file, "sync_all", sync_all)
-    monkeypatch.setattr(log_syncs, "SYNC_SECONDS", 0.01)
+    monkeypatch.setattr(response_log, "sync_logs", sync_all)
+    monkeypatch.setattr(response_log, "SYNC_SECONDS", 0.01)
     threads = DiskThreads()
-    syncs = log_syncs.LogSyncs(Folder(tmp_path, most_bytes=lambda: 1), threads)
+    syncs = response_log.LogSyncs(Folder(tmp_path, most_bytes=lambda: 1), threads)
     running = asyncio.create_task(syncs.run())
     try:
         for name in ("b", "a", "b"):

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from gateway.batches.batch_rows import Batch
-from gateway.batches.progress import WINDOW_SECONDS, Speed, SpeedMeter, progress_of
-from gateway.batches.request_rows import WorkLeft
-from gateway.batches.states import BatchState
+from gateway.batches.progress import WINDOW_SECONDS, BatchSpeed, SpeedMeter, progress_of
+from gateway.batches.request_rows import BatchState, WorkLeft
 
 BATCH = Batch(
     "batch_1", "alice", "openai", "/v1/embeddings", "file-1", 0.0, 9.0, 99.0, "f",
@@ -33,22 +32,22 @@ def test_recorded_results_tell_the_price_and_the_length_of_answers() -> None:
         BATCH, completed=5, prompt_tokens=500, completion_tokens=500, cost=1.0, failed=1
     )
     left = WorkLeft(3, 1, 400, 0)
-    found = progress_of(batch, left, Speed(50.0, 0.5), None, 100.0)
+    found = progress_of(batch, left, BatchSpeed(50.0, 0.5), None, 100.0)
     assert found.expected_cost == pytest.approx(1.0 + 0.001 * 800)
     assert found.expected_end == pytest.approx(100.0 + 400 / 50)
-    shorter = progress_of(batch, WorkLeft(3, 1, 400, 40), Speed(50.0, 0.5), None, 100.0)
+    shorter = progress_of(batch, WorkLeft(3, 1, 400, 40), BatchSpeed(50.0, 0.5), None, 100.0)
     assert shorter.expected_end == pytest.approx(100.0 + 40 / 50)
 
 
 def test_embeddings_end_by_lines() -> None:
     batch = replace(BATCH, completed=5, prompt_tokens=500)
-    found = progress_of(batch, WorkLeft(5, 0, 500, 0), Speed(0.0, 0.5), None, 100.0)
+    found = progress_of(batch, WorkLeft(5, 0, 500, 0), BatchSpeed(0.0, 0.5), None, 100.0)
     assert found.expected_end == pytest.approx(110.0)
 
 
 def test_an_ended_batch_has_its_cost() -> None:
     batch = replace(BATCH, state=BatchState.COMPLETED, cost=2.0)
-    found = progress_of(batch, WorkLeft(0, 0, 0, 0), Speed(1.0, 1.0), 0.1, 100.0)
+    found = progress_of(batch, WorkLeft(0, 0, 0, 0), BatchSpeed(1.0, 1.0), 0.1, 100.0)
     assert (found.cost, found.expected_cost, found.tokens_per_second) == (2.0, 2.0, None)
 
 

@@ -8,10 +8,8 @@ import pytest
 from sqlalchemy import Connection, select
 
 from gateway.batches.batch_rows import Batch, cancel_batch, find_batch
-from gateway.batches.claims import put_back, release_lost
-from gateway.batches.recorded_results import RecordedResult, record
-from gateway.batches.request_rows import StoredRow, add_rows, find_row
-from gateway.batches.states import RequestKind, RequestState
+from gateway.batches.claims import RecordedResult, put_back, record, release_lost
+from gateway.batches.request_rows import RequestKind, RequestState, StoredRow, add_rows, find_row
 from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import usage
 from gateway.store.store import Store

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.batches.repetition import NotRepeated, Repetition
+from gateway.batches.response_events import NotRepeated, Repetition
 
 TEXT = "response.output_text.delta"
 

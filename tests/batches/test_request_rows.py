@@ -7,9 +7,10 @@ import pytest
 from sqlalchemy import Connection
 
 from gateway.batches.batch_rows import cancel_batch, pause_batch, resume_batch
-from gateway.batches.claims import put_back
-from gateway.batches.recorded_results import record
+from gateway.batches.claims import put_back, record
 from gateway.batches.request_rows import (
+    RequestKind,
+    RequestState,
     WaitingGroup,
     WorkLeft,
     add_rows,
@@ -18,7 +19,6 @@ from gateway.batches.request_rows import (
     waiting_groups,
     work_left,
 )
-from gateway.batches.states import RequestKind, RequestState
 from gateway.store.store import Store
 from tests.batches.stored_rows import (
     DAY,

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from gateway.batches.line_reader import LineError
-from gateway.batches.result_lines import (
+from gateway.batches.request_rows import RequestState
+from gateway.batches.results import (
     broken_line,
     is_output,
     response_line,
     unanswered_line,
 )
-from gateway.batches.states import RequestState
 
 BROKEN = LineError(3, 10, 5, "ä", True, "invalid_url", "It does not match.", "url")
 

@@ -15,8 +15,8 @@ from sqlalchemy import Connection
 
 from gateway.batches.batch_rows import Batch
 from gateway.batches.claims import put_back, release_lost
+from gateway.batches.request_rows import BatchState
 from gateway.batches.results import ROW_BYTES
-from gateway.batches.states import BatchState
 from gateway.store.failures import StoreUnavailable
 from gateway.store.schema import usage
 from gateway.usage.ledger import Ledger, UsageRow
@@ -247,7 +247,7 @@ ON_A_FULL_DISK = """
 import asyncio, sys
 from pathlib import Path
 from gateway.batches import results
-from gateway.batches.states import BatchState
+from gateway.batches.request_rows import BatchState
 from gateway.store.schema import usage
 from tests.batches.batch_place import answer, batch_place, count, line
 

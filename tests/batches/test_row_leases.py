@@ -10,12 +10,9 @@ from typing import Any
 
 import pytest
 
-from gateway.batches.claims import Pick
-from gateway.batches.disk_threads import DiskThreads
-from gateway.batches.folder import Folder, FolderError
-from gateway.batches.request_rows import find_row
-from gateway.batches.row_leases import CALM_SECONDS, ClockJumps, RowLeases
-from gateway.batches.states import RequestKind, RequestState
+from gateway.batches.claims import CALM_SECONDS, ClockJumps, Pick, RowLeases
+from gateway.batches.folder import DiskThreads, Folder, FolderError
+from gateway.batches.request_rows import RequestKind, RequestState, find_row
 from gateway.store.failures import StoreError, StoreUnavailable
 from gateway.store.store import Store
 from gateway.usage.processes import ProcessIdentity, register

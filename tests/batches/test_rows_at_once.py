@@ -19,10 +19,8 @@ from gateway.batches.batch_rows import (
     expire_lines,
     find_batch,
 )
-from gateway.batches.claims import put_back, release_lost, renew
-from gateway.batches.recorded_results import record
-from gateway.batches.request_rows import StoredRow
-from gateway.batches.states import BatchState, RequestState
+from gateway.batches.claims import put_back, record, release_lost, renew
+from gateway.batches.request_rows import BatchState, RequestState, StoredRow
 from gateway.store.schema import stored_requests
 from gateway.store.store import Store
 from gateway.usage.processes import ProcessIdentity

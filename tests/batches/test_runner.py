@@ -15,7 +15,7 @@ from gateway import errors
 from gateway.access.keys import hash_key
 from gateway.batches.runner import Outcome, RowDeferred, RowExpired, StoredRequest
 from gateway.proxy import sse
-from gateway.proxy.inbound.large_body import LARGE_BODY_BYTES
+from gateway.proxy.inbound.body import LARGE_BODY_BYTES
 from gateway.request import Priority
 from gateway.usage.ledger import ROW_COLUMNS
 from tests.emulator import EmulatedNode

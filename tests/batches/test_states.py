@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from gateway.batches.states import BEFORE, BatchState, RequestState, line_id, new_id
+from gateway.batches.request_rows import BEFORE, BatchState, RequestState, line_id, new_id
 
 
 def token(count: int) -> str:

@@ -16,9 +16,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from gateway.batches.event_log import EventLog, EventLogs
-from gateway.batches.followers import Followers
 from gateway.batches.response_events import ResponseEvents, current_response
+from gateway.batches.response_log import Followers, ResponseLog, ResponseLogs
 from gateway.proxy import sse
 from tests.batches.responses_over_nodes import begin, check_whole, logged, open_logs
 from tests.batches.test_response_events import node_events
@@ -41,12 +40,12 @@ async def serving(app: Starlette) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def client_of(logs: EventLogs, followers: Followers, name: str) -> AsyncIterator[Any]:
+async def client_of(logs: ResponseLogs, followers: Followers, name: str) -> AsyncIterator[Any]:
     """The official client, of a server with this response."""
 
     async def retrieve(request: Request) -> Response:
         if request.query_params.get("stream") != "true":
-            log: EventLog = await logs.open(name)
+            log: ResponseLog = await logs.open(name)
             found = await current_response(log)
             await log.release()
             return JSONResponse(found)

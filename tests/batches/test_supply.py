@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from gateway.batches.claims import Pick
+from gateway.batches.feeder import IDLE_SECONDS, READ_SECONDS, Supply
 from gateway.batches.feeding import Want
+from gateway.batches.request_rows import RequestKind
 from gateway.batches.runner import RequestTarget
-from gateway.batches.states import RequestKind
-from gateway.batches.supply import IDLE_SECONDS, READ_SECONDS, Supply
 from gateway.store.store import Store
 from tests.batches.stored_rows import FOLDER, NOW, a_batch, a_line, begin, claim
 from tests.store.stores import opened

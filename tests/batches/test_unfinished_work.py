@@ -11,17 +11,16 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, update
 
-from gateway.batches.background_rows import AddBackground
+from gateway.batches.background_requests import AddBackground
 from gateway.batches.batch_rows import AddBatch
-from gateway.batches.disk_threads import DiskThreads
-from gateway.batches.folder import ID_FILE, Folder
-from gateway.batches.request_rows import add_rows
-from gateway.batches.states import RequestKind
-from gateway.batches.unfinished_work import (
+from gateway.batches.folder import ID_FILE, DiskThreads, Folder
+from gateway.batches.request_rows import (
     BUSY_SECONDS,
     LONGEST_UNREAD,
     UNTOLD_SECONDS,
+    RequestKind,
     UnfinishedWork,
+    add_rows,
 )
 from gateway.store.schema import batches, stored_requests
 from gateway.store.store import Store

@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from gateway.access.keys import new_key
-from gateway.batches.log_file import TERMINAL_TYPES, split_events
+from gateway.batches.response_log import TERMINAL_TYPES, split_events
 from tests.batches.test_feeder import lines
 from tests.emulator import EmulatedNode
 from tests.emulator.language_model import expected_text

@@ -8,10 +8,9 @@ import pytest
 from sqlalchemy import Connection, select
 
 from gateway.batches.batch_rows import Batch
-from gateway.batches.request_rows import StoredRow
-from gateway.batches.states import BatchState, RequestKind
-from gateway.batches.webhook_events import WebhookEvents
-from gateway.batches.webhook_targets import WebhookTargets
+from gateway.batches.request_rows import BatchState, RequestKind, StoredRow
+from gateway.batches.webhook_receivers import WebhookTargets
+from gateway.batches.webhooks import WebhookEvents
 from gateway.config.webhooks import WebhookSettings
 from gateway.store.schema import webhook_deliveries as rows
 from gateway.store.store import Store

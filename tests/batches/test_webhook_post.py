@@ -14,15 +14,14 @@ import pytest
 import trustme
 from openai import InvalidWebhookSignatureError, OpenAI
 
-from gateway.batches.webhook_post import (
+from gateway.batches.webhook_receivers import (
     MOST_READ,
     PostResult,
     WebhookPoster,
     retry_after_seconds,
     signatures,
 )
-from gateway.config.webhook_url import WebhookUrl
-from gateway.config.webhooks import WebhookTarget
+from gateway.config.webhooks import WebhookTarget, WebhookUrl
 from gateway.transport.resolver import Resolver
 from tests.batches.receivers import (
     OTHER_SECRET,

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import uvicorn
 
-from gateway.batches.webhook_post import WebhookPoster
-from gateway.batches.webhook_rows import WebhookEvent
-from gateway.config.webhook_url import WebhookUrl
+from gateway.batches.webhook_receivers import WebhookPoster
+from gateway.batches.webhooks import WebhookEvent
+from gateway.config.webhooks import WebhookUrl
 from gateway.transport.resolver import Resolver
 from tests.batches.receivers import LIMIT, OTHER_SECRET, SECRET, target
 

@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy
 from sqlalchemy import Connection, func, select
 
-from gateway.batches.webhook_rows import (
+from gateway.batches.webhooks import (
     LONGEST_ERROR,
     ClaimDeliveries,
     Delivery,
@@ -23,7 +23,7 @@ from gateway.batches.webhook_rows import (
     retry_delivery,
     waiting_origins,
 )
-from gateway.config.webhook_url import WebhookUrl
+from gateway.config.webhooks import WebhookUrl
 from gateway.store.schema import webhook_deliveries
 from gateway.store.store import Store
 from tests.store.stores import opened

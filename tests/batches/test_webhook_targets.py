@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.batches.webhook_targets import WebhookTargets, address_problem
-from gateway.config.webhook_url import WebhookUrl
-from gateway.config.webhooks import WebhookSettings
+from gateway.batches.webhook_receivers import WebhookTargets, address_problem
+from gateway.config.webhooks import WebhookSettings, WebhookUrl
 from gateway.errors import GatewayError
 from tests.batches.receivers import target
 

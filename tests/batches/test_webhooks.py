@@ -15,14 +15,7 @@ import pytest
 from sqlalchemy import select
 from structlog.testing import capture_logs
 
-from gateway.batches.webhook_post import WebhookPoster
-from gateway.batches.webhook_rows import (
-    Delivery,
-    WebhookEvent,
-    add_deliveries,
-    waiting_origins,
-)
-from gateway.batches.webhook_targets import WebhookTargets
+from gateway.batches.webhook_receivers import WebhookPoster, WebhookTargets
 from gateway.batches.webhooks import (
     JITTER,
     KEPT_SECONDS,
@@ -30,11 +23,14 @@ from gateway.batches.webhooks import (
     LONGEST_RETRY_AFTER,
     MOST_OF_ORIGIN,
     RETRY_DELAYS,
+    Delivery,
     RetryPolicy,
+    WebhookEvent,
     WebhookSender,
+    add_deliveries,
+    waiting_origins,
 )
-from gateway.config.webhook_url import WebhookUrl
-from gateway.config.webhooks import WebhookSettings, WebhookTarget
+from gateway.config.webhooks import WebhookSettings, WebhookTarget, WebhookUrl
 from gateway.events import EventBus, WebhookAttempted
 from gateway.store.schema import webhook_deliveries as rows
 from gateway.store.store import Store
@@ -389,8 +385,8 @@ async def test_the_store_is_asked_when_something_was_recorded_and_not_before(
 _PROCESS = """
 import asyncio, sys, time
 from pathlib import Path
-from gateway.batches.webhook_post import WebhookPoster
-from gateway.batches.webhook_targets import WebhookTargets
+from gateway.batches.webhook_receivers import WebhookPoster
+from gateway.batches.webhook_receivers import WebhookTargets
 from gateway.batches.webhooks import WebhookSender
 from gateway.config.webhooks import WebhookSettings
 from gateway.events import EventBus

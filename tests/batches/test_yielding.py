@@ -12,7 +12,7 @@ import pytest
 
 from gateway.batches.runner import Outcome, StoredRequest
 from gateway.events import SlotYielded
-from gateway.lease import LeaseRequest
+from gateway.lease import LeaseCaller
 from gateway.request import Priority
 from gateway.usage.ledger import ROW_COLUMNS
 from tests.emulator import EmulatedNode
@@ -122,7 +122,7 @@ async def test_a_request_that_would_wait_gets_the_slot_of_a_batch_row(tmp_path: 
         metrics = await metrics_of(proxy)
         assert "llama_gateway_yielded_slots_total 1\n" in metrics
         assert "llama_gateway_resumed_streams_total 0\n" in metrics
-        assert proxy.app.scheduler.granter.yielding == {}
+        assert proxy.app.scheduler.yielding == {}
 
 
 @in_virtual_time
@@ -273,4 +273,4 @@ async def test_a_waiting_row_that_has_yielded_can_be_cancelled(tmp_path: Path) -
 
 
 def test_only_rows_that_wait_for_room_yield() -> None:
-    assert LeaseRequest("a", "m", ("m",), "chat", Priority.BATCH, "c", "c").yields is False
+    assert LeaseCaller("c", "c", Priority.BATCH).yields is False

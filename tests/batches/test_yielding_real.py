@@ -10,7 +10,7 @@ import pytest
 
 from gateway.batches.runner import Outcome, StoredRequest
 from gateway.events import SlotYielded
-from gateway.scheduling import yielding
+from gateway.scheduling import batch_slots
 from tests.gateways import running_gateway, until
 from tests.servers import start_demo_servers
 
@@ -32,7 +32,7 @@ async def test_a_row_on_a_real_server_yields_and_loses_no_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A row that ends so soon would be waited for.
-    monkeypatch.setattr(yielding, "LEAST_SECONDS_LEFT", 0.1)
+    monkeypatch.setattr(batch_slots, "LEAST_SECONDS_LEFT", 0.1)
     settings = {"health": {"interval": 0.5}, "resume": "exact"}
     body = {
         "messages": [{"role": "user", "content": "tell me a story"}],

@@ -9,7 +9,7 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 from unittest.mock import patch
 
-from gateway.batches.disk_threads import DiskThreads
+from gateway.batches.folder import DiskThreads
 from gateway.store.store import Store
 from tests.virtual import VirtualLoop
 

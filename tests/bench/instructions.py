@@ -46,7 +46,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gateway.access.keys import hash_key
-from gateway.tools.local.server_process import claim_port, claimed_port
+from gateway.tools.local.server import claim_port, claimed_port
 from tests.bench.arguments import positive
 from tests.bench.load import Address, ChatConnection, Load, LoadConnection
 from tests.bench.node_replies import MODEL
@@ -168,8 +168,8 @@ TRACE_SECONDS = 5
 
 EVEN_TRACES = """
 import itertools
-from gateway.tracing.export import TraceExporter
-from gateway.tracing.sampling import Sampler
+from gateway.tracing.request_tracing import TraceExporter
+from gateway.tracing.request_tracing import Sampler
 TraceExporter.__init__.__kwdefaults__.update(batch_seconds={seconds}, batch_traces={traces})
 draws = itertools.cycle([number / 20 for number in range(20)])
 make_sampler = Sampler.__init__

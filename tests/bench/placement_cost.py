@@ -15,10 +15,8 @@ import time
 from dataclasses import dataclass, field
 
 from gateway.request import Priority
-from gateway.scheduling.dispatcher import Dispatcher
-from gateway.scheduling.matching import DispatchRules
-from gateway.scheduling.node_slots import Placement, QueuedRequest, TierSets
-from gateway.scheduling.placement_state import PlacementState
+from gateway.scheduling.dispatcher import Dispatcher, DispatchRules
+from gateway.scheduling.placement_state import Placement, PlacementState, QueuedRequest, TierSets
 
 SYSTEM_TOKENS = 1500.0
 WARM_NODES = 20

@@ -16,7 +16,7 @@ import psutil
 
 from gateway.fleet.prompt_cache import FleetPromptCache
 from gateway.lease import KeyedHash, PromptKey
-from gateway.proxy.inbound.parsed_body import BYTES_PER_TOKEN
+from gateway.proxy.inbound.body import BYTES_PER_TOKEN
 from gateway.proxy.inbound.prompt_key import (
     BLOCK_BYTES,
     BUILT_IN_PATTERNS,

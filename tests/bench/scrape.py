@@ -15,8 +15,7 @@ import time
 from itertools import islice, product
 
 from gateway.events import AttemptEnded, EventBus, RequestFinished
-from gateway.observe.metrics import Metrics
-from gateway.observe.request_histograms import MOST_LABEL_SETS
+from gateway.observe.metrics import MOST_LABEL_SETS, Metrics
 from gateway.request import Priority
 from gateway.web.admin.status import MetricsSource
 from tests.fleet.build import a_spec

@@ -6,7 +6,7 @@ import pytest
 from pydantic import SecretStr, ValidationError
 
 from gateway.config import Inventory, load_inventory
-from gateway.config.inventory import NodeTimeouts, TokenCost
+from gateway.config.node import NodeTimeouts, TokenCost
 from tests.config.conftest import LoadNodes, Problems
 from tests.each_case import each_case
 

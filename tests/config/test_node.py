@@ -6,7 +6,7 @@ import pytest
 from pydantic import SecretStr
 
 from gateway.config import NodeSpec
-from gateway.config.inventory import Endpoint, NodeTimeouts
+from gateway.config.node import Endpoint, NodeTimeouts
 from tests.config.conftest import LoadNodes, Problems
 from tests.each_case import each_case
 

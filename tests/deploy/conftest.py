@@ -76,10 +76,10 @@ class ClientKey:
 def create_key(name: str) -> ClientKey:
     """Create a key as an operator does."""
     program = Path(sys.executable).with_name("llama-gateway")
-    command = [str(program), "keys", "create", "--id", name, "--name", name, "--print", "--json"]
+    command = [str(program), "keys", "hash", "--id", name, "--json"]
     output = subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
     entry: dict[str, str] = json.loads(output)
-    return ClientKey(entry.pop("key"), entry)
+    return ClientKey(entry.pop("key"), {**entry, "name": name})
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ EMBEDDED_SERVER = (
     "gateway/tools/__init__.py",
     "gateway/tools/local/__init__.py",
     "gateway/tools/local/embedded.py",
-    "gateway/tools/local/kv_types.py",
     "gateway/tools/local/launch.py",
 )
 """The modules of the embedded server; they import nothing else of the gateway."""

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from gateway.config.inventory import Inventory, NodeSpec
+from gateway.config.inventory import Inventory
+from gateway.config.node import NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.events import EventBus, ModelsDiffer, NodeChanged, NodeDrift
 from gateway.fleet.circuit import Circuit
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.lifecycle import ProbeAnswer, ProbeResult
 from gateway.fleet.node import Lease, Node, NodeSettings, NodeState
-from gateway.fleet.probe_history import ProbeAnswer, ProbeResult
 from gateway.fleet.speed import Speed
 from gateway.fleet.state_files import DrainedNodes, PropertiesStore
-from gateway.transport.node_pool import open_node_pool
-from gateway.transport.pool import ConnectionPool
+from gateway.transport.pool import ConnectionPool, open_node_pool
 from tests.virtual import now
 
 QUICK: dict[str, Any] = {

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.config.inventory import NodeSpec
+from gateway.config.node import NodeSpec
 from gateway.events import EventBus, NodeCalibrated
 from gateway.fleet.calibration import MOST_AT_ONCE, Calibrator, due, shown_timings
 from gateway.fleet.node import MOST_CALIBRATIONS, Node, NodeState

@@ -1,10 +1,13 @@
-"""All nodes: reloads, drains, and which nodes serve a model."""
+"""All nodes: reloads, drains, models, prices, and slots of abandoned requests."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,16 +15,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.config.inventory import NodeSpec
+from gateway.config.node import NodeSpec
 from gateway.config.routing import HealthSettings, TimeoutSettings
 from gateway.events import EventBus, NodeChanged
-from gateway.fleet.fleet import Fleet
-from gateway.fleet.node import Lease, Node, NodeState
+from gateway.fleet.fleet import (
+    BLIND_HOLD,
+    PRICES_AGE,
+    Fleet,
+    GpuCosts,
+    alive_nodes,
+    hold_without_slots,
+    most_hold,
+    released_slots,
+)
+from gateway.fleet.node import Lease, LeasePhase, Node, NodeState
 from gateway.fleet.state_files import DrainedNodes
-from gateway.transport.node_pool import open_node_pool
-from gateway.transport.pool import ConnectionPool
+from gateway.transport.pool import ConnectionPool, open_node_pool
 from tests.emulator import EmulatedNode
-from tests.fleet.build import NoUpstream, a_fleet, a_spec, inventory, is_held, take
+from tests.fleet.build import (
+    Clock,
+    NoUpstream,
+    Running,
+    a_fleet,
+    a_node,
+    a_spec,
+    inventory,
+    is_held,
+    take,
+)
 from tests.transport.pool_client import pool_client
 from tests.virtual import in_virtual_time, now
 
@@ -480,3 +501,278 @@ async def play(story: list[tuple[str, Any]]) -> None:
             await asyncio.sleep(0)
     await scene.fleet.aclose()
     assert all(upstream.closed for upstream in scene.upstreams)
+
+
+def test_a_slot_that_the_node_shows_free_is_released() -> None:
+    node = a_node(slots=2)
+    take(node).abandon()
+    assert released_slots(1, node.leases, 1001.0) == 0
+    assert released_slots(0, node.leases, 1001.0) == 1
+
+
+def test_busy_slots_are_attributed_to_live_requests_first() -> None:
+    node = a_node(slots=3)
+    take(node)
+    take(node).abandon()
+    assert released_slots(2, node.leases, 1001.0) == 0
+    assert released_slots(1, node.leases, 1001.0) == 1
+
+
+def test_a_request_that_may_not_have_reached_its_slot_accounts_for_nothing() -> None:
+    node = a_node(slots=3)
+    take(node)
+    take(node).abandon()
+    assert released_slots(1, node.leases, 1000.1) == 0
+
+
+def test_a_request_abandoned_at_once_may_reach_its_slot_later() -> None:
+    node = a_node(slots=3)
+    lease = take(node)
+    lease.abandon()
+    assert released_slots(0, node.leases, 1000.1) == 0
+    assert released_slots(0, node.leases, 1000.3) == 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.floats(0, 5))), st.integers(0, 20))
+def test_never_more_slots_than_were_abandoned_are_released(
+    taken: list[tuple[int, bool, float]], busy: int
+) -> None:
+    clock = Clock()
+    node = a_node(clock, slots=4)
+    abandoned = 0
+    for slots, left, seconds in taken:
+        lease = take(node, slots)
+        clock.passes(seconds)
+        if left:
+            lease.abandon()
+            abandoned += slots
+    assert 0 <= released_slots(busy, node.leases, clock()) <= abandoned
+
+
+def abandoned(*, moved: bool = False, after: float = 0.0, **keys: Any) -> Lease:
+    clock = Clock()
+    lease = take(a_node(clock), **keys)
+    clock.passes(after)
+    if moved:
+        lease.content_received(clock())
+    lease.abandon()
+    return lease
+
+
+def test_without_slots_to_read_the_hold_follows_from_the_request() -> None:
+    assert hold_without_slots(abandoned(moved=True)) == BLIND_HOLD
+    assert hold_without_slots(abandoned(expected_prefill=30.0, after=10.0)) == pytest.approx(20.0)
+    assert hold_without_slots(abandoned(expected_prefill=30.0, after=50.0)) == BLIND_HOLD
+    assert hold_without_slots(abandoned()) == 60.0
+    plain = abandoned(stream=False, moved=True, expected_total=45.0, after=5.0)
+    assert hold_without_slots(plain) == pytest.approx(40.0)
+    assert hold_without_slots(abandoned(stream=False, expected_total=900.0)) == 60.0
+    assert hold_without_slots(abandoned(stream=False)) == 60.0
+
+
+def test_the_longest_hold_grows_with_the_predicted_prefill() -> None:
+    assert most_hold(abandoned()) == 60.0
+    assert most_hold(abandoned(expected_prefill=100.0)) == 400.0
+
+
+@asynccontextmanager
+async def streaming(fleet: Running, **keys: Any) -> AsyncIterator[Lease]:
+    """A running chat with its lease; leaving the block closes the connection."""
+    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 400}
+    lease = take(fleet["a"], stream=True)
+    client = pool_client(lease.upstream)
+    async with client.stream("POST", "/v1/chat/completions", json=body | keys) as response:
+        lease.head_received(now())
+        if not keys:
+            # Keep a reference: a garbage-collected iterator closes the connection.
+            parts = response.aiter_bytes()
+            await anext(parts)
+            lease.content_received(now())
+        yield lease
+
+
+@in_virtual_time
+async def test_the_slot_of_a_cut_stream_is_released_when_the_node_shows_it_free() -> None:
+    async with (
+        EmulatedNode(slots=2, decode_tps=50) as server,
+        a_fleet(a_spec(url=server.url), interval=60) as fleet,
+    ):
+        async with streaming(fleet) as lease:
+            pass
+        told, began = fleet.capacity, now()
+        lease.abandon()
+        assert fleet["a"].leased == 1
+        await fleet.until(lambda: not is_held(lease))
+        assert server.busy == 0
+        assert fleet.capacity > told
+        assert now() - began < 0.2
+
+
+@pytest.mark.slow
+@in_virtual_time
+async def test_a_slot_is_held_while_it_reads_an_abandoned_prompt_to_its_end() -> None:
+    async with (
+        EmulatedNode(slots=1, prefill_tps=200, decode_tps=50) as server,
+        a_fleet(a_spec(url=server.url), interval=60) as fleet,
+    ):
+        content = "word " * 200
+        async with streaming(fleet, messages=[{"role": "user", "content": content}]) as lease:
+            pass
+        lease.abandon()
+        await asyncio.sleep(0.4)
+        assert server.busy == 1
+        assert lease.phase is LeasePhase.RECLAIM
+        assert fleet["a"].free_slots(now()) == 0
+        freed = 0.0
+
+        def over() -> bool:
+            nonlocal freed
+            if not freed and server.busy == 0:
+                freed = now()
+            return not is_held(lease)
+
+        await fleet.until(over)
+        assert freed
+        assert now() - freed < 1.5
+
+
+@in_virtual_time
+async def test_a_live_neighbour_does_not_keep_the_slot_of_an_abandoned_request() -> None:
+    async with (
+        EmulatedNode(slots=2, decode_tps=50) as server,
+        a_fleet(a_spec(url=server.url), interval=60) as fleet,
+    ):
+        async with streaming(fleet) as neighbour:
+            async with streaming(fleet) as lease:
+                pass
+            lease.abandon()
+            await fleet.until(lambda: not is_held(lease))
+            assert server.busy == 1
+            assert is_held(neighbour)
+            assert fleet["a"].free_slots(now()) == 1
+        neighbour.release()
+
+
+@in_virtual_time
+async def test_the_slots_of_many_streams_cut_at_once_are_all_released() -> None:
+    async with (
+        EmulatedNode(slots=8, decode_tps=50) as server,
+        a_fleet(a_spec(url=server.url)) as fleet,
+    ):
+        leases = []
+
+        async def one() -> None:
+            async with streaming(fleet) as lease:
+                leases.append(lease)
+                await fleet.until(lambda: server.peak_busy == 8)
+            lease.abandon()
+
+        await asyncio.gather(*(one() for _ in range(8)))
+        await fleet.until(lambda: fleet["a"].leased == 0)
+        assert len(leases) == 8
+        assert fleet["a"].foreign == 0
+
+
+@in_virtual_time
+async def test_the_slots_of_a_node_that_is_gone_are_released_at_once() -> None:
+    async with EmulatedNode(slots=1) as server, a_fleet(a_spec(url=server.url)) as fleet:
+        server.faults.set("status", path="/slots", status=500)
+        lease = take(fleet["a"])
+        lease.abandon()
+        await asyncio.sleep(0.2)
+        assert is_held(lease)
+        server.faults.clear()
+        await server.kill()
+        await fleet.until(lambda: not is_held(lease))
+
+
+@in_virtual_time
+async def test_without_slots_to_read_a_cut_stream_is_released_soon() -> None:
+    async with (
+        EmulatedNode(slots=1, endpoint_slots=False) as server,
+        a_fleet(a_spec(url=server.url)) as fleet,
+    ):
+        lease = take(fleet["a"])
+        lease.content_received(now())
+        began = now()
+        lease.abandon()
+        await fleet.until(lambda: not is_held(lease))
+        assert BLIND_HOLD <= now() - began < 2 * BLIND_HOLD
+
+
+@in_virtual_time
+async def test_a_slot_is_not_held_for_ever(caplog: pytest.LogCaptureFixture) -> None:
+    async with EmulatedNode(slots=1) as server:
+        timeouts = {"silence": 0.3}
+        async with a_fleet(a_spec(url=server.url), prefill_grace=0.3, timeouts=timeouts) as fleet:
+            server.faults.set("status", path="/slots", status=500)
+            lease = take(fleet["a"])
+            with caplog.at_level(logging.WARNING):
+                lease.abandon()
+                await fleet.until(lambda: not is_held(lease))
+            assert "Node a has not shown" in caplog.text
+            server.faults.clear()
+
+
+@in_virtual_time
+async def test_a_removed_node_stays_open_until_its_abandoned_work_has_ended() -> None:
+    async with (
+        EmulatedNode(slots=1, decode_tps=50) as server,
+        a_fleet(a_spec(url=server.url)) as fleet,
+    ):
+        node = fleet["a"]
+        async with streaming(fleet) as lease:
+            fleet.fleet.apply(inventory())
+        lease.abandon()
+        await fleet.until(lambda: not is_held(lease))
+        assert node.state is NodeState.READY
+        await fleet.until(lambda: node.upstream.closed)
+
+
+# What nodes cost: whose hours count, and what tokens would cost on the GPU tier.
+
+
+DEAD = "http://127.0.0.1:9"
+
+
+async def test_only_nodes_that_are_heard_of_cost_their_hours() -> None:
+    specs = [a_spec(state.value, DEAD, cost_per_hour=0.5) for state in NodeState]
+    async with a_fleet(*specs) as running:
+        for state in NodeState:
+            running.fleet.nodes[state.value].state = state
+        alive = {node.name: node for node in alive_nodes(running.fleet)}
+        assert set(alive) == {
+            *("draining", "sleeping", "loading", "ejected", "mute", "degraded", "ready")
+        }
+        assert alive["ready"].cost_per_hour == 0.5
+        assert alive["ready"].tier == "cpu"
+
+
+async def test_tokens_cost_what_the_cheapest_gpu_node_of_their_model_takes() -> None:
+    specs = [
+        a_spec("cpu", DEAD, model="m", cost_per_hour=0.1),
+        a_spec("free", DEAD, model="m", tier="gpu"),
+        a_spec(
+            "hosted",
+            DEAD,
+            kind="openai",
+            model="m",
+            tier="gpu",
+            cost_per_million_tokens={"prompt": 1.0, "completion": 4.0},
+        ),
+        a_spec("own", DEAD, model=["m", "n"], tier="gpu", cost_per_hour=3.6, slots=2),
+    ]
+    async with a_fleet(*specs) as running:
+        times = [now()]
+        costs = GpuCosts(running.fleet, lambda: times[0])
+        assert costs.of("m", 1000, 0, 500) == pytest.approx(0.003)
+        # Its speed has not been measured.
+        assert costs.of("n", 1000, 0, 500) is None
+        assert costs.of("unknown", 1000, 0, 500) is None
+        speed = running.fleet.nodes["own"].speed
+        speed.prefill_tps, speed.decode_tps = 1000.0, 100.0
+        assert costs.of("n", 1000, 0, 500) is None
+        times[0] += PRICES_AGE
+        # 6 s of one of two slots, at 3.6 an hour.
+        assert costs.of("n", 1000, 0, 500) == pytest.approx(6 * 0.0005)
+        assert costs.of("n", 1000, 1000, 0) == 0.0

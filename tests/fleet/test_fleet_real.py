@@ -13,8 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.fleet.node import Node, NodeState
-from gateway.fleet.slot_occupancy import LeasePhase
+from gateway.fleet.node import LeasePhase, Node, NodeState
 from tests.fleet.build import Running, a_fleet, a_spec, is_held, seconds_per_token, take
 from tests.servers import running_demo_servers
 from tests.transport.pool_client import pool_client

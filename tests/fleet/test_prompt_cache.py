@@ -13,9 +13,14 @@ from hypothesis import strategies as st
 from gateway.fleet.prompt_cache import (
     DEFAULT_HOST_TOKENS,
     LEAST_HOST_TOKENS,
+    MOST_COMPARED_PROMPTS,
     MOST_HOST_BLOCKS,
     MOST_HOST_PROMPTS,
+    CachedPrompt,
     FleetPromptCache,
+    PendingPrefixes,
+    PromptTree,
+    common_blocks,
 )
 from gateway.lease import PromptKey
 from tests.calls import count_calls
@@ -437,3 +442,127 @@ def test_an_ended_request_is_not_pending(how: str) -> None:
     found = cache.lookup(PromptKey((1, 2, 3), 300.0))
     assert found.pending == {}
     assert bool(found.cached) == (how == "finished")
+
+
+@given(st.integers(0, 40), st.integers(0, 20), st.integers(0, 20))
+def test_the_common_blocks_of_two_prompts_are_counted(same: int, one: int, two: int) -> None:
+    shared = list(range(same))
+    first = [*shared, *range(100, 100 + one)]
+    second = [*shared, *range(200, 200 + two)]
+    assert common_blocks(first, second) == same
+
+
+def test_of_several_running_prompts_on_a_node_the_longest_match_counts() -> None:
+    running = PendingPrefixes()
+    running.add(0, PromptKey((1, 2, 70), 300.0))
+    running.add(0, PromptKey((1, 2, 3, 60), 400.0))
+    assert running.pending_tokens(PromptKey((1, 2, 3, 4), 400.0), 400.0) == {0: 300.0}
+
+
+def test_a_prompt_with_another_first_block_is_not_compared() -> None:
+    running = PendingPrefixes()
+    running.add(0, PromptKey((1, 2), 200.0))
+    assert running.pending_tokens(PromptKey((7, 2), 200.0), 200.0) == {}
+    assert running.pending_tokens(PromptKey((), 10.0), 10.0) == {}
+
+
+def test_a_prompt_that_thousands_share_is_compared_with_a_few() -> None:
+    running = PendingPrefixes()
+    prompts = [PromptKey((1, 2), 200.0) for _ in range(2000)]
+    for row, prompt in enumerate(prompts):
+        running.add(row, prompt)
+    assert len(running.pending_tokens(PromptKey((1, 2), 200.0), 200.0)) == MOST_COMPARED_PROMPTS
+    for row, prompt in enumerate(prompts):
+        running.remove(row, prompt)
+    assert running.pending_tokens(PromptKey((1, 2), 200.0), 200.0) == {}
+
+
+# The tree gives the same result as comparing every prompt with every other.
+
+
+def chained(*words: int) -> tuple[int, ...]:
+    last, blocks = 0, []
+    for word in words:
+        last = hash((last, word))
+        blocks.append(last)
+    return tuple(blocks)
+
+
+def in_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    count = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def agreed(tree: PromptTree, blocks: tuple[int, ...], row: int, *, idle: bool) -> int:
+    found = tree.match(blocks)
+    return max(
+        (
+            at
+            for edge, at in found.items()
+            if row in (edge.slot_counts if idle else edge.host_counts)
+        ),
+        default=0,
+    )
+
+
+# Few words and lengths, so that prompts share prefixes, branch, and are prefixes of others.
+PROMPTS = st.lists(st.integers(0, 2), max_size=6).map(lambda words: chained(*words))
+TREE_STEPS = st.lists(
+    st.tuples(st.sampled_from(["add", "move", "remove"]), st.integers(0, 2), PROMPTS), max_size=40
+)
+
+
+@given(TREE_STEPS, PROMPTS)
+@settings(max_examples=300)
+def test_the_tree_finds_how_far_each_row_agrees(
+    steps: list[tuple[str, int, tuple[int, ...]]], asked: tuple[int, ...]
+) -> None:
+    tree = PromptTree()
+    kept: list[tuple[CachedPrompt, tuple[int, ...]]] = []
+    for what, row, blocks in steps:
+        if what == "add":
+            held = CachedPrompt(row, None, 1.0, 0.0, ends_on_block=True)
+            tree.add(held, blocks)
+            kept.append((held, blocks))
+        elif kept and what == "move":
+            held = kept[row % len(kept)][0]
+            if held.in_slot:
+                tree.move_to_host(held)
+        elif kept:
+            tree.remove(kept.pop(row % len(kept))[0])
+    for row in range(3):
+        for idle in (True, False):
+            best = max(
+                (in_common(b, asked) for h, b in kept if h.row == row and h.in_slot is idle),
+                default=0,
+            )
+            assert agreed(tree, asked, row, idle=idle) == best
+    for held, _ in kept:
+        tree.remove(held)
+    assert len(tree) == 0
+
+
+def test_a_long_prompt_is_one_edge() -> None:
+    tree = PromptTree()
+    tree.add(CachedPrompt(0, None, 1.0, 0.0, ends_on_block=True), chained(*range(500)))
+    tree.add(CachedPrompt(1, None, 1.0, 0.0, ends_on_block=True), chained(*range(500)))
+    assert len(tree) == 1
+    tree.add(CachedPrompt(1, None, 1.0, 0.0, ends_on_block=True), chained(*range(300), 7))
+    assert len(tree) == 3
+
+
+def test_a_prompt_without_ends_has_blocks_of_one_size() -> None:
+    prompt = PromptKey(chained(1, 2, 3, 4), 100.0)
+    assert [prompt.share_of(i) for i in range(5)] == [0, 0.25, 0.5, 0.75, 1]
+    assert prompt.ends_on_block
+
+
+def test_a_prompt_that_goes_on_after_its_last_block_does_not_end_on_a_block() -> None:
+    prompt = PromptKey(chained(1, 2), 100.0, (300, 400), 500)
+    assert [prompt.share_of(i) for i in range(3)] == [0, 0.6, 0.8]
+    assert not prompt.ends_on_block
+    assert PromptKey(chained(1, 2), 100.0, (300, 400), 400).ends_on_block

@@ -1,4 +1,4 @@
-"""The body's reading: `proxy/inbound/parsed_body.py`, `json_outline.py`, `large_body.py`, `prepare`.
+"""The body's reading: `body.py`, `json_outline.py` and `request.py` of `proxy/inbound`.
 
 Oracles: the outline does not depend on where it cuts the body, and finds the fields that a decoder
 finds; a body read as a large one becomes the same request as one read whole; what a node gets is
@@ -18,17 +18,20 @@ from gateway.config.routing import ModelRule
 from gateway.errors import GatewayError
 from gateway.fleet.model_index import ModelIndex
 from gateway.proxy.api.ollama import OllamaChatApi, OllamaEmbedApi, OllamaGenerateApi
+from gateway.proxy.inbound.body import LargeBody, parse_body, read_large_body, run_at_once
 from gateway.proxy.inbound.json_outline import (
     DEFAULT_SIZES,
     JsonOutline,
     ScanSizes,
     read_outline,
 )
-from gateway.proxy.inbound.large_body import LargeBody, read_large_body, run_at_once
-from gateway.proxy.inbound.model_names import ModelAliases
-from gateway.proxy.inbound.parsed_body import parse_body
-from gateway.proxy.inbound.prepare import IncomingRequest, RequestRules, prepare
-from gateway.proxy.inbound.request import Request
+from gateway.proxy.inbound.request import (
+    IncomingRequest,
+    ModelAliases,
+    Request,
+    RequestRules,
+    prepare,
+)
 from gateway.proxy.inbound.routes import ROUTES, Route
 from gateway.request import Caller, Priority
 from tests.fleet.build import a_node
@@ -55,7 +58,7 @@ _RULES = {
 _OLLAMA = (
     OllamaChatApi(clock=lambda: 1.0, wall_clock=lambda: 1e9),
     OllamaGenerateApi(clock=lambda: 1.0, wall_clock=lambda: 1e9),
-    OllamaEmbedApi("input", clock=lambda: 1.0, wall_clock=lambda: 1e9),
+    OllamaEmbedApi(clock=lambda: 1.0, wall_clock=lambda: 1e9),
 )
 
 _EDITED = frozenset({
@@ -180,16 +183,18 @@ def _check_request(body: bytes, route: Route, preparer: Preparer) -> None:
             elif name not in _EDITED:
                 assert _same(asked.get(name), got.get(name)), f"{name} was changed"
     lease = small.lease_request
-    assert lease.slots >= (1 if route.takes_slot else 0)
-    assert lease.prompt_tokens >= 0
-    assert min(lease.text_bytes, lease.exact_tokens, lease.media_tokens) >= 0
+    assert lease.size.slots >= (1 if route.takes_slot else 0)
+    assert lease.size.prompt_tokens >= 0
+    assert min(lease.size.text_bytes, lease.size.exact_tokens, lease.size.media_tokens) >= 0
     if isinstance(large, GatewayError):
         return
     other = large.lease_request
-    for name in ("model", "model_names", "slots", "stream", "max_tokens", "generates"):
-        assert getattr(lease, name) == getattr(other, name), name
+    for name in ("model", "model_names", "stream"):
+        assert getattr(lease.wanted, name) == getattr(other.wanted, name), name
+    for name in ("slots", "max_tokens", "generates"):
+        assert getattr(lease.size, name) == getattr(other.size, name), name
     # A small body is only searched for images where one could be.
-    assert other.needs_vision or not lease.needs_vision
+    assert other.wanted.needs_vision or not lease.wanted.needs_vision
     for name, sent in _sent(large).items():
         assert _same(_loads(sent), _loads(_sent(small)[name])), "a large body is edited otherwise"
 

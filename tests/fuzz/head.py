@@ -1,4 +1,4 @@
-"""The head parser: `web/protocol.py` with httptools, and `web/framing.py`.
+"""The head parser: `http/protocol.py` with httptools, and its decoder of chunks.
 
 Oracles: a plain reader of RFC 9112 finds each served request in the same bytes, with the same
 credentials and body; cuts change nothing; what waits is bounded and counted exactly.
@@ -12,16 +12,12 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import uvicorn
-from uvicorn.server import ServerState
-
 from gateway.config.listeners import LimitSettings
 from gateway.errors import ClientClosed, GatewayError
+from gateway.http.connections import CONNECTION_PIPELINE_BYTES
+from gateway.http.exchange import HttpExchange
+from gateway.http.protocol import BoundedProtocol, ChunkedDecoder, protocol_class
 from gateway.proxy.inbound.routes import Route
-from gateway.web.connections import CONNECTION_PIPELINE_BYTES
-from gateway.web.framing import ChunkedDecoder
-from gateway.web.http_exchange import HttpExchange
-from gateway.web.protocol import BoundedProtocol, protocol_class
 from tests.fuzz.inputs import Check, Target, divide, seed
 from tests.web.recorded_transport import RecordedTransport
 
@@ -112,15 +108,8 @@ class Connections:
         weakref.finalize(self, self._loop.close)
         self._served: list[Served] = []
         self.kind = protocol_class(LimitSettings(header_bytes=LIMIT), self._serve)
-        self._config = uvicorn.Config(
-            self._application,
-            http=self.kind,
-            ws="none",
-            interface="asgi3",
-            proxy_headers=False,
-            log_config=None,
-        )
-        self._state = ServerState()
+        self._open: set[BoundedProtocol] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def outcome(self, pieces: list[bytes]) -> Outcome:
         """What comes of these pieces, received one by one."""
@@ -128,7 +117,7 @@ class Connections:
 
     async def _outcome(self, pieces: list[bytes]) -> Outcome:
         self._served.clear()
-        connection = self.kind(self._config, self._state, {}, self._loop)
+        connection = self.kind(self._application, 5.0, self._open, self._tasks, self._loop)
         transport = RecordedTransport()
         connection.connection_made(transport)
         for piece in pieces:
@@ -144,10 +133,10 @@ class Connections:
         waiting = len(connection.backlog)
         assert transport.closed or not waiting or connection.tasks, "bytes wait for nothing"
         connection.connection_lost(None)
-        while self._state.tasks:  # noqa: ASYNC110 - a turn of the loop at a time
+        while self._tasks:  # noqa: ASYNC110 - a turn of the loop at a time
             await asyncio.sleep(0)
         assert self.kind.pipeline_queue.waiting_bytes == 0
-        assert not self._state.connections
+        assert not self._open
         return Outcome(list(self._served), statuses, waiting)
 
     async def _settle(self, connection: BoundedProtocol, transport: RecordedTransport) -> None:

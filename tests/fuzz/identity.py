@@ -21,11 +21,11 @@ from gateway.access.exposure import is_local, is_proxied
 from gateway.access.keys import KeyRing, hash_key
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
+from gateway.http.request_head import HandlerConfig, parse_context, x_request_id_of
 from gateway.lease import KeyedHash
 from gateway.proxy.client_response import headers_for_client, headers_for_node
 from gateway.request import Headers, Priority
 from gateway.usage.limits import LimitBook
-from gateway.web.request_context import HandlerConfig, parse_context, x_request_id_of
 from tests.fuzz.inputs import Check, Target, divide, seed
 
 KEYS = {"anna": "lg_anna_" + "a" * 43, "ben": "lg_ben_" + "b" * 43}

@@ -17,12 +17,12 @@ from itertools import count as count_from
 from gateway.config.settings import Settings
 from gateway.config.usage_limits import GroupSpec, LimitSpec, parse_budget
 from gateway.errors import GatewayError
-from gateway.lease import LeaseRequest
 from gateway.request import Caller, Priority
 from gateway.usage.accounts import MINUTE, Account
 from gateway.usage.limits import LimitBook, Reservation
 from gateway.usage.windows import DAY_SECONDS, WINDOW_PARTS
 from tests.fuzz.inputs import Check, Target, divide, seed
+from tests.lease_requests import a_lease_request
 
 PART = 2 * MINUTE / WINDOW_PARTS
 """Seconds by which an addition may leave a window late: that of its part, or of one beside it."""
@@ -146,8 +146,8 @@ class Play:
         caller = self._callers[number % 3]
         user = (None, "u", "v")[number // 3 % 3]
         size = next(self._numbers, 0)
-        request = LeaseRequest(
-            "req", ("m", "n")[size % 2], ("m",), "chat", Priority.NORMAL, caller.id, caller.id,
+        request = a_lease_request(
+            "req", ("m", "n")[size % 2], model_names=("m",), caller=caller.id,
             slots=size % 3, max_tokens=(None, 1, 50, 2000)[size // 3 % 4],
             prompt_tokens=(0, 5, 60, 900)[size // 12 % 4], text_bytes=(0, 40, 400, 4000)[size // 48 % 4],
         )  # fmt: skip

@@ -17,12 +17,11 @@ from gateway.proxy import sse
 from gateway.proxy.api.base import Api, AssemblyError, ResponseAssembler, ResponseRewriter
 from gateway.proxy.api.chat import CHAT
 from gateway.proxy.api.completions import COMPLETIONS
-from gateway.proxy.api.messages import MESSAGES, StopReasonRepair
-from gateway.proxy.api.messages_by_chat import ChatToMessage
+from gateway.proxy.api.messages import MESSAGES, ChatToMessage, StopReasonRepair
 from gateway.proxy.api.native import NATIVE
 from gateway.proxy.api.ollama import OllamaChatApi, OllamaGenerateApi
 from gateway.proxy.api.responses import RESPONSES, ResponsesRepair, TokenLimits
-from gateway.proxy.inbound.large_body import run_at_once
+from gateway.proxy.inbound.body import run_at_once
 from gateway.proxy.stream import TokenIdExtractor
 from gateway.proxy.transcript import TranscriptRecorder
 from gateway.transport.errors import InvalidResponse

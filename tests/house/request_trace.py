@@ -26,9 +26,7 @@ STAGES: Mapping[str, frozenset[str]] = {
     "forwarded": frozenset(
         {"Relay.__call__", "Forwarder.__call__", "Forwarder.forward", "Forwarder.run"}
     ),
-    "granted": frozenset(
-        {"Scheduler.lease_now", "LeaseGranter.granted", "LeaseGranter.grant", "Leases.grant"}
-    ),
+    "granted": frozenset({"Scheduler.lease_now", "Leases.grant"}),
     "closed": frozenset(
         {
             "_Exchange.close",

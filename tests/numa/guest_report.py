@@ -56,7 +56,7 @@ def main() -> None:
             up.send_signal(signal.SIGTERM)
             report["status"] = up.wait(120)
             log_progress(f"ended: {report['status']}")
-        report["left"] = children(1, "gateway.tools.local.embedded")
+        report["left"] = children(1, "node-server")
     except Exception as error:  # noqa: BLE001 - the test reports any error
         report["error"] = repr(error)
     report["log"] = LOG.read_text()[-4000:] if LOG.exists() else ""
@@ -103,7 +103,7 @@ def chat(number: int) -> dict[str, Any]:
         return {"status": error.code, "error": error.read().decode(errors="replace")}
 
 
-def children(parent: int, module: str = "gateway.tools.local.embedded") -> list[int]:
+def children(parent: int, module: str = "node-server") -> list[int]:
     """Ids of a process's children that run `module`."""
     found = []
     for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():

@@ -7,8 +7,14 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.events import AttemptEnded, EventBus, NodeChanged, RequestFinished
-from gateway.observe.metrics import MOST_MODELS, MOST_REFUSED, NODE_STATES, Metrics
-from gateway.observe.snapshot import MetricsSnapshot, NodeSample
+from gateway.observe.metrics import (
+    MOST_MODELS,
+    MOST_REFUSED,
+    NODE_STATES,
+    Metrics,
+    MetricsSnapshot,
+    NodeSample,
+)
 from gateway.request import Priority
 from tests.each_case import each_case
 

@@ -8,8 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from gateway.observe.logs import set_up_logging
-from gateway.observe.problem import Problem, Severity
-from gateway.observe.problem_log import OVER_SECONDS, ProblemLog
+from gateway.observe.problems import OVER_SECONDS, Problem, ProblemLog, Severity
 
 DOWN = Problem(
     "down:a",

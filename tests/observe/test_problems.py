@@ -7,20 +7,19 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from gateway.observe.fleet_condition import (
-    FleetCondition,
-    ModelNodes,
-    NodeCondition,
-    QueueCondition,
-    SpillCondition,
-    StorageCondition,
-    TrafficCondition,
-)
-from gateway.observe.problem import Problem, Severity
 from gateway.observe.problems import (
     MOST_NAMED_MODELS,
     MOST_NAMED_NODES,
     MOST_PROBLEMS,
+    FleetCondition,
+    ModelNodes,
+    NodeCondition,
+    Problem,
+    QueueCondition,
+    Severity,
+    SpillCondition,
+    StorageCondition,
+    TrafficCondition,
     find_problems,
 )
 from gateway.tools.cli import app

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.access.keys import ApiKey, new_key
-from gateway.observe.problem import Problem
+from gateway.observe.problems import Problem
 from gateway.request import Priority
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until

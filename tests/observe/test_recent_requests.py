@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from gateway.events import EventBus
-from gateway.observe.recent_requests import RecentRequests
+from gateway.observe.history import RecentRequests
 from tests.observe.test_metrics import finished
 
 

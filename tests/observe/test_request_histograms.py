@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.observe.request_histograms import MOST_LABEL_SETS, outcome_of
+from gateway.observe.metrics import MOST_LABEL_SETS, outcome_of
 from gateway.request import Priority
 from tests.each_case import each_case
 from tests.observe.test_metrics import Gateway, finished

@@ -21,6 +21,7 @@ from gateway.lease import (
 from gateway.proxy.inbound.request import Request
 from gateway.request import Caller, Priority
 from gateway.transport.pool import ConnectionPool
+from tests.lease_requests import a_lease_request
 
 CALLER = Caller("c", "c", Priority.NORMAL)
 
@@ -49,13 +50,6 @@ def a_granted_lease(**keys: Any) -> GrantedLease:
     )
 
 
-def a_lease_request(request_id: str = "req_1", **keys: Any) -> LeaseRequest:
-    """A request for a chat."""
-    return LeaseRequest(
-        request_id, "demo", ("demo",), "chat", Priority.NORMAL, "c", "c", stream=True, **keys
-    )
-
-
 def a_proxy_request(received_at: float = 0.0, body: bytes = b"{}", **keys: Any) -> Request:
     """The request of a streamed chat."""
     return Request(
@@ -67,7 +61,7 @@ def a_proxy_request(received_at: float = 0.0, body: bytes = b"{}", **keys: Any) 
         None,
         CALLER,
         received_at,
-        a_lease_request(**keys),
+        a_lease_request(**{"stream": True, **keys}),
         stream=True,
     )
 

@@ -22,8 +22,7 @@ import pytest
 from gateway import errors
 from gateway.config.routing import TimeoutSettings
 from gateway.fleet.health import another_prefills
-from gateway.fleet.node import Lease, NodeState
-from gateway.fleet.slot_occupancy import LeasePhase
+from gateway.fleet.node import Lease, LeasePhase, NodeState
 from gateway.proxy.attempt import (
     REPORT_INTERVAL,
     Attempt,

@@ -24,8 +24,7 @@ from gateway.proxy.forwarder import Forwarder
 from gateway.proxy.in_flight import InFlightRequest
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.request import Priority
-from gateway.transport.node_pool import node_address
-from gateway.transport.pool import ConnectionPool
+from gateway.transport.pool import ConnectionPool, node_address
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.fleet.build import a_spec
 from tests.gateways import until
@@ -393,7 +392,7 @@ async def test_a_stream_whose_node_dies_is_resumed_under_another_lease() -> None
         assert (died.response_began, died.node_done) == (True, False)
         assert (ended.outcome, ended.response_began) == ("ok", True)
         request, tried = proxy.leases.asked[-1]
-        assert request.resume_key == ("model",)
+        assert request.wanted.resume_key == ("model",)
         assert tried.excluded_nodes == {"a"}
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from gateway import errors
 from gateway.events import AttemptEnded
-from gateway.fleet.slot_occupancy import LeasePhase
+from gateway.fleet.node import LeasePhase
 from gateway.lease import GrantedLease, NodeInfo
 from gateway.proxy.in_flight import PrefillProgress
 from gateway.transport.errors import InvalidResponse
@@ -215,7 +215,7 @@ class Prefill:
         lease = GrantedLease(1, node, "demo", "demo", 1, True, 60.0, expected)
         self.attempt = Reading(lease)
         self.progress = PrefillProgress()
-        request = SimpleNamespace(lease_request=SimpleNamespace(slots=1))
+        request = SimpleNamespace(lease_request=SimpleNamespace(size=SimpleNamespace(slots=1)))
         api = SimpleNamespace(progress_fields={}, progress_replaces_event=False)
         self.progress.begin_attempt(
             cast("Any", self.attempt), cast("Any", request), cast("Any", api), b"{}"

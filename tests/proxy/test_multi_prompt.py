@@ -113,7 +113,7 @@ async def test_a_request_that_has_begun_is_not_shed(tmp_path: Path) -> None:
         ]
         running = proxy.app.registry
         await until(lambda: sum(1 for one in running if one.attempt is not None) == 4)
-        await until(lambda: all(one.request.admitted for one in scheduler.waiters))
+        await until(lambda: all(one.request.caller.admitted for one in scheduler.waiters))
         await until(lambda: len(scheduler.queue_positions()) == 4)
         other = await proxy.ask(PATH, prompt="one", headers={"authorization": f"Bearer {few.text}"})
         assert (other.status_code, other.json()["error"]["code"]) == (429, "queue_full")

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.fleet.health import RETRY_REFUSED_AFTER
 from gateway.fleet.node import NodeState
-from gateway.fleet.probes import RETRY_REFUSED_AFTER
 from gateway.proxy.outcome import (
     ResponseOutcome,
     classify,

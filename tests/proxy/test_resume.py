@@ -14,8 +14,7 @@ import pytest
 
 from gateway import errors
 from gateway.events import StreamResumed
-from gateway.fleet.node import NodeState
-from gateway.fleet.slot_occupancy import LeasePhase
+from gateway.fleet.node import LeasePhase, NodeState
 from gateway.proxy import sse
 from gateway.proxy.api.resuming import ReasoningEndMark
 from gateway.proxy.in_flight import InFlightRequest

@@ -15,7 +15,7 @@ import pytest
 from gateway.events import AttemptEnded
 from gateway.fleet.node import NodeState
 from gateway.fleet.state_files import PropertiesStore
-from gateway.tools.local.server_command import find_binary
+from gateway.tools.local.server import find_binary
 from setup.llama_server import PROGRAM, build_of, cache_folder
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec

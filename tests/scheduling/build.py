@@ -16,10 +16,9 @@ from gateway.fleet.node import Lease, Node
 from gateway.fleet.server_properties import ServerProperties
 from gateway.fleet.state_files import DrainedNodes
 from gateway.lease import NOTHING_TRIED, LeaseRequest, Tried
-from gateway.request import Priority
-from gateway.scheduling.lease_granter import LeaseRecord
-from gateway.scheduling.scheduler import Scheduler
+from gateway.scheduling.scheduler import LeaseRecord, Scheduler
 from tests.fleet.build import a_node, no_upstream
+from tests.lease_requests import a_lease_request
 
 CALLER = "c"
 _numbers = itertools.count()
@@ -35,17 +34,8 @@ def node(
 
 
 def a_request(model: str = "demo", *candidates: str, **keys: Any) -> LeaseRequest:
-    number = next(_numbers)
-    return LeaseRequest(
-        id=f"req_{number}",
-        model=model,
-        model_names=candidates or (model,),
-        endpoint=keys.pop("endpoint", "chat"),
-        priority=keys.pop("priority", Priority.NORMAL),
-        caller=keys.pop("caller", CALLER),
-        fairness_key=keys.pop("fairness_key", CALLER),
-        **keys,
-    )
+    fields = {"fairness_key": CALLER, "model_names": candidates or (model,), **keys}
+    return a_lease_request(f"req_{next(_numbers)}", model, **fields)
 
 
 def failed_on(*nodes: str) -> Tried:
@@ -103,20 +93,20 @@ async def take_lease(
     granted = scheduler.lease_now(request, tried, age) or await scheduler.wait_for_lease(
         request, tried, age, response_started=response_started
     )
-    return scheduler.granter.records[granted.id].lease, granted.model
+    return scheduler.records[granted.id], granted.model
 
 
 async def take_record(scheduler: Scheduler, request: LeaseRequest) -> LeaseRecord:
     """The scheduler's record of a request's lease."""
     granted = scheduler.lease_now(request) or await scheduler.wait_for_lease(request)
-    return scheduler.granter.records[granted.id]
+    return scheduler.records[granted.id]
 
 
 def lease_at_once(scheduler: Scheduler, request: LeaseRequest) -> LeaseRecord:
     """The scheduler's record of a lease for which the request does not have to wait."""
     granted = scheduler.lease_now(request)
     assert granted is not None
-    return scheduler.granter.records[granted.id]
+    return scheduler.records[granted.id]
 
 
 async def start_lease(

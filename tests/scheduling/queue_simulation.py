@@ -9,10 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.request import Priority
-from gateway.scheduling.dispatcher import Dispatcher
-from gateway.scheduling.matching import DispatchRules
-from gateway.scheduling.node_slots import NodeSlots, Placement, QueuedRequest, TierSets
-from gateway.scheduling.placement_state import PlacementState
+from gateway.scheduling.dispatcher import Dispatcher, DispatchRules
+from gateway.scheduling.placement_state import (
+    NodeSlots,
+    Placement,
+    PlacementState,
+    QueuedRequest,
+    TierSets,
+)
 
 _numbers = itertools.count(1)
 

@@ -1,12 +1,20 @@
+"""Where requests are placed, which wait, and the counts of both under any order of events."""
+
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gateway.request import Priority
-from gateway.scheduling.matching import MOST_DECLINES, DispatchRules
+from gateway.scheduling.dispatcher import MOST_DECLINES, DispatchRules, StarvationGuard
+from gateway.scheduling.placement_state import Placement, QueuedRequest
+from gateway.scheduling.selection import POLICIES
 from tests.scheduling.queue_simulation import QueueSimulation
 
 
@@ -363,3 +371,259 @@ def test_usage_as_predicted_changes_no_counter_though_the_token_weight_has_chang
             sim.finish(other, 0.0)
     sim.dispatcher.settled(placement, 10.0, 0.0, 20.0)
     assert account.counter == counted
+
+
+def test_one_placement_in_ten_is_for_overdue_requests() -> None:
+    guard = StarvationGuard(0.1)
+    given = []
+    for _ in range(30):
+        given.append(guard.overdue_next)
+        guard.placed(to_overdue=guard.overdue_next)
+    assert given == ([False] * 9 + [True]) * 3
+
+
+def test_with_a_share_of_zero_overdue_requests_get_no_preference() -> None:
+    guard = StarvationGuard(0.0)
+    for _ in range(100):
+        guard.placed(to_overdue=False)
+    assert not guard.overdue_next
+
+
+@pytest.mark.parametrize("flood", [Priority.URGENT, Priority.NORMAL])
+def test_the_lowest_class_waits_no_longer_than_the_bound(flood: Priority) -> None:
+    patience = dict.fromkeys(Priority, 30.0)
+    sim = QueueSimulation((2, 2), DispatchRules(overdue_after=patience))
+    service, horizon = 2.0, 400.0
+    rate = 4 / service
+    arrivals = []
+    batch = []
+    for i in range(5):
+        batch.append(
+            sim.request(priority=Priority.BATCH, fairness_key="patient", received_at=0.0 + i)
+        )
+        arrivals.append((float(i), batch[-1]))
+    for i in range(int(1.5 * rate * horizon)):
+        at = i / (1.5 * rate)
+        arrivals.append((at, sim.request(priority=flood, fairness_key=f"{i % 7}", received_at=at)))
+    placed = sim.play(arrivals, until=horizon)
+    for place, queued in enumerate(batch):
+        # Those above are overdue as well after 30 s, and older ones go first.
+        ahead = place + sum(
+            1
+            for other, placement in placed.items()
+            if other.priority is flood
+            and other.arrival_key < queued.arrival_key
+            and placement.placed_at > queued.received_at + 30
+        )
+        bound = 30.0 + (ahead + 1) / (0.1 * rate) + service
+        assert queued in placed
+        assert placed[queued].placed_at - queued.received_at <= bound
+
+
+def test_without_overdue_requests_the_class_decides_alone() -> None:
+    sim = QueueSimulation((1,))
+    (running,) = sim.fill()
+    low = [sim.arrive(priority=Priority.BATCH)[0] for _ in range(3)]
+    high = [sim.arrive(priority=Priority.URGENT)[0] for _ in range(20)]
+    order = []
+    for i in range(20):
+        (running,) = sim.finish(running, i / 10)
+        order.append(running.queued)
+    assert set(order) == set(high)
+    assert sim.waiting() == low
+
+
+def test_callers_of_one_class_share_fairly_however_long_one_of_them_has_waited() -> None:
+    sim = QueueSimulation((1,), DispatchRules(overdue_after=dict.fromkeys(Priority, 30.0)))
+    (running,) = sim.fill()
+    for _ in range(200):
+        sim.arrive(fairness_key="much", completion_tokens=20.0)
+    for _ in range(40):
+        sim.arrive(fairness_key="little", completion_tokens=20.0)
+    callers = []
+    for i in range(60):
+        (running,) = sim.finish(running, 100.0 + i)
+        callers.append(running.queued.fairness_key)
+    assert abs(callers.count("much") - callers.count("little")) <= 4
+
+
+# Under any order of events the counts are right and no slot idles without a reason.
+
+
+NODES = 4
+indexes = st.integers(0, NODES - 1)
+absurd = st.one_of(
+    st.floats(0, 4000), st.sampled_from([math.nan, math.inf, -math.inf, -1.0, 0.0, 1e18])
+)
+requests = st.fixed_dictionaries(
+    {
+        "what": st.just("arrive"),
+        "priority": st.sampled_from(Priority),
+        "fairness_key": st.sampled_from("abc"),
+        "slots": st.sampled_from([0, 1, 1, 1, 2, 3]),
+        "prompt_tokens": absurd,
+        "completion_tokens": absurd,
+        "cached": st.dictionaries(indexes, st.floats(0, 5000), max_size=3),
+        "pending": st.dictionaries(indexes, st.floats(0, 5000), max_size=2),
+        "excluded": st.frozensets(indexes, max_size=2),
+        "failed": st.frozensets(indexes, max_size=2),
+        "pool_tokens": st.sampled_from([0.0, 200.0, 700.0, 3000.0, math.inf]),
+    }
+)
+events = st.one_of(
+    requests,
+    requests,
+    st.fixed_dictionaries({"what": st.just("finish"), "which": st.integers(0, 50)}),
+    st.fixed_dictionaries({"what": st.just("finish"), "which": st.integers(0, 50)}),
+    st.fixed_dictionaries({"what": st.just("withdraw"), "which": st.integers(0, 50)}),
+    st.fixed_dictionaries({"what": st.just("cancel"), "which": st.integers(0, 50)}),
+    st.fixed_dictionaries(
+        {
+            "what": st.just("slots"),
+            "which": indexes,
+            "capacity": st.integers(0, 3),
+            "foreign": st.integers(0, 2),
+        }
+    ),
+    st.fixed_dictionaries(
+        {
+            "what": st.just("pool"),
+            "which": indexes,
+            "tokens": st.sampled_from([0, 1000, 4000]),
+            "foreign": st.sampled_from([0, 0, 500]),
+        }
+    ),
+    st.fixed_dictionaries(
+        {"what": st.just("speed"), "which": indexes, "values": st.tuples(absurd, absurd, absurd)}
+    ),
+)
+plays = st.lists(st.tuples(st.floats(0, 20), events), max_size=60)
+
+
+def play(played: list[tuple[float, dict[str, Any]]], rules: DispatchRules) -> list[tuple[str, str]]:
+    """Play the events, with a check after each; returns which request was placed on which row."""
+    sim = QueueSimulation((3, 2, 2, 1), rules, speeds=(600.0, 250.0, 250.0, 100.0))
+    withdrawn: set[QueuedRequest] = set()
+    arrived: list[QueuedRequest] = []
+    order: list[tuple[str, str]] = []
+    now = 0.0
+
+    def note(placements: list[Placement]) -> None:
+        for one in placements:
+            assert one.queued not in withdrawn
+            assert one.row.index not in one.queued.excluded
+            order.append((str(arrived.index(one.queued)), one.row.name))
+
+    for gap, event in played:
+        now += gap
+        match event["what"]:
+            case "arrive":
+                options = {key: value for key, value in event.items() if key != "what"}
+                queued = sim.request(received_at=now, **options)
+                arrived.append(queued)
+                placement = sim.dispatcher.place_or_queue(queued, now)
+                if placement is not None:
+                    sim.running.append(placement)
+                    note([placement])
+            case "finish" if sim.running:
+                note(sim.finish(sim.running[event["which"] % len(sim.running)], now))
+            case "cancel" if sim.running:
+                placement = sim.running.pop(event["which"] % len(sim.running))
+                sim.dispatcher.cancelled(placement, now)
+                note(sim.match(now))
+            case "withdraw" if arrived:
+                queued = arrived[event["which"] % len(arrived)]
+                if sim.dispatcher.withdraw(queued):
+                    withdrawn.add(queued)
+                note(sim.match(now))
+            case "slots":
+                row = sim.rows[event["which"]]
+                before = row.ours
+                sim.state.set_slots(row, 3, event["capacity"], event["foreign"])
+                assert row.ours == before
+                note(sim.match(now))
+            case "pool":
+                row = sim.rows[event["which"]]
+                sim.state.set_pool(row, event["tokens"], event["foreign"])
+                note(sim.match(now))
+            case "speed":
+                sim.state.set_speed(sim.rows[event["which"]], *event["values"])
+        check(sim, now)
+    return order
+
+
+def check(sim: QueueSimulation, now: float) -> None:
+    dispatcher = sim.dispatcher
+    for row in sim.rows:
+        running = [one for one in sim.running if one.row is row]
+        assert row.running == running
+        assert row.ours == sum(one.queued.slots for one in running)
+        assert row.free == max(0, row.capacity - row.ours - row.foreign)
+        assert (row.index in sim.state.free_rows) == (row.free > 0)
+        assert math.isfinite(row.ends_sum)
+        shares = [min(one.queued.tokens_needed, row.pool) for one in running if one.queued.slots]
+        assert row.pool_reserved == pytest.approx(sum(shares) if row.pool else 0.0)
+        assert row.reserved_for is None or row.reserved_for.account is not None
+    assert sim.state.pools == sum(row.pool > 0 for row in sim.rows)
+    waiting = sim.waiting(now)
+    assert len(waiting) == dispatcher.waiting == sum(dispatcher.depths().values())
+    assert not {one.queued for one in sim.running} & set(waiting)
+    assert len(set(waiting)) == len(waiting)
+    assert all(queued.account is not None for queued in waiting)
+    assert [dispatcher.count_ahead(queued) for queued in waiting] == list(range(len(waiting)))
+    assert all(wait >= 0 for _, wait in dispatcher.predicted_waits(now))
+    for queued in waiting:
+        assert dispatcher.predicted_wait(queued, now) >= 0
+        if queued.deferred_to is None and queued.slots == 1:
+            for row in sim.rows:
+                barred = (
+                    row.index in queued.excluded
+                    or row.index in queued.failed
+                    or row.reserved_for is not None
+                    or row.tokens_short(queued.tokens_needed) > 0.0
+                )
+                spare = row.batch_reserve if queued.priority is Priority.BATCH else 0
+                assert barred or row.free <= spare, "a slot idles"
+        if queued.deferred_to is not None:
+            assert queued in queued.deferred_to.deferred
+            wake = dispatcher.wake_at()
+            assert wake is not None
+            assert wake <= queued.deferred_until
+
+
+@settings(max_examples=300, deadline=None)
+@given(plays, st.sampled_from(sorted(POLICIES)), st.sampled_from([0.0, 0.5]))
+def test_counts_are_right_and_no_slot_idles_without_a_reason(
+    happened: list[tuple[float, dict[str, Any]]], policy: str, reserve: float
+) -> None:
+    play(happened, DispatchRules(policy=policy, batch_reserve=reserve))
+
+
+@settings(max_examples=50, deadline=None)
+@given(plays)
+def test_the_same_seed_places_alike(happened: list[tuple[float, dict[str, Any]]]) -> None:
+    assert play(happened, DispatchRules()) == play(happened, DispatchRules())
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32), st.floats(0.2, 5.0))
+def test_every_arrival_is_served_in_the_end(seed: int, lengths: float) -> None:
+    rng = random.Random(seed)
+    sim = QueueSimulation((2, 2, 1), seed=seed, speeds=(600.0, 250.0, 100.0))
+    arrivals = []
+    for _ in range(80):
+        at = rng.uniform(0, 100)
+        queued = sim.request(
+            received_at=at,
+            priority=rng.choice(list(Priority)),
+            fairness_key=rng.choice("abcdef"),
+            slots=rng.choice([1, 1, 1, 2]),
+            prompt_tokens=rng.expovariate(1 / 1500),
+            completion_tokens=rng.expovariate(1 / 100),
+            cached={rng.randrange(3): rng.uniform(0, 2000)},
+            pending={rng.randrange(3): rng.uniform(0, 2000)},
+        )
+        arrivals.append((at, queued))
+    assert len(sim.play(arrivals, lengths=lengths)) == len(arrivals)
+    assert not sim.running
+    assert all(row.ours == 0 for row in sim.rows)

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.fleet.node import Node, NodeState
-from gateway.fleet.slot_occupancy import LeasePhase
+from gateway.fleet.node import LeasePhase, Node, NodeState
 from gateway.lease import (
     NOTHING_CHARGED,
     NOTHING_TRIED,
@@ -323,7 +322,7 @@ def test_a_resumed_response_teaches_by_the_clients_own_request() -> None:
         world.clock.passes(1.0)
         world.leases.settle(UsageReport(lease.id, USAGE, Usage(500, 0, 20), 5), own)
     estimates = world.scheduler.demand_model.token_estimates
-    prompt, _ = estimates.expected_tokens("demo", own.fairness_key, 1000, 4000, 0, 0)
+    prompt, _ = estimates.expected_tokens("demo", own.caller.fairness_key, 1000, 4000, 0, 0)
     assert prompt == pytest.approx(500.0, rel=0.1)
 
 

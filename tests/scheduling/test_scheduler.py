@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gateway import errors
 from gateway.errors import GatewayError
 from gateway.fleet.node import Lease, Node, NodeState
+from gateway.fleet.server_properties import ServerProperties
 from gateway.lease import LeaseRequest
 from gateway.request import Priority
 from gateway.scheduling.scheduler import MOST_PLACED_BY_TOKENS, Scheduler
@@ -24,6 +25,7 @@ from tests.scheduling.build import (
     a_request,
     a_scheduler,
     failed_on,
+    lease_at_once,
     node,
     refused_by,
     settle,
@@ -505,7 +507,7 @@ async def test_a_client_that_leaves_while_the_nodes_change_gets_no_lease() -> No
     await settle()
     assert waiting.cancelled()
     assert new.leased == 0
-    assert len(scheduler.granter.records) == 1
+    assert len(scheduler.records) == 1
     assert not scheduler.queue_positions()
 
 
@@ -589,10 +591,10 @@ class World:
         reserved = {name for name, row in state.by_name.items() if row.reserved_for is not None}
         for request in waiting:
             for one in self.nodes:
-                if not one.served_name(request.model):
+                if not one.served_name(request.wanted.model):
                     continue
-                if request.slots:
-                    assert one.name in reserved or one.free_slots(now) < request.slots
+                if request.size.slots:
+                    assert one.name in reserved or one.free_slots(now) < request.size.slots
                 else:
                     assert not one.capacity(now)
 
@@ -684,7 +686,7 @@ async def test_a_prompt_that_cannot_be_read_in_time_is_refused_though_a_slot_is_
     late = a_request(prompt_tokens=3000, exact_tokens=3000, max_tokens=10, time_limit=0.5)
     unmeasured = scheduler.lease_now(late)
     assert unmeasured is not None
-    scheduler.granter.release_unused(unmeasured.id)
+    scheduler.release_unused(unmeasured.id)
     only.speed.learn_timings(
         {"prompt_n": 3000, "prompt_ms": 30_000.0, "predicted_n": 9, "predicted_ms": 9}
     )
@@ -842,3 +844,68 @@ async def test_one_turn_of_the_loop_matches_a_few_requests_by_tokens_and_the_nex
     assert scheduler.lease_now(small()) is None
     await settle()
     assert all(task.done() for task in tasks)
+
+
+# Leases and their records.
+
+
+def test_leases_have_numbers_of_their_own() -> None:
+    scheduler = a_scheduler(node(slots=4))
+    ids = [granted.id for _ in range(4) if (granted := scheduler.lease_now(a_request()))]
+    assert len(set(ids)) == 4
+    assert set(scheduler.records) == set(ids)
+
+
+def test_the_placement_of_a_node_that_has_left_is_forgotten() -> None:
+    scheduler = a_scheduler(node("a"), node("b"))
+    record = lease_at_once(scheduler, a_request())
+    del scheduler.fleet.nodes[record.node.name]
+    scheduler.fleet.model_index.set_nodes(scheduler.fleet.nodes.values())
+    scheduler.capacity_changed()
+    assert record.placement is not None
+    record.release()
+    assert record.placement is None
+
+
+async def test_a_lease_that_its_request_does_not_take_is_given_back() -> None:
+    only = node(slots=1)
+    scheduler = a_scheduler(only)
+    held = lease_at_once(scheduler, a_request())
+    waiting = asyncio.create_task(scheduler.wait_for_lease(a_request()))
+    await settle()
+    held.release()
+    scheduler.match()
+    waiting.cancel()  # after the grant, before the task has gone on
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert waiting.cancelled()
+    assert (only.leased, len(scheduler.records)) == (0, 1)
+
+
+def test_the_expected_prefill_is_that_of_a_node_whose_speed_is_known() -> None:
+    clock = Clock()
+    only = node(state=NodeState.READY)
+    scheduler = a_scheduler(only, clock=clock)
+    request = a_request(exact_tokens=500, prompt_tokens=500)
+    first = scheduler.lease_now(request)
+    assert first is not None
+    assert first.expected_prefill is None
+    assert first.prefill_grace == 4 * 500 / 25.0
+    only.speed.learn_timings(
+        {"prompt_n": 3000, "prompt_ms": 30_000.0, "predicted_n": 9, "predicted_ms": 9}
+    )
+    scheduler.release_unused(first.id)
+    scheduler.fleet.refresh_state(only)
+    second = scheduler.lease_now(request)
+    assert second is not None
+    assert second.expected_prefill is not None
+    assert 4.0 < second.expected_prefill < 6.0
+    assert 16.0 < second.prefill_grace < 24.0
+
+
+def test_only_a_llama_cpp_server_is_asked_for_a_stream_to_assemble() -> None:
+    for kind, streams in (("llama.cpp", True), ("openai", False)):
+        one = node(kind=kind)
+        one.properties = ServerProperties(models=("demo",))
+        granted = a_scheduler(one).lease_now(a_request(may_assemble=True))
+        assert granted is not None
+        assert granted.stream is streams

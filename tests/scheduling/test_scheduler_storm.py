@@ -15,9 +15,8 @@ from gateway.errors import GatewayError
 from gateway.fleet.node import Node, NodeState
 from gateway.lease import LeaseRequest, PromptKey, Usage
 from gateway.request import Priority
-from gateway.scheduling.lease_granter import LeaseRecord
-from gateway.scheduling.scheduler import Scheduler
-from gateway.scheduling.waiters import Waiter
+from gateway.scheduling.admission import Waiter
+from gateway.scheduling.scheduler import LeaseRecord, Scheduler
 from tests.fleet.build import Clock
 from tests.scheduling.build import a_request, a_scheduler, node, settle, take_record
 from tests.virtual import VirtualLoop
@@ -91,7 +90,7 @@ class World:
         if not self.running:
             return
         request, record = self.running.pop(number % len(self.running))
-        record.lease.release()
+        record.release()
         demand_model = self.scheduler.demand_model
         if number % 4 == 0:
             demand_model.abandoned(record.placement, refund=bool(number % 8))
@@ -150,7 +149,7 @@ class World:
     def check(self) -> None:
         state, now = self.scheduler.dispatcher.placement_state, self.clock()
         for name, one in self.scheduler.fleet.nodes.items():
-            leases = [record.lease for _, record in self.running]
+            leases = [lease for _, lease in self.running]
             assert one.leased == sum(lease.slots for lease in leases if lease.node is one)
             assert one.leased <= one.slots_total
             assert state.by_name[name].free == one.free_slots(now), name
@@ -189,11 +188,11 @@ class World:
         """
         most = self.scheduler.settings.queue.slotless
         callers = [
-            running.caller
+            running.caller.id
             for running, lease in self.running
-            if lease.lease.node is one and not lease.lease.slots
+            if lease.node is one and not lease.slots
         ]
-        return len(callers) < most and callers.count(request.caller) < (most + 1) // 2
+        return len(callers) < most and callers.count(request.caller.id) < (most + 1) // 2
 
 
 EVENTS = (

@@ -11,7 +11,7 @@ import pytest
 
 from gateway.events import RequestFinished
 from gateway.trace_context import RequestTrace
-from gateway.tracing.export import MOST_WAITING, TraceCounts, TraceExporter
+from gateway.tracing.request_tracing import MOST_WAITING, TraceCounts, TraceExporter
 from gateway.tracing.spans import EndedRequest
 
 LIMIT = 30.0

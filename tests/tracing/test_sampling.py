@@ -5,7 +5,7 @@ import random
 import pytest
 
 from gateway.trace_context import Traceparent
-from gateway.tracing.sampling import Allowance, Sampler
+from gateway.tracing.request_tracing import Allowance, Sampler
 
 CLIENT = Traceparent("1" * 32, "1" * 16, sampled=True)
 SILENT = Traceparent("1" * 32, "1" * 16, sampled=False)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from gateway.transport.certificates import (
+from gateway.http.certificates import (
     CertificateError,
     ListenerCertificates,
     ServerCertificate,

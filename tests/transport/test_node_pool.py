@@ -10,10 +10,9 @@ import pytest
 import trustme
 from pydantic import SecretStr
 
-from gateway.config.inventory import NodeSpec
+from gateway.config.node import NodeSpec
 from gateway.transport.errors import ConnectFailed, ConnectTimedOut
-from gateway.transport.node_pool import node_address, open_node_pool
-from gateway.transport.pool import ConnectionPool
+from gateway.transport.pool import ConnectionPool, node_address, open_node_pool
 from tests.transport.pool_client import pool_client
 from tests.transport.raw import Peer, always, raw_server
 

@@ -22,6 +22,7 @@ from gateway.usage.limit_sync import LimitSync
 from gateway.usage.limits import LimitBook
 from gateway.usage.meter import Meter, MeteredRequest
 from gateway.usage.processes import ProcessIdentity
+from tests import lease_requests
 
 NOW = 1_780_000_000.0
 """Some day at the end of May 2026."""
@@ -71,9 +72,7 @@ def a_lease_request(prompt: int = 0, most: int | None = None, **keys: Any) -> Le
         "max_tokens": most,
         **keys,
     }
-    return LeaseRequest(
-        f"req_{next(_NUMBERS)}", "m", ("m",), "chat", Priority.NORMAL, "alice", "alice", **values
-    )
+    return lease_requests.a_lease_request(f"req_{next(_NUMBERS)}", "m", caller="alice", **values)
 
 
 @dataclass(eq=False)

@@ -44,7 +44,7 @@ from gateway.proxy.in_flight import DEFAULT_BATCH, PROGRESS_TOKENS
 from gateway.store.database import locate_store
 from gateway.store.schema import open_requests, usage
 from gateway.store.store import Store
-from gateway.tools.local.server_process import claim_port, claimed_port
+from gateway.tools.local.server import claim_port, claimed_port
 from gateway.usage.processes import LOST
 from tests.emulator import EmulatedNode
 from tests.emulator.generation import TokenTally

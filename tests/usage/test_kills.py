@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.tools.local.server_process import claim_port, claimed_port
+from gateway.tools.local.server import claim_port, claimed_port
 from tests.gateways import until
 from tests.postgres import needs_postgres
 from tests.usage.kills import (

@@ -108,7 +108,7 @@ def an_open_request(id_: str, started_at: float, *, tokens: int = 0, **keys: Any
 
 @contextmanager
 def running(ledger: Ledger) -> Iterator[None]:
-    task = asyncio.get_running_loop().create_task(ledger.run())
+    task = asyncio.get_running_loop().create_task(ledger.worker.run())
     try:
         yield
     finally:
@@ -185,11 +185,11 @@ async def test_a_batch_is_written_once_though_nobody_knows_whether_it_was(url: s
             ledger.add(a_row(f"r{i}"))
         with running(ledger):
             for _ in range(3):
-                failures = ledger.failures
-                await until(lambda before=failures: ledger.failures > before)
+                failures = ledger.worker.failures
+                await until(lambda before=failures: ledger.worker.failures > before)
                 assert ledger.pending >= 3
                 assert ledger.problem == "gone; wait"
-                ledger.add(a_row(f"later{ledger.failures}"))
+                ledger.add(a_row(f"later{ledger.worker.failures}"))
                 world.clock.passes(60.0)
             await until(lambda: ledger.pending == 0, LIMIT)
         rows = await world.all(usage)

@@ -316,14 +316,14 @@ async def test_a_start_without_the_store_admits_and_counts_all_when_it_comes(
         late = world.process()
         with without_its_store(late):
             await late.start([alice])
-            assert str(late.sync.problem) == "gone; wait"
+            assert str(late.sync.worker.problem) == "gone; wait"
             assert refusal(late, alice, 100) == ""
             late.end(0, 80)
             late.bus.flush()
         world.clocks.advance(20.0)  # it has waited before it tries again
         await late.step()
         await late.step()
-        assert str(late.sync.problem) == "None"
+        assert str(late.sync.worker.problem) == "None"
         found = counted(await world.rows(), "key:alice", world.clocks.wall())
         assert (found.day_tokens, found.requests) == (980, 10)
         assert used(late.account("key:alice"), world.clocks) == found
@@ -361,7 +361,7 @@ async def test_a_clock_that_was_wrong_at_the_start_frees_nothing_when_it_is_set(
         await process.step()
         world.clocks.set_wall(NOW)
         if store_fails:
-            with without_its_store(process):
+            with without_its_store(process), pytest.raises(StoreUnavailable):
                 await process.sync.look()
         world.clocks.advance(20.0)
         await process.step()

@@ -48,7 +48,7 @@ async def test_the_store_is_read_again_only_when_it_may_have_something_new(
     with opened(f"sqlite:///{tmp_path}/gateway.db") as other:
         await store.wait_opened(30.0)
         await sync.start()
-        work = asyncio.create_task(sync.run())
+        work = asyncio.create_task(sync.worker.run())
 
         async def after_polls() -> int:
             least = polls + 20

@@ -13,12 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
+from gateway.http.response_head import rate_limit_lines
 from gateway.request import Caller
 from gateway.store.database import locate_store
 from gateway.store.store import Store
 from gateway.usage.accounts import Account
 from gateway.usage.retention import RollUp
-from gateway.web.response_heads import rate_limit_lines
 from tests.usage.build import (
     NOW,
     Clocks,

@@ -19,7 +19,7 @@ from gateway.usage.meter import Meter
 from tests.emulator import EmulatedNode
 from tests.fleet.build import Clock
 from tests.gateways import running_gateway, until
-from tests.proxy.fake_lease_service import a_lease_request
+from tests.lease_requests import a_lease_request
 
 NOW = 1_780_000_000.0
 ALICE = Caller("k1", "alice", Priority.NORMAL, group="team", trust_user_headers=True)

@@ -18,8 +18,8 @@ from gateway.usage.node_hours import (
     INTERVAL,
     MOST_CLAIMS,
     AliveNode,
-    Claim,
     NodeHoursRecorder,
+    NodeUptime,
     by_day,
     count_claims,
 )
@@ -41,26 +41,26 @@ def recorded(connection: Connection) -> dict[str, tuple[float, float]]:
 def test_each_minute_adds_its_share_of_the_price(connection: Connection) -> None:
     for minute in range(10):
         start = NOON + 60 * minute
-        count_claims(connection, [Claim(NODE, start, start + 60)])
+        count_claims(connection, [NodeUptime(NODE, start, start + 60)])
     assert recorded(connection) == {"2027-01-15": (600.0, 0.06)}
 
 
 def test_a_minute_that_two_processes_saw_counts_once(connection: Connection) -> None:
-    count_claims(connection, [Claim(NODE, NOON, NOON + 60)])
-    count_claims(connection, [Claim(NODE, NOON + 30, NOON + 90)])
-    count_claims(connection, [Claim(NODE, NOON, NOON + 60)])
+    count_claims(connection, [NodeUptime(NODE, NOON, NOON + 60)])
+    count_claims(connection, [NodeUptime(NODE, NOON + 30, NOON + 90)])
+    count_claims(connection, [NodeUptime(NODE, NOON, NOON + 60)])
     assert recorded(connection) == {"2027-01-15": (90.0, 0.009)}
 
 
 def test_a_time_over_midnight_belongs_to_both_days(connection: Connection) -> None:
-    count_claims(connection, [Claim(NODE, MIDNIGHT - 20, MIDNIGHT + 40)])
+    count_claims(connection, [NodeUptime(NODE, MIDNIGHT - 20, MIDNIGHT + 40)])
     assert recorded(connection) == {"2027-01-15": (20.0, 0.002), "2027-01-16": (40.0, 0.004)}
     assert list(by_day(NOON, NOON)) == []
 
 
 def test_a_new_price_holds_from_then_on(connection: Connection) -> None:
     dearer = NODE._replace(cost_per_hour=3.6)
-    claims = [Claim(NODE, NOON, NOON + 60), Claim(dearer, NOON + 60, NOON + 120)]
+    claims = [NodeUptime(NODE, NOON, NOON + 60), NodeUptime(dearer, NOON + 60, NOON + 120)]
     count_claims(connection, claims)
     assert recorded(connection) == {"2027-01-15": (120.0, 0.066)}
 
@@ -129,8 +129,8 @@ def test_processes_that_look_in_turn_count_the_time_in_which_any_looked(
         time, looked, seen = NOON, dict.fromkeys(range(3), NOON), set[int]()
         for process, seconds in moves:
             time += seconds
-            count_claims(connection, [Claim(NODE, looked[process], time)])
-            count_claims(connection, [Claim(NODE, looked[process], time)])  # Told twice.
+            count_claims(connection, [NodeUptime(NODE, looked[process], time)])
+            count_claims(connection, [NodeUptime(NODE, looked[process], time)])  # Told twice.
             seen.update(range(int(looked[process] - NOON), int(time - NOON)))
             looked[process] = time
         assert recorded(connection)["2027-01-15"][0] == len(seen)

@@ -17,15 +17,19 @@ from starlette.types import ASGIApp
 from gateway.access.admin_keys import AdminKeys
 from gateway.access.key_sync import KeySync
 from gateway.access.keys import KeyRing
-from gateway.config.inventory import NodeSpec
+from gateway.config.node import NodeSpec
 from gateway.config.settings import Settings
 from gateway.events import EventBus, RequestFinished
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Node
+from gateway.http.certificates import ListenerCertificates
+from gateway.http.listener import Listener, bind_socket
+from gateway.http.protocol import protocol_class
+from gateway.http.request_head import HandlerConfig
 from gateway.lease import KeyedHash
 from gateway.observe.audit import AuditTrail
-from gateway.observe.fleet_condition import StorageCondition
 from gateway.observe.metrics import Metrics
+from gateway.observe.problems import StorageCondition
 from gateway.proxy.accounting import ProxyContext
 from gateway.proxy.attempt import TimeoutMonitor
 from gateway.proxy.forwarder import Forwarder
@@ -34,23 +38,18 @@ from gateway.proxy.inbound.routes import routes_of
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
 from gateway.store.store import Store
-from gateway.transport.certificates import ListenerCertificates
 from gateway.usage.caller_usage import CallerUsage
 from gateway.usage.ledger import Ledger
 from gateway.usage.limits import LimitBook
 from gateway.usage.meter import Meter
 from gateway.usage.reports import Reporter
 from gateway.web.admin.app import admin_app
-from gateway.web.admin.certificates import CertificateStatus
-from gateway.web.admin.configuration import ReloadResult
-from gateway.web.admin.live_feed import live_feed
+from gateway.web.admin.configuration import CertificateStatus, ReloadResult
+from gateway.web.admin.live import live_feed
 from gateway.web.admin.nodes import DrainDeadlines
 from gateway.web.admin.status import MetricsSource
 from gateway.web.handler import ProxyHandler
-from gateway.web.listener import Listener, bind_socket
 from gateway.web.openapi import openapi_json
-from gateway.web.protocol import protocol_class
-from gateway.web.request_context import HandlerConfig
 from gateway.web.site import public_app
 from tests.fleet.build import Running, a_fleet
 from tests.gateways import NO_TLS

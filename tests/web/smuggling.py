@@ -141,6 +141,7 @@ REFUSED: Mapping[str, bytes] = {
     "a first line that is folded": form("", SMUGGLED, more=" X: y\r\n" + MINE),
     # Request lines.
     "HTTP/0.9": f"POST {CHAT}\r\n\r\n".encode() + SMUGGLED,
+    "HTTP/0.9 that looks like a target": form("", start=f"POST {CHAT}\n\r\nx HTTP/1.0\r\n"),
     "HTTP/2.0": form("", SMUGGLED, start=POST.replace("1.1", "2.0")),
     "HTTP/2's preface": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SMUGGLED,
     "HTTP/1.2": form("", SMUGGLED, start=POST.replace("1.1", "1.2")),

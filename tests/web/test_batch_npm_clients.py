@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.tools.local.server_process import claim_port, claimed_port
+from gateway.tools.local.server import claim_port, claimed_port
 from tests.api import npm
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.usage.kills import HOST, Site

@@ -6,7 +6,7 @@ import pytest
 
 from gateway.access.fair_share import FairShare
 from gateway.errors import GatewayError
-from gateway.web.body import BodyAllocation, BodyMemory
+from gateway.http.body import BodyAllocation, BodyMemory
 
 LIMIT = 800
 

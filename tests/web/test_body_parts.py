@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from gateway.config.listeners import LimitSettings
 from gateway.errors import GatewayError, body_too_large
-from gateway.web.body_parts import PART_BYTES, body_parts, check_plain, content_length
+from gateway.http.body import PART_BYTES, body_parts, check_plain, content_length
 
 LIMITS = LimitSettings(body_timeout=5.0, body_rate=1000)
 

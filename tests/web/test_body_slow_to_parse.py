@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gateway.proxy.inbound.prepare import prepare
+from gateway.proxy.inbound.request import prepare
 from tests.emulator import EmulatedNode
 from tests.virtual import in_virtual_time
 from tests.web.raw_client import HELLO, public, request

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from gateway.web.connections import MOST_HEALTH_ONLY, ConnectionAdmission, ConnectionLimiter
+from gateway.http.connections import MOST_HEALTH_ONLY, ConnectionAdmission, ConnectionLimiter
 from tests.emulator.raw_connection import RawConnection
 from tests.gateways import until
 from tests.virtual import in_virtual_time

@@ -191,7 +191,7 @@ async def shares(site: Site, parties: dict[str, tuple[int, dict[str, str]]]) -> 
         async with asyncio.timeout(90):
             few = min(count for count, _ in parties.values()) // 2
             while True:
-                lines = Counter(one.request.fairness_key for one in scheduler.waiters)
+                lines = Counter(one.request.caller.fairness_key for one in scheduler.waiters)
                 if len(lines) == len(parties) and min(lines.values()) >= few:
                     break
                 await asyncio.sleep(0.01)
@@ -238,7 +238,7 @@ async def test_users_of_a_trusted_key_get_equal_shares(tmp_path: Path) -> None:
             tasks.append(asyncio.create_task(asked))
             await until(lambda number=number: site.nodes[0].busy + site.waiting == number + 1)
         order = site.running.gateway.scheduler.predicted_waits()
-        waiting = [waiter.request.fairness_key for waiter, _ in order]
+        waiting = [waiter.request.caller.fairness_key for waiter, _ in order]
         parties = Counter(waiting)
         [place] = [place for place, one in enumerate(waiting, 1) if parties[one] == 1]
         assert place in {1, 2}
@@ -260,7 +260,7 @@ async def test_an_untrusted_key_gains_nothing_by_naming_users(tmp_path: Path) ->
         tasks.append(asyncio.create_task(site.ask(3, authorization=f"Bearer {keys[1].text}")))
         await until(lambda: site.waiting == 5)
         places = [
-            (waiter.request.caller, place)
+            (waiter.request.caller.id, place)
             for place, (waiter, _) in enumerate(site.running.gateway.scheduler.predicted_waits(), 1)
         ]
         assert (keys[1].id, 1) in places or (keys[1].id, 2) in places

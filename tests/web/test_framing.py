@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import GatewayError
-from gateway.web.framing import MOST_CHUNKS_PER_FEED, MOST_EXTENSION_BYTES, ChunkedDecoder
+from gateway.http.protocol import MOST_CHUNKS_PER_FEED, MOST_EXTENSION_BYTES, ChunkedDecoder
 
 HEAD = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 MOST = 1000

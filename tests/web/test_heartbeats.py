@@ -13,7 +13,7 @@ import pytest
 
 from gateway.proxy.api.base import NumberedHeartbeats
 from gateway.proxy.inbound.routes import ROUTES
-from gateway.web.heartbeats import StreamHeartbeat
+from gateway.web.handler import StreamHeartbeat
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import RawConnection, raw_connection, unchunk
 from tests.gateways import running_gateway, until

@@ -8,7 +8,7 @@ from gateway.events import RequestFinished
 from gateway.proxy.api.base import ResponseRewriter
 from gateway.proxy.api.relayed import RELAYED
 from gateway.transport.errors import InvalidResponse
-from gateway.web.http_exchange import RewritingWriter
+from gateway.web.handler import RewritingWriter
 
 
 class Shouting(ResponseRewriter):

@@ -14,9 +14,9 @@ import trustme
 from gateway.app import Timings
 from gateway.config.listeners import LimitSettings
 from gateway.handover import open_listeners
+from gateway.http.listener import Listener, bind_socket
+from gateway.http.protocol import protocol_class
 from gateway.startup import StartError
-from gateway.web.listener import Listener, bind_socket
-from gateway.web.protocol import protocol_class
 from tests.emulator.raw_connection import RawConnection
 from tests.gateways import until
 from tests.virtual import in_virtual_time, now

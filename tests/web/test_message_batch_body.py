@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from gateway.errors import GatewayError
-from gateway.web.message_batch_body import MessageBatchBody
+from gateway.web.message_batches import MessageBatchBody
 from tests.each_case import each_case
 
 TEXTS = ["", "a", 'q"\\', "{[", "]}", "ä\u2028\x7f", "\\u0041", "\n\t", "x" * 300, '\\"', "😀"]

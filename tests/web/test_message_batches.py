@@ -22,7 +22,7 @@ from anthropic.types.messages import MessageBatch
 
 from gateway.access.keys import ApiKey, new_key
 from gateway.batches.batch_rows import Batch
-from gateway.batches.states import BatchState
+from gateway.batches.request_rows import BatchState
 from gateway.web.message_batches import message_batch_object
 from tests.emulator.raw_connection import raw_connection
 from tests.gateways import Running, running_gateway, until
@@ -345,7 +345,7 @@ def test_states_have_anthropics_words(state: BatchState, cancelling: float | Non
     )  # fmt: skip
     shown = message_batch_object(row, None, None)
     wanted = "ended" if state.ended else "canceling" if cancelling else "in_progress"
-    assert shown["processing_status"] == wanted
-    assert shown["request_counts"]["processing"] == (0 if state.ended else 1)
-    assert shown["created_at"] == "1970-01-01T00:00:01.500000Z"
-    assert (shown["ended_at"] is None) == (not state.ended)
+    assert shown.processing_status == wanted
+    assert shown.request_counts.processing == (0 if state.ended else 1)
+    assert shown.created_at == "1970-01-01T00:00:01.500000Z"
+    assert (shown.ended_at is None) == (not state.ended)

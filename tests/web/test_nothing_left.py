@@ -18,12 +18,12 @@ import pytest
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from gateway.http.exchange import ClientConnection, HttpExchange
+from gateway.http.protocol import BoundedProtocol
 from gateway.proxy.in_flight import InFlightRequest
 from gateway.proxy.inbound.request import Request
 from gateway.transport.connection import NodeConnection
 from gateway.transport.errors import StaleConnection
-from gateway.web.http_exchange import ClientConnection, HttpExchange
-from gateway.web.protocol import BoundedProtocol
 from tests.emulator import EmulatedNode
 from tests.emulator.raw_connection import raw_connection
 from tests.gateways import until

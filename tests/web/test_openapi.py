@@ -1,23 +1,36 @@
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema
 import msgspec
 import pytest
 
+from gateway.batches.batch_rows import Batch
+from gateway.batches.progress import BatchProgress
+from gateway.batches.request_rows import BatchState
 from gateway.config.settings import Settings
 from gateway.proxy.inbound.routes import pages_of, routes_of
 from gateway.web.admin.app import ADMIN_ROUTES
+from gateway.web.batches import batch_object
+from gateway.web.message_batches import message_batch_object
 from gateway.web.openapi import ListenerName, openapi_document
+from gateway.web.openapi_bodies import ADMIN_ERRORS, ERRORS, ErrorRow
+from gateway.web.openapi_paths import SCHEMAS, SITE_PATHS
 from gateway.web.site import SITE_ROUTES
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec
+from tests.gateways import running_gateway
 from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import bare_gateway, error_of
 
+ROOT = Path(__file__).resolve().parents[2]
 WHOLE = Settings(ollama=True)
 METHODS = {"get", "post", "put", "patch", "delete"}
 
@@ -132,3 +145,78 @@ async def test_responses_are_as_the_document_says() -> None:
         check("Error", (await gateway.admin.get("/admin/nodes/b")).json())
         check("Model", (await gateway.public.get("/v1/models")).json()["data"][0])
         check("AnthropicError", (await gateway.public.post("/v1/messages", content="{")).json())
+
+
+BATCH = Batch(
+    "batch_1", "key", "openai", "/v1/embeddings", "file-1", 10.0, 86410.0, 9e9, "folder",
+    total=3, completed=1, failed=1, metadata={"a": "b"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("state", list(BatchState))
+def test_batches_of_every_state_are_as_the_document_says(state: BatchState) -> None:
+    batch = replace(BATCH, state=state, ended_at=20.5 if state.ended else None, paused_at=15.0)
+    for progress in (None, BatchProgress(1, 1, 2.5, 99.5, 0.1, 0.3)):
+        for name, shown in (
+            ("Batch", batch_object(batch, progress)),
+            ("MessageBatch", message_batch_object(batch, progress, None)),
+        ):
+            schema = {"$ref": f"#/components/schemas/{name}", "components": {"schemas": SCHEMAS}}
+            jsonschema.validate(msgspec.to_builtins(shown), schema)
+
+
+async def test_answers_in_the_background_are_as_the_document_says(tmp_path: Path) -> None:
+    def check(path: str, response: httpx.Response) -> None:
+        described = SITE_PATHS[path]
+        if response.status_code < 300:
+            jsonschema.validate(response.json(), described.answer or {"type": "object"})
+        else:
+            assert response.status_code in described.statuses
+
+    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url]) as running:
+        client, kept = running.client, "/v1/responses/{id}"
+        body: dict[str, Any] = {"model": node.model, "input": "x", "background": True}
+        made = (await client.post("/v1/responses", json=body)).json()
+        path = f"/v1/responses/{made['id']}"
+        check(f"GET {kept}", await client.get(path))
+        items = f"{path}/input_items"
+        check(f"GET {kept}/input_items", await client.get(f"{items}?limit=1&order=asc"))
+        for wrong in (f"{path}?starting_after=-1", f"{items}?limit=0", f"{items}?order=up"):
+            refused = await client.get(wrong)
+            assert refused.status_code == 400
+            check(f"GET {kept}/input_items" if items in wrong else f"GET {kept}", refused)
+        check(f"POST {kept}/cancel", await client.post(f"{path}/cancel"))
+        check(f"DELETE {kept}", await client.delete(path))
+        gone = await client.get(path)
+        assert gone.status_code == 404
+        check(f"GET {kept}", gone)
+
+        body = {"model": node.model, "messages": [{"role": "user", "content": "x"}]}
+        headers = {"prefer": "respond-async"}
+        taken = await client.post("/v1/chat/completions", json=body, headers=headers)
+        assert taken.status_code == 202
+        place = taken.headers["location"]
+        async with asyncio.timeout(20):
+            while (answer := await client.get(place)).status_code == 202:
+                check("GET /v1/background/{id}", answer)
+                await asyncio.sleep(0.05)
+        check("GET /v1/background/{id}", answer)
+        assert answer.headers["x-gateway-replay"] == "true"
+        check("DELETE /v1/background/{id}", await client.delete(place))
+        for unknown in (await client.get(place), await client.delete(place)):
+            assert unknown.status_code == 404
+
+
+@pytest.mark.parametrize("rows", [ERRORS, ADMIN_ERRORS], ids=["public", "admin"])
+def test_each_error_is_there_once(rows: tuple[ErrorRow, ...]) -> None:
+    pairs = [(row.status, row.code) for row in rows]
+    assert len(pairs) == len(set(pairs))
+
+
+def test_every_code_of_batches_is_in_the_table() -> None:
+    known = {row.code for row in ERRORS}
+    for name in ("batches/batch_registry.py", "web/batches.py", "web/message_batches.py"):
+        text = (ROOT / "gateway" / name).read_text()
+        sent = set(re.findall(r'GatewayError\(\s*\d+,\s*"(\w+)"', text))
+        assert sent
+        assert sent - known == set(), name

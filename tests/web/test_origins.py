@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from gateway.config.listeners import CorsSpec
-from gateway.web.origins import cors_headers
-from gateway.web.response_heads import EXPOSED_HEADERS
+from gateway.http.request_head import cors_headers
+from gateway.http.response_head import EXPOSED_HEADERS
 from tests.virtual import in_virtual_time
 from tests.web.raw_client import CHAT, HELLO, public, request
 

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from gateway.access.keys import new_key
 from gateway.config.settings import Settings
-from gateway.web.origins import OriginPolicy
+from gateway.http.request_head import OriginPolicy
 from tests.each_case import each_case
 from tests.emulator.raw_connection import raw_connection
 from tests.web.raw_client import CHAT, HELLO, Answer, Public, answer, public, request

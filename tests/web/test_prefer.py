@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.web.prefer import LONGEST_PREFER, prefers_async
+from gateway.http.request_head import LONGEST_PREFER, prefers_async
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
-import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
-from uvicorn.server import ServerState
 
 from gateway.access.keys import new_key
 from gateway.config.listeners import LimitSettings
-from gateway.web.protocol import BoundedProtocol, protocol_class
+from gateway.http.protocol import BoundedProtocol, protocol_class
 from tests.virtual import VirtualLoop
 from tests.web.bare_gateway import BareGateway, bare_gateway
 from tests.web.recorded_transport import RecordedTransport
@@ -54,8 +52,7 @@ class Bench:
     async def _served(self, pieces: list[bytes]) -> Served:
         self.gateway.bus.flush()
         self.gateway.ended.clear()
-        config = uvicorn.Config(self.gateway.site, http=self.kind, ws="none", log_config=None)
-        connection = self.kind(config, ServerState(), {}, self.loop)
+        connection = self.kind(self.gateway.site, 5.0, set(), set(), self.loop)
         transport = RecordedTransport()
         connection.connection_made(transport)
         for piece in pieces:
@@ -177,8 +174,7 @@ def test_of_a_pipeline_one_request_runs_and_the_rest_stays_bytes(bench: Bench) -
     """However many requests a packet has, one runs, and the rest waits as bytes."""
 
     async def ask() -> tuple[int, int]:
-        config = uvicorn.Config(bench.gateway.site, http=bench.kind, ws="none", log_config=None)
-        connection = bench.kind(config, ServerState(), {}, bench.loop)
+        connection = bench.kind(bench.gateway.site, 5.0, set(), set(), bench.loop)
         transport = RecordedTransport()
         connection.connection_made(transport)
         data = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2500
@@ -199,8 +195,7 @@ def test_of_a_pipeline_one_request_runs_and_the_rest_stays_bytes(bench: Bench) -
 
 def test_a_client_that_reads_no_responses_gets_no_more(bench: Bench) -> None:
     async def ask() -> None:
-        config = uvicorn.Config(bench.gateway.site, http=bench.kind, ws="none", log_config=None)
-        connection = bench.kind(config, ServerState(), {}, bench.loop)
+        connection = bench.kind(bench.gateway.site, 5.0, set(), set(), bench.loop)
         transport = RecordedTransport()
         connection.connection_made(transport)
         whole = asking("anna", "a", "plain")
@@ -234,10 +229,9 @@ def test_clients_that_read_no_responses_are_aborted_if_too_many_bytes_wait(
     requests = 100_000 // len(whole)
 
     async def ask() -> None:
-        config = uvicorn.Config(bench.gateway.site, http=kind, ws="none", log_config=None)
         connections, transports = [], [RecordedTransport() for _ in range(5)]
         for transport in transports:
-            connection = kind(config, ServerState(), {}, bench.loop)
+            connection = kind(bench.gateway.site, 5.0, set(), set(), bench.loop)
             connection.connection_made(transport)
             connection.data_received(whole * requests)
             if transport is not transports[-1]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.access.keys import new_key
-from gateway.web.response_heads import EXPOSED_HEADERS
+from gateway.http.response_head import EXPOSED_HEADERS
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec
 from tests.web.bare_gateway import BareGateway, bare_gateway

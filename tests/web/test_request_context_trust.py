@@ -72,7 +72,7 @@ async def test_only_local_callers_may_name_users(gate: Public) -> None:
         async with raw_connection(gate.url) as wire:
             await wire.send(request(SHORT, "X-User-Id: anna", *fields))
             await gate.node.until(partial(has_come, gate, number))
-            parties += [live.request.lease_request.fairness_key for live in edge.registry]
+            parties += [live.request.lease_request.caller.fairness_key for live in edge.registry]
             gate.node.faults.release()
             await answer(wire)
     assert parties == ["anonymous:127.0.0.1/anna", "anonymous:127.0.0.1"]

@@ -13,8 +13,8 @@ from openai import AsyncOpenAI, NotFoundError
 from gateway.access.keys import ApiKey, new_key
 from gateway.config.listeners import CorsSpec
 from gateway.errors import LONGEST_ECHO
+from gateway.http.response_head import EXPOSED_HEADERS
 from gateway.proxy.inbound.routes import ROUTES
-from gateway.web.response_heads import EXPOSED_HEADERS
 from gateway.web.site import with_cors
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.web.stored_content import ContentResponse, content_headers
+from gateway.web.files import ContentResponse, content_headers
 
 
 class Opened:

@@ -17,7 +17,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from gateway.access.keys import ApiKey, new_key
-from gateway.batches import event_log
+from gateway.batches import response_log
 from gateway.batches.folder import ID_FILE
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, running_gateway, until
@@ -103,7 +103,7 @@ async def test_a_stream_is_followed_again_from_any_event(tmp_path: Path) -> None
 async def test_the_heartbeats_of_codexs_stored_stream_repeat_the_number_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_log, "SILENCE_SECONDS", 0.05)
+    monkeypatch.setattr(response_log, "SILENCE_SECONDS", 0.05)
     async with EmulatedNode() as node, gateway(tmp_path, node) as running, client(running) as alice:
         node.faults.next("hang", after_events=4)
         stream = await alice.responses.create(

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from gateway.batches.background_requests import NewRequest
-from gateway.batches.states import RequestKind
+from gateway.batches.request_rows import RequestKind
 from gateway.errors import GatewayError
-from gateway.web.deferred import background_object
+from gateway.web.background import background_object
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.errors import GatewayError
-from gateway.web.upload_form import UNNAMED, UploadForm, boundary_of
+from gateway.web.files import UNNAMED, UploadForm, boundary_of
 
 CRLF = b"\r\n"
 

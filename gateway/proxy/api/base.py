@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
@@ -17,10 +18,9 @@ import msgspec
 
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
-from gateway.lease import LeaseRequest, Usage
+from gateway.lease import NodeInfo, Usage
 from gateway.proxy import json_values, sse
 from gateway.proxy.api import resuming
-from gateway.proxy.api.merging import RawFields, ResponseMerger
 from gateway.proxy.api.resuming import EventRewriter, ReasoningEndMark
 from gateway.proxy.json_values import (
     FIELDS_DECODER,
@@ -35,6 +35,100 @@ from gateway.proxy.tokens import read_usage
 from gateway.proxy.transcript import SplicePoint, Transcript, TranscriptReader
 from gateway.request import SegmentedBody
 from gateway.transport.errors import InvalidResponse
+
+RawFields = dict[str, msgspec.Raw]
+"""A JSON object whose values are not decoded."""
+
+
+_ITEMS = msgspec.json.Decoder(list[RawFields])
+
+_INDEX = msgspec.json.Decoder(int)
+
+_NO_EVENTS = frozenset({b"", b"[DONE]", b"null"})
+"""Data of events that are left out: the end comes once, and llama.cpp may begin with `null`."""
+
+
+class ResponseMerger(ABC):
+    """Merges plain responses or streams; a new one for each request."""
+
+    def __init__(self, request_fields: Mapping[str, msgspec.Raw], answers_per_prompt: int) -> None:
+        """`request_fields`: the request's fields except its prompts."""
+        self._request_fields = request_fields
+        self._answers_per_prompt = answers_per_prompt
+        self._items_by_prompt: dict[int, bytes] = {}
+        self.size = 0
+        """Bytes of the plain responses added."""
+
+    def add(self, index: int, response: bytes) -> None:
+        """Add the plain response to one prompt. Raises: InvalidResponse."""
+        self._items_by_prompt[index] = self._items(index, response)
+        self.size += len(self._items_by_prompt[index])
+
+    def merge_events(self, index: int, events: bytes) -> bytes:
+        """Rewrite whole events of the response to one prompt. Raises: InvalidResponse."""
+        payloads = map(sse.payload, sse.split(events))
+        return b"".join(self._event(index, data) for data in payloads if data not in _NO_EVENTS)
+
+    @abstractmethod
+    def merged_response(self) -> bytes:
+        """The one plain response."""
+
+    @abstractmethod
+    def stream_end(self) -> bytes:
+        """The end of the merged stream."""
+
+    @abstractmethod
+    def _items(self, index: int, response: bytes) -> bytes:
+        """The answers to one prompt: JSON objects with commas between them."""
+
+    @abstractmethod
+    def _event(self, index: int, data: bytes) -> bytes:
+        """One event of the response to one prompt; empty: it is left out."""
+
+    def _all_items(self) -> list[bytes]:
+        """Pieces of the list of all answers, which are joined once: they may be large."""
+        pieces = [b"["]
+        for _, items in sorted(self._items_by_prompt.items()):
+            pieces += (items, b",")
+        return [*pieces[:-1], b"]"] if len(pieces) > 1 else [b"[]"]
+
+    def _renumber(self, index: int, items: list[RawFields]) -> list[RawFields]:
+        """Number the answers to one prompt by their place among all answers."""
+        for place, item in enumerate(items):
+            own = item.get("index")
+            number = place if own is None else _decode(_INDEX, own)
+            item["index"] = msgspec.Raw(b"%d" % (index * self._answers_per_prompt + number))
+        return items
+
+
+def read_fields(data: bytes | msgspec.Raw) -> RawFields:
+    """The fields of a JSON object. Raises: InvalidResponse."""
+    fields: RawFields = _decode(FIELDS_DECODER, data)
+    return fields
+
+
+def read_items(data: bytes | msgspec.Raw) -> list[RawFields]:
+    """The JSON objects of a list. Raises: InvalidResponse."""
+    items: list[RawFields] = _decode(_ITEMS, data)
+    return items
+
+
+def inner_items(data: bytes | msgspec.Raw) -> bytes:
+    """The items of a list, undecoded, with commas between them; empty: null. Raises: TypeError."""
+    listed = bytes(data)
+    if listed == b"null":
+        return b""
+    if not listed.startswith(b"["):
+        raise TypeError
+    return listed[1:-1].strip()
+
+
+def _decode(decoder: msgspec.json.Decoder[Any], data: bytes | msgspec.Raw) -> Any:
+    try:
+        return decoder.decode(data)
+    except JSON_ERRORS:
+        raise InvalidResponse("The node's response has another form than expected") from None
+
 
 _DONE = re.compile(rb"\ndata: ?\[DONE\]")
 
@@ -63,6 +157,12 @@ class Answer(msgspec.Struct, kw_only=True):
     """An object that is no error."""
 
     error: None = None
+
+
+Bodies = Iterable[bytes | SegmentedBody]
+
+IsModel = Callable[[str], bool]
+"""Whether there is a model of a name."""
 
 
 class StreamEventKind(enum.Enum):
@@ -149,18 +249,6 @@ class NumberedHeartbeats(ResponseRewriter):
         return event
 
 
-class AnsweringNode(Protocol):
-    """What the rewriting of a response depends on of its node (`lease.NodeInfo`)."""
-
-    @property
-    def kind(self) -> str:
-        """`llama.cpp` or `openai`."""
-
-    @property
-    def context(self) -> int | None:
-        """Tokens of prompt and response that fit into a slot; None: unknown."""
-
-
 @dataclass(frozen=True, slots=True)
 class Translation:
     """A client's request in another API, by which nodes are asked."""
@@ -194,22 +282,6 @@ class ModelSummary:
     """Bytes of its tensors."""
     quantization: str | None = None
     file: str | None = None
-
-
-class ForwardedRequest(Protocol):
-    """A request, as far as an API may look at it to rewrite its response."""
-
-    @property
-    def stream(self) -> bool:
-        """Whether the client asked for a stream."""
-
-    @property
-    def bodies(self) -> Mapping[str, bytes | SegmentedBody]:
-        """The body for each of the model names."""
-
-    @property
-    def lease_request(self) -> LeaseRequest:
-        """All that the scheduler may know of it."""
 
 
 class VisibleCatalog(Protocol):
@@ -276,20 +348,14 @@ class Api:
         return True
 
     def translate(
-        self, body: bytes, is_model: Callable[[str], bool]
+        self, body: bytes, is_model: IsModel, *, prompt_cache: bool = True
     ) -> Generator[None, None, Translation]:
         """The request of this body as nodes get it, in short steps.
 
-        It is checked afterwards, like one that the client sent in that form. `is_model`: whether
-        there is a model of a name. Raises: GatewayError 400, with this API's names of fields.
+        It is checked afterwards, like one that the client sent in that form. `prompt_cache`: as in
+        `needs_translation`. Raises: GatewayError 400, with this API's names of fields.
         """
         raise NotImplementedError
-
-    def translate_uncached(
-        self, body: bytes, is_model: Callable[[str], bool]
-    ) -> Generator[None, None, Translation]:
-        """The same where nodes must not serve its prompt from their caches."""
-        return self.translate(body, is_model)
 
     def added_fields(
         self, fields: Mapping[str, msgspec.Raw], node_kind: str, settings: Settings
@@ -301,11 +367,12 @@ class Api:
         return None
 
     def response_rewriter(
-        self, request: ForwardedRequest, node: AnsweringNode, settings: Settings
+        self, bodies: Bodies, model: str, node: NodeInfo, settings: Settings, *, stream: bool
     ) -> ResponseRewriter | None:
-        """Rewrites the response of this node to `request`; None: nothing is rewritten.
+        """Rewrites the response of this node to a request; None: nothing is rewritten.
 
-        A stream that is resumed keeps its rewriter.
+        `bodies`: those of the request, for each of its targets. A stream that is resumed keeps its
+        rewriter.
         """
         return None
 
@@ -519,6 +586,8 @@ class Api:
     """Adds an event's data to the transcript; None: a stream of this API can't be resumed."""
     event_rewriter: ClassVar[type[EventRewriter] | None] = None
     """Rewrites a continuation by this same API; None as for `transcript_reader`."""
+    native_event_rewriter: ClassVar[type[EventRewriter] | None] = None
+    """Rewrites a continuation by llama.cpp's `/completion` as this API's events."""
     is_chat: ClassVar[bool] = False
     """Whether the prompt is messages, so that a node's template renders it and a continuation
     begins with a last message of the assistant's."""
@@ -547,7 +616,13 @@ class Api:
 
         The words are for the log and the client; they hold nothing of the body or response.
         """
-        return resuming.unresumable_reason(body, transcript)
+        reason = resuming.unresumable_reason(body, transcript)
+        if reason is not None:
+            return reason
+        if self.is_chat:
+            return resuming.message_unresumable_reason(body)
+        has_prompt = isinstance(body.get("prompt"), str) or transcript.token_ids
+        return None if has_prompt else "the prompt is not one text"
 
     def chat_body(self, body: JsonObject) -> JsonObject | None:
         """The body as a chat for `/apply-template`; None: it can't be written as one."""
@@ -555,7 +630,13 @@ class Api:
 
     def continued_body(self, body: JsonObject, prefix: str, max_tokens: int | None) -> JsonObject:
         """The body of a request that continues the response behind `prefix`."""
-        raise NotImplementedError
+        if not self.is_chat:
+            continued = body | {"prompt": f"{body['prompt']}{prefix}"}
+        else:
+            # Text that ends in white space must reach the template as it is.
+            begun = [{"role": "assistant", "content": prefix}] if prefix else []
+            continued = body | {"messages": [*body["messages"], *begun]}
+        return resuming.with_remaining_tokens(continued, max_tokens)
 
     def reported_prompt_tokens(self, transcript: Transcript) -> int | None:
         """The prompt's tokens as the transcript reports them; None: it does not."""
@@ -570,10 +651,12 @@ class Api:
     ) -> EventRewriter | None:
         """Rewrites a continuation by llama.cpp's `/completion` as this API's events.
 
-        None: they can't be written for this body. `end_mark`: the mark that ends reasoning; None:
-        no reasoning is under way.
+        None: they can't be written for this body. `end_mark`: as of `EventRewriter`.
         """
-        return None
+        rewriter = self.native_event_rewriter
+        if rewriter is None or (self.is_chat and body.get("tools")):
+            return None
+        return rewriter(transcript, splice_point, end_mark, usage=resuming.wants_usage(body))
 
 
 def body_fields(body: Any) -> Mapping[str, msgspec.Raw]:

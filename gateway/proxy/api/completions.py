@@ -7,9 +7,8 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from gateway.proxy.api import resuming
-from gateway.proxy.api.base import Answer
-from gateway.proxy.api.choices import (
+from gateway.proxy.api.base import Answer, RawFields, ResponseMerger, read_fields, read_items
+from gateway.proxy.api.chat import (
     IDENTITY_FIELDS,
     AnswerParts,
     ChoicesApi,
@@ -17,12 +16,10 @@ from gateway.proxy.api.choices import (
     NativeToChunkRewriter,
     read_chunk,
     take_logprobs,
-    wants_usage,
 )
-from gateway.proxy.api.merging import RawFields, ResponseMerger, read_fields, read_items
-from gateway.proxy.api.resuming import EventRewriter, ReasoningEndMark
+from gateway.proxy.api.resuming import wants_usage
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
-from gateway.proxy.transcript import SplicePoint, Transcript
+from gateway.proxy.transcript import Transcript
 
 
 def read_completion(transcript: Transcript, value: JsonObject) -> None:
@@ -40,22 +37,19 @@ class CompletionsRewriter(ChunkRewriter):
             return None
         return choice | {"text": text}
 
-    def _last_choice(self, reason: str) -> JsonObject:
-        return _choice("", reason)
+    @staticmethod
+    def _choice(
+        kind: str,  # noqa: ARG004 - all its text is of one kind
+        text: str,
+        reason: str | None = None,
+    ) -> JsonObject:
+        return {"text": text, "index": 0, "logprobs": None, "finish_reason": reason}
 
 
-class NativeToCompletionsRewriter(NativeToChunkRewriter):
+class NativeToCompletionsRewriter(NativeToChunkRewriter, CompletionsRewriter):
     """A completion's stream, continued by `/completion`, which takes and reports token ids."""
 
-    def _text_choice(self, text: str) -> JsonObject:
-        return _choice(text, None)
-
-    def _last_choice(self, reason: str) -> JsonObject:
-        return _choice("", reason)
-
-
-def _choice(text: str, finish_reason: str | None) -> JsonObject:
-    return {"text": text, "index": 0, "logprobs": None, "finish_reason": finish_reason}
+    content_kind = "text"
 
 
 class CompletionsMerger(ResponseMerger):
@@ -158,6 +152,7 @@ class CompletionsApi(ChoicesApi):
     merger = CompletionsMerger
     transcript_reader = staticmethod(read_completion)
     event_rewriter = CompletionsRewriter
+    native_event_rewriter = NativeToCompletionsRewriter
     logprobs_fields: ClassVar[JsonObject] = {"logprobs": 1}
 
     def _as_part(self, choice: RawFields) -> JsonObject:
@@ -179,21 +174,6 @@ class CompletionsApi(ChoicesApi):
         for choice in value["choices"]:
             choice["logprobs"] = None  # the field stays
         return ids
-
-    def unresumable_reason(self, body: JsonObject, transcript: Transcript) -> str | None:
-        return resuming.prompt_unresumable_reason(body, transcript)
-
-    def continued_body(self, body: JsonObject, prefix: str, max_tokens: int | None) -> JsonObject:
-        return resuming.continued_prompt(body, prefix, max_tokens)
-
-    def native_rewriter(
-        self,
-        body: JsonObject,
-        transcript: Transcript,
-        splice_point: SplicePoint,
-        end_mark: ReasoningEndMark | None = None,
-    ) -> EventRewriter | None:
-        return NativeToCompletionsRewriter(transcript, splice_point, usage=wants_usage(body))
 
 
 COMPLETIONS = CompletionsApi()

@@ -8,24 +8,26 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from gateway.proxy import sse
-from gateway.proxy.api import resuming
-from gateway.proxy.api.base import Answer, Api, Assembly, AssemblyError, decoded_field
-from gateway.proxy.api.merging import (
+from gateway.proxy.api.base import (
+    Answer,
+    Api,
+    Assembly,
+    AssemblyError,
     RawFields,
     ResponseMerger,
+    decoded_field,
     inner_items,
     read_fields,
     read_items,
 )
 from gateway.proxy.api.resuming import (
     EventRewriter,
-    ReasoningEndMark,
     as_count,
     data_event,
 )
 from gateway.proxy.json_values import JsonObject, parse_json
 from gateway.proxy.tokens import BOUND_NAMES
-from gateway.proxy.transcript import SplicePoint, Transcript
+from gateway.proxy.transcript import Transcript
 
 
 def read_native(transcript: Transcript, value: JsonObject) -> None:
@@ -195,22 +197,7 @@ class NativeApi(NativeEventsApi):
     refusal_is_general = True
     merger = NativeMerger
     transcript_reader = staticmethod(read_native)
-    event_rewriter = NativeRewriter
-
-    def unresumable_reason(self, body: JsonObject, transcript: Transcript) -> str | None:
-        return resuming.prompt_unresumable_reason(body, transcript)
-
-    def continued_body(self, body: JsonObject, prefix: str, max_tokens: int | None) -> JsonObject:
-        return resuming.continued_prompt(body, prefix, max_tokens)
-
-    def native_rewriter(
-        self,
-        body: JsonObject,
-        transcript: Transcript,
-        splice_point: SplicePoint,
-        end_mark: ReasoningEndMark | None = None,
-    ) -> EventRewriter | None:
-        return NativeRewriter(transcript, splice_point)
+    event_rewriter = native_event_rewriter = NativeRewriter
 
 
 _NOT_NATIVE = frozenset(

@@ -1,7 +1,9 @@
 """Ollama's API, which nodes are asked by OpenAI's and llama.cpp's: NDJSON streams, its errors.
 
-The settings turn it on (`ollama`). Requests are translated in `ollama_requests.py`, responses here;
-the models are described from what their nodes have reported.
+The settings turn it on (`ollama`). Of a request only what must change is parsed: texts, images,
+schemas and tools pass as the client's own bytes. From a large body its long strings are cut out
+before it is parsed, and put back at the end. The models are described from what their nodes have
+reported.
 """
 
 from __future__ import annotations
@@ -10,52 +12,521 @@ import asyncio
 import hashlib
 import io
 import math
+import re
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
+from gateway import errors
 from gateway.errors import GatewayError
 from gateway.proxy import sse
 from gateway.proxy.api.base import (
     Api,
+    IsModel,
     ModelSummary,
     Page,
     ResponseRewriter,
     Translation,
     VisibleCatalog,
 )
-from gateway.proxy.api.ollama_requests import (
-    EMBEDDINGS_PATH,
-    IsModel,
-    TranslatedRequest,
-    shown_name,
-    translate_chat,
-    translate_embed,
-    translate_generate,
+from gateway.proxy.inbound.body import run_at_once
+from gateway.proxy.json_values import (
+    JSON_ERRORS,
+    STEP_BYTES,
+    CutBody,
+    FieldPieces,
+    JsonObject,
+    PartCounter,
+    cut_long_strings,
+    raw_head,
 )
-from gateway.proxy.inbound.large_body import run_at_once
-from gateway.proxy.json_values import JSON_ERRORS, STEP_BYTES, JsonObject
 from gateway.transport.errors import InvalidResponse
+
+CHAT_PATH, COMPLETION_PATH, INFILL_PATH, EMBEDDINGS_PATH = (
+    "/v1/chat/completions", "/v1/completions", "/infill", "/v1/embeddings",
+)  # fmt: skip
+
+MOST_UNANSWERED = 1000
+"""Tool calls without an answer of which a later message may still answer one; the newest."""
+
+MOST_OPTIONS_BYTES = 64 * 1024
+"""Bytes of `options`, besides strings that were cut out of them."""
+
+DEFAULT_TAG = ":latest"
+"""Ollama's tag of a name without one."""
+
+MISSING = msgspec.Raw()
+
+
+class _Common(msgspec.Struct, kw_only=True):
+    """What all requests have."""
+
+    model: str | None = None
+    options: msgspec.Raw = MISSING
+    keep_alive: Any = None
+
+
+class _Generating(_Common, kw_only=True):
+    stream: bool | None = None
+    format: msgspec.Raw = MISSING
+    think: Any = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    debug_render_only: bool | None = msgspec.field(default=None, name="_debug_render_only")
+
+
+class ChatBody(_Generating, kw_only=True):
+    """`/api/chat`."""
+
+    messages: list[msgspec.Raw] | None = None
+    tools: msgspec.Raw = MISSING
+
+
+class GenerateBody(_Generating, kw_only=True):
+    """`/api/generate`."""
+
+    prompt: msgspec.Raw = MISSING
+    suffix: msgspec.Raw = MISSING
+    system: msgspec.Raw = MISSING
+    template: str | None = None
+    context: list[Any] | None = None
+    raw: bool | None = None
+    images: list[msgspec.Raw] | None = None
+
+
+class EmbedBody(_Common, kw_only=True):
+    """`/api/embed`, and `prompt` of `/api/embeddings`."""
+
+    input: msgspec.Raw = MISSING
+    prompt: msgspec.Raw = MISSING
+    dimensions: int | None = None
+
+
+class _ChatMessage(msgspec.Struct):
+    role: str = ""
+    content: msgspec.Raw = MISSING
+    thinking: msgspec.Raw = MISSING
+    images: list[msgspec.Raw] | None = None
+    tool_calls: msgspec.Raw = MISSING
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+
+class _CalledFunction(msgspec.Struct):
+    name: str
+    arguments: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class _MessageCall(msgspec.Struct):
+    function: _CalledFunction
+    id: str | None = None
+
+
+_CHAT = msgspec.json.Decoder(ChatBody)
+_GENERATE = msgspec.json.Decoder(GenerateBody)
+_EMBED = msgspec.json.Decoder(EmbedBody)
+_MESSAGE = msgspec.json.Decoder(_ChatMessage)
+_TOOL_CALLS = msgspec.json.Decoder(list[_MessageCall] | None)
+_OPTIONS = msgspec.json.Decoder(dict[str, Any])
+_TEXTS = msgspec.json.Decoder(str | list[str] | None)
+
+
+@dataclass(frozen=True, slots=True)
+class TranslatedRequest:
+    """A request to nodes, and what the response's translation needs of the client's."""
+
+    path: str
+    body: bytes
+    model: str | None
+    load: str | None = None
+    """`load` or `unload`: it has no prompt, and asks for nothing else."""
+    top_logprobs: int = 0
+    """How many probabilities the client asked for besides the chosen token's."""
+    dimensions: int = 0
+    """Of an embedding that is to be shortened; 0: it is not."""
+    single: bool = False
+    """Whether it is for one embedding, as `/api/embeddings` gives it."""
+
+
+Translating = Generator[None, None, TranslatedRequest]
+
+
+def translate_chat(body: bytes, is_model: IsModel) -> Translating:
+    """`/api/chat` as a chat. Raises: GatewayError 400, as the next two."""
+    texts = yield from cut_long_strings(body)
+    chat = texts.decode(_CHAT)
+    fields = _generating_fields(chat, CHAT_PATH, texts, is_model)
+    fields["messages"] = yield from _messages(chat.messages or [], texts)
+    if _is_given(chat.tools):
+        if raw_head(chat.tools, 1) != b"[":
+            raise errors.invalid_request("'tools' must be a list.", "tools")
+        fields["tools"] = chat.tools
+    load = _load_reason(chat) if not chat.messages else None
+    return (yield from _translated(CHAT_PATH, fields, texts, chat, load))
+
+
+def translate_generate(body: bytes, is_model: IsModel) -> Translating:
+    """`/api/generate`: a chat; a completion if it is raw, an infill if it has a suffix."""
+    texts = yield from cut_long_strings(body)
+    asked = texts.decode(_GENERATE)
+    for name in ("prompt", "suffix", "system"):
+        _check_text(getattr(asked, name), name)
+    if asked.template:
+        raise _unsupported("template", "The model's own is used; with 'raw' there is none")
+    if asked.context:
+        raise _unsupported("context", "Send the conversation to /api/chat")
+    if asked.raw and _has_text(asked.system):
+        raise errors.invalid_request("'raw' and 'system' exclude each other.", "system")
+    path = CHAT_PATH
+    if _has_text(asked.suffix):
+        path = INFILL_PATH
+    elif asked.raw:
+        path = COMPLETION_PATH
+    if asked.images and path != CHAT_PATH:
+        raise _unsupported("images", "They need a chat's template: leave out 'raw' and 'suffix'")
+    fields = _generating_fields(asked, path, texts, is_model)
+    prompt = asked.prompt if _is_given(asked.prompt) else msgspec.Raw(b'""')
+    if path == CHAT_PATH:
+        messages: list[bytes] = [b"["]
+        if _has_text(asked.system):
+            messages += [b'{"role":"system","content":', asked.system, b"},"]
+        PartCounter().add_parts(len(asked.images or ()), "images")
+        messages += [b'{"role":"user","content":', *_content(prompt, asked.images, texts, "images")]
+        fields["messages"] = [*messages, b"}]"]
+    elif path == INFILL_PATH:
+        fields["input_prefix"], fields["input_suffix"] = prompt, asked.suffix
+    else:
+        fields["prompt"] = prompt
+    load = _load_reason(asked) if not _has_text(asked.prompt) else None
+    return (yield from _translated(path, fields, texts, asked, load))
+
+
+def translate_embed(body: bytes, is_model: IsModel, field_name: str) -> Translating:
+    """`/api/embed` and, with another field, `/api/embeddings`."""
+    texts = yield from cut_long_strings(body)
+    asked = texts.decode(_EMBED)
+    given: msgspec.Raw = getattr(asked, field_name)
+    fields: FieldPieces = _model_field(asked.model, is_model) | {"input": given}
+    try:
+        has_text = bool(_TEXTS.decode(given)) if _is_given(given) else False
+    except JSON_ERRORS:
+        message = f"'{field_name}' must be a string or a list of strings."
+        raise errors.invalid_request(message, field_name) from None
+    load = None
+    if not has_text:
+        load, fields["input"] = "load", b'""'
+    if asked.dimensions is not None and asked.dimensions < 0:
+        raise errors.invalid_request("'dimensions' is negative.", "dimensions")
+    joined = yield from texts.join(fields)
+    return TranslatedRequest(
+        EMBEDDINGS_PATH,
+        joined,
+        asked.model,
+        load,
+        dimensions=asked.dimensions or 0,
+        single=field_name == "prompt",
+    )
+
+
+def _translated(
+    path: str, fields: FieldPieces, texts: CutBody, asked: _Generating, load: str | None
+) -> Translating:
+    joined = yield from texts.join(fields)
+    return TranslatedRequest(path, joined, asked.model, load, asked.top_logprobs or 0)
+
+
+def _load_reason(asked: _Common) -> str:
+    """What an empty request asks for: with a `keep_alive` of nothing, to unload the model."""
+    value = asked.keep_alive
+    if isinstance(value, str):
+        return "unload" if re.fullmatch(r"0+(\.0+)?(ns|us|ms|s|m|h)?", value) else "load"
+    return "unload" if value == 0 and value is not None else "load"
+
+
+# FieldPieces of requests that generate.
+
+
+def _generating_fields(
+    asked: _Generating, path: str, texts: CutBody, is_model: IsModel
+) -> FieldPieces:
+    if asked.debug_render_only:
+        raise _unsupported("_debug_render_only", "llama.cpp's /apply-template renders a chat")
+    streams = asked.stream is not False
+    fields = _model_field(asked.model, is_model)
+    fields["stream"] = _json(streams)
+    if streams and path != INFILL_PATH:
+        fields["stream_options"] = b'{"include_usage":true}'
+    for name, value in _option_fields(_options(asked.options, texts), path).items():
+        fields[name] = _json(value)
+    fields |= _format_fields(asked.format, path)
+    if path == CHAT_PATH and (kwargs := _thinking(asked.think)) is not None:
+        fields["chat_template_kwargs"] = _json(kwargs)
+    if asked.logprobs:
+        count = asked.top_logprobs or 0
+        if not 0 <= count <= 20:
+            raise errors.invalid_request("'top_logprobs' must be from 0 to 20.", "top_logprobs")
+        if path == CHAT_PATH:
+            # Without any, llama.cpp does not even report the chosen token's.
+            fields |= {"logprobs": b"true", "top_logprobs": _json(max(1, count))}
+        elif path == COMPLETION_PATH:
+            fields["logprobs"] = _json(max(1, count))
+    return fields
+
+
+def _model_field(name: str | None, is_model: IsModel) -> FieldPieces:
+    if not name:
+        return {}
+    return {"model": _json(_known_name(name, is_model))}
+
+
+def _known_name(name: str, is_model: IsModel) -> str:
+    """The name; Ollama's tag of a name without one is left out if no model has it."""
+    bare = name.removesuffix(DEFAULT_TAG)
+    return bare if bare != name and not is_model(name) else name
+
+
+def shown_name(body: JsonObject, is_model: IsModel) -> str | None:
+    """The model that `/api/show` names; None: none. Raises: GatewayError 400."""
+    field_name = "model" if body.get("model") else "name"
+    name = body.get(field_name)
+    if name and not isinstance(name, str):
+        raise errors.invalid_request(f"'{field_name}' must be a string.", field_name)
+    return _known_name(name, is_model) if name else None
+
+
+_NUMBERS = frozenset(
+    {
+        "temperature", "top_p", "min_p", "typical_p", "repeat_penalty", "presence_penalty",
+        "frequency_penalty", "mirostat_tau", "mirostat_eta",
+    }
+)  # fmt: skip
+
+_INTEGERS = {name: name for name in ("top_k", "seed", "repeat_last_n", "mirostat")} | {
+    "num_keep": "n_keep"
+}
+"""With llama.cpp's names. Other options concern how Ollama loads a model, and are ignored."""
+
+
+def _options(raw: msgspec.Raw, texts: CutBody) -> JsonObject:
+    if not _is_given(raw):
+        return {}
+    if len(raw) > MOST_OPTIONS_BYTES:
+        message = f"'options' has more than {MOST_OPTIONS_BYTES} bytes."
+        raise errors.invalid_request(message, "options")
+    options: JsonObject = texts.decode_part(_OPTIONS, raw, "options")
+    return options
+
+
+def _option_fields(options: JsonObject, path: str) -> JsonObject:
+    """The options as llama.cpp's sampling parameters. Raises: GatewayError 400."""
+    fields: JsonObject = {}
+    for name, value in options.items():
+        if value is None:
+            continue
+        if name in _NUMBERS:
+            fields[name] = _number(name, value)
+        elif name in _INTEGERS:
+            fields[_INTEGERS[name]] = _integer(name, value)
+        elif name == "num_predict":
+            # Negative: no limit, which is the default.
+            if (most := _integer(name, value)) > 0:
+                fields["n_predict" if path == INFILL_PATH else "max_tokens"] = most
+        elif name == "stop":
+            words = [value] if isinstance(value, str) else value
+            if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+                raise _wrong_option(name, "a list of strings")
+            fields[name] = words
+    return fields
+
+
+def _number(name: str, value: object) -> int | float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _wrong_option(name, "a number")
+    return value
+
+
+def _integer(name: str, value: object) -> int:
+    number = _number(name, value)
+    if isinstance(number, float) and not math.isfinite(number):
+        raise _wrong_option(name, "a number that an integer can hold")
+    return int(number)
+
+
+def _wrong_option(name: str, expected: str) -> GatewayError:
+    return errors.invalid_request(f"'options.{name}' must be {expected}.", f"options.{name}")
+
+
+def _format_fields(raw: msgspec.Raw, path: str) -> FieldPieces:
+    text = raw_head(raw, 7)
+    if not _has_text(raw):
+        return {}
+    if text == b'"json"':
+        schema = msgspec.Raw(b'{"type":"object"}')
+    elif text[:1] == b"{":
+        schema = raw
+    else:
+        message = "'format' must be \"json\" or an object, a JSON schema."
+        raise errors.invalid_request(message, "format")
+    if path != CHAT_PATH:
+        return {"json_schema": schema}
+    if text[:1] == b'"':
+        return {"response_format": b'{"type":"json_object"}'}
+    head = b'{"type":"json_schema","json_schema":{"name":"format","schema":'
+    return {"response_format": [head, schema, b"}}"]}
+
+
+_EFFORTS = {"low": "low", "medium": "medium", "high": "high", "max": "high"}
+
+
+def _thinking(think: object) -> JsonObject | None:
+    """What chat templates are told of `think`; None: it is not given."""
+    if think is None:
+        return None
+    if isinstance(think, bool):
+        return {"enable_thinking": think}
+    if isinstance(think, str) and think in _EFFORTS:
+        return {"enable_thinking": True, "reasoning_effort": _EFFORTS[think]}
+    message = '\'think\' must be true, false, "low", "medium", "high" or "max".'
+    raise errors.invalid_request(message, "think")
+
+
+# Messages.
+
+
+def _messages(messages: list[msgspec.Raw], texts: CutBody) -> Generator[None, None, list[bytes]]:
+    """A chat's messages, in pieces."""
+    pieces = [b"["]
+    calls = _CallIds()
+    parts = PartCounter()
+    parts.add_messages(len(messages))
+    for number, raw in enumerate(messages):
+        name = f"messages[{number}]"
+        message = texts.decode_part(_MESSAGE, raw, name)
+        role = message.role.lower()
+        _check_text(message.content, f"{name}.content")
+        _check_text(message.thinking, f"{name}.thinking")
+        if number:
+            pieces.append(b",")
+        content = message.content if _is_given(message.content) else msgspec.Raw(b'""')
+        pieces += [b'{"role":', _json(role), b',"content":']
+        parts.add_parts(len(message.images or ()), f"{name}.images")
+        pieces += _content(content, message.images, texts, f"{name}.images")
+        if _has_text(message.thinking):
+            pieces += [b',"reasoning_content":', message.thinking]
+        if role == "tool":
+            answered = calls.answered(message.tool_name, message.tool_call_id)
+            pieces += [b',"tool_call_id":', _json(answered)]
+            if message.tool_name:
+                pieces += [b',"name":', _json(message.tool_name)]
+        elif _is_given(message.tool_calls):
+            whole = msgspec.Raw(texts.restored(message.tool_calls, f"{name}.tool_calls"))
+            asked = texts.decode_part(_TOOL_CALLS, whole, f"{name}.tool_calls")
+            parts.add_parts(len(asked or ()), f"{name}.tool_calls")
+            if asked:
+                pieces += [b',"tool_calls":', _json([calls.openai_call(call) for call in asked])]
+        pieces.append(b"}")
+        if parts.ends_step(len(message.tool_calls)):
+            yield
+    pieces.append(b"]")
+    return pieces
+
+
+@dataclass(slots=True)
+class _CallIds:
+    """Ids of a chat's tool calls: Ollama's clients may leave them out, templates may want them."""
+
+    _count: int = 0
+    _unanswered: list[tuple[str, str]] = field(default_factory=list)
+    """(tool's name, id)."""
+
+    def openai_call(self, call: _MessageCall) -> JsonObject:
+        """The call as in a chat completion: with an id, and its arguments as a text."""
+        self._count += 1
+        call_id = call.id or f"call_{self._count}"
+        self._unanswered.append((call.function.name, call_id))
+        del self._unanswered[:-MOST_UNANSWERED]
+        raw = bytes(call.function.arguments)
+        try:
+            arguments: object = msgspec.Raw(raw) if raw[:1] == b'"' else raw.decode()
+        except UnicodeDecodeError:
+            raise errors.invalid_json("a tool call's arguments are not UTF-8") from None
+        function = {"name": call.function.name, "arguments": arguments}
+        return {"type": "function", "id": call_id, "function": function}
+
+    def answered(self, name: str | None, call_id: str | None) -> str:
+        """The id of the call that a tool's message answers: the first of this name, or at all."""
+        for index, (tool, known) in enumerate(self._unanswered):
+            if call_id == known if call_id else name in {None, "", tool}:
+                del self._unanswered[index]
+                return known
+        if call_id:
+            return call_id
+        return self._unanswered.pop(0)[1] if self._unanswered else f"call_{self._count or 1}"
+
+
+_IMAGE_TYPES = {b"/9j/": b"jpeg", b"iVBO": b"png", b"R0lG": b"gif", b"UklG": b"webp"}
+"""Image types by the first characters of the base64."""
+
+_BASE64_START = re.compile(rb'"[A-Za-z0-9+/_=-]{4,}"?')
+
+
+def _content(
+    text: msgspec.Raw, images: list[msgspec.Raw] | None, texts: CutBody, name: str
+) -> list[bytes]:
+    """A message's content, in pieces: the text, with images before it."""
+    if not images:
+        return [text]
+    pieces = [b"["]
+    for number, image in enumerate(images):
+        # Some encoders escape slashes.
+        start = texts.beginning(image).replace(rb"\/", b"/").rstrip(b"\\")
+        if not _BASE64_START.fullmatch(start):
+            field_name = f"{name}[{number}]"
+            raise errors.invalid_request(f"'{field_name}' must be base64.", field_name)
+        kind = _IMAGE_TYPES.get(start[1:5], b"jpeg")
+        pieces += [
+            b'{"type":"image_url","image_url":{"url":"data:image/%b;base64,' % kind,
+            bytes(memoryview(image)[1:]),
+            b"}},",
+        ]
+    return [*pieces, b'{"type":"text","text":', text, b"}]"]
+
+
+# Values.
+
+
+def _json(value: object) -> bytes:
+    return msgspec.json.encode(value)
+
+
+def _is_given(raw: msgspec.Raw) -> bool:
+    return len(raw) > 0 and raw_head(raw, 4) != b"null"
+
+
+def _has_text(raw: msgspec.Raw) -> bool:
+    """Whether a value is given that is not the empty text."""
+    return _is_given(raw) and raw_head(raw, 2) != b'""'
+
+
+def _check_text(raw: msgspec.Raw, name: str) -> None:
+    if _is_given(raw) and raw_head(raw, 1) != b'"':
+        raise errors.invalid_request(f"'{name}' must be a string.", name)
+
+
+def _unsupported(name: str, remedy: str) -> GatewayError:
+    return errors.invalid_request(f"'{name}' is not supported. {remedy}.", name)
+
 
 VERSION = "0.33.0"
 """The version of Ollama whose API this is; tools ask whether it is new enough for them."""
 
 _NANOSECONDS = 1_000_000_000
-
-_NAMES = {
-    "response_format": "format",
-    "json_schema": "format",
-    "max_tokens": "options.num_predict",
-    "n_predict": "options.num_predict",
-    "stop": "options.stop",
-    "input_prefix": "prompt",
-    "input_suffix": "suffix",
-}
-"""Ollama's names of the fields that errors of translated requests name."""
 
 
 def _loop_time() -> float:
@@ -69,6 +540,16 @@ class OllamaApi(Api):
     heartbeat_is_event = True
     has_comments = False
     stream_content_type = b"application/x-ndjson"
+    field_names: ClassVar[Mapping[str, str]] = {
+        "response_format": "format",
+        "json_schema": "format",
+        "max_tokens": "options.num_predict",
+        "n_predict": "options.num_predict",
+        "stop": "options.stop",
+        "input_prefix": "prompt",
+        "input_suffix": "suffix",
+    }
+    """Ollama's names of the fields that errors of translated requests name."""
 
     def owns_path(self, path: str) -> bool:
         return path.startswith("/api/") and not path.startswith("/api/v1/")
@@ -76,7 +557,7 @@ class OllamaApi(Api):
     def error_body(self, error: GatewayError, x_request_id: str) -> bytes:
         # Its clients read a text, and nothing else.
         message = error.message
-        for name, own_name in self._field_names().items():
+        for name, own_name in self.field_names.items():
             message = message.replace(f"'{name}'", f"'{own_name}'")
         return msgspec.json.encode({"error": message})
 
@@ -90,14 +571,14 @@ class OllamaApi(Api):
         # White space at the beginning of a line: its clients fail on an empty line.
         return b" "
 
-    def _field_names(self) -> Mapping[str, str]:
-        return _NAMES
-
 
 class _TranslatedApi(OllamaApi):
     """A path whose requests reach nodes. The clocks are for durations and for dates."""
 
     translates = True
+    asked: Callable[[bytes, IsModel], Translating]
+    """Makes the request to nodes of the body."""
+    rewriter: ClassVar[type[_Rewriter]]
 
     def __init__(
         self,
@@ -107,57 +588,14 @@ class _TranslatedApi(OllamaApi):
         self._clock = clock
         self._wall_clock = wall_clock
 
-    def _translation(
-        self,
-        work: Generator[None, None, TranslatedRequest],
-        rewriter_type: type[_Rewriter],
+    def translate(
+        self, body: bytes, is_model: IsModel, *, prompt_cache: bool = True
     ) -> Generator[None, None, Translation]:
         started_at = self._clock()
-        request = yield from work
-        rewriter = rewriter_type(request, started_at, self._clock, self._wall_clock)
+        request = yield from self.asked(body, is_model)
+        rewriter = self.rewriter(request, started_at, self._clock, self._wall_clock)
         reply = None if request.load is None else rewriter.loaded(request.load)
         return Translation(request.path, request.body, rewriter, reply)
-
-
-class OllamaChatApi(_TranslatedApi):
-    """`/api/chat`."""
-
-    def translate(self, body: bytes, is_model: IsModel) -> Generator[None, None, Translation]:
-        return self._translation(translate_chat(body, is_model), _ChatRewriter)
-
-
-class OllamaGenerateApi(_TranslatedApi):
-    """`/api/generate`."""
-
-    def translate(self, body: bytes, is_model: IsModel) -> Generator[None, None, Translation]:
-        return self._translation(translate_generate(body, is_model), _GenerateRewriter)
-
-    def _field_names(self) -> Mapping[str, str]:
-        return {**_NAMES, "messages": "prompt"}
-
-
-class OllamaEmbedApi(_TranslatedApi):
-    """`/api/embed`, and with the field `prompt` the older `/api/embeddings`."""
-
-    def __init__(
-        self,
-        field: str,
-        clock: Callable[[], float] = _loop_time,
-        wall_clock: Callable[[], float] = time.time,
-    ) -> None:
-        super().__init__(clock, wall_clock)
-        self._field = field
-
-    def translate(self, body: bytes, is_model: IsModel) -> Generator[None, None, Translation]:
-        started_at = self._clock()
-        request = yield from translate_embed(body, is_model, self._field)
-        single = self._field == "prompt"
-        rewriter = _EmbedRewriter(request, started_at, self._clock, single=single)
-        reply = None if request.load is None else rewriter.loaded()
-        return Translation(EMBEDDINGS_PATH, request.body, rewriter, reply)
-
-    def _field_names(self) -> Mapping[str, str]:
-        return {"input": self._field}
 
 
 # Responses of nodes.
@@ -248,6 +686,30 @@ def _decode(data: bytes) -> _Output:
 
 
 class _Rewriter(ResponseRewriter):
+    """Rewrites the response to a request, which was begun at `started_at`."""
+
+    def __init__(
+        self,
+        request: TranslatedRequest,
+        started_at: float,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._request = request
+        self._model = request.model
+        self._started_at = started_at
+        self._clock = clock
+        self._wall_clock = wall_clock
+
+    def loaded(self, reason: str) -> bytes:
+        """The response to a request without a prompt, which only loads or unloads the model."""
+        raise NotImplementedError
+
+    def rewrite_body(self, content: bytes) -> bytes:
+        return run_at_once(self.rewrite_in_steps(content))
+
+
+class _TextRewriter(_Rewriter):
     """Rewrites a response that generates text. A stream's last line has what the others lack."""
 
     def __init__(
@@ -257,11 +719,7 @@ class _Rewriter(ResponseRewriter):
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
     ) -> None:
-        self._model = request.model
-        self._top_logprobs = request.top_logprobs
-        self._started_at = started_at
-        self._clock = clock
-        self._wall_clock = wall_clock
+        super().__init__(request, started_at, clock, wall_clock)
         self._first_text_at: float | None = None
         self._reason: str | None = None
         self._usage = _Usage()
@@ -271,7 +729,6 @@ class _Rewriter(ResponseRewriter):
         self._call_count = 0
 
     def loaded(self, reason: str) -> bytes:
-        """The response to a request that only loads or unloads the model."""
         return msgspec.json.encode(
             {**self._head(), **self._answer("", "", []), "done": True, "done_reason": reason}
         )
@@ -285,9 +742,6 @@ class _Rewriter(ResponseRewriter):
             elif data:
                 lines += self._lines(_decode(data))
         return b"".join(lines)
-
-    def rewrite_body(self, content: bytes) -> bytes:
-        return run_at_once(self.rewrite_in_steps(content))
 
     def rewrite_in_steps(self, content: bytes) -> Generator[None, None, bytes]:
         output = _decode(content)
@@ -338,7 +792,7 @@ class _Rewriter(ResponseRewriter):
         choice = output.choices[0]
         if choice.finish_reason:
             self._reason = "length" if choice.finish_reason == "length" else "stop"
-        logprobs = _ollama_logprobs(choice.logprobs, self._top_logprobs)
+        logprobs = _ollama_logprobs(choice.logprobs, self._request.top_logprobs)
         part = choice.delta or choice.message
         if part is None:
             return choice.text or "", "", logprobs
@@ -410,7 +864,7 @@ class _Rewriter(ResponseRewriter):
         }
 
 
-class _ChatRewriter(_Rewriter):
+class _ChatRewriter(_TextRewriter):
     def _answer(self, text: str, thinking: str, calls: list[JsonObject]) -> JsonObject:
         message: JsonObject = {"role": "assistant", "content": text}
         if thinking:
@@ -420,7 +874,7 @@ class _ChatRewriter(_Rewriter):
         return {"message": message}
 
 
-class _GenerateRewriter(_Rewriter):
+class _GenerateRewriter(_TextRewriter):
     def _answer(self, text: str, thinking: str, calls: list[JsonObject]) -> JsonObject:
         return {"response": text, "thinking": thinking} if thinking else {"response": text}
 
@@ -456,28 +910,11 @@ _EMBEDDING = msgspec.json.Decoder(_Embedding)
 _VECTOR = msgspec.json.Decoder(list[float])
 
 
-class _EmbedRewriter(ResponseRewriter):
-    """Rewrites embeddings. `single`: in the form of `/api/embeddings`."""
+class _EmbedRewriter(_Rewriter):
+    """Rewrites embeddings."""
 
-    def __init__(
-        self,
-        request: TranslatedRequest,
-        started_at: float,
-        clock: Callable[[], float],
-        *,
-        single: bool,
-    ) -> None:
-        self._request = request
-        self._started_at = started_at
-        self._clock = clock
-        self._single = single
-
-    def loaded(self) -> bytes:
-        """The response to a request without a text."""
-        return run_at_once(self._encode(_Embeddings([], self._request.model), []))
-
-    def rewrite_body(self, content: bytes) -> bytes:
-        return run_at_once(self.rewrite_in_steps(content))
+    def loaded(self, reason: str) -> bytes:
+        return run_at_once(self._encode(_Embeddings([], self._model), []))
 
     def rewrite_in_steps(self, content: bytes) -> Generator[None, None, bytes]:
         vectors: list[tuple[int, msgspec.Raw]] = []
@@ -508,7 +945,7 @@ class _EmbedRewriter(ResponseRewriter):
     def _encode(
         self, found: _Embeddings, vectors: list[msgspec.Raw]
     ) -> Generator[None, None, bytes]:
-        if self._single:
+        if self._request.single:
             return msgspec.json.encode({"embedding": vectors[0] if vectors else []})
         usage = found.usage or _Usage()
         end = {
@@ -518,8 +955,7 @@ class _EmbedRewriter(ResponseRewriter):
         }
         whole = io.BytesIO()  # It grows in place and returns its bytes without a copy.
         whole.write(
-            b'{"model":%b,"embeddings":['
-            % msgspec.json.encode(self._request.model or found.model or "")
+            b'{"model":%b,"embeddings":[' % msgspec.json.encode(self._model or found.model or "")
         )
         work = 0
         for number, vector in enumerate(vectors):
@@ -643,8 +1079,39 @@ PAGES = (
     Page("/api/show", _show_model, method="POST"),
 )
 
+
+class OllamaChatApi(_TranslatedApi):
+    """`/api/chat`."""
+
+    asked = staticmethod(translate_chat)
+    rewriter = _ChatRewriter
+
+
+class OllamaGenerateApi(_TranslatedApi):
+    """`/api/generate`."""
+
+    asked = staticmethod(translate_generate)
+    rewriter = _GenerateRewriter
+    field_names: ClassVar[Mapping[str, str]] = {**OllamaApi.field_names, "messages": "prompt"}
+
+
+class OllamaEmbedApi(_TranslatedApi):
+    """`/api/embed`."""
+
+    asked = staticmethod(partial(translate_embed, field_name="input"))
+    rewriter = _EmbedRewriter
+    field_names: ClassVar[Mapping[str, str]] = {}
+
+
+class OllamaEmbeddingsApi(OllamaEmbedApi):
+    """The older `/api/embeddings`, with the field `prompt`."""
+
+    asked = staticmethod(partial(translate_embed, field_name="prompt"))
+    field_names: ClassVar[Mapping[str, str]] = {"input": "prompt"}
+
+
 OLLAMA = OllamaApi()
 OLLAMA_CHAT = OllamaChatApi()
 OLLAMA_GENERATE = OllamaGenerateApi()
-OLLAMA_EMBED = OllamaEmbedApi("input")
-OLLAMA_EMBEDDINGS = OllamaEmbedApi("prompt")
+OLLAMA_EMBED = OllamaEmbedApi()
+OLLAMA_EMBEDDINGS = OllamaEmbeddingsApi()

@@ -17,7 +17,6 @@ _EMBEDDINGS_USAGE = re.compile(rb'"usage":\s*\{"prompt_tokens":(\d{1,9}),"total_
 EMBEDDINGS_USAGE_WITHIN = 512
 """Bytes; llama.cpp writes the usage of embeddings before the vectors."""
 
-
 _SOME = msgspec.Meta(min_length=1)
 
 
@@ -25,9 +24,7 @@ class _Embedding(msgspec.Struct):
     embedding: msgspec.Raw
 
 
-class Embeddings(Answer, kw_only=True):
-    """OpenAI's embeddings."""
-
+class _Embeddings(Answer, kw_only=True):
     data: Annotated[list[_Embedding], _SOME]
 
 
@@ -45,34 +42,19 @@ class _Ranking(Answer, kw_only=True):
             raise ValueError
 
 
-class InputTokens(Answer, kw_only=True):
-    """A count of a prompt's tokens."""
+_NATIVE_EMBEDDINGS = Annotated[list[_Embedding], _SOME] | _Embedding
 
-    input_tokens: int
-
-
-class Tokens(Answer, kw_only=True):
-    """A text's tokens."""
-
-    tokens: msgspec.Raw
-
-
-class TokensText(Answer, kw_only=True):
-    """The text of tokens."""
-
-    content: str
-
-
-class RenderedPrompt(Answer, kw_only=True):
-    """A conversation as a prompt."""
-
-    prompt: str
-
-
-NATIVE_EMBEDDINGS = Annotated[list[_Embedding], _SOME] | _Embedding
-
-RANKING = Annotated[list[_Ranked], _SOME] | _Ranking
+_RANKINGS = Annotated[list[_Ranked], _SOME] | _Ranking
 """The list is TEI's form, in which llama.cpp's server answers TEI's requests."""
+
+
+def _answer_with(name: str, kind: Any) -> type[msgspec.Struct]:
+    """The type of responses that always have this field."""
+    return msgspec.defstruct("Answer", [(name, kind)], bases=(Answer,), kw_only=True)
+
+
+INPUT_TOKENS = _answer_with("input_tokens", int)
+"""A count of a prompt's tokens."""
 
 
 class RelayedApi(Api):
@@ -81,9 +63,9 @@ class RelayedApi(Api):
     name = "relayed"
 
     def __init__(
-        self, prompt_field: str | None = None, answer: Any = Answer, mark: str = ""
+        self, prompt_field: str | None = None, mark: str = "", answer: Any = Answer
     ) -> None:
-        """`answer`: the type of responses. `mark`: the field that long ones are known by."""
+        """`mark`: the field that long responses are known by. `answer`: the type of all."""
         self.prompt_field = prompt_field
         self.answer = msgspec.json.Decoder(answer)
         self.answer_mark = f'"{mark}"'.encode()
@@ -102,17 +84,13 @@ class EmbeddingsApi(RelayedApi):
     decoded_bytes = 4 * 1024
 
 
-class _Transcription(Answer, kw_only=True):
-    text: str
-
-
 class TranscriptionsApi(RelayedApi):
     """Transcriptions: JSON, or text in a format that the client has asked for."""
 
     answers_json = False
 
     def __init__(self) -> None:
-        super().__init__(answer=_Transcription, mark="text")
+        super().__init__(None, "text", _answer_with("text", str))
 
     def check_answer(self, content: bytes, *, whole: bool = True) -> None:
         """As for all APIs, but a text may be anything but a page."""
@@ -124,3 +102,13 @@ class TranscriptionsApi(RelayedApi):
 
 
 RELAYED = RelayedApi()
+"""Any other request."""
+
+EMBEDDINGS = EmbeddingsApi("input", "embedding", _Embeddings)
+NATIVE_EMBEDDINGS = EmbeddingsApi("content", "embedding", _NATIVE_EMBEDDINGS)
+RANKING = RelayedApi("documents", "index", _RANKINGS)
+TRANSCRIPTIONS = TranscriptionsApi()
+CHAT_COUNT = RelayedApi("messages", "input_tokens", INPUT_TOKENS)
+TOKENIZE = RelayedApi("content", "tokens", _answer_with("tokens", msgspec.Raw))
+DETOKENIZE = RelayedApi("tokens", "content", _answer_with("content", str))
+TEMPLATE = RelayedApi("messages", "prompt", _answer_with("prompt", str))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import ClassVar, TypeGuard
 
 import msgspec
 
@@ -18,13 +18,23 @@ from gateway.transport.errors import InvalidResponse, NodeReportedError
 class EventRewriter:
     """Makes a continuation's events part of the first stream: one id, one role, usage that adds up.
 
-    A new one for each continuation.
+    A new one for each continuation. `end_mark`: the mark that ends the reasoning under way; None:
+    none is. `usage`: whether the client asks for it.
     """
 
-    def __init__(self, transcript: Transcript, splice_point: SplicePoint) -> None:
+    def __init__(
+        self,
+        transcript: Transcript,
+        splice_point: SplicePoint,
+        end_mark: ReasoningEndMark | None = None,
+        *,
+        usage: bool = False,
+    ) -> None:
         self._transcript = transcript
         self._splice_point = splice_point
+        self._usage = usage
         self._overlap = OverlapFilter(splice_point.overlap)
+        self._splitter = ReasoningSplitter(end_mark)
 
     @property
     def caught_up(self) -> bool:
@@ -46,6 +56,37 @@ class EventRewriter:
     def _check_end(self) -> None:
         if not self._overlap.done:
             raise OverlapMismatch
+
+
+class NativeEventRewriter(EventRewriter):
+    """Rewrites the events of llama.cpp's `/completion` as those of another API."""
+
+    reasoning_kind: ClassVar[str] = ""
+    content_kind: ClassVar[str]
+    """The API's words for what a text is."""
+
+    def rewrite(self, value: JsonObject) -> bytes:
+        reasoning, content = self._splitter.feed(self._new_text(value.get("content")))
+        is_last = bool(value.get("stop"))
+        if is_last:
+            self._check_end()
+            reasoning += self._splitter.flush()
+        events = self._text_events(self.reasoning_kind, reasoning) if reasoning else b""
+        if content:
+            events += self._text_events(self.content_kind, content)
+        return events + self._end_events(value) if is_last else events
+
+    def _text_events(self, kind: str, text: str) -> bytes:
+        """The events that add a text of this kind."""
+        raise NotImplementedError
+
+    def _end_events(self, value: JsonObject) -> bytes:
+        """The events that end the response, for the last one of `/completion`."""
+        raise NotImplementedError
+
+    def _written_tokens(self, value: JsonObject) -> int:
+        """Tokens of the whole response, as the last event of `/completion` counts its own."""
+        return self._splice_point.prefix_tokens + as_count(value.get("tokens_predicted"))
 
 
 class StreamRewriter:
@@ -198,6 +239,12 @@ def _requires_call(choice: object) -> bool:
     return choice not in {None, "auto", "none"}
 
 
+def wants_usage(body: JsonObject) -> bool:
+    """Whether the client asks for `usage` in the stream."""
+    options = body.get("stream_options")
+    return isinstance(options, dict) and options.get("include_usage") is True
+
+
 def message_unresumable_reason(body: JsonObject) -> str | None:
     """Why a response to messages can't be resumed; None: they allow it."""
     messages = body.get("messages")
@@ -208,36 +255,14 @@ def message_unresumable_reason(body: JsonObject) -> str | None:
     return None
 
 
-def prompt_unresumable_reason(body: JsonObject, transcript: Transcript) -> str | None:
-    """Why a response to a prompt can't be resumed; None: it can."""
-    reason = unresumable_reason(body, transcript)
-    if reason is None and not (isinstance(body.get("prompt"), str) or transcript.token_ids):
-        return "the prompt is not one text"
-    return reason
-
-
 def remaining_tokens(body: JsonObject, written: int) -> int | None:
     """Tokens that may still be written; None: the body sets no limit."""
     bound = largest_bound(value for name in BOUND_NAMES if is_number(value := body.get(name)))
     return None if bound is None else max(0, bound - written)
 
 
-def continued_messages(body: JsonObject, prefix: str, max_tokens: int | None) -> JsonObject:
-    """A body of messages that continues the assistant's last message."""
-    messages = [*body["messages"]]
-    if prefix:
-        # Text that ends in white space must reach the template as it is.
-        messages.append({"role": "assistant", "content": prefix})
-    return _limited(body | {"messages": messages}, max_tokens)
-
-
-def continued_prompt(body: JsonObject, prefix: str, max_tokens: int | None) -> JsonObject:
-    """A body whose prompt, one text, has the response so far behind it."""
-    return _limited(body | {"prompt": f"{body['prompt']}{prefix}"}, max_tokens)
-
-
-def _limited(body: JsonObject, max_tokens: int | None) -> JsonObject:
-    if max_tokens is None:
+def with_remaining_tokens(body: JsonObject, tokens: int | None) -> JsonObject:
+    """The body with its limits at so many tokens; None: it has none."""
+    if tokens is None:
         return body
-    names = [name for name in BOUND_NAMES if body.get(name) is not None]
-    return body | dict.fromkeys(names, max_tokens)
+    return body | {name: tokens for name in BOUND_NAMES if body.get(name) is not None}

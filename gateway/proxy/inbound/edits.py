@@ -1,7 +1,7 @@
 """Edits request bodies: only here, and only those that need it.
 
 An edited body is parsed one level deep: everything inside stays the client's own bytes. A large
-body (`large_body.py`) is not even copied.
+body is not even copied.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import msgspec
 
 from gateway.config.routing import ModelRule
 from gateway.proxy.inbound import multipart, request_limits
-from gateway.proxy.inbound.large_body import Body
-from gateway.proxy.inbound.parsed_body import MISSING, ParsedBody
+from gateway.proxy.inbound.body import MISSING, Body, ParsedBody
 from gateway.proxy.json_values import FIELDS_DECODER
 from gateway.proxy.tokens import BOUND_NAMES, Number
 

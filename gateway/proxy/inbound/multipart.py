@@ -11,7 +11,7 @@ import re
 from typing import NamedTuple
 
 from gateway import errors
-from gateway.proxy.inbound.parsed_body import ParsedBody
+from gateway.proxy.inbound.body import ParsedBody
 from gateway.request import Headers
 
 MOST_FORM_FIELDS = 64

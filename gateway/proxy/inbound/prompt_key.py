@@ -18,10 +18,9 @@ import msgspec
 
 from gateway.config.prompts import LONGEST_LINE, literal_prefix, pattern_problem
 from gateway.lease import KeyedHash, PromptKey, block_numbers
+from gateway.proxy.inbound.body import BYTES_PER_TOKEN, MISSING, Body, LargeBody
 from gateway.proxy.inbound.edits import Edit, raw_fields
-from gateway.proxy.inbound.large_body import Body, LargeBody
 from gateway.proxy.inbound.media import UNREADABLE_IMAGE_TOKENS
-from gateway.proxy.inbound.parsed_body import BYTES_PER_TOKEN, MISSING
 from gateway.proxy.inbound.routes import Route
 from gateway.proxy.json_values import FIELDS_DECODER, ITEMS_DECODER, TEXT_DECODER
 

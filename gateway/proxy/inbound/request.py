@@ -1,23 +1,144 @@
-"""A request on its way through the proxy: what the HTTP edge has read and nodes are sent.
-
-A completion with several prompts holds each as a request of its own; `proxy/multi_prompt.py` serves
-them as one.
-"""
+"""Turns what a client sent into a `Request`: parsed once, checked once, edited once."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import msgspec
+from msgspec.structs import replace as replace_fields
 
 from gateway import errors
+from gateway.catalog import ServedModels
+from gateway.config.cache_privacy import SHARED_CACHE, CachePolicy, NodeLabels
 from gateway.config.listeners import LimitSettings
-from gateway.lease import LeaseRequest
+from gateway.config.routing import CATCH_ALL, ModelRule
+from gateway.events import RequestFinished
+from gateway.lease import (
+    KeyedHash,
+    LeaseCaller,
+    LeaseRequest,
+    PromptKey,
+    RequestSize,
+    WantedNode,
+)
+from gateway.proxy.inbound import edits, media, request_limits
+from gateway.proxy.inbound.body import (
+    BYTE_ORDER_MARK,
+    BYTES_PER_TOKEN,
+    FULL_PARSE_BYTES,
+    LARGE_BODY_BYTES,
+    MISSING,
+    PROMPT_FIELDS,
+    SMALL_BODY_BYTES,
+    Body,
+    LargeBody,
+    ParsedBody,
+    PromptSize,
+    TimeSlicer,
+    estimate_min_tokens,
+    has_edited_options,
+    has_limited_options,
+    is_slow_to_parse,
+    measure_prompt,
+    nesting_depth,
+    parse_body,
+    read_large_body,
+    without_large_fields,
+)
 from gateway.proxy.inbound.edits import raw_fields
-from gateway.proxy.inbound.large_body import FULL_PARSE_BYTES, Body, TimeSlicer
+from gateway.proxy.inbound.prompt_key import (
+    SHORTEST_BODY,
+    VolatileLines,
+    build_large_prompt_key,
+    build_prompt_key,
+)
+from gateway.proxy.inbound.routes import Route, can_assemble
 from gateway.proxy.json_values import ITEMS_DECODER
-from gateway.request import Caller
+from gateway.proxy.tokens import settle_bound
+from gateway.request import Caller, Priority
+
+MOST_TARGETS = 32
+"""Models that one alias may resolve to."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """A model that nodes may serve, and the rules for requests that reach it by this name."""
+
+    name: str
+    rules: tuple[ModelRule, ...] = ()
+
+
+@dataclass(slots=True)
+class ModelAliases:
+    """The `models` of one version of the settings; replaced at each reload."""
+
+    rules: Mapping[str, ModelRule]
+    _resolved: dict[str, tuple[ResolvedModel, ...]] = field(default_factory=dict)
+    _of: Mapping[str, str] = field(default_factory=dict)
+    """The servers' aliases for which `_resolved` holds."""
+    has_catch_all: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.has_catch_all = CATCH_ALL in self.rules
+
+    def is_catch_all(self, name: str, catalog: ServedModels) -> bool:
+        """Whether the catch-all applies: no rule has this name, and no node may serve it.
+
+        A node whose models are not known yet may serve any.
+        """
+        return self.has_catch_all and (
+            name == CATCH_ALL or not (name in self.rules or catalog.may_serve(name))
+        )
+
+    def knows(self, name: str, catalog: ServedModels) -> bool:
+        """Whether a rule has this name, or some node serves it."""
+        return name in self.rules or catalog.serves(name)
+
+    def resolve(self, name: str, catalog: ServedModels) -> tuple[ResolvedModel, ...]:
+        """The models that `name` stands for, in order of preference; itself without a rule.
+
+        For a further name that servers give to a model, the model's rule holds, unless the name
+        has one of its own.
+        """
+        if not self.rules:
+            return (ResolvedModel(name),)
+        aliases = catalog.aliases
+        if aliases is not self._of:
+            self._of, self._resolved = aliases, {}
+        if name not in self.rules and aliases.get(name) not in self.rules:
+            return (ResolvedModel(name),)
+        found = self._resolved.get(name)
+        if found is None:
+            every = _follow_aliases(name, self.rules, (), aliases)
+            found = self._resolved[name] = tuple(every)[:MOST_TARGETS]
+        return found
+
+
+def _follow_aliases(
+    name: str,
+    rules: Mapping[str, ModelRule],
+    applied: tuple[ModelRule, ...],
+    aliases: Mapping[str, str],
+) -> list[ResolvedModel]:
+    model = name if name in rules else aliases.get(name, name)
+    rule = rules.get(model)
+    if rule is None or (model != name and any(rule is one for one in applied)):
+        return [ResolvedModel(name, applied)]
+    applied = (*applied, rule)
+    models: dict[str, ResolvedModel] = {}
+    for target in rule.use or (model,):
+        found = (
+            [ResolvedModel(name, applied)]
+            if target == model
+            else _follow_aliases(target, rules, applied, aliases)
+        )
+        for one in found:
+            models.setdefault(one.name, one)
+    return list(models.values())
 
 
 # A struct of msgspec: a frozen dataclass of so many fields takes sixteen times as long to make.
@@ -139,3 +260,465 @@ def parse_prompt_list(
     fields = raw_fields(body)
     fields.pop("prompt")
     return PromptList(prompts or split_prompts(raw), fields, make_request)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRules:
+    """The settings that preparing a request depends on; replaced as a whole at a reload."""
+
+    limits: LimitSettings
+    model_aliases: ModelAliases
+    default_model: str | None
+    volatile_lines: VolatileLines = field(default_factory=VolatileLines)
+    keyed_hash: KeyedHash = field(default_factory=KeyedHash)
+    """Identifies prompts."""
+
+
+@dataclass(slots=True)
+class IncomingRequest:
+    """A request as read from the client's connection."""
+
+    id: str
+    x_request_id: str
+    route: Route
+    header_lines: bytes
+    """The client's header lines that are forwarded to the node."""
+    client_timeout: float | None
+    """Seconds that the client will wait for the complete response."""
+    body: Body
+    caller: Caller
+    received_at: float
+    fairness_key: str = ""
+    """The caller or end user that the wait queue is fair to; empty: the caller."""
+    session: str | None = None
+    client_has_timer: bool = False
+    """Whether the client announced `client_timeout` as a timer of its own."""
+    cache: CachePolicy = SHARED_CACHE
+    """Which nodes may serve it, and what it may learn of their prompt caches."""
+    max_tokens: int | None = None
+    """Most tokens of one answer that the caller's limits allow; None: any number."""
+    most_tokens: float = math.inf
+    """Most tokens of a prompt and its answers that the caller's limits allow."""
+
+
+def prepare(
+    incoming: IncomingRequest,
+    parsed: ParsedBody,
+    priority: Priority,
+    rules: RequestRules,
+    catalog: ServedModels,
+) -> Request:
+    """The request of a JSON body, ready to be sent to nodes. Raises: GatewayError.
+
+    A large body's prompt key is left out: `prepare_large` builds it in steps.
+    """
+    route, limits, body = incoming.route, rules.limits, incoming.body
+    prompt_field = route.prompt_field
+    raw = getattr(parsed, prompt_field) if prompt_field in PROMPT_FIELDS else MISSING
+    if isinstance(body, bytes):
+        depth = nesting_depth(body, limits.json_depth)
+        if depth > limits.json_depth:
+            raise errors.nested_too_deeply(limits.json_depth)
+        needs_vision = False
+        if media.may_have_links(body):
+            links, needs_vision = media.find_links(body)
+            media.check_links(links, limits.media_hosts, prompt_field)
+        tokens = estimate_min_tokens(raw)
+    else:
+        depth, needs_vision = body.depth, body.has_images
+        media.check_links(body.find_links(), limits.media_hosts, prompt_field)
+        tokens = body.estimate_min_tokens(prompt_field)
+    request_limits.check_supported(parsed, route.api.refused_fields)
+    if has_limited_options(parsed):
+        if request_limits.has_grammar(parsed):
+            request_limits.check_grammars(parsed, depth, limits)
+        if route.generates:
+            request_limits.check_sampling(parsed, limits)
+    model, targets = resolve_model(
+        parsed.model, rules, incoming.caller, incoming.cache.node_labels, catalog
+    )
+    if catalog.paused:
+        targets = unpaused(model, targets, catalog)
+    most_tokens = limits.max_tokens
+    if incoming.max_tokens is not None:
+        most_tokens = min(incoming.max_tokens, most_tokens or incoming.max_tokens)
+    bodies, slots, max_tokens = _edited_bodies(
+        body,
+        parsed,
+        targets,
+        route,
+        rules,
+        most_tokens,
+        incoming.most_tokens - tokens,
+        catalog,
+        incoming.cache.node_labels,
+        hides_cache=incoming.cache.hide,
+    )
+    generation = prompt_list = None
+    if route.generates:
+        if route.api.merger is not None:
+            prompt_list = _parse_prompt_list(incoming, parsed.prompt, priority, rules, catalog)
+        scope = incoming.cache.scope_of(incoming.id)
+        generation = _generation(body, parsed, raw, slots, route, model, rules, max_tokens, scope)
+    return _new_request(
+        incoming,
+        parsed.model,
+        priority,
+        model,
+        bodies,
+        needs_vision=needs_vision,
+        slots=slots,
+        prompt_tokens=tokens,
+        prompt_list=prompt_list,
+        generation=generation,
+    )
+
+
+def prepare_multipart(
+    incoming: IncomingRequest,
+    parsed: ParsedBody,
+    priority: Priority,
+    rules: RequestRules,
+    catalog: ServedModels,
+) -> Request:
+    """The request of a multipart form; rules of `models` do not edit forms.
+
+    Raises: GatewayError.
+    """
+    model, targets = resolve_model(
+        parsed.model, rules, incoming.caller, incoming.cache.node_labels, catalog
+    )
+    if catalog.paused:
+        targets = unpaused(model, targets, catalog)
+    bodies = {target.name: incoming.body for target in targets}
+    return _new_request(incoming, parsed.model, priority, model, bodies)
+
+
+def prepare_for(
+    record: RequestFinished,
+    incoming: IncomingRequest,
+    parsed: ParsedBody,
+    priority: Priority,
+    rules: RequestRules,
+    catalog: ServedModels,
+) -> Request:
+    """The request of a body, noted in its record: class, stream, and the model if it is served.
+
+    Raises: GatewayError.
+    """
+    if priority is not record.priority:
+        record.classify(priority)
+    make = prepare_multipart if incoming.route.multipart else prepare
+    request = make(incoming, parsed, priority, rules, catalog)
+    wanted, model = request.lease_request.wanted, None
+    for name in wanted.model_names:
+        if catalog.serves(name):
+            model = wanted.model
+            break
+    record.describe(stream=request.stream, model=model)
+    return request
+
+
+async def prepare_in_turn(
+    body: bytes,
+    route: Route,
+    rules: RequestRules,
+    slicer: TimeSlicer,
+    prepare_body: Callable[[Body], Request],
+    scope: str = "",
+) -> Request:
+    """What `prepare_body` makes of a JSON body, with other requests in between if it takes long.
+
+    Needs a task. Raises: GatewayError.
+    """
+    body = body.removeprefix(BYTE_ORDER_MARK)
+    if len(body) < SMALL_BODY_BYTES or not is_slow_to_parse(body):
+        return prepare_body(body)
+    if len(body) < LARGE_BODY_BYTES:
+        return await slicer.run_once(partial(prepare_body, body))
+    return await slicer.run(prepare_large(body, route, rules, prepare_body, scope))
+
+
+def prepare_large(
+    body: bytes,
+    route: Route,
+    rules: RequestRules,
+    prepare_body: Callable[[LargeBody], Request],
+    scope: str = "",
+) -> Generator[None, None, Request]:
+    """The request that `prepare_body` makes of a large body, in short steps.
+
+    The body is outlined before and its prompt key built after, in its `scope`. Raises:
+    GatewayError.
+    """
+    large = yield from read_large_body(body, rules.limits)
+    request = prepare_body(large)
+    lease_request = request.lease_request
+    key = yield from build_large_prompt_key(
+        large, route, lease_request.wanted.model, rules.volatile_lines, rules.keyed_hash, scope
+    )
+    size = replace_fields(lease_request.size, prompt_key=key)
+    return replace_fields(request, lease_request=replace_fields(lease_request, size=size))
+
+
+def resolve_model(
+    requested: str | None,
+    rules: RequestRules,
+    caller: Caller,
+    labels: NodeLabels,
+    catalog: ServedModels,
+) -> tuple[str, tuple[ResolvedModel, ...]]:
+    """The public model name of a request, and the models it stands for. Raises: GatewayError.
+
+    `labels`: those of the nodes that may serve it.
+    """
+    model, aliases = requested or rules.default_model, rules.model_aliases
+    if model is None:
+        known = catalog.model_names(labels)
+        if caller.models is not None:
+            known = tuple(name for name in known if caller.may_use(name))
+        if len(known) > 1:
+            known = catalog.one_name_each(known)
+        if len(known) == 1:
+            model = known[0]
+        elif aliases.has_catch_all and caller.may_use(CATCH_ALL):
+            model = CATCH_ALL
+        elif known:
+            raise errors.model_missing(known)
+        else:
+            raise catalog.not_found_error(None, labels)
+    if aliases.has_catch_all and aliases.is_catch_all(model, catalog):
+        if not (caller.may_use(model) or caller.may_use(CATCH_ALL)):
+            raise errors.model_not_allowed(model)
+        targets = aliases.resolve(CATCH_ALL, catalog)
+        # The target's name from here on: the client's may be any text.
+        return targets[0].name, targets
+    if caller.models is not None and not caller.may_use(model):
+        raise errors.model_not_allowed(model)
+    return model, aliases.resolve(model, catalog)
+
+
+def unpaused(
+    model: str, targets: tuple[ResolvedModel, ...], catalog: ServedModels
+) -> tuple[ResolvedModel, ...]:
+    """Those of the targets of a public model name that are not paused.
+
+    Raises: GatewayError, if it is paused itself, or all of them are.
+    """
+    paused = catalog.paused
+    left = tuple(target for target in targets if target.name not in paused)
+    if model in paused or not left:
+        raise errors.model_paused(model)
+    return left
+
+
+def _edited_bodies(
+    body: Body,
+    parsed: ParsedBody,
+    targets: tuple[ResolvedModel, ...],
+    route: Route,
+    rules: RequestRules,
+    most_tokens: int | None,
+    tokens_left: float,
+    catalog: ServedModels,
+    labels: NodeLabels,
+    *,
+    hides_cache: bool,
+) -> tuple[dict[str, Body], int, int | None]:
+    """The body for each target model, the slots that it takes, and the most tokens of one answer.
+
+    `most_tokens`: of one answer. `tokens_left`: by the caller's other limits. `hides_cache`: nodes
+    must not be asked for figures of their prompt caches. Raises: GatewayError.
+    """
+    limits, volatile_lines = rules.limits, rules.volatile_lines
+    bodies: dict[str, Body] = {}
+    slots = 1 if route.takes_slot else 0
+    max_tokens: int | None = 0
+    for target in targets:
+        ruled = edits.apply_rules(body, target.rules) if target.rules else body
+        ruled_parsed = parsed
+        if ruled is not body:
+            ruled_parsed = parse_body(ruled) if isinstance(ruled, bytes) else ruled.parse()
+        edit = None
+        if has_edited_options(ruled_parsed):
+            context = partial(_largest_context, catalog, target.name, labels)
+            edit = edits.required_edit(ruled_parsed, limits.n_probs, context)
+        if route.generates:
+            most = edits.lowest_bound(target.rules, most_tokens) if target.rules else most_tokens
+            tokens, bound_edit = settle_bound(
+                ruled_parsed, route.api.max_tokens_fields, most, tokens_left
+            )
+            if bound_edit:
+                edit = (edit or {}) | bound_edit
+            max_tokens = None if tokens is None or max_tokens is None else max(tokens, max_tokens)
+        if volatile_lines.strips_requests:
+            edit = (edit or {}) | volatile_lines.strip_edit(ruled)
+        if hides_cache and route.generates:
+            edit = (edit or {}) | edits.without_cache_figures(ruled)
+        bodies[target.name] = edits.apply_edit(ruled, edit) if edit else ruled
+        if route.generates and not (
+            ruled_parsed.n is ruled_parsed.n_cmpl is ruled_parsed.best_of is None
+        ):
+            slots = max(slots, _completion_count(ruled_parsed, limits.n))
+    return bodies, slots, max_tokens
+
+
+UNKNOWN_CONTEXT = 1 << 17
+"""Tokens of a slot of a model whose nodes have not reported any."""
+
+
+def _largest_context(catalog: ServedModels, model: str, labels: NodeLabels) -> int:
+    """Tokens of the largest slot of this model."""
+    contexts = [server.context or 0 for server in catalog.servers_of([model], labels)]
+    return max(contexts, default=0) or UNKNOWN_CONTEXT
+
+
+def _completion_count(parsed: ParsedBody, limit: int) -> int:
+    """Completions per prompt; each takes a slot. Raises: GatewayError 400."""
+    most = 1
+    for name in ("n", "n_cmpl", "best_of"):
+        count = edits.clamped_int(getattr(parsed, name)) or 1
+        if count > limit:
+            raise errors.invalid_request(f"'{name}' is {count}, the most is {limit}.", name)
+        most = max(most, count)
+    return most
+
+
+_Generation = tuple[bool, bool, bool, int | None, PromptKey | None, PromptSize]
+"""What only a request for generated text has: `stream`, `logprobs`, `may_assemble`, `max_tokens`,
+`prompt_key` and the prompt's size. A plain tuple: a NamedTuple costs a thousand instructions."""
+
+
+def _generation(
+    body: Body,
+    parsed: ParsedBody,
+    raw_prompt: msgspec.Raw,
+    slots: int,
+    route: Route,
+    model: str,
+    rules: RequestRules,
+    max_tokens: int | None,
+    scope: str,
+) -> _Generation:
+    stream = bool(parsed.stream)
+    key = None
+    if isinstance(body, bytes):
+        size = measure_prompt(raw_prompt, parsed.tools, parsed.system, parsed.instructions)
+        if len(body) >= SHORTEST_BODY:
+            key = build_prompt_key(
+                body, route, model, rules.volatile_lines, rules.keyed_hash, scope
+            )
+    else:
+        size = body.measure_prompt(route.prompt_field)
+    return (
+        stream,
+        not (parsed.n_probs is parsed.top_logprobs is None and parsed.logprobs is MISSING)
+        and request_limits.wants_logprobs(parsed),
+        not stream and can_assemble(route, body, parsed.messages, slots),
+        max_tokens,
+        key,
+        size,
+    )
+
+
+def _new_request(
+    incoming: IncomingRequest,
+    model_in_body: str | None,
+    priority: Priority,
+    model: str,
+    bodies: dict[str, Body],
+    *,
+    needs_vision: bool = False,
+    slots: int = 1,
+    prompt_tokens: int = 0,
+    prompt_list: PromptList | None = None,
+    generation: _Generation | None = None,
+) -> Request:
+    stream = logprobs = may_assemble = False
+    key: PromptKey | None = None
+    max_tokens: int | None = None
+    text_bytes, exact_tokens, media_tokens = prompt_tokens * BYTES_PER_TOKEN, 0, 0
+    if generation is not None:
+        stream, logprobs, may_assemble, max_tokens, key, size = generation
+        text_bytes, exact_tokens, media_tokens = size
+    route, caller, limit = incoming.route, incoming.caller, incoming.client_timeout
+    lease_request = LeaseRequest(
+        incoming.id,
+        LeaseCaller(
+            caller.id, incoming.fairness_key or caller.id, priority, incoming.session, limit
+        ),
+        WantedNode(
+            model,
+            tuple(bodies),
+            route.endpoint,
+            needs_vision,
+            route.llama_cpp_only,
+            incoming.cache.node_labels,
+            stream=stream,
+            may_assemble=may_assemble,
+            prompt_cache=incoming.cache.prompt_cache,
+            feature=route.path,
+            prompt_field=route.prompt_field,
+            slots_field="n" if slots < 2 else _slots_field(bodies),
+        ),
+        RequestSize(
+            slots,
+            generation is not None,
+            prompt_tokens,
+            text_bytes,
+            exact_tokens,
+            media_tokens,
+            max_tokens=max_tokens,
+            body_bytes=max(map(len, bodies.values())),
+            prompt_key=key,
+        ),
+    )
+    return Request(
+        incoming.id,
+        incoming.x_request_id,
+        route.path,
+        incoming.header_lines + b"x-request-id: " + incoming.x_request_id.encode() + b"\r\n",
+        bodies,
+        model_in_body,
+        caller,
+        incoming.received_at,
+        lease_request,
+        stream,
+        logprobs,
+        None if limit is None else incoming.received_at + limit,
+        limit is not None and incoming.client_has_timer,
+        prompt_list,
+    )
+
+
+def _slots_field(bodies: dict[str, Body]) -> str:
+    """The field by which a body asks for several slots."""
+    small = without_large_fields(next(iter(bodies.values())))
+    return next((name for name in ("n_cmpl", "best_of") if f'"{name}"'.encode() in small), "n")
+
+
+def _parse_prompt_list(
+    incoming: IncomingRequest,
+    raw_prompt: msgspec.Raw,
+    priority: Priority,
+    rules: RequestRules,
+    catalog: ServedModels,
+) -> PromptList | None:
+    """The prompts, if the body holds several, which are served as requests of their own."""
+
+    def sub_request(index: int, body: bytes) -> Generator[None, None, Request]:
+        def prepare_body(large: LargeBody) -> Request:
+            return prepare(replace(one, body=large), large.parse(), priority, rules, catalog)
+
+        one = replace(
+            incoming,
+            id=f"{incoming.id}.{index}",
+            x_request_id=f"{incoming.x_request_id}.{index}",
+            body=body,
+        )
+        if len(body) < LARGE_BODY_BYTES:
+            return prepare(one, parse_body(body), priority, rules, catalog)
+        scope = one.cache.scope_of(one.id)
+        return (yield from prepare_large(body, one.route, rules, prepare_body, scope))
+
+    return parse_prompt_list(incoming.body, raw_prompt, rules.limits, sub_request)

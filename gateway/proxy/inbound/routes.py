@@ -22,21 +22,18 @@ from gateway.proxy.api.ollama import (
 )
 from gateway.proxy.api.ollama import PAGES as OLLAMA_PAGES
 from gateway.proxy.api.relayed import (
+    CHAT_COUNT,
+    DETOKENIZE,
+    EMBEDDINGS,
     NATIVE_EMBEDDINGS,
     RANKING,
     RELAYED,
-    Embeddings,
-    EmbeddingsApi,
-    InputTokens,
-    RelayedApi,
-    RenderedPrompt,
-    Tokens,
-    TokensText,
-    TranscriptionsApi,
+    TEMPLATE,
+    TOKENIZE,
+    TRANSCRIPTIONS,
 )
 from gateway.proxy.api.responses import RESPONSES, RESPONSES_COUNT
-from gateway.proxy.inbound.large_body import Body
-from gateway.proxy.inbound.parsed_body import MISSING, ParsedBody
+from gateway.proxy.inbound.body import MISSING, Body, ParsedBody
 from gateway.proxy.json_values import ITEMS_DECODER, JSON_ERRORS, InvalidJson, parse_object
 from gateway.request import Endpoint
 
@@ -69,51 +66,25 @@ _ROUTES = (
     Route("/v1/completions", COMPLETIONS, generates=True),
     Route("/v1/messages", MESSAGES, generates=True),
     Route("/v1/responses", RESPONSES, generates=True),
-    Route("/v1/embeddings", EmbeddingsApi("input", Embeddings, "embedding"), "embeddings"),
-    Route("/v1/rerank", RelayedApi("documents", RANKING, "index"), "rerank"),
-    Route("/v1/reranking", RelayedApi("documents", RANKING, "index"), "rerank"),
-    Route("/v1/audio/transcriptions", TranscriptionsApi(), "audio", multipart=True),
+    Route("/v1/embeddings", EMBEDDINGS, "embeddings"),
+    Route("/v1/rerank", RANKING, "rerank"),
+    Route("/v1/reranking", RANKING, "rerank"),
+    Route("/v1/audio/transcriptions", TRANSCRIPTIONS, "audio", multipart=True),
     Route("/v1/responses/input_tokens", RESPONSES_COUNT, takes_slot=False),
     Route("/v1/messages/count_tokens", COUNT_TOKENS, takes_slot=False),
-    Route(
-        "/v1/chat/completions/input_tokens",
-        RelayedApi("messages", InputTokens, "input_tokens"),
-        takes_slot=False,
-        llama_cpp_only=True,
-    ),
+    Route("/v1/chat/completions/input_tokens", CHAT_COUNT, takes_slot=False, llama_cpp_only=True),
     Route("/completion", NATIVE, generates=True, llama_cpp_only=True),
     Route("/infill", INFILL, "infill", generates=True, llama_cpp_only=True),
-    Route(
-        "/embedding",
-        EmbeddingsApi("content", NATIVE_EMBEDDINGS, "embedding"),
-        "embeddings",
-        llama_cpp_only=True,
-    ),
-    Route(
-        "/tokenize", RelayedApi("content", Tokens, "tokens"), takes_slot=False, llama_cpp_only=True
-    ),
-    Route(
-        "/detokenize",
-        RelayedApi("tokens", TokensText, "content"),
-        takes_slot=False,
-        llama_cpp_only=True,
-    ),
-    Route(
-        "/apply-template",
-        RelayedApi("messages", RenderedPrompt, "prompt"),
-        takes_slot=False,
-        llama_cpp_only=True,
-    ),
+    Route("/embedding", NATIVE_EMBEDDINGS, "embeddings", llama_cpp_only=True),
+    Route("/tokenize", TOKENIZE, takes_slot=False, llama_cpp_only=True),
+    Route("/detokenize", DETOKENIZE, takes_slot=False, llama_cpp_only=True),
+    Route("/apply-template", TEMPLATE, takes_slot=False, llama_cpp_only=True),
 )
 
 _WITHOUT_V1 = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/embeddings",
-    "/v1/rerank",
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/v1/rerank",
     "/v1/reranking",
-)
+)  # fmt: skip
 
 ROUTES: dict[str, Route] = {route.path: route for route in _ROUTES}
 

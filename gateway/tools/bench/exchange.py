@@ -1,4 +1,4 @@
-"""One request: sends it, and notes when each event of its response came.
+"""The endpoints that can be measured, and one request: when each event of its response came.
 
 Times are taken in the event loop's read callback, before anything is parsed. All that a server may
 send is bounded: its head, an event, the whole response, the number of events, the time.
@@ -9,16 +9,127 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from gateway.config.errors import single_line
-from gateway.tools.bench.endpoint import Endpoint, ServerFigures, is_finished
 from gateway.transport.connection import NodeConnection
 from gateway.transport.errors import StaleConnection, UpstreamError
 from gateway.transport.pool import ConnectionPool
+
+MOST_COUNT = 100_000_000
+"""Tokens; a larger figure of a server is nonsense."""
+
+MOST_MILLISECONDS = 1e9
+
+
+@dataclass(slots=True)
+class ServerReport:
+    """What the server itself says of a request. None: it does not."""
+
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    prefill_seconds: float | None = None
+    """llama.cpp's `timings`: of the slot's prefill, without the wait for the slot."""
+
+    def learn(self, event: Mapping[str, Any]) -> None:
+        """Take what an event or a plain response says; the last word counts."""
+        usage = event.get("usage")
+        if isinstance(usage, dict):
+            self.prompt_tokens = _count(usage.get("prompt_tokens"), self.prompt_tokens)
+            self.completion_tokens = _count(usage.get("completion_tokens"), self.completion_tokens)
+            details = usage.get("prompt_tokens_details")
+            if isinstance(details, dict):
+                self.cached_tokens = _count(details.get("cached_tokens"), self.cached_tokens)
+        timings = event.get("timings")
+        if isinstance(timings, dict):
+            milliseconds = timings.get("prompt_ms")
+            if isinstance(milliseconds, int | float) and 0 <= milliseconds <= MOST_MILLISECONDS:
+                self.prefill_seconds = milliseconds / 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One endpoint."""
+
+    name: str
+    path: bytes
+    """Below `/v1`."""
+    is_stream: bool
+    prompt_fields: Callable[[str], dict[str, Any]] = field(repr=False)
+    """A body's fields that hold the prompt."""
+    has_content: Callable[[Mapping[str, Any]], bool] = field(repr=False)
+    """Whether an event, or a plain response, holds some of what was asked for."""
+
+    def body(
+        self, model: str | None, prompt: str, max_tokens: int, extra: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The body of a request. A field that `extra` sets to None is left out."""
+        fields: dict[str, Any] = {"model": model, **self.prompt_fields(prompt)}
+        if self.is_stream:
+            fields |= {"stream": True, "max_tokens": max_tokens, "temperature": 0}
+        return {name: value for name, value in (fields | extra).items() if value is not None}
+
+
+def _chat_content(event: Mapping[str, Any]) -> bool:
+    delta = _first(event, "choices").get("delta")
+    if not isinstance(delta, dict):
+        return False
+    return any(delta.get(name) for name in _DELTA_FIELDS)
+
+
+_DELTA_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal")
+
+
+def _first(event: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    listed = event.get(name)
+    first = listed[0] if isinstance(listed, list) and listed else None
+    return first if isinstance(first, dict) else {}
+
+
+def is_finished(event: Mapping[str, Any]) -> bool:
+    """Whether an event of a stream says why the answer has ended."""
+    return _first(event, "choices").get("finish_reason") is not None
+
+
+def _count(value: object, otherwise: int | None) -> int | None:
+    sound = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_COUNT
+    return value if sound else otherwise  # type: ignore[return-value]
+
+
+CHAT = Endpoint(
+    "chat",
+    b"/chat/completions",
+    True,
+    lambda prompt: {"messages": [{"role": "user", "content": prompt}]},
+    _chat_content,
+)
+
+ENDPOINTS = {
+    one.name: one
+    for one in (
+        CHAT,
+        Endpoint(
+            "completions",
+            b"/completions",
+            True,
+            lambda prompt: {"prompt": prompt},
+            lambda event: bool(_first(event, "choices").get("text")),
+        ),
+        Endpoint(
+            "embeddings",
+            b"/embeddings",
+            False,
+            lambda prompt: {"input": prompt},
+            lambda reply: bool(_first(reply, "data").get("embedding")),
+        ),
+    )
+}
+
 
 MOST_EVENT_BYTES = 1 << 20
 
@@ -65,7 +176,7 @@ class RequestResult:
     retry_after: float | None = None
     queue_seconds: float | None = None
     """What `X-Gateway-Queue-Ms` says."""
-    server: ServerFigures = field(default_factory=ServerFigures)
+    server: ServerReport = field(default_factory=ServerReport)
 
     @property
     def ttft(self) -> float | None:
@@ -173,7 +284,7 @@ class StreamReader:
 
 
 @dataclass(slots=True)
-class Sender:
+class RequestSender:
     """Sends requests over the connections of a pool."""
 
     pool: ConnectionPool

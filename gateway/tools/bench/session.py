@@ -12,21 +12,16 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from gateway import __version__
-from gateway.tools.bench.endpoint import Endpoint
-from gateway.tools.bench.exchange import RequestResult, Sender
-from gateway.tools.bench.figures import Goal, figures_of
-from gateway.tools.bench.limiting import judge
-from gateway.tools.bench.load import Load
-from gateway.tools.bench.prompts import PromptWriter
-from gateway.tools.bench.report import BenchReport, LoadResult
-from gateway.tools.bench.runner import LoadRun, Runner, Workload
+from gateway.tools.bench.exchange import Endpoint, RequestResult, RequestSender
+from gateway.tools.bench.load import Load, LoadRun, LoadRunner, RequestPattern
+from gateway.tools.bench.report import BenchReport, LoadResult, RequestGoal, figures_of, judge
 from gateway.tools.bench.target import (
     Baseline,
-    Calibrator,
     Probe,
+    PromptWriter,
     ServerDescription,
-    TargetError,
     describe_server,
+    probe_server,
     server_address,
 )
 from gateway.transport.pool import ConnectionPool
@@ -44,7 +39,7 @@ class BenchPlan:
     """Without `/v1`."""
     endpoint: Endpoint
     loads: list[Load]
-    workload: Workload
+    pattern: RequestPattern
     key: str | None = None
     tls: ssl.SSLContext | None = None
     model: str | None = None
@@ -54,7 +49,7 @@ class BenchPlan:
     ignore_eos: bool | None = None
     """Whether answers go on to their last token; None: where the server is known to do so."""
     trace: Trace | None = None
-    goal: Goal = field(default_factory=Goal)
+    goal: RequestGoal = field(default_factory=RequestGoal)
     seed: int = 1
     warm_up: int = 2
     """Requests sent one after the other before the first load."""
@@ -97,26 +92,18 @@ class BenchSession:
     async def _run(self, pool: ConnectionPool) -> None:
         plan = self.plan
         self.on_phase("asking the server what it is")
-        self._server = await describe_server(
-            pool,
-            plan.model,
-            connect_timeout=plan.connect_timeout,
-            timeout=plan.timeout,
-            clock=self.clock,
-        )
+        sender = RequestSender(pool, plan.endpoint, plan.connect_timeout, plan.timeout, self.clock)
+        self._server = await describe_server(sender, plan.model)
         self._check_fit()
-        sender = Sender(pool, plan.endpoint, plan.connect_timeout, plan.timeout, self.clock)
         self.on_phase("calibrating the prompts' length")
         ignores = self._server.ignores_eos if plan.ignore_eos is None else plan.ignore_eos
-        self._probe = await Calibrator(
-            sender, plan.endpoint, self._server, plan.extra, ignores, plan.seed, self.clock
-        ).run()
-        runner = Runner(
+        self._probe = await probe_server(sender, self._server, plan.extra, ignores, plan.seed)
+        runner = LoadRunner(
             sender,
             PromptWriter(plan.seed, self._probe.calibration),
             self._server.model,
             self._probe.extra,
-            plan.workload,
+            plan.pattern,
             plan.seed,
             trace=plan.trace,
             most_in_flight=plan.most_in_flight,
@@ -137,9 +124,7 @@ class BenchSession:
         """The report of the loads that have begun."""
         plan, probe = self.plan, self._probe
         request: dict[str, Any] = {
-            **(
-                {"trace": len(plan.trace.jobs)} if plan.trace is not None else asdict(plan.workload)
-            ),
+            **({"trace": len(plan.trace.jobs)} if plan.trace is not None else asdict(plan.pattern)),
             "seed": plan.seed,
         }
         notes = list(self._server.notes)
@@ -165,13 +150,13 @@ class BenchSession:
         return LoadResult(figures, judge(figures, self._server, self._baseline))
 
     def _check_fit(self) -> None:
-        context, workload = self._server.context, self.plan.workload
+        context, pattern = self._server.context, self.plan.pattern
         if context is None or self.plan.trace is not None:
             return
-        answer = workload.max_tokens if self.plan.endpoint.is_stream else 0
-        if workload.prompt_tokens + answer > context:
+        answer = pattern.max_tokens if self.plan.endpoint.is_stream else 0
+        if pattern.prompt_tokens + answer > context:
             raise FitError(
-                f"{workload.prompt_tokens} tokens of prompt and {answer} of answer do not fit into "
+                f"{pattern.prompt_tokens} tokens of prompt and {answer} of answer do not fit into "
                 f"a slot of {context} tokens"
             )
 
@@ -188,6 +173,3 @@ def _client(probe: Probe | None) -> dict[str, Any]:
         found["prompt_lengths_by"] = calibration.source
         found["tokens_per_word"] = round(calibration.tokens_per_word, 4)
     return found
-
-
-__all__ = ["BenchPlan", "BenchSession", "FitError", "TargetError"]

@@ -1,24 +1,115 @@
-"""What the server is: its model, slots and distance; and how long prompts are in its tokens."""
+"""What the server is, and prompts of a wanted length in its own tokens.
+
+A prompt is random ordinary words: its first words are those of a common prefix, the rest is its
+own. The same seed gives the same texts, and no two requests of a run have a longer beginning in
+common than they should, so that a server's prompt cache helps as much as is wanted, and no more.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import random
 import socket
 import ssl
 import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
-from gateway.tools.bench.endpoint import Endpoint
-from gateway.tools.bench.exchange import ExchangeError, RequestResult, Sender, read_object
-from gateway.tools.bench.prompts import WORDS, Calibration, fit, random_words
+from gateway.tools.bench.exchange import (
+    ExchangeError,
+    RequestResult,
+    RequestSender,
+    read_object,
+)
+from gateway.tools.simulate.trace import TracePrompt
 from gateway.transport.errors import ConnectFailed, ConnectTimedOut, UpstreamError
-from gateway.transport.pool import ConnectionPool, NodeAddress
+from gateway.transport.pool import NodeAddress
+
+_TEXT = """
+    the river ran under an old bridge where people used to meet and talk about work weather music
+    trade letters from far away what their children had learnt that year while boats went by with
+    stone wood salt wool for towns along coast which nobody here seen before one day some of them
+    would go there find small house near water then come back home tell how long it was light rain
+    fell over green fields every morning men women walked down into city market bread fish were sold
+    new road made travel easy but many still took slow way because they liked open sky high hill
+"""
+
+WORDS = tuple(dict.fromkeys(_TEXT.split()))
+
+KEPT_PREFIXES = 64
+"""Texts of prefixes that are kept; others are made again."""
+
+MOST_PROMPT_TOKENS = 200_000
+"""Tokens of a prompt: about a megabyte of text, for each request that is under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """How many tokens the server counts for words: `overhead + words * tokens_per_word`."""
+
+    tokens_per_word: float = 1.0
+    overhead: float = 0.0
+    """Tokens of a prompt without words: of the chat template."""
+    source: str = "guessed: one token a word"
+
+    def words(self, tokens: int) -> int:
+        """Words of a prompt of so many tokens; at least one."""
+        return max(1, round((tokens - self.overhead) / self.tokens_per_word))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptWriter:
+    """Writes prompts."""
+
+    seed: int
+    calibration: Calibration
+
+    def write(self, text: TracePrompt) -> str:
+        """Write a prompt."""
+        whole = self.calibration.words(text.tokens)
+        shared = 0
+        if text.prefix:
+            shared = min(whole, round(text.prefix_tokens / self.calibration.tokens_per_word))
+        if not shared:
+            return random_words(f"{self.seed} stream {text.stream}", whole)
+        prefix = _prefix_words(f"{self.seed} prefix {text.prefix}", shared)
+        if shared == whole:
+            return prefix
+        return f"{prefix} {random_words(f'{self.seed} stream {text.stream}', whole - shared)}"
+
+
+def random_words(seed: str, count: int) -> str:
+    """So many words; the same seed and a larger count only add words.
+
+    Each run of `len(WORDS)` words has each word once, so that two texts of a length hardly differ
+    in tokens.
+    """
+    rng = random.Random(seed)
+    words: list[str] = []
+    while len(words) < count:
+        words += rng.sample(WORDS, len(WORDS))
+    return " ".join(words[:count])
+
+
+_prefix_words = lru_cache(maxsize=KEPT_PREFIXES)(random_words)
+
+
+def fit(short: tuple[int, int], long: tuple[int, int], source: str) -> Calibration:
+    """Calibrate by two prompts, each as (words, tokens that the server counted).
+
+    Raises ValueError where the longer one has not more tokens.
+    """
+    (few, few_tokens), (many, many_tokens) = short, long
+    if many <= few or many_tokens <= few_tokens:
+        raise ValueError("the longer prompt has not more tokens")
+    per_word = (many_tokens - few_tokens) / (many - few)
+    return Calibration(per_word, few_tokens - few * per_word, source)
+
 
 QUESTION_SECONDS = 15.0
 """Limit of a question that costs the server nothing."""
@@ -89,24 +180,15 @@ def is_this_machine(host: str) -> bool:
     return False
 
 
-async def describe_server(
-    pool: ConnectionPool,
-    model: str | None,
-    *,
-    connect_timeout: float,
-    timeout: float = QUESTION_SECONDS,
-    clock: Callable[[], float] = time.monotonic,
-) -> ServerDescription:
+async def describe_server(sender: RequestSender, model: str | None) -> ServerDescription:
     """Ask the server for its models and its slots. Raises TargetError if there is none."""
     found = ServerDescription(model=model)
-    timeout = min(timeout, QUESTION_SECONDS)
-    questions = _Questions(pool, connect_timeout, timeout, clock)
     try:
-        status, models, first_trip = await questions.get(b"/v1/models")
+        status, models, first_trip = await _ask_json(sender, b"/v1/models")
     except (ConnectFailed, ConnectTimedOut) as error:
         raise TargetError(f"can't be reached: {error}. Is the server running?") from None
     except (UpstreamError, TimeoutError, ExchangeError) as error:
-        reason = str(error) or f"no answer within {timeout:g} s"
+        reason = str(error) or f"no answer within {_question_seconds(sender):g} s"
         found.notes.append(f"/v1/models does not answer ({reason}).")
         return found
     if status in {401, 403}:
@@ -118,8 +200,8 @@ async def describe_server(
     found.round_trip = first_trip
     try:
         for _ in range(ROUND_TRIPS - 1):
-            found.round_trip = min(found.round_trip, (await questions.get(b"/v1/models"))[2])
-        status, props, _ = await questions.get(b"/props")
+            found.round_trip = min(found.round_trip, (await _ask_json(sender, b"/v1/models"))[2])
+        status, props, _ = await _ask_json(sender, b"/props")
     except (UpstreamError, TimeoutError, ExchangeError):
         status, props = 0, {}
     if status == 200:
@@ -160,96 +242,82 @@ class Probe:
     notes: list[str] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class Calibrator:
-    """Finds by a few short requests which fields the server takes, and how it counts tokens."""
+async def probe_server(
+    sender: RequestSender,
+    server: ServerDescription,
+    extra: dict[str, Any],
+    ignore_eos: bool,  # noqa: FBT001 - one of the settings
+    seed: int,
+) -> Probe:
+    """Find by a few short requests which fields the server takes, and how it counts tokens.
 
-    sender: Sender
-    endpoint: Endpoint
-    server: ServerDescription
-    extra: dict[str, Any]
-    """Fields that the user wants in every body; they are never left out."""
-    ignore_eos: bool
-    seed: int
-    clock: Callable[[], float] = time.monotonic
+    `extra`: fields that the user wants in every body; they are never left out. Raises TargetError
+    where the server takes no such request at all.
+    """
+    endpoint = sender.endpoint
 
-    async def run(self) -> Probe:
-        """Calibrate. Raises TargetError where the server takes no such request at all."""
-        extra, short = await self._accepted_fields()
-        if short.error not in {None, "empty"}:
-            note = f"The server fails from the first request on ({_shown(short)})"
-            return Probe(Calibration(), extra, [f"{note}: prompts are not calibrated."])
-        notes = []
-        if self.endpoint.is_stream and short.server.completion_tokens is None:
-            notes.append("The server sends no usage: each event is counted as one token.")
-        return Probe(await self._calibration(extra, short, notes), extra, notes)
-
-    async def _accepted_fields(self) -> tuple[dict[str, Any], RequestResult]:
-        """Try the fields that help, and leave out those that are refused."""
-        variants: list[dict[str, Any]] = [{}]
-        if self.endpoint.is_stream:
-            variants.insert(0, {"stream_options": {"include_usage": True}})
-            if self.ignore_eos:
-                variants.insert(0, {**variants[0], "ignore_eos": True})
-        result, extra = RequestResult(0, 0.0), self.extra
-        for fields in variants:
-            extra = {**fields, **self.extra}
-            result = await self._ask(PROBE_WORDS, extra)
-            if result.error not in {"http_400", "http_422"}:
-                break
-        if result.error in {"connect_failed", "connect_timeout"}:
-            raise TargetError(f"can't be reached: {result.detail}")
-        if result.error in {"http_401", "http_403", "http_404", "http_405", "http_501"}:
-            remedy = (
-                "--key-file FILE, or the key in LLAMA_GATEWAY_KEY"
-                if result.error in {"http_401", "http_403"}
-                else "--endpoint and --model name others"
-            )
-            raise TargetError(
-                f"it refuses POST /v1{self.endpoint.path.decode()} ({_shown(result)}). "
-                f"Remedy: {remedy}"
-            )
-        return extra, result
-
-    async def _calibration(
-        self,
-        extra: dict[str, Any],
-        short: RequestResult,
-        notes: list[str],
-    ) -> Calibration:
-        words = 2 * PROBE_WORDS
-        first = short.server.prompt_tokens
-        try:
-            if first is not None:
-                long = await self._ask(words, extra)
-                found = long.server.prompt_tokens
-                if found is not None:
-                    return fit((PROBE_WORDS, first), (words, found), "the server's usage")
-            few, many = await self._tokenized(PROBE_WORDS), await self._tokenized(words)
-            return fit((PROBE_WORDS, few), (words, many), "/tokenize, without the chat template")
-        except (UpstreamError, TimeoutError, ExchangeError, ValueError):
-            notes.append(
-                "The server tells no token counts: prompts are taken to have one token a word."
-            )
-            return Calibration()
-
-    async def _ask(self, words: int, extra: dict[str, Any]) -> RequestResult:
-        prompt = random_words(f"{self.seed} calibration {words}", words)
-        body = self.endpoint.body(self.server.model, prompt, PROBE_TOKENS, extra)
-        result = RequestResult(-1, self.clock())
-        await self.sender.send(result, json.dumps(body).encode(), PROBE_TOKENS)
+    async def ask(words: int, fields: dict[str, Any]) -> RequestResult:
+        body = endpoint.body(server.model, _probe_prompt(seed, words), PROBE_TOKENS, fields)
+        result = RequestResult(-1, sender.clock())
+        await sender.send(result, json.dumps(body).encode(), PROBE_TOKENS)
         return result
 
-    async def _tokenized(self, words: int) -> int:
-        text = random_words(f"{self.seed} calibration {words}", words)
-        timeout = min(self.sender.timeout, QUESTION_SECONDS)
-        connect_timeout = self.sender.connect_timeout
-        questions = _Questions(self.sender.pool, connect_timeout, timeout, self.clock)
-        _, reply, _ = await questions.post(b"/tokenize", {"content": text})
-        tokens = reply.get("tokens")
-        if not isinstance(tokens, list):
-            raise ExchangeError("no_tokens")
-        return len(tokens)
+    # Fields that help are tried, and left out where they are refused.
+    variants: list[dict[str, Any]] = [{}]
+    if endpoint.is_stream:
+        variants.insert(0, {"stream_options": {"include_usage": True}})
+        if ignore_eos:
+            variants.insert(0, {**variants[0], "ignore_eos": True})
+    short, accepted = RequestResult(0, 0.0), extra
+    for fields in variants:
+        accepted = {**fields, **extra}
+        short = await ask(PROBE_WORDS, accepted)
+        if short.error not in {"http_400", "http_422"}:
+            break
+    if short.error in {"connect_failed", "connect_timeout"}:
+        raise TargetError(f"can't be reached: {short.detail}")
+    if short.error in {"http_401", "http_403", "http_404", "http_405", "http_501"}:
+        remedy = (
+            "--key-file FILE, or the key in LLAMA_GATEWAY_KEY"
+            if short.error in {"http_401", "http_403"}
+            else "--endpoint and --model name others"
+        )
+        raise TargetError(
+            f"it refuses POST /v1{endpoint.path.decode()} ({_shown(short)}). Remedy: {remedy}"
+        )
+    if short.error not in {None, "empty"}:
+        note = f"The server fails from the first request on ({_shown(short)})"
+        return Probe(Calibration(), accepted, [f"{note}: prompts are not calibrated."])
+    notes = []
+    if endpoint.is_stream and short.server.completion_tokens is None:
+        notes.append("The server sends no usage: each event is counted as one token.")
+    few, many = short.server.prompt_tokens, None
+    if few is not None:
+        many = (await ask(2 * PROBE_WORDS, accepted)).server.prompt_tokens
+    source = "the server's usage"
+    try:
+        if few is None or many is None:
+            few = await _tokenized(sender, _probe_prompt(seed, PROBE_WORDS))
+            many = await _tokenized(sender, _probe_prompt(seed, 2 * PROBE_WORDS))
+            source = "/tokenize, without the chat template"
+        return Probe(fit((PROBE_WORDS, few), (2 * PROBE_WORDS, many), source), accepted, notes)
+    except (UpstreamError, TimeoutError, ExchangeError, ValueError):
+        notes.append(
+            "The server tells no token counts: prompts are taken to have one token a word."
+        )
+        return Probe(Calibration(), accepted, notes)
+
+
+def _probe_prompt(seed: int, words: int) -> str:
+    return random_words(f"{seed} calibration {words}", words)
+
+
+async def _tokenized(sender: RequestSender, text: str) -> int:
+    _, reply, _ = await _ask_json(sender, b"/tokenize", {"content": text})
+    tokens = reply.get("tokens")
+    if not isinstance(tokens, list):
+        raise ExchangeError("no_tokens")
+    return len(tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,44 +342,37 @@ class Baseline:
         )
 
 
-@dataclass(slots=True)
-class _Questions:
-    """Short requests whose answers are JSON."""
+def _question_seconds(sender: RequestSender) -> float:
+    return min(sender.timeout, QUESTION_SECONDS)
 
-    pool: ConnectionPool
-    connect_timeout: float
-    timeout: float
-    clock: Callable[[], float]
 
-    async def get(self, path: bytes) -> tuple[int, dict[str, Any], float]:
-        """Status, object (empty if it is none), and seconds from sending to the head."""
-        return await self._ask(self.pool.address.request_head(b"GET", path, _HEADERS), b"")
+async def _ask_json(
+    sender: RequestSender, path: bytes, value: object = None
+) -> tuple[int, dict[str, Any], float]:
+    """Status, object (empty if it is none), and seconds from sending to the head.
 
-    async def post(self, path: bytes, value: object) -> tuple[int, dict[str, Any], float]:
-        """Likewise."""
-        body = json.dumps(value).encode()
-        headers = _HEADERS + b"content-type: application/json\r\n"
-        return await self._ask(
-            self.pool.address.request_head(b"POST", path, headers, len(body)), body
-        )
-
-    async def _ask(self, head: bytes, body: bytes) -> tuple[int, dict[str, Any], float]:
-        sent = [0.0]
-        async with (
-            asyncio.timeout(self.timeout),
-            self.pool.response(
-                head,
-                body,
-                connect_timeout=self.connect_timeout,
-                on_connected=lambda _: sent.__setitem__(0, self.clock()),
-            ) as connection,
-        ):
-            trip = self.clock() - sent[0]
-            content = await connection.read_all(MOST_ANSWER_BYTES)
-        try:
-            return connection.status, read_object(content), trip
-        except ExchangeError:
-            return connection.status, {}, trip
+    A GET; with a value a POST of it.
+    """
+    method, headers, body = b"GET", _HEADERS, b""
+    if value is not None:
+        method, body = b"POST", json.dumps(value).encode()
+        headers += b"content-type: application/json\r\n"
+    sent = [0.0]
+    async with (
+        asyncio.timeout(_question_seconds(sender)),
+        sender.pool.response(
+            sender.pool.address.request_head(method, path, headers, len(body) if body else None),
+            body,
+            connect_timeout=sender.connect_timeout,
+            on_connected=lambda _: sent.__setitem__(0, sender.clock()),
+        ) as connection,
+    ):
+        trip = sender.clock() - sent[0]
+        content = await connection.read_all(MOST_ANSWER_BYTES)
+    try:
+        return connection.status, read_object(content), trip
+    except ExchangeError:
+        return connection.status, {}, trip
 
 
 _HEADERS = b"accept: application/json\r\naccept-encoding: identity\r\n"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import httpx
 
-    from gateway.config.admin import AdminSettings
+    from gateway.config.listeners import AdminSettings
 
 LONGEST_ADMIN_KEY = 4096
 

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import enum
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
-from gateway.tools.cli import bench_options, options
+from gateway.tools.cli import options
 from gateway.tools.cli.options import examples_epilog
-from gateway.tools.cli.terminal import CommandFailed, print_json, print_note, print_table
+from gateway.tools.cli.terminal import CommandFailed, console, print_json, print_note, print_table
 
 if TYPE_CHECKING:
-    from gateway.tools.bench.comparison import Difference
-    from gateway.tools.bench.load import Load
-    from gateway.tools.bench.report import BenchReport
-    from gateway.tools.bench.runner import LoadRun
+    from gateway.tools.bench.exchange import RequestResult
+    from gateway.tools.bench.load import Load, LoadRun
+    from gateway.tools.bench.report import BenchReport, Difference, LoadResult
     from gateway.tools.bench.session import BenchPlan
     from gateway.tools.local.energy import EnergyMeter
     from gateway.tools.simulate.trace import Trace
-
 
 EXAMPLES = examples_epilog(
     (
@@ -48,36 +52,197 @@ EXAMPLES = examples_epilog(
     ),
 )
 
+DEFAULT_LEVELS = "1,4,8"
+
+_load = partial(typer.Option, rich_help_panel="Load")
+_request = partial(typer.Option, rich_help_panel="Requests")
+_server = partial(typer.Option, rich_help_panel="Server")
+_goal = partial(typer.Option, rich_help_panel="Goal")
+_output = partial(typer.Option, rich_help_panel="Output")
+
+
+class EndpointName(enum.StrEnum):
+    """Endpoints that can be measured."""
+
+    CHAT = "chat"
+    COMPLETIONS = "completions"
+    EMBEDDINGS = "embeddings"
+
 
 def bench(
-    url: bench_options.Url = None,
-    concurrency: bench_options.Concurrency = None,
-    rate: bench_options.Rate = None,
-    trace: bench_options.Trace = None,
-    speed_up: bench_options.SpeedUp = 1.0,
-    requests: bench_options.Requests = None,
-    duration: bench_options.Duration = None,
-    warm_up: bench_options.WarmUp = 2,
-    in_flight: bench_options.InFlight = 512,
-    endpoint: bench_options.Endpoint = bench_options.EndpointName.CHAT,
-    prompt: bench_options.Prompt = 256,
-    max_tokens: bench_options.MaxTokens = 64,
-    prefix_share: bench_options.PrefixShare = 0.0,
-    prefixes: bench_options.Prefixes = 1,
-    ignore_eos: bench_options.IgnoreEos = None,
-    body: bench_options.Body = "{}",
-    seed: bench_options.Seed = 1,
-    model: bench_options.Model = None,
-    key_file: bench_options.KeyFile = None,
-    ca: bench_options.Ca = None,
-    timeout: bench_options.Timeout = bench_options.ANSWER_SECONDS,
-    goal_ttft: bench_options.GoalTtft = None,
-    goal_inter_token: bench_options.GoalInterToken = None,
-    goal_completion: bench_options.GoalCompletion = None,
-    compare: bench_options.Compare = None,
-    csv: bench_options.Csv = None,
-    plot: bench_options.Plot = None,
-    html: bench_options.Html = None,
+    url: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="URL",
+            show_default=False,
+            help="Address of the server or gateway, with or without /v1.",
+        ),
+    ] = None,
+    concurrency: Annotated[
+        str | None,
+        _load(
+            metavar="N,...",
+            show_default=DEFAULT_LEVELS,
+            help="Closed loop: so many requests at a time, one load after the other.",
+        ),
+    ] = None,
+    rate: Annotated[
+        str | None,
+        _load(
+            metavar="R,...",
+            help="Open loop: so many requests a second at random times (Poisson), whether the "
+            "server keeps up or not.",
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        _load(
+            metavar="FILE",
+            help="Open loop: the requests of a trace at its times (JSON lines, or .csv in the "
+            "layout of the Azure LLM traces). A later turn of a conversation waits for "
+            "the one before.",
+        ),
+    ] = None,
+    speed_up: Annotated[
+        float, _load(min=0.001, max=1e6, metavar="X", help="Play the trace X times as fast.")
+    ] = 1.0,
+    requests: Annotated[
+        int | None,
+        _load(
+            min=1,
+            max=200_000,
+            metavar="N",
+            show_default="closed loop: 4 for each at a time, at least 10",
+            help="Requests of each load.",
+        ),
+    ] = None,
+    duration: Annotated[
+        float | None,
+        _load(
+            min=0.1,
+            max=7 * 86_400,
+            metavar="SECONDS",
+            show_default="--rate: 60",
+            help="No request of a load starts later. Those under way are awaited.",
+        ),
+    ] = None,
+    warm_up: Annotated[
+        int,
+        _load(
+            min=0,
+            max=1000,
+            metavar="N",
+            help="Requests before the first load, one after the other. They show what a request "
+            "takes alone, and are not counted.",
+        ),
+    ] = 2,
+    in_flight: Annotated[
+        int,
+        _load(
+            min=1,
+            max=20_000,
+            metavar="N",
+            help="Open loop: most requests under way; others start late, which is told.",
+        ),
+    ] = 512,
+    endpoint: Annotated[
+        EndpointName,
+        _request(metavar="NAME", help="chat, completions (both streamed) or embeddings."),
+    ] = EndpointName.CHAT,
+    prompt: Annotated[
+        int,
+        _request(
+            min=1, max=200_000, metavar="TOKENS", help="Length of a prompt, in the server's tokens."
+        ),
+    ] = 256,
+    max_tokens: Annotated[
+        int, _request(min=1, max=100_000, metavar="TOKENS", help="Length of an answer, at most.")
+    ] = 64,
+    prefix_share: Annotated[
+        float,
+        _request(
+            min=0.0,
+            max=1.0,
+            metavar="SHARE",
+            help="Share of a prompt that is the same in all, such as a system prompt.",
+        ),
+    ] = 0.0,
+    prefixes: Annotated[
+        int, _request(min=1, max=10_000, metavar="N", help="Different beginnings, taken in turn.")
+    ] = 1,
+    ignore_eos: Annotated[
+        bool | None,
+        _request(
+            "--ignore-eos/--no-ignore-eos",
+            show_default="where the server is known to understand it",
+            help="Ask for answers that go on to --max-tokens.",
+        ),
+    ] = None,
+    body: Annotated[
+        str,
+        _request(
+            metavar="JSON",
+            help='Fields of every body, such as {"top_k": 1}; null leaves one of ours out.',
+        ),
+    ] = "{}",
+    seed: Annotated[int, _request(metavar="N", help="Same seed, same requests.")] = 1,
+    model: Annotated[
+        str | None,
+        _server(
+            metavar="NAME", show_default="the server's first one", help="The model to ask for."
+        ),
+    ] = None,
+    key_file: Annotated[
+        Path | None,
+        _server(
+            metavar="FILE",
+            show_default="the key in LLAMA_GATEWAY_KEY",
+            help="File that holds the API key.",
+        ),
+    ] = None,
+    ca: Annotated[
+        Path | None,
+        _server(
+            envvar="LLAMA_GATEWAY_CA",
+            metavar="FILE",
+            show_default="the system's authorities",
+            help="For https: PEM file of the server's certificate, or of the authority behind it.",
+        ),
+    ] = None,
+    timeout: Annotated[
+        float,
+        _server(
+            min=0.1, max=86_400, metavar="SECONDS", help="For a request; a longer one has failed."
+        ),
+    ] = 600.0,
+    goal_ttft: Annotated[
+        float | None, _goal(min=0.0, metavar="SECONDS", help="Longest time to the first token.")
+    ] = None,
+    goal_inter_token: Annotated[
+        float | None, _goal(min=0.0, metavar="SECONDS", help="Longest mean time between tokens.")
+    ] = None,
+    goal_completion: Annotated[
+        float | None,
+        _goal(min=0.0, metavar="SECONDS", help="Longest time to the end of the answer."),
+    ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        _output(
+            metavar="BEFORE.json AFTER.json",
+            show_default=False,
+            help="Measure nothing: compare two reports that --json wrote.",
+        ),
+    ] = None,
+    csv: Annotated[
+        Path | None, _output(metavar="FILE", help="Write a line for each request.")
+    ] = None,
+    plot: Annotated[
+        Path | None, _output(metavar="FILE", help="Plot the results: .png, .svg or .pdf.")
+    ] = None,
+    html: Annotated[
+        Path | None,
+        _output(metavar="FILE", help="Write the report as one page that needs nothing else."),
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Put load on an OpenAI-compatible server, and measure what its clients get.
@@ -92,12 +257,22 @@ def bench(
     measured.
     """
     if compare is not None:
-        _refuse_with_compare(url, concurrency, rate, trace, csv, plot, html)
+        if any(one is not None for one in (url, concurrency, rate, trace, csv, plot, html)):
+            raise CommandFailed("--compare measures nothing: leave URL and load out", status=2)
         _compare(compare, as_json=as_json)
         return
-    from gateway.tools.bench.endpoint import endpoint as endpoint_of
-    from gateway.tools.bench.figures import Goal
-    from gateway.tools.bench.runner import Workload
+    from gateway.config.errors import single_line
+    from gateway.tools.bench.exchange import ENDPOINTS
+    from gateway.tools.bench.load import RequestPattern
+    from gateway.tools.bench.report import (
+        RequestGoal,
+        draw_report,
+        remarks,
+        render_page,
+        table_columns,
+        table_rows,
+        write_requests,
+    )
     from gateway.tools.bench.session import BenchPlan
     from gateway.tools.cli.batch_client import environment, find_key, tls_context
 
@@ -106,21 +281,19 @@ def bench(
         if path is not None and not path.parent.is_dir():
             raise CommandFailed(f"{flag} {path}: there is no folder {path.parent}", status=2)
     options.check_plot_file(plot)
-    chosen = endpoint_of(endpoint.value)
-    assert chosen is not None
-    played = None if trace is None else _read_trace(trace, requests)
+    played = None if trace is None else _played_trace(trace, requests)
     plan = BenchPlan(
         url=address,
-        endpoint=chosen,
+        endpoint=ENDPOINTS[endpoint.value],
         loads=_loads(concurrency, rate, played, speed_up, requests, duration),
-        workload=Workload(prompt, max_tokens, round(prompt * prefix_share), prefixes),
+        pattern=RequestPattern(prompt, max_tokens, round(prompt * prefix_share), prefixes),
         key=find_key(key_file, environment()),
         tls=tls_context(ca) if address.startswith("https:") else None,
         model=model,
         extra=_extra_fields(body),
         ignore_eos=ignore_eos,
         trace=played,
-        goal=Goal(goal_ttft, goal_inter_token, goal_completion),
+        goal=RequestGoal(goal_ttft, goal_inter_token, goal_completion),
         seed=seed,
         warm_up=warm_up,
         timeout=timeout,
@@ -131,8 +304,20 @@ def bench(
     if as_json:
         print_json(report.as_dict())
     else:
-        _print_report(report)
-    _write_files(report, runs, csv, plot, html)
+        print_table(table_columns(report), table_rows(report))
+        print()
+        for line in remarks(report):
+            print(single_line(line))
+    if csv is not None:
+        with csv.open("w", encoding="utf-8", newline="") as file:
+            write_requests(file, runs)
+    if plot is not None:
+        draw_report(plot, report)
+    if html is not None:
+        html.write_text(render_page(report), encoding="utf-8")
+    for path in (csv, plot, html):
+        if path is not None:
+            print_note(f"written: {path}")
     raise typer.Exit(status or (0 if report.has_success else 1))
 
 
@@ -144,8 +329,8 @@ def _measure(plan: BenchPlan) -> tuple[BenchReport, list[LoadRun], int]:
     import uvloop
 
     from gateway.system import raise_open_file_limit
-    from gateway.tools.bench.session import BenchSession, FitError, TargetError
-    from gateway.tools.cli.bench_progress import BenchProgress
+    from gateway.tools.bench.session import BenchSession, FitError
+    from gateway.tools.bench.target import TargetError
 
     async def measure(session: BenchSession) -> None:
         task = asyncio.current_task()
@@ -179,41 +364,6 @@ def _measure(plan: BenchPlan) -> tuple[BenchReport, list[LoadRun], int]:
     if status and not session.runs:
         raise CommandFailed("interrupted before the first load began", status)
     return session.report(), session.runs, status
-
-
-def _print_report(report: BenchReport) -> None:
-    from gateway.config.errors import single_line
-    from gateway.tools.bench.report import remarks, table_columns, table_rows
-
-    print_table(table_columns(report), table_rows(report))
-    print()
-    for line in remarks(report):
-        print(single_line(line))
-
-
-def _write_files(
-    report: BenchReport,
-    runs: list[LoadRun],
-    csv: Path | None,
-    plot: Path | None,
-    html: Path | None,
-) -> None:
-    if csv is not None:
-        from gateway.tools.bench.report import write_requests
-
-        with csv.open("w", encoding="utf-8", newline="") as file:
-            write_requests(file, runs)
-    if plot is not None:
-        from gateway.tools.bench.drawing import draw_report
-
-        draw_report(plot, report)
-    if html is not None:
-        from gateway.tools.bench.page import render_page
-
-        html.write_text(render_page(report), encoding="utf-8")
-    for path in (csv, plot, html):
-        if path is not None:
-            print_note(f"written: {path}")
 
 
 def _checked_url(url: str | None) -> str:
@@ -266,23 +416,17 @@ def _loads(
             return [Load(Loop.TRACE, speed_up, len(trace.jobs), duration)]
         if rate is not None:
             return poisson_loads(rate, requests, duration)
-        return closed_loads(concurrency or bench_options.DEFAULT_LEVELS, requests, duration)
+        return closed_loads(concurrency or DEFAULT_LEVELS, requests, duration)
     except LoadError as error:
         raise CommandFailed(f"{given[0] if given else '--concurrency'} {error}", status=2) from None
 
 
-def _read_trace(path: Path, requests: int | None) -> Trace:
+def _played_trace(path: Path, requests: int | None) -> Trace:
     from gateway.tools.bench.load import MOST_REQUESTS
-    from gateway.tools.bench.prompts import MOST_PROMPT_TOKENS
-    from gateway.tools.simulate.trace import read_trace
+    from gateway.tools.bench.target import MOST_PROMPT_TOKENS
+    from gateway.tools.cli.simulate import read_trace_file
 
-    try:
-        trace = read_trace(path, limit=requests or MOST_REQUESTS)
-    except OSError as error:
-        raise CommandFailed(
-            f"--trace {path}: can't be read: {error.strerror} (check the path and its rights)",
-            status=2,
-        ) from None
+    trace = read_trace_file(path, limit=requests or MOST_REQUESTS)
     longest = max(max(job.prompt.tokens, job.output) for job in trace.jobs)
     if longest > MOST_PROMPT_TOKENS:
         raise CommandFailed(
@@ -320,20 +464,15 @@ def _meter(url: str) -> EnergyMeter | None:
         return None
 
 
-def _refuse_with_compare(*given: object) -> None:
-    if any(one is not None for one in given):
-        raise CommandFailed("--compare measures nothing: leave URL and load out", status=2)
-
-
 def _compare(paths: tuple[Path, Path], *, as_json: bool) -> None:
     from dataclasses import asdict
 
-    from gateway.tools.bench import comparison
+    from gateway.tools.bench.report import CONFIDENCE, ComparisonError, compare, read_report
 
     try:
-        before, after = (comparison.read_report(path) for path in paths)
-        differences, notes = comparison.compare(before, after)
-    except comparison.ComparisonError as error:
+        before, after = (read_report(path) for path in paths)
+        differences, notes = compare(before, after)
+    except ComparisonError as error:
         raise CommandFailed(f"--compare: {error}", status=2) from None
     except OSError as error:
         raise CommandFailed(
@@ -341,7 +480,7 @@ def _compare(paths: tuple[Path, Path], *, as_json: bool) -> None:
         ) from None
     if as_json:
         rows = [asdict(one) | {"verdict": one.verdict} for one in differences]
-        print_json({"confidence": comparison.CONFIDENCE, "differences": rows, "notes": notes})
+        print_json({"confidence": CONFIDENCE, "differences": rows, "notes": notes})
         return
     print_table(
         ("LOAD", "FIGURE", "BEFORE", "AFTER", "CHANGE", "95 % INTERVAL", "VERDICT"),
@@ -369,3 +508,103 @@ def _difference_row(one: Difference) -> list[object]:
         f"{one.low:+.1%} to {one.high:+.1%}",
         one.verdict,
     ]
+
+
+LINE_SECONDS = 15.0
+"""Between two lines of progress, where the output is no terminal."""
+
+
+class BenchProgress:
+    """Shows the progress of a run within its context."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+        )
+
+        output = console(sys.stderr)
+        self._clock = clock
+        self._on_terminal = output.is_terminal and not output.is_dumb_terminal
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=output,
+            transient=True,
+            disable=not self._on_terminal,
+        )
+        self._task = self._bar.add_task("", total=None)
+        self._load: Load | None = None
+        self._done = self._failed = self._tokens = 0
+        self._began = self._told = 0.0
+
+    def phase(self, text: str) -> None:
+        """What comes before the loads."""
+        if self._on_terminal:
+            self._bar.update(self._task, description=text, total=None)
+        else:
+            print_note(text)
+
+    def load_started(self, load: Load) -> None:
+        """A load begins."""
+        from gateway.tools.bench.load import MOST_REQUESTS
+
+        self._load = load
+        self._done = self._failed = self._tokens = 0
+        self._began = self._told = self._clock()
+        known = load.requests if load.requests < MOST_REQUESTS else None
+        self._bar.reset(self._task, total=known, description=load.label)
+
+    def request_done(self, result: RequestResult) -> None:
+        """A request has ended."""
+        if self._load is None:
+            return
+        self._done += 1
+        self._failed += result.error is not None
+        self._tokens += result.tokens if result.error is None else 0
+        if self._on_terminal:
+            self._bar.update(self._task, completed=self._done, description=self._line())
+        elif self._clock() - self._told > LINE_SECONDS:
+            self._told = self._clock()
+            print_note(f"{self._line()}: {self._done} done")
+
+    def load_done(self, result: LoadResult) -> None:
+        """A load has ended."""
+        from rich.text import Text
+
+        from gateway.config.errors import single_line
+        from gateway.tools.bench.report import milliseconds
+
+        found = result.figures
+        ttft = "-" if found.ttft is None else milliseconds(found.ttft.p50)
+        line = (
+            f"{found.load.label}: {found.requests} requests in {found.seconds:.1f} s, "
+            f"{found.failed} failed, TTFT {ttft}, {found.total_tokens_per_second:.1f} tokens/s"
+        )
+        if self._on_terminal:
+            self._bar.console.print(Text(single_line(line)), soft_wrap=True)
+        else:
+            print_note(line)
+
+    def _line(self) -> str:
+        assert self._load is not None
+        seconds = max(1e-3, self._clock() - self._began)
+        failed = f", {self._failed} failed" if self._failed else ""
+        return f"{self._load.label}, {self._tokens / seconds:.1f} tokens/s{failed}"
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bar.stop()

@@ -16,8 +16,8 @@ import typer
 from gateway.tools.cli.terminal import CommandFailed, console, print_note
 
 if TYPE_CHECKING:
-    from gateway.tools.local.gguf_file import ModelFile
-    from gateway.tools.local.model_download import ModelWish
+    from gateway.tools.local.download import ModelWish
+    from gateway.tools.local.gguf import ModelFile
 
 _DOWNLOAD = "Download"
 
@@ -74,7 +74,7 @@ def model_file(
     check_fits: Callable[[ModelFile], None],
 ) -> Path | None:
     """Return the file of `--model`, downloaded where it is a URL. Raises LocalFleetError."""
-    from gateway.tools.local.model_url import is_url
+    from gateway.tools.local.download import is_url
 
     if model is None or not is_url(model):
         given = {"--sha256": sha256, "--token-env": token_env, "--max-bytes": max_bytes}
@@ -94,8 +94,7 @@ def _wish(
 ) -> ModelWish:
     """Read the options of a download. Raises CommandFailed, whose text holds no secret."""
     from gateway.config.fields import parse_size
-    from gateway.tools.local.model_download import ModelWish
-    from gateway.tools.local.model_url import ModelUrlError, parse_model_url, part_urls
+    from gateway.tools.local.download import ModelUrlError, ModelWish, parse_model_url, part_urls
 
     try:
         url = parse_model_url(model)
@@ -133,9 +132,7 @@ def _wish(
 
 def _download(wish: ModelWish, check_fits: Callable[[ModelFile], None]) -> Path:
     from gateway.tools.local.cache import cache_folder
-    from gateway.tools.local.download import DownloadHooks
-    from gateway.tools.local.model_download import fetch_model
-    from gateway.tools.local.model_url import printable
+    from gateway.tools.local.download import DownloadHooks, fetch_model, printable
 
     with DownloadBar(printable(wish.url)) as bar:
         hooks = DownloadHooks(progress=bar.update, note=bar.note)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,8 +14,8 @@ from gateway.tools.cli.options import examples_epilog
 from gateway.tools.cli.terminal import CommandFailed, console, print_json, print_note, print_table
 
 if TYPE_CHECKING:
-    from gateway.tools.fit.estimate import Fit, Machine
-    from gateway.tools.local.gguf_file import ModelFile
+    from gateway.tools.fit import Fit, Machine
+    from gateway.tools.local.gguf import ModelFile
     from gateway.tools.local.topology import Topology
 
 
@@ -38,9 +39,8 @@ EXAMPLES = examples_epilog(
     ("llama-gateway fit m.gguf --json", "as JSON; `.fits` is the answer in a word"),
 )
 
-_SERVERS = "Servers"
-
-_MACHINE = "Machine"
+_servers = partial(typer.Option, rich_help_panel="Servers")
+_machine = partial(typer.Option, rich_help_panel="Machine")
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
 
@@ -51,132 +51,91 @@ def fit(
     model: Annotated[
         Path, typer.Argument(metavar="FILE.gguf", help="The model; of a split one, any part.")
     ],
-    slots: Annotated[
-        int,
-        typer.Option(
-            "--slots",
-            min=1,
-            max=256,
-            metavar="N",
-            help="Requests at once.",
-            rich_help_panel=_SERVERS,
-        ),
-    ] = 2,
+    slots: Annotated[int, _servers(min=1, max=256, metavar="N", help="Requests at once.")] = 2,
     context: Annotated[
-        int,
-        typer.Option(
-            "--context",
-            min=1,
-            max=1 << 22,
-            metavar="TOKENS",
-            help="Context of one slot.",
-            rich_help_panel=_SERVERS,
-        ),
+        int, _servers(min=1, max=1 << 22, metavar="TOKENS", help="Context of one slot.")
     ] = 4096,
     kv_type: Annotated[
         str,
-        typer.Option(
-            "--kv-type",
+        _servers(
             metavar="TYPE[,TYPE]",
-            help=(
-                "Type of the KV cache, or of keys and of values: f32, f16, bf16, q8_0, q5_1, q5_0, "
-                "q4_1, q4_0, iq4_nl."
-            ),
-            rich_help_panel=_SERVERS,
+            help="Type of the KV cache, or of keys and of values: f32, f16, bf16, q8_0, q5_1, "
+            "q5_0, q4_1, q4_0, iq4_nl.",
         ),
     ] = "f16",
     cache_ram: Annotated[
         str,
-        typer.Option(
-            "--cache-ram",
+        _servers(
             metavar="SIZE",
             help="Memory for prompts that no slot holds any more; `up` gives what stays free.",
-            rich_help_panel=_SERVERS,
         ),
     ] = "0",
     micro_batch: Annotated[
         int,
-        typer.Option(
-            "--ubatch",
-            min=1,
-            max=1 << 16,
-            metavar="TOKENS",
-            help="Tokens of one computation.",
-            rich_help_panel=_SERVERS,
+        _servers(
+            "--ubatch", min=1, max=1 << 16, metavar="TOKENS", help="Tokens of one computation."
         ),
     ] = 256,
     memory: Annotated[
         str | None,
-        typer.Option(
-            "--memory",
+        _machine(
             metavar="SIZE",
             show_default="what this machine has available",
             help="Memory of the machine, such as 32GiB.",
-            rich_help_panel=_MACHINE,
         ),
     ] = None,
     cores: Annotated[
         int | None,
-        typer.Option(
-            "--cores",
+        _machine(
             min=1,
             max=1 << 14,
             metavar="N",
             show_default="this machine's",
             help="Physical cores of the machine.",
-            rich_help_panel=_MACHINE,
         ),
     ] = None,
     numa_nodes: Annotated[
         int | None,
-        typer.Option(
-            "--numa-nodes",
+        _machine(
             min=1,
             max=256,
             metavar="N",
             show_default="this machine's",
             help="NUMA nodes of the machine: each has a server, and an equal share of all.",
-            rich_help_panel=_MACHINE,
         ),
     ] = None,
     instructions: Annotated[
         str | None,
-        typer.Option(
-            "--instructions",
+        _machine(
             metavar="SET",
             show_default="this machine's",
             help="Best instruction set: avx2, avx-512, avx-512-vnni, amx, dot-product, i8mm.",
-            rich_help_panel=_MACHINE,
         ),
     ] = None,
     channels: Annotated[
         int | None,
-        typer.Option(
-            "--channels",
+        _machine(
             min=1,
             max=1024,
             metavar="N",
             help="Memory channels in use, of all sockets; with --mt-per-s.",
-            rich_help_panel=_MACHINE,
         ),
     ] = None,
     transfers: Annotated[
         float | None,
-        typer.Option(
+        _machine(
             "--mt-per-s",
             min=100,
             max=100_000,
             metavar="N",
             help="Speed of the memory modules, such as 4800; with --channels.",
-            rich_help_panel=_MACHINE,
         ),
     ] = None,
     measure: Annotated[
         bool,
-        typer.Option(
+        _machine(
             "--measure",
             help="Measure this machine's memory bandwidth, for about a second on all cores.",
-            rich_help_panel=_MACHINE,
         ),
     ] = False,
     as_json: options.Json = False,
@@ -192,18 +151,22 @@ def fit(
     tokens a second need the memory's bandwidth: by --measure on this machine, or from --channels
     and --mt-per-s. Prefill needs arithmetic, so it goes by cores and instruction set.
     """
-    from gateway.tools.fit.estimate import fit as compute
-    from gateway.tools.fit.report import fit_as_dict
-    from gateway.tools.fit.speed import LAYOUT_FLAGS
+    from gateway.tools.fit import LAYOUT_FLAGS, fit_as_dict
+    from gateway.tools.fit import fit as compute
     from gateway.tools.local import LocalFleetError
-    from gateway.tools.local.gguf_file import model_parts, read_headers, read_model
-    from gateway.tools.local.model_shape import UnknownShapeError, model_shape
-    from gateway.tools.local.server_memory import ServerSettings, repacked_types
+    from gateway.tools.local.gguf import (
+        UnknownShapeError,
+        model_parts,
+        model_shape,
+        read_headers,
+        read_model,
+    )
+    from gateway.tools.local.memory import ServerSettings, repacked_types
     from gateway.tools.local.topology import read_topology
 
     key_type, value_type = _kv_types(kv_type)
     topology = read_topology()
-    machine = _machine(
+    machine = _read_machine(
         topology, memory, cores, numa_nodes, instructions, (channels, transfers), measure=measure
     )
     try:
@@ -243,7 +206,7 @@ def _unknown(file: ModelFile, error: Exception) -> str:
 
 
 def _kv_types(text: str) -> tuple[str, str]:
-    from gateway.tools.local.kv_types import KV_TYPES
+    from gateway.tools.local.embedded import KV_TYPES
 
     names = [name.strip().lower() for name in text.split(",")]
     for name in names:
@@ -268,7 +231,7 @@ def _size(option: str, text: str) -> int:
     return int(size)
 
 
-def _machine(
+def _read_machine(
     topology: Topology,
     memory: str | None,
     cores: int | None,
@@ -279,8 +242,7 @@ def _machine(
     measure: bool,
 ) -> Machine:
     """Return this machine, with what the options say otherwise. Raises CommandFailed."""
-    from gateway.tools.fit.estimate import Machine, Place
-    from gateway.tools.fit.speed import instruction_set
+    from gateway.tools.fit import Machine, Place, instruction_set
     from gateway.tools.local.memory import memory_places
 
     bandwidth, source = _bandwidth(topology, modules, measure=measure)
@@ -309,7 +271,7 @@ def _machine(
 def _bandwidth(
     topology: Topology, modules: tuple[int | None, float | None], *, measure: bool
 ) -> tuple[float | None, str]:
-    from gateway.tools.fit.bandwidth import StreamError, bandwidth_of_modules, measure_bandwidth
+    from gateway.tools.fit import StreamError, bandwidth_of_modules, measure_bandwidth
 
     channels, transfers = modules
     if (channels is None) != (transfers is None):
@@ -330,7 +292,7 @@ def _bandwidth(
 
 
 def _instructions(name: str | None) -> str | None:
-    from gateway.tools.fit.speed import INSTRUCTION_FACTORS
+    from gateway.tools.fit import INSTRUCTION_FACTORS
 
     if name is None:
         return None
@@ -343,7 +305,7 @@ def _instructions(name: str | None) -> str | None:
 
 
 def _report(found: Fit) -> None:
-    from gateway.tools.fit.report import choice_table, report_lines
+    from gateway.tools.fit import choice_table, report_lines
 
     out = console()
     for name, text in report_lines(found):

@@ -55,7 +55,7 @@ def scheme_hint(url: str) -> str:
     import asyncio
     from urllib.parse import urlsplit
 
-    from gateway.transport.other_scheme import speaks_plain_http, speaks_tls
+    from gateway.transport.pool import speaks_plain_http, speaks_tls
 
     parts = urlsplit(url)
     host, secure = parts.hostname or "", parts.scheme == "https"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import functools
+import inspect
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -63,7 +65,7 @@ def _checked_expiry(value: str | None) -> str | None:
     """Return the time in the form of the settings."""
     if value is None:
         return None
-    from gateway.access.stored_keys import expiry, iso_time
+    from gateway.access.key_desk import expiry, iso_time
 
     try:
         at = expiry(value, time.time()).timestamp()
@@ -222,6 +224,104 @@ PromptCache = Annotated[
         rich_help_panel=CACHE_PANEL,
     ),
 ]
+
+
+TrustUserHeaders = Annotated[
+    bool | None,
+    typer.Option(
+        "--trust-user-headers/--no-trust-user-headers", help=TRUST_HELP, rich_help_panel=USERS_PANEL
+    ),
+]
+
+
+def rights_of(
+    *,
+    default_class: DefaultClass = None,
+    max_class: MaxClass = None,
+    model: Model = None,
+    models: Models = None,
+    group: Group = None,
+    expires: Expires = None,
+    rpm: Rpm = None,
+    tpm: Tpm = None,
+    tokens_per_day: TokensPerDay = None,
+    budget: MoneyBudget = None,
+    concurrency: Concurrency = None,
+    prompt_tokens: PromptTokens = None,
+    completion_tokens: CompletionTokens = None,
+    trust_user_headers: TrustUserHeaders = None,
+    user_rpm: UserRpm = None,
+    user_tpm: UserTpm = None,
+    user_tokens_per_day: UserTokensPerDay = None,
+    user_budget: UserBudget = None,
+    user_concurrency: UserConcurrency = None,
+    cache_hide: CacheHide = None,
+    cache_isolate: CacheIsolate = None,
+    cache_nodes: CacheNodes = None,
+    prompt_cache: PromptCache = None,
+) -> dict[str, Any]:
+    """Return the fields of a key that these flags set. Raises BadParameter."""
+    return given(
+        {
+            "class": default_class,
+            "max_class": max_class,
+            "models": listed_models(model, models),
+            "trust_user_headers": trust_user_headers,
+            "group": group,
+            "expires": expires,
+            "limits": {
+                "rpm": rpm,
+                "tpm": tpm,
+                "tokens_per_day": tokens_per_day,
+                "budget": budget,
+                "concurrency": concurrency,
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": completion_tokens,
+            },
+            "user_limits": {
+                "rpm": user_rpm,
+                "tpm": user_tpm,
+                "tokens_per_day": user_tokens_per_day,
+                "budget": user_budget,
+                "concurrency": user_concurrency,
+            },
+            "cache": {
+                "hide": cache_hide,
+                "isolate": cache_isolate,
+                "nodes": node_labels(cache_nodes),
+                "prompt_cache": prompt_cache,
+            },
+        }
+    )
+
+
+def takes_rights(**instead: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the flags of `rights_of` in place of its parameter `rights`.
+
+    `instead`: annotations of flags that this command has in another form.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        flags = [
+            one.replace(annotation=instead.get(one.name, one.annotation))
+            for one in inspect.signature(rights_of, eval_str=True).parameters.values()
+        ]
+
+        @functools.wraps(command)
+        def with_flags(**values: Any) -> None:
+            rights = rights_of(**{flag.name: values.pop(flag.name) for flag in flags})
+            command(rights=rights, **values)
+
+        own = inspect.signature(command, eval_str=True)
+        parameters = [
+            one.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+            for parameter in own.parameters.values()
+            for one in (flags if parameter.name == "rights" else [parameter])
+        ]
+        with_flags.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return with_flags
+
+    return decorate
 
 
 def listed_models(repeated: list[str] | None, listed: str | None) -> list[str] | None:

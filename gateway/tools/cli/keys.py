@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,18 +15,8 @@ import typer
 from gateway.tools.cli import key_rights, options
 from gateway.tools.cli.key_access import KeysNotStored, open_keys
 from gateway.tools.cli.key_rights import PriorityChoice
-from gateway.tools.cli.key_texts import (
-    KEY_COLUMNS,
-    cache_text,
-    called,
-    key_row,
-    limits_text,
-    rights_text,
-    show_entry,
-    show_new,
-    tell_warnings,
-)
 from gateway.tools.cli.options import Json, examples_epilog
+from gateway.tools.cli.store_access import NoStore
 from gateway.tools.cli.terminal import (
     CommandFailed,
     HelpCommand,
@@ -56,7 +47,6 @@ app = typer.Typer(
         ("llama-gateway keys set bob --rpm 120 --unset budget", "other limits, its secret stays"),
         ("llama-gateway keys rotate alice", "another secret; the old one works for a day"),
         ("llama-gateway keys revoke alice", "refused within a second"),
-        ("llama-gateway keys create --print", "no store: the lines for config/gateway.yaml"),
     ),
 )
 
@@ -111,7 +101,8 @@ def hash_(
     if read and key_id is not None:
         raise typer.BadParameter("a key that is read has an id already", param_hint="--id")
     key = _read_key() if read else _new_key(key_id)
-    show_entry(key, {}, shown=not read, as_json=as_json)
+    entry = {"id": key.id, "sha256": key.sha256}
+    show_entry(key, entry, shown=not read, as_json=as_json)
 
 
 _CREATE_EXAMPLES = examples_epilog(
@@ -128,51 +119,26 @@ _CREATE_EXAMPLES = examples_epilog(
         "llama-gateway keys create --name chat --trust-user-headers --user-rpm 10",
         "a chat's web interface: fair between its users, each with a limit",
     ),
-    (
-        "llama-gateway keys create --id team-a --print",
-        "the old way: an entry for the settings, nothing is stored",
-    ),
 )
 
 
 @app.command("create", cls=HelpCommand, epilog=_CREATE_EXAMPLES)
-def create(
-    key_id: KeyId = None,
-    name: key_rights.NewName = None,
-    default_class: key_rights.DefaultClass = None,
-    max_class: key_rights.MaxClass = None,
-    model: key_rights.Model = None,
-    models: key_rights.Models = None,
-    group: key_rights.Group = None,
-    expires: key_rights.Expires = None,
-    rpm: key_rights.Rpm = None,
-    tpm: key_rights.Tpm = None,
-    tokens_per_day: key_rights.TokensPerDay = None,
-    budget: key_rights.MoneyBudget = None,
-    concurrency: key_rights.Concurrency = None,
-    prompt_tokens: key_rights.PromptTokens = None,
-    completion_tokens: key_rights.CompletionTokens = None,
-    trust_user_headers: Annotated[
-        bool,
+@key_rights.takes_rights(
+    trust_user_headers=Annotated[
+        bool | None,
         typer.Option(
             "--trust-user-headers",
             help=key_rights.TRUST_HELP,
             rich_help_panel=key_rights.USERS_PANEL,
         ),
-    ] = False,
-    user_rpm: key_rights.UserRpm = None,
-    user_tpm: key_rights.UserTpm = None,
-    user_tokens_per_day: key_rights.UserTokensPerDay = None,
-    user_budget: key_rights.UserBudget = None,
-    user_concurrency: key_rights.UserConcurrency = None,
-    cache_hide: key_rights.CacheHide = None,
-    cache_isolate: key_rights.CacheIsolate = None,
-    cache_nodes: key_rights.CacheNodes = None,
-    prompt_cache: key_rights.PromptCache = None,
-    print_only: Annotated[
-        bool,
-        typer.Option("--print", help="Store nothing: show the entry for the settings' keys."),
-    ] = False,
+    ]
+)
+def create(
+    *,
+    key_id: KeyId = None,
+    name: key_rights.NewName = None,
+    rights: dict[str, Any],
+    print_only: Annotated[bool, typer.Option("--print", hidden=True)] = False,
     as_json: Json = False,
     admin_url: options.AdminUrl = None,
     admin_key_file: options.AdminKeyFile = None,
@@ -181,57 +147,34 @@ def create(
 ) -> None:
     """Make a key with its name, rights and limits, and store its SHA-256.
 
-    The key is shown only now, and kept nowhere. It works from the next request on.
+    The key is shown only now, and kept nowhere. It works from the next request on. Where there is
+    no store, the lines for the settings are shown.
     """
-    highest = max_class or default_class or PriorityChoice.NORMAL
-    classes = list(PriorityChoice)
+    default_class, max_class = rights.get("class"), rights.get("max_class")
+    highest = max_class or default_class or PriorityChoice.NORMAL.value
+    classes = [one.value for one in PriorityChoice]
     if default_class is not None and classes.index(default_class) < classes.index(highest):
-        raise typer.BadParameter(
-            f"is below --class {default_class.value}", param_hint="--max-class"
-        )
-    of_users = {
-        "rpm": user_rpm,
-        "tpm": user_tpm,
-        "tokens_per_day": user_tokens_per_day,
-        "budget": user_budget,
-        "concurrency": user_concurrency,
-    }
-    if any(value is not None for value in of_users.values()) and not trust_user_headers:
+        raise typer.BadParameter(f"is below --class {default_class}", param_hint="--max-class")
+    if "user_limits" in rights and not rights.get("trust_user_headers"):
         raise typer.BadParameter("needs --trust-user-headers", param_hint="--user-…")
-    rights = key_rights.given(
-        {
-            "name": name,
-            "class": default_class,
-            "max_class": highest,
-            "models": key_rights.listed_models(model, models),
-            "trust_user_headers": trust_user_headers or None,
-            "group": group,
-            "expires": expires,
-            "limits": {
-                "rpm": rpm,
-                "tpm": tpm,
-                "tokens_per_day": tokens_per_day,
-                "budget": budget,
-                "concurrency": concurrency,
-                "prompt_tokens": prompt_tokens,
-                "completion_tokens": completion_tokens,
-            },
-            "user_limits": of_users,
-            "cache": {
-                "hide": cache_hide,
-                "isolate": cache_isolate,
-                "nodes": key_rights.node_labels(cache_nodes),
-                "prompt_cache": prompt_cache,
-            },
-        }
-    )
+    first = {"name": name, "class": default_class, "max_class": highest}
+    rights = key_rights.given({**first, **rights})
     key = _new_key(key_id)
+    entry = {"id": key.id, "sha256": key.sha256, **rights}
     if print_only:
-        _check_entry({"id": key.id, "sha256": key.sha256, **rights})
-        show_entry(key, rights, shown=True, as_json=as_json)
+        print_note(
+            "warning: --print goes with the next release: where the settings have no store "
+            "(store.url: off), 'keys create' shows the lines for them anyway"
+        )
+        _show_lines(key, entry, as_json=as_json)
         return
-    with open_keys(admin_url, admin_key_file, config, nodes) as keys:
-        made = keys.create({"id": key.id, "sha256": key.sha256, **rights})
+    try:
+        with open_keys(admin_url, admin_key_file, config, nodes) as keys:
+            made = keys.create(entry)
+    except NoStore:
+        print_note("there is no store (store.url: off): put the lines into the settings")
+        _show_lines(key, entry, as_json=as_json)
+        return
     tell_warnings(made.pop("warnings", ()))
     show_new(key, made, as_json=as_json)
 
@@ -290,7 +233,9 @@ _SET_EXAMPLES = examples_epilog(
 
 
 @app.command("set", cls=HelpCommand, epilog=_SET_EXAMPLES)
+@key_rights.takes_rights()
 def set_(
+    *,
     name: KeyName,
     new_name: Annotated[
         str | None,
@@ -310,36 +255,7 @@ def set_(
             "user-limits, cache for all of them.",
         ),
     ] = None,
-    default_class: key_rights.DefaultClass = None,
-    max_class: key_rights.MaxClass = None,
-    model: key_rights.Model = None,
-    models: key_rights.Models = None,
-    group: key_rights.Group = None,
-    expires: key_rights.Expires = None,
-    rpm: key_rights.Rpm = None,
-    tpm: key_rights.Tpm = None,
-    tokens_per_day: key_rights.TokensPerDay = None,
-    budget: key_rights.MoneyBudget = None,
-    concurrency: key_rights.Concurrency = None,
-    prompt_tokens: key_rights.PromptTokens = None,
-    completion_tokens: key_rights.CompletionTokens = None,
-    trust_user_headers: Annotated[
-        bool | None,
-        typer.Option(
-            "--trust-user-headers/--no-trust-user-headers",
-            help=key_rights.TRUST_HELP,
-            rich_help_panel=key_rights.USERS_PANEL,
-        ),
-    ] = None,
-    user_rpm: key_rights.UserRpm = None,
-    user_tpm: key_rights.UserTpm = None,
-    user_tokens_per_day: key_rights.UserTokensPerDay = None,
-    user_budget: key_rights.UserBudget = None,
-    user_concurrency: key_rights.UserConcurrency = None,
-    cache_hide: key_rights.CacheHide = None,
-    cache_isolate: key_rights.CacheIsolate = None,
-    cache_nodes: key_rights.CacheNodes = None,
-    prompt_cache: key_rights.PromptCache = None,
+    rights: dict[str, Any],
     as_json: Json = False,
     admin_url: options.AdminUrl = None,
     admin_key_file: options.AdminKeyFile = None,
@@ -350,39 +266,7 @@ def set_(
 
     What no flag names stays as it is. A change holds for the next request.
     """
-    wanted = key_rights.given(
-        {
-            "name": new_name,
-            "class": default_class,
-            "max_class": max_class,
-            "models": key_rights.listed_models(model, models),
-            "trust_user_headers": trust_user_headers,
-            "group": group,
-            "expires": expires,
-            "limits": {
-                "rpm": rpm,
-                "tpm": tpm,
-                "tokens_per_day": tokens_per_day,
-                "budget": budget,
-                "concurrency": concurrency,
-                "prompt_tokens": prompt_tokens,
-                "completion_tokens": completion_tokens,
-            },
-            "user_limits": {
-                "rpm": user_rpm,
-                "tpm": user_tpm,
-                "tokens_per_day": user_tokens_per_day,
-                "budget": user_budget,
-                "concurrency": user_concurrency,
-            },
-            "cache": {
-                "hide": cache_hide,
-                "isolate": cache_isolate,
-                "nodes": key_rights.node_labels(cache_nodes),
-                "prompt_cache": prompt_cache,
-            },
-        }
-    )
+    wanted = key_rights.given({"name": new_name, **rights})
     removed = key_rights.unset_fields(unset or (), wanted)
     if not wanted and not removed:
         raise typer.BadParameter("say what to change, such as --rpm 60 or --unset rpm")
@@ -441,7 +325,7 @@ def rotate(
     nodes: options.NodesFile = options.DEFAULT_NODES,
 ) -> None:
     """Give a key another secret, which is shown only now; its id, rights and limits stay."""
-    from gateway.access.stored_keys import checked_grace
+    from gateway.access.key_desk import checked_grace
     from gateway.errors import GatewayError
 
     try:
@@ -496,14 +380,16 @@ def import_(
         print(f"{len(listed)} {'key' if len(listed) == 1 else 'keys'} imported")
 
 
-def _check_entry(entry: Mapping[str, Any]) -> None:
-    """Check an entry of the settings. Raises CommandFailed."""
-    from gateway.access.stored_keys import KeysRefused, checked_specs
+def _show_lines(key: ApiKey, entry: Mapping[str, Any], *, as_json: bool) -> None:
+    """Show a new key, and its entry for the settings. Raises CommandFailed."""
+    from gateway.access.key_desk import checked_specs
+    from gateway.access.stored_keys import KeysRefused
 
     try:
         checked_specs([entry], (), (), time.time())
     except KeysRefused as error:
         raise CommandFailed(error.message, status=2) from None
+    show_entry(key, entry, shown=True, as_json=as_json)
 
 
 def _new_key(key_id: str | None) -> ApiKey:
@@ -527,3 +413,113 @@ def _read_key() -> ApiKey:
     if not _ID.fullmatch(key.id):
         raise CommandFailed("the key's id may hold letters, digits and '-' only", status=2)
     return key
+
+
+# How keys are shown.
+
+KEY_COLUMNS = ("NAME", "ID", "SOURCE", "STATE", "CLASS", "GROUP", "MODELS", "LIMITS", "EXPIRES")
+
+
+def key_row(key: Mapping[str, Any]) -> list[object]:
+    """Return the cells of a key, for `KEY_COLUMNS`."""
+    get = key.get
+    classes = [word for word in (get("class"), get("max_class")) if word]
+    return [
+        get("name"),
+        get("id"),
+        get("source"),
+        get("state"),
+        " to ".join(dict.fromkeys(classes)),
+        get("group"),
+        get("models"),
+        limits_text(get("limits")),
+        get("expires"),
+    ]
+
+
+def limits_text(limits: object) -> str:
+    """Write limits in one line; `-` for none."""
+    if not isinstance(limits, Mapping):
+        return "-"
+    given = [
+        f"{format_cell(name)} {format_cell(value)}"
+        for name, value in limits.items()
+        if value is not None
+    ]
+    return ", ".join(given) or "-"
+
+
+def called(key: Mapping[str, Any]) -> str:
+    """Name a key for people."""
+    name, key_id = format_cell(key.get("name")), format_cell(key.get("id"))
+    return name if name == key_id else f"{name} (id {key_id})"
+
+
+def show_new(key: ApiKey, shown: Mapping[str, Any], *, as_json: bool) -> None:
+    """Show a new secret, this once."""
+    if as_json:
+        print_json({"key": key.text, **shown})
+        return
+    print(f"The key, shown only now:\n\n  {key.text}\n")
+    print(rights_text(shown))
+
+
+def rights_text(shown: Mapping[str, Any]) -> str:
+    """Write a key's rights and limits in one line."""
+    parts = [f"at most class {format_cell(shown.get('max_class'))}"]
+    parts += [
+        f"{field} {format_cell(shown[field])}" for field in ("models", "group") if shown.get(field)
+    ]
+    if (limits := limits_text(shown.get("limits"))) != "-":
+        parts.append(limits)
+    if (of_users := limits_text(shown.get("user_limits"))) != "-":
+        parts.append(f"each end user {of_users}")
+    if (cache := cache_text(shown.get("cache"))) != "-":
+        parts.append(f"cache: {cache}")
+    if shown.get("expires"):
+        parts.append(f"until {format_cell(shown['expires'])}")
+    if shown.get("previous_until"):
+        parts.append(f"the old secret works until {format_cell(shown['previous_until'])}")
+    return f"{called(shown)}: {'; '.join(parts)}"
+
+
+def cache_text(cache: object) -> str:
+    """Write what a key says of prompt caches in one line; `-` for nothing."""
+    if not isinstance(cache, Mapping):
+        return "-"
+    words = {
+        name: {True: "yes", False: "no"}.get(value, value)
+        for name, value in cache.items()
+        if not isinstance(value, Mapping)
+    }
+    nodes = cache.get("nodes")
+    if isinstance(nodes, Mapping):
+        pool = ",".join(
+            f"{format_cell(name)}={format_cell(value)}" for name, value in nodes.items()
+        )
+        words["nodes"] = pool or "all"
+    return limits_text(words)
+
+
+def tell_warnings(warnings: Iterable[str]) -> None:
+    """Print warnings to stderr."""
+    for warning in warnings:
+        print_note(f"warning: {warning}")
+
+
+def show_entry(key: ApiKey, entry: Mapping[str, Any], *, shown: bool, as_json: bool) -> None:
+    """Show the entry of a key for the settings; `shown`: and the key itself, this once."""
+    if as_json:
+        print_json({"key": key.text, **entry} if shown else entry)
+        return
+    if shown:
+        print(f"The key, shown only now:\n\n  {key.text}\n")
+    print("For config/gateway.yaml:\n\nkeys:")
+    from gateway.config.errors import escape_json
+
+    # Any JSON string is a YAML string.
+    lines = [
+        f"{name}: {escape_json(json.dumps(value, ensure_ascii=False))}"
+        for name, value in entry.items()
+    ]
+    print("  - " + "\n    ".join(lines))

@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
 
-from gateway.config.inventory import Inventory, NodeSpec
+from gateway.config.inventory import Inventory
+from gateway.config.node import NodeSpec
 from gateway.config.settings import Settings
 from gateway.fleet.circuit import Circuit
-from gateway.fleet.model_differences import ComparedServer, model_differences
+from gateway.fleet.health import check_alive, discover, fetch
+from gateway.fleet.lifecycle import ProbeResult
+from gateway.fleet.model_index import ComparedServer, model_differences
 from gateway.fleet.node import Node, NodeSettings
-from gateway.fleet.probe_history import ProbeResult
-from gateway.fleet.probes import check_alive, discover, fetch
 from gateway.fleet.server_properties import ServerProperties, inventory_drift
-from gateway.transport.node_pool import open_node_pool
+from gateway.transport.pool import open_node_pool
 
 MOST_CONCURRENT_CHECKS = 32
 

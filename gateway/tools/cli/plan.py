@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gateway.tools.cli import options, plan_input
+from gateway.tools.cli import options
 from gateway.tools.cli.options import examples_epilog
 from gateway.tools.cli.terminal import CommandFailed, print_json, print_note
 
 if TYPE_CHECKING:
-    from gateway.tools.plan.answer import PlanQuestion
-    from gateway.tools.plan.catalogue import NodeType
+    from gateway.tools.cli.admin_client import AdminClient
+    from gateway.tools.plan.catalogue import NodeCatalogue, NodeType
     from gateway.tools.plan.running_fleet import FleetTraffic, MeasuredFleet
-    from gateway.tools.plan.trial import TimeLimit
+    from gateway.tools.plan.search import PlanQuestion, TimeLimit
+    from gateway.tools.plan.workload import Workload
+    from gateway.tools.simulate.trace import Trace
+
+PREFILL_FACTOR = 10.0
+"""Prompt tokens per second by written ones, where only these are given: CPUs read some ten times as
+fast as they write."""
 
 EXAMPLES = examples_epilog(
     (
@@ -52,220 +61,146 @@ EXAMPLES = examples_epilog(
     ),
 )
 
-MOST_TRACE_REQUESTS = 200_000
-"""Requests of a trace that are played unless `--limit` says more."""
-
-MOST_SECONDS = 1e7
-
-_TRAFFIC, _GOAL, _NODES, _FLEET = "Traffic", "Goal", "Nodes", "Running fleet"
-
-_SIMULATION = "Simulation and output"
+_traffic = partial(typer.Option, rich_help_panel="Traffic")
+_goal = partial(typer.Option, rich_help_panel="Goal")
+_nodes = partial(typer.Option, rich_help_panel="Nodes")
+_fleet = partial(typer.Option, rich_help_panel="Running fleet")
+_simulation = partial(typer.Option, rich_help_panel="Simulation and output")
 
 
 def plan(
     requests_per_hour: Annotated[
-        float | None,
-        typer.Option(
-            metavar="N",
-            help="Requests of a mean hour.",
-            rich_help_panel=_TRAFFIC,
-        ),
+        float | None, _traffic(metavar="N", help="Requests of a mean hour.")
     ] = None,
-    prompt: Annotated[
-        float | None,
-        typer.Option(metavar="TOKENS", help="Mean prompt.", rich_help_panel=_TRAFFIC),
-    ] = None,
-    completion: Annotated[
-        float | None,
-        typer.Option(metavar="TOKENS", help="Mean completion.", rich_help_panel=_TRAFFIC),
-    ] = None,
+    prompt: Annotated[float | None, _traffic(metavar="TOKENS", help="Mean prompt.")] = None,
+    completion: Annotated[float | None, _traffic(metavar="TOKENS", help="Mean completion.")] = None,
     repeat: Annotated[
         float,
-        typer.Option(
+        _traffic(
             metavar="SHARE",
             help="Share of the prompt that all have in common, 0 to 1: a node reads it once.",
-            rich_help_panel=_TRAFFIC,
         ),
     ] = 0.0,
     peak: Annotated[
         float,
-        typer.Option(
+        _traffic(
             metavar="FACTOR",
-            help=(
-                "Requests of the busiest hour, as a multiple of the mean hour: latency is that of "
-                "the busiest hour, prices are those of the mean. With --fleet: how many times as "
-                "many as in the ledger's."
-            ),
-            rich_help_panel=_TRAFFIC,
+            help="Requests of the busiest hour, as a multiple of the mean hour: latency is that of "
+            "the busiest hour, prices are those of the mean. With --fleet: how many times as "
+            "many as in the ledger's.",
         ),
     ] = 1.0,
     backlog: Annotated[
         float | None,
-        typer.Option(
+        _traffic(
             metavar="N",
             help="In place of --requests-per-hour: requests that all wait from the start.",
-            rich_help_panel=_TRAFFIC,
         ),
     ] = None,
     within: Annotated[
-        float,
-        typer.Option(
-            metavar="HOURS", help="Hours that a backlog may take.", rich_help_panel=_TRAFFIC
-        ),
+        float, _traffic(metavar="HOURS", help="Hours that a backlog may take.")
     ] = 8.0,
     trace: Annotated[
         Path | None,
-        typer.Option(
+        _traffic(
             metavar="FILE",
             help="Recorded requests, as `llama-gateway simulate --trace` reads them.",
-            rich_help_panel=_TRAFFIC,
         ),
     ] = None,
     limit: Annotated[
-        int,
-        typer.Option(
-            min=2, metavar="N", help="First requests of the trace.", rich_help_panel=_TRAFFIC
-        ),
-    ] = MOST_TRACE_REQUESTS,
+        int, _traffic(min=2, metavar="N", help="First requests of the trace.")
+    ] = 200_000,
     ttft_p95: Annotated[
         float | None,
-        typer.Option(
-            "--ttft-p95",
-            metavar="SECONDS",
-            help="95 % of the requests have their first token by then.",
-            rich_help_panel=_GOAL,
-        ),
+        _goal(metavar="SECONDS", help="95 % of the requests have their first token by then."),
     ] = None,
     completion_p95: Annotated[
-        float | None,
-        typer.Option(
-            "--completion-p95",
-            metavar="SECONDS",
-            help="95 % of the requests have ended by then.",
-            rich_help_panel=_GOAL,
-        ),
+        float | None, _goal(metavar="SECONDS", help="95 % of the requests have ended by then.")
     ] = None,
     most_use: Annotated[
         float,
-        typer.Option(
+        _goal(
             metavar="SHARE",
             help="Without a goal: share of the capacity that the busiest hour may use.",
-            rich_help_panel=_GOAL,
         ),
     ] = 0.8,
     tokens_per_second: Annotated[
         float | None,
-        typer.Option(
+        _nodes(
             metavar="R",
             show_default="nodes by the catalogue",
             help="Your node: tokens/s of one request alone.",
-            rich_help_panel=_NODES,
         ),
     ] = None,
     prefill_tokens_per_second: Annotated[
         float | None,
-        typer.Option(
+        _nodes(
             metavar="R",
             show_default="10 times --tokens-per-second",
             help="Your node: prompt tokens/s.",
-            rich_help_panel=_NODES,
         ),
     ] = None,
     slots: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            max=256,
-            metavar="N",
-            help="Your node: requests at a time.",
-            rich_help_panel=_NODES,
-        ),
+        int, _nodes(min=1, max=256, metavar="N", help="Your node: requests at a time.")
     ] = 1,
     batch_cost: Annotated[
         float,
-        typer.Option(
-            metavar="SHARE",
-            help="Your node: by how much one more busy slot prolongs a step.",
-            rich_help_panel=_NODES,
-        ),
+        _nodes(metavar="SHARE", help="Your node: by how much one more busy slot prolongs a step."),
     ] = 0.15,
-    price_per_hour: Annotated[
-        float | None,
-        typer.Option(metavar="PRICE", help="Your node.", rich_help_panel=_NODES),
-    ] = None,
+    price_per_hour: Annotated[float | None, _nodes(metavar="PRICE", help="Your node.")] = None,
     price_per_month: Annotated[
-        float | None,
-        typer.Option(metavar="PRICE", help="Likewise, of 730 hours.", rich_help_panel=_NODES),
+        float | None, _nodes(metavar="PRICE", help="Likewise, of 730 hours.")
     ] = None,
-    watts: Annotated[
-        float,
-        typer.Option(metavar="W", help="Your node, while it works.", rich_help_panel=_NODES),
-    ] = 0.0,
-    idle_watts: Annotated[
-        float, typer.Option(metavar="W", help="Your node, idle.", rich_help_panel=_NODES)
-    ] = 0.0,
+    watts: Annotated[float, _nodes(metavar="W", help="Your node, while it works.")] = 0.0,
+    idle_watts: Annotated[float, _nodes(metavar="W", help="Your node, idle.")] = 0.0,
     catalogue: Annotated[
         Path | None,
-        typer.Option(
+        _nodes(
             metavar="FILE",
             show_default="the package's, of examples",
             help="Node types with their speeds and prices.",
-            rich_help_panel=_NODES,
         ),
     ] = None,
     types: Annotated[
         list[str] | None,
-        typer.Option(
+        _nodes(
             "--type",
             metavar="NAME",
             show_default="all",
             help="A type of the catalogue, also beside your node. Repeat it.",
-            rich_help_panel=_NODES,
         ),
     ] = None,
     model_gib: Annotated[
         float | None,
-        typer.Option(
+        _nodes(
             metavar="GIB",
             show_default="the catalogue's model",
             help="Size of the model's file: scales the catalogue's speeds, checks its memory.",
-            rich_help_panel=_NODES,
         ),
     ] = None,
     price_per_kwh: Annotated[
-        float,
-        typer.Option(
-            "--price-per-kwh",
-            metavar="PRICE",
-            help="Electricity of the types that have `watts`.",
-            rich_help_panel=_NODES,
-        ),
+        float, _nodes(metavar="PRICE", help="Electricity of the types that have `watts`.")
     ] = 0.0,
     claimed_per_million: Annotated[
         float | None,
-        typer.Option(
+        _nodes(
             metavar="PRICE",
             help="A price of a million tokens that somebody claims of your node: is it possible?",
-            rich_help_panel=_NODES,
         ),
     ] = None,
     fleet: Annotated[
         bool,
-        typer.Option(
+        _fleet(
             "--fleet",
-            help=(
-                "Nodes of the gateway that runs, and the busiest hour of its ledger: what if one "
-                "more, one less?"
-            ),
-            rich_help_panel=_FLEET,
+            help="Nodes of the gateway that runs, and the busiest hour of its ledger: what if one "
+            "more, one less?",
         ),
     ] = False,
     since: Annotated[
         str,
-        typer.Option(
+        _fleet(
             metavar="TIME",
             help="The busiest hour of the ledger from then on: a date, or how long ago.",
-            rich_help_panel=_FLEET,
         ),
     ] = "7d",
     config: options.ConfigFile = None,
@@ -274,33 +209,26 @@ def plan(
     admin_ca: options.AdminCa = None,
     requests: Annotated[
         int,
-        typer.Option(
+        _simulation(
             min=100,
             max=1_000_000,
             metavar="N",
             help="Made-up requests of a simulation: more make its figures surer.",
-            rich_help_panel=_SIMULATION,
         ),
     ] = 3000,
-    seed: Annotated[
-        int,
-        typer.Option(metavar="N", help="Same seed, same plan.", rich_help_panel=_SIMULATION),
-    ] = 1,
+    seed: Annotated[int, _simulation(metavar="N", help="Same seed, same plan.")] = 1,
     start: options.Start = options.StartKind.COLD,
     time_limit: Annotated[
         float,
-        typer.Option(
+        _simulation(
             metavar="SECONDS",
             help="Longest time for all simulations; what is missing then is estimated.",
-            rich_help_panel=_SIMULATION,
         ),
     ] = 180.0,
     plot: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Draw the break-even of CPU, GPU and hybrid: .png, .svg or .pdf.",
-            rich_help_panel=_SIMULATION,
+        _simulation(
+            metavar="FILE", help="Draw the break-even of CPU, GPU and hybrid: .png, .svg or .pdf."
         ),
     ] = None,
     as_json: options.Json = False,
@@ -312,7 +240,7 @@ def plan(
     table says which figure is from which. Nothing is sent anywhere, but for --fleet.
     """
     options.check_plot_file(plot)
-    plan_input.check_numbers(
+    _check_numbers(
         {
             "--requests-per-hour": (requests_per_hour, 0.0, 1e9, False),
             "--prompt": (prompt, 0.0, 1e6, True),
@@ -321,8 +249,8 @@ def plan(
             "--peak": (peak, 1.0, 1000.0, True),
             "--backlog": (backlog, 0.0, 1e9, False),
             "--within": (within, 0.0, 10_000.0, False),
-            "--ttft-p95": (ttft_p95, 0.0, MOST_SECONDS, False),
-            "--completion-p95": (completion_p95, 0.0, MOST_SECONDS, False),
+            "--ttft-p95": (ttft_p95, 0.0, 1e7, False),
+            "--completion-p95": (completion_p95, 0.0, 1e7, False),
             "--most-use": (most_use, 0.0, 1.0, False),
             "--tokens-per-second": (tokens_per_second, 0.0, 1e7, False),
             "--prefill-tokens-per-second": (prefill_tokens_per_second, 0.0, 1e7, False),
@@ -337,14 +265,19 @@ def plan(
             "--time-limit": (time_limit, 0.0, 86_400.0, False),
         }
     )
-    from gateway.tools.plan.answer import PlanQuestion
+    from gateway.tools.cli.simulate import read_trace_file
     from gateway.tools.plan.catalogue import packaged_catalogue, read_catalogue
-    from gateway.tools.plan.search import Goal
+    from gateway.tools.plan.search import Goal, PlanQuestion
 
-    warm = start is options.StartKind.WARM
     goal = Goal(ttft_p95, completion_p95, most_use)
-    recorded = None if trace is None else plan_input.read_recorded(trace, limit)
+    recorded = None if trace is None else read_trace_file(trace, limit=limit)
     given = (requests_per_hour, backlog, prompt, completion)
+
+    def workload() -> Workload:
+        if recorded is not None:
+            return _traced_workload(recorded)
+        return _build_workload(*given, repeat, peak, within)
+
     if fleet:
         for name, unfit in (("--backlog", backlog), ("--plot", plot)):
             if unfit is not None:
@@ -353,48 +286,206 @@ def plan(
         from gateway.tools.plan.running_fleet import traffic_of
 
         with connect_admin(admin_url, admin_key_file, config, ca=admin_ca) as admin:
-            measured = plan_input.read_measured(admin.nodes())
-            if recorded is not None:
-                traffic = traffic_of(plan_input.traced_workload(recorded), recorded)
-            elif any(value is not None for value in given):
-                traffic = traffic_of(plan_input.build_workload(*given, repeat, peak, within))
+            measured = _read_measured(admin.nodes())
+            if recorded is None and all(value is None for value in given):
+                traffic = _ledger_traffic(admin, since, measured, peak)
             else:
-                traffic = plan_input.ledger_traffic(admin, since, measured, peak)
+                traffic = traffic_of(workload(), recorded)
         # The fleet has learnt its speeds.
         question = PlanQuestion(
             traffic.workload, goal, (), price_per_kwh, requests, seed, True, traffic.recorded
         )
         _plan_fleet(question, measured, traffic, time_limit, as_json)
         return
-    workload = (
-        plan_input.traced_workload(recorded)
-        if recorded is not None
-        else plan_input.build_workload(*given, repeat, peak, within)
-    )
+    asked = workload()
     listed = packaged_catalogue() if catalogue is None else read_catalogue(catalogue)
     nodes: list[NodeType] = []
     if tokens_per_second is not None:
         figures = (tokens_per_second, prefill_tokens_per_second, slots, batch_cost)
-        nodes.append(
-            plan_input.own_node(figures, (price_per_hour, price_per_month), (watts, idle_watts))
-        )
-    plan_input.check_alone(
-        own=tokens_per_second is not None,
-        prefill_tokens_per_second=prefill_tokens_per_second,
-        price_per_hour=price_per_hour,
-        price_per_month=price_per_month,
-        claimed_per_million=claimed_per_million,
-    )
+        nodes.append(_own_node(figures, (price_per_hour, price_per_month), (watts, idle_watts)))
+    else:
+        for option, value in (
+            ("--prefill-tokens-per-second", prefill_tokens_per_second),
+            ("--price-per-hour", price_per_hour),
+            ("--price-per-month", price_per_month),
+            ("--claimed-per-million", claimed_per_million),
+        ):
+            if value is not None:
+                raise CommandFailed(
+                    f"{option} is of your node: give --tokens-per-second, too; prices of types are "
+                    "in the catalogue (--catalogue FILE)",
+                    status=2,
+                )
     currency = ""
     if not nodes or types:
-        nodes += plan_input.choose_types(listed, model_gib, tuple(types or ()))
+        nodes += _choose_types(listed, model_gib, tuple(types or ()))
         currency = listed.currency
     if claimed_per_million is not None:
-        plan_input.check_claim(nodes[0], claimed_per_million)
+        _check_claim(nodes[0], claimed_per_million)
+    warm = start is options.StartKind.WARM
     question = PlanQuestion(
-        workload, goal, tuple(nodes), price_per_kwh, requests, seed, warm, recorded
+        asked, goal, tuple(nodes), price_per_kwh, requests, seed, warm, recorded
     )
     _plan_new(question, currency, time_limit, plot, as_json)
+
+
+def _check_numbers(given: dict[str, tuple[float | None, float, float, bool]]) -> None:
+    """Check each option's bounds: value, least, most, and whether the least is allowed."""
+    for name, (value, least, most, inclusive) in given.items():
+        if value is None:
+            continue
+        above = value >= least if inclusive else value > least
+        if not (math.isfinite(value) and above and value <= most):
+            bound = f"at least {least:g}" if inclusive else f"above {least:g}"
+            raise CommandFailed(
+                f"{name} {value:g}: must be a number {bound}, and at most {most:,.0f}", status=2
+            )
+
+
+def _build_workload(
+    requests_per_hour: float | None,
+    backlog: float | None,
+    prompt: float | None,
+    completion: float | None,
+    repeat: float,
+    peak: float,
+    within: float,
+) -> Workload:
+    """Return the traffic of the figures on the command line. Raises CommandFailed."""
+    from gateway.tools.plan.workload import Workload
+
+    if (requests_per_hour is None) == (backlog is None):
+        raise CommandFailed(
+            "how much is there to do? One of --requests-per-hour N, --backlog N, --trace FILE or "
+            "--fleet",
+            status=2,
+        )
+    for name, value in (("--prompt", prompt), ("--completion", completion)):
+        if value is None:
+            raise CommandFailed(f"{name} TOKENS is missing: how long are they?", status=2)
+    try:
+        return Workload(
+            requests_per_hour or backlog or 0.0,
+            prompt or 0.0,
+            completion or 0.0,
+            repeat=repeat,
+            peak=1.0 if backlog is not None else peak,
+            backlog_hours=within if backlog is not None else None,
+        )
+    except ValueError as error:
+        raise CommandFailed(str(error), status=2) from None
+
+
+def _traced_workload(trace: Trace) -> Workload:
+    """Return the figures of a recorded trace. Raises CommandFailed."""
+    from gateway.tools.plan.workload import TraceTooShortError, from_trace
+
+    try:
+        return from_trace(trace)
+    except (TraceTooShortError, ValueError) as error:
+        raise CommandFailed(f"--trace: {error}", status=2) from None
+
+
+def _ledger_traffic(
+    admin: AdminClient, since: str, fleet: MeasuredFleet, peak: float
+) -> FleetTraffic:
+    """Return the busiest hour of the running gateway's ledger, `peak` times as fast.
+
+    Notes go to stderr. Raises CommandFailed.
+    """
+    from gateway.tools.cli.admin_client import AdminRefused
+    from gateway.tools.plan.running_fleet import UnmeasuredFleetError, busiest_hour
+
+    instead = "--requests-per-hour, --prompt and --completion or --trace tell the traffic"
+    try:
+        told = admin.request("GET", "/admin/usage/arrivals", {"since": since}, timeout=90.0)
+    except AdminRefused as error:
+        if error.code == 404:
+            raise CommandFailed(
+                f"the gateway at {admin.url} is older than this command and does not tell its "
+                f"busiest hour: upgrade it; or {instead}"
+            ) from None
+        raise CommandFailed(f"{error}; instead of its ledger, {instead}") from None
+    try:
+        traffic = busiest_hour(told, fleet, peak)
+    except (UnmeasuredFleetError, ValueError) as error:
+        raise CommandFailed(f"--fleet: {error}") from None
+    for note in traffic.notes:
+        print_note(note)
+    return traffic
+
+
+def _read_measured(nodes: list[dict[str, object]]) -> MeasuredFleet:
+    """Return the running fleet, in kinds of nodes. Raises CommandFailed."""
+    from gateway.tools.plan.running_fleet import UnmeasuredFleetError, measured_fleet
+
+    try:
+        found = measured_fleet(nodes)
+    except (UnmeasuredFleetError, ValueError) as error:
+        raise CommandFailed(f"--fleet: {error}") from None
+    for note in found.notes:
+        print_note(note)
+    return found
+
+
+def _own_node(
+    figures: tuple[float, float | None, int, float],
+    prices: tuple[float | None, float | None],
+    power: tuple[float, float],
+) -> NodeType:
+    """Return the node that the command line describes: speeds and slots, prices, watts."""
+    from gateway.tools.plan.catalogue import NodeType
+
+    decode, prefill, slots, batch_cost = figures
+    if prices[0] is not None and prices[1] is not None:
+        raise CommandFailed("--price-per-hour and --price-per-month: give one of them", status=2)
+    if power[1] > power[0]:
+        raise CommandFailed(
+            f"--idle-watts {power[1]:g}: must not be above --watts {power[0]:g}", status=2
+        )
+    if prefill is None:
+        prefill = min(1e7, PREFILL_FACTOR * decode)
+        print_note(
+            f"assumed that a node reads {prefill:g} prompt tokens/s, {PREFILL_FACTOR:g} times what "
+            "it writes: --prefill-tokens-per-second tells more"
+        )
+    return NodeType(
+        name="node",
+        slots=slots,
+        decode_tps=max(decode, 1e-3),
+        prefill_tps=max(prefill, 1e-3),
+        batch_cost=batch_cost,
+        price_per_hour=prices[0],
+        price_per_month=prices[1],
+        watts=power[0],
+        idle_watts=power[1],
+    )
+
+
+def _choose_types(
+    listed: NodeCatalogue, model_gib: float | None, names: tuple[str, ...]
+) -> tuple[NodeType, ...]:
+    """Return the catalogue's types that can serve the model. Raises CommandFailed."""
+    from gateway.tools.plan.catalogue import NoTypeFitsError, fitting_types
+
+    try:
+        found, notes = fitting_types(listed, model_gib, names)
+    except NoTypeFitsError as error:
+        raise CommandFailed(str(error), status=2) from None
+    for note in notes:
+        print_note(note)
+    return found
+
+
+def _check_claim(node: NodeType, claimed: float) -> None:
+    """Say whether a claimed price of a million tokens can be. Raises CommandFailed."""
+    from gateway.tools.cli.plan_output import contradiction
+
+    hour = node.price.per_hour
+    if hour is None:
+        raise CommandFailed("--claimed-per-million needs --price-per-hour or -month", status=2)
+    wrong = contradiction(hour, node.decode_tps, claimed)
+    print_note(wrong or f"{claimed:g} a million tokens is what its speed and price make")
 
 
 def _plan_new(
@@ -405,9 +496,7 @@ def _plan_new(
     as_json: bool,
 ) -> None:
     from gateway.tools.cli import plan_output
-    from gateway.tools.plan.answer import answer
-    from gateway.tools.plan.break_even import break_even, plot_break_even
-    from gateway.tools.plan.deployments import compare_deployments
+    from gateway.tools.plan.answer import answer, break_even, compare_deployments, plot_break_even
     from gateway.tools.simulate.simulation import StuckError
 
     try:
@@ -463,10 +552,8 @@ def _plan_fleet(
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[TimeLimit]:
     """The limit of all simulations, with a bar on a terminal."""
-    import sys
-
     from gateway.tools.cli.terminal import console
-    from gateway.tools.plan.trial import TimeLimit
+    from gateway.tools.plan.search import TimeLimit
 
     shown = console(sys.stderr)
     if not shown.is_terminal:

@@ -7,14 +7,156 @@ from collections.abc import Sequence
 from typing import Any
 
 from gateway.tools.cli.terminal import print_table
-from gateway.tools.plan.answer import FleetOption, PlanAnswer, PlanQuestion
-from gateway.tools.plan.break_even import BreakEven
-from gateway.tools.plan.deployments import Deployment
-from gateway.tools.plan.explanation import explain, headline, pure_instances, whole_instances
+from gateway.tools.plan.answer import BreakEven, Deployment, PlanAnswer
+from gateway.tools.plan.catalogue import HOURS_PER_MONTH
 from gateway.tools.plan.running_fleet import FleetAnswer
-from gateway.tools.plan.search import Goal
-from gateway.tools.plan.trial import FleetTrial
-from gateway.tools.plan.workload import Workload
+from gateway.tools.plan.search import (
+    WARM_UP_SHARE,
+    FleetOption,
+    FleetTrial,
+    PlanQuestion,
+    times_of,
+)
+from gateway.tools.plan.workload import SECONDS_PER_HOUR
+
+SAME_PRICE = 0.1
+"""Two prices that differ by less are the same, as a share."""
+
+
+def pure_instances(question: PlanQuestion, option: FleetOption) -> tuple[float, int]:
+    """The published sum, and rounded up: only written tokens, one request at a time, at full use.
+
+    It leaves out the reading of prompts, slots that share a node, and that requests wait long
+    before an instance is fully used.
+    """
+    workload = question.workload
+    offered = workload.arrivals * workload.completion / option.parts[0].node_type.decode_tps
+    return offered, max(1, math.ceil(offered - 1e-9))
+
+
+def _per_million_tokens(per_hour: float, tokens_per_second: float) -> float:
+    """Price of a million tokens from a machine that writes all the time: its least."""
+    return per_hour / (tokens_per_second * SECONDS_PER_HOUR) * 1e6
+
+
+def contradiction(per_hour: float, tokens_per_second: float, claimed: float) -> str:
+    """What is wrong with a price of a million tokens that is claimed of a machine; or nothing."""
+    least = _per_million_tokens(per_hour, tokens_per_second)
+    if abs(claimed - least) <= SAME_PRICE * least:
+        return ""
+    return (
+        f"{tokens_per_second:g} tokens/s at {per_hour:.2f} an hour are {least:.3g} a million "
+        f"tokens, not {claimed:.2f}: a million take {1e6 / tokens_per_second / 3600:.1f} hours"
+    )
+
+
+def explain(question: PlanQuestion, option: FleetOption) -> dict[str, str]:
+    """What each figure of a fleet comes from: lines, each with its word."""
+    workload, node_type, trial = question.workload, option.parts[0].node_type, option.trial
+    times = times_of(node_type, workload)
+    lines = {}
+    if workload.backlog_hours is None:
+        lines["arrivals"] = (
+            f"{workload.requests_per_hour:,.10g} an hour x peak {workload.peak:g} / 3,600 = "
+            f"{workload.arrivals:.4g} a second"
+        )
+    else:
+        lines["arrivals"] = (
+            f"{workload.requests_per_hour:,.10g} at once / {workload.backlog_hours:g} h / 3,600"
+            f" = {workload.arrivals:.4g} a second to be done"
+        )
+    pure, whole = pure_instances(question, option)
+    lines["pure sum"] = (
+        f"{workload.arrivals:.4g} a second x {workload.completion:g} tokens / "
+        f"{node_type.decode_tps:g} tokens/s = {pure:.2f}: {whole} instances of one slot"
+    )
+    lines["left out"] = (
+        f"reading the prompts, and waiting: {whole} would be used to {pure / whole:.0%}, and "
+        "at full use the queue grows without end"
+    )
+    if workload.repeat:
+        lines["cached"] = (
+            f"{workload.repeat:.0%} of {workload.prompt:g} prompt tokens repeat: "
+            f"{workload.uncached:g} are read"
+        )
+    if times.slots == 1:
+        capacity = f"1 / {times.full:.2f} s"
+    else:
+        lines["slots share"] = (
+            f"{times.slots} x {times.reading:.2f} s of reading, one after the other, + "
+            f"{times.writing:.2f} s of writing x (1 + {times.batch_cost:g} x {times.slots - 1})"
+            f" = {times.full:.2f} s with all busy, {times.alone:.2f} s alone"
+        )
+        capacity = f"{times.slots} slots / {times.full:.2f} s"
+    lines["one server"] = (
+        f"{capacity} = {times.capacity:.4g} requests a second, "
+        f"{times.capacity * SECONDS_PER_HOUR:,.0f} an hour"
+    )
+    servers = "" if node_type.servers == 1 else f" x {node_type.servers} servers"
+    if len(option.parts) == 1 and workload.backlog is None:
+        lines["use"] = (
+            f"{workload.arrivals:.4g} / ({option.parts[0].count}{servers} x {times.capacity:.4g}) "
+            f"= {option.use:.0%} of the capacity"
+        )
+        guess = option.estimate
+        if guess is not None and math.isfinite(guess.wait):
+            lines["estimate"] = (
+                f"Erlang C: {guess.waiting_share:.3g} of the requests wait, at most; Allen-Cunneen "
+                f"with Cs² {guess.service_scv:.2f}: {guess.wait:.3g} s in the mean"
+            )
+    if trial is not None and workload.backlog is not None:
+        lines["simulator"] = (
+            f"{trial.requests:,} requests through the real scheduler: all "
+            f"{workload.backlog:,.10g} done in {trial.seconds / SECONDS_PER_HOUR:.2f} h"
+        )
+    elif trial is not None:
+        lines["simulator"] = (
+            f"{trial.requests:,} requests through the real scheduler ({WARM_UP_SHARE:.0%} to warm "
+            f"up before): mean wait {trial.wait.mean:.3g} s ± {trial.wait_error:.2g}, completion "
+            f"{trial.completion.mean:.3g} s ± {trial.completion_error:.2g} (95 %)"
+        )
+    return lines | _price_lines(question, option)
+
+
+def _price_lines(question: PlanQuestion, option: FleetOption) -> dict[str, str]:
+    price, workload = option.price, question.workload
+    if price.per_hour is None:
+        return {"price": "unknown: the node has no price (--price-per-hour)"}
+    hourly = [(part.count, part.node_type.price.per_hour or 0.0) for part in option.parts]
+    hours = " + ".join(f"{count} x {hour:.4g}" for count, hour in hourly)
+    extra = ""
+    tokens = price.per_hour - price.electricity_per_hour
+    for count, hour in hourly:
+        tokens -= count * hour
+    if tokens > 1e-12:
+        extra += f" + {tokens:.4g} for tokens"
+    if price.electricity_per_hour:
+        extra += f" + {price.electricity_per_hour:.4g} of electricity"
+    lines = {
+        "price": f"{hours}{extra} = {price.per_hour:.4g} an hour x {HOURS_PER_MONTH:g} = "
+        f"{price.month or 0.0:,.2f} a month; all machines run, used or not"
+    }
+    if price.per_million is None:
+        return lines
+    lines["per token"] = f"{price.per_million:.4g} a million tokens, prompts included" + (
+        "" if workload.peak == 1 else ", of the mean hour"
+    )
+    node_type = option.parts[0].node_type
+    if node_type.price.per_hour:
+        hour = node_type.price.per_hour / node_type.servers
+        lines["per token"] += (
+            f"; one slot that always writes {node_type.decode_tps:g} tokens/s at {hour:.4g} an "
+            f"hour makes {_per_million_tokens(hour, node_type.decode_tps):.3g} a million written"
+        )
+    return lines
+
+
+def headline(option: FleetOption) -> str:
+    """The answer in a line."""
+    cost = "price unknown" if option.price.month is None else f"{option.price.month:,.2f} a month"
+    unsure = "" if option.trial is not None else " or more (estimated, not simulated)"
+    return f"{option.name}{unsure}: {cost}"
+
 
 _COLUMNS = (
     "FLEET",
@@ -32,8 +174,6 @@ _COLUMNS = (
 _DEPLOYMENTS = ("DEPLOYMENT", "FLEET", "", "P95", "MONTH", "REASON")
 
 _CHANGES = ("CHANGE", "FLEET", "USE", "WAIT", "TTFT P95", "COMPLETION", "P95", "MONTH", "GOAL")
-
-_MARKS = {"best": "best", "works": "works", "no": "no"}
 
 
 def show(
@@ -58,7 +198,7 @@ def show(
             [
                 row.way,
                 row.fleet,
-                _MARKS[row.verdict],
+                row.verdict,
                 None if row.trial is None else f"{row.trial.completion.p95:.1f}",
                 _money(row.per_month),
                 row.reason,
@@ -71,27 +211,19 @@ def show(
         for line in crossing_lines(crossing):
             print(line)
     print("\nhow it comes about")
-    for word, line in explain(found.question, best):
+    for word, line in explain(found.question, best).items():
         print(f"  {word:<12}{line}")
 
 
 def _row(option: FleetOption) -> list[object]:
-    trial, found = option.trial, option.found
+    trial, guess = option.trial, option.estimate
+    times: list[str | None] = ["-"] * 4
     if trial is not None:
-        times = [
-            f"{trial.wait.mean:.2f}",
-            f"{trial.ttft.p95:.2f}",
-            f"{trial.completion.mean:.2f}",
-            f"{trial.completion.p95:.2f}",
-        ]
-    elif found is not None and not math.isinf(found.estimate.wait):
-        guess = found.estimate
+        times = _times(trial)
+    elif guess is not None and math.isfinite(guess.wait):
         times = [f"{guess.wait:.2f}", "-", f"{guess.completion:.2f}", "-"]
-    else:
-        times = ["-"] * 4
-    name = option.name if trial is not None or option.rejected else f"{option.name} or more"
     return [
-        name,
+        option.name if trial is not None or option.rejected else f"{option.name} or more",
         f"{option.use:.0%}",
         *times,
         _money(option.price.per_hour, 4),
@@ -99,6 +231,13 @@ def _row(option: FleetOption) -> list[object]:
         _money(option.price.per_million),
         "estimate" if trial is None else "simulator",
     ]
+
+
+def _times(trial: FleetTrial | None) -> list[str | None]:
+    if trial is None:
+        return [None] * 4
+    wait, completion = trial.wait, trial.completion
+    return [f"{one:.2f}" for one in (wait.mean, trial.ttft.p95, completion.mean, completion.p95)]
 
 
 def _money(value: float | None, digits: int = 2) -> str | None:
@@ -134,23 +273,21 @@ def as_dict(
     best = found.best
     assert best is not None
     question = found.question
-    pure = pure_instances(question, best)
+    offered, instances = pure_instances(question, best)
     return {
         "nodes": sum(part.servers for part in best.parts),
         "answer": option_dict(best),
         "arithmetic": {
-            "instances": whole_instances(pure),
-            "offered": pure,
+            "instances": instances,
+            "offered": offered,
             "leaves_out": ["reading the prompts", "waiting, which has no bound at full use"],
-            "lines": dict(explain(question, best)),
+            "lines": explain(question, best),
         },
-        "traffic": _traffic(question.workload),
-        "goal": _goal(question.goal),
+        **_asked(question),
         "options": [option_dict(one) for one in found.options],
         "decisions": [row.as_dict() for row in rows],
         "break_even": None if crossing is None else crossing.as_dict(),
         "currency": currency,
-        "start": _start(question),
         "simulations": found.trials,
         "notes": list(found.notes),
     }
@@ -158,15 +295,14 @@ def as_dict(
 
 def option_dict(option: FleetOption) -> dict[str, Any]:
     """One fleet for scripts."""
-    found = option.found
-    guess = None
-    if found is not None and not math.isinf(found.estimate.wait):
+    found, guess = option.estimate, None
+    if found is not None and math.isfinite(found.wait):
         guess = {
-            "waiting_share": found.estimate.waiting_share,
-            "wait": found.estimate.wait,
-            "service": found.estimate.service,
-            "completion": found.estimate.completion,
-            "erlang_c": found.estimate.erlang_c,
+            "waiting_share": found.waiting_share,
+            "wait": found.wait,
+            "service": found.service,
+            "completion": found.completion,
+            "erlang_c": found.waiting_share,
         }
     return {
         "fleet": option.name,
@@ -189,28 +325,24 @@ def option_dict(option: FleetOption) -> dict[str, Any]:
     }
 
 
-def _traffic(workload: Workload) -> dict[str, Any]:
+def _asked(question: PlanQuestion) -> dict[str, Any]:
+    workload, goal = question.workload, question.goal
     return {
-        "requests_per_hour": workload.requests_per_hour,
-        "prompt_tokens": workload.prompt,
-        "completion_tokens": workload.completion,
-        "repeat": workload.repeat,
-        "peak": workload.peak,
-        "backlog_hours": workload.backlog_hours,
-        "arrivals_per_second": workload.arrivals,
-    }
-
-
-def _start(question: PlanQuestion) -> str:
-    """As `--start`."""
-    return "warm" if question.warm else "cold"
-
-
-def _goal(goal: Goal) -> dict[str, Any]:
-    return {
-        "ttft_p95": goal.ttft_p95,
-        "completion_p95": goal.completion_p95,
-        "most_use": goal.use,
+        "traffic": {
+            "requests_per_hour": workload.requests_per_hour,
+            "prompt_tokens": workload.prompt,
+            "completion_tokens": workload.completion,
+            "repeat": workload.repeat,
+            "peak": workload.peak,
+            "backlog_hours": workload.backlog_hours,
+            "arrivals_per_second": workload.arrivals,
+        },
+        "goal": {
+            "ttft_p95": goal.ttft_p95,
+            "completion_p95": goal.completion_p95,
+            "most_use": goal.use,
+        },
+        "start": "warm" if question.warm else "cold",
     }
 
 
@@ -236,7 +368,7 @@ def show_changes(question: PlanQuestion, found: FleetAnswer) -> None:
                 row.change,
                 row.fleet,
                 f"{row.use:.0%}" if math.isfinite(row.use) else None,
-                *_change_times(row.trial),
+                *_times(row.trial),
                 _money(row.price.month),
                 ", ".join(row.missed) or "met",
             ]
@@ -246,28 +378,12 @@ def show_changes(question: PlanQuestion, found: FleetAnswer) -> None:
     print(f"\n{found.advice.sentence}")
 
 
-def _change_times(trial: FleetTrial | None) -> list[str | None]:
-    if trial is None:
-        return [None] * 4
-    return [
-        f"{value:.2f}"
-        for value in (
-            trial.wait.mean,
-            trial.ttft.p95,
-            trial.completion.mean,
-            trial.completion.p95,
-        )
-    ]
-
-
 def changes_as_dict(question: PlanQuestion, found: FleetAnswer) -> dict[str, Any]:
     """The same for scripts."""
     hour = found.traffic.hour
     return {
-        "traffic": _traffic(question.workload),
+        **_asked(question),
         "busiest_hour": None if hour is None else hour.as_dict(),
-        "goal": _goal(question.goal),
-        "start": _start(question),
         "nodes": [
             {
                 "like": part.node_type.name,

@@ -28,11 +28,9 @@ from gateway.tools.local.supervisor import (
     ServerReady,
     ServerStarted,
 )
-from gateway.tools.tune.machine_benchmark import MOST_OTHER_WORK
-from gateway.tools.tune.measurements import Measurement
+from gateway.tools.tune.benchmark import MOST_OTHER_WORK
 from gateway.tools.tune.report import SettingResult, TuningReport, format_figures
-from gateway.tools.tune.search import PlannedMeasurement, TuningSession
-from gateway.tools.tune.setting import PINNING_LABELS
+from gateway.tools.tune.search import PINNING_LABELS, Measurement, PlannedMeasurement, TuningSession
 
 
 class StartupProgress:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from gateway.tools.simulate.comparison import StandbyResult
     from gateway.tools.simulate.fleets import ServerSetup
     from gateway.tools.simulate.report import PolicyReport
-    from gateway.tools.simulate.server import SimulatedMachine
+    from gateway.tools.simulate.simulation import SimulatedMachine
     from gateway.tools.simulate.trace import Trace
 
 
@@ -52,9 +54,8 @@ EXAMPLES = examples_epilog(
     ),
 )
 
-_FLEET = "Fleet"
-
-_TRAFFIC = "Traffic"
+_fleet = partial(typer.Option, rich_help_panel="Fleet")
+_traffic = partial(typer.Option, rich_help_panel="Traffic")
 
 _COLUMNS = (
     "POLICY",
@@ -78,154 +79,95 @@ def simulate(
     nodes: options.NodesFile = options.DEFAULT_NODES,
     fleet: Annotated[
         str | None,
-        typer.Option(
-            "--fleet",
+        _fleet(
             metavar="COUNTxSLOTS@DECODE:PREFILL",
             show_default="the inventory",
-            help=(
-                "A made-up fleet: nodes, slots each, tokens/s of decode for one request, tokens/s "
-                "of prefill. Several kinds with commas; +0.3 behind one: the share that another "
-                "busy slot adds to a step (default 0.15)."
-            ),
-            rich_help_panel=_FLEET,
+            help="A made-up fleet: nodes, slots each, tokens/s of decode for one request, tokens/s "
+            "of prefill. Several kinds with commas; +0.3 behind one: the share that another "
+            "busy slot adds to a step (default 0.15).",
         ),
     ] = None,
     standby: Annotated[
         str | None,
-        typer.Option(
-            "--standby",
+        _fleet(
             metavar="COUNTxSLOTS@DECODE:PREFILL",
-            help=(
-                "Standby machines beside --fleet. Compares all always on, autoscaled, and without "
-                "them."
-            ),
-            rich_help_panel=_FLEET,
+            help="Standby machines beside --fleet. Compares all always on, autoscaled, and without "
+            "them.",
         ),
     ] = None,
     elastic: Annotated[
         str,
-        typer.Option(
-            "--elastic",
+        _fleet(
             metavar="NAME=VALUE,...",
-            help=(
-                "Their rules, as `elastic` in the settings: start_above, start_after, stop_after, "
-                "cooldown (s), min, max; startup: seconds from a start to work; cost of an hour."
-            ),
-            rich_help_panel=_FLEET,
+            help="Their rules, as `elastic` in the settings: start_above, start_after, stop_after, "
+            "cooldown (s), min, max; startup: seconds from a start to work; cost of an hour.",
         ),
     ] = "startup=60",
     speeds: Annotated[
         Path | None,
-        typer.Option(
-            "--speeds",
+        _fleet(
             metavar="FILE",
             help="Speeds of the inventory's nodes: the output of `llama-gateway nodes --json`.",
-            rich_help_panel=_FLEET,
         ),
     ] = None,
     speed: Annotated[
         str,
-        typer.Option(
-            "--speed",
+        _fleet(
             metavar="DECODE:PREFILL",
             help="Tokens/s of a node that is not in --speeds, times its `speed_hint`.",
-            rich_help_panel=_FLEET,
         ),
     ] = "10:100",
     batch: Annotated[
-        int,
-        typer.Option(
-            "--batch",
-            min=32,
-            max=65536,
-            metavar="TOKENS",
-            help="Tokens of a step.",
-            rich_help_panel=_FLEET,
-        ),
+        int, _fleet(min=32, max=65536, metavar="TOKENS", help="Tokens of a step.")
     ] = 512,
     cache_ram: Annotated[
-        int,
-        typer.Option(
-            "--cache-ram",
-            min=0,
-            metavar="MiB",
-            help="Host memory of each node for prompts; 0 for none.",
-            rich_help_panel=_FLEET,
-        ),
+        int, _fleet(min=0, metavar="MiB", help="Host memory of each node for prompts; 0 for none.")
     ] = 8192,
     trace: Annotated[
         Path | None,
-        typer.Option(
-            "--trace",
+        _traffic(
             metavar="FILE",
             show_default="generated traffic",
             help="Requests: JSON lines, or .csv in the layout of the public Azure LLM traces.",
-            rich_help_panel=_TRAFFIC,
         ),
     ] = None,
     skip_broken: Annotated[
         bool,
-        typer.Option(
-            "--skip-broken",
-            help="Skip broken lines of the trace, and print their number.",
-            rich_help_panel=_TRAFFIC,
-        ),
+        _traffic("--skip-broken", help="Skip broken lines of the trace, and print their number."),
     ] = False,
     limit: Annotated[
-        int | None,
-        typer.Option(
-            "--limit",
-            min=1,
-            metavar="N",
-            help="Only the first N requests of the trace.",
-            rich_help_panel=_TRAFFIC,
-        ),
+        int | None, _traffic(min=1, metavar="N", help="Only the first N requests of the trace.")
     ] = None,
     generate: Annotated[
         str,
-        typer.Option(
-            "--generate",
+        _traffic(
             metavar="NAME=VALUE,...",
-            help=(
-                "Traffic without a trace: rate (requests/s), requests, turns, tenants, system, "
-                "question, answer, limit (tokens), pause (s), callers, urgent, premium, batch "
-                "(shares); burst (times as many), every, lasting (s)."
-            ),
-            rich_help_panel=_TRAFFIC,
+            help="Traffic without a trace: rate (requests/s), requests, turns, tenants, system, "
+            "question, answer, limit (tokens), pause (s), callers, urgent, premium, batch "
+            "(shares); burst (times as many), every, lasting (s).",
         ),
     ] = "rate=1,requests=5000",
-    seed: Annotated[
-        int,
-        typer.Option(
-            "--seed", metavar="N", help="Same seed, same traffic.", rich_help_panel=_TRAFFIC
-        ),
-    ] = 1,
+    seed: Annotated[int, _traffic(metavar="N", help="Same seed, same traffic.")] = 1,
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            "--policy",
             metavar="NAME",
             show_default="all",
-            help=(
-                "Repeat it to compare: least_finish, least_loaded, round_robin, prefix_hash; nginx "
-                "(least_conn), haproxy (leastconn, maxconn = slots)."
-            ),
+            help="Repeat it to compare: least_finish, least_loaded, round_robin, prefix_hash; "
+            "nginx (least_conn), haproxy (leastconn, maxconn = slots).",
         ),
     ] = None,
     exact: Annotated[
         bool,
         typer.Option(
             "--exact",
-            help=(
-                "The gateway knows speeds, lengths and caches instead of learning them. For fleets "
-                "of some dozens of nodes."
-            ),
+            help="The gateway knows speeds, lengths and caches instead of learning them. For "
+            "fleets of some dozens of nodes.",
         ),
     ] = False,
     start: options.Start = options.StartKind.COLD,
     plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE", help="Plot the results: .png, .svg or .pdf."),
+        Path | None, typer.Option(metavar="FILE", help="Plot the results: .png, .svg or .pdf.")
     ] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -235,9 +177,9 @@ def simulate(
     code. Nothing is sent anywhere. Times are seconds; BOUND x is the mean completion over a bound
     that no schedule could beat.
     """
-    from gateway.tools.simulate.comparison import UnknownPolicyError, compare, known_policies
+    from gateway.tools.simulate.comparison import compare, known_policies
     from gateway.tools.simulate.fleets import FleetError, ServerSetup
-    from gateway.tools.simulate.report import overload_warning
+    from gateway.tools.simulate.report import overload_warning, plot_reports
     from gateway.tools.simulate.simulation import StuckError
 
     warm = start is options.StartKind.WARM
@@ -250,15 +192,22 @@ def simulate(
                 f"--policy {name}: there is no such policy; known: {', '.join(known_policies())}",
                 status=2,
             )
+    setup = ServerSetup(batch, cache_ram)
     try:
-        machines = _machines(nodes, fleet, speeds, speed, ServerSetup(batch, cache_ram))
+        machines = _machines(nodes, fleet, speeds, speed, setup)
     except FleetError as error:
         raise CommandFailed(str(error), status=2) from None
     if standby is not None:
-        _check_standby(fleet, policy, plot, exact=exact)
+        if fleet is None:
+            raise CommandFailed("--standby needs --fleet: describe both", status=2)
+        if policy not in (None, ["least_finish"]) or plot is not None or exact:
+            raise CommandFailed(
+                "--standby compares fleets under least_finish: leave --policy, --plot and --exact "
+                "out",
+                status=2,
+            )
         traffic = _requests(trace, generate, seed, limit, skip_broken=skip_broken)
-        setup = ServerSetup(batch, cache_ram)
-        simulate_elastic(machines, standby, elastic, setup, traffic, seed, as_json, warm=warm)
+        _simulate_elastic(machines, standby, elastic, setup, traffic, seed, as_json, warm=warm)
         return
     options.check_plot_file(plot)
     requests = _requests(trace, generate, seed, limit, skip_broken=skip_broken)
@@ -267,28 +216,28 @@ def simulate(
             reports = compare(
                 requests, machines, names, exact=exact, warm=warm, seed=seed, progress=progress
             )
-    except (StuckError, UnknownPolicyError) as error:
+    except StuckError as error:
         raise CommandFailed(str(error)) from None
+    slots = sum(machine.slots for machine in machines)
     if as_json:
-        print_json({"start": start.value, **_as_dict(machines, requests, reports)})
+        print_json(
+            {
+                "start": start.value,
+                "nodes": len(machines),
+                "slots": slots,
+                "requests": len(requests.jobs),
+                "skipped_lines": requests.skipped,
+                "policies": [report.as_dict() for report in reports],
+            }
+        )
     else:
         print_table(_COLUMNS, map(_row, reports), state_column=0)
         if warning := overload_warning(reports):
             print(f"\n{warning}")
     if plot is not None:
-        _draw(plot, reports, machines, requests)
-
-
-def _check_standby(
-    fleet: str | None, policy: list[str] | None, plot: Path | None, *, exact: bool
-) -> None:
-    if fleet is None:
-        raise CommandFailed("--standby needs --fleet: describe both", status=2)
-    if policy not in (None, ["least_finish"]) or plot is not None or exact:
-        raise CommandFailed(
-            "--standby compares fleets under least_finish: leave --policy, --plot and --exact out",
-            status=2,
-        )
+        title = f"{len(requests.jobs):,} requests on {len(machines):,} nodes of {slots:,} slots"
+        plot_reports(plot, reports, title)
+        print_note(f"written: {plot}")
 
 
 def _machines(
@@ -318,31 +267,35 @@ def _requests(
     trace: Path | None, generate: str, seed: int, limit: int | None, *, skip_broken: bool
 ) -> Trace:
     if trace is None:
-        from gateway.tools.simulate import traffic as generator
+        from gateway.tools.simulate.trace import Traffic
+        from gateway.tools.simulate.trace import generate as generate_traffic
 
         try:
-            return generator.generate(generator.Traffic.from_text(generate), seed)
+            return generate_traffic(Traffic.from_text(generate), seed)
         except ValueError as error:
             raise CommandFailed(f"--generate: {error}", status=2) from None
-    from gateway.tools.simulate.trace import read_trace
-
-    try:
-        requests = read_trace(trace, skip_broken=skip_broken, limit=limit)
-    except OSError as error:
-        raise CommandFailed(
-            f"--trace {trace}: can't be read: {error.strerror} (check the path and its rights)",
-            status=2,
-        ) from None
+    requests = read_trace_file(trace, skip_broken=skip_broken, limit=limit)
     if requests.skipped:
         print_note(f"{trace}: skipped {requests.skipped} broken lines")
     return requests
 
 
+def read_trace_file(path: Path, *, skip_broken: bool = False, limit: int | None = None) -> Trace:
+    """Read the file of `--trace`. Raises CommandFailed, ConfigError."""
+    from gateway.tools.simulate.trace import read_trace
+
+    try:
+        return read_trace(path, skip_broken=skip_broken, limit=limit)
+    except OSError as error:
+        raise CommandFailed(
+            f"--trace {path}: can't be read: {error.strerror} (check the path and its rights)",
+            status=2,
+        ) from None
+
+
 @contextmanager
 def _progress(requests: int) -> Iterator[Callable[[str, int], None] | None]:
     """Show a bar on a terminal, nothing elsewhere."""
-    import sys
-
     from gateway.tools.cli.terminal import console
 
     shown = console(sys.stderr)
@@ -380,29 +333,6 @@ def _row(report: PolicyReport) -> list[object]:
     ]
 
 
-def _as_dict(
-    machines: list[SimulatedMachine], requests: Trace, reports: list[PolicyReport]
-) -> dict[str, Any]:
-    return {
-        "nodes": len(machines),
-        "slots": sum(machine.slots for machine in machines),
-        "requests": len(requests.jobs),
-        "skipped_lines": requests.skipped,
-        "policies": [report.as_dict() for report in reports],
-    }
-
-
-def _draw(
-    plot: Path, reports: list[PolicyReport], machines: list[SimulatedMachine], requests: Trace
-) -> None:
-    from gateway.tools.simulate.report import plot_reports
-
-    slots = sum(machine.slots for machine in machines)
-    title = f"{len(requests.jobs):,} requests on {len(machines):,} nodes of {slots:,} slots"
-    plot_reports(plot, reports, title)
-    print_note(f"written: {plot}")
-
-
 _ELASTIC_COLUMNS = (
     "FLEET",
     "MACHINE-HOURS",
@@ -417,7 +347,7 @@ _ELASTIC_COLUMNS = (
 )
 
 
-def simulate_elastic(
+def _simulate_elastic(
     base: list[SimulatedMachine],
     standby: str,
     rules_text: str,
@@ -428,7 +358,6 @@ def simulate_elastic(
     *,
     warm: bool = False,
 ) -> None:
-    """Play the trace on three fleets and print the table. Raises CommandFailed."""
     from gateway.tools.simulate.comparison import compare_elastic
     from gateway.tools.simulate.fleets import FleetError, from_text
     from gateway.tools.simulate.simulation import StuckError

@@ -53,8 +53,7 @@ def topology(
 
 def _report(found: Topology) -> None:
     from gateway.tools.local.memory import format_gib
-    from gateway.tools.local.system_files import format_kernel_list
-    from gateway.tools.local.topology import server_placement
+    from gateway.tools.local.topology import format_kernel_list, server_placement
 
     out = console()
     threads = max((len(core) for node in found.nodes for core in node.cores), default=1)

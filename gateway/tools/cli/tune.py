@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,11 +16,15 @@ if TYPE_CHECKING:
     from gateway.tools.local.energy import EnergyMeter
     from gateway.tools.local.plan import LocalFleetPlan
     from gateway.tools.local.topology import Topology
-    from gateway.tools.tune.machine_benchmark import MachineBenchmark
-    from gateway.tools.tune.measurements import BenchmarkRequest, Goal, Measurement, MeasurementLog
+    from gateway.tools.tune.benchmark import MachineBenchmark
     from gateway.tools.tune.report import TuningReport
-    from gateway.tools.tune.search import TuningSession
-    from gateway.tools.tune.setting import Setting
+    from gateway.tools.tune.search import (
+        BenchmarkRequest,
+        Measurement,
+        MeasurementLog,
+        Setting,
+        TuningSession,
+    )
 
 
 EXAMPLES = examples_epilog(
@@ -38,131 +43,74 @@ EXAMPLES = examples_epilog(
 SLOT_HEADROOM = 64
 """Tokens of a slot that stay free beside prompt and answer."""
 
-_JUDGED = "What is judged"
-
-_SERVERS = "Servers"
-
-_OUTPUT = "Output"
+_judged = partial(typer.Option, rich_help_panel="What is judged")
+_servers = partial(typer.Option, rich_help_panel="Servers")
+_output = partial(typer.Option, rich_help_panel="Output")
 
 
 def tune(
     model: Annotated[
         Path | None,
-        typer.Option(
-            "--model",
+        _servers(
             metavar="FILE.gguf",
             show_default="a small demo model; its results mean little",
             help="The model to measure with.",
-            rich_help_panel=_SERVERS,
         ),
     ] = None,
     goal: Annotated[
         str,
-        typer.Option(
-            "--goal",
+        _judged(
             metavar="GOAL",
-            help=(
-                "latency: a request alone, and the stalls by other prompts. throughput: requests "
-                "an hour with all slots busy. balanced: both."
-            ),
-            rich_help_panel=_JUDGED,
+            help="latency: a request alone, and the stalls by other prompts. throughput: requests "
+            "an hour with all slots busy. balanced: both.",
         ),
     ] = "balanced",
     prompt: Annotated[
         int,
-        typer.Option(
-            "--prompt",
-            min=64,
-            metavar="TOKENS",
-            help="Prompt of the request that settings are judged by.",
-            rich_help_panel=_JUDGED,
+        _judged(
+            min=64, metavar="TOKENS", help="Prompt of the request that settings are judged by."
         ),
     ] = 1024,
-    answer: Annotated[
-        int,
-        typer.Option(
-            "--answer", min=16, metavar="TOKENS", help="Its answer.", rich_help_panel=_JUDGED
-        ),
-    ] = 128,
-    minutes: Annotated[
-        float,
-        typer.Option("--minutes", min=0.1, metavar="M", help="Longest duration."),
-    ] = 30.0,
+    answer: Annotated[int, _judged(min=16, metavar="TOKENS", help="Its answer.")] = 128,
+    minutes: Annotated[float, typer.Option(min=0.1, metavar="M", help="Longest duration.")] = 30.0,
     context: Annotated[
-        int,
-        typer.Option(
-            "--context",
-            min=256,
-            metavar="TOKENS",
-            help="Context of one slot.",
-            rich_help_panel=_SERVERS,
-        ),
+        int, _servers(min=256, metavar="TOKENS", help="Context of one slot.")
     ] = 4096,
-    max_slots: Annotated[
-        int,
-        typer.Option(
-            "--max-slots",
-            min=1,
-            max=32,
-            metavar="N",
-            help="Most slots to try.",
-            rich_help_panel=_SERVERS,
-        ),
-    ] = 8,
+    max_slots: Annotated[int, _servers(min=1, max=32, metavar="N", help="Most slots to try.")] = 8,
     server_bin: Annotated[
         Path | None,
-        typer.Option(
-            "--server-bin",
+        _servers(
             metavar="FILE",
             show_default="llama-server on PATH, else the embedded one",
             help="The llama-server program to measure.",
-            rich_help_panel=_SERVERS,
         ),
     ] = None,
     write: Annotated[
         Path | None,
-        typer.Option(
-            "--write",
+        _output(
             metavar="FILE",
-            help=(
-                "Write the best setting: .yml as variables of the Ansible role llama_node (a file "
-                "of its own, such as host_vars/HOST/tuned.yml), .json with all figures."
-            ),
-            rich_help_panel=_OUTPUT,
+            help="Write the best setting: .yml as variables of the Ansible role llama_node (a file "
+            "of its own, such as host_vars/HOST/tuned.yml), .json with all figures.",
         ),
     ] = None,
     plot: Annotated[
-        Path | None,
-        typer.Option(
-            "--plot",
-            metavar="FILE",
-            help="Plot the measurements: .png, .svg or .pdf.",
-            rich_help_panel=_OUTPUT,
-        ),
+        Path | None, _output(metavar="FILE", help="Plot the measurements: .png, .svg or .pdf.")
     ] = None,
     measurements: Annotated[
         Path | None,
-        typer.Option(
-            "--measurements",
+        _output(
             metavar="FILE.jsonl",
             show_default="tuning.jsonl in the cache folder",
             help="File of the measurements; those of an earlier run are used again.",
-            rich_help_panel=_OUTPUT,
         ),
     ] = None,
-    remeasure: Annotated[
-        bool, typer.Option("--again", help="Measure everything again.", rich_help_panel=_OUTPUT)
-    ] = False,
+    remeasure: Annotated[bool, _output("--again", help="Measure everything again.")] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Measure even if other work loads the machine.")
     ] = False,
     force_memory: Annotated[
         bool,
-        typer.Option(
-            "--force-memory",
-            help="Start servers even if too little memory would stay free.",
-            rich_help_panel=_SERVERS,
-        ),
+        _servers("--force-memory", help="Start servers even if too little memory would stay free."),
     ] = False,
     as_json: options.Json = False,
 ) -> None:
@@ -179,17 +127,25 @@ def tune(
     """
     from gateway.tools.local import LocalFleetError
     from gateway.tools.local.cache import cache_folder, models_in_use
-    from gateway.tools.local.gguf_file import model_parts
+    from gateway.tools.local.gguf import model_parts
     from gateway.tools.local.plan import plan_local_fleet
     from gateway.tools.local.topology import read_topology
-    from gateway.tools.tune.machine_benchmark import MachineBenchmark, measurement_subject
-    from gateway.tools.tune.measurements import BenchmarkRequest, MeasurementLog
+    from gateway.tools.tune.benchmark import MachineBenchmark, measurement_subject
     from gateway.tools.tune.report import build_report
-    from gateway.tools.tune.search import Search, TuningSession
-    from gateway.tools.tune.setting import rule_of_thumb, search_space
+    from gateway.tools.tune.search import (
+        GOALS,
+        BenchmarkRequest,
+        MeasurementLog,
+        Search,
+        TuningSession,
+        rule_of_thumb,
+        search_space,
+    )
 
-    chosen_goal = _goal(goal)
-    _check_host_vars(write)
+    chosen_goal = next((one for one in GOALS if one == goal), None)
+    if chosen_goal is None:
+        raise CommandFailed(f"--goal {goal}: there is no such goal; known: {', '.join(GOALS)}", 2)
+    _check_target(write)
     options.check_plot_file(plot)
     request = BenchmarkRequest(prompt, answer)
     try:
@@ -235,10 +191,7 @@ def tune(
         from gateway.tools.cli.progress import print_report
 
         print_report(report)
-    if plot is not None:
-        _draw(plot, report, subject)
-    if write is not None:
-        _write(write, report, topology, subject)
+    _write_files(report, topology, subject, plot, write)
     if session.end_reason == "interrupted":
         print_note(
             f"Interrupted: the measurements are in {records.path}; the same command goes on."
@@ -255,26 +208,6 @@ def _energy_meter() -> EnergyMeter | None:
     except EnergyUnavailableError as error:
         print_note(f"Energy is not measured: {error}")
         return None
-
-
-def _goal(name: str) -> Goal:
-    from gateway.tools.tune.measurements import GOALS
-
-    for goal in GOALS:
-        if goal == name:
-            return goal
-    raise CommandFailed(f"--goal {name}: there is no such goal; known: {', '.join(GOALS)}", 2)
-
-
-def _check_host_vars(path: Path | None) -> None:
-    """Check before the work that `--write` can be written. Raises CommandFailed."""
-    from gateway.tools.tune.report import WriteError, check_target
-
-    if path is not None:
-        try:
-            check_target(path)
-        except WriteError as error:
-            raise CommandFailed(f"--write {error}", 2) from None
 
 
 def _slot_tokens(plan: LocalFleetPlan, context: int, request: BenchmarkRequest) -> int:
@@ -294,7 +227,7 @@ def _slot_tokens(plan: LocalFleetPlan, context: int, request: BenchmarkRequest) 
 def _refuse_other_work(topology: Topology, *, force: bool) -> None:
     import time
 
-    from gateway.tools.tune.machine_benchmark import (
+    from gateway.tools.tune.benchmark import (
         MOST_OTHER_WORK,
         SAMPLE_SECONDS,
         other_work_between,
@@ -386,23 +319,34 @@ def _no_measurement(session: TuningSession, minutes: float, status: int) -> Comm
     )
 
 
-def _draw(plot: Path, report: TuningReport, subject: dict[str, object]) -> None:
-    from gateway.tools.tune.report import draw_report
+def _check_target(path: Path | None) -> None:
+    """Check before the work that `--write` can be written. Raises CommandFailed."""
+    from gateway.tools.tune.report import WriteError, check_target
 
-    title = f"{subject['model']} on {subject['processor']}: {report.best.setting}"
-    draw_report(plot, report, title)
-    print_note(f"written: {plot}")
+    if path is not None:
+        try:
+            check_target(path)
+        except WriteError as error:
+            raise CommandFailed(f"--write {error}", 2) from None
 
 
-def _write(
-    path: Path, report: TuningReport, topology: Topology, subject: dict[str, object]
+def _write_files(
+    report: TuningReport,
+    topology: Topology,
+    subject: dict[str, object],
+    plot: Path | None,
+    write: Path | None,
 ) -> None:
     from datetime import UTC, datetime
 
-    from gateway.tools.tune.report import write_result
+    from gateway.tools.tune.report import draw_report, write_result
 
-    if report.session.end_reason == "interrupted":
-        print_note(f"{path} is not written: the search was interrupted")
-        return
-    write_result(path, report, topology, subject, datetime.now(UTC))
-    print_note(f"written: {path}")
+    if plot is not None:
+        title = f"{subject['model']} on {subject['processor']}: {report.best.setting}"
+        draw_report(plot, report, title)
+        print_note(f"written: {plot}")
+    if write is not None and report.session.end_reason == "interrupted":
+        print_note(f"{write} is not written: the search was interrupted")
+    elif write is not None:
+        write_result(write, report, topology, subject, datetime.now(UTC))
+        print_note(f"written: {write}")

@@ -183,7 +183,7 @@ def up(
     from gateway.startup import Options, StartError, state_folder
     from gateway.tools.local import LocalFleetError
     from gateway.tools.local.cache import models_in_use
-    from gateway.tools.local.gguf_file import ModelFile, model_parts
+    from gateway.tools.local.gguf import ModelFile, model_parts
     from gateway.tools.local.plan import check_model_fits, find_server, plan_local_fleet
 
     def check_fits(found: ModelFile) -> None:
@@ -248,7 +248,7 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
     from gateway.process import serve
     from gateway.startup import load_checked
     from gateway.tools.cli.progress import StartupProgress
-    from gateway.tools.local.server_process import BASE_PORT
+    from gateway.tools.local.server import BASE_PORT
     from gateway.tools.local.supervisor import LocalFleet
 
     # Until the gateway handles signals itself, SIGTERM ends the servers that start.

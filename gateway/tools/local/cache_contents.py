@@ -22,7 +22,7 @@ from gateway.tools.local.cache import (
     unused_file,
 )
 from gateway.tools.local.download import read_record
-from gateway.tools.local.gguf_file import model_parts
+from gateway.tools.local.gguf import model_parts
 
 ROOT = Path("/")
 

@@ -1,4 +1,4 @@
-"""`python -m gateway.tools.local.embedded --model F ...`: one llama.cpp server in this process.
+"""`llama-gateway node-server --model F ...`: one llama.cpp server in this process.
 
 The server is the one in the xllamacpp wheel. Once it has loaded its model it writes its address to
 standard output; its log goes to standard error.
@@ -16,8 +16,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from gateway.tools.local.kv_types import KV_TYPES
 from gateway.tools.local.launch import die_with_parent
+
+KV_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")
+"""What llama-server's `--cache-type-k` and `--cache-type-v` take."""
+
 
 DEFAULT_BATCH = 512  # tokens of one step; a larger batch stalls the other slots for longer
 
@@ -30,9 +33,7 @@ POOLING_TYPES = ("none", "mean", "cls", "last", "rank")
 
 def argument_parser() -> argparse.ArgumentParser:
     """Build the command line; names follow llama-server's where it has the option."""
-    parser = argparse.ArgumentParser(
-        prog="python -m gateway.tools.local.embedded", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="llama-gateway node-server", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, metavar="FILE.gguf")
     parser.add_argument("--alias", help="the model's name (default: the file's)")
     parser.add_argument("--host", default="127.0.0.1")

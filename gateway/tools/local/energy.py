@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from gateway.tools.local.system_files import read_number, read_text
+from gateway.tools.local.topology import read_number, read_text
 
 ROOT = Path("/")
 

@@ -12,16 +12,16 @@ from gateway.tools.local import ContextError, MissingExtraError
 from gateway.tools.local.cache import cache_folder, logs_folder
 from gateway.tools.local.demo_model import DEMO_MODEL_NAME, ensure_demo_model
 from gateway.tools.local.embedded import batch_sizes, packaged_openmp, system_has_openmp
-from gateway.tools.local.gguf_file import ModelFile, read_model
+from gateway.tools.local.gguf import ModelFile, read_model
 from gateway.tools.local.memory import (
+    ServerSettings,
     check_memlock,
     check_memory,
     memlock_limit,
     memory_headroom,
     server_needs,
 )
-from gateway.tools.local.server_command import MIB, ServerBinary, ServerSpec, find_binary
-from gateway.tools.local.server_memory import ServerSettings
+from gateway.tools.local.server import MIB, ServerBinary, ServerSpec, find_binary
 from gateway.tools.local.topology import Topology, read_topology
 
 DEFAULT_SLOTS = 2

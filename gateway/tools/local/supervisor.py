@@ -19,10 +19,11 @@ import httpx
 
 from gateway.config.node import STARTED_BY, UP
 from gateway.tools.local import ServerStartError
-from gateway.tools.local.server_command import ServerBinary, ServerSpec
-from gateway.tools.local.server_process import (
+from gateway.tools.local.server import (
     BASE_PORT,
+    ServerBinary,
     ServerProcess,
+    ServerSpec,
     claim_free_port,
     claimed_port,
 )

@@ -1,7 +1,8 @@
-"""Reads the machine's topology: sockets, NUMA nodes, physical cores, caches, memory.
+"""Reads the machine's topology: sockets, NUMA nodes, cores, caches, memory, processor.
 
-It is read from `/sys` and `/proc` under any root, within the process's affinity mask and the
-container's cpuset, without offline CPUs and without nodes that have no CPUs.
+It is read from `/sys`, `/proc` and cgroups under any root, within the process's affinity mask and
+the container's cpuset, without offline CPUs and without nodes that have no CPUs. A missing file is
+empty, not an error.
 """
 
 from __future__ import annotations
@@ -9,28 +10,300 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from gateway.tools.local.processor import (
-    UNKNOWN_PROCESSOR,
-    CpuCache,
-    Processor,
-    efficiency_cpus,
-    read_caches,
-    read_processor,
-)
-from gateway.tools.local.system_files import (
-    cgroup_cpu_quota,
-    cgroup_memory_headroom,
-    format_kernel_list,
-    parse_kernel_list,
-    read_kernel_list,
-    read_meminfo,
-    read_number,
-    read_text,
-)
+KIB = 1024
+
+_UNITS = {"K": KIB, "M": KIB**2, "G": KIB**3}
+
+
+def read_text(path: Path) -> str:
+    """Return the content of a file; empty where it can't be read."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def read_number(path: Path) -> int | None:
+    """Return the integer in a file, or None."""
+    text = read_text(path).strip()
+    return int(text) if text.lstrip("-").isdecimal() else None
+
+
+def read_kernel_list(path: Path) -> set[int] | None:
+    """Return the numbers of the kernel list in a file; None where it is missing or empty."""
+    text = read_text(path)
+    return parse_kernel_list(text) if text.strip() else None
+
+
+def parse_kernel_list(text: str) -> set[int]:
+    """Parse a kernel list such as `0-3,8`."""
+    numbers: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first.strip():
+            numbers.update(range(int(first), int(last or first) + 1))
+    return numbers
+
+
+def format_kernel_list(numbers: set[int] | tuple[int, ...]) -> str:
+    """Format numbers as a kernel list, which systemd's `CPUAffinity=` and taskset accept too."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and parts[-1][1] == number - 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def parse_kernel_size(text: str) -> int:
+    """Parse a size such as `32768K` to bytes; 0 if it is none."""
+    text = text.strip()
+    unit = _UNITS.get(text[-1:].upper(), 1)
+    digits = text[:-1] if unit > 1 else text
+    return int(digits) * unit if digits.isdecimal() else 0
+
+
+def read_meminfo(path: Path) -> dict[str, int]:
+    """Return the bytes of each entry by name. A NUMA node's file has `Node 0` before each name."""
+    sizes: dict[str, int] = {}
+    for line in read_text(path).splitlines():
+        name, _, value = line.partition(":")
+        words = value.split()
+        if name and words and words[0].isdigit():
+            sizes[name.split()[-1]] = int(words[0]) * KIB
+    return sizes
+
+
+UNLIMITED = 1 << 60  # bytes; version 1 writes a number near 2**63 for "no limit"
+
+
+def cgroup_cpu_quota(sysroot: Path) -> float | None:
+    """Return the CPUs' worth of time that this process may use; None without a limit.
+
+    The lowest limit of its cgroup and the ancestors counts.
+    """
+    quotas = [
+        *(_quota(*_words(group / "cpu.max")) for group in _unified(sysroot)),
+        *(
+            _quota(*_words(group / "cpu.cfs_quota_us"), *_words(group / "cpu.cfs_period_us"))
+            for group in _controller(sysroot, "cpu")
+        ),
+    ]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def cgroup_memory_headroom(sysroot: Path) -> int | None:
+    """Return the bytes that this process's cgroups may still allocate; None without a limit.
+
+    Inactive page cache counts as free, since the kernel drops it first.
+    """
+    headrooms = [
+        *(
+            _headroom(group, "memory.max", "memory.current", "inactive_file")
+            for group in _unified(sysroot)
+        ),
+        *(
+            _headroom(
+                group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+            )
+            for group in _controller(sysroot, "memory")
+        ),
+    ]
+    return min((free for free in headrooms if free is not None), default=None)
+
+
+def _quota(quota: str = "max", period: str = "100000") -> float | None:
+    if not (quota.isdigit() and period.isdigit()) or int(period) == 0:
+        return None  # "max" in version 2, -1 in version 1
+    return int(quota) / int(period)
+
+
+def _headroom(group: Path, limit_file: str, usage_file: str, cache_key: str) -> int | None:
+    limit = read_number(group / limit_file)
+    if limit is None or not 0 <= limit < UNLIMITED:
+        return None
+    usage = read_number(group / usage_file) or 0
+    cache = 0
+    for line in read_text(group / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name == cache_key and value.strip().isdigit():
+            cache = int(value)
+    return max(0, limit - max(0, usage - cache))
+
+
+def _unified(sysroot: Path) -> Iterator[Path]:
+    return _groups(sysroot, "", sysroot / "sys/fs/cgroup")
+
+
+def _controller(sysroot: Path, name: str) -> Iterator[Path]:
+    for mount in (name, f"{name},cpuacct") if name == "cpu" else (name,):
+        yield from _groups(sysroot, name, sysroot / "sys/fs/cgroup" / mount)
+
+
+def _groups(sysroot: Path, controller: str, mount: Path) -> Iterator[Path]:
+    """Yield the folders of this process's cgroup and its ancestors, up to the mount.
+
+    Some may not exist: in a container the path may be the host's, while the mount's root is the
+    container's own cgroup.
+    """
+    for line in read_text(sysroot / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controller in controllers.split(","):
+            inner = PurePosixPath(path.strip().lstrip("/"))
+            for group in (inner, *inner.parents):
+                if ".." not in group.parts:
+                    yield mount / group
+
+
+def _words(path: Path) -> list[str]:
+    return read_text(path).split()[:2]
+
+
+# The instruction sets that llama.cpp's CPU code is built for (ggml's GGML_AVX512_VNNI and so on):
+# the kernel's flags, and the usual names. Later ones are faster.
+X86_INSTRUCTIONS = {
+    "avx": "AVX",
+    "f16c": "F16C",
+    "fma": "FMA",
+    "avx2": "AVX2",
+    "avx_vnni": "AVX-VNNI",
+    "avx512f": "AVX-512",
+    "avx512vbmi": "AVX-512 VBMI",
+    "avx512_vnni": "AVX-512 VNNI",
+    "avx512_bf16": "AVX-512 BF16",
+    "amx_tile": "AMX",
+    "amx_int8": "AMX INT8",
+    "amx_bf16": "AMX BF16",
+}
+
+ARM_INSTRUCTIONS = {
+    "asimd": "NEON",
+    "asimdhp": "FP16",
+    "asimddp": "dot product",
+    "i8mm": "i8mm",
+    "bf16": "BF16",
+    "sve": "SVE",
+    "sve2": "SVE2",
+    "sme": "SME",
+}
+
+EFFICIENCY_CAPACITY = 0.8
+"""A core with less than this share of the highest capacity is an efficiency core."""
+
+
+@dataclass(frozen=True, slots=True)
+class Processor:
+    """The processor; all of a machine are alike."""
+
+    architecture: str
+    """`x86_64`, `aarch64`, or empty for unknown."""
+    name: str
+    instructions: tuple[str, ...]
+    """The instruction sets that llama.cpp can use, by their usual names."""
+    flags: frozenset[str]
+    """The kernel's names of all its features."""
+
+
+UNKNOWN_PROCESSOR = Processor("", "", (), frozenset())
+
+
+@dataclass(frozen=True, slots=True)
+class CpuCache:
+    """One cache: its size in bytes, and the CPUs that share it."""
+
+    level: int
+    kind: str
+    size: int
+    cpus: tuple[int, ...]
+
+
+def read_processor(sysroot: Path) -> Processor:
+    """Read the processor from `/proc/cpuinfo` under `sysroot`."""
+    names: dict[str, str] = {}
+    for line in read_text(sysroot / "proc/cpuinfo").splitlines():
+        key, colon, value = line.partition(":")
+        if colon:
+            names.setdefault(key.strip().lower(), value.strip())
+    if "features" in names:  # Arm
+        flags = frozenset(names["features"].split())
+        wide = "asimd" in flags or names.get("cpu architecture", "") >= "8"
+        architecture = "aarch64" if wide else "arm"
+        return Processor(architecture, _arm_name(names), _named(ARM_INSTRUCTIONS, flags), flags)
+    flags = frozenset(names.get("flags", "").split())
+    architecture = "x86_64" if "lm" in flags else "x86" if flags else ""
+    return Processor(
+        architecture, names.get("model name", ""), _named(X86_INSTRUCTIONS, flags), flags
+    )
+
+
+def read_caches(sysroot: Path, cpus: set[int]) -> tuple[CpuCache, ...]:
+    """Return each data or unified cache of these CPUs once, L1 first."""
+    found: set[CpuCache] = set()
+    for cpu in cpus:
+        folder = sysroot / f"sys/devices/system/cpu/cpu{cpu}/cache"
+        for index in range(8):
+            entry = folder / f"index{index}"
+            level = read_number(entry / "level")
+            kind = read_text(entry / "type").strip()
+            if level is None or kind == "Instruction":
+                continue
+            shared = (parse_kernel_list(read_text(entry / "shared_cpu_list")) | {cpu}) & cpus
+            size = parse_kernel_size(read_text(entry / "size"))
+            found.add(CpuCache(level, kind.lower(), size, tuple(sorted(shared))))
+    return tuple(sorted(found, key=lambda cache: (cache.level, cache.cpus)))
+
+
+def efficiency_cpus(sysroot: Path, cpus: set[int]) -> frozenset[int]:
+    """Return the CPUs that are much slower than the fastest, on machines that mix them.
+
+    llama.cpp divides its work evenly, so all threads wait for the slowest one.
+    """
+    atoms = read_kernel_list(sysroot / "sys/devices/cpu_atom/cpus")
+    if atoms and read_kernel_list(sysroot / "sys/devices/cpu_core/cpus"):
+        return frozenset(atoms & cpus)
+    capacities = {
+        cpu: capacity
+        for cpu in cpus
+        if (capacity := read_number(sysroot / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity"))
+    }
+    highest = max(capacities.values(), default=0)
+    return frozenset(cpu for cpu, own in capacities.items() if own < EFFICIENCY_CAPACITY * highest)
+
+
+def _named(known: dict[str, str], flags: frozenset[str]) -> tuple[str, ...]:
+    return tuple(name for flag, name in known.items() if flag in flags)
+
+
+_ARM_MAKERS = {"0x41": "Arm", "0xc0": "Ampere", "0x61": "Apple", "0x51": "Qualcomm"}
+
+# The cores of common servers: Graviton 2 to 4, Altra and AmpereOne.
+_ARM_CORES = {
+    ("0x41", "0xd08"): "Cortex-A72",
+    ("0x41", "0xd0c"): "Neoverse N1",
+    ("0x41", "0xd40"): "Neoverse V1",
+    ("0x41", "0xd49"): "Neoverse N2",
+    ("0x41", "0xd4f"): "Neoverse V2",
+    ("0xc0", "0xac3"): "Ampere-1",
+    ("0xc0", "0xac4"): "Ampere-1a",
+}
+
+
+def _arm_name(names: dict[str, str]) -> str:
+    maker, part = names.get("cpu implementer", ""), names.get("cpu part", "")
+    known = _ARM_CORES.get((maker, part))
+    if known:
+        return known
+    if "model name" in names:
+        return names["model name"]
+    return f"{_ARM_MAKERS.get(maker, f'maker {maker}')} part {part}" if part else ""
+
 
 ROOT = Path("/")
 

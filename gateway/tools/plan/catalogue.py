@@ -6,7 +6,7 @@ A mistake in it is reported with its line and key, as in the gateway's other fil
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -18,15 +18,90 @@ from gateway.config.errors import ConfigError, Problem
 from gateway.config.fields import ConfigModel, validation_error
 from gateway.config.validation import find_duplicates, first_of_each_place, validate
 from gateway.config.yaml_file import YamlList, YamlMapping, read_yaml
-from gateway.tools.plan.pricing import HOURS_PER_MONTH, MOST_PRICE, NodePrice
-from gateway.tools.simulate.server import (
+from gateway.tools.simulate.simulation import (
     BATCH_COST,
     CACHE_RAM_MIB,
     KV_BYTES_PER_TOKEN,
     SimulatedMachine,
 )
 
-Tier = Literal["cpu", "gpu"]
+HOURS_PER_MONTH = 730.0
+"""365 days of 24 hours, by 12."""
+
+MILLION = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class NodePrice:
+    """What one node costs, in the catalogue's currency; None: not known."""
+
+    per_hour: float | None = None
+    per_million_prompt: float = 0.0
+    """Of an endpoint that is paid by tokens."""
+    per_million_completion: float = 0.0
+    watts: float = 0.0
+    """While all its slots are busy."""
+    idle_watts: float = 0.0
+
+    def electricity(self, use: float, per_kwh: float) -> float:
+        """Price of an hour's electricity, when so large a share of its capacity is used."""
+        watts = self.idle_watts + (self.watts - self.idle_watts) * min(max(use, 0.0), 1.0)
+        return watts / 1000.0 * per_kwh
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPrice:
+    """What a fleet costs. None: the price of a node is not known."""
+
+    per_hour: float | None
+    """All together, in a mean hour."""
+    electricity_per_hour: float
+    """Part of it."""
+    per_million: float | None
+    """Of the prompt and completion tokens that are served."""
+
+    @property
+    def month(self) -> float | None:
+        """Of a month in which it runs all the time."""
+        return None if self.per_hour is None else self.per_hour * HOURS_PER_MONTH
+
+    def as_dict(self) -> dict[str, float | None]:
+        """For scripts."""
+        return {
+            "per_hour": self.per_hour,
+            "per_month": self.month,
+            "per_million_tokens": self.per_million,
+            "electricity_per_hour": self.electricity_per_hour,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class PricedPart:
+    """Equal nodes of a fleet, and what they serve in a mean hour."""
+
+    price: NodePrice
+    nodes: int
+    use: float
+    """Share of their capacity."""
+    prompt_tokens: float = 0.0
+    completion_tokens: float = 0.0
+
+
+def fleet_price(parts: Sequence[PricedPart], per_kwh: float) -> FleetPrice:
+    """What a fleet costs. The hours of a node are paid whether it works or not."""
+    tokens = sum(part.prompt_tokens + part.completion_tokens for part in parts)
+    electricity = math.fsum(
+        part.nodes * part.price.electricity(part.use, per_kwh) for part in parts
+    )
+    if any(part.price.per_hour is None for part in parts):
+        return FleetPrice(None, electricity, None)
+    hour = electricity
+    for part in parts:
+        hour += part.nodes * (part.price.per_hour or 0.0)
+        hour += part.prompt_tokens * part.price.per_million_prompt / MILLION
+        hour += part.completion_tokens * part.price.per_million_completion / MILLION
+    return FleetPrice(hour, electricity, hour / tokens * MILLION if tokens > 0 else None)
+
 
 FASTEST_TPS = 1e7
 
@@ -34,10 +109,6 @@ SLOWEST_TPS = 1e-3
 
 MOST_SLOTS_OF_A_SERVER = 256
 """Below the 512 tokens of a step, of which each busy slot takes one."""
-
-MOST_SERVERS_OF_A_MACHINE = 64
-
-MOST_TYPES = 1000
 
 MIB_PER_GIB = 1024
 
@@ -48,7 +119,7 @@ MEMORY_HEADROOM = 1.1
 """Memory of a server by that of weights and keys and values: compute buffers and the system."""
 
 _Speed = Annotated[float, Field(ge=SLOWEST_TPS, le=FASTEST_TPS, allow_inf_nan=False)]
-_Price = Annotated[float, Field(ge=0, le=MOST_PRICE, allow_inf_nan=False)]
+_Price = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 _Watts = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 _Gib = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 
@@ -67,8 +138,8 @@ class NodeType(ConfigModel):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
     about: Annotated[str, Field(max_length=400)] = ""
-    tier: Tier = "cpu"
-    servers: Annotated[int, Field(ge=1, le=MOST_SERVERS_OF_A_MACHINE)] = 1
+    tier: Literal["cpu", "gpu"] = "cpu"
+    servers: Annotated[int, Field(ge=1, le=64)] = 1
     """llama.cpp servers on it; the figures are of each."""
     slots: Annotated[int, Field(ge=1, le=MOST_SLOTS_OF_A_SERVER)] = 1
     decode_tps: _Speed
@@ -171,19 +242,12 @@ class ReferenceModel(ConfigModel):
     gib: _Gib
 
 
-class _CatalogueFile(ConfigModel):
-    currency: Annotated[str, Field(max_length=20)] = ""
-    model: ReferenceModel | None = None
-    types: Annotated[tuple[NodeType, ...], Field(max_length=MOST_TYPES)]
-
-
-@dataclass(frozen=True, slots=True)
-class NodeCatalogue:
+class NodeCatalogue(ConfigModel):
     """Node types, and what their speeds and prices are in."""
 
-    types: tuple[NodeType, ...]
-    currency: str = ""
+    currency: Annotated[str, Field(max_length=20)] = ""
     model: ReferenceModel | None = None
+    types: Annotated[tuple[NodeType, ...], Field(max_length=1000)]
 
 
 def packaged_catalogue() -> NodeCatalogue:
@@ -199,7 +263,7 @@ def read_catalogue(path: Path, env: Mapping[str, str] | None = None) -> NodeCata
     root = source.root
     if not isinstance(root.tree, YamlMapping):
         raise ConfigError([Problem(path, root.line, "", "must be a mapping", "write types: [...]")])
-    found, wrong = validate(_CatalogueFile, source, root, env or {})
+    found, wrong = validate(NodeCatalogue, source, root, env or {})
     problems += wrong
     listed = root.tree.entries.get("types")
     if listed is not None and isinstance(listed.tree, YamlList):
@@ -214,7 +278,7 @@ def read_catalogue(path: Path, env: Mapping[str, str] | None = None) -> NodeCata
                 problems.append(Problem(path, entry.line, entry.key, "has no price", remedy))
     if problems or found is None:
         raise ConfigError(first_of_each_place(problems))
-    return NodeCatalogue(found.types, found.currency, found.model)
+    return found
 
 
 class NoTypeFitsError(Exception):

@@ -15,24 +15,24 @@ from datetime import datetime
 from statistics import fmean
 from typing import Any
 
-from gateway.tools.plan.answer import PlanQuestion, option_price
-from gateway.tools.plan.catalogue import MOST_SLOTS_OF_A_SERVER, NodeType, TokenPrice
-from gateway.tools.plan.pricing import FleetPrice
-from gateway.tools.plan.search import Goal, least_that, times_of
-from gateway.tools.plan.trial import (
+from gateway.tools.plan.catalogue import MOST_SLOTS_OF_A_SERVER, FleetPrice, NodeType, TokenPrice
+from gateway.tools.plan.search import (
     MOST_SIMULATED_NODES,
     FleetPart,
     FleetTrial,
+    Goal,
     OutOfTimeError,
+    PlanQuestion,
     TimeLimit,
     bounded,
     fleet_name,
-    try_fleet,
+    least_that,
+    option_price,
 )
 from gateway.tools.plan.workload import MOST_PEAK, SECONDS_PER_HOUR, Workload
 from gateway.tools.simulate.fronts import PRIORITY_BY_LABEL
 from gateway.tools.simulate.report import Percentiles
-from gateway.tools.simulate.server import SimulatedMachine
+from gateway.tools.simulate.simulation import SimulatedMachine
 from gateway.tools.simulate.trace import MOST_TOKENS, Job, Trace, TracePrompt, build_trace
 
 SAME_SPEED = 0.2
@@ -404,16 +404,12 @@ def fleet_use(parts: Sequence[FleetPart], by_model: Mapping[str, Workload]) -> f
         return math.inf
     return max(
         math.fsum(
-            workload.arrivals / math.fsum(_capacity(parts[place], workload) for place in places)
+            workload.arrivals / math.fsum(parts[place].capacity(workload) for place in places)
             for model, workload in by_model.items()
             if serving[model] <= places
         )
         for places in {everyone, *serving.values()}
     )
-
-
-def _capacity(part: FleetPart, workload: Workload) -> float:
-    return part.servers * times_of(part.node_type, workload).capacity
 
 
 @dataclass(frozen=True, slots=True)
@@ -553,9 +549,7 @@ class _Asked:
         trial = None
         if use < 1.0 or (question.recorded is not None and math.isfinite(use)):
             with contextlib.suppress(OutOfTimeError):
-                trial = try_fleet(
-                    parts, question.trace(), self.limit, seed=question.seed, warm=question.warm
-                )
+                trial = question.play(parts, question.trace(), self.limit)
         if trial is not None and now is not None and now.trial is not None:
             trial = bounded(trial, now.trial, pick)
         price = option_price(question, parts, trial)
@@ -571,7 +565,7 @@ class _Asked:
         if goal.is_timed:
             if trial is None:
                 return ("not simulated: out of time",)
-            return tuple(goal.misses(trial.ttft.p95, trial.completion.p95))
+            return tuple(goal.misses(trial))
         found = []
         if use > goal.use:
             found.append(f"used to {use:.0%}, above {goal.use:.0%}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -10,17 +9,20 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, pvariance
 
-from gateway.tools.plan.queueing import lognormal_scv
-from gateway.tools.simulate.trace import Job, Trace, TracePrompt, build_trace
-from gateway.tools.simulate.traffic import LENGTH_SIGMA, MOST_LENGTH_FACTOR
+from gateway.tools.simulate.trace import (
+    Job,
+    Trace,
+    TracePrompt,
+    build_trace,
+    random_length,
+    unread_tokens,
+)
 
 SECONDS_PER_HOUR = 3600.0
 
 MOST_REQUESTS_PER_HOUR = 1e9
 
 MOST_PEAK = 1000.0
-
-LEAST_TOKENS_OF_A_REQUEST = 1
 
 MOST_TOKENS_OF_A_REQUEST = 1_000_000
 """Of a mean prompt or completion; more is a mistake."""
@@ -30,8 +32,8 @@ MOST_SIMULATED_TOKENS = 200_000_000
 
 LEAST_REQUESTS_OF_A_TRIAL = 100
 
-SHARED_PREFIX = 1
-"""Name of the beginning that all prompts share."""
+LENGTHS_SCV = 0.841
+"""Squared coefficient of variation of made-up lengths (`random_length`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Workload:
     """Requests of the busiest hour, as a multiple of the mean."""
     backlog_hours: float | None = None
     """All requests wait from the start and are to be done in so many hours; None: they arrive."""
-    lengths_scv: float = lognormal_scv(LENGTH_SIGMA, MOST_LENGTH_FACTOR)[1]
+    lengths_scv: float = LENGTHS_SCV
     """Squared coefficient of variation of the lengths, for the estimate."""
     arrival_scv: float = 1.0
     """The same of the times between arrivals; 1: a Poisson process."""
@@ -60,7 +62,7 @@ class Workload:
             )
         if not 0 <= self.prompt <= MOST_TOKENS_OF_A_REQUEST:
             raise ValueError(f"tokens of a prompt must be from 0 to {MOST_TOKENS_OF_A_REQUEST}")
-        if not LEAST_TOKENS_OF_A_REQUEST <= self.completion <= MOST_TOKENS_OF_A_REQUEST:
+        if not 1 <= self.completion <= MOST_TOKENS_OF_A_REQUEST:
             raise ValueError(f"tokens of a completion must be from 1 to {MOST_TOKENS_OF_A_REQUEST}")
         if not 0 <= self.repeat < 1:
             raise ValueError("the share that repeats must be at least 0 and below 1")
@@ -81,9 +83,9 @@ class Workload:
         return max(1.0, self.prompt * (1.0 - self.repeat))
 
     @property
-    def tokens_per_hour(self) -> float:
-        """Prompt and completion tokens of a mean hour; of a backlog: of all of it."""
-        return self.requests_per_hour * (self.prompt + self.completion)
+    def backlog(self) -> float | None:
+        """Requests that all wait from the start; None: they arrive."""
+        return None if self.backlog_hours is None else self.requests_per_hour
 
     def with_requests(self, requests_per_hour: float) -> Workload:
         """The same at another rate."""
@@ -93,8 +95,8 @@ class Workload:
 def make_trace(workload: Workload, requests: int, seed: int) -> Trace:
     """Requests of the busiest hour, as a Poisson process; of a backlog all at once.
 
-    Lengths are log-normal as in `traffic`. No front is told how long answers will be. Very long
-    requests are fewer: see MOST_SIMULATED_TOKENS.
+    No front is told how long answers will be. Very long requests are fewer: see
+    MOST_SIMULATED_TOKENS.
     """
     rng = random.Random(seed)
     fit = int(MOST_SIMULATED_TOKENS / (workload.prompt + workload.completion))
@@ -106,19 +108,10 @@ def make_trace(workload: Workload, requests: int, seed: int) -> Trace:
     for number in range(requests):
         if workload.backlog_hours is None:
             time += rng.expovariate(workload.arrivals)
-        prompt = TracePrompt(
-            -1 - number, shared + length(rng, own), SHARED_PREFIX if shared else 0, shared
-        )
-        jobs.append(Job(0, time, prompt, length(rng, workload.completion)))
+        length = shared + random_length(rng, own)
+        prompt = TracePrompt(-1 - number, length, int(shared > 0), shared)
+        jobs.append(Job(0, time, prompt, random_length(rng, workload.completion)))
     return build_trace(jobs)
-
-
-def length(rng: random.Random, mean: float) -> int:
-    """A log-normal length, at least 1 and at most `MOST_LENGTH_FACTOR` times its mean."""
-    if mean <= 1:
-        return 1
-    drawn = rng.lognormvariate(math.log(mean) - LENGTH_SIGMA**2 / 2, LENGTH_SIGMA)
-    return max(1, round(min(drawn, MOST_LENGTH_FACTOR * mean)))
 
 
 class TraceTooShortError(Exception):
@@ -158,23 +151,6 @@ def from_trace(trace: Trace, *, busiest_hour: bool = True) -> Workload:
         lengths_scv=max(_scv([job.output for job in jobs]), 0.0),
         arrival_scv=_scv(gaps),
     )
-
-
-def unread_tokens(jobs: Sequence[Job]) -> list[int]:
-    """Prompt tokens of each request that no earlier one has had: what a node must read at least."""
-    known: dict[int, int] = {}
-    heads: set[int] = set()
-    found = []
-    for job in jobs:
-        prompt = job.prompt
-        there = known.get(prompt.stream, 0)
-        if prompt.prefix in heads:
-            there = max(there, prompt.prefix_tokens)
-        if prompt.prefix:
-            heads.add(prompt.prefix)
-        found.append(max(1, prompt.tokens - there))
-        known[prompt.stream] = prompt.tokens + job.output
-    return found
 
 
 def _scv(values: Sequence[float]) -> float:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from gateway.scheduling.autoscaling_policy import AutoscalingRules
-from gateway.scheduling.matching import DispatchRules
+from gateway.scheduling.dispatcher import DispatchRules
 from gateway.scheduling.selection import POLICIES
-from gateway.tools.simulate.bound import lower_bound
-from gateway.tools.simulate.fronts import AutoscalingFront, GatewayFront, LeastConn, LeastConnQueued
-from gateway.tools.simulate.knowledge import ExactKnowledge, LearntKnowledge
-from gateway.tools.simulate.report import PolicyReport, summarise
-from gateway.tools.simulate.server import SimulatedMachine
-from gateway.tools.simulate.simulation import Front, simulate
+from gateway.tools.simulate.fronts import (
+    AutoscalingFront,
+    ExactKnowledge,
+    GatewayFront,
+    LearntKnowledge,
+    LeastConn,
+)
+from gateway.tools.simulate.report import PolicyReport, lower_bound, summarise
+from gateway.tools.simulate.simulation import Front, SimulatedMachine, simulate
 from gateway.tools.simulate.trace import Trace
 
 OTHER_PROXIES: Mapping[str, Callable[[Sequence[SimulatedMachine]], Front]] = {
     "nginx": lambda machines: LeastConn(len(machines)),
-    "haproxy": lambda machines: LeastConnQueued([machine.slots for machine in machines]),
+    "haproxy": lambda machines: LeastConn(len(machines), [one.slots for one in machines]),
 }
 """Proxies beside the gateway: `least_conn`, and `leastconn` with `maxconn` = a node's slots."""
 
@@ -37,25 +41,20 @@ def build_front(
     name: str,
     machines: Sequence[SimulatedMachine],
     *,
-    rules: DispatchRules | None = None,
     exact: bool = False,
     warm: bool = False,
     seed: int = 0,
 ) -> Front:
     """The front of that name for a fleet. Raises UnknownPolicyError.
 
-    `rules`: the gateway's queue settings; `name` replaces their policy. `exact`: the gateway knows
-    speeds, lengths and caches instead of learning them (`knowledge.ExactKnowledge`). `warm`: it
-    has learnt the speeds before.
+    `exact`: the gateway knows speeds, lengths and caches instead of learning them. `warm`: it has
+    learnt the speeds before.
     """
+    _check(name)
     if name in OTHER_PROXIES:
         return OTHER_PROXIES[name](machines)
-    if name not in POLICIES:
-        raise UnknownPolicyError(_unknown(name))
-    given = rules or DispatchRules()
-    used = DispatchRules(name, given.overdue_after, given.overdue_share, given.batch_reserve)
     knowledge = ExactKnowledge() if exact else LearntKnowledge(warm=warm)
-    return GatewayFront(machines, used, seed, knowledge)
+    return GatewayFront(machines, DispatchRules(name), seed, knowledge)
 
 
 def compare(
@@ -63,7 +62,6 @@ def compare(
     machines: Sequence[SimulatedMachine],
     names: Sequence[str],
     *,
-    rules: DispatchRules | None = None,
     exact: bool = False,
     warm: bool = False,
     seed: int = 0,
@@ -74,32 +72,24 @@ def compare(
     Raises UnknownPolicyError before anything is played, and `simulation.StuckError`.
     """
     for name in names:
-        if name not in known_policies():
-            raise UnknownPolicyError(_unknown(name))
+        _check(name)
     reports: list[PolicyReport] = []
     for name in names:
         # Made one by one: what a front learns may be large.
-        front = build_front(name, machines, rules=rules, exact=exact, warm=warm, seed=seed)
-        reports.append(_played(trace, machines, name, front, progress))
+        front = build_front(name, machines, exact=exact, warm=warm, seed=seed)
+        begun = time.process_time()
+        ended = None if progress is None else partial(progress, name)
+        result = simulate(trace, machines, front, ended)
+        spent = time.process_time() - begun
+        reports.append(summarise(name, result, lower_bound(result), spent))
     return reports
 
 
-def _unknown(name: str) -> str:
-    return f"there is no policy {name!r}; known: {', '.join(known_policies())}"
-
-
-def _played(
-    trace: Trace,
-    machines: Sequence[SimulatedMachine],
-    name: str,
-    front: Front,
-    progress: Callable[[str, int], None] | None,
-) -> PolicyReport:
-    begun = time.process_time()
-    report = None if progress is None else lambda ended: progress(name, ended)
-    result = simulate(trace, machines, front, report)
-    spent = time.process_time() - begun
-    return summarise(name, result, lower_bound(result), spent)
+def _check(name: str) -> None:
+    if name not in known_policies():
+        raise UnknownPolicyError(
+            f"there is no policy {name!r}; known: {', '.join(known_policies())}"
+        )
 
 
 SECONDS_PER_HOUR = 3600.0
@@ -135,40 +125,31 @@ def compare_elastic(
     *,
     warm: bool = False,
     seed: int = 0,
-    progress: Callable[[str, int], None] | None = None,
 ) -> list[StandbyResult]:
     """Play the trace with `standby` machines always on, autoscaled, and on `base` alone.
 
     Speeds, lengths and caches are learnt; `warm`: speeds were before. Raises
     `simulation.StuckError`.
     """
-    standby = [replace(one, name=f"standby-{place}") for place, one in enumerate(standby, 1)]
-    every = [*base, *standby]
+    every = [
+        *base,
+        *(replace(one, name=f"standby-{place}") for place, one in enumerate(standby, 1)),
+    ]
     found: list[StandbyResult] = []
-
-    def played(name: str, machines: Sequence[SimulatedMachine], front: Front) -> PolicyReport:
-        report = None if progress is None else lambda ended: progress(name, ended)
-        return summarise(name, simulate(trace, machines, front, report))
 
     def gateway(machines: Sequence[SimulatedMachine]) -> GatewayFront:
         return GatewayFront(machines, seed=seed, knowledge=LearntKnowledge(warm=warm))
 
-    always = played("always on", every, gateway(every))
-    found.append(StandbyResult("always on", always, len(every) * always.seconds / SECONDS_PER_HOUR))
-    front = AutoscalingFront(
-        gateway(every),
-        every,
-        len(base),
-        rules,
-        startup,
-    )
-    elastic = played("elastic", every, front)
+    def fixed(name: str, machines: Sequence[SimulatedMachine]) -> StandbyResult:
+        report = summarise(name, simulate(trace, machines, gateway(machines)))
+        return StandbyResult(name, report, len(machines) * report.seconds / SECONDS_PER_HOUR)
+
+    found.append(fixed("always on", every))
+    front = AutoscalingFront(gateway(every), every, len(base), rules, startup)
+    elastic = summarise("elastic", simulate(trace, every, front))
     end = max(job.ended for job in trace.jobs)
     seconds = len(base) * elastic.seconds + front.standby_seconds(end)
     found.append(StandbyResult("elastic", elastic, seconds / SECONDS_PER_HOUR, front.starts))
     if base:
-        alone = played("base alone", base, gateway(base))
-        found.append(
-            StandbyResult("base alone", alone, len(base) * alone.seconds / SECONDS_PER_HOUR)
-        )
+        found.append(fixed("base alone", base))
     return found

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from gateway.config.inventory import Inventory
-from gateway.tools.simulate.server import (
+from gateway.tools.simulate.simulation import (
     BATCH_COST,
     CACHE_RAM_MIB,
     KV_BYTES_PER_TOKEN,

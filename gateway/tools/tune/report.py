@@ -12,12 +12,9 @@ from typing import Any
 import yaml
 
 from gateway.tools.local.energy import kwh_per_million
-from gateway.tools.local.system_files import format_kernel_list
-from gateway.tools.local.topology import Topology
-from gateway.tools.tune.machine_benchmark import MOST_OTHER_WORK
-from gateway.tools.tune.measurements import Figures
-from gateway.tools.tune.search import REPEATS, TuningSession
-from gateway.tools.tune.setting import KNOBS, Setting, pinned_cpus
+from gateway.tools.local.topology import Topology, format_kernel_list
+from gateway.tools.tune.benchmark import MOST_OTHER_WORK
+from gateway.tools.tune.search import KNOBS, REPEATS, Figures, Setting, TuningSession, pinned_cpus
 
 MOST_NAMED_SETTINGS = 3  # in one sentence of the verdict
 

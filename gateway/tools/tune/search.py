@@ -1,32 +1,402 @@
-"""Searches for the best setting: which one to measure next, by the scores so far.
+"""Searches for the best setting of a machine's servers, by measurements so far.
 
 It begins with the rule of thumb and turns one knob after the other. From the best value known it
 walks in both directions until the score is clearly worse. Values that seem better are measured
 again, the worse half dropping out each time; the last one must be better by more than noise. The
-search ends when a round over all knobs has changed nothing.
+search ends when a round over all knobs has changed nothing. Measurements are kept in a file, from
+which a stopped search goes on.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
 
-from gateway.tools.tune.machine_benchmark import BenchmarkResult, SettingFailedError
-from gateway.tools.tune.measurements import (
-    BenchmarkRequest,
-    Figures,
-    Goal,
-    Measurement,
-    ScoreHistory,
-    median_figures,
-    score,
-)
-from gateway.tools.tune.setting import KNOBS, SearchSpace, Setting
+from gateway.tools.local.embedded import DEFAULT_BATCH, DEFAULT_MICRO_BATCH
+from gateway.tools.local.plan import DEFAULT_SLOTS
+from gateway.tools.local.server import ServerSpec
+from gateway.tools.local.topology import NumaNode, Topology
+
+Pinning = Literal["free", "node", "cores"]
+"""free: any CPU. node: the performance CPUs of its NUMA node. cores: one CPU of each such core."""
+
+KNOBS = ("threads", "micro_batch", "slots", "batch", "pinning")
+"""In the order of the search: the knob that usually matters most comes first."""
+
+BATCH_SIZES = (128, 256, 512, 1024, 2048)  # tokens of a step; 2048 is llama.cpp's own default
+
+MICRO_BATCH_SIZES = (64, 128, 256, 512, 1024)  # tokens of a computation; llama.cpp's default is 512
+
+SLOT_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The setting with which every server of the machine is started."""
+
+    threads: int
+    batch: int  # tokens of one step
+    micro_batch: int  # tokens of one computation
+    slots: int
+    pinning: Pinning
+
+    def __str__(self) -> str:
+        return (
+            f"threads {self.threads}, batch {self.batch}/{self.micro_batch}, slots {self.slots}, "
+            f"{PINNING_LABELS[self.pinning]}"
+        )
+
+    def with_knob(self, knob: str, value: Any) -> Setting:
+        """Return the setting with one knob changed; the micro-batch never exceeds the batch."""
+        changed: Setting = replace(self, **{knob: value})
+        if knob == "batch":
+            return replace(changed, micro_batch=min(changed.micro_batch, changed.batch))
+        return replace(changed, batch=max(changed.batch, changed.micro_batch))
+
+
+PINNING_LABELS: dict[Pinning, str] = {
+    "free": "not pinned",
+    "node": "on its node",
+    "cores": "on its cores",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSpace:
+    """The values of each knob; numbers ascend."""
+
+    threads: tuple[int, ...]
+    batch: tuple[int, ...]
+    micro_batch: tuple[int, ...]
+    slots: tuple[int, ...]
+    pinning: tuple[Pinning, ...]
+
+    def values(self, knob: str) -> tuple[Any, ...]:
+        """Return all values of a knob."""
+        values: tuple[Any, ...] = getattr(self, knob)
+        return values
+
+    def directions(self, knob: str, value: Any) -> tuple[tuple[Any, ...], ...]:
+        """Return the other values by direction from `value`, the nearest first."""
+        values = self.values(knob)
+        if knob == "pinning":
+            return tuple((other,) for other in values if other != value)
+        below = tuple(other for other in reversed(values) if other < value)
+        above = tuple(other for other in values if other > value)
+        return tuple(direction for direction in (below, above) if direction)
+
+    @property
+    def size(self) -> int:
+        """Number of settings of the full grid."""
+        pairs = sum(micro <= batch for batch in self.batch for micro in self.micro_batch)
+        return len(self.threads) * pairs * len(self.slots) * len(self.pinning)
+
+
+def rule_of_thumb(topology: Topology) -> Setting:
+    """Return the setting of `llama-gateway up` and the role `llama_node`, where a search begins."""
+    return Setting(
+        _cores(topology),
+        DEFAULT_BATCH,
+        DEFAULT_MICRO_BATCH,
+        DEFAULT_SLOTS,
+        _usual_pinning(topology),
+    )
+
+
+def search_space(topology: Topology, *, context: int, max_slots: int) -> SearchSpace:
+    """Return the values to try on this machine, with slots of `context` tokens.
+
+    There are no more threads than physical cores of a NUMA node. With several NUMA nodes a server
+    is always pinned to its own.
+    """
+    cores = _cores(topology)
+    pinnings = [_usual_pinning(topology)]
+    if len(topology.nodes) == 1 and any(
+        len(core) > 1 for core in topology.nodes[0].performance_cores
+    ):
+        pinnings.append("cores")
+    start = rule_of_thumb(topology)
+    return SearchSpace(
+        threads=tuple(sorted({max(1, n) for n in (cores // 2, cores * 3 // 4, cores - 1, cores)})),
+        batch=tuple(size for size in BATCH_SIZES if size <= max(context, start.batch)),
+        micro_batch=tuple(
+            size for size in MICRO_BATCH_SIZES if size <= max(context, DEFAULT_MICRO_BATCH)
+        ),
+        slots=tuple(count for count in SLOT_COUNTS if count <= max(max_slots, start.slots)),
+        pinning=tuple(pinnings),
+    )
+
+
+def server_spec(setting: Setting, spec: ServerSpec, topology: Topology, context: int) -> ServerSpec:
+    """Return the planned server with this setting, and without a cache of evicted prompts."""
+    numa_node = next(node for node in topology.nodes if node.number == spec.numa_node)
+    return replace(
+        spec,
+        name=f"tune-{spec.numa_node}",
+        slots=setting.slots,
+        context=context,
+        threads=setting.threads,
+        batch=setting.batch,
+        micro_batch=setting.micro_batch,
+        cpus=pinned_cpus(setting.pinning, numa_node),
+        prompt_cache_bytes=0,
+    )
+
+
+def pinned_cpus(pinning: Pinning, node: NumaNode) -> tuple[int, ...] | None:
+    """Return the CPUs that a server on this node is pinned to; None for any."""
+    match pinning:
+        case "free":
+            return None
+        case "node":
+            return node.performance_cpus
+        case "cores":
+            return tuple(sorted(core[0] for core in node.performance_cores))
+
+
+def _cores(topology: Topology) -> int:
+    """Cores of the smallest node, since all servers of a host get the same setting."""
+    return min(topology.threads_per_server(node) for node in topology.nodes)
+
+
+def _usual_pinning(topology: Topology) -> Pinning:
+    pinned = len(topology.nodes) > 1 or any(node.efficiency_cpus for node in topology.nodes)
+    return "node" if pinned else "free"
+
+
+@dataclass(frozen=True, slots=True)
+class MeasurementLog:
+    """A file of JSON lines, of which only those with the same `subject` are used.
+
+    The subject is all that figures depend on besides the setting: model, server, machine and the
+    sizes of the requests.
+    """
+
+    path: Path
+    subject: dict[str, Any]
+
+    def read(self) -> tuple[list[Measurement], int]:
+        """Return the measurements of the subject, in order, and the number of broken lines."""
+        if not self.path.exists():
+            return [], 0
+        measurements: list[Measurement] = []
+        broken = 0
+        for line in self._lines():
+            try:
+                value = json.loads(line)
+                if value["subject"] == self.subject:
+                    measurements.append(_measurement(value))
+            except (ValueError, TypeError, KeyError):
+                broken += 1
+        return measurements, broken
+
+    def append(self, one: Measurement) -> None:
+        """Write a line at once. Raises OSError."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        line = json.dumps({"subject": self.subject, **asdict(one)}, sort_keys=True)
+        with self.path.open("a+b") as file:
+            # A kill may have cut the last line short: begin a new one.
+            cut = file.tell() > 0 and not self._ends_whole()
+            file.write(("\n" if cut else "").encode() + line.encode() + b"\n")
+
+    def rotate(self) -> None:
+        """Begin a new file; the old one stays as `<name>.1`."""
+        if self.path.exists():
+            self.path.replace(self.path.with_name(f"{self.path.name}.1"))
+
+    def _lines(self) -> Iterator[str]:
+        for line in self.path.read_text(errors="replace").splitlines():
+            if line.strip():
+                yield line
+
+    def _ends_whole(self) -> bool:
+        with self.path.open("rb") as file:
+            file.seek(-1, 2)
+            return file.read(1) == b"\n"
+
+
+def _measurement(value: dict[str, Any]) -> Measurement:
+    return Measurement(
+        setting=Setting(**value["setting"]),
+        figures=Figures(**value["figures"]) if value["figures"] is not None else None,
+        error=value["error"],
+        seconds=float(value["seconds"]),
+        at=float(value["at"]),
+        other_work=value["other_work"],
+    )
+
+
+TuningGoal = Literal["latency", "throughput", "balanced"]
+
+GOALS: tuple[TuningGoal, ...] = ("latency", "throughput", "balanced")
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkRequest:
+    """The request that settings are judged by; tokens."""
+
+    prompt: int
+    answer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Speeds, memory and energy of one server; the mean where there are several."""
+
+    prefill: float  # prompt tokens/s, alone
+    decode: float  # tokens/s of a request that is alone on its server
+    decode_busy: float  # tokens/s of a server with all its slots busy
+    stall: float | None  # longest silence in s during another prompt's prefill; None: one slot
+    memory: int | None  # peak bytes of all servers; None: unknown on this system
+    # Joules of the machine's processors and memory; None: it shows no energy counters.
+    prefill_joules: float | None = None  # for a prompt token, alone on its server
+    decode_joules: float | None = None  # for a token written with all slots busy
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures as JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """The figures of a setting, or the error where there are none."""
+
+    setting: Setting
+    figures: Figures | None
+    error: str | None
+    seconds: float  # its duration
+    at: float  # Unix time of its end
+    other_work: float | None = None  # CPUs' worth of other work meanwhile
+
+
+def score(figures: Figures, request: BenchmarkRequest, goal: TuningGoal) -> float:
+    """Seconds of a request under this goal; less is better.
+
+    latency: prefill and decode of a request that is alone, and the stall by another one's prefill.
+    With a single slot it queues behind the other one instead: half a request in the mean.
+    throughput: its share of the server's time while all slots are busy.
+    balanced: the geometric mean of both, so that neither counts for more.
+    """
+    prefill = request.prompt / figures.prefill
+    alone = prefill + request.answer / figures.decode
+    latency = alone + (alone / 2 if figures.stall is None else figures.stall)
+    throughput = prefill + request.answer / figures.decode_busy
+    match goal:
+        case "latency":
+            return latency
+        case "throughput":
+            return throughput
+        case "balanced":
+            return math.sqrt(latency * throughput)
+
+
+def median_figures(repeats: Sequence[Figures]) -> Figures:
+    """Return the median of each figure, and the maximum of the memory."""
+    stalls = [one.stall for one in repeats if one.stall is not None]
+    return Figures(
+        prefill=statistics.median(one.prefill for one in repeats),
+        decode=statistics.median(one.decode for one in repeats),
+        decode_busy=statistics.median(one.decode_busy for one in repeats),
+        stall=statistics.median(stalls) if stalls else None,
+        memory=max((one.memory for one in repeats if one.memory is not None), default=None),
+        prefill_joules=_known(statistics.median, (one.prefill_joules for one in repeats)),
+        decode_joules=_known(statistics.median, (one.decode_joules for one in repeats)),
+    )
+
+
+def combine_servers(servers: Sequence[Figures]) -> Figures:
+    """Combine servers that ran at the same time: mean speeds, longest stall, all memory."""
+    stalls = [one.stall for one in servers if one.stall is not None]
+    memories = [one.memory for one in servers if one.memory is not None]
+    return Figures(
+        prefill=statistics.fmean(one.prefill for one in servers),
+        decode=statistics.fmean(one.decode for one in servers),
+        decode_busy=statistics.fmean(one.decode_busy for one in servers),
+        stall=max(stalls) if stalls else None,
+        memory=sum(memories) if memories else None,
+        prefill_joules=_known(statistics.fmean, (one.prefill_joules for one in servers)),
+        decode_joules=_known(statistics.fmean, (one.decode_joules for one in servers)),
+    )
+
+
+def _known(
+    combine: Callable[[Sequence[float]], float], values: Iterable[float | None]
+) -> float | None:
+    known = [value for value in values if value is not None]
+    return combine(known) if known else None
+
+
+PRIOR_NOISE = 0.02  # a share: seen on a quiet machine between two starts of a server
+
+PRIOR_WEIGHT = 2  # repeats that PRIOR_NOISE counts as
+
+SIGNIFICANT_ERRORS = 3.6
+"""Standard errors by which medians must differ. About twenty settings are compared: with this
+value a search among equals keeps the first one 19 times of 20 (in simulated searches)."""
+
+LEAST_GAIN = 0.01  # a share; no smaller gain is worth a change
+
+
+@dataclass(slots=True)
+class ScoreHistory:
+    """The scores of all measurements, and what differences between them mean."""
+
+    scores: dict[Setting, list[float]] = field(default_factory=dict)
+    failed: set[Setting] = field(default_factory=set)
+
+    def add(self, setting: Setting, score: float | None) -> None:
+        """Add the score of a measurement; None where the setting did not run."""
+        if score is None:
+            self.failed.add(setting)
+        else:
+            self.scores.setdefault(setting, []).append(score)
+
+    def count(self, setting: Setting) -> int:
+        """How often a setting was measured."""
+        return len(self.scores.get(setting, ()))
+
+    def median_score(self, setting: Setting) -> float:
+        """The median score of a setting."""
+        return statistics.median(self.scores[setting])
+
+    def noise(self) -> float:
+        """The standard deviation of one measurement, as a share of it.
+
+        Pooled over settings that were measured more than once, with PRIOR_NOISE as a prior.
+        """
+        squares, repeats = PRIOR_NOISE**2 * PRIOR_WEIGHT, PRIOR_WEIGHT
+        for scores in self.scores.values():
+            logs = [math.log(score) for score in scores]
+            middle = statistics.fmean(logs)
+            squares += sum((value - middle) ** 2 for value in logs)
+            repeats += len(logs) - 1
+        return math.sqrt(squares / repeats)
+
+    def significant_difference(self, one: Setting, other: Setting) -> float:
+        """The share by which the medians of two settings must differ to be more than noise."""
+        error = self.noise() * math.sqrt(1 / self.count(one) + 1 / self.count(other))
+        return max(LEAST_GAIN, SIGNIFICANT_ERRORS * error)
+
+    def detectable_difference(self, times: int) -> float:
+        """The share by which two settings must differ that are measured `times` times each."""
+        return max(LEAST_GAIN, SIGNIFICANT_ERRORS * self.noise() * math.sqrt(2 / times))
+
+    def gain(self, one: Setting, other: Setting) -> float:
+        """The share of the other's score by which `one` is lower; negative where it is higher."""
+        return 1 - self.median_score(one) / self.median_score(other)
+
+    def clearly_better(self, one: Setting, other: Setting) -> bool:
+        """Whether the score of `one` is lower by more than noise."""
+        ahead = math.log(self.median_score(other) / self.median_score(one))
+        return ahead > self.significant_difference(one, other)
+
 
 REPEATS = 3
 """Measurements of a setting before it can win, and of the first one before any other."""
@@ -127,6 +497,18 @@ class Search:
                 yield setting
 
 
+class SettingFailedError(Exception):
+    """Servers with this setting can't be started or measured. The text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkResult:
+    """The result of one measurement."""
+
+    figures: Figures
+    other_work: float | None  # CPUs' worth of other work meanwhile; None: unknown
+
+
 EndReason = Literal["complete", "time", "interrupted"]
 
 
@@ -146,7 +528,7 @@ class TuningSession:
 
     search: Search
     request: BenchmarkRequest
-    goal: Goal
+    goal: TuningGoal
     earlier: list[Measurement]  # of earlier runs, used instead of measuring again
     measurements: list[Measurement] = field(default_factory=list)
     end_reason: EndReason = "interrupted"

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import hashlib
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
+from starlette.datastructures import Headers
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from gateway import errors
 from gateway.access.admin_keys import AdminKeys, AdminRole
 from gateway.access.keys import without_secret
 from gateway.errors import GatewayError
@@ -21,8 +26,8 @@ from gateway.events import EventBus
 from gateway.fleet.fleet import Fleet
 from gateway.observe.audit import AuditTrail
 from gateway.observe.exposition import CONTENT_TYPE
+from gateway.observe.history import RecentRequests
 from gateway.observe.metrics import Metrics
-from gateway.observe.recent_requests import RecentRequests
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.scheduling.scheduler import Scheduler
 from gateway.usage.reports import Reporter
@@ -30,11 +35,10 @@ from gateway.web.admin.audit import AUDIT_TARGET_KEY, AuditEndpoints
 from gateway.web.admin.configuration import ConfigEndpoints, GatewayControl
 from gateway.web.admin.guard import AdminGuard, identity_of, role_required
 from gateway.web.admin.keys import KeyEndpoints
-from gateway.web.admin.live_feed import LiveFeed
+from gateway.web.admin.live import LiveFeed
 from gateway.web.admin.models import ModelEndpoints
 from gateway.web.admin.node_metrics import NodeMetricsEndpoint
 from gateway.web.admin.nodes import DrainDeadlines, NodeEndpoints
-from gateway.web.admin.pages import FILES_PATH, DashboardPages, load_files
 from gateway.web.admin.playground import Playground
 from gateway.web.admin.requests import RequestEndpoints
 from gateway.web.admin.status import StatusEndpoints
@@ -386,3 +390,101 @@ def _audit_target(request: Request) -> str:
     parameters = request.path_params
     named = parameters.get("name") or parameters.get("id") or ""
     return without_secret(str(request.scope.get(AUDIT_TARGET_KEY, named)))
+
+
+STATIC_FOLDER = Path(__file__).parent / "static"
+
+PAGE = "index.html"
+
+FILES_PATH = "/dashboard/"
+"""The path of the page's files."""
+
+CONTENT_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+"""By suffix; files with another one are not served."""
+
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types lit-html"
+)
+"""No inline script or style, no other origin, and no text that becomes markup but lit's own
+templates."""
+
+SECURITY_HEADERS = {
+    "content-security-policy": CONTENT_SECURITY_POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+    # A browser asks each time, so that an upgrade is seen at once.
+    "cache-control": "no-cache",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFile:
+    """One file in memory."""
+
+    content: bytes
+    content_type: str
+    etag: str
+
+
+@functools.cache
+def load_files(folder: Path = STATIC_FOLDER) -> Mapping[str, StaticFile]:
+    """The files of the page by their path below `folder`, read once. Raises: OSError."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        content_type = CONTENT_TYPES.get(path.suffix)
+        if content_type is not None and path.is_file():
+            content = path.read_bytes()
+            etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+            found[path.relative_to(folder).as_posix()] = StaticFile(content, content_type, etag)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class DashboardPages:
+    """The dashboard's page and its files, which hold no data and need no key.
+
+    They lie in `static/` and are served as they are: there is no build step, and nothing is loaded
+    from elsewhere. `index` is what programs get in place of the page.
+    """
+
+    files: Mapping[str, StaticFile]
+    index_text: str
+
+    async def index(self, request: Request) -> Response:
+        """The page for a browser, else the list of paths as text."""
+        if accepts_html(request.headers):
+            response = self._response(request, PAGE)
+        else:
+            response = PlainTextResponse(self.index_text)
+        response.headers["vary"] = "Accept"
+        return response
+
+    async def file(self, request: Request) -> Response:
+        """A file of the page. Raises: GatewayError 404."""
+        return self._response(request, request.path_params["file"])
+
+    def _response(self, request: Request, name: str) -> Response:
+        file = self.files.get(name)
+        if file is None:
+            raise errors.not_found(request.scope["path"], None)
+        headers = {**SECURITY_HEADERS, "etag": file.etag}
+        if request.headers.get("if-none-match") == file.etag:
+            return Response(status_code=304, headers=headers)
+        return Response(file.content, headers={**headers, "content-type": file.content_type})
+
+
+def accepts_html(headers: Headers) -> bool:
+    """Whether the client asks for a page: browsers name `text/html`, programs do not."""
+    accepted = headers.get("accept", "").lower().split(",")
+    return any(one.partition(";")[0].strip() == "text/html" for one in accepted)

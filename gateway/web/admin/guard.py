@@ -9,8 +9,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.access.admin_keys import LOCAL_ADMIN, AdminIdentity, AdminKeys, AdminRole
 from gateway.errors import GatewayError, truncate_echo
+from gateway.http.request_head import AllowedHosts, is_same_origin
 from gateway.web.asgi import error_response
-from gateway.web.origins import AllowedHosts, is_same_origin
 
 _IDENTITY_KEY = "gateway.admin_identity"
 """Key of the caller's `AdminIdentity` in the ASGI scope."""

@@ -16,10 +16,10 @@ from gateway.config.routing import CATCH_ALL
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError, truncate_echo
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.model_differences import MOST_NAMES, MOST_VALUES, ModelDifference
-from gateway.proxy.inbound.model_names import ModelAliases
+from gateway.fleet.model_index import MOST_NAMES, MOST_VALUES, ModelDifference
+from gateway.proxy.inbound.request import ModelAliases
+from gateway.scheduling.admission import Waiter
 from gateway.scheduling.scheduler import Scheduler
-from gateway.scheduling.waiters import Waiter
 from gateway.web.admin.configuration import GatewayControl
 from gateway.web.admin.suggestions import suggestion
 from gateway.web.asgi import JsonResponse
@@ -89,14 +89,14 @@ class ModelEndpoints:
         paused = self.fleet.model_index.paused
         waiting = [one for one in self.scheduler.waiters if _is_paused(one, paused)]
         return sum(
-            self.scheduler.shed(one.request.id, errors.model_paused(one.request.model))
+            self.scheduler.shed(one.request.id, errors.model_paused(one.request.wanted.model))
             for one in waiting
         )
 
 
 def _is_paused(waiter: Waiter, paused: frozenset[str]) -> bool:
     request = waiter.request
-    return request.model in paused or paused.issuperset(request.model_names)
+    return request.wanted.model in paused or paused.issuperset(request.wanted.model_names)
 
 
 class _ModelsView:
@@ -105,7 +105,7 @@ class _ModelsView:
     def __init__(self, fleet: Fleet, scheduler: Scheduler, settings: Settings) -> None:
         self._index = fleet.model_index
         self._aliases = ModelAliases(settings.models)
-        self._waiting = Counter(one.request.model for one in scheduler.waiters)
+        self._waiting = Counter(one.request.wanted.model for one in scheduler.waiters)
         self._differences = fleet.differences()
         aliases = (name for name in settings.models if name != CATCH_ALL)
         self.names = dict.fromkeys(

@@ -15,8 +15,8 @@ from gateway.errors import GatewayError, truncate_echo
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Node
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest
-from gateway.scheduling.fleet_sync import FleetSync
-from gateway.scheduling.node_slots import NodeSlots
+from gateway.scheduling.candidates import FleetSync
+from gateway.scheduling.placement_state import NodeSlots
 from gateway.web.admin.suggestions import suggestion
 from gateway.web.asgi import JsonResponse, number_parameter
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,22 +19,27 @@ from starlette.responses import Response
 
 from gateway import errors
 from gateway.access.admin_keys import AdminIdentity
-from gateway.access.callers import cache_policy_of, effective_priority
+from gateway.access.callers import cache_policy_of
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.events import RequestFinished
+from gateway.http.request_head import class_of
 from gateway.proxy.client_response import ProxyResponse, headers_for_node, node_error
 from gateway.proxy.in_flight import InFlightRequest, PrefillProgress
-from gateway.proxy.inbound.parsed_body import parse_body
-from gateway.proxy.inbound.prepare import IncomingRequest, prepare
-from gateway.proxy.inbound.request import Request
+from gateway.proxy.inbound.body import Body, parse_body
+from gateway.proxy.inbound.request import (
+    IncomingRequest,
+    Request,
+    prepare_for,
+    prepare_in_turn,
+)
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.json_values import JsonObject
 from gateway.proxy.outcome import to_gateway_error
 from gateway.request import Caller, Headers, Priority
 from gateway.transport.errors import UpstreamError
 from gateway.usage.meter import MeteredRequest
-from gateway.web.admin.event_stream import EventStream, encode_event
 from gateway.web.admin.guard import identity_of
+from gateway.web.admin.live import EventStream, encode_event
 from gateway.web.asgi import read_fields
 from gateway.web.handler import ProxyHandler
 
@@ -86,6 +90,7 @@ class _Chat:
             id=f"playground:{identity.name}", name="playground", max_priority=Priority.URGENT
         )
         self._record.identify(self._caller.id)
+        self._cache = cache_policy_of(self._caller, handler.config.settings)
         self._metered: MeteredRequest | None = None
         self._in_flight: InFlightRequest | None = None
         self._forwarding: asyncio.Task[ProxyResponse] | None = None
@@ -101,7 +106,14 @@ class _Chat:
             raise errors.shutting_down()
         try:
             body = msgspec.json.encode({**fields, "stream": True})
-            request = await handler.time_slicer.run_once(partial(self._prepare, body))
+            request = await prepare_in_turn(
+                body,
+                ROUTES[PATH],
+                handler.config.rules,
+                handler.time_slicer,
+                self._prepare,
+                self._cache.scope_of(self._id),
+            )
             accounts = handler.meter.book.accounts(self._caller, None)
             self._metered = handler.meter.admit(accounts, request.lease_request, self._record)
             in_flight = InFlightRequest(request, self._record, prefill_progress=PrefillProgress())
@@ -116,18 +128,11 @@ class _Chat:
             raise
         return self._events()
 
-    def _prepare(self, body: bytes) -> Request:
+    def _prepare(self, body: Body) -> Request:
         """Raises: GatewayError."""
         handler, caller = self._handler, self._caller
-        config, parsed = handler.config, parse_body(body)
-        word, service_tier = parsed.priority, parsed.service_tier
-        priority = effective_priority(
-            None,
-            word if isinstance(word, str) else None,
-            service_tier if isinstance(service_tier, str) else None,
-            caller,
-        )
-        self._record.classify(priority)
+        config = handler.config
+        parsed = parse_body(body) if isinstance(body, bytes) else body.parse()
         incoming = IncomingRequest(
             self._id,
             self._record.x_request_id,
@@ -138,13 +143,10 @@ class _Chat:
             caller,
             self._received_at,
             caller.id,
-            cache=cache_policy_of(caller, config.settings),
+            cache=self._cache,
         )
-        request = prepare(incoming, parsed, priority, config.rules, handler.catalog)
-        names = request.lease_request.model_names
-        is_served = any(handler.catalog.serves(name) for name in names)
-        self._record.describe(stream=True, model=request.lease_request.model if is_served else None)
-        return request
+        priority = class_of(parsed, caller)
+        return prepare_for(self._record, incoming, parsed, priority, config.rules, handler.catalog)
 
     # The events.
 

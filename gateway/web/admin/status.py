@@ -16,10 +16,10 @@ from gateway.errors import CLIENT_CLOSED_STATUS
 from gateway.fleet.fleet import Fleet
 from gateway.observe.audit import AuditTrail
 from gateway.observe.exposition import Histogram
-from gateway.observe.metrics import Metrics
-from gateway.observe.snapshot import (
+from gateway.observe.metrics import (
     BatchSample,
     LedgerSample,
+    Metrics,
     MetricsSnapshot,
     NodeSample,
     StoreSample,
@@ -27,7 +27,7 @@ from gateway.observe.snapshot import (
 )
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.request import Priority
-from gateway.scheduling.prediction_accuracy import RATIO_BOUNDS
+from gateway.scheduling.decision_log import RATIO_BOUNDS
 from gateway.scheduling.scheduler import Scheduler
 from gateway.store.store import Store
 from gateway.tracing.request_tracing import RequestTracing
@@ -97,8 +97,8 @@ class StatusEndpoints:
             {
                 "position": position,
                 "seconds": round(now - waiter.queued_at, 3),
-                "class": waiter.request.priority.label,
-                "model": waiter.request.model,
+                "class": waiter.request.caller.priority.label,
+                "model": waiter.request.wanted.model,
                 "expected_start": round(wait, 3) if math.isfinite(wait) else None,
             }
             for position, (waiter, wait) in enumerate(

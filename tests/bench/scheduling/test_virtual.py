@@ -10,7 +10,7 @@ import pytest
 
 from gateway.lease import LeaseRequest, Usage
 from gateway.scheduling.demand_model import DemandModel
-from gateway.scheduling.node_slots import Placement
+from gateway.scheduling.placement_state import Placement
 from tests.bench.scheduling import capacity
 from tests.bench.scheduling.fleet import FLEET, nodes
 from tests.bench.scheduling.play import Record

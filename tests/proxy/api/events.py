@@ -3,41 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
-import msgspec
-
-from gateway.lease import LeaseRequest
+from gateway.lease import NodeInfo
 from gateway.proxy import sse
 from gateway.proxy.api.base import Api, ResponseAssembler
 from gateway.proxy.json_values import JsonObject
 from gateway.proxy.transcript import SplicePoint
-from gateway.request import Priority
 
 IDENTITY = {"id": "first", "created": 1, "model": "m", "object": "chat.completion.chunk"}
 """The fields that identify the first stream's response."""
 
 
-class Answering(NamedTuple):
+def answering(kind: str = "llama.cpp", context: int | None = 4096) -> NodeInfo:
     """A node that answers."""
-
-    kind: str
-    context: int | None
-
-
-class Forwarded(NamedTuple):
-    """A request that was forwarded, as far as an API looks at it."""
-
-    stream: bool
-    bodies: Mapping[str, bytes]
-    lease_request: LeaseRequest
-
-
-def forwarded(body: object, *, stream: bool = False) -> Forwarded:
-    """A chat with the model `m` and this body."""
-    lease_request = LeaseRequest("id", "m", ("m",), "chat", Priority.NORMAL, "caller", "")
-    return Forwarded(stream, {"m": msgspec.json.encode(body)}, lease_request)
+    return NodeInfo("n", "cpu", kind, None, None, None, None, context, ())
 
 
 SPLICE_POINT = SplicePoint(" one two", "", prompt_tokens=5, sent_tokens=2, prefix_tokens=2)

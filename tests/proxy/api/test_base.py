@@ -1,8 +1,10 @@
-"""How each API's stream begins, ends and fails, as servers write it and clients read it."""
+"""What all APIs say of a stream: contents, ends, errors, and the plain response made of it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -12,7 +14,13 @@ import openai
 import pytest
 
 from gateway import errors
-from gateway.proxy.api.base import Api, StreamEventKind
+from gateway.proxy.api.base import (
+    Api,
+    AssemblyError,
+    ResponseAssembler,
+    StreamEventKind,
+    read_events,
+)
 from gateway.proxy.api.chat import CHAT
 from gateway.proxy.api.completions import COMPLETIONS
 from gateway.proxy.api.messages import MESSAGES
@@ -21,7 +29,10 @@ from gateway.proxy.api.relayed import RELAYED
 from gateway.proxy.api.responses import RESPONSES
 from gateway.transport.errors import InvalidResponse
 from tests.each_case import each_case
+from tests.gateways import running_gateway
 from tests.proxy.api.events import chat_choice, event
+from tests.transport.raw import Peer, Script, raw_server
+from tests.virtual import in_virtual_time
 
 ALL = [CHAT, COMPLETIONS, MESSAGES, NATIVE, RESPONSES]
 FAILED = errors.node_failed("The node broke off.")
@@ -247,3 +258,120 @@ def test_numbered_heartbeats_move_up_the_numbers_that_a_node_gave_itself() -> No
     assert moved == delta.replace(b": 1}", b": 2}") + b":\n" + named("x", sequence_number=3)
     assert b'"sequence_number":4}' in beats.heartbeat()
     assert beats.rewrite_events(begun[-10:]) == begun[-10:]
+
+
+def test_objects_come_in_order_without_comments_and_the_end() -> None:
+    stream = b':\ndata: {"a":1}\n\nevent: x\ndata: {"b":2}\n\n: ping\n\ndata: [DONE]\n\n'
+    found = [{name: bytes(raw) for name, raw in one.items()} for one in read_events(stream)]
+    assert found == [{"a": b"1"}, {"b": b"2"}]
+
+
+@each_case("data", [b"nonsense", b"[1]", b'{"a":', b'"text"'])
+def test_data_that_is_no_object_can_not_be_assembled(data: bytes) -> None:
+    with pytest.raises(AssemblyError) as caught:
+        list(read_events(b"data: " + data + b"\n\n"))
+    assert data.decode() not in str(caught.value)
+
+
+def test_an_error_event_can_not_be_assembled_and_its_text_stays_private() -> None:
+    with pytest.raises(AssemblyError) as caught:
+        list(read_events(b'data: {"error":{"message":"about secrets"}}\n\n'))
+    assert "secrets" not in str(caught.value)
+
+
+def test_a_response_is_assembled_from_chunks_up_to_its_limit() -> None:
+    first, last = b'data: {"content":"a"}\n\n', b'data: {"content":"b","stop":true}\n\n'
+    assembler = ResponseAssembler(NATIVE, {}, first, len(first + last))
+    assert not assembler.add(last)
+    assert assembler.response() == b'{"content":"ab","stop":true,"tokens":[]}'
+    assembler = ResponseAssembler(NATIVE, {}, first, len(first + last))
+    assert assembler.add(last + b":")
+    assert assembler.too_large
+
+
+@pytest.mark.parametrize("choice", [{"text": {"a": 1}}, {"text": [7]}, {"text": "\ud800"}])
+def test_a_text_of_another_type_can_not_be_assembled(choice: dict[str, object]) -> None:
+    events = [{"choices": [{"index": 0, **one}]} for one in (choice, {"finish_reason": "stop"})]
+    stream = b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
+    with pytest.raises(AssemblyError):
+        ResponseAssembler(COMPLETIONS, {}, stream, 1000).response()
+
+
+BODY = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
+CONTROL: dict[bytes, Any] = {
+    b"/health": {"status": "ok"},
+    b"/props": {"total_slots": 2, "default_generation_settings": {"n_ctx": 4096}},
+    b"/slots": [{"id": n, "n_ctx": 4096, "is_processing": False} for n in (0, 1)],
+    b"/v1/models": {"data": [{"id": "m"}]},
+}
+TIMINGS = {"cache_n": 4, "prompt_n": 10, "predicted_n": 2}
+
+
+def a_server(asked: list[dict[str, Any]], *chunks: dict[str, Any]) -> Script:
+    """Streams these chunks and a `[DONE]`, or says "plainly" where no stream is asked for."""
+    stream = b"".join(b"data: %b\n\n" % json.dumps(chunk).encode() for chunk in chunks)
+
+    async def script(peer: Peer) -> None:
+        while True:
+            head, _, body = (await peer.request()).partition(b"\r\n\r\n")
+            path, kind = head.split(b" ")[1], b"application/json"
+            if path in CONTROL:
+                reply = json.dumps(CONTROL[path]).encode()
+            elif body == b"{}":
+                reply = b"{}"  # the question what it was started for
+            else:
+                asked.append(json.loads(body))
+                if asked[-1].get("stream"):
+                    kind, reply = b"text/event-stream", stream + b"data: [DONE]\n\n"
+                else:
+                    reply = json.dumps({"choices": [choice("plainly", "stop")]}).encode()
+            fields = b"content-type: %b\r\ncontent-length: %d\r\n" % (kind, len(reply))
+            await peer.say(b"HTTP/1.1 200 OK\r\n%b\r\n%b" % (fields, reply))
+
+    return script
+
+
+def choice(text: str, reason: str | None) -> dict[str, Any]:
+    return {"index": 0, "message": {"content": text}, "finish_reason": reason}
+
+
+def chunk(text: str, reason: str | None = None, **more: Any) -> dict[str, Any]:
+    part = {"index": 0, "delta": {"content": text}, "finish_reason": reason}
+    return {"id": "c", "object": "chat.completion.chunk", "choices": [part], **more}
+
+
+@pytest.mark.parametrize("timings", [None, TIMINGS], ids=["no figures", "timings alone"])
+@in_virtual_time
+async def test_a_response_without_usage_is_assembled(
+    tmp_path: Path, timings: dict[str, Any] | None
+) -> None:
+    asked: list[dict[str, Any]] = []
+    more = {"timings": timings} if timings else {}
+    script = a_server(asked, chunk("Hi"), chunk(" there"), chunk("", "stop", **more))
+    async with (
+        raw_server(script) as server,
+        running_gateway(tmp_path, [f"http://127.0.0.1:{server.port}"]) as running,
+    ):
+        reply = await running.client.post("/v1/chat/completions", json=BODY)
+        assert (reply.status_code, len(asked)) == (200, 1)
+        assert reply.json()["choices"][0]["message"]["content"] == "Hi there"
+        counted = reply.json().get("usage")
+        assert counted == (
+            {"completion_tokens": 2, "prompt_tokens": 14, "total_tokens": 16} if timings else None
+        )
+
+
+@in_virtual_time
+async def test_a_plain_response_is_asked_for_if_a_stream_can_not_be_assembled(
+    tmp_path: Path,
+) -> None:
+    asked: list[dict[str, Any]] = []
+    async with (
+        raw_server(a_server(asked, chunk("half an answer"))) as server,
+        running_gateway(tmp_path, [f"http://127.0.0.1:{server.port}"]) as running,
+    ):
+        reply = await running.client.post("/v1/chat/completions", json=BODY)
+        assert reply.status_code == 200
+        assert reply.json()["choices"][0]["message"]["content"] == "plainly"
+        assert [bool(body.get("stream")) for body in asked] == [True, False]
+        assert reply.headers["x-gateway-attempts"] == "2"

@@ -1,36 +1,53 @@
-"""Anthropic's messages: errors, the plain response, usage, and events after a resumption."""
+"""Anthropic's messages: errors, responses, events after a resumption, and those asked as a chat."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway import errors
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.proxy import sse
 from gateway.proxy.api.base import AssemblyError, ResponseRewriter
+from gateway.proxy.api.chat import CHAT
 from gateway.proxy.api.messages import (
     MESSAGES,
+    ChatToMessage,
     MessagesRewriter,
     NativeToMessagesRewriter,
+    chat_request,
     messages_as_chat,
 )
-from gateway.proxy.api.resuming import ReasoningEndMark
-from gateway.proxy.json_values import JsonObject
+from gateway.proxy.api.resuming import ReasoningEndMark, data_event
+from gateway.proxy.inbound.body import run_at_once
+from gateway.proxy.json_values import (
+    FIELDS_DECODER,
+    MOST_MESSAGE_PARTS,
+    MOST_PARTS,
+    JsonObject,
+    cut_long_strings,
+    parse_object,
+)
 from gateway.proxy.transcript import Transcript
+from gateway.transport.errors import InvalidResponse
 from tests.each_case import each_case
+from tests.gateways import NO_TLS
 from tests.proxy.api.events import (
     SPLICE_POINT,
     TIMINGS,
-    Answering,
+    answering,
     assembled,
     event,
-    forwarded,
     values,
 )
+from tests.servers import demo_servers
 
 # Errors.
 
@@ -255,7 +272,8 @@ def test_messages_become_the_chat_that_the_server_makes_of_them(
 def stop_repair(body: JsonObject, **repairs: bool) -> ResponseRewriter | None:
     """The rewriter for the response of a llama.cpp server to this body."""
     settings = Settings.model_validate({"repairs": repairs})
-    return MESSAGES.response_rewriter(forwarded(body), Answering("llama.cpp", None), settings)
+    bodies = [msgspec.json.encode(body)]
+    return MESSAGES.response_rewriter(bodies, "m", answering(), settings, stream=False)
 
 
 def ended(reason: str, sequence: str | None) -> JsonObject:
@@ -312,3 +330,400 @@ def test_a_stop_sequence_is_told_after_a_resumption_too() -> None:
         assert repair is not None
         [told] = [one for one in values(repair.rewrite_events(events)) if "delta" in one]
         assert told["delta"] == ended("stop_sequence", "zzz")
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+OUTPUT: dict[str, Any] = {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}
+HELLO: JsonObject = {"messages": [{"role": "user", "content": "hello there"}], "max_tokens": 9}
+WEATHER = {"name": "weather", "description": "of a city", "input_schema": SCHEMA}
+IMAGE = {"type": "base64", "media_type": "image/png", "data": "aGk="}
+
+
+def as_chat(body: JsonObject, response_format: JsonObject | None = None) -> JsonObject:
+    texts = run_at_once(cut_long_strings(msgspec.json.encode(body)))
+    fields = FIELDS_DECODER.decode(texts.rest)
+    return parse_object(run_at_once(chat_request(fields, response_format or {}, texts)))
+
+
+def needed(body: JsonObject, path: str = "/v1/messages", settings: Settings | None = None) -> bool:
+    data = msgspec.json.encode(HELLO | body)
+    return MESSAGES.needs_translation(path, data, settings or Settings())
+
+
+# Which requests
+
+
+@each_case(
+    "body",
+    [
+        OUTPUT,
+        OUTPUT | {"output_config": {"effort": "low", **OUTPUT["output_config"]}},
+        {"output_format": OUTPUT["output_config"]["format"]},
+        OUTPUT | {"tools": []},
+        OUTPUT | {"tools": [WEATHER], "tool_choice": {"type": "none"}},
+    ],
+)
+def test_a_body_with_a_format_is_translated(body: JsonObject) -> None:
+    assert needed(body)
+
+
+@each_case(
+    "body",
+    [
+        {},
+        {"output_config": {"effort": "low"}},
+        {"output_config": {"format": None}},
+        {"output_config": {"format": {"type": "text"}}},
+        {"output_config": {"format": {"type": "json_schema"}}},
+        {"output_config": []},
+        OUTPUT | {"tools": [WEATHER]},
+        {"messages": [{"role": "user", "content": 'say "output_config"'}]},
+    ],
+)
+def test_all_other_bodies_are_not(body: JsonObject) -> None:
+    assert not needed(body)
+
+
+def test_neither_is_one_of_another_path_or_with_the_repair_switched_off() -> None:
+    off = Settings.model_validate({"repairs": {"output_config": False}})
+    assert not needed(OUTPUT, "/v1/messages/count_tokens")
+    assert not needed(OUTPUT, settings=off)
+    assert not MESSAGES.needs_translation("/v1/messages", b'{"output_config":', Settings())
+
+
+# What goes out
+
+
+def test_the_chat_has_the_format_and_the_same_parameters() -> None:
+    body = HELLO | OUTPUT | {"model": "m", "temperature": 0.5, "stream": True, "priority": "batch"}
+    body |= {"stop_sequences": ["x"], "metadata": {"user_id": "u"}, "top_k": 3}
+    translation = run_at_once(MESSAGES.translate(msgspec.json.encode(body), lambda _: True))
+    assert translation.path == "/v1/chat/completions"
+    assert parse_object(translation.body) == {
+        **{name: body[name] for name in ("model", "temperature", "stream", "priority", "top_k")},
+        **{name: body[name] for name in ("messages", "max_tokens")},
+        "stop": ["x"],
+        "stream_options": {"include_usage": True},
+        "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
+    }
+
+
+def test_a_body_without_limits_gets_those_of_the_server() -> None:
+    chat = as_chat({"messages": [], "thinking": {"type": "enabled"}})
+    assert (chat["max_tokens"], chat["thinking_budget_tokens"]) == (4096, 10_000)
+    assert as_chat({"messages": [], "thinking": {"type": "disabled"}}).keys() == {
+        "messages",
+        "max_tokens",
+    }
+
+
+def test_the_system_prompt_is_one_text_without_the_stamp_of_claude_code() -> None:
+    stamped = "x-anthropic-billing-header: cc_version=2.1; cch=a5145;You are"
+    blocks = [{"type": "text", "text": text} for text in (stamped, " cch=a5145;")]
+    chat = as_chat({"messages": [], "system": [*blocks, {"type": "other"}, 7]})
+    [system] = chat["messages"]
+    text = "x-anthropic-billing-header: cc_version=2.1; cch=fffff;You are cch=a5145;"
+    assert system == {"role": "system", "content": text}
+    for plain in ("x-anthropic-billing-header: cch=a5", "cch=a5145;", ""):
+        assert as_chat({"messages": [], "system": plain})["messages"][0]["content"] == plain
+
+
+def test_blocks_become_parts_calls_and_results() -> None:
+    use = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "rome"}}
+    text = {"type": "text", "text": "b"}
+    images = [{"type": "image", "source": IMAGE}, {"type": "image", "source": {"url": "no type"}}]
+    results: list[tuple[Any, Any]] = [
+        ("sun", "sun"),
+        ([text, {"type": "text", "text": "c"}], "bc"),
+        (None, ""),
+    ]
+    shown = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+    chat = as_chat(
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "content": [{"type": "thinking", "thinking": "a"}, text, use],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        *(
+                            {"type": "tool_result", "tool_use_id": "t1", "content": content}
+                            for content, _ in results
+                        ),
+                        {"type": "tool_result", "tool_use_id": "t1", "content": images},
+                    ],
+                },
+                {"role": "user", "content": [*images, {"type": "document"}]},
+                {"role": "user", "content": [{"type": "document"}]},
+            ]
+        }
+    )
+    function = {"name": "weather", "arguments": '{"city":"rome"}'}
+    call = {"id": "t1", "type": "function", "function": function}
+    result = {"role": "tool", "tool_call_id": "t1"}
+    assert chat["messages"] == [
+        {"role": "assistant", "content": [text], "tool_calls": [call], "reasoning_content": "a"},
+        *(result | {"content": content} for _, content in results),
+        result | {"content": [shown]},
+        {"role": "user", "content": [shown]},
+    ]
+
+
+def test_long_strings_arrive_unchanged() -> None:
+    """Those of a large body are cut out while it is translated."""
+    long = 'say "\\n"\n' * 20_000
+    use = {"type": "tool_use", "id": "t1", "name": "write", "input": {"text": long}}
+    image = {"type": "image", "source": IMAGE | {"data": "A" * 50_000}}
+    blocks = [{"type": "text", "text": long}, {"type": "thinking", "thinking": long}, use]
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": long}
+    chat = as_chat(
+        {
+            "system": [{"type": "text", "text": long}],
+            "messages": [
+                {"role": "user", "content": long},
+                {"role": "assistant", "content": blocks},
+                {"role": "user", "content": [result, image]},
+            ],
+        }
+    )
+    system, first, called, shown, answer = chat["messages"]
+    assert system["content"] == first["content"] == answer["content"] == long
+    assert called["content"][0]["text"] == called["reasoning_content"] == long
+    [call] = called["tool_calls"]
+    assert parse_object(call["function"]["arguments"].encode()) == {"text": long}
+    assert shown["content"][0]["image_url"]["url"] == f"data:image/png;base64,{'A' * 50_000}"
+
+
+def test_a_large_body_without_a_format_passes_as_it_is() -> None:
+    for more in ({"output_config": {"effort": "low"}}, {"output_config": 7}):
+        body = msgspec.json.encode(HELLO | more | {"system": "a" * 100_000})
+        assert MESSAGES.needs_translation("/v1/messages", body, Settings())
+        translation = run_at_once(MESSAGES.translate(body, lambda _: True))
+        assert translation.path == "/v1/messages"
+        assert translation.body is body
+    broken = b'{"output_config": {"format": "' + b"a" * 100_000
+    assert run_at_once(MESSAGES.translate(broken, lambda _: True)).body is broken
+
+
+@each_case("messages", [None, "x", {"role": "user"}, 7])
+def test_messages_that_are_no_list_are_refused(messages: Any) -> None:
+    with pytest.raises(GatewayError) as refused:
+        as_chat({"messages": messages})
+    assert (refused.value.status, refused.value.param) == (400, "messages")
+
+
+json_values: Any = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "text", "content", "source", "input", "id", "name", "role"])
+            | st.text(max_size=3),
+            inner | st.sampled_from(["text", "image", "tool_use", "tool_result", "thinking"]),
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.lists(json_values, max_size=3), json_values, json_values)
+def test_messages_of_any_shape_are_no_crash(messages: Any, system: Any, thinking: Any) -> None:
+    as_chat({"messages": messages, "system": system, "thinking": thinking})
+
+
+# What comes back
+
+CHUNK: JsonObject = {"id": "c1", "model": "m", "object": "chat.completion.chunk"}
+USAGE = {"prompt_tokens": 9, "completion_tokens": 5, "prompt_tokens_details": {"cached_tokens": 4}}
+
+
+def chunks(deltas: list[JsonObject], reason: str = "stop") -> list[bytes]:
+    choices = [{"index": 0, "finish_reason": None, "delta": delta} for delta in deltas]
+    ends = {"index": 0, "finish_reason": reason, "delta": {}}
+    return [
+        data_event(CHUNK | {"choices": [{"delta": {"role": "assistant", "content": None}}]}),
+        *(data_event(CHUNK | {"choices": [choice]}) for choice in choices),
+        data_event(CHUNK | {"choices": [ends]}),
+        data_event(CHUNK | {"choices": [], "usage": USAGE}),
+        b"data: [DONE]\n\n",
+    ]
+
+
+def message_of(events: bytes) -> JsonObject:
+    """The message that a stream's events make."""
+    data = [parse_object(sse.payload(event)) for event in sse.split(events)]
+    assert all(
+        sse.event_name(event).decode() == value["type"]
+        for event, value in zip(sse.split(events), data, strict=True)
+    )
+    made: JsonObject = assembled(MESSAGES, data)
+    return made
+
+
+def test_a_stream_becomes_a_message() -> None:
+    deltas = [{"reasoning_content": "so"}, {"reasoning_content": " so"}, {"content": "{"}]
+    events = b"".join(map(ChatToMessage().rewrite_events, chunks([*deltas, {"content": "}"}])))
+    assert message_of(events) == {
+        "id": "c1",
+        "type": "message",
+        "role": "assistant",
+        "model": "m",
+        "content": [
+            {"type": "thinking", "thinking": "so so", "signature": ""},
+            {"type": "text", "text": "{}"},
+        ],
+        "stop_reason": "end_turn",
+        "stop_sequence": None,
+        "usage": {"cache_read_input_tokens": 4, "input_tokens": 5, "output_tokens": 5},
+    }
+    assert MESSAGES.is_stream_complete(events)
+
+
+@each_case(
+    ("reason", "expected"),
+    [("stop", "end_turn"), ("length", "max_tokens"), ("tool_calls", "tool_use"), (7, "end_turn")],
+)
+def test_the_reason_is_told_in_anthropics_words(reason: Any, expected: str) -> None:
+    events = b"".join(map(ChatToMessage().rewrite_events, chunks([{"content": "a"}], reason)))
+    assert message_of(events)["stop_reason"] == expected
+    plain = {**CHUNK, "choices": [{"finish_reason": reason, "message": {"content": "a"}}]}
+    body = ChatToMessage().rewrite_body(msgspec.json.encode(plain | {"usage": USAGE}))
+    assert parse_object(body) == message_of(events)
+
+
+@each_case(
+    ("error", "expected"),
+    [
+        (errors.node_failed("no"), "api_error"),
+        (errors.node_timeout("no"), "timeout_error"),
+        (errors.no_node("no", 1.0), "overloaded_error"),
+        (errors.queue_full("no", 1.0), "rate_limit_error"),
+        (errors.invalid_request("no"), "invalid_request_error"),
+    ],
+)
+def test_an_error_ends_the_stream_in_anthropics_form(error: GatewayError, expected: str) -> None:
+    rewriter = ChatToMessage()
+    rewriter.rewrite_events(b"".join(chunks([{"content": "a"}])[:2]))
+    own = parse_object(MESSAGES.error_body(error, "r"))["error"]
+    assert own["type"] == expected
+    event = rewriter.rewrite_events(CHAT.error_event(error, "r"))
+    assert event == b'event: error\ndata: {"type":"error","error":%b}\n\n' % msgspec.json.encode(
+        own
+    )
+
+
+@each_case(
+    "event",
+    [b"data: {\n\n", b"data: 7\n\n", b'data: {"choices":7}\n\n', b'data: {"choices":[7]}\n\n'],
+)
+def test_an_event_that_is_no_chats_is_invalid(event: bytes) -> None:
+    with pytest.raises(InvalidResponse):
+        ChatToMessage().rewrite_events(event)
+    for content in (b"{", b"{}", b'{"choices":[]}', b'{"choices":[{"message":7}]}'):
+        with pytest.raises(InvalidResponse):
+            ChatToMessage().rewrite_body(content)
+
+
+def test_comments_stay() -> None:
+    assert ChatToMessage().rewrite_events(b":\n") == b":\n"
+
+
+deltas = st.lists(
+    st.dictionaries(st.sampled_from(["content", "reasoning_content"]), st.text(max_size=5)),
+    max_size=8,
+)
+
+
+@given(deltas, st.data())
+def test_the_message_does_not_depend_on_how_the_events_came(
+    made: list[JsonObject], cuts: st.DataObject
+) -> None:
+    events = chunks(made)
+    expected = b"".join(map(ChatToMessage().rewrite_events, events))
+    rewriter, out, at = ChatToMessage(), b"", 0
+    while at < len(events):
+        to = cuts.draw(st.integers(at + 1, len(events)))
+        out += rewriter.rewrite_events(b"".join(events[at:to]))
+        at = to
+    assert out == expected
+    for kind, name in (("text", "content"), ("thinking", "reasoning_content")):
+        text = "".join(block.get(kind, "") for block in message_of(out)["content"])
+        assert text == "".join(delta.get(name, "") for delta in made)
+
+
+# The chat is the one that the server itself makes
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[httpx.Client]:
+    with (
+        demo_servers(1, slots=1) as (url,),
+        httpx.Client(base_url=url, trust_env=False, verify=NO_TLS, timeout=60) as client,
+    ):
+        yield client
+
+
+CALLED: list[JsonObject] = [
+    {"role": "user", "content": [{"type": "text", "text": "river"}]},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "text", "text": "so"},
+            {"type": "tool_use", "id": "t1", "name": "weather", "input": {"a": 7}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {
+                "type": "tool_result",
+                "tool_use_id": "t1",
+                "content": [{"type": "text", "text": "9"}],
+            },
+            {"type": "text", "text": "and now"},
+        ],
+    },
+]
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    "body",
+    [
+        HELLO,
+        HELLO | {"system": "be brief"},
+        HELLO | {"system": [{"type": "text", "text": "be"}, {"type": "text", "text": " brief"}]},
+        {"messages": [*HELLO["messages"], {"role": "assistant", "content": "so"}]},
+        {"messages": CALLED},
+        HELLO | {"stop_sequences": ["a"], "top_k": 3},
+    ],
+)
+def test_the_chat_gets_the_servers_own_answer(node: httpx.Client, body: JsonObject) -> None:
+    body = body | {"max_tokens": 20, "temperature": 0}
+    direct = node.post("/v1/messages", json=body).json()
+    answer = node.post("/v1/chat/completions", json=as_chat(body))
+    assert answer.status_code == 200, answer.text
+    ours = parse_object(ChatToMessage().rewrite_body(answer.content))
+    for message in (direct, ours):
+        usage = message["usage"]
+        usage["input_tokens"] += usage.pop("cache_read_input_tokens")
+        message["stop_sequence"] = None  # a chat does not tell it
+        del message["id"]
+    assert ours == direct
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{}] * (MOST_PARTS + 1),
+        [{"content": [{}] * (MOST_MESSAGE_PARTS + 1)}],
+        [{"content": [{"type": "tool_use", "input": {"a": "x" * 600_000}}] * 2}],
+    ],
+)
+def test_what_is_too_much_to_translate_is_refused(messages: list[JsonObject]) -> None:
+    with pytest.raises(GatewayError) as raised:
+        as_chat({"messages": messages})
+    assert raised.value.status == 400

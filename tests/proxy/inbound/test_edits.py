@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.config.routing import ModelRule
+from gateway.proxy.inbound.body import parse_body
 from gateway.proxy.inbound.edits import (
     apply_edit,
     apply_rules,
@@ -17,7 +18,6 @@ from gateway.proxy.inbound.edits import (
     required_edit,
     with_model,
 )
-from gateway.proxy.inbound.parsed_body import parse_body
 from gateway.proxy.tokens import BOUND_NAMES, settle_bound
 from tests.each_case import each_case
 

@@ -24,7 +24,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from gateway.tools.bench.prompts import WORDS, PromptWriter, Text, fit, random_words
+from gateway.tools.bench.target import WORDS, PromptWriter, fit, random_words
+from gateway.tools.simulate.trace import TracePrompt
 from tests.emulator.language_model import count_tokens
 from tests.emulator.process import emulator_process
 from tests.emulator.request_body import render_chat
@@ -142,7 +143,10 @@ def write_prompts(path: Path, count: int, prompt: int, max_tokens: int) -> None:
     writer = PromptWriter(2, calibration)
     with path.open("w") as file:
         for number in range(count):
-            row = {"prompt": writer.write(Text(number, prompt)), "output_tokens_count": max_tokens}
+            row = {
+                "prompt": writer.write(TracePrompt(number, prompt)),
+                "output_tokens_count": max_tokens,
+            }
             file.write(json.dumps(row) + "\n")
 
 

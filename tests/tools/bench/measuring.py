@@ -7,10 +7,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from gateway.tools.bench.endpoint import CHAT
-from gateway.tools.bench.load import Load, closed_loads
+from gateway.tools.bench.exchange import CHAT
+from gateway.tools.bench.load import Load, RequestPattern, closed_loads
 from gateway.tools.bench.report import BenchReport
-from gateway.tools.bench.runner import Workload
 from gateway.tools.bench.session import BenchPlan, BenchSession
 from tests.virtual import now
 
@@ -21,7 +20,7 @@ STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection
 
 def plan(url: str, loads: list[Load] | None = None, **options: Any) -> BenchPlan:
     """A plan of a few small requests."""
-    options.setdefault("workload", Workload(64, 8))
+    options.setdefault("pattern", RequestPattern(64, 8))
     options.setdefault("endpoint", CHAT)
     options.setdefault("warm_up", 1)
     return BenchPlan(url=url, loads=loads or closed_loads("2", 4, None), **options)

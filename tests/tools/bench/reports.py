@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from gateway.tools.bench.client_lag import ClientFigures
 from gateway.tools.bench.exchange import RequestResult
-from gateway.tools.bench.figures import Goal, figures_of
-from gateway.tools.bench.limiting import judge
-from gateway.tools.bench.load import closed_loads
-from gateway.tools.bench.report import BenchReport, LoadResult
-from gateway.tools.bench.runner import LoadRun
+from gateway.tools.bench.load import ClientFigures, LoadRun, closed_loads
+from gateway.tools.bench.report import BenchReport, LoadResult, RequestGoal, figures_of, judge
 from gateway.tools.bench.target import Baseline, ServerDescription
 from gateway.tools.simulate.report import Percentiles
 
@@ -32,10 +28,10 @@ def sample_runs(*, fails: bool = False) -> list[LoadRun]:
     return runs
 
 
-def sample_report(*, fails: bool = False, goal: Goal | None = None) -> BenchReport:
+def sample_report(*, fails: bool = False, goal: RequestGoal | None = None) -> BenchReport:
     """A report of `sample_runs`."""
     server, baseline = ServerDescription(model="demo", slots=4), Baseline(0.1, 0.1, 1)
-    found = [figures_of(run, goal or Goal(), 0.0, 0.1) for run in sample_runs(fails=fails)]
+    found = [figures_of(run, goal or RequestGoal(), 0.0, 0.1) for run in sample_runs(fails=fails)]
     return BenchReport(
         "http://127.0.0.1:8000",
         "chat",
@@ -43,7 +39,7 @@ def sample_report(*, fails: bool = False, goal: Goal | None = None) -> BenchRepo
         server,
         {"prompt_tokens": 64, "seed": 1},
         {"python": "3.11.2"},
-        goal or Goal(),
+        goal or RequestGoal(),
         baseline,
         [LoadResult(one, judge(one, server, baseline)) for one in found],
     )

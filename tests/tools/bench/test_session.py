@@ -5,22 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gateway.tools.bench.endpoint import endpoint
-from gateway.tools.bench.figures import Goal, LoadFigures
-from gateway.tools.bench.limiting import Limit
-from gateway.tools.bench.load import Load, Loop, closed_loads, poisson_loads
-from gateway.tools.bench.report import BenchReport
-from gateway.tools.bench.runner import Workload
+from gateway.tools.bench.exchange import ENDPOINTS
+from gateway.tools.bench.load import Load, Loop, RequestPattern, closed_loads, poisson_loads
+from gateway.tools.bench.report import BenchReport, Limit, LoadFigures, RequestGoal
 from gateway.tools.bench.session import BenchSession, FitError
 from gateway.tools.bench.target import TargetError
 from gateway.tools.local.energy import EnergyMeter, find_energy_domains
 from gateway.tools.simulate.trace import read_trace
 from tests.emulator import EmulatedNode
+from tests.tools.bench.beside_guidellm import emulated_node
 from tests.tools.bench.measuring import STREAM_HEAD, answers, measure, odd_server, plan
 from tests.tools.local.powercap import PowercapTree
 from tests.virtual import in_virtual_time, now
@@ -38,7 +37,7 @@ class TestAccuracy:
     async def test_a_closed_loop_measures_what_the_server_does(self) -> None:
         async with EmulatedNode(slots=4, prefill_tps=1000, decode_tps=50) as node:
             report = await measure(
-                node.url, closed_loads("1,4", 8, None), workload=Workload(200, 40)
+                node.url, closed_loads("1,4", 8, None), pattern=RequestPattern(200, 40)
             )
         for one in report.loads:
             found = one.figures
@@ -71,7 +70,7 @@ class TestAccuracy:
     @in_virtual_time
     async def test_long_prompts_are_found_to_limit(self) -> None:
         async with EmulatedNode(slots=2, prefill_tps=100, decode_tps=50) as node:
-            report = await measure(node.url, workload=Workload(200, 4))
+            report = await measure(node.url, pattern=RequestPattern(200, 4))
         assert report.loads[0].verdict.limit is Limit.PREFILL
 
     @in_virtual_time
@@ -79,7 +78,10 @@ class TestAccuracy:
         async with EmulatedNode(slots=1, prefill_tps=1000, decode_tps=10) as node:
             # A request takes 0.9 s or so, and three of them come each second.
             report = await measure(
-                node.url, poisson_loads("3", 30, None), most_in_flight=1, workload=Workload(64, 8)
+                node.url,
+                poisson_loads("3", 30, None),
+                most_in_flight=1,
+                pattern=RequestPattern(64, 8),
             )
         (one,) = report.loads
         found = one.figures
@@ -129,8 +131,8 @@ class TestAccuracy:
     @in_virtual_time
     async def test_a_common_prefix_is_common(self) -> None:
         async with EmulatedNode(slots=1, cache_ram=100_000) as node:
-            shared = only(await measure(node.url, workload=Workload(200, 4, 150)))
-            apart = only(await measure(node.url, workload=Workload(200, 4)))
+            shared = only(await measure(node.url, pattern=RequestPattern(200, 4, 150)))
+            apart = only(await measure(node.url, pattern=RequestPattern(200, 4)))
         assert shared.cached_tokens == pytest.approx(150, rel=0.1)
         assert apart.cached_tokens is not None
         assert apart.cached_tokens < 20
@@ -139,7 +141,7 @@ class TestAccuracy:
     async def test_several_tokens_in_a_segment_do_not_change_the_time_between_tokens(self) -> None:
         async with EmulatedNode(slots=2, decode_tps=50) as node:
             node.faults.set("merge", count=4, path="/v1/chat/completions")
-            found = only(await measure(node.url, workload=Workload(64, 40)))
+            found = only(await measure(node.url, pattern=RequestPattern(64, 40)))
         assert found.inter_token is not None
         assert found.inter_token.p50 == pytest.approx(1 / 50, rel=0.1)
 
@@ -147,7 +149,9 @@ class TestAccuracy:
     async def test_the_goal_is_kept_by_some_and_failed_requests_do_not_keep_it(self) -> None:
         async with EmulatedNode(slots=1, prefill_tps=1000, decode_tps=100) as node:
             node.faults.set("status", status=500, tag="never")
-            found = only(await measure(node.url, closed_loads("2", 10, None), goal=Goal(ttft=0.1)))
+            found = only(
+                await measure(node.url, closed_loads("2", 10, None), goal=RequestGoal(ttft=0.1))
+            )
         assert found.goodput is not None
         # Only the first did not wait for the one before.
         assert found.goodput.share == pytest.approx(0.1)
@@ -156,20 +160,18 @@ class TestAccuracy:
 class TestEndpoints:
     @in_virtual_time
     async def test_completions(self) -> None:
-        chosen = endpoint("completions")
-        assert chosen is not None
         async with EmulatedNode(prefill_tps=1000, decode_tps=50) as node:
-            found = only(await measure(node.url, endpoint=chosen))
+            found = only(await measure(node.url, endpoint=ENDPOINTS["completions"]))
         assert found.succeeded == 4
         assert found.inter_token is not None
         assert found.inter_token.p50 == pytest.approx(1 / 50, rel=0.02)
 
     @in_virtual_time
     async def test_embeddings_have_no_tokens_but_a_time(self) -> None:
-        chosen = endpoint("embeddings")
-        assert chosen is not None
         async with EmulatedNode(prefill_tps=1000, embeddings=True) as node:
-            report = await measure(node.url, endpoint=chosen, workload=Workload(100, 8))
+            report = await measure(
+                node.url, endpoint=ENDPOINTS["embeddings"], pattern=RequestPattern(100, 8)
+            )
         found = only(report)
         assert found.succeeded == 4
         assert found.ttft is None
@@ -212,7 +214,7 @@ class TestServers:
     async def test_requests_that_do_not_fit_into_a_slot_are_refused_before_the_load(self) -> None:
         async with EmulatedNode(context=100) as node:
             with pytest.raises(FitError, match="do not fit into a slot of 100 tokens"):
-                await measure(node.url, workload=Workload(90, 20))
+                await measure(node.url, pattern=RequestPattern(90, 20))
             assert node.requests == 0
 
     async def test_a_server_that_is_not_there(self) -> None:
@@ -406,3 +408,24 @@ class TestBadServers:
         assert found.succeeded == 4
         assert found.completion_tokens == 2
         assert found.prompt_tokens is None
+
+
+@pytest.mark.slow
+async def test_what_is_measured_is_what_the_server_did() -> None:
+    """Beside the server's own clock, so that a slow machine makes both of them slow."""
+    with emulated_node(slots=4, prefill_tps=128, decode_tps=20) as url:
+        session = BenchSession(
+            plan(url, closed_loads("4", 8, None), pattern=RequestPattern(256, 60))
+        )
+        await session.run()
+    (run,) = session.runs
+    assert [one.error for one in run.results] == [None] * 8
+    ratios, gaps = [], []
+    for one in run.results:
+        assert one.ttft is not None
+        assert one.inter_token is not None
+        assert one.server.prefill_seconds is not None
+        ratios.append(one.ttft / one.server.prefill_seconds)
+        gaps.append(one.inter_token)
+    assert statistics.median(ratios) == pytest.approx(1.0, rel=0.02)
+    assert statistics.median(gaps) == pytest.approx(1 / 20, rel=0.02)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+from itertools import takewhile
 
 import pytest
 
-from gateway.tools.bench.exchange import RequestResult
+from gateway.tools.bench.exchange import CHAT, RequestResult, RequestSender
 from gateway.tools.bench.target import (
     Baseline,
+    Calibration,
+    PromptWriter,
     describe_server,
+    fit,
     is_this_machine,
     server_address,
 )
+from gateway.tools.simulate.trace import TracePrompt
 from gateway.transport.pool import ConnectionPool
 from tests.emulator import EmulatedNode
 from tests.tools.bench.measuring import answers, measure, odd_server
@@ -50,7 +55,7 @@ def test_a_request_alone_is_the_median_without_the_first_of_several() -> None:
 async def test_slots_context_and_distance_are_asked_for() -> None:
     async with EmulatedNode(slots=3, context=2048) as node:
         pool = ConnectionPool(server_address(node.url, None, None))
-        found = await describe_server(pool, None, connect_timeout=5)
+        found = await describe_server(RequestSender(pool, CHAT, 5.0, 15.0), None)
         pool.close()
     assert (found.slots, found.context, found.model, found.ignores_eos) == (3, 2048, "demo", True)
     assert found.round_trip is not None
@@ -69,7 +74,7 @@ async def test_nonsense_about_itself_is_not_believed() -> None:
     head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
     async with odd_server(answers(head + body)) as url:
         pool = ConnectionPool(server_address(url, None, None))
-        found = await describe_server(pool, None, connect_timeout=5)
+        found = await describe_server(RequestSender(pool, CHAT, 5.0, 15.0), None)
         pool.close()
     assert (found.model, found.slots, found.context, found.ignores_eos) == (
         "real", None, None, False,
@@ -110,3 +115,50 @@ async def test_token_counts_come_from_tokenize_where_a_server_has_no_usage() -> 
     assert seen[-4:] == [32] * 4
     assert any("sends no usage" in note for note in report.notes)
     assert any("names no model" in note for note in report.server.notes)
+
+
+def words(text: TracePrompt, seed: int = 1, calibration: Calibration | None = None) -> list[str]:
+    return PromptWriter(seed, calibration or Calibration()).write(text).split()
+
+
+def shared(one: list[str], other: list[str]) -> int:
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def test_a_prompt_has_as_many_words_as_the_calibration_says() -> None:
+    calibration = fit((16, 30), (116, 180), "test")
+    assert (calibration.tokens_per_word, calibration.overhead) == (1.5, 6.0)
+    for tokens in (30, 180, 1000):
+        count = len(words(TracePrompt(1, tokens), calibration=calibration))
+        assert 6 + count * 1.5 == pytest.approx(tokens, abs=1)
+    assert len(words(TracePrompt(1, 1), calibration=calibration)) == 1
+
+
+def test_a_calibration_needs_a_longer_prompt_with_more_tokens() -> None:
+    with pytest.raises(ValueError, match="not more tokens"):
+        fit((16, 30), (116, 30), "test")
+
+
+def test_the_seed_decides_the_words_and_two_texts_differ_from_the_first_words_on() -> None:
+    assert words(TracePrompt(1, 500)) == words(TracePrompt(1, 500))
+    assert words(TracePrompt(1, 500)) != words(TracePrompt(1, 500), seed=2)
+    assert shared(words(TracePrompt(1, 500)), words(TracePrompt(2, 500))) < 5
+
+
+def test_prompts_of_one_prefix_have_it_in_common_and_no_more() -> None:
+    one, other = words(TracePrompt(1, 200, 7, 150)), words(TracePrompt(2, 300, 7, 150))
+    assert 150 <= shared(one, other) < 155
+    assert shared(one, words(TracePrompt(1, 200, 8, 150))) < 5
+
+
+def test_a_later_turn_begins_with_all_of_the_earlier_one() -> None:
+    calibration = Calibration(1.7, 9.0)
+    earlier = words(TracePrompt(3, 400, 7, 150), calibration=calibration)
+    later = words(TracePrompt(3, 700, 7, 150), calibration=calibration)
+    assert later[: len(earlier)] == earlier
+    assert len(later) > len(earlier)
+
+
+def test_a_prompt_may_be_its_prefix_alone() -> None:
+    assert words(TracePrompt(1, 100, 7, 100)) == words(TracePrompt(2, 100, 7, 100))

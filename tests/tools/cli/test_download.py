@@ -52,7 +52,7 @@ def server(content: bytes, authority: Path) -> Iterator[FileServer]:
 @pytest.fixture
 def environment(tmp_path: Path, authority: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The environment of the command, here and in other processes."""
-    from gateway.tools.local.server_command import server_environment
+    from gateway.tools.local.server import server_environment
 
     given = {
         "LLAMA_GATEWAY_CACHE": str(tmp_path / "cache"),

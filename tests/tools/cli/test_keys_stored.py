@@ -300,12 +300,23 @@ def test_a_store_that_can_not_be_opened_is_an_error_with_a_remedy(alone: Path) -
     assert "backup" in ran.err
 
 
-def test_without_a_store_the_remedy_is_the_settings(alone: Path) -> None:
+def test_without_a_store_the_lines_for_the_settings_are_shown(alone: Path) -> None:
     write_settings(alone, {"store": {"url": "off"}})
-    ran = run("keys", "create", "--name", "alice")
+    ran = run("keys", "create", "--name", "alice", "--rpm", "5")
+    assert ran.status == 0
+    assert "there is no store" in ran.err
+    (entry,) = yaml.safe_load(ran.out.partition("For config/gateway.yaml:\n\n")[2])["keys"]
+    assert (entry["name"], entry["limits"]) == ("alice", {"rpm": 5})
+    ran = run("keys", "list")
     assert (ran.status, ran.out) == (2, "")
-    assert "--print" in ran.err
-    assert run("keys", "create", "--name", "alice", "--print").status == 0
+    assert "'llama-gateway keys create' shows the lines" in ran.err
+
+
+def test_the_flag_print_still_shows_the_lines_and_warns(alone: Path) -> None:
+    ran = run("keys", "create", "--name", "alice", "--print")
+    assert (ran.status, "For config/gateway.yaml" in ran.out) == (0, True)
+    assert "--print goes with the next release" in ran.err
+    assert not (alone / "config" / "keys.db").exists()
 
 
 def test_a_named_gateway_that_does_not_answer_is_no_reason_to_open_the_store(alone: Path) -> None:

@@ -25,11 +25,10 @@ import pytest
 import yaml
 
 from gateway.tools.cli import up
-from gateway.tools.local.gguf_file import read_model
+from gateway.tools.local.gguf import read_model
 from gateway.tools.local.memory import memlock_warning, memory_needed
 from gateway.tools.local.plan import DEFAULT_CONTEXT, DEFAULT_SLOTS, plan_local_fleet
-from gateway.tools.local.server_command import server_environment
-from gateway.tools.local.server_process import BASE_PORT, claim_free_port, claimed_port
+from gateway.tools.local.server import BASE_PORT, claim_free_port, claimed_port, server_environment
 from tests.processes import wait_until_gone
 from tests.servers import demo_model, may_lock, server_binary, server_path
 from tests.tools.cli.running import read_until, run, run_process

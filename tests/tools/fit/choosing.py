@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from gateway.tools.fit.bandwidth import bandwidth_of_modules
-from gateway.tools.fit.estimate import Fit, Machine, Place, fit
-from gateway.tools.local.gguf_file import ModelFile
-from gateway.tools.local.memory import GIB
-from gateway.tools.local.server_memory import ServerSettings
+from gateway.tools.fit import Fit, Machine, Place, bandwidth_of_modules, fit
+from gateway.tools.local.gguf import ModelFile
+from gateway.tools.local.memory import GIB, ServerSettings
 from tests.tools.fit.shapes import LLAMA_8B, LLAMA_70B, QWEN_30B
 
 MODELS = {"8 B dense": LLAMA_8B, "30 B, 3 B active": QWEN_30B, "70 B dense": LLAMA_70B}

@@ -26,11 +26,9 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
 
-from gateway.tools.fit.bandwidth import measure_bandwidth
-from gateway.tools.fit.speed import Cores, expected_speed, instruction_set
-from gateway.tools.local.gguf_file import model_parts, read_headers
-from gateway.tools.local.model_shape import ModelShape, model_shape
-from gateway.tools.local.server_memory import ServerSettings, repacked_types, server_memory
+from gateway.tools.fit import Cores, expected_speed, instruction_set, measure_bandwidth
+from gateway.tools.local.gguf import ModelShape, model_parts, model_shape, read_headers
+from gateway.tools.local.memory import ServerSettings, repacked_types, server_memory
 from gateway.tools.local.topology import read_topology
 from tests.tools.fit.random_models import Recipe, write
 from tests.tools.fit.real_server import RealServer, python, real_server

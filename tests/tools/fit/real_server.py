@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from gateway.tools.local.server_command import ServerSpec, server_command, server_environment
+from gateway.tools.local.server import ServerSpec, server_command, server_environment
 
 START_LIMIT = 120.0  # seconds
 ANSWER_LIMIT = 420.0

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.tools.local.gguf_header import Tensor
-from gateway.tools.local.model_shape import Layer, ModelShape
+from gateway.tools.local.gguf import Layer, ModelShape, Tensor
 from tests.tools.fit.random_models import Recipe, tensors
 
 

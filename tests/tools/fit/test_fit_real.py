@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from gateway.tools.local.gguf_file import read_model
-from gateway.tools.local.server_memory import ServerSettings, repacked_types, server_memory
+from gateway.tools.local.gguf import read_model
+from gateway.tools.local.memory import ServerSettings, repacked_types, server_memory
 from gateway.tools.local.topology import read_topology
 from tests.tools.fit.random_models import Recipe, write
 from tests.tools.fit.real_server import real_server

@@ -20,7 +20,7 @@ from gateway.tools.local.demo_model import (
     vocabulary,
     write_model,
 )
-from gateway.tools.local.gguf_file import read_model
+from gateway.tools.local.gguf import read_model
 
 DIGEST = "10da5477ee65e120e29e483324a53f2aa8138a7174e6520b950fd961edd0975f"
 

@@ -20,12 +20,12 @@ from gateway.tools.local.download import (
     DownloadHooks,
     DownloadWish,
     download,
+    open_client,
     part_path,
     read_record,
     record_path,
 )
-from gateway.tools.local.gguf_file import least_size
-from gateway.tools.local.remote_file import open_client
+from gateway.tools.local.gguf import least_size
 from tests.servers import demo_model
 from tests.tools.local.file_server import Fault, FileServer
 

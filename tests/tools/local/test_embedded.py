@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from gateway.tools.local.demo_model import WORDS
-from gateway.tools.local.gguf_file import read_model
+from gateway.tools.local.gguf import read_model
 from gateway.tools.local.memory import memlock_warning
-from gateway.tools.local.server_command import server_environment
+from gateway.tools.local.server import server_environment
 from tests.each_case import each_case
 from tests.processes import gone, wait_until_gone
 from tests.servers import (

@@ -16,7 +16,7 @@ from gateway.tools.local.embedded import (
     system_has_openmp,
 )
 from gateway.tools.local.plan import plan_local_fleet
-from gateway.tools.local.server_command import server_environment
+from gateway.tools.local.server import server_environment
 from tests.servers import running_demo_servers
 from tests.tools.local.server_requests import post
 

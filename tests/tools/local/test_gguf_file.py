@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.tools.local import ModelFileError
-from gateway.tools.local.gguf_file import model_parts, read_model
+from gateway.tools.local.gguf import model_parts, read_model
 from tests.each_case import each_case
 
 PADDING = 16  # bytes behind the last tensor that `write_gguf` writes

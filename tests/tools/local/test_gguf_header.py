@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.tools.local.gguf_header import (
+from gateway.tools.local.gguf import (
     MOST_KEPT_ITEMS,
     MOST_STRING_BYTES,
     MOST_STRINGS,

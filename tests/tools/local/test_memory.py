@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 
 from gateway.tools.local import MemoryShortError
-from gateway.tools.local.gguf_file import ModelFile, read_model
+from gateway.tools.local.gguf import ModelFile, read_model
 from gateway.tools.local.memory import (
+    ServerSettings,
     check_memory,
     format_gib,
     memory_headroom,
     memory_needed,
+    server_memory,
     server_needs,
 )
-from gateway.tools.local.server_memory import ServerSettings, server_memory
 from gateway.tools.local.topology import Topology, read_topology
 from tests.tools.fit.random_models import Recipe, write
 from tests.tools.local.machine import make_machine, two_sockets_with_smt

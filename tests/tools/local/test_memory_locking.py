@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway.tools.local import MemoryLockError
-from gateway.tools.local.gguf_file import ModelFile
+from gateway.tools.local.gguf import ModelFile
 from gateway.tools.local.memory import check_memlock, memlock_limit, memlock_warning
 from gateway.tools.local.plan import LocalFleetPlan, plan_local_fleet
 from gateway.tools.local.topology import read_topology

@@ -15,10 +15,17 @@ import pytest
 
 from gateway.tools.local import LocalFleetError, MemoryShortError
 from gateway.tools.local.cache import downloads_folder, file_lock
-from gateway.tools.local.download import DigestError, DownloadHooks, part_path, record_path
-from gateway.tools.local.gguf_file import ModelFile, read_model
-from gateway.tools.local.model_download import ModelWish, fetch_model
-from gateway.tools.local.model_url import ModelUrlError, cache_key
+from gateway.tools.local.download import (
+    DigestError,
+    DownloadHooks,
+    ModelUrlError,
+    ModelWish,
+    cache_key,
+    fetch_model,
+    part_path,
+    record_path,
+)
+from gateway.tools.local.gguf import ModelFile, read_model
 from tests.servers import demo_model
 from tests.tools.local.file_server import Fault, FileServer
 
@@ -162,7 +169,7 @@ class TestTwoProcesses:
             "import sys, httpx\n"
             "from pathlib import Path\n"
             "from gateway.tools.local.download import DownloadHooks\n"
-            "from gateway.tools.local.model_download import ModelWish, fetch_model\n"
+            "from gateway.tools.local.download import ModelWish, fetch_model\n"
             "wish = ModelWish(httpx.URL(sys.argv[1]))\n"
             "cache, hooks = Path(sys.argv[2]), DownloadHooks()\n"
             "print(fetch_model(wish, cache, hooks, check_fits=lambda _: None))"
@@ -190,7 +197,7 @@ class TestTwoProcesses:
     def test_a_process_that_makes_no_progress_is_not_waited_for_for_ever(
         self, models: Models, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("gateway.tools.local.model_download.WAIT_ROUND", 0.005)
+        monkeypatch.setattr("gateway.tools.local.download.WAIT_ROUND", 0.005)
         folder = models.target().parent
         with (
             file_lock(folder.with_name(f"{folder.name}.lock"), timeout=1),

@@ -8,8 +8,14 @@ import gguf
 import numpy as np
 import pytest
 
-from gateway.tools.local.gguf_header import Header, Tensor, read_header
-from gateway.tools.local.model_shape import Layer, UnknownShapeError, model_shape
+from gateway.tools.local.gguf import (
+    Header,
+    Layer,
+    Tensor,
+    UnknownShapeError,
+    model_shape,
+    read_header,
+)
 from tests.each_case import each_case
 
 F32 = 0

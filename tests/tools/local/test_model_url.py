@@ -3,7 +3,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from gateway.tools.local.model_url import (
+from gateway.tools.local.download import (
     ModelUrlError,
     cache_key,
     file_name,

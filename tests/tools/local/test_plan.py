@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gateway.tools.local import ContextError
-from gateway.tools.local.gguf_file import ModelFile
+from gateway.tools.local.gguf import ModelFile
 from gateway.tools.local.plan import DEFAULT_CONTEXT, MOST_PROMPT_CACHE_BYTES, plan_servers
 from gateway.tools.local.topology import Topology, read_topology
 from tests.each_case import each_case

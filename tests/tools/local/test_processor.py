@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.tools.local.processor import CpuCache, read_caches, read_processor
+from gateway.tools.local.topology import CpuCache, read_caches, read_processor
 from tests.tools.local.machine import (
     ALTRA,
     GRAVITON_3,

@@ -7,10 +7,10 @@ import httpx
 import pytest
 import trustme
 
-from gateway.tools.local.model_url import ModelUrlError
-from gateway.tools.local.remote_file import (
+from gateway.tools.local.download import (
     MOST_REDIRECTS,
     FileVersion,
+    ModelUrlError,
     RangeRefusedError,
     RemoteError,
     open_client,

@@ -7,7 +7,7 @@ import pytest
 
 from gateway.tools.local import ServerBinaryError
 from gateway.tools.local.embedded import argument_parser
-from gateway.tools.local.server_command import (
+from gateway.tools.local.server import (
     ServerBinary,
     ServerSpec,
     find_binary,
@@ -77,9 +77,7 @@ def test_a_pinned_server_is_launched_on_its_node() -> None:
 
 def test_the_embedded_server_understands_its_command_line() -> None:
     _, server = split(server_command(LOCKED, 8081, parent=1))
-    options = argument_parser().parse_args(
-        server[server.index("gateway.tools.local.embedded") + 1 :]
-    )
+    options = argument_parser().parse_args(server[server.index("node-server") + 1 :])
     assert (options.model, options.alias, options.port) == (SPEC.model, "m", 8081)
     assert (options.slots, options.ctx, options.threads) == (2, 8192, 8)
     assert (options.cache_ram, options.no_mmap, options.embedding) == (3072, True, True)

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from gateway.tools.local.gguf_file import read_model
-from gateway.tools.local.kv_types import KV_TYPES
-from gateway.tools.local.model_shape import ModelShape, UnknownShapeError
-from gateway.tools.local.server_memory import (
+from gateway.tools.local.embedded import KV_TYPES
+from gateway.tools.local.gguf import ModelShape, UnknownShapeError, read_model
+from gateway.tools.local.memory import (
     MIB,
     MOST_CHECKPOINTS,
     ServerSettings,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gateway.tools.local.server_process import last_lines, open_log, truncate_log
+from gateway.tools.local.server import last_lines, open_log, truncate_log
 
 
 def test_the_log_of_the_previous_run_stays(tmp_path: Path) -> None:

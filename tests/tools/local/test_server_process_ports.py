@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from gateway.tools.local.server_process import claim_free_port, claim_port, claimed_port
+from gateway.tools.local.server import claim_free_port, claim_port, claimed_port
 
 HOST = "127.0.0.1"
 

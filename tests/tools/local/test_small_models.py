@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway.tools.local import ModelFileError
-from gateway.tools.local.gguf_file import read_model
+from gateway.tools.local.gguf import read_model
 from gateway.tools.local.memory import GIB, server_needs
 from gateway.tools.local.plan import DEFAULT_CONTEXT, DEFAULT_SLOTS, plan_servers, server_settings
 from gateway.tools.local.topology import read_topology

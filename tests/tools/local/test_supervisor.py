@@ -15,7 +15,7 @@ import pytest
 
 import gateway
 from gateway.tools.local import ServerStartError
-from gateway.tools.local.server_command import ServerSpec, find_binary
+from gateway.tools.local.server import ServerSpec, find_binary
 from gateway.tools.local.supervisor import (
     LocalFleet,
     ServerEvent,

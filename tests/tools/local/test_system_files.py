@@ -5,7 +5,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.tools.local.system_files import (
+from gateway.tools.local.topology import (
     format_kernel_list,
     parse_kernel_list,
     parse_kernel_size,

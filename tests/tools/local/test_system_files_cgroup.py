@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gateway.tools.local.system_files import cgroup_cpu_quota, cgroup_memory_headroom
+from gateway.tools.local.topology import cgroup_cpu_quota, cgroup_memory_headroom
 from tests.tools.local.machine import write
 
 GIB = 1 << 30

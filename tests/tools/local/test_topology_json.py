@@ -16,7 +16,8 @@ runpy.run_module("gateway.tools.local.topology", run_name="__main__", alter_sys=
 """
 MODULES = (
     "tools/__init__",
-    *(f"tools/local/{name}" for name in ("__init__", "processor", "system_files", "topology")),
+    "tools/local/__init__",
+    "tools/local/topology",
 )
 """The modules that a playbook runs on a host, beside an empty `gateway/__init__.py`."""
 

@@ -5,8 +5,15 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from gateway.tools.plan.occupancy import WaitEstimate, estimate, node_times
-from gateway.tools.plan.trial import FleetPart, FleetTrial, TimeLimit, try_fleet
+from gateway.tools.plan.search import (
+    FleetPart,
+    FleetTrial,
+    TimeLimit,
+    WaitEstimate,
+    estimate,
+    node_times,
+    try_fleet,
+)
 from gateway.tools.plan.workload import Workload, make_trace
 from tests.tools.plan.build import a_type
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.tools.plan.answer import PlanAnswer, PlanQuestion, answer
+from gateway.tools.plan.answer import PlanAnswer, answer
 from gateway.tools.plan.catalogue import NodeType
-from gateway.tools.plan.search import Goal
-from gateway.tools.plan.trial import TimeLimit
+from gateway.tools.plan.search import Goal, PlanQuestion, TimeLimit
 from gateway.tools.plan.workload import Workload
 
 

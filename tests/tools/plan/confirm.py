@@ -15,8 +15,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from gateway.tools.plan.answer import FleetOption
-from gateway.tools.plan.trial import TimeLimit, try_fleet
+from gateway.tools.plan.search import FleetOption, TimeLimit, try_fleet
 from gateway.tools.simulate.report import Percentiles
 from tests.tools.plan.emulated import Measured, play, play_batch
 from tests.tools.plan.teams import Team, teams

@@ -15,9 +15,9 @@ from typing import Any
 
 import httpx
 
-from gateway.tools.plan.trial import WARM_UP_SHARE, FleetPart
+from gateway.tools.plan.search import WARM_UP_SHARE, FleetPart
 from gateway.tools.simulate.report import Percentiles
-from gateway.tools.simulate.server import SimulatedMachine
+from gateway.tools.simulate.simulation import SimulatedMachine
 from gateway.tools.simulate.trace import Job, Trace
 from tests.batches.test_feeder import HEADERS, key, submit
 from tests.batches.virtual_store import store_in_virtual_time

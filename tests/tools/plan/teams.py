@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gateway.tools.plan.answer import FleetOption, PlanQuestion, answer
+from gateway.tools.plan.answer import answer
 from gateway.tools.plan.catalogue import fitting_types, packaged_catalogue
-from gateway.tools.plan.search import Goal
-from gateway.tools.plan.trial import TimeLimit
+from gateway.tools.plan.search import FleetOption, Goal, PlanQuestion, TimeLimit
 from gateway.tools.plan.workload import Workload, from_trace
-from gateway.tools.simulate.trace import Trace
-from gateway.tools.simulate.traffic import Traffic, generate
+from gateway.tools.simulate.trace import Trace, Traffic, generate
 
 CPU_TYPES = ("cpu-8", "cpu-16", "cpu-32", "cpu-64")
 """Types of one socket: what the teams may buy. Their data stay in the house."""

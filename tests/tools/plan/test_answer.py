@@ -2,7 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.tools.plan.search import Goal
+from gateway.tools.plan.answer import (
+    Deployment,
+    PlanAnswer,
+    break_even,
+    compare_deployments,
+)
+from gateway.tools.plan.search import Goal, TimeLimit
 from gateway.tools.plan.workload import Workload
 from tests.tools.plan.build import CPU, GPU, a_type, planned
 
@@ -42,3 +48,66 @@ def test_the_peak_sizes_the_fleet_and_the_mean_prices_its_tokens() -> None:
     assert peaky.price.per_million / peaky.machines == pytest.approx(
         flat.price.per_million / flat.machines
     )
+
+
+def rows(found: PlanAnswer) -> dict[str, Deployment]:
+    return {row.way: row for row in compare_deployments(found, TimeLimit(120.0))}
+
+
+def test_a_hybrid_says_that_both_of_its_machines_run() -> None:
+    found = planned(Workload(1500, 100, 100), CPU, GPU)
+    hybrid = rows(found)["hybrid"]
+    assert hybrid.verdict in {"works", "best"}
+    assert "both run, used or not: 2.20" in hybrid.reason
+
+
+def test_little_work_needs_one_node_and_no_queue() -> None:
+    found = rows(planned(Workload(20, 100, 100), CPU))
+    assert found["single"].verdict == "best"
+    assert "wait, 0.0 s in the mean; simplest" in found["single"].reason
+    assert "one is enough" in found["balanced"].reason
+    assert found["hybrid"].verdict == "no"
+
+
+def test_waits_need_a_queue_that_orders_them() -> None:
+    found = rows(planned(Workload(350, 100, 100), CPU))
+    assert found["single"].verdict == "no"
+    assert "nothing orders or bounds it" in found["single"].reason
+    assert found["queue"].verdict == "best"
+
+
+def test_more_than_one_node_can_do_is_balanced() -> None:
+    found = rows(planned(Workload(1500, 100, 100), CPU))
+    assert found["balanced"].verdict == "best"
+    for way in ("single", "queue"):
+        assert found[way].verdict == "no"
+        assert "the queue grows by" in found[way].reason
+
+
+def test_a_peak_that_only_batches_can_wait_out_is_said() -> None:
+    found = rows(planned(Workload(350, 100, 100, peak=3.0), CPU))
+    assert "so only for work that can wait (class batch)" in found["queue"].reason
+
+
+def test_gpus_become_cheaper_where_they_are_used() -> None:
+    found = break_even(planned(Workload(1000, 500, 100), CPU, GPU))
+    assert found is not None
+    gpu = found.crossings[0]
+    assert (gpu.cheaper, gpu.than) == ("GPU nodes", "CPU nodes")
+    assert gpu.first is not None
+    assert gpu.stays is not None
+    cpu_curve, gpu_curve = found.curves[:2]
+    for rate, cpu_price, gpu_price in zip(
+        cpu_curve.rates, cpu_curve.prices, gpu_curve.prices, strict=True
+    ):
+        if rate < gpu.first:
+            assert cpu_price <= gpu_price
+        if rate >= gpu.stays:
+            assert gpu_price < cpu_price
+    assert cpu_curve.prices[0] == pytest.approx(0.2 * 730)
+
+
+def test_there_is_no_break_even_of_one_tier_or_without_prices() -> None:
+    assert break_even(planned(Workload(300, 100, 100), CPU)) is None
+    free = a_type("free", price_per_hour=None)
+    assert break_even(planned(Workload(300, 100, 100), free, GPU)) is None

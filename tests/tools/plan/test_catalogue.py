@@ -8,9 +8,12 @@ import pytest
 from gateway.config.errors import ConfigError
 from gateway.tools.plan.catalogue import (
     NodeCatalogue,
+    NodePrice,
     NoTypeFitsError,
+    PricedPart,
     ReferenceModel,
     fitting_types,
+    fleet_price,
     packaged_catalogue,
     read_catalogue,
 )
@@ -92,14 +95,14 @@ def test_a_month_has_730_hours() -> None:
 
 
 def test_a_model_of_twice_the_size_is_half_as_fast() -> None:
-    listed = NodeCatalogue((a_type(memory_gib=16.0),), model=ReferenceModel(gib=4.0))
+    listed = NodeCatalogue(types=(a_type(memory_gib=16.0),), model=ReferenceModel(gib=4.0))
     (found,), notes = fitting_types(listed, 8.0)
     assert (found.decode_tps, found.prefill_tps, notes) == (5.0, 50.0, ())
 
 
 def test_a_type_without_the_memory_is_left_out() -> None:
     types = (a_type("small", memory_gib=4.0), a_type("large", memory_gib=40.0))
-    listed = NodeCatalogue(types, model=ReferenceModel(gib=8.0))
+    listed = NodeCatalogue(types=types, model=ReferenceModel(gib=8.0))
     found, notes = fitting_types(listed, None)
     assert [one.name for one in found] == ["large"]
     assert notes == ("small is left out: the model needs 9.4 GiB, it has 4",)
@@ -108,7 +111,7 @@ def test_a_type_without_the_memory_is_left_out() -> None:
 
 
 def test_a_type_that_is_not_in_the_catalogue_is_named_with_those_that_are() -> None:
-    listed = NodeCatalogue((a_type("a"), a_type("b")))
+    listed = NodeCatalogue(types=(a_type("a"), a_type("b")))
     with pytest.raises(NoTypeFitsError, match="has no type 'c'; it has a, b"):
         fitting_types(listed, None, ("b", "c"))
     with pytest.raises(NoTypeFitsError, match=r"what its speeds are: model\.gib"):
@@ -122,3 +125,36 @@ def test_a_machine_of_two_sockets_is_two_nodes() -> None:
     assert [(m.name, m.slots) for m in one.machines(2)] == [
         (f"node-{number}", 3) for number in (1, 2, 3, 4)
     ]
+
+
+def test_the_price_of_a_fleet_is_paid_whether_it_works_or_not() -> None:
+    idle = fleet_price([PricedPart(NodePrice(0.2), 2, 0.0)], 0.0)
+    busy = fleet_price([PricedPart(NodePrice(0.2), 2, 1.0, 9e5, 1e5)], 0.0)
+    assert idle.per_hour == busy.per_hour == pytest.approx(0.4)
+    assert idle.month == pytest.approx(0.4 * 730)
+    assert idle.per_million is None
+    assert busy.per_million == pytest.approx(0.4)
+
+
+def test_tokens_are_paid_where_they_are_served() -> None:
+    price = NodePrice(0.0, per_million_prompt=0.1, per_million_completion=0.4)
+    found = fleet_price([PricedPart(price, 1, 0.1, 2e6, 1e6)], 0.0)
+    assert found.per_hour == pytest.approx(0.6)
+    assert found.per_million == pytest.approx(0.2)
+
+
+def test_electricity_lies_between_idle_and_busy() -> None:
+    price = NodePrice(0.1, watts=300, idle_watts=100)
+    assert price.electricity(0.0, 0.30) == pytest.approx(0.03)
+    assert price.electricity(0.5, 0.30) == pytest.approx(0.06)
+    assert price.electricity(7.0, 0.30) == pytest.approx(0.09)
+    found = fleet_price([PricedPart(price, 2, 0.5)], 0.30)
+    assert found.electricity_per_hour == pytest.approx(0.12)
+    assert found.per_hour == pytest.approx(0.32)
+
+
+def test_one_unknown_price_makes_that_of_the_fleet_unknown() -> None:
+    parts = [PricedPart(NodePrice(0.1), 1, 0.5), PricedPart(NodePrice(None), 1, 0.5)]
+    found = fleet_price(parts, 0.0)
+    assert (found.per_hour, found.month, found.per_million) == (None, None, None)
+    assert not math.isnan(found.electricity_per_hour)

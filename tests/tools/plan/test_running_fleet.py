@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from gateway.tools.plan.answer import PlanQuestion
 from gateway.tools.plan.running_fleet import (
     FleetAnswer,
     MeasuredFleet,
@@ -15,8 +14,7 @@ from gateway.tools.plan.running_fleet import (
     traffic_of,
     what_if,
 )
-from gateway.tools.plan.search import Goal
-from gateway.tools.plan.trial import FleetPart, TimeLimit
+from gateway.tools.plan.search import FleetPart, Goal, PlanQuestion, TimeLimit
 from gateway.tools.plan.workload import Workload
 from tests.each_case import each_case
 from tests.tools.plan.build import a_type

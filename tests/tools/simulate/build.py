@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gateway.tools.simulate.server import SimulatedMachine
+from gateway.tools.simulate.simulation import SimulatedMachine
 from gateway.tools.simulate.trace import Job, Trace, TracePrompt, build_trace
 
 

@@ -15,8 +15,7 @@ import httpx
 import pytest
 
 from gateway.tools.simulate.fronts import LeastConn
-from gateway.tools.simulate.server import SimulatedMachine, SimulatedPromptCache
-from gateway.tools.simulate.simulation import simulate
+from gateway.tools.simulate.simulation import SimulatedMachine, SimulatedPromptCache, simulate
 from gateway.tools.simulate.trace import Job, TracePrompt
 from tests.servers import spawn_demo_server, start_demo_servers, stop_demo_server
 from tests.servers import wait_for_demo_server as wait_for

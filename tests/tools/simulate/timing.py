@@ -19,8 +19,7 @@ import httpx
 import psutil
 
 from gateway.tools.simulate.fronts import LeastConn
-from gateway.tools.simulate.server import SimulatedMachine
-from gateway.tools.simulate.simulation import simulate
+from gateway.tools.simulate.simulation import SimulatedMachine, simulate
 from gateway.tools.simulate.trace import Job, Trace, TracePrompt
 from tests.servers import DemoServer, spawn_demo_server, stop_demo_server, wait_for_demo_server
 from tests.tools.simulate.build import trace

@@ -5,14 +5,23 @@ from pathlib import Path
 from typing import Any
 
 from gateway.tools.local.topology import read_topology
-from gateway.tools.tune.machine_benchmark import BenchmarkResult, SettingFailedError
-from gateway.tools.tune.measurements import BenchmarkRequest, Figures, MeasurementLog
 from gateway.tools.tune.report import (
     TuningReport,
     build_report,
 )
-from gateway.tools.tune.search import PlannedMeasurement, Search, TuningSession
-from gateway.tools.tune.setting import Setting, rule_of_thumb, search_space
+from gateway.tools.tune.search import (
+    BenchmarkRequest,
+    BenchmarkResult,
+    Figures,
+    MeasurementLog,
+    PlannedMeasurement,
+    Search,
+    Setting,
+    SettingFailedError,
+    TuningSession,
+    rule_of_thumb,
+    search_space,
+)
 from tests.tools.local.machine import make_machine, two_sockets_with_smt
 
 REQUEST = BenchmarkRequest(1000, 100)

@@ -9,8 +9,6 @@ import pytest
 import yaml
 
 from gateway.tools.cli.progress import print_report
-from gateway.tools.tune.machine_benchmark import BenchmarkResult
-from gateway.tools.tune.measurements import Figures
 from gateway.tools.tune.report import (
     WriteError,
     check_target,
@@ -21,7 +19,7 @@ from gateway.tools.tune.report import (
     settings_along_knob,
     write_result,
 )
-from gateway.tools.tune.setting import Setting
+from gateway.tools.tune.search import BenchmarkResult, Figures, Setting
 from tests.tools.tune.fake_machine import SUBJECT, Bench, reported
 
 REPOSITORY = Path(__file__).resolve().parents[3]

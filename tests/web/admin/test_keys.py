@@ -238,7 +238,7 @@ async def test_without_a_store_keys_are_refused_with_the_remedy(tmp_path: Path) 
     settings = {**SETTINGS, "store": {"url": "off"}}
     async with keyed_gateway(tmp_path, settings) as (running, admin):
         status, _, message = error(await admin.post("/admin/keys", json={"name": "alice"}))
-        assert (status, "--print" in message) == (501, True)
+        assert (status, "'llama-gateway keys create' shows the lines" in message) == (501, True)
         assert [key["id"] for key in (await admin.get("/admin/keys")).json()["keys"]] == ["own"]
         assert await status_with(running.client, OWN.text) == 200
 

@@ -15,8 +15,7 @@ from starlette.types import Message
 
 from gateway.access.admin_keys import AdminRole
 from gateway.access.keys import new_key
-from gateway.web.admin.event_stream import EventStream
-from gateway.web.admin.live_feed import MOST_WATCHERS, Frame
+from gateway.web.admin.live import MOST_WATCHERS, EventStream, Frame
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway, until
 

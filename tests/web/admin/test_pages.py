@@ -7,8 +7,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.web.admin.app import INDEX_PAGE
-from gateway.web.admin.pages import CONTENT_TYPES, FILES_PATH, PAGE, STATIC_FOLDER, load_files
+from gateway.web.admin.app import (
+    CONTENT_TYPES,
+    FILES_PATH,
+    INDEX_PAGE,
+    PAGE,
+    STATIC_FOLDER,
+    load_files,
+)
 from tests.fleet.build import a_spec
 from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import bare_gateway

@@ -1,0 +1,383 @@
+"""How the connections of one listener share it: how many there are, and whose turn it is.
+
+One address may have all connections but a reserve (`access/fair_share.py`). When the rest is in
+use, idle connections of the addresses with the most are closed for an address with fewer; when the
+reserve is in use too, so are connections that still receive a body. An address that has the most
+itself is refused.
+
+A trusted proxy connects for many addresses and keeps idle connections for whoever comes next. Its
+idle connections count for nobody; one that serves a request counts for the address that the proxy
+forwards. So those addresses are limited, and the proxy is not.
+
+Beyond the limit a few connections are accepted for a moment, for health checks alone, so that no
+crowd hides the gateway from its monitoring.
+
+A client may send thousands of requests in one packet (pipelining). One of them is served at a
+time, the others stay bytes, and one connection with such a backlog continues in each round of the
+event loop. So clients that send one request after another hardly notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import ipaddress
+import secrets
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from itertools import islice
+from typing import Protocol
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import FlowControl
+
+from gateway import errors
+from gateway.access.callers import IPNetwork, client_address, client_network
+from gateway.access.fair_share import RESERVE_DIVISOR, FairShare, soft_limit
+from gateway.errors import GatewayError
+from gateway.http.exchange import HttpExchange
+from gateway.http.request_head import x_request_id_of
+from gateway.http.response_head import encode_headers, error_headers
+from gateway.proxy.inbound.routes import Route, api_of_path
+from gateway.request import Headers
+
+MOST_SCANNED = 64
+"""Most connections of one address that one search for an idle one examines; the next search
+examines others."""
+
+MOST_HEALTH_ONLY = 64
+"""Connections beyond the limit that may ask for `HEALTH_PATHS`."""
+
+HEALTH_ONLY_SECONDS = 1.0
+"""Seconds that such a connection may last."""
+
+HEALTH_PATHS = frozenset({"/health", "/v1/health", "/ready"})
+"""Paths that are served however many connections there are."""
+
+CONNECTION_RETRY_AFTER = 1.0
+"""`Retry-After` in seconds when there are too many connections."""
+
+CONNECTION_PIPELINE_BYTES = 64 * 1024
+"""Bytes that may wait on one connection before it is no longer read; one read can add 256 KB."""
+
+LISTENER_PIPELINE_BYTES = 64 * 1024 * 1024
+"""Bytes that may wait on all connections. Beyond, connections whose client sends requests and reads
+no responses are aborted: their bytes would wait until `limits.send_timeout`."""
+
+PIPELINE_READ_BYTES = 16 * 1024
+"""Most waiting bytes that one connection parses in its turn."""
+
+
+class EvictableConnection(Protocol):
+    """A connection, as far as the limiter must know it."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is in flight on it."""
+
+    @property
+    def reading_body(self) -> bool:
+        """Whether it still receives the body of a request."""
+
+    @property
+    def idle_since(self) -> float:
+        """When it last became idle; monotonic seconds."""
+
+    def evict(self) -> None:
+        """Close it, as there are too many."""
+
+
+class ConnectionAdmission(enum.Enum):
+    """What a new connection may do."""
+
+    ADMITTED = enum.auto()
+    HEALTH_ONLY = enum.auto()
+    """Ask for `HEALTH_PATHS`, for a moment."""
+    REJECTED = enum.auto()
+
+
+def too_many_connections() -> GatewayError:
+    """429, for a connection that must close."""
+    return errors.queue_full("Too many connections.", CONNECTION_RETRY_AFTER)
+
+
+class ConnectionLimiter:
+    """Admits the connections of one listener, and evicts them."""
+
+    def __init__(self, limit: int, proxies: Sequence[IPNetwork] = ()) -> None:
+        self.limit = limit
+        self._soft_limit = soft_limit(limit)
+        self._proxies = proxies
+        self.fair_share = FairShare()
+        self._admitted: dict[EvictableConnection, str | None] = {}
+        """The network of each admitted connection; None: a proxy's."""
+        self._by_network: dict[str, dict[EvictableConnection, None]] = {}
+        """Connections of each network, in the order of the next search."""
+        self._of_proxies: dict[EvictableConnection, None] = {}
+        self._health_only: dict[EvictableConnection, str] = {}
+        """Networks of connections beyond the limit."""
+        self._forwarded = 0
+        """Requests in flight on the proxies' connections."""
+
+    def __len__(self) -> int:
+        """Connections of all kinds, and requests in flight on those of proxies."""
+        return len(self._admitted) + len(self._health_only) + self._forwarded
+
+    def is_trusted_proxy(self, address: str | None) -> bool:
+        """Whether a peer of this address may name the address that it forwards."""
+        if not self._proxies or address is None:
+            return False
+        try:
+            peer = ipaddress.ip_address(address)
+        except ValueError:
+            return False
+        if isinstance(peer, ipaddress.IPv6Address):
+            peer = peer.ipv4_mapped or peer
+        return any(peer in network for network in self._proxies)
+
+    def admit(self, connection: EvictableConnection, address: str | None) -> ConnectionAdmission:
+        """Admit a connection of this peer if there is room, or evicting others makes room."""
+        proxied = self.is_trusted_proxy(address)
+        network = client_network(address or "local")
+        if len(self._admitted) >= self._soft_limit and not (
+            self._make_room_for_proxy() if proxied else self._make_room(network)
+        ):
+            return self._admit_health_only(connection, network)
+        if proxied:
+            self._admitted[connection] = None
+            self._of_proxies[connection] = None
+        else:
+            self._admitted[connection] = network
+            self._by_network.setdefault(network, {})[connection] = None
+            self.fair_share.add(network, 1)
+        return ConnectionAdmission.ADMITTED
+
+    def remove(self, connection: EvictableConnection) -> None:
+        """The connection is closed or about to be. Calling it again does nothing."""
+        self._health_only.pop(connection, None)
+        if connection not in self._admitted:
+            return
+        network = self._admitted.pop(connection)
+        if network is None:
+            del self._of_proxies[connection]
+            return
+        connections = self._by_network[network]
+        del connections[connection]
+        if not connections:
+            del self._by_network[network]
+        self.fair_share.remove(network, 1)
+
+    def count_forwarded(
+        self, serve: Callable[[Route, HttpExchange], Awaitable[None]], address: str | None
+    ) -> Callable[[Route, HttpExchange], Awaitable[None]]:
+        """`serve` for a connection of this peer; a proxy's requests count for whom it forwards."""
+        if not self.is_trusted_proxy(address):
+            return serve
+
+        async def serve_forwarded(route: Route, exchange: HttpExchange) -> None:
+            network = client_network(
+                client_address(exchange.headers, exchange.peer_address, self._proxies)
+            )
+            if not self._may_forward(network):
+                _refuse(route, exchange)
+                return
+            self.fair_share.add(network, 1)
+            self._forwarded += 1
+            try:
+                await serve(route, exchange)
+            finally:
+                self._forwarded -= 1
+                self.fair_share.remove(network, 1)
+
+        return serve_forwarded
+
+    def _make_room(self, network: str) -> bool:
+        """Whether this network may have one more connection; evicts others where needed."""
+        held = self.fair_share.held_by(network)
+        victims = self.fair_share.victims(network, 1, self._soft_limit)
+        if self._evict_one_of(victims, _is_idle):
+            return True
+        if held < self.limit // RESERVE_DIVISOR and self._evict_one(self._of_proxies, _is_idle):
+            return True
+        if (victims or not held) and len(self._admitted) < self.limit:
+            return True
+        return self._evict_one_of(victims, _is_reading)
+
+    def _make_room_for_proxy(self) -> bool:
+        """Whether proxies may have one more connection; what it forwards is limited later."""
+        idle = len(self._of_proxies) - self._forwarded
+        victims = self.fair_share.callers_above(max(1, idle))
+        return (
+            self._evict_one_of(victims, _is_idle)
+            or self._evict_one(self._of_proxies, _is_idle)
+            or len(self._admitted) < self.limit
+            or self._evict_one_of(victims, _is_reading)
+        )
+
+    def _may_forward(self, network: str) -> bool:
+        """Whether one more request of this network may be served on a proxy's connection.
+
+        With the soft limit exceeded, not if the network would then hold the most.
+        """
+        held = self.fair_share.held_by(network) + 1
+        if held > self._soft_limit:
+            return False
+        if len(self._admitted) <= self._soft_limit or held <= max(1, self.limit // RESERVE_DIVISOR):
+            return True
+        return any(other > held for other in self.fair_share.by_caller.values())
+
+    def _evict_one_of(
+        self, networks: Iterable[str], may: Callable[[EvictableConnection], bool]
+    ) -> bool:
+        return any(self._evict_one(self._by_network.get(network), may) for network in networks)
+
+    def _evict_one(
+        self,
+        connections: dict[EvictableConnection, None] | None,
+        may: Callable[[EvictableConnection], bool],
+    ) -> bool:
+        """Close one of the connections that `may` be closed; returns whether there was one.
+
+        The longest idle of some; of those that receive a body, the newest.
+        """
+        if not connections:
+            return False
+        examined = list(islice(connections, MOST_SCANNED))
+        found = [connection for connection in examined if may(connection)]
+        if not found:
+            for connection in examined:
+                # Behind the others, which the next search examines.
+                del connections[connection]
+                connections[connection] = None
+            return False
+        victim = (
+            min(found, key=_idle_since) if may is _is_idle else max(found[::-1], key=_idle_since)
+        )
+        self.remove(victim)
+        victim.evict()
+        return True
+
+    def _admit_health_only(
+        self, connection: EvictableConnection, network: str
+    ) -> ConnectionAdmission:
+        """Admit it beyond the limit, evicting one of the network with the most if needed."""
+        if len(self._health_only) >= MOST_HEALTH_ONLY:
+            largest, _ = Counter(self._health_only.values()).most_common(1)[0]
+            for other, holder in self._health_only.items():
+                if holder == largest and other.idle:
+                    self.remove(other)
+                    other.evict()
+                    break
+            else:
+                return ConnectionAdmission.REJECTED
+        self._health_only[connection] = network
+        return ConnectionAdmission.HEALTH_ONLY
+
+
+def _is_idle(connection: EvictableConnection) -> bool:
+    return connection.idle
+
+
+def _is_reading(connection: EvictableConnection) -> bool:
+    return connection.reading_body
+
+
+def _idle_since(connection: EvictableConnection) -> float:
+    return connection.idle_since
+
+
+def health_only_app(app: ASGIApp) -> ASGIApp:
+    """`app` for a connection beyond the limit: one request for `HEALTH_PATHS`; all else is 429."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_last(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+            await send(message)
+
+        if scope["path"] in HEALTH_PATHS:
+            await app(scope, receive, send_last)
+        else:
+            error, request_id = too_many_connections(), _request_id(scope["headers"])
+            body = api_of_path(scope["path"]).error_body(error, request_id)
+            headers = [
+                *error_headers(error),
+                (b"content-length", b"%d" % len(body)),
+                (b"x-request-id", request_id.encode()),
+            ]
+            start = {"type": "http.response.start", "status": error.status, "headers": headers}
+            await send_last(start)
+            await send_last({"type": "http.response.body", "body": body})
+
+    return serve
+
+
+def _refuse(route: Route, exchange: HttpExchange) -> None:
+    error, request_id = too_many_connections(), _request_id(exchange.headers)
+    if exchange.more_body:
+        # The rest of the body must not be taken for the next request.
+        exchange.close_after_response()
+    headers = [*error_headers(error), (b"x-request-id", request_id.encode())]
+    body = route.api.error_body(error, request_id)
+    exchange.respond(error.status, encode_headers(headers), body)
+
+
+def _request_id(headers: Headers) -> str:
+    return x_request_id_of(headers) or f"req_{secrets.token_hex(8)}"
+
+
+class PipelineQueue:
+    """Connections of a listener with a backlog that could be parsed; they take turns."""
+
+    def __init__(self, most_bytes: int = LISTENER_PIPELINE_BYTES) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._scheduled = False
+        self._most_bytes = most_bytes
+        self.waiting_bytes = 0
+        """Bytes that wait on all connections."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether more bytes wait than may."""
+        return self.waiting_bytes > self._most_bytes
+
+    def count(self, change: int) -> None:
+        """So many more bytes wait; fewer if negative."""
+        self.waiting_bytes += change
+
+    def add(self, resume: Callable[[], None]) -> None:
+        """Call `resume` when it is the connection's turn."""
+        self._waiting.append(resume)
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if self._waiting and not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._resume_next)
+
+    def _resume_next(self) -> None:
+        try:
+            self._waiting.popleft()()
+        finally:
+            self._scheduled = False
+            self._schedule()
+
+
+class PipelineFlowControl(FlowControl):
+    """uvicorn's flow control; nothing resumes reading while too many bytes wait to be parsed."""
+
+    reads_held = False
+
+    def hold_reads(self) -> None:
+        """Pause reading until `release_reads`."""
+        self.reads_held = True
+        self.pause_reading()
+
+    def release_reads(self) -> None:
+        """Let `resume_reading` read again."""
+        self.reads_held = False
+
+    def resume_reading(self) -> None:
+        """Read again, unless reads are held."""
+        if not self.reads_held:
+            super().resume_reading()

@@ -1,0 +1,340 @@
+"""A routed request and its response on a client's connection, without ASGI in between.
+
+That saves an event, two messages and two writes for each response (`docs/performance.md`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, cast
+
+import structlog
+from uvicorn.protocols.http.flow_control import FlowControl
+
+from gateway.errors import ClientClosed, GatewayError
+from gateway.http.request_head import ContextCache
+from gateway.proxy.inbound.routes import Route
+from gateway.request import Headers
+from gateway.transport.eager_task import EagerTask
+
+log = structlog.get_logger()
+
+STATUS_LINES = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
+}
+
+_HEAD_END = b"\r\n"
+
+_HEAD_END_CLOSE = b"connection: close\r\n\r\n"
+
+_STATUS_LINE_START = b"HTTP/1.1 "
+"""With which each response begins."""
+
+MOST_COALESCED_BYTES = 64 * 1024
+"""Bodies up to this size are copied behind their head, which saves a second write."""
+
+_INTERNAL_ERROR = (
+    b'{"error":{"message":"The gateway failed.","type":"server_error","param":null,"code":null}}'
+)
+
+
+class HttpExchange(EagerTask):
+    """Reads one request's body and writes its response."""
+
+    __slots__ = (
+        "_body_error",
+        "_body_waiter",
+        "_chunked",
+        "_connection",
+        "_drain_task",
+        "_expects_continue",
+        "_flow",
+        "_heartbeat",
+        "_http_10",
+        "_transport",
+        "body",
+        "context_cache",
+        "disconnected",
+        "headers",
+        "keep_alive",
+        "length",
+        "more_body",
+        "response_complete",
+        "response_started",
+        "route",
+    )
+
+    def __init__(
+        self,
+        connection: ClientConnection,
+        route: Route,
+        headers: Headers,
+        length: int,
+        *,
+        body: bytes | None = None,
+        http_10: bool = False,
+        keep_alive: bool = True,
+        expects_continue: bool = False,
+    ) -> None:
+        """`body`: the complete body, if it was received with the head."""
+        EagerTask.__init__(self, connection.tasks)  # `super()` would create an object.
+        self.headers = headers
+        """Without `Content-Length`."""
+        self.length = length
+        """`Content-Length`; 0 if there is none."""
+        self._connection = connection
+        self.context_cache = connection.context_cache
+        """The context of the connection's last head."""
+        self.route = route
+        self._transport = connection.transport
+        self._flow = connection.flow
+        self._http_10 = http_10
+        self._expects_continue = expects_continue
+        self._chunked = False
+        self._drain_task: asyncio.Future[None] | None = None
+        self._heartbeat: Callable[[], None] | None = None
+        self._body_waiter: asyncio.Future[None] | None = None
+        self._body_error: GatewayError | None = None
+        # Also set by the protocol, as of uvicorn's `RequestResponseCycle`.
+        self.keep_alive = keep_alive
+        self.more_body = body is None
+        self.body: bytes | bytearray = bytearray() if body is None else body
+        self.response_started = False
+        self.response_complete = False
+        self.disconnected = False
+
+    @property
+    def peer_address(self) -> str | None:
+        """The client's address, if it has one."""
+        return self._connection.peer_address
+
+    @property
+    def local_address(self) -> object:
+        """The address that the client has connected to."""
+        name = self._transport.get_extra_info("sockname")
+        return name[0] if isinstance(name, tuple) else None
+
+    # Called by the protocol.
+
+    def notify(self) -> None:
+        """Part of the body was received, or the client has disconnected: then cancel."""
+        if self.disconnected:
+            if not self.response_complete:
+                self.cancel()
+        elif self._body_waiter is not None and not self._body_waiter.done():
+            self._body_waiter.set_result(None)
+
+    def fail_body(self, error: GatewayError) -> None:
+        """The rest of the body can't be read: `receive_body` raises `error`."""
+        self._body_error = error
+        self.notify()
+
+    def set_heartbeat(self, heartbeat: Callable[[], None] | None) -> None:
+        """`heartbeat` sends a sign of life on a response that has begun."""
+        self._heartbeat = heartbeat
+
+    def probe(self) -> None:
+        """Send something that any client accepts now, to find out whether it is still there.
+
+        Before the response that is the next byte of its status line, which commits to nothing.
+        """
+        if self.response_complete or self._flow.write_paused:
+            return
+        if self.response_started:
+            if self._heartbeat is not None:
+                self._heartbeat()
+            return
+        transport: Any = self._transport
+        if not isinstance(transport, _BegunTransport):
+            transport = self._transport = cast("asyncio.Transport", _BegunTransport(transport))
+        transport.send_byte()
+
+    def start(self) -> None:
+        """Serve the request; without a task if its body is complete."""
+        if self.more_body:
+            self.run_in_task(self._serve())
+        else:
+            self.run(self._serve())
+
+    async def _serve(self) -> None:
+        try:
+            if not self.disconnected:
+                await self._connection.serve(self.route, self)
+        except (ClientClosed, asyncio.CancelledError):
+            if not self.disconnected:
+                self.abort()
+                raise
+        except Exception:
+            log.exception("a request failed")
+            if self.response_started:
+                self.abort()
+            else:
+                self.close_after_response()
+                self.respond(500, b"content-type: application/json\r\n", _INTERNAL_ERROR)
+
+    # Called by the handler.
+
+    async def receive_body(self) -> bytes:
+        """Wait for body bytes; they are the last if `more_body` is False afterwards.
+
+        Raises: ClientClosed; GatewayError, if the body can't be read.
+        """
+        if self._expects_continue and not self.body:
+            self._expects_continue = False
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        while self.more_body and not self.body:
+            if self._body_error is not None:
+                raise self._body_error
+            self._flow.resume_reading()
+            self._body_waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._body_waiter
+            finally:
+                self._body_waiter = None
+        return self.take_body()
+
+    def take_body(self) -> bytes:
+        """The body bytes received so far. Raises: ClientClosed."""
+        if self.disconnected:
+            raise ClientClosed
+        data, self.body = bytes(self.body), bytearray() if self.more_body else b""
+        if self._flow.read_paused:
+            # While reads are paused a disconnect cannot be seen.
+            self._flow.resume_reading()
+        return data
+
+    def close_after_response(self) -> None:
+        """Close the connection once the response is complete."""
+        self.keep_alive = False
+
+    def respond(self, status: int, header_lines: bytes, content: bytes) -> None:
+        """Send a complete response; its head and a small body in one write."""
+        if self.disconnected:
+            return
+        self.response_started = True
+        head = b"%b%bcontent-length: %d\r\n%b" % (
+            STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status,
+            header_lines,
+            len(content),
+            _HEAD_END if self.keep_alive else _HEAD_END_CLOSE,
+        )
+        if len(content) < MOST_COALESCED_BYTES:
+            self._transport.write(head + content)
+        else:
+            self._transport.write(head)
+            self._transport.write(content)
+        self._complete()
+
+    def start_response(self, status: int, header_lines: bytes, first: bytes = b"") -> None:
+        """Send the head of a response of unknown length, and its first bytes."""
+        self.response_started = True
+        if self._http_10:
+            self.keep_alive = False
+        else:
+            self._chunked = True
+            header_lines += b"transfer-encoding: chunked\r\n"
+        self._transport.write(
+            b"".join(
+                (
+                    STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status,
+                    header_lines,
+                    _HEAD_END if self.keep_alive else _HEAD_END_CLOSE,
+                    *(self._frame(first) if first else ()),
+                )
+            )
+        )
+
+    def write(self, data: bytes) -> bool:
+        """Send more of the body; True if the client lags: then await `wait_writable`."""
+        if self.disconnected:
+            return True
+        if self._chunked:
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        else:
+            self._transport.write(data)
+        return self._flow.write_paused
+
+    @property
+    def write_paused(self) -> bool:
+        """Whether the client lags: much of what was written is still buffered."""
+        return self._flow.write_paused
+
+    async def wait_writable(self) -> None:
+        """Wait until the client has taken most of its data, or `wake_writer` is called."""
+        if self._flow.write_paused:
+            self._drain_task = asyncio.ensure_future(self._flow.drain())
+            try:
+                await asyncio.wait((self._drain_task,))
+            finally:
+                self._drain_task.cancel()
+                self._drain_task = None
+
+    def wake_writer(self) -> None:
+        """End `wait_writable` at once."""
+        if self._drain_task is not None:
+            self._drain_task.cancel()
+
+    def end_response(self, last: bytes = b"") -> None:
+        """Send the last bytes of the body, and its end."""
+        if self.disconnected:
+            return
+        parts = self._frame(last) if last else []
+        if self._chunked:
+            parts.append(b"0\r\n\r\n")
+        if parts:
+            self._transport.write(b"".join(parts))
+        self._complete()
+
+    def abort(self) -> None:
+        """Abort the connection, so that a partial response does not look complete."""
+        if not self.response_complete:
+            self._transport.abort()
+
+    def _frame(self, data: bytes) -> list[bytes]:
+        return [b"%x\r\n" % len(data), data, b"\r\n"] if self._chunked else [data]
+
+    def _complete(self) -> None:
+        self.response_complete = True
+        if not self.keep_alive and not self.more_body:
+            self._transport.close()
+        self._connection.on_response_complete()
+
+
+class _BegunTransport:
+    """A client's transport that has sent the first bytes of a status line."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._sent = 0
+
+    def send_byte(self) -> None:
+        """Send one more, if one is left that all status lines share."""
+        if self._sent < len(_STATUS_LINE_START):
+            self._transport.write(_STATUS_LINE_START[self._sent : self._sent + 1])
+            self._sent += 1
+
+    def write(self, data: bytes) -> None:
+        """Send the rest of the head, and then what follows it."""
+        sent, self._sent = self._sent, 0
+        self._transport.write(data[sent:])
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+@dataclass(slots=True, eq=False)
+class ClientConnection:
+    """A client's connection, as far as its exchanges need it."""
+
+    transport: asyncio.Transport
+    flow: FlowControl
+    peer_address: str | None
+    serve: Callable[[Route, HttpExchange], Awaitable[None]]
+    on_response_complete: Callable[[], None]
+    """Called when a response is complete."""
+    tasks: set[asyncio.Task[None]]
+    """Owns the running tasks."""
+    context_cache: ContextCache = field(default_factory=ContextCache)

@@ -1,0 +1,301 @@
+"""A listening address, and what serves the clients that connect to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import socket
+import ssl
+import struct
+import termios
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+import structlog
+from starlette.types import ASGIApp
+
+from gateway.http.protocol import BoundedProtocol
+
+LISTEN_BACKLOG = 4096
+
+DRAIN_POLL_SECONDS = 0.05
+"""Seconds between checks whether all clients have disconnected."""
+
+END_POLL_SECONDS = 0.01
+"""Seconds between checks whether all requests have ended."""
+
+MOST_ACCEPTED = 32
+"""Connections that an `Acceptor` accepts in one turn of the event loop."""
+
+ACCEPT_RETRY_SECONDS = 1.0
+"""Seconds after which an `Acceptor` goes on when a connection could not be accepted."""
+
+log = structlog.get_logger()
+
+
+class Acceptor:
+    """Accepts the connections of one socket, as `asyncio.Server` does, and tells whose they are.
+
+    `accept` gets the socket of each, and the address of its client.
+    """
+
+    def __init__(self, sock: socket.socket, accept: Callable[[socket.socket, str], None]) -> None:
+        self._sock = sock
+        self._accept = accept
+        self._loop = asyncio.get_running_loop()
+        self._pause: asyncio.TimerHandle | None = None
+        self._resume()
+
+    def close(self) -> None:
+        """Accept no more."""
+        if self._pause is not None:
+            self._pause.cancel()
+        if self._sock.fileno() >= 0:
+            self._loop.remove_reader(self._sock)
+            self._sock.close()
+
+    async def wait_closed(self) -> None:
+        """Return at once: `close` leaves nothing to wait for."""
+
+    def _resume(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self._sock, self._accept_some)
+
+    def _accept_some(self) -> None:
+        for _ in range(MOST_ACCEPTED):
+            try:
+                sock, address = self._sock.accept()
+            except (BlockingIOError, ConnectionError):
+                return
+            except OSError as error:
+                # As asyncio does: without a file left, the socket would be ready all the time.
+                log.error("can't accept connections", why=str(error))  # noqa: TRY400
+                self._loop.remove_reader(self._sock)
+                self._pause = self._loop.call_later(ACCEPT_RETRY_SECONDS, self._resume)
+                return
+            sock.setblocking(False)
+            self._accept(sock, address[0])
+
+
+async def _shake_hands(
+    protocol: Callable[[], asyncio.Protocol],
+    sock: socket.socket,
+    tls: ssl.SSLContext,
+    limit: float,
+) -> None:
+    """Have `protocol` serve the connection after its handshake, if that ends within `limit`."""
+    loop = asyncio.get_running_loop()
+    with contextlib.suppress(OSError):  # The client's: no TLS, no trust, no answer, no connection.
+        await loop.connect_accepted_socket(protocol, sock, ssl=tls, ssl_handshake_timeout=limit)
+
+
+class Listener:
+    """Serves `app` on an address until `close`."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        sock: socket.socket,
+        *,
+        protocol: type[BoundedProtocol],
+        keep_alive: float,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.host, self.port = sock.getsockname()[:2]
+        self.scheme = "http" if tls is None else "https"
+        self.sock = sock
+        self.protocol = protocol
+        self.connections: set[BoundedProtocol] = set()
+        """The open connections."""
+        self._app = app
+        self._keep_alive = max(1, round(keep_alive))
+        self._tls = tls
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Those of running requests."""
+        self._handshakes: set[asyncio.Task[None]] = set()
+        """Those of TLS that have not ended."""
+        self._server: asyncio.Server | Acceptor | None = None
+        self._end = asyncio.Event()
+        self._ends_at_once = False
+        self._serving: asyncio.Task[None] | None = None
+        self._stalls: StallMonitor | None = None
+
+    @property
+    def url(self) -> str:
+        """Its base URL."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{self.scheme}://{host}:{self.port}"
+
+    def open(self) -> None:
+        """Accept connections. Raises: OSError, if another socket of this address does already."""
+        self.sock.listen(LISTEN_BACKLOG)
+        self._serving = asyncio.create_task(self._serve(), name=self.url)
+        self._stalls = StallMonitor(self.connections, self.protocol.limits.send_timeout)
+
+    async def drain(self) -> None:
+        """Accept no more connections, and wait until every client has disconnected.
+
+        Another process accepts on the same socket. An idle connection gets one more response,
+        with `Connection: close`: closed at once, it might just be about to be used.
+        """
+        self.protocol.begin_drain()
+        if self._server is not None:
+            self._server.close()
+        for connection in self.connections:
+            connection.drain()
+        while self._handshakes or self.connections:  # noqa: ASYNC110 - a poll is enough
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+
+    async def close(self) -> None:
+        """Accept no more connections, and wait for running requests. Cancel it to end at once."""
+        self._end.set()
+        if self._serving is None:
+            self.sock.close()
+            return
+        try:
+            await asyncio.shield(self._serving)
+        except asyncio.CancelledError:
+            for connection in list(self.connections):
+                connection.transport.abort()
+            self._ends_at_once = True
+            await asyncio.wait([self._serving], timeout=2.0)
+            raise
+        finally:
+            if self._stalls is not None:
+                self._stalls.close()
+
+    async def _serve(self) -> None:
+        """Accept connections until `close`, and return when all requests have ended."""
+        if self._tls is None:
+            server = await asyncio.get_running_loop().create_server(
+                self._new_connection, sock=self.sock, backlog=LISTEN_BACKLOG
+            )
+            self._server = server
+        else:
+            # asyncio's server would count no connection before the end of its handshake.
+            self._server = Acceptor(self.sock, partial(self._accept_tls, self._tls))
+        await self._end.wait()
+        self._server.close()
+        self.sock.close()
+        for handshake in self._handshakes:
+            handshake.cancel()
+        for connection in list(self.connections):
+            connection.shutdown()
+        await asyncio.sleep(0)  # Connections without a request are gone then.
+        while (  # noqa: ASYNC110
+            self._handshakes or self.connections or self._tasks
+        ) and not self._ends_at_once:
+            await asyncio.sleep(END_POLL_SECONDS)
+        await self._server.wait_closed()
+
+    def _new_connection(self) -> BoundedProtocol:
+        return self.protocol(self._app, self._keep_alive, self.connections, self._tasks)
+
+    def _accept_tls(self, tls: ssl.SSLContext, sock: socket.socket, address: str) -> None:
+        protocol = self._new_connection()
+        work = _shake_hands(lambda: protocol, sock, tls, protocol.limits.header_timeout)
+        handshake = asyncio.get_running_loop().create_task(work, name="TLS handshake")
+        self._handshakes.add(handshake)
+
+        def ended(handshake: asyncio.Task[None]) -> None:
+            self._handshakes.discard(handshake)
+            protocol.end_handshake()
+            if handshake.cancelled():
+                sock.close()
+
+        handshake.add_done_callback(ended)
+        protocol.begin_handshake(address, handshake)
+
+
+def resolve_addresses(host: str, port: int) -> list[tuple[str, int]]:
+    """The addresses that `host` resolves to. Raises: OSError."""
+    return [(str(address[0]), int(address[1])) for *_, address in _address_infos(host, port)]
+
+
+def _address_infos(host: str, port: int) -> list[Any]:
+    return list(
+        socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    )
+
+
+def bind_socket(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet; `port` 0 takes a free one. Raises: OSError."""
+    family, kind, protocol, _, address = _address_infos(host, port)[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            # "::" means every address, IPv4 too, as people expect.
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(host != "::"))
+        sock.bind(address)
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+STALLED_POLLS = 10
+"""Polls in a row that must find no progress before a connection is aborted. Polls are counted, not
+seconds, since a gateway that was itself suspended has sent nothing in that time."""
+
+
+class StallMonitor:
+    """Aborts connections whose client has read nothing for `limit` seconds; one timer for all."""
+
+    def __init__(self, connections: Collection[BoundedProtocol], limit: float) -> None:
+        self._connections = connections
+        self._limit = limit
+        self._lagging: dict[BoundedProtocol, tuple[int, int]] = {}
+        """Of connections with unsent bytes: how many, and how many polls found no progress."""
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(limit / STALLED_POLLS, self._poll)
+
+    def close(self) -> None:
+        """Stop polling."""
+        self._timer.cancel()
+
+    def _poll(self) -> None:
+        self._timer = self._loop.call_later(self._limit / STALLED_POLLS, self._poll)
+        lagging = {}
+        for connection in list(self._connections):
+            unsent = _unsent_bytes(connection)
+            if not unsent:
+                continue
+            before, polls = self._lagging.get(connection, (unsent + 1, 0))
+            polls = 0 if unsent < before else polls + 1
+            if polls < STALLED_POLLS:
+                lagging[connection] = unsent, polls
+                continue
+            log.info("a client took nothing for too long", seconds=self._limit, unsent=unsent)
+            connection.transport.abort()
+        self._lagging = lagging
+
+
+def _unsent_bytes(connection: BoundedProtocol) -> int:
+    """Bytes that the client has not read; 0 also while more are written, which hides progress."""
+    transport, cycle = connection.transport, connection.cycle
+    if cycle is None or not (connection.flow.write_paused or cycle.response_complete):
+        return 0
+    own = transport.get_write_buffer_size()
+    return own and own + _kernel_bytes(transport)
+
+
+def _kernel_bytes(transport: asyncio.Transport) -> int:
+    """Bytes that the client's machine has not acknowledged.
+
+    They tell of progress sooner than our own buffer: the kernel takes more from that only when a
+    third of its buffer, perhaps a megabyte, is free.
+    """
+    sock = transport.get_extra_info("socket")
+    result = bytearray(_INT.size)
+    try:
+        fcntl.ioctl(sock.fileno(), termios.TIOCOUTQ, result)
+    except OSError:
+        return 0
+    return int(_INT.unpack(result)[0])
+
+
+_INT = struct.Struct("i")

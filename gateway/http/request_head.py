@@ -1,0 +1,536 @@
+"""What the head of a request says: who sends it, from which page, and what it asks for.
+
+Where callers need no key, so could any page that a browser of this machine shows: through a name of
+its own that resolves to 127.0.0.1 (DNS rebinding), or a form that it posts (request forgery), which
+needs no permission. For paths that are not routed, Starlette's middleware tells browsers which
+pages may read (`site.with_cors`).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+import socket
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Self
+
+from starlette.requests import Request as HttpRequest
+
+from gateway import errors
+from gateway.access.callers import (
+    IdentityHeaders,
+    cache_policy_of,
+    effective_priority,
+    identify_caller,
+    priority_header,
+)
+from gateway.access.exposure import is_local, is_loopback
+from gateway.access.keys import KeyRing
+from gateway.config.cache_privacy import SHARED_CACHE, CachePolicy
+from gateway.config.listeners import CorsSpec, ListenSettings
+from gateway.config.settings import Settings
+from gateway.errors import GatewayError
+from gateway.http.response_head import EXPOSED_HEADERS
+from gateway.lease import KeyedHash
+from gateway.proxy.client_response import headers_for_node
+from gateway.proxy.inbound.body import ParsedBody
+from gateway.proxy.inbound.prompt_key import VolatileLines
+from gateway.proxy.inbound.request import ModelAliases, RequestRules
+from gateway.request import Caller, Headers, Priority
+from gateway.usage.accounts import Accounts
+from gateway.usage.limits import LimitBook
+
+
+@dataclass(frozen=True, slots=True)
+class HandlerConfig:
+    """What one version of the settings means for the handler."""
+
+    settings: Settings
+    key_ring: KeyRing
+    """The keys in force; one object for the life of the process."""
+    identity_headers: IdentityHeaders
+    rules: RequestRules
+    loopback: bool
+    """Whether only this machine can reach the listener."""
+    origin_policy: OriginPolicy | None
+    """Restricts callers without a key."""
+
+    @classmethod
+    def of(
+        cls,
+        settings: Settings,
+        *,
+        loopback: bool,
+        keyed_hash: KeyedHash,
+        key_ring: KeyRing,
+    ) -> HandlerConfig:
+        """The configuration for these settings and a listener that is `loopback` or not.
+
+        `keyed_hash` identifies prompts. `key_ring` has been configured with these settings.
+        """
+        identity = settings.identity
+        return cls(
+            settings=settings,
+            key_ring=key_ring,
+            identity_headers=IdentityHeaders.of(identity.user_headers, identity.session_headers),
+            rules=RequestRules(
+                settings.limits,
+                ModelAliases(settings.models),
+                settings.default_model,
+                VolatileLines(settings.prompts.volatile, settings.prompts.strip),
+                keyed_hash,
+            ),
+            loopback=loopback,
+            origin_policy=OriginPolicy.of(settings, loopback=loopback),
+        )
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """A parsed head."""
+
+    caller: Caller
+    accounts: Accounts
+    """On which its use counts."""
+    fairness_key: str
+    """Who shares fairly: the caller, or the end user that a trusted caller names."""
+    session: str | None
+    priority_header: str | None
+    """`X-Priority`."""
+    client_timeout: float | None
+    """`X-Request-Timeout`: seconds that the client waits for the complete response."""
+    plain_client_timeout: float | None
+    """The timeout of a plain response, for which official clients send their own."""
+    client_has_timer: bool
+    """Whether `plain_client_timeout` is that of an official client's own timer."""
+    header_lines: bytes
+    """The header lines that nodes get."""
+    wants_progress: bool
+    """`X-Gateway-Progress: 1`: the client wants progress comments in its stream."""
+    may_name_nodes: bool
+    """Whether the response may name nodes."""
+    usual_priority: Priority | None
+    """The class of a request whose body names none; None: `X-Priority` names one."""
+    cache: CachePolicy = SHARED_CACHE
+    """Which nodes may serve it, and what it may learn of their prompt caches."""
+    counts_no_comments: bool = False
+    """Whether the client gives up a stream of comments alone, as Codex does after 300 s."""
+    prefers_async: bool = False
+    """`Prefer: respond-async`: the client wants to have the response later."""
+
+
+class ContextCache:
+    """The last head of a connection: most clients send the same one again and again."""
+
+    __slots__ = ("_config", "_context", "_headers", "_keys_version", "_x_request_id")
+
+    def __init__(self) -> None:
+        self._headers: Headers = []
+        self._config: HandlerConfig | None = None
+        """The configuration by which the head was parsed."""
+        self._keys_version = -1
+        """The version of the key ring by which its caller was found."""
+        self._context: RequestContext | None = None
+        self._x_request_id: str | None = None
+
+    def get(self, headers: Headers, config: HandlerConfig) -> RequestContext | None:
+        """The context of an equal head, if it was parsed by the same configuration and keys."""
+        if (
+            self._config is config
+            and self._keys_version == config.key_ring.version
+            and self._headers == headers
+        ):
+            return self._context
+        return None
+
+    def store(self, headers: Headers, config: HandlerConfig, context: RequestContext) -> None:
+        """Keep this head in place of the last one."""
+        self._headers, self._config, self._context = headers, config, context
+        self._keys_version = config.key_ring.version
+        self._x_request_id = x_request_id_of(headers)
+
+    def x_request_id_for(self, headers: Headers) -> str | None:
+        """`x_request_id_of(headers)`."""
+        return self._x_request_id if headers is self._headers else x_request_id_of(headers)
+
+
+_X_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+def x_request_id_of(headers: Headers) -> str | None:
+    """The client's `X-Request-ID`, if it is a valid one."""
+    for name, value in headers:
+        if name == b"x-request-id":
+            return value.decode() if _X_REQUEST_ID.fullmatch(value) else None
+    return None
+
+
+def parse_context(
+    headers: Headers,
+    peer_address: str | None,
+    settings: Settings,
+    key_ring: KeyRing,
+    identity_headers: IdentityHeaders,
+    limit_book: LimitBook,
+    *,
+    loopback: bool,
+) -> RequestContext:
+    """The context that these headers describe. Raises: GatewayError 400, 401, 415, 503."""
+    listen = settings.listen
+    local = is_local(headers, loopback_listener=loopback, trusted_proxies=listen.trusted_proxies)
+    caller = identify_caller(
+        headers,
+        peer_address,
+        key_ring,
+        allow_anonymous=settings.allow_anonymous,
+        loopback_listener=loopback,
+        trusted_proxies=listen.trusted_proxies,
+        local=local,
+    )
+    wants_progress = counts_no_comments = False
+    for name, value in headers:
+        if name == b"content-encoding" and value.strip().lower() not in _PLAIN_ENCODINGS:
+            raise errors.compressed_body()
+        if name == b"x-gateway-progress":
+            wants_progress = value.strip().lower() in _TRUE_WORDS
+        if name in _CLIENT_NAMES and _CODEX.match(value):
+            counts_no_comments = True
+    fairness_key = identity_headers.fairness_key(headers, caller)
+    accounts = limit_book.accounts(caller, identity_headers.end_user(headers, caller))
+    caller = accounts.caller
+    timeout = _request_timeout(headers)
+    sdk_timeout = _sdk_timeout(headers)
+    has_timer = sdk_timeout is not None and (timeout is None or sdk_timeout < timeout)
+    header_priority = priority_header(headers)
+    return RequestContext(
+        caller,
+        accounts,
+        fairness_key,
+        identity_headers.session_key(headers, fairness_key),
+        header_priority,
+        timeout,
+        sdk_timeout if has_timer else timeout,
+        has_timer,
+        headers_for_node(headers, settings.headers.to_nodes),
+        wants_progress,
+        _may_name_nodes(listen, local=local),
+        effective_priority(None, None, None, caller) if header_priority is None else None,
+        cache_policy_of(caller, settings),
+        counts_no_comments,
+        prefers_async(headers),
+    )
+
+
+def class_of(parsed: ParsedBody, caller: Caller, header: str | None = None) -> Priority:
+    """The class that head and body ask for, as far as the caller may have it.
+
+    Raises: GatewayError 400, if the header's word is unknown.
+    """
+    word, service_tier = parsed.priority, parsed.service_tier
+    return effective_priority(
+        header,
+        word if isinstance(word, str) else None,
+        service_tier if isinstance(service_tier, str) else None,
+        caller,
+    )
+
+
+def may_name_nodes(headers: Headers, settings: Settings, *, loopback: bool) -> bool:
+    """Whether the response to this head may name nodes: by the settings, else to local callers."""
+    listen = settings.listen
+    proxies = listen.trusted_proxies
+    local = is_local(headers, loopback_listener=loopback, trusted_proxies=proxies)
+    return _may_name_nodes(listen, local=local)
+
+
+def _may_name_nodes(listen: ListenSettings, *, local: bool) -> bool:
+    return local if listen.expose_node is None else listen.expose_node
+
+
+_PLAIN_ENCODINGS = frozenset({b"", b"identity"})
+
+_CLIENT_NAMES = frozenset({b"originator", b"user-agent"})
+
+_CODEX = re.compile(rb"\s*codex[-_ /]", re.IGNORECASE)
+"""How Codex's command, its desktop program, its extension and its SDK begin their names."""
+
+_TRUE_WORDS = frozenset({b"1", b"true", b"yes", b"on"})
+
+
+def _request_timeout(headers: Headers) -> float | None:
+    """`X-Request-Timeout` in seconds."""
+    for name, value in headers:
+        if name == b"x-request-timeout":
+            try:
+                seconds = float(value)
+            except ValueError:
+                seconds = math.nan
+            if not (math.isfinite(seconds) and seconds > 0):
+                raise errors.invalid_request(
+                    "'X-Request-Timeout' must be a positive number of seconds.",
+                    "X-Request-Timeout",
+                )
+            return seconds
+    return None
+
+
+_SDK_TIMEOUTS = frozenset({b"x-stainless-read-timeout", b"x-stainless-timeout"})
+"""Headers in which the official clients of OpenAI and Anthropic send their timeouts, in seconds."""
+
+
+def _sdk_timeout(headers: Headers) -> float | None:
+    """The shortest timeout that an official client sends; invalid values are ignored."""
+    shortest: float | None = None
+    for name, value in headers:
+        if name in _SDK_TIMEOUTS:
+            try:
+                seconds = float(value)
+            except ValueError:
+                continue
+            if math.isfinite(seconds) and seconds > 0:
+                shortest = seconds if shortest is None else min(shortest, seconds)
+    return shortest
+
+
+LONGEST_PREFER = 1024
+"""Bytes of one field that are read; a longer one says nothing."""
+
+_MEMBERS = re.compile(rb'(?:[^",]|"(?:[^"\\]|\\.)*")+')
+
+_PREFERENCE = re.compile(
+    rb'[ \t]*respond-async[ \t]*(?:=[ \t]*(?:"")?[ \t]*)?(?:;.*)?', re.IGNORECASE | re.DOTALL
+)
+"""The token, without a value; parameters are ignored."""
+
+
+def prefers_async(headers: Headers) -> bool:
+    """Whether the client wants to have the response later: it says `respond-async`."""
+    for name, value in headers:
+        if name == b"prefer" and len(value) <= LONGEST_PREFER:
+            for member in _MEMBERS.findall(value):
+                if _PREFERENCE.fullmatch(member) is not None:
+                    return True
+    return False
+
+
+ANONYMOUS_OWNER = "anonymous:local"
+"""Owns what callers without a key keep; no key has a colon in its id."""
+
+
+def owner_by_head(headers: Headers, caller: Caller, config: HandlerConfig, what: str) -> str:
+    """The id of whose files, batches or stored responses the request is about: that of the key.
+
+    Callers without a key own things only on a loopback listener without a proxy in front, and own
+    them together. `what` is named in the error. Raises: GatewayError 401.
+    """
+    if not caller.anonymous:
+        return caller.id
+    if is_local(
+        headers,
+        loopback_listener=config.loopback,
+        trusted_proxies=config.settings.listen.trusted_proxies,
+    ):
+        return ANONYMOUS_OWNER
+    raise GatewayError(
+        401,
+        "invalid_api_key",
+        f"{what} belong to an API key: send one as 'Authorization: Bearer lg_...'. Without one "
+        "they are kept only for callers on the gateway's own machine.",
+        retryable=False,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Callers:
+    """Who sends the requests that Starlette serves."""
+
+    config: Callable[[], HandlerConfig]
+    """What is in force."""
+
+    def identify(self, request: HttpRequest) -> Caller:
+        """The request's caller. Raises: GatewayError 401, 403."""
+        config, headers = self.config(), request.scope["headers"]
+        caller = identify_caller(
+            headers,
+            request.client.host if request.client else None,
+            config.key_ring,
+            allow_anonymous=config.settings.allow_anonymous,
+            loopback_listener=config.loopback,
+            trusted_proxies=config.settings.listen.trusted_proxies,
+        )
+        if config.origin_policy is not None and caller.anonymous:
+            server = request.scope.get("server")
+            changes = request.method not in {"GET", "HEAD"}
+            config.origin_policy.check(headers, server[0] if server else None, is_post=changes)
+        return caller
+
+    def owner(self, request: HttpRequest, what: str = "Files") -> str:
+        """Whose things the request is about, as `owner_by_head`. Raises: GatewayError 401, 403."""
+        caller = self.identify(request)
+        return owner_by_head(request.scope["headers"], caller, self.config(), what)
+
+
+def no_store(what: str) -> GatewayError:
+    """501: the gateway has no store, so it keeps nothing."""
+    return GatewayError(
+        501,
+        "not_supported",
+        f"The gateway has no store (store.url: off), so it keeps no {what}.",
+        retryable=False,
+    )
+
+
+_EXPOSED_HEADERS = ", ".join(EXPOSED_HEADERS).encode()
+
+_CONTAINER_HOST_NAMES = (
+    "host.docker.internal",
+    "gateway.docker.internal",
+    "kubernetes.docker.internal",
+    "host.containers.internal",
+    "host.lima.internal",
+    "host.orb.internal",
+    "host.rancher-desktop.internal",
+    "host.minikube.internal",
+)
+"""Names of this machine in containers that Docker, Podman, Lima, OrbStack, Rancher and Minikube run
+on it. Nobody can own such a name: `.internal` is not delegated."""
+
+_DESKTOP_APP_ORIGINS = frozenset(
+    f"{scheme}://{name}.localhost" for scheme in ("http", "https") for name in ("tauri", "wails")
+)
+"""Origins of pages of programs made with Tauri and Wails, on Windows and Android."""
+
+_OWN_SITES = frozenset({"same-origin", "none"})
+"""`Sec-Fetch-Site` of requests by a page of the same origin, or by the user; pages can't set it."""
+
+
+def cors_headers(cors: CorsSpec, headers: Headers) -> Headers:
+    """The headers that let the page of this request read the response; none if it may not."""
+    origin = next((value for name, value in headers if name == b"origin"), None)
+    if origin is None:
+        return []
+    anywhere = "*" in cors.origins
+    if not anywhere and origin.decode("latin-1") not in cors.origins:
+        return [(b"vary", b"Origin")]
+    found = [(b"access-control-expose-headers", _EXPOSED_HEADERS)]
+    if anywhere and not cors.credentials:
+        found.append((b"access-control-allow-origin", b"*"))
+    else:
+        found += [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
+    if cors.credentials:
+        found.append((b"access-control-allow-credentials", b"true"))
+    return found
+
+
+_AUTHORITY = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{0,5}))?")
+
+_ORIGIN = re.compile(rf"(https?)://{_AUTHORITY.pattern}")
+
+_PORTS = {"http": 80, "https": 443}
+
+
+class AllowedHosts:
+    """The hosts that a listener answers to: `names`, loopback names, and its own address."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        # 0.0.0.0 is no host's address, but a page that uses it reaches this machine.
+        self._names = {_normalized(name) for name in names} - {"0.0.0.0", "::"}
+
+    def allows(self, host: str, local_address: object) -> bool:
+        """Whether this `Host`, with or without a port, is one of them.
+
+        `local_address` is the one that the client connected to, which no name server controls.
+        It is ignored if it is no IP address.
+        """
+        authority = _AUTHORITY.fullmatch(host)
+        if authority is None:
+            return False
+        name = _normalized(authority[1])
+        return (
+            is_loopback(name)
+            or name.endswith(".localhost")
+            or name in self._names
+            or name == _normalized_address(local_address)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OriginPolicy:
+    """Restricts requests whose callers have no key."""
+
+    hosts: AllowedHosts
+    origins: frozenset[str]
+    """Origins whose pages may post, besides the listener's own."""
+
+    @classmethod
+    def of(cls, settings: Settings, *, loopback: bool) -> Self | None:
+        """The policy of a listener that is `loopback` or not; None: no restriction.
+
+        Trusted proxies set `Host` as they like, and a listener that is not loopback admits
+        everybody on purpose. Both are restricted only if `listen.hosts` is set.
+        """
+        listen = settings.listen
+        if not listen.hosts and (not loopback or listen.trusted_proxies):
+            return None
+        cors = settings.cors
+        names = (listen.host, *listen.hosts, socket.gethostname(), *_CONTAINER_HOST_NAMES)
+        return cls(AllowedHosts(names), frozenset(cors.origins if cors else ()))
+
+    def check(self, headers: Headers, local_address: object, *, is_post: bool) -> None:
+        """Raise GatewayError 403 if a page of another origin may have sent the request.
+
+        `local_address` is the one that the client connected to.
+        """
+        host = _header(headers, b"host") or ""
+        if not self.hosts.allows(host, local_address):
+            raise errors.host_not_allowed(host)
+        if is_post and self._is_foreign(headers, host):
+            raise errors.origin_not_allowed(_header(headers, b"origin") or "another site")
+
+    def _is_foreign(self, headers: Headers, host: str) -> bool:
+        site, origin = _header(headers, b"sec-fetch-site"), _header(headers, b"origin")
+        if origin is None:
+            return site == "cross-site"
+        if site in _OWN_SITES or is_same_origin(origin, host):
+            return False
+        if not self.origins.isdisjoint((origin, "*")):
+            return False
+        # Other schemes belong to extensions and programs that the user has installed.
+        origin = origin.lower()
+        return origin.startswith(("http:", "https:", "null")) and origin not in _DESKTOP_APP_ORIGINS
+
+
+def is_same_origin(origin: str, host: str) -> bool:
+    """Whether a page of this origin comes from this host, whether a proxy adds TLS or not."""
+    page, own = _ORIGIN.fullmatch(origin), _AUTHORITY.fullmatch(host)
+    if page is None or own is None:
+        return False
+    port = _PORTS[page[1]]
+    return (_normalized(page[2]), int(page[3] or port)) == (
+        _normalized(own[1]),
+        int(own[2] or port),
+    )
+
+
+def _header(headers: Headers, wanted: bytes) -> str | None:
+    return next((value.decode("latin-1") for name, value in headers if name == wanted), None)
+
+
+def _normalized(name: str) -> str:
+    """A host in one form: addresses as Python writes them, names in lower case."""
+    name = name.strip("[]").lower().removesuffix(".")
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return name
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)
+
+
+def _normalized_address(text: object) -> str | None:
+    try:
+        return _normalized(str(ipaddress.ip_address(str(text))))
+    except ValueError:
+        return None

@@ -1,1 +1,0 @@
-"""Alembic's migrations of the store, which the program runs itself."""

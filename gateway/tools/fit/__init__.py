@@ -1,1 +1,0 @@
-"""How a model fits a machine: memory, context, quantisation, and the speed to expect."""

@@ -1,0 +1,653 @@
+"""Requests to routed paths whose responses are kept or made later: the store runs them.
+
+`Prefer: respond-async` makes a deferred request, of `/v1/background/{id}`; `background` and `store`
+of `/v1/responses` make stored responses, of `/v1/responses/{id}`, and `previous_response_id` puts a
+stored conversation before the input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import re
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from gateway import errors
+from gateway.batches.background_requests import (
+    DEFERRED_PATH,
+    SHUTTING_DOWN,
+    BackgroundRequests,
+    NewRequest,
+    decode_result,
+    not_found,
+)
+from gateway.batches.folder import RETRY_AFTER, FolderError, folder_errors_told
+from gateway.batches.request_rows import RequestKind, RequestState, StoredRow
+from gateway.batches.response_events import REPEATED, queued_response
+from gateway.batches.response_log import LogBroken
+from gateway.batches.stored_responses import (
+    RESPONSES_PATH,
+    StoreOptions,
+    body_to_run,
+    conversation_of,
+    echoed_fields,
+    input_items,
+    item_id,
+    listed_item,
+    may_ask_to_store,
+    plain_body,
+    previous_not_found,
+    read_fields,
+    read_options,
+    response_not_found,
+)
+from gateway.batches.webhook_receivers import WebhookTargets
+from gateway.catalog import RequestQueue, ServedModels
+from gateway.errors import GatewayError
+from gateway.events import RequestFinished
+from gateway.http.exchange import HttpExchange
+from gateway.http.request_head import (
+    Callers,
+    HandlerConfig,
+    RequestContext,
+    no_store,
+    owner_by_head,
+)
+from gateway.http.response_head import encode_headers
+from gateway.proxy.client_response import JSON_HEADER_LINE
+from gateway.proxy.inbound.body import BYTE_ORDER_MARK, is_slow_to_parse
+from gateway.proxy.inbound.request import Request
+from gateway.proxy.inbound.routes import ROUTES, Route
+from gateway.proxy.json_values import JsonObject
+from gateway.request import Headers
+from gateway.transport.eager_task import ensure_task
+from gateway.web.asgi import JsonResponse, error_response, page_limit
+
+STREAM_HEADER_LINES = (
+    b"content-type: text/event-stream\r\ncache-control: no-cache\r\nx-accel-buffering: no\r\n"
+)
+
+WAIT_SECONDS = 10.0
+"""A client that waits for a whole response is served in steps of so many seconds at most."""
+
+MOST_FAILURES, FAILURE_SECONDS = 60, 1.0
+"""How often, and how long after each other, such a client's response is looked for in a store that
+can't be used."""
+
+
+class StorableRequest(Protocol):
+    """A request under way in the handler."""
+
+    record: RequestFinished
+
+    @property
+    def exchange(self) -> HttpExchange:
+        """Where its response goes."""
+
+    @property
+    def route(self) -> Route:
+        """What its client asked for."""
+
+    @property
+    def config(self) -> HandlerConfig:
+        """What was in force when it came."""
+
+    def early_header_lines(self) -> bytes:
+        """The gateway's own header lines before the outcome is known."""
+
+    async def check(self, context: RequestContext, body: bytes) -> Request:
+        """The request that nodes would get, if it ran now. Raises: GatewayError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storing:
+    """Takes requests for `requests`; None: there is no store, and nothing can be kept."""
+
+    requests: BackgroundRequests | None
+    webhooks: WebhookTargets
+    catalog: ServedModels
+    queue: RequestQueue
+    step_seconds: Callable[[], float] = field(default=lambda: WAIT_SECONDS)
+
+    async def serve(
+        self, served: StorableRequest, context: RequestContext, body: bytes
+    ) -> bytes | None:
+        """The body to go on with, as usual; None: the response was sent. Raises: GatewayError."""
+        route = served.route
+        if route.path == RESPONSES_PATH and may_ask_to_store(body):
+            await ensure_task()
+            if is_slow_to_parse(body):
+                # Its fields are decoded at once: those of a body within the limits are few.
+                await served.check(context, body)
+            found = await self._respond(served, context, body.removeprefix(BYTE_ORDER_MARK))
+            if found is None:
+                return None
+            body = found
+        if not context.prefers_async or ROUTES.get(route.path) is not route:
+            return body
+        if route.multipart or not route.takes_slot:
+            return body  # Honouring it is always optional.
+        await ensure_task()
+        await self._defer(served, context, body)
+        return None
+
+    # Responses.
+
+    async def _respond(
+        self, served: StorableRequest, context: RequestContext, body: bytes
+    ) -> bytes | None:
+        """As `serve`, for a request to `/v1/responses`."""
+        settings = served.config.settings
+        fields = read_fields(body)
+        options = read_options(fields)
+        stored = options.background or (
+            options.store is True and settings.batches.store_responses and self.requests is not None
+        )
+        most_bytes = settings.limits.body_bytes
+        if not stored and options.previous is None:
+            return body
+        before = [] if options.previous is None else await self._conversation(
+            served, context, options.previous
+        )  # fmt: skip
+        if not stored:
+            return plain_body(fields, before, most_bytes)
+        requests = self._kept("background responses")
+        owner = _owner(served, context)
+        new_body = body_to_run(fields, before, most_bytes)
+        request = await self._checked(served, context, new_body)
+        webhook_url = None
+        if options.webhook_url is not None:
+            group = context.caller.group
+            webhook_url = self.webhooks.check(context.caller.id, group, options.webhook_url)
+        batches = settings.batches
+        keep = batches.background_keep if options.store is False else batches.keep
+        seconds = options.seconds or batches.windows.default
+        if not options.background and context.client_timeout is not None:
+            seconds = min(seconds, context.client_timeout)
+        new = _new_request(
+            served, context, request, RequestKind.RESPONSE, owner, new_body, seconds, keep
+        )
+        echoed = echoed_fields(fields, REPEATED) | {"model": request.lease_request.wanted.model}
+        row = await requests.add(
+            replace(new, stream=options.stream, webhook_url=webhook_url, echoed=echoed)
+        )
+        await self._answer(served, context, requests, row, options, echoed)
+        return None
+
+    async def _conversation(
+        self, served: StorableRequest, context: RequestContext, previous: str
+    ) -> list[object]:
+        """What was said up to the end of a response of the caller's. Raises: GatewayError."""
+        if self.requests is None:
+            raise previous_not_found(previous)
+        try:
+            owner = _owner(served, context)
+            row = await self.requests.find(owner, previous, RequestKind.RESPONSE)
+            response = await self.requests.response(row)
+            body = await self.requests.body(row)
+        except GatewayError as error:
+            if error.status in {401, 404}:
+                raise previous_not_found(previous) from None
+            raise
+        return conversation_of(body, response)
+
+    async def _answer(
+        self,
+        served: StorableRequest,
+        context: RequestContext,
+        requests: BackgroundRequests,
+        row: StoredRow,
+        options: StoreOptions,
+        echoed: JsonObject,
+    ) -> None:
+        """Send what the client waits for: the events, the response as it is now, or its end."""
+        waits = contextlib.nullcontext() if options.background else requests.client_waits(row)
+        try:
+            with waits:
+                if options.stream:
+                    can_return = options.background
+                    await self._stream(served, context, requests, row, can_return=can_return)
+                elif not options.background:
+                    await self._wait(served, requests, row)
+                else:
+                    _send_json(served, 200, await self._as_it_is(requests, row, echoed))
+        except asyncio.CancelledError:
+            if not options.background and served.exchange.disconnected:
+                requests.cancel_soon(row)
+            raise
+
+    async def _as_it_is(
+        self, requests: BackgroundRequests, row: StoredRow, echoed: JsonObject
+    ) -> JsonObject:
+        try:
+            return await requests.response(row)
+        except GatewayError as error:
+            # It is kept, and who had an error for it would send it again.
+            errors.drop_traceback(error)
+            return queued_response(row.id, row.created_at, echoed)
+
+    async def _stream(
+        self,
+        served: StorableRequest,
+        context: RequestContext,
+        requests: BackgroundRequests,
+        row: StoredRow,
+        *,
+        can_return: bool,
+    ) -> None:
+        exchange = served.exchange
+        numbered = served.route.api.numbered_heartbeats() if context.counts_no_comments else None
+        head = STREAM_HEADER_LINES + served.early_header_lines()
+        exchange.start_response(200, head)
+        try:
+            async with contextlib.aclosing(requests.follow(row, can_return=can_return)) as pieces:
+                async for piece in pieces:
+                    if exchange.write(piece if numbered is None else numbered.of_log(piece)):
+                        await exchange.wait_writable()
+        except (LogBroken, FolderError, FileNotFoundError):
+            # Its polite end would read as that of the response.
+            served.record.fail(502, "stream_broken")
+            exchange.abort()
+            return
+        exchange.end_response()
+
+    async def _wait(
+        self, served: StorableRequest, requests: BackgroundRequests, row: StoredRow
+    ) -> None:
+        """Send the whole response once it has ended, and white space before."""
+        settings, exchange = served.config.settings, served.exchange
+        pads, failures = settings.heartbeat > 0 and settings.heartbeat_plain, 0
+        while True:
+            step = settings.heartbeat if pads else self.step_seconds()
+            try:
+                found = await requests.wait_ended(row, step)
+            except GatewayError as error:
+                # It goes on while the store is away, and who had an error would send it again.
+                failures += 1
+                if error.status != 503 or failures > MOST_FAILURES:
+                    raise
+                errors.drop_traceback(error)
+                await asyncio.sleep(FAILURE_SECONDS)
+                found = row
+            else:
+                failures = 0
+            if found.state.ended:
+                break
+            if pads and not exchange.write_paused:
+                if exchange.response_started:
+                    exchange.write(b" ")
+                else:
+                    exchange.start_response(
+                        200, JSON_HEADER_LINE + served.early_header_lines(), b" "
+                    )
+        response = await requests.response(found)
+        if response["status"] in {"failed", "cancelled"}:
+            raise _error_of(found, response)
+        if exchange.response_started:
+            exchange.end_response(msgspec.json.encode(response))
+        else:
+            _send_json(served, 200, response)
+
+    # Deferred requests.
+
+    async def _defer(self, served: StorableRequest, context: RequestContext, body: bytes) -> None:
+        requests = self._kept("requests for later")
+        owner = _owner(served, context)
+        request = await self._checked(served, context, body)
+        if request.stream:
+            raise errors.invalid_request(
+                "With 'Prefer: respond-async' the response is fetched whole: leave out 'stream'.",
+                "stream",
+            )
+        batches = served.config.settings.batches
+        seconds = batches.windows.default
+        if context.client_timeout is not None:
+            seconds = min(seconds, context.client_timeout)
+        row = await requests.add(
+            _new_request(
+                served, context, request, RequestKind.DEFERRED, owner, body, seconds,
+                batches.background_keep,
+            )
+        )  # fmt: skip
+        described = await background_object(row, requests, self.queue)
+        headers = [*accepted(row, described), (b"preference-applied", b"respond-async")]
+        lines = JSON_HEADER_LINE + encode_headers(headers) + served.early_header_lines()
+        served.exchange.respond(202, lines, msgspec.json.encode(described))
+
+    # Both.
+
+    def _kept(self, what: str) -> BackgroundRequests:
+        if self.requests is None:
+            raise no_store(what)
+        return self.requests
+
+    async def _checked(
+        self, served: StorableRequest, context: RequestContext, body: bytes
+    ) -> Request:
+        """The request, which nodes might serve now or later. Raises: GatewayError."""
+        request = await served.check(context, body)
+        wanted, labels = request.lease_request.wanted, context.cache.node_labels
+        if not any(self.catalog.serves(name, labels) for name in wanted.model_names):
+            error = self.catalog.not_found_error(wanted.model, labels, wanted.model_names)
+            if error.status == 404:
+                raise error
+        return request
+
+
+def _owner(served: StorableRequest, context: RequestContext) -> str:
+    return owner_by_head(served.exchange.headers, context.caller, served.config, "Stored responses")
+
+
+def _new_request(
+    served: StorableRequest,
+    context: RequestContext,
+    request: Request,
+    kind: RequestKind,
+    owner: str,
+    body: bytes,
+    seconds: float,
+    keep_seconds: float,
+) -> NewRequest:
+    asked = request.lease_request
+    return NewRequest(
+        kind=kind,
+        owner=owner,
+        path=served.route.path,
+        body=body,
+        class_=asked.caller.priority.label,
+        seconds=seconds,
+        keep_seconds=keep_seconds,
+        group_name=context.caller.group,
+        user=context.accounts.user,
+        model=request.model_in_body or asked.wanted.model,
+        prompt_tokens=asked.size.prompt_tokens,
+        max_tokens=asked.size.max_tokens or 0,
+    )
+
+
+def _send_json(served: StorableRequest, status: int, value: JsonObject) -> None:
+    lines = JSON_HEADER_LINE + served.early_header_lines()
+    served.exchange.respond(status, lines, msgspec.json.encode(value))
+
+
+def _error_of(row: StoredRow, response: JsonObject) -> GatewayError:
+    """The error of a response that a client has waited for."""
+    if response["status"] == "cancelled":
+        return GatewayError(409, "cancelled", "The response was cancelled.", retryable=False)
+    if row.error_code == SHUTTING_DOWN:
+        return GatewayError(
+            503,
+            SHUTTING_DOWN,
+            f"The gateway is shutting down, and has ended the response '{row.id}': send the "
+            "request again.",
+            retry_after=RETRY_AFTER,
+        )
+    error = response.get("error") or {}
+    return GatewayError(
+        row.status if row.status is not None and row.status >= 400 else 504,
+        str(error.get("code") or "server_error"),
+        str(error.get("message") or "The response failed."),
+        retryable=False,
+    )
+
+
+RETRY_SECONDS = 2
+"""`Retry-After` while nothing better is known."""
+
+LONGEST_RETRY_SECONDS = 30
+"""The longest `Retry-After`."""
+
+REPLAY = "x-gateway-replay"
+"""Marks a response that was made before, so that its status is not taken for that of this path."""
+
+_STATUS = {RequestState.WAITING: "queued", RequestState.RUNNING: "in_progress"}
+
+_OF_CONNECTION = frozenset({"content-length", "transfer-encoding", "connection", "keep-alive"})
+
+
+async def background_object(
+    row: StoredRow, requests: BackgroundRequests, queue: RequestQueue
+) -> JsonObject:
+    """What is told of a request that waits or runs.
+
+    Its place is left out while the store can't tell it: the request itself is there, and who had an
+    error for it would send it again.
+    """
+    place = queue.queue_position(row.id)
+    position: int | None = None
+    expected: float | None = None
+    if place is not None:
+        position, expected = place.position, place.expected_seconds
+    elif row.state is RequestState.WAITING:
+        with contextlib.suppress(GatewayError):
+            position = 1 + await requests.ahead_of(row)
+    status = "queued" if place is not None else _STATUS.get(row.state, row.state.value)
+    return {
+        "id": row.id,
+        "object": "background",
+        "status": status,
+        "path": row.path,
+        "url": DEFERRED_PATH.format(id=row.id),
+        "created_at": int(row.created_at),
+        "expires_at": None if row.deadline is None else int(row.deadline),
+        "position": position,
+        "expected_start_seconds": None if expected is None else round(expected, 1),
+    }
+
+
+def accepted(row: StoredRow, described: JsonObject) -> Headers:
+    """The header fields of a 202."""
+    expected = described["expected_start_seconds"]
+    wait = RETRY_SECONDS if expected is None else math.ceil(expected)
+    wait = min(max(1, wait), LONGEST_RETRY_SECONDS)
+    return [
+        (b"location", DEFERRED_PATH.format(id=row.id).encode()),
+        (b"retry-after", b"%d" % wait),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredEndpoints:
+    """The endpoints."""
+
+    requests: BackgroundRequests | None
+    """None: there is no store."""
+    queue: RequestQueue
+    callers: Callers
+
+    async def show(self, request: HttpRequest) -> Response:
+        """202 while it waits or runs, then its response."""
+        requests, owner = self._access(request)
+        row = await requests.find(owner, request.path_params["id"], RequestKind.DEFERRED)
+        if not row.state.ended:
+            described = await background_object(row, requests, self.queue)
+            response: Response = JsonResponse(described, 202)
+            response.raw_headers += accepted(row, described)
+            return response
+        if row.state is RequestState.EXPIRED:
+            error = GatewayError(
+                504, "queue_timeout", "The time was over before there was a response.",
+                retryable=False,
+            )  # fmt: skip
+            response = error_response(error, {**request.scope, "path": row.path})
+        elif row.result_place is None:
+            error = GatewayError(500, row.error_code or "internal_error", "The response is lost.")
+            response = error_response(error, {**request.scope, "path": row.path})
+        else:
+            with folder_errors_told("request"):
+                result = decode_result(await requests.answer(row))
+            response = Response(result.content, result.head.status)
+            lines = result.head.header_lines.split("\r\n")
+            fields = [line.partition(":")[::2] for line in lines if line]
+            kept = {name.lower(): value.strip() for name, value in fields}
+            for name in kept.keys() - _OF_CONNECTION:
+                response.headers[name] = kept[name]
+            response.headers["x-request-id"] = result.head.x_request_id
+        response.headers[REPLAY] = "true"
+        # Clients would repeat the question, and have the same answer.
+        response.headers["x-should-retry"] = "false"
+        return response
+
+    async def delete(self, request: HttpRequest) -> Response:
+        """End it, if it has not ended, and remove all that is kept of it."""
+        requests, owner = self._access(request)
+        row = await requests.delete(owner, request.path_params["id"], RequestKind.DEFERRED)
+        cancelled = not row.state.ended
+        return JsonResponse(
+            {"id": row.id, "object": "background", "deleted": True, "cancelled": cancelled}
+        )
+
+    def _access(self, request: HttpRequest) -> tuple[BackgroundRequests, str]:
+        owner = self.callers.owner(request, "Background requests")
+        if self.requests is None:
+            raise no_store("background requests")
+        id_ = request.path_params["id"]
+        if len(id_) > 64:
+            raise not_found(id_, RequestKind.DEFERRED)
+        return self.requests, owner
+
+
+MOST_ITEMS, USUAL_ITEMS = 100, 20
+"""Input items of a page, as OpenAI's API has it."""
+
+ITEM_WORK, STEP_WORK = 1024, 1 << 20
+"""Bytes that take as long as one item, and those that are read in one turn of the event loop."""
+
+_ID = re.compile(r"resp_[0-9a-f]{32}")
+
+_NUMBER = re.compile(r"[0-9]{1,12}")
+
+_TRUE = frozenset({"true", "1"})
+
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponseEndpoints:
+    """The endpoints."""
+
+    requests: BackgroundRequests | None
+    """None: there is no store."""
+    callers: Callers
+
+    async def show(self, request: HttpRequest) -> Response:
+        """The response as it is now, or its events."""
+        after = _after(request)
+        requests, row = await self._row(request)
+        if request.query_params.get("stream", "").lower() not in _TRUE:
+            return JsonResponse(await requests.response(row))
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream", headers=_STREAM_HEADERS)
+        return _FollowedResponse(
+            _followed(requests, row, after),
+            media_type="text/event-stream",
+            headers=_STREAM_HEADERS,
+        )
+
+    async def cancel(self, request: HttpRequest) -> Response:
+        """End it, if it has not ended."""
+        requests, row = await self._row(request)
+        row = await requests.cancel(row.owner, row.id, RequestKind.RESPONSE)
+        return JsonResponse(await requests.response(row))
+
+    async def delete(self, request: HttpRequest) -> Response:
+        """Remove all that is kept of it; it ends, if it has not."""
+        requests, row = await self._row(request)
+        await requests.delete(row.owner, row.id, RequestKind.RESPONSE)
+        return JsonResponse({"id": row.id, "object": "response", "deleted": True})
+
+    async def input_items(self, request: HttpRequest) -> Response:
+        """The conversation that it was asked with."""
+        limit, order, after = _page(request)
+        requests, row = await self._row(request)
+        fields = read_fields(await requests.body(row))
+        await asyncio.sleep(0)  # The body may have 64 MB: its items are another turn's work.
+        items = input_items(fields)
+        numbers = range(len(items)) if order == "asc" else range(len(items))[::-1]
+        if after is not None:
+            numbers = numbers[await _place(row.id, items, numbers, after) + 1 :]
+        page = [listed_item(row.id, number, items[number]) for number in numbers[:limit]]
+        found: dict[str, Any] = {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(numbers) > limit,
+        }
+        return JsonResponse(found)
+
+    async def _row(self, request: HttpRequest) -> tuple[BackgroundRequests, StoredRow]:
+        """Raises: GatewayError 401, 403, 404, 501."""
+        owner = self.callers.owner(request, "Stored responses")
+        if self.requests is None:
+            raise no_store("responses")
+        id_ = request.path_params["id"]
+        if _ID.fullmatch(id_) is None:
+            raise response_not_found(id_)
+        return self.requests, await self.requests.find(owner, id_, RequestKind.RESPONSE)
+
+
+class _FollowedResponse(StreamingResponse):
+    """Events of a stored response. Where they break off, so does the connection.
+
+    That is no fault of the gateway's, which may just end: its client follows it again.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send them."""
+        try:
+            await super().__call__(scope, receive, send)
+        except (LogBroken, FileNotFoundError):
+            scope["state"]["abort"]()
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+
+async def _followed(
+    requests: BackgroundRequests, row: StoredRow, after: int
+) -> AsyncIterator[bytes]:
+    """Its events; an error where they break off: a polite end would read as the response's."""
+    async with contextlib.aclosing(requests.follow(row, after)) as pieces:
+        async for piece in pieces:
+            yield piece
+
+
+def _after(request: HttpRequest) -> int:
+    word = request.query_params.get("starting_after")
+    if word is None:
+        return -1
+    if _NUMBER.fullmatch(word) is None:
+        raise errors.invalid_request(
+            "'starting_after' must be the sequence number of an event.", "starting_after"
+        )
+    return int(word)
+
+
+async def _place(response_id: str, items: Sequence[msgspec.Raw], numbers: range, after: str) -> int:
+    """Where in `numbers` the item with the id `after` stands. Raises: GatewayError 400."""
+    work = 0
+    for place, number in enumerate(numbers):
+        if item_id(response_id, number, items[number]) == after:
+            return place
+        work += ITEM_WORK + len(memoryview(items[number]))
+        if work > STEP_WORK:
+            work = 0
+            await asyncio.sleep(0)
+    raise errors.invalid_request("'after' must be the id of an input item.", "after")
+
+
+def _page(request: HttpRequest) -> tuple[int, str, str | None]:
+    query = request.query_params
+    limit = page_limit(query.get("limit", str(USUAL_ITEMS)), MOST_ITEMS)
+    order = query.get("order", "desc")
+    if order not in {"asc", "desc"}:
+        raise errors.invalid_request("'order' must be 'asc' or 'desc'.", "order")
+    return limit, order, query.get("after") or None

@@ -1,0 +1,275 @@
+"""Stores of other levels: older, newer, and used by an old and a new program at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, MetaData, Table, inspect, select, text, update
+from sqlalchemy.engine.interfaces import ReflectedIndex
+from sqlalchemy.sql.sqltypes import Boolean, Float, Integer
+
+from gateway.store.database import connect, disconnect, locate_store
+from gateway.store.failures import StoreTooNew
+from gateway.store.schema import OLDEST_LEVEL, SCHEMA_LEVEL, STEPS, levels, metadata
+from tests.postgres import PostgresServer
+from tests.store.levels import (
+    CONTRACT,
+    EXPAND,
+    NEXT,
+    RELEASED,
+    later_program,
+    make_released_store,
+)
+from tests.store.stores import LIMIT, add, count, opened
+
+
+@pytest.fixture
+def other_store_url(store_url: str, request: pytest.FixtureRequest) -> str:
+    """Return the URL of another new store of the same kind."""
+    if store_url.startswith("sqlite"):
+        return f"{store_url}.other"
+    server: PostgresServer = request.getfixturevalue("postgres")
+    return server.new_database()
+
+
+def described(connection: Connection) -> dict[str, Any]:
+    """Return every table with its columns, key and indexes, as texts."""
+    found = inspect(connection)
+    return {
+        table: (
+            # The default of an unknown dimension is written ('') or ''.
+            sorted(str(one).replace("('')", "''") for one in found.get_columns(table)),
+            found.get_pk_constraint(table)["constrained_columns"],
+            sorted(_index(index) for index in found.get_indexes(table)),
+        )
+        for table in found.get_table_names()
+        if table != "alembic_version"
+    }
+
+
+def _index(index: ReflectedIndex) -> str:
+    conditions = {name: str(value) for name, value in index.get("dialect_options", {}).items()}
+    return str(sorted({**index, "dialect_options": conditions}.items()))
+
+
+def reflected(connection: Connection) -> dict[str, Table]:
+    """Return the tables that jobs use, as they are in the database."""
+    tables = MetaData()
+    tables.reflect(connection)
+    of_levels = {"store_levels", "alembic_version"}
+    return {name: table for name, table in tables.tables.items() if name not in of_levels}
+
+
+def a_row(table: Table, word: str) -> Mapping[str, Any]:
+    """Return a row with a value in every column that the table had."""
+
+    def value(kind: Any) -> Any:
+        if isinstance(kind, Boolean):
+            return True
+        if isinstance(kind, Float):
+            return 1.5
+        return len(word) if isinstance(kind, Integer) else word
+
+    return {
+        column.name: value(column.type)
+        for column in table.columns
+        if not (table.name == "audit" and column.name == "id")
+    }
+
+
+def test_a_new_store_has_the_tables_its_level_and_who_made_it(store_url: str) -> None:
+    with opened(store_url) as store:
+        row = store.run_now(lambda connection: connection.execute(levels.select()).one())
+        assert (row.level, row.needed_level) == (SCHEMA_LEVEL, 1)
+        assert row.program
+        assert store.status().level == SCHEMA_LEVEL
+        assert store.run_now(described).keys() == metadata.tables.keys()
+
+
+def test_a_released_store_gets_the_tables_of_a_new_one_step_by_step(
+    store_url: str, other_store_url: str
+) -> None:
+    make_released_store(store_url)
+    with opened(store_url) as old, opened(other_store_url) as new:
+        assert old.status().level == SCHEMA_LEVEL
+        assert old.run_now(described) == new.run_now(described)
+
+
+def test_a_store_of_this_level_is_opened_untouched(store_url: str) -> None:
+    marked = update(levels).values(program="the one that made it")
+    with opened(store_url) as store:
+        store.run_now(lambda connection: connection.execute(marked))
+    with opened(store_url) as store:
+        row = store.run_now(lambda connection: connection.execute(levels.select()).one())
+    assert row.program == "the one that made it"
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_store_from_before_the_first_release_is_refused_with_the_version_to_start_once(
+    store_url: str, level: int
+) -> None:
+    make_released_store(store_url, level=level)
+    with opened(store_url) as store:
+        status = store.status()
+        assert (status.state, status.level) == ("too old", None)
+        assert f"level {level}" in str(status.error)
+        assert "0.1.0 (commit 925fef89)" in str(status.remedy)
+    connection = connect(locate_store(store_url, Path("unused")), lambda _: None)
+    row = connection.execute(levels.select()).one()
+    assert (row.level, row.program) == (level, "0.1.0"), "nothing was touched"
+    assert "learnt" not in inspect(connection).get_table_names()
+    disconnect(connection)
+
+
+def test_every_level_from_the_released_one_on_has_a_step() -> None:
+    assert [*STEPS] == [*range(OLDEST_LEVEL + 1, SCHEMA_LEVEL + 1)]
+    needed = [step.needed_level for step in STEPS.values()]
+    assert needed == sorted(needed)
+    assert all(step.needed_level <= level for level, step in STEPS.items())
+
+
+def test_the_released_program_goes_on_with_all_of_its_tables(store_url: str) -> None:
+    make_released_store(store_url)
+    with opened(store_url, program=RELEASED, check_seconds=0.1) as old:
+        tables = old.run_now(reflected)
+        before = old.run_now(described)
+
+        def write(word: str) -> None:
+            def job(connection: Connection) -> None:
+                for table in tables.values():
+                    connection.execute(table.insert().values(**a_row(table, word)))
+
+            old.run_now(job)
+
+        def counts(connection: Connection) -> dict[str, int]:
+            return {
+                name: len(connection.execute(select(table)).all()) for name, table in tables.items()
+            }
+
+        write("a")
+        with opened(store_url) as new:
+            after = new.run_now(described)
+            assert {name: after[name] for name in before} == before
+            assert after.keys() - before.keys() == {"learnt"}
+            write("bb")
+            assert old.run_now(counts) == new.run_now(counts) == dict.fromkeys(tables, 2)
+            assert (old.status().state, old.status().level) == ("up", SCHEMA_LEVEL)
+        write("ccc")
+    # And one that is put back in the place of the new one.
+    with opened(store_url, program=RELEASED) as again:
+        assert (again.status().state, again.status().level) == ("up", SCHEMA_LEVEL)
+        assert again.run_now(counts) == dict.fromkeys(tables, 3)
+
+
+def note(connection: Connection) -> None:
+    connection.execute(text("INSERT INTO revisions (name, number, note) VALUES ('n', 1, 'x')"))
+
+
+def test_an_old_program_goes_on_with_a_store_that_a_new_one_has_expanded(
+    store_url: str,
+) -> None:
+    newer = later_program(EXPAND)
+    with opened(store_url, check_seconds=0.1) as old:
+        old.run_now(add("old, before"))
+        with opened(store_url, program=newer) as new:
+            assert new.status().level == NEXT
+            new.run_now(note)
+            old.run_now(add("old, after"))
+            assert (old.run_now(count), new.run_now(count)) == (3, 3)
+            assert (old.status().state, old.status().level) == ("up", NEXT)
+        # And an old one that starts now, such as one that is put back.
+        with opened(store_url) as again:
+            again.run_now(add("old, again"))
+            assert again.status().level == NEXT
+
+
+def test_a_program_refuses_a_store_that_a_later_one_has_contracted(
+    store_url: str,
+) -> None:
+    newer = later_program(CONTRACT, needed=NEXT)
+    with opened(store_url, check_seconds=0.1) as old:
+        old.run_now(add("before"))
+        with opened(store_url, program=newer) as new:
+            # The one that runs notices before its next job touches anything.
+            with pytest.raises(StoreTooNew, match="run version"):
+                old.run_now(add("after"))
+            assert old.status().state == "too new"
+            assert new.run_now(count) == 1
+    with opened(store_url) as late:
+        assert late.status().state == "too new"
+        assert str(NEXT) in str(late.status().error)
+        assert "backup" in str(late.status().remedy)
+
+
+def test_a_migration_that_fails_changes_nothing(store_url: str) -> None:
+    newer = later_program(EXPAND, "SELECT * FROM nothing_of_this_name")
+    with opened(store_url, check_seconds=0.1) as old:
+        old.run_now(add("before"))
+        with opened(store_url, program=newer) as new:
+            assert not new.status().up
+            assert "nothing_of_this_name" in str(new.status().error)
+            old.run_now(add("after"))
+            with pytest.raises(Exception, match="note"):
+                old.run_now(note)
+        assert (old.status().state, old.status().level) == ("up", SCHEMA_LEVEL)
+
+
+WORKER = """
+import itertools, sys
+from pathlib import Path
+from gateway.store.database import THIS_PROGRAM, locate_store
+from gateway.store.database import connect, disconnect, locate_store
+from gateway.store.failures import StoreError
+from gateway.store.store import Store
+from tests.store.levels import EXPAND, NEXT, later_program
+from tests.store.stores import add
+program = later_program(EXPAND) if sys.argv[2] == "new" else THIS_PROGRAM
+store = Store(locate_store(sys.argv[1], Path("unused")), program=program)
+store.start()
+written = 0
+for number in itertools.count():
+    try:
+        store.run_now(add(f"{sys.argv[2]}-{number}"))
+        written += 1
+    except StoreError as error:
+        # A migration may hold the lock for longer than a job waits.
+        assert error.state == "locked", error
+    if written == 1:
+        print("begun", flush=True)
+    if written >= 300 and store.status().level == NEXT:
+        break
+assert store.close(30)
+print(written)
+"""
+
+
+@pytest.mark.slow
+def test_old_and_new_processes_write_at_the_same_time(store_url: str) -> None:
+    def spawn(name: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", WORKER, store_url, name],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    # The old one writes until it has seen the new level, and 300 rows at least.
+    with spawn("old") as old:
+        try:
+            assert old.stdout is not None
+            assert old.stdout.readline() == "begun\n"
+            with spawn("new") as new:
+                try:
+                    by_new = int(new.communicate(timeout=LIMIT * 2)[0].split()[-1])
+                finally:
+                    new.kill()
+            by_old = int(old.communicate(timeout=LIMIT * 2)[0].split()[-1])
+        finally:
+            old.kill()
+    assert (old.returncode, new.returncode) == (0, 0)
+    with opened(store_url) as store:
+        assert store.run_now(count) == by_old + by_new
