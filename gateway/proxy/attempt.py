@@ -1,4 +1,4 @@
-"""One attempt: one lease on one node, one request sent, and its response up to the end."""
+"""One attempt: a lease on a node, a request sent, its response up to the end, and its timeouts."""
 
 from __future__ import annotations
 
@@ -581,7 +581,9 @@ class TimeoutMonitor:
         """Fail the attempts that are overdue, and set the timer for the next check."""
         timer, self._timer = self._timer, None
         # An event loop that was held up must read what the nodes have sent before the next check.
-        self._skipped_check = not self._skipped_check and timer is not None and _is_late(timer)
+        now = asyncio.get_running_loop().time()
+        is_late = timer is not None and now > timer.when() + CHECK_INTERVAL
+        self._skipped_check = is_late and not self._skipped_check
         if not self._skipped_check:
             self._fail_overdue()
         if self._attempts:
@@ -632,10 +634,6 @@ class TimeoutMonitor:
 def total_timeout() -> UpstreamTimeout:
     """The failure of a request that takes too long as a whole."""
     return UpstreamTimeout("total", "The request took longer than it may")
-
-
-def _is_late(timer: asyncio.TimerHandle) -> bool:
-    return asyncio.get_running_loop().time() > timer.when() + CHECK_INTERVAL
 
 
 def passed_timeout(

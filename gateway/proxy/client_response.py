@@ -1,6 +1,15 @@
-"""What the client gets of a node's response: rewritten by its API, and errors in its API's form.
+"""What the client gets of a node's response: head, body, and errors in the form of its API.
 
-For every kind of client alike, whether it waits on a connection or reads a stored result.
+For every kind of client alike, whether it waits on a connection or reads a stored result. Of a head
+only listed fields are forwarded, either way (RFC 9110, section 7.6.1). Others of a request (tokens,
+names, addresses that a proxy, a login or a browser adds) must not reach a node, least of all an
+outside endpoint. Others of a response (redirects, cookies, instructions to a browser or to nginx)
+would be obeyed by clients that trust the gateway. The settings can add names (`headers`).
+
+Where the settings want it, the client learns nothing of what nodes had cached of its prompt: who
+shares nodes with others could guess their prompts, since a right guess is cached and a wrong one
+not. Of `usage`, numbers of cached tokens become 0, as clients expect the fields; all else that
+tells is removed. The gateway itself has read the figures before.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Forwards a request to nodes, one attempt after another, until one of them answers.
+"""Forwards a request to nodes, one attempt after another, until one has answered to the end.
 
-It knows no web framework: a `Request` comes in, a response head and bytes to read go out.
+It knows no web framework: a `Request` comes in, a response head and bytes to read go out. A stream
+that has begun is resumed on another node by `ResponseStream`.
 """
 
 from __future__ import annotations
@@ -75,17 +76,16 @@ class Forwarder:
             return result
         await ensure_task()
         attempts = self.context.settings.retries.attempts
-        retries = self.context.retries(attempts)
-        may_cross = attempts > 1
+        retries, may_cross = self.context.retries(attempts), attempts > 1
         while result.retryable:
             if not result.pool_full:
-                # Once, a request moves from GPU to CPU nodes at once and at no cost: this can't
-                # multiply an outage of the GPU nodes.
-                crosses = may_cross and result.node.tier == "gpu"
-                may_cross = may_cross and not crosses
-                if not (crosses and self._has_cpu_node(in_flight, result)) and not (
-                    await retries.granted(reached_node=result.reached_node)
-                ):
+                crosses = False
+                if may_cross and result.node.tier == "gpu":
+                    # Once, a request moves from GPU to CPU nodes at once and at no cost: this can't
+                    # multiply an outage of the GPU nodes.
+                    wanted, may_cross = in_flight.request.lease_request, False
+                    crosses = self.context.leases.has_cpu_node(wanted, result.tried)
+                if not crosses and not await retries.granted(reached_node=result.reached_node):
                     break
             result = await self._attempt(in_flight, result.tried)
             if isinstance(result, ProxyResponse):
@@ -93,9 +93,6 @@ class Forwarder:
         if result.error_response is not None:
             return result.error_response
         raise result.error
-
-    def _has_cpu_node(self, in_flight: InFlightRequest, failed: FailedAttempt) -> bool:
-        return self.context.leases.has_cpu_node(in_flight.request.lease_request, failed.tried)
 
     async def resume(
         self, in_flight: InFlightRequest, recorder: TranscriptRecorder, first_run: FirstRun
@@ -313,9 +310,11 @@ class Forwarder:
             content = assembler.response()
         except StreamFailed as failed:
             drop_traceback(failed)
-            if not _ended_by_request(failed.failure):
+            failure = failed.failure
+            out_of_time = isinstance(failure, UpstreamTimeout) and failure.limit == "total"
+            if not (out_of_time or isinstance(failure, RequestCancelled)):
                 self.context.accounting.discard(in_flight)
-            pool_full = isinstance(failed.failure, PoolFull)
+            pool_full = isinstance(failure, PoolFull)
             if stream.pool_overflows is not None:
                 # It has counted this overflow already.
                 tried = replace(tried, pool_overflows=stream.pool_overflows - pool_full)
@@ -323,15 +322,15 @@ class Forwarder:
                 return _pool_full(node, tried, failed.error)
             tried = tried.failed_on(node.name)
             # An evicted request needs another node at once; any other may wait for one.
-            retryable = is_resumable(failed.failure) and (
-                not isinstance(failed.failure, RequestEvicted)
+            retryable = is_resumable(failure) and (
+                not isinstance(failure, RequestEvicted)
                 or self.context.leases.has_other_node(request.lease_request, tried)
             )
             return FailedAttempt(node, tried, failed.error, retryable=retryable)
-        except AssemblyError as failure:
+        except AssemblyError as odd:
             # The server is not quite llama.cpp's: it may still answer plainly.
             self.context.accounting.discard(in_flight)
-            error = errors.node_failed(f"{failure}".capitalize() + ".")
+            error = errors.node_failed(f"{odd}".capitalize() + ".")
             return FailedAttempt(
                 node, replace(tried.failed_on(node.name), may_assemble=False), error
             )
@@ -499,13 +498,6 @@ def _pool_full(node: NodeInfo, tried: Tried, error: GatewayError) -> FailedAttem
     return FailedAttempt(node, tried, error, retryable=again, pool_full=True)
 
 
-def _ended_by_request(failure: UpstreamError | None) -> bool:
-    """Whether the request ended by itself: it was cancelled, or its time was up."""
-    return isinstance(failure, RequestCancelled) or (
-        isinstance(failure, UpstreamTimeout) and failure.limit == "total"
-    )
-
-
 _SHOWING_OUTCOMES = frozenset({ResponseOutcome.REFUSED, ResponseOutcome.BUSY})
 """Outcomes of error responses that show something about the node."""
 
@@ -525,7 +517,7 @@ def _shown_error(request: Request, attempt: Attempt) -> NodeError | None:
         return None if names_account else NodeError(key_rejected_at=request.path)
     if status in {402, 429, 503}:
         return NodeError(
-            is_loading=outcome.is_model_loading(status, content),
+            is_loading=status == 503 and b"Loading model" in content,
             retry_after=outcome.retry_after(attempt.headers, time.time()),
         )
     return None

@@ -1,4 +1,8 @@
-"""Requests that wait or run, for the admin API, drains and the shutdown."""
+"""Requests that wait or run, for the admin API, drains and the shutdown, and their prefill.
+
+llama.cpp reports prefill progress in events of the stream, if asked; they are removed, and the
+client gets its stream as it would have been. For all other nodes the progress is estimated.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classifies a node's response: pass it on or try another node; reads the bodies of errors."""
+"""What a node's response or failure means: pass it on or try another node, and who is to blame."""
 
 from __future__ import annotations
 
@@ -268,11 +268,6 @@ def error_message(content: bytes) -> str | None:
     """The message of a node's error; None: the content is no error, or has no message."""
     error = _error(content)
     return error.message[:MOST_MESSAGE_CHARACTERS] or None if error is not None else None
-
-
-def is_model_loading(status: int, content: bytes) -> bool:
-    """Whether a 503 means that the model is still loading."""
-    return status == 503 and b"Loading model" in content
 
 
 def error_status(content: bytes) -> int:

@@ -1,4 +1,9 @@
-"""Plans how a replacement node continues a response, by asking it how it reads the transcript."""
+"""Resuming a stream on another node when its node dies, so that the client sees one stream.
+
+`Resumer` leases the next node and joins its stream to the first; `plan_resume` asks that node how
+it reads the transcript, and so how to go on. What each API contributes is in its module
+(`gateway.proxy.api`). docs/reliability.md says what is promised.
+"""
 
 from __future__ import annotations
 
@@ -476,21 +481,19 @@ class Resumer:
 
     def can_resume(self) -> bool:
         """Whether the stream could be resumed from what was sent so far."""
-        try:
-            self._resume_input()
-        except NotResumable as error:
-            drop_traceback(error)
-            return False
-        return True
+        return self._sound_input() is not None
 
     def owes_usage(self) -> bool:
         """Whether the client waits for the tokens of a response whose text is complete."""
+        source = self._sound_input()
+        return source is not None and wants_usage(source.body) and not source.transcript.usage_sent
+
+    def _sound_input(self) -> ResumeInput | None:
         try:
-            source = self._resume_input()
+            return self._resume_input()
         except NotResumable as error:
             drop_traceback(error)
-            return False
-        return wants_usage(source.body) and not source.transcript.usage_sent
+            return None
 
     async def resume(
         self, failed: Attempt, *, yielded: bool = False, pool_full: bool = False

@@ -1,11 +1,14 @@
-"""Tokens and speeds, read from the end of a response without parsing the rest.
-
-Streams of OpenAI-compatible nodes report `usage` only if asked. Where the client does not ask, the
-gateway does, and takes it out again.
+"""Tokens of a response: those it took, read from its end, and the bound on those of one answer.
 
 llama.cpp adds `timings` to the last chunk of a stream and to plain responses, and `usage` where the
 API has it. Inside a JSON string the quotes of `"usage":{` would be escaped, so its raw bytes are
-found only where it is a real key.
+found only where it is a real key. Streams of OpenAI-compatible nodes report `usage` only if asked.
+Where the client does not ask, the gateway does, and takes it out again (`stream.UsageFilter`).
+
+Of the bound llama.cpp obeys one of several names, another one on each API: `n_predict` before
+`max_completion_tokens` before `max_tokens`; on `/v1/responses` `max_output_tokens`, null too, in
+place of `max_tokens`; on `/v1/messages` `max_tokens` alone. Other servers know an API's own name
+only. So the largest bound counts, and nodes are sent that one, under the API's own name.
 """
 
 from __future__ import annotations

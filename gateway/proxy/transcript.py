@@ -1,9 +1,14 @@
-"""The transcript of a stream: the response as the client has it, for another node to continue.
+"""The transcript of a stream, and the splice point in it from which another node continues.
 
 Outgoing events are kept as bytes and parsed only when they have become many or when the node has
 failed: nothing is parsed per token while a stream runs well. Even then, only the first of the
 events that differ in nothing but their text are parsed as objects. The readers of events and the
 requests for token ids are each API's own (`gateway.proxy.api`), so this module lies below them.
+
+A text continues exactly only from where it tokenizes as it was written: continuations by text
+differ when the text is cut within what the tokenizer would make one token (measured: 5 of 48). So
+under greedy sampling the splice point steps back to a token boundary, and the node's repetition of
+the overlap is compared and dropped.
 """
 
 from __future__ import annotations
