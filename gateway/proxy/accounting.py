@@ -239,8 +239,8 @@ class Accounting:
         """
         request = in_flight.request.lease_request
         opening = attempt.content if attempt.is_sse else b""
-        if attempt.events is not None:
-            sample = attempt.events.usage_event or sample
+        if attempt.events is not None and (usage_filter := attempt.events.usage_filter) is not None:
+            sample = usage_filter.event or sample
         usage = attempt.api.read_usage(sample, opening) if sample else None
         events, splice_point = attempt.content_events, attempt.splice_point
         is_reported, prompt_read = usage is not None, None

@@ -17,7 +17,6 @@ from gateway.proxy import sse
 from gateway.proxy.api.base import Api, StreamEventKind
 from gateway.proxy.client_response import WriteToClient, headers_for_client
 from gateway.proxy.inbound.request import Request
-from gateway.proxy.inbound.request_limits import max_event_bytes
 from gateway.proxy.inbound.routes import ROUTES
 from gateway.proxy.outcome import (
     context_overflow_sizes,
@@ -194,7 +193,6 @@ class Attempt:
         connection = await self.pool.exchange(
             head, body, dial=self._dial, on_connected=self._send_on
         )
-        limits = self._settings.limits
         self.status = connection.status
         self.headers = connection.headers
         if self.status >= 300:
@@ -206,14 +204,11 @@ class Attempt:
             self._leases.reading_began(self.lease.id)
             self.is_sse = True
             self.events, self.splice_point = events, splice_point
-            most = max_event_bytes(len(body), limits, logprobs=self.request.logprobs)
-            keep_comments = self._settings.heartbeat > 0
-            events.begin(most, limits.response_bytes, keep_comments=keep_comments)
-            self.content = await self._read_first_content(events, most)
+            self.content = await self._read_first_content(events)
         elif connection.complete:
             self.content = connection.read_nowait()
         else:
-            self.content = await self._read_all(limits.response_bytes)
+            self.content = await self._read_all(self._settings.limits.response_bytes)
         if self.status < 300 and not self.is_sse:
             api.check_answer(self.content, whole=connection.complete)
 
@@ -271,7 +266,8 @@ class Attempt:
             passed = events.feed(b"\n\n")
         except InvalidResponse:
             return b""
-        self._end_stream(events)
+        if events.is_over:
+            self._end_stream(events)
         return passed
 
     def _write_through(self) -> bool:
@@ -412,7 +408,7 @@ class Attempt:
             size += whole.write(part)
         return whole.getvalue()
 
-    async def _read_first_content(self, events: EventPipeline, most: int) -> bytes:
+    async def _read_first_content(self, events: EventPipeline) -> bytes:
         """All events up to the first with content; else the node's error, or a plain response.
 
         Raises: UpstreamError.
@@ -428,8 +424,8 @@ class Attempt:
                     raise
                 chunk = b""
             if not chunk:
-                if not events.opening_bytes and framer.tail.startswith((b"{", b"[")):
-                    self.is_sse, self.events = False, None  # It is plain, whatever its head says.
+                if events.is_plain:
+                    self.is_sse, self.events = False, None
                     return framer.tail
                 if not framer.lacks_blank_line:
                     raise InvalidResponse("The node's stream ended before its first content")
@@ -444,8 +440,6 @@ class Attempt:
             if kind is StreamEventKind.CONTENT:
                 self._leases.content_began(self.lease.id)
                 return events.opening
-            if events.opening_bytes > most:
-                raise InvalidResponse(f"{most} bytes of events came without any content")
 
     def _error_instead(self, error: bytes) -> bytes:
         """An error event in place of content: the same as a response with the error's status."""

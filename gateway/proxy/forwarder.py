@@ -162,7 +162,7 @@ class Forwarder:
             await attempt.open(api, head, body, events)
             if (
                 events is not None
-                and events.asks_for_usage
+                and events.usage_filter is not None
                 and context.usage_options.are_refused(
                     lease, request.path, attempt.status, attempt.content
                 )
@@ -231,10 +231,7 @@ class Forwarder:
         context, request, lease = self.context, attempt.request, attempt.lease
         lease_request, kind = request.lease_request, lease.node.kind
         body: Body = request.bodies[lease.model]
-        events = None
-        if lease.stream:
-            record = None if recorder is None else recorder.add
-            events = EventPipeline(api, lease_request.size.slots, context.clock, record)
+        usage_filter = progress_filter = token_ids = None
         marks = api.added_fields_marks
         if (
             marks
@@ -242,7 +239,7 @@ class Forwarder:
             and (added := api.added_fields(edits.raw_fields(body), kind, context.settings))
         ):
             body = edits.apply_edit(body, added)
-        if events is None:
+        if not lease.stream:
             if request.stream:
                 body = edits.apply_edit(body, edits.PLAIN)
         elif not request.stream:
@@ -253,29 +250,26 @@ class Forwarder:
             if added and options.are_taken(lease, request.path) is not False:
                 body = edits.apply_edit(body, added)
                 note = partial(options.note, lease, request.path, taken=False)
-                events.filter_usage(UsageFilter(note))
+                usage_filter = UsageFilter(note)
         if (
             lease_request.size.generates
             and not lease_request.wanted.prompt_cache
             and kind == "llama.cpp"
         ):
             body = edits.apply_edit(body, edits.NO_PROMPT_CACHE)
-        if events is not None and (
+        if lease.stream and (
             in_flight.prefill_progress is not None
             or lease_request.size.prompt_tokens >= PROGRESS_TOKENS
         ):
             progress = in_flight.follow_prefill()
             body, progress_filter = progress.begin_attempt(attempt, request, api, body)
-            if progress_filter is not None:
-                events.filter_progress(progress_filter)
         if (
-            events is not None
-            and recorder is not None
+            recorder is not None
             and context.settings.resume == "exact"
             and api.logprobs_fields is not None
             and api.can_resume_exactly(parse_object(bytes_to_parse(body)))
         ):
-            events.add_filter(TokenIdExtractor(api.take_token_ids, recorder.add_token_ids))
+            token_ids = TokenIdExtractor(api.take_token_ids, recorder.add_token_ids)
             body = edits.apply_edit(body, api.logprobs_fields)
         name = lease.served_name
         if name != request.model_in_body and (
@@ -285,6 +279,12 @@ class Forwarder:
         head = attempt.pool.address.request_head(
             b"POST", request.path.encode(), in_flight.header_lines(lease.id), len(body)
         )
+        if not lease.stream:
+            return head, body, None
+        record = None if recorder is None else recorder.add
+        events = EventPipeline(api, request, len(body), context.settings, context.clock, record)
+        if usage_filter or progress_filter or token_ids:
+            events.filter_by(usage_filter, progress_filter, token_ids)
         return head, body, events
 
     # Judging what came. Each returns a failed attempt if another one may follow.

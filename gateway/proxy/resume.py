@@ -792,7 +792,8 @@ class Resumer:
         head = attempt.pool.address.request_head(
             b"POST", route.path.encode(), header_lines, len(data)
         )
-        events = EventPipeline(route.api, self._lease_request.size.slots, self._context.clock)
+        settings, clock = self._context.settings, self._context.clock
+        events = EventPipeline(route.api, self._request, len(data), settings, clock)
         await attempt.open(route.api, head, data, events, resume_plan.splice_point)
         if attempt.status >= 300:
             endpoint = self._lease_request.wanted.endpoint

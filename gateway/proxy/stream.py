@@ -18,8 +18,11 @@ from contextlib import suppress
 
 import msgspec
 
+from gateway.config.settings import Settings
 from gateway.proxy import sse
 from gateway.proxy.api.base import Api, StreamEventKind
+from gateway.proxy.inbound.request import Request
+from gateway.proxy.inbound.request_limits import max_event_bytes
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
 from gateway.proxy.sse import EventFramer
 from gateway.transport.errors import InvalidResponse
@@ -36,38 +39,50 @@ class EventPipeline:
     """The stages between one node's bytes and the client. It fails by what the events say."""
 
     __slots__ = (
-        "_api", "_clock", "_dropped_events", "_ends_once", "_filters", "_opening_events",
-        "_progress_filter", "_recent_chunks", "_record", "_rewrite", "_usage_filter", "ended",
-        "error_data", "failure", "framer", "is_over", "last_content_at", "opening",
-        "opening_bytes",
+        "_api", "_clock", "_dropped_events", "_ends_once", "_filters", "_most_bytes",
+        "_opening_bytes", "_opening_events", "_progress_filter", "_recent_chunks", "_record",
+        "_rewrite", "ended", "error_data", "failure", "framer", "is_over", "last_content_at",
+        "opening", "usage_filter",
     )  # fmt: skip
 
     def __init__(
         self,
         api: Api,
-        answers: int,
+        request: Request,
+        body_bytes: int,
+        settings: Settings,
         clock: Callable[[], float],
         record: Callable[[bytes], None] | None = None,
     ) -> None:
-        """`answers`: those that the stream holds. `record`: takes all events that pass."""
+        """`api`: that of the path. `body_bytes`: of the request as this node gets it.
+
+        `record`: takes all events that pass.
+        """
+        limits = settings.limits
         self._api = api
-        self._ends_once = api.single_terminal_event or answers < 2
+        self._ends_once = api.single_terminal_event or request.lease_request.size.slots < 2
         self._clock = clock
+        self._most_bytes = max_event_bytes(body_bytes, limits, logprobs=request.logprobs)
+        self.framer = EventFramer(
+            self._most_bytes,
+            api.ordinary_events,
+            keep_comments=settings.heartbeat > 0,
+            ceiling=limits.response_bytes,
+        )
         self._filters: list[EventFilter] = []
         self._progress_filter: EventFilter | None = None
         """The one of `_filters` that has nothing to do behind the first content."""
-        self._usage_filter: UsageFilter | None = None
+        self.usage_filter: UsageFilter | None = None
+        """The one of `_filters` that knows the usage, if only the gateway has asked for it."""
         self._rewrite: Callable[[bytes], bytes] | None = None
         self._record = record
-        self.framer: EventFramer
-        """Set by `begin`."""
         self._dropped_events = 0
         """Whole events that the filters took out."""
         self._opening_events = 0
         """Events before the first one with content."""
         self.opening = b""
         """The events up to the chunk with the first content."""
-        self.opening_bytes = 0
+        self._opening_bytes = 0
         """Their bytes before they were checked."""
         self._recent_chunks: tuple[bytes, bytes, bytes] = (b"", b"", b"")
         """The last three chunks, before they were rewritten."""
@@ -82,19 +97,15 @@ class EventPipeline:
         self.error_data: bytes | None = None
         """The data of the node's error event, which has ended the stream."""
 
-    def add_filter(self, event_filter: EventFilter) -> None:
-        """Take these events out behind all other filters."""
-        self._filters.append(event_filter)
-
-    def filter_progress(self, event_filter: EventFilter) -> None:
-        """Take prefill progress out, which ends with the first content."""
-        self._progress_filter = event_filter
-        self._filters.append(event_filter)
-
-    def filter_usage(self, event_filter: UsageFilter) -> None:
-        """Take usage out; `usage_event` tells it."""
-        self._usage_filter = event_filter
-        self._filters.append(event_filter)
+    def filter_by(
+        self,
+        usage: UsageFilter | None,
+        progress: EventFilter | None,
+        token_ids: TokenIdExtractor | None,
+    ) -> None:
+        """Take out what only the gateway has asked for; prefill progress ends with the opening."""
+        self.usage_filter, self._progress_filter = usage, progress
+        self._filters += [one for one in (usage, progress, token_ids) if one is not None]
 
     def continue_stream(
         self, rewrite: Callable[[bytes], bytes], record: Callable[[bytes], None]
@@ -103,14 +114,9 @@ class EventPipeline:
         self._rewrite, self._record = rewrite, record
 
     @property
-    def asks_for_usage(self) -> bool:
-        """Whether only the gateway has asked for the usage of this stream."""
-        return self._usage_filter is not None
-
-    @property
-    def usage_event(self) -> bytes:
-        """The event with usage that only the gateway asked for; empty: none has come."""
-        return b"" if self._usage_filter is None else self._usage_filter.event
+    def is_plain(self) -> bool:
+        """Whether what has come is no stream, whatever its head says."""
+        return not self._opening_bytes and self.framer.tail.startswith((b"{", b"["))
 
     @property
     def content_events(self) -> int:
@@ -126,19 +132,13 @@ class EventPipeline:
         data = last if len(last) > STREAM_TAIL_BYTES else b"".join(self._recent_chunks)
         return sse.last_events(data, STREAM_TAIL_BYTES)
 
-    def begin(self, most_bytes: int, ceiling: int, *, keep_comments: bool) -> None:
-        """The stream begins: set the sizes and comments that pass, as `EventFramer` says."""
-        self.framer = EventFramer(
-            most_bytes, self._api.ordinary_events, keep_comments=keep_comments, ceiling=ceiling
-        )
-
     def feed_opening(self, chunk: bytes) -> StreamEventKind:
         """Add a chunk to `opening`; `CONTENT`: that was the last. Raises: InvalidResponse."""
         framer = self.framer
         events, special = framer.feed(chunk), framer.special_bytes
         if self._filters:
             events, special = self._filtered(events)
-        self.opening_bytes += len(events)
+        self._opening_bytes += len(events)
         kind = StreamEventKind.NO_CONTENT
         for event in sse.split(events):
             kind = self._api.classify_event(event)
@@ -157,6 +157,8 @@ class EventPipeline:
             self._recent_chunks = (b"", b"", self.opening)
             if self._progress_filter is not None:
                 self._filters.remove(self._progress_filter)
+        elif self._opening_bytes > self._most_bytes:
+            raise InvalidResponse(f"{self._most_bytes} bytes of events came without any content")
         return kind
 
     def feed(self, chunk: bytes) -> bytes:
