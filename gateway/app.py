@@ -16,10 +16,9 @@ import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway import __version__, errors, startup
-from gateway.access.admin_keys import AdminKeys
-from gateway.access.exposure import is_loopback
+from gateway.access.callers import is_loopback
 from gateway.access.key_sync import KeySync
-from gateway.access.keys import KeyRing
+from gateway.access.keys import AdminKeys, KeyRing
 from gateway.background import BackgroundWork
 from gateway.config.errors import ConfigError, Problem
 from gateway.config.inventory import Inventory, load_inventory

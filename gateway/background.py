@@ -111,7 +111,7 @@ class BackgroundWork:
         self._results = LineResults(store, ledger, folder, self._threads, process, time.time, clock)
         work = UnfinishedWork(store, folder, self._threads, clock)
         leases = RowLeases(store, folder, self._threads, process, time.time)
-        supply = Supply(store, self.runner, clock, time.time)
+        supply = Supply(store, self.runner.target_of, clock, time.time)
         self.feeder = Feeder(
             supply, leases, self.runner, self._results, scheduler, work, clock, time.time
         )
@@ -201,7 +201,7 @@ class BackgroundWork:
         self.stop()
         self._ends.set()
         if self.requests is not None:
-            self.requests.followers.cut()
+            self.requests.logs.cut()
 
     async def give_up(self) -> None:
         """End stored responses whose clients wait for them here, and would send them again."""

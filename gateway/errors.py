@@ -16,11 +16,8 @@ LONGEST_RETRYABLE_WAIT = 60.0
 UNREPORTED_RETRY_AFTER = 5.0
 """`Retry-After` in seconds while a node has not reported its models: about one probe interval."""
 
-LONGEST_ECHO = 200
-"""Most characters of a client's own text that an error message repeats."""
-
-PAUSED_RETRY_SECONDS = 30.0
-"""Seconds after which a request for a paused model is worth another try."""
+LONGEST_ECHO = 200  # most characters of a client's own text that an error message repeats
+PAUSED_RETRY_SECONDS = 30.0  # seconds after which a request for a paused model is worth another try
 
 
 class GatewayError(Exception):
@@ -80,8 +77,7 @@ class GatewayError(Exception):
         return "server_error"
 
 
-MOST_CAUSES = 16
-"""Most chained errors whose tracebacks are dropped."""
+MOST_CAUSES = 16  # most chained errors whose tracebacks are dropped
 
 
 def drop_traceback(error: BaseException) -> None:
@@ -129,8 +125,7 @@ def nested_too_deeply(limit: int) -> GatewayError:
     return invalid_request(f"The body is nested deeper than {limit} levels ('limits.json_depth').")
 
 
-ANSWER_ROOM = 1024
-"""Tokens for the answer in the context that an error advises."""
+ANSWER_ROOM = 1024  # tokens for the answer in the context that an error advises
 
 
 def context_length_exceeded(

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from gateway.access.exposure import INITIAL_ACCESS, AnonymousAccess
+from gateway.access.keys import INITIAL_ACCESS, AnonymousAccess
 from gateway.config.settings import Settings
 from gateway.http.listener import Listener, bind_socket, resolve_addresses
 from gateway.lease import HASH_KEY_BYTES

@@ -51,11 +51,11 @@ from gateway.scheduling.decision_log import (
 )
 from gateway.scheduling.demand_model import TokenEstimates, TokenStats
 from gateway.scheduling.scheduler import Scheduler
+from gateway.store.database import insert_for
 from gateway.store.failures import StoreError
 from gateway.store.schema import learnt as table
 from gateway.store.store import Store
 from gateway.system import read_state, set_aside, write_state
-from gateway.usage.processes import insert_for
 
 HALF_LIFE = 2 * 86400.0
 """Seconds in which evidence comes to count half. A server of one model and build on one machine

@@ -139,7 +139,6 @@ class WantedNode(msgspec.Struct, frozen=True, eq=False):
     node_labels: NodeLabels = ()
     """Labels that its node must have: its pool. Empty: any node."""
     stream: bool = False
-    """Whether the response must be a stream."""
     may_assemble: bool = False
     """Whether a plain response may be assembled from the events of a stream."""
     prompt_cache: bool = True
@@ -163,7 +162,6 @@ class RequestSize(msgspec.Struct, frozen=True, eq=False):
     prompt_tokens: int = 0
     """Estimated tokens of the prompt; rather too few than too many."""
     text_bytes: float = 0
-    """Bytes of text in the prompt."""
     exact_tokens: int = 0
     """Tokens of the prompt that are known exactly, as they were sent as ids."""
     media_tokens: int = 0
@@ -382,7 +380,6 @@ class NodeError(msgspec.Struct, frozen=True, eq=False):
     """What the error response of a node shows about the node."""
 
     is_loading: bool = False
-    """Whether its model is still being loaded."""
     retry_after: float | None = None
     """Seconds for which it wants no request; None: it does not say."""
     lacks_endpoint: bool = False
@@ -402,7 +399,6 @@ class AttemptReport(msgspec.Struct, frozen=True, eq=False):
     status: int
     """The response's; 0: its head had not come."""
     sent: bool
-    """Whether the request was sent."""
     node_done: bool
     """Whether the node has nothing left to do for it. Else its slots are held until they are seen
     to be idle."""

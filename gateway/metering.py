@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from gateway.access.exposure import AnonymousAccess
 from gateway.access.key_sync import KeySync
-from gateway.access.keys import KeyRing
+from gateway.access.keys import AnonymousAccess, KeyRing
 from gateway.config.settings import Settings
 from gateway.events import EventBus, LimitReached
 from gateway.fleet.fleet import Fleet, GpuCosts, alive_nodes
@@ -19,14 +18,13 @@ from gateway.scheduling.scheduler import Scheduler
 from gateway.scheduling.tiers import cost_of
 from gateway.startup import Options, keys_file, store_location
 from gateway.store.store import Store, log_store_change
-from gateway.usage.caller_usage import CallerUsage
 from gateway.usage.ledger import Ledger
 from gateway.usage.limit_sync import LimitSync
 from gateway.usage.limits import LimitBook
 from gateway.usage.meter import Meter
-from gateway.usage.node_hours import NodeHoursRecorder
+from gateway.usage.money import NodeHoursRecorder
 from gateway.usage.processes import ProcessIdentity
-from gateway.usage.reports import Reporter
+from gateway.usage.reports import CallerUsage, Reporter
 from gateway.usage.retention import Retention
 
 log = structlog.get_logger()

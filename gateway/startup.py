@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gateway.access.exposure import (
+from gateway.access.callers import (
     admin_listener_problem,
     is_loopback,
     port_conflict,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.access.exposure import AnonymousAccess
+from gateway.access.keys import AnonymousAccess
 from gateway.handover import (
     HASH_KEY_VARIABLE,
     LEARNT_VARIABLE,

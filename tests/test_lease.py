@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +15,6 @@ from gateway.lease import (
     HASH_KEY_BYTES,
     NOTHING_TRIED,
     KeyedHash,
-    LeaseRequest,
     PromptKey,
     QueuePosition,
     Tried,
@@ -68,13 +66,6 @@ def test_nobody_changes_a_message(message: object, field: str) -> None:
         setattr(message, field, 1)
     with pytest.raises((AttributeError, TypeError)):
         message.more = 1  # type: ignore[attr-defined]
-
-
-def test_a_request_crosses_a_wire_unchanged() -> None:
-    sent = msgspec.json.encode(REQUEST)
-    assert msgspec.to_builtins(msgspec.json.decode(sent, type=LeaseRequest)) == (
-        msgspec.to_builtins(REQUEST)
-    )
 
 
 @given(st.lists(st.tuples(st.sampled_from(["failed", "refused", "unsupported"]), st.text())))

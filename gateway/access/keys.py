@@ -1,11 +1,13 @@
-"""API keys: a public id for the look-up, and a secret of which only the SHA-256 is stored.
+"""Keys of both listeners: a public id for the look-up, and a secret of which only a hash is stored.
 
 A key reads `lg_<id>_<secret>`. The secret is long and random, so a plain SHA-256 is enough: a slow
-hash protects only secrets that can be guessed.
+hash protects only secrets that can be guessed. The admin listener's `admin.key_file` may hold any
+text; its role is `admin`.
 """
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import heapq
 import hmac
@@ -14,14 +16,15 @@ import string
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
+
+import structlog
 
 from gateway import errors
-from gateway.access.exposure import INITIAL_ACCESS, AnonymousAccess
-from gateway.config.cache_privacy import CacheSpec
-from gateway.config.usage_limits import LimitSpec
 from gateway.request import Caller, Headers, Priority
+
+if TYPE_CHECKING:
+    from gateway.config.listeners import AdminKeySpec, KeySpec
 
 KEY_PREFIX = "lg"
 
@@ -37,58 +40,6 @@ _SECRET_ALPHABET = string.ascii_letters + string.digits
 
 _SECRET_CHARACTERS = 43
 """62 ** 43 is just above 2 ** 256."""
-
-
-class KeyDefinition(Protocol):
-    """A key, as the settings and the store define it."""
-
-    @property
-    def id(self) -> str:
-        """The public part."""
-
-    @property
-    def sha256(self) -> str:
-        """SHA-256 of the secret, 64 hexadecimal digits."""
-
-    @property
-    def name(self) -> str | None:
-        """The holder's name."""
-
-    @property
-    def class_(self) -> str | None:
-        """The class of requests that ask for none; None: normal."""
-
-    @property
-    def max_class(self) -> str | None:
-        """The highest class of its requests; None: `class_`."""
-
-    @property
-    def models(self) -> Iterable[str] | None:
-        """Public names of the models that it may use; None: all."""
-
-    @property
-    def trust_user_headers(self) -> bool:
-        """Whether its holder may name end users by a header."""
-
-    @property
-    def group(self) -> str | None:
-        """The group that it belongs to."""
-
-    @property
-    def limits(self) -> LimitSpec | None:
-        """Its limits, beside its group's."""
-
-    @property
-    def user_limits(self) -> LimitSpec | None:
-        """Limits of each end user that it names; None: its group's."""
-
-    @property
-    def expires(self) -> datetime | None:
-        """When it ends; None: never."""
-
-    @property
-    def cache(self) -> CacheSpec | None:
-        """What it says of prompt caches; None: nothing."""
 
 
 class ApiKey(NamedTuple):
@@ -124,7 +75,7 @@ class HeldKey:
 
 
 def held_key(
-    spec: KeyDefinition,
+    spec: KeySpec,
     previous_sha256: str | None = None,
     previous_until: float | None = None,
 ) -> HeldKey:
@@ -138,6 +89,31 @@ def held_key(
         bytes.fromhex(previous_sha256) if kept and previous_sha256 else _NO_DIGEST,
         previous_until if kept else None,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class AnonymousAccess:
+    """Whether callers without a key are admitted, over all reloads of a process.
+
+    Losing the keys must not admit them: the keys may be gone by mistake.
+    """
+
+    had_keys: bool = False
+    """There have been keys at some time, a predecessor's included."""
+    allowed: bool = False
+    """`allow_anonymous` admits callers without a key, and did when there last were keys."""
+    locked: bool = False
+    """There were keys and there are none: nobody is admitted until there are, or a restart."""
+
+    def with_settings(self, *, keys: int, allow_anonymous: bool) -> AnonymousAccess:
+        """The access under the next settings."""
+        keyed = self.had_keys or keys > 0
+        anonymous = allow_anonymous and (keys > 0 or not keyed or self.allowed)
+        return AnonymousAccess(keyed, anonymous, locked=keyed and not keys and not anonymous)
+
+
+INITIAL_ACCESS = AnonymousAccess()
+"""The access before the first settings."""
 
 
 class KeyRing:
@@ -155,7 +131,7 @@ class KeyRing:
 
     def __init__(
         self,
-        specs: Collection[KeyDefinition] = (),
+        specs: Collection[KeySpec] = (),
         *,
         access: AnonymousAccess = INITIAL_ACCESS,
         is_complete: bool = True,
@@ -194,7 +170,7 @@ class KeyRing:
         """Why everybody is refused, with the remedy: the keys are gone; None: they are not."""
         return KEYS_LOST if self.is_complete and self.access.locked else None
 
-    def configure(self, specs: Iterable[KeyDefinition], *, allow_anonymous: bool = False) -> None:
+    def configure(self, specs: Iterable[KeySpec], *, allow_anonymous: bool = False) -> None:
         """Take the keys of these settings in place of those before."""
         self._settings = {spec.id: held_key(spec) for spec in specs}
         self._allow_anonymous = allow_anonymous
@@ -375,7 +351,7 @@ def _digest(secret: str) -> bytes:
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
 
 
-def _caller(spec: KeyDefinition) -> Caller:
+def _caller(spec: KeySpec) -> Caller:
     default = _parse_class(spec, spec.class_ or Priority.NORMAL.label)
     highest = _parse_class(spec, spec.max_class) if spec.max_class else default
     models = None if spec.models is None else frozenset(spec.models)
@@ -393,8 +369,124 @@ def _caller(spec: KeyDefinition) -> Caller:
     )
 
 
-def _parse_class(spec: KeyDefinition, name: str) -> Priority:
+def _parse_class(spec: KeySpec, name: str) -> Priority:
     priority = Priority.parse(name)
     if priority is None:
         raise ValueError(f"key '{spec.id}': there is no class '{name}'")
     return priority
+
+
+# Keys of the admin listener.
+
+
+log = structlog.get_logger()
+
+MOST_ADMIN_KEY_CHARACTERS = 4096
+"""A longer text is not a key; this limits the work of hashing it."""
+
+
+class AdminRole(enum.IntEnum):
+    """What a holder of an admin key may do; each role includes the lower ones."""
+
+    VIEWER = 1
+    """Status, nodes, metrics, dashboard."""
+    OPERATOR = 2
+    """Also requests, usage and chat; drain, resume, probe, cancel and reload."""
+    ADMIN = 3
+    """Also keys, configuration and the audit log."""
+
+    @property
+    def label(self) -> str:
+        """Its name in the settings."""
+        return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True)
+class AdminIdentity:
+    """Who uses the admin listener, for roles and for the audit log."""
+
+    name: str
+    role: AdminRole
+
+
+LOCAL_ADMIN = AdminIdentity("local", AdminRole.ADMIN)
+"""A caller of a loopback listener that has no admin key."""
+
+KEY_FILE_NAME = "key_file"
+"""The name of who holds the key of `admin.key_file`."""
+
+
+ADMIN_KEYS_LOST = (
+    "the settings have lost their last admin key: the admin listener answers every request with "
+    "401; add a key to admin.keys, or restart to serve it without any"
+)
+"""What an operator is told where `AdminKeys.lost`."""
+
+
+class AdminKeys:
+    """The admin keys in force; a reload replaces them.
+
+    Once there has been a key, one is always needed: if a reload takes the last one away, by mistake
+    perhaps, nobody is admitted until there is one again, or a restart.
+    """
+
+    def __init__(
+        self,
+        specs: Iterable[AdminKeySpec] = (),
+        file_key: str | None = None,
+        *,
+        had_keys: bool = False,
+    ) -> None:
+        """`had_keys`: a predecessor of this process had some."""
+        self._by_id: dict[str, tuple[bytes, AdminIdentity]] = {}
+        self._file_digest: bytes | None = None
+        self._needed = had_keys
+        # Compared where there is no such key, so that this takes the same time.
+        self._unknown = secrets.token_bytes(32)
+        self.configure(specs, file_key)
+
+    def configure(self, specs: Iterable[AdminKeySpec], file_key: str | None) -> None:
+        """Put these keys in force in place of all others."""
+        self._by_id = {
+            spec.id: (
+                bytes.fromhex(spec.sha256),
+                AdminIdentity(spec.id, AdminRole[spec.role.upper()]),
+            )
+            for spec in specs
+        }
+        self._file_digest = None if file_key is None else _text_digest(file_key)
+        self._needed = self._needed or bool(self._by_id) or file_key is not None
+        if self.lost:
+            log.warning("locked", why=ADMIN_KEYS_LOST)
+
+    @property
+    def needed(self) -> bool:
+        """Whether callers need a key."""
+        return self._needed
+
+    @property
+    def lost(self) -> bool:
+        """Whether there were keys and there are none, so that nobody is admitted."""
+        return self._needed and not self._by_id and self._file_digest is None
+
+    def find(self, presented: str) -> AdminIdentity | None:
+        """The holder of the presented key, or None; takes the same time in any case."""
+        if len(presented) > MOST_ADMIN_KEY_CHARACTERS:
+            presented = ""
+        try:
+            key = hash_key(presented)
+            key_id, digest = key.id, bytes.fromhex(key.sha256)
+        except ValueError:
+            key_id, digest = "", _text_digest(presented)
+        wanted, identity = self._by_id.get(key_id, (self._unknown, LOCAL_ADMIN))
+        is_known = hmac.compare_digest(digest, wanted)
+        is_file_key = hmac.compare_digest(
+            _text_digest(presented), self._file_digest or self._unknown
+        )
+        if is_known:
+            return identity
+        return AdminIdentity(KEY_FILE_NAME, AdminRole.ADMIN) if is_file_key else None
+
+
+def _text_digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -15,12 +15,12 @@ from typing import Any
 
 import structlog
 from sqlalchemy import Connection, Row, case, delete, func, insert, or_, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
 from gateway.access.keys import HeldKey, held_key, without_secret
 from gateway.config.listeners import KeySpec
 from gateway.errors import GatewayError, truncate_echo
+from gateway.store.database import insert_for
 from gateway.store.schema import keys as keys_table
 from gateway.store.schema import learnt, revisions
 
@@ -264,8 +264,7 @@ def raise_revision(connection: Connection, now: float) -> None:
     never has the number of the one before.
     """
     least = int(now * 1000)
-    kind = postgresql if connection.dialect.name == "postgresql" else sqlite
-    first = kind.insert(revisions).values(name=KEYS_REVISION, number=least)
+    first = insert_for(connection)(revisions).values(name=KEYS_REVISION, number=least)
     raised = revisions.c.number + 1
     connection.execute(
         first.on_conflict_do_update(

@@ -34,8 +34,10 @@ from gateway.batches.folder import (
     Folder,
     FolderError,
     FoundFile,
+    StorageTrouble,
+    add_surely,
+    ask_store,
     folder_errors_told,
-    store_unavailable,
 )
 from gateway.batches.request_rows import (
     COLUMNS,
@@ -47,16 +49,18 @@ from gateway.batches.request_rows import (
     UnfinishedWork,
     add_rows,
     chunks,
+    job,
     row_of,
+    those_with,
 )
 from gateway.batches.response_events import ResponseEvents, current_response, queued_response
-from gateway.batches.response_log import LOG_KIND, Followers, LogBroken, ResponseLogs
+from gateway.batches.response_log import LOG_KIND, LogBroken, ResponseLogs
 from gateway.batches.stored_responses import RESPONSE_PREFIX, response_not_found
 from gateway.batches.webhooks import ResponseEnd, WebhookEvents
 from gateway.config.batches import BatchSettings
 from gateway.errors import GatewayError
 from gateway.proxy.json_values import JsonObject
-from gateway.store.failures import StoreError, StoreUnavailable
+from gateway.store.failures import StoreError
 from gateway.store.schema import stored_requests
 from gateway.store.store import Store
 
@@ -117,39 +121,31 @@ class WaitingUse(NamedTuple):
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class AddBackground:
-    """A job of the store: add a request, unless its owner would have more than it may.
+def add_background(
+    connection: Connection, row: StoredRow, most: int, most_bytes: int, most_kept: int
+) -> WaitingUse | Kept | None:
+    """Add a request, unless its owner would have more than it may.
 
     `most` requests of `most_bytes` may wait or run, and `most_kept` bytes be kept. Returns None if
     it is added, else what the owner has.
     """
-
-    row: StoredRow
-    most: int
-    most_bytes: int
-    most_kept: int
-
-    def __call__(self, connection: Connection) -> WaitingUse | Kept | None:
-        """Run within the transaction of `connection`."""
-        row = self.row
-        raise_revision(connection)
-        if connection.scalar(select(_ROW.id).where(_ROW.id == row.id)) is not None:
-            return None  # Done again.
-        sums = select(func.count(), func.coalesce(func.sum(_ROW.length), 0)).where(
-            _ROW.owner == row.owner,
-            _ROW.folder == row.folder,
-            _ROW.batch.is_(None),
-            IS_WAITING | IS_RUNNING,
-        )
-        number, size = connection.execute(sums).one()
-        if number + 1 > self.most or int(size) + row.length > self.most_bytes:
-            return WaitingUse(number, int(size))
-        kept = kept_by(connection, row.owner, row.created_at)
-        if kept.bytes + row.length + (row.result_length or 0) > self.most_kept:
-            return kept
-        add_rows(connection, [row])
-        return None
+    raise_revision(connection)
+    if connection.scalar(select(_ROW.id).where(_ROW.id == row.id)) is not None:
+        return None  # Done again.
+    sums = select(func.count(), func.coalesce(func.sum(_ROW.length), 0)).where(
+        _ROW.owner == row.owner,
+        _ROW.folder == row.folder,
+        _ROW.batch.is_(None),
+        IS_WAITING | IS_RUNNING,
+    )
+    number, size = connection.execute(sums).one()
+    if number + 1 > most or int(size) + row.length > most_bytes:
+        return WaitingUse(number, int(size))
+    kept = kept_by(connection, row.owner, row.created_at)
+    if kept.bytes + row.length + (row.result_length or 0) > most_kept:
+        return kept
+    add_rows(connection, [row])
+    return None
 
 
 def find_background(
@@ -163,45 +159,39 @@ def find_background(
     return None if row is None else row_of(row)
 
 
-@dataclass(frozen=True, slots=True)
-class EndBackground:
-    """A job of the store: end the owner's request if it waits or runs; returns it as it is then.
+def end_background(
+    connection: Connection,
+    row: StoredRow,
+    now: float,
+    also: EndListener,
+    state: RequestState = RequestState.CANCELLED,
+    status: int | None = None,
+    error_code: str | None = None,
+) -> StoredRow | None:
+    """End the request if it waits or runs; returns it as it is then.
 
     Whoever runs it notices when it renews its claim.
     """
-
-    owner: str
-    id: str
-    kind: RequestKind
-    now: float
-    keep_until: float  # of the request that has ended
-    also: EndListener
-    state: RequestState = RequestState.CANCELLED
-    status: int | None = None
-    error_code: str | None = None
-
-    def __call__(self, connection: Connection) -> StoredRow | None:
-        """Run within the transaction of `connection`."""
-        ended = update(stored_requests).where(
-            _ROW.id == self.id,
-            _ROW.owner == self.owner,
-            _ROW.kind == self.kind.value,
-            IS_WAITING | IS_RUNNING,
-        )
-        values = {
-            "state": self.state.value,
-            "status": self.status,
-            "error_code": self.error_code,
-            "ended_at": self.now,
-            "claimed_until": None,
-            "keep_until": self.keep_until,
-        }
-        row = connection.execute(ended.values(values).returning(*COLUMNS)).one_or_none()
-        if row is not None:
-            found = row_of(row)
-            self.also(connection, found)
-            return found
-        return find_background(connection, self.owner, self.id, self.kind, self.now)
+    ended = update(stored_requests).where(
+        _ROW.id == row.id,
+        _ROW.owner == row.owner,
+        _ROW.kind == row.kind.value,
+        IS_WAITING | IS_RUNNING,
+    )
+    values = {
+        "state": state.value,
+        "status": status,
+        "error_code": error_code,
+        "ended_at": now,
+        "claimed_until": None,
+        "keep_until": now + keep_seconds(row),
+    }
+    changed = connection.execute(ended.values(values).returning(*COLUMNS)).one_or_none()
+    if changed is None:
+        return find_background(connection, row.owner, row.id, row.kind, now)
+    found = row_of(changed)
+    also(connection, found)
+    return found
 
 
 def delete_background(
@@ -230,12 +220,10 @@ def remove_background(connection: Connection, ids: Sequence[str]) -> None:
 
 def known_places(connection: Connection, folder: str, places: Sequence[str]) -> set[str]:
     """Those of the folder's files that a request needs."""
-    known: set[str] = set()
     alone = _ROW.folder == folder, _ROW.batch.is_(None)
-    for some in chunks(places):
-        for column in (_ROW.place, _ROW.result_place):
-            known.update(connection.scalars(select(column).where(*alone, column.in_(some))))
-    return known
+    return those_with(connection, _ROW.place, places, *alone) | those_with(
+        connection, _ROW.result_place, places, *alone
+    )
 
 
 def keep_background(
@@ -250,37 +238,27 @@ def keep_background(
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class ExpireBackground:
-    """A job of the store: end requests that wait and whose deadline is over; returns them."""
-
-    folder: str
-    now: float
-    keep_seconds: Callable[[StoredRow], float]
-    also: EndListener
-    limit: int = 200
-
-    def __call__(self, connection: Connection) -> list[StoredRow]:
-        """Run within the transaction of `connection`."""
-        late = select(_ROW.id).where(
-            _ROW.folder == self.folder,
-            _ROW.batch.is_(None),
-            _ROW.deadline <= self.now,
-            IS_WAITING,
-            _IS_BACKGROUND,
-        )
-        ids = list(connection.scalars(late.limit(self.limit)))
-        found: list[StoredRow] = []
-        for some in chunks(ids):
-            ended = update(stored_requests).where(_ROW.id.in_(some), IS_WAITING)
-            values = {"state": RequestState.EXPIRED.value, "ended_at": self.now}
-            found += [
-                row_of(row) for row in connection.execute(ended.values(values).returning(*COLUMNS))
-            ]
-        for row in found:
-            keep_background(connection, [row.id], self.now + self.keep_seconds(row))
-            self.also(connection, row)
-        return found
+def expire_background(
+    connection: Connection, folder: str, now: float, also: EndListener, limit: int = 200
+) -> list[StoredRow]:
+    """End requests that wait and whose deadline is over; returns them."""
+    late = select(_ROW.id).where(
+        _ROW.folder == folder,
+        _ROW.batch.is_(None),
+        _ROW.deadline <= now,
+        IS_WAITING,
+        _IS_BACKGROUND,
+    )
+    ids = list(connection.scalars(late.limit(limit)))
+    found: list[StoredRow] = []
+    for some in chunks(ids):
+        ended = update(stored_requests).where(_ROW.id.in_(some), IS_WAITING)
+        values = {"state": RequestState.EXPIRED.value, "ended_at": now}
+        found += map(row_of, connection.execute(ended.values(values).returning(*COLUMNS)))
+    for row in found:
+        keep_background(connection, [row.id], now + keep_seconds(row))
+        also(connection, row)
+    return found
 
 
 def waiting_before(connection: Connection, folder: str, created_at: float) -> int:
@@ -314,8 +292,6 @@ POLL_SECONDS = 1.0  # between two looks at a request that another process may ha
 CLEAN_SECONDS = 10.0  # between two rounds of ending what is late and removing what is due
 IDLE_CLEAN_SECONDS = 60.0  # the same while nothing waits or runs: only what was kept becomes due
 
-ADD_PAUSES = (0.2, 0.5, 1.0)
-"""Seconds after which it is tried again to add a request to a store that does not answer."""
 
 ORPHAN_SECONDS = 3600.0
 """Age of a file without a row from which on it counts as left over from a crash."""
@@ -377,14 +353,12 @@ class BackgroundRequests:
         self.threads = threads
         self.logs = logs
         self.webhooks = webhooks
-        self.followers = Followers(logs)
         self.wakes = asyncio.Event()  # set when there is something new to run
         self.unwanted: list[Callable[[str], None]] = []
         """Called with the id of a request whose run is to end."""
         self._settings = settings
         self._now = now
         self._work = work
-        self._opening = asyncio.Lock()
         self.waited_for: dict[str, StoredRow] = {}
         """Requests whose clients wait in this process, by their ids."""
         self._waiters: defaultdict[str, set[asyncio.Future[None]]] = defaultdict(set)
@@ -396,7 +370,7 @@ class BackgroundRequests:
         """Take a request. Raises: GatewayError 429, 503, 507."""
         settings, created_at = self._settings(), self._now()
         with folder_errors_told("request"):
-            folder = await self.opened()
+            folder = await self.threads.opened(self.folder)
             name = await self.threads.run(self._write, REQUEST, new.body)
         id_ = f"{_PREFIXES[new.kind]}{name.rpartition('-')[2]}"
         log_name, log_bytes = None, 0
@@ -424,7 +398,14 @@ class BackgroundRequests:
         if log_name is not None:
             row = replace(row, result_offset=0, result_length=log_bytes)
         try:
-            used = await self._added(row, settings)
+            adding = job(
+                add_background,
+                row,
+                settings.waiting_per_key,
+                settings.waiting_bytes_per_key,
+                settings.bytes_per_key,
+            )
+            used = await add_surely(self.store, adding, partial(self._remove_files, row))
         finally:
             self._work.added()  # It may have its row, though the store has not said so.
         if used is not None:
@@ -440,28 +421,6 @@ class BackgroundRequests:
             )
         self.wakes.set()
         return row
-
-    async def _added(self, row: StoredRow, settings: BatchSettings) -> WaitingUse | Kept | None:
-        """Add the row; what its owner has, if that is too much. Raises: GatewayError 503."""
-        job = AddBackground(
-            row,
-            settings.waiting_per_key,
-            settings.waiting_bytes_per_key,
-            settings.bytes_per_key,
-        )
-        for pause in (*ADD_PAUSES, None):
-            try:
-                return await self.store.run(job)
-            except StoreUnavailable as error:
-                # It may have its row, and a client that is told otherwise would send it again. If
-                # it has none in the end, `run` removes its files.
-                if pause is None:
-                    raise store_unavailable(error) from None
-                await asyncio.sleep(pause)
-            except StoreError as error:
-                await self._remove_files(row)
-                raise store_unavailable(error) from None
-        raise AssertionError
 
     def _write(self, kind: str, data: bytes) -> str:
         new = self.folder.open_new(kind, len(data))
@@ -479,31 +438,26 @@ class BackgroundRequests:
 
     async def find(self, owner: str, id_: str, kind: RequestKind) -> StoredRow:
         """The owner's request. Raises: GatewayError 404, 503."""
-        found = await self.read(
-            partial(find_background, owner=owner, id_=id_, kind=kind,
-                    now=self._now())
-        )  # fmt: skip
+        finding = job(find_background, owner, id_, kind, self._now())
+        found = await ask_store(self.store, finding, write=False)
         if found is None:
             raise not_found(id_, kind)
         return found
 
     async def body(self, row: StoredRow) -> bytes:
         """The request's body. Raises: GatewayError 404, 503."""
-        with folder_errors_told("request"):
-            try:
-                return await self.threads.run(self.folder.read, row.place, row.offset, row.length)
-            except FileNotFoundError:
-                raise not_found(row.id, row.kind) from None
+        return await self._read(row, row.place, row.offset, row.length)
 
     async def answer(self, row: StoredRow) -> bytes:
         """The result of a deferred request. Raises: GatewayError 404, 503."""
         assert row.result_place is not None
         assert row.result_length is not None
+        return await self._read(row, row.result_place, row.result_offset or 0, row.result_length)
+
+    async def _read(self, row: StoredRow, place: str, offset: int, length: int) -> bytes:
         with folder_errors_told("request"):
             try:
-                return await self.threads.run(
-                    self.folder.read, row.result_place, row.result_offset, row.result_length
-                )
+                return await self.threads.run(self.folder.read, place, offset, length)
             except FileNotFoundError:
                 raise not_found(row.id, row.kind) from None
 
@@ -530,21 +484,20 @@ class BackgroundRequests:
     ) -> AsyncGenerator[bytes, None]:
         """The events of a response behind the one of this number, then those to come.
 
-        Raises: as `Followers.follow`.
+        Raises: as `ResponseLogs.follow`.
         """
         assert row.result_place is not None
         if _end_without_run(row) is not None:
             await self._settle_if_left(row)
-        followed = self.followers.follow(row.result_place, after, can_return=can_return)
+        followed = self.logs.follow(row.result_place, after, can_return=can_return)
         async with contextlib.aclosing(followed) as pieces:
             async for piece in pieces:
                 yield piece
 
     async def ahead_of(self, row: StoredRow) -> int:
         """How many requests in the background wait that came before. Raises: GatewayError 503."""
-        return await self.read(
-            partial(waiting_before, folder=row.folder, created_at=row.created_at)
-        )
+        before = job(waiting_before, row.folder, row.created_at)
+        return await ask_store(self.store, before, write=False)
 
     async def wait_ended(self, row: StoredRow, seconds: float) -> StoredRow:
         """The request once it has ended; as it is after so many seconds if it has not by then.
@@ -589,12 +542,8 @@ class BackgroundRequests:
         found = await self.find(owner, id_, kind)
         if found.state.ended:
             return found
-        now = self._now()
-        job = EndBackground(owner, id_, kind, now, now + keep_seconds(found), self.ended)
-        try:
-            row = await self.store.run(job)
-        except StoreError as error:
-            raise store_unavailable(error) from None
+        ending = job(end_background, found, self._now(), self.ended)
+        row = await ask_store(self.store, ending)
         if row is None:
             raise not_found(id_, kind)
         self._end_run(id_)
@@ -606,13 +555,12 @@ class BackgroundRequests:
         """This process ends: so do the requests whose clients wait in it, which get an error."""
         with contextlib.suppress(StoreError, TimeoutError):
             async with asyncio.timeout(GIVE_UP_SECONDS):
-                now, waited = self._now(), list(self.waited_for.values())
                 ends = [
-                    EndBackground(
-                        row.owner, row.id, row.kind, now, now + keep_seconds(row), self.ended,
-                        RequestState.FAILED, 503, SHUTTING_DOWN,
+                    job(
+                        end_background, row, self._now(), self.ended, RequestState.FAILED, 503,
+                        SHUTTING_DOWN,
                     )
-                    for row in waited
+                    for row in self.waited_for.values()
                 ]  # fmt: skip
                 rows = await self.store.run(lambda connection: [end(connection) for end in ends])
                 ended = [row for row in rows if row is not None and row.state.ended]
@@ -645,12 +593,8 @@ class BackgroundRequests:
 
         If it waits or runs, it ends.
         """
-        job = partial(delete_background, owner=owner, id_=id_, kind=kind,
-                      now=self._now())  # fmt: skip
-        try:
-            row = await self.store.run(job)
-        except StoreError as error:
-            raise store_unavailable(error) from None
+        deleting = job(delete_background, owner, id_, kind, self._now())
+        row = await ask_store(self.store, deleting)
         if row is None:
             raise not_found(id_, kind)
         self._end_run(id_)
@@ -691,27 +635,23 @@ class BackgroundRequests:
                     await events.close()
             # If that fails, `clean` does it later.
             with contextlib.suppress(StoreError):
-                await self.store.run(partial(note_log_sizes, sizes={row.id: events.size}))
+                await self.store.run(job(note_log_sizes, {row.id: events.size}))
 
     # The gateway's own work.
 
     async def run(self) -> None:
         """End what is late, and remove what is due or left over, until cancelled."""
-        orphans_at, clean_at, problem = self._now(), 0.0, ""
+        orphans_at, clean_at = self._now(), 0.0
+        trouble = StorageTrouble("old background requests stay")
         try:
             while True:
-                try:
+                with trouble.told():
                     orphans = self._now() >= orphans_at
                     if orphans or self._now() >= clean_at or await self._work.exists():
                         await self.clean(orphans=orphans)
                         clean_at = self._now() + IDLE_CLEAN_SECONDS
-                    problem = ""
                     if orphans:
                         orphans_at = self._now() + ORPHAN_SECONDS
-                except (FolderError, StoreError) as error:
-                    if str(error) != problem:
-                        problem = str(error)
-                        log.warning("old background requests stay", why=problem)
                 await asyncio.sleep(CLEAN_SECONDS)
         finally:
             for task in self._ending:
@@ -720,23 +660,21 @@ class BackgroundRequests:
 
     async def clean(self, *, orphans: bool = False) -> None:
         """One round of `run`. Raises: FolderError, StoreError."""
-        folder = await self.opened()
-        job = ExpireBackground(folder, self._now(), keep_seconds, self.ended, STEP_ROWS)
-        for row in await self.store.run(job):
+        folder = await self.threads.opened(self.folder)
+        expiring = job(expire_background, folder, self._now(), self.ended, STEP_ROWS)
+        for row in await self.store.run(expiring):
             self.has_ended(row.id)
             await self.settle(row)
         for _ in range(MOST_STEPS):
             due = await self.store.run(
-                partial(due_background, folder=folder, now=self._now(),
-                        limit=STEP_ROWS),
-                write=False,
-            )  # fmt: skip
+                job(due_background, folder, self._now(), STEP_ROWS), write=False
+            )
             for row in due:
                 self._end_run(row.id)
                 await self._remove_files(row)
             if due:
                 ids = [row.id for row in due]
-                await self.store.run(partial(remove_background, ids=ids))
+                await self.store.run(job(remove_background, ids))
                 log.info("background requests removed", requests=len(ids))
             if len(due) < STEP_ROWS:
                 break
@@ -746,19 +684,16 @@ class BackgroundRequests:
     async def _remove_orphans(self, folder: str) -> None:
         before = self._now() - ORPHAN_SECONDS
         for kind in (REQUEST, ANSWER, LOG_KIND):
-            found = await self.threads.run(_listed, self.folder, kind)
+            found: list[FoundFile] = await self.threads.run(list, self.folder.files(kind))
             old = [one for one in found if one.changed_at < before]
             for start in range(0, len(old), STEP_ROWS):
                 sizes = {one.name: one.size for one in old[start : start + STEP_ROWS]}
-                known = await self.store.run(
-                    partial(known_places, folder=folder, places=list(sizes)),
-                    write=False,
-                )
+                known = await self.store.run(job(known_places, folder, list(sizes)), write=False)
                 for name in sizes.keys() - known:
                     await self.threads.run(self.folder.delete, name)
                 if kind == LOG_KIND:
                     right = {name: size for name, size in sizes.items() if name in known}
-                    await self.store.run(partial(correct_log_sizes, folder=folder, sizes=right))
+                    await self.store.run(job(correct_log_sizes, folder, right))
 
     async def _remove_files(self, row: StoredRow) -> None:
         """Remove what is kept of a request; what stays is left over, and removed later."""
@@ -769,19 +704,6 @@ class BackgroundRequests:
                     await self.logs.delete(row.result_place)
                 else:
                     await self.threads.run(self.folder.delete, row.result_place)
-
-    async def opened(self) -> str:
-        """The folder's id. Raises: FolderError."""
-        async with self._opening:
-            known = self.folder.id
-            return known if known is not None else await self.threads.run(self.folder.open)
-
-    async def read(self, job: Callable[[Connection], T]) -> T:
-        """Do a job that only reads. Raises: GatewayError 503."""
-        try:
-            return await self.store.run(job, write=False)
-        except StoreError as error:
-            raise store_unavailable(error) from None
 
 
 EXPIRED_MESSAGE = "The time was over before there was a response."
@@ -817,7 +739,3 @@ def not_found(id_: str, kind: RequestKind) -> GatewayError:
     return GatewayError(
         404, "background_not_found", "There is no such background request, or it has expired."
     )
-
-
-def _listed(folder: Folder, kind: str) -> list[FoundFile]:
-    return list(folder.files(kind))

@@ -2,52 +2,57 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import structlog
 from sqlalchemy import Connection
 
 from gateway import errors
 from gateway.batches.batch_rows import (
-    AddBatch,
     Batch,
-    BatchAdded,
     BatchPage,
     EndListener,
-    ReadBatches,
+    add_batch,
     cancel_batch,
     delete_batch,
     find_batch,
     pause_batch,
+    read_batches,
     resume_batch,
 )
-from gateway.batches.batch_upkeep import REQUESTS, BatchEnd, BatchUpkeep, Intake, ResultReader
-from gateway.batches.files import DeleteFile, find_file, kept_by, kept_too_much
+from gateway.batches.batch_upkeep import REQUESTS, BatchEnd, BatchUpkeep, Intake
+from gateway.batches.files import Content, delete_file, find_file, kept_by, kept_too_much
 from gateway.batches.folder import (
     DiskThreads,
     Folder,
     FolderError,
     NewFile,
+    add_surely,
+    ask_store,
     folder_errors_told,
-    store_unavailable,
 )
 from gateway.batches.progress import BatchProgress, SpeedMeter, progress_of
-from gateway.batches.request_rows import StoredRow, UnfinishedWork, new_id, result_rows, work_left
-from gateway.batches.results import ANTHROPIC
+from gateway.batches.request_rows import (
+    UnfinishedWork,
+    job,
+    new_id,
+    result_rows,
+    work_left,
+)
+from gateway.batches.results import ANTHROPIC, ResultReader
 from gateway.config.batches import BatchSettings
 from gateway.config.fields import format_duration, parse_duration
 from gateway.errors import GatewayError
 from gateway.proxy.inbound.routes import ROUTES
-from gateway.store.failures import StoreError, StoreUnavailable
+from gateway.store.failures import StoreError
 from gateway.store.store import Store
 
-__all__ = ["ENDPOINTS", "BatchOutput", "BatchProgress", "BatchRegistry", "NewBatch"]
+__all__ = ["ENDPOINTS", "BatchProgress", "BatchRegistry", "NewBatch"]
 
 ENDPOINTS = tuple(
     path
@@ -58,8 +63,6 @@ ENDPOINTS = tuple(
 
 PAUSED_BY_CALLER = "paused"  # why a batch is paused whose caller wants it so
 
-ADD_PAUSES = (0.2, 0.5, 1.0)
-"""Seconds after which it is tried again to add a batch to a store that does not answer."""
 
 PAGE_ROWS = 200  # rows that are read at a time for lines that are recorded so far
 PIECE_BYTES = 256 << 10  # bytes of a final file that are read at a time
@@ -99,33 +102,6 @@ class NewBatch:
     class_: str = "batch"  # label of the highest class that its lines may be raised to
 
 
-class BatchOutput:
-    """The lines of a batch as a file. Its reader closes it."""
-
-    def __init__(
-        self,
-        name: str,
-        size: int | None,
-        pieces: Callable[[], AsyncIterator[bytes]],
-        close: Callable[[], None],
-        threads: DiskThreads,
-    ) -> None:
-        self.name = name  # for `Content-Disposition`
-        self.size = size
-        """Bytes; None: the batch has not ended, so these are the lines recorded so far."""
-        self._pieces = pieces
-        self._close = close
-        self._threads = threads
-
-    def pieces(self) -> AsyncIterator[bytes]:
-        """Its bytes. Raises: GatewayError 503."""
-        return self._pieces()
-
-    async def close(self) -> None:
-        """Close it; called again, nothing."""
-        await self._threads.run(self._close)
-
-
 class BatchRegistry:
     """The batches of all callers, in one folder and one store.
 
@@ -157,7 +133,6 @@ class BatchRegistry:
         self._price = price
         self._on_rows = on_rows
         self._token = token
-        self._opening = asyncio.Lock()
         self._speeds = SpeedMeter()
         intake = Intake(store, folder, self._threads, settings, now, on_end)
         end = BatchEnd(store, folder, self._threads, settings, now, on_end)
@@ -180,7 +155,9 @@ class BatchRegistry:
             await self._discard(new)
             raise
         try:
-            done = await self._added(batch, new)
+            settings = self._settings()
+            adding = job(add_batch, batch, settings.batches_per_key, settings.bytes_per_key)
+            done = await add_surely(self._store, adding, partial(self._discard, new))
         finally:
             self._work.added()  # It may be there, though the store has not said so.
         if done.outcome == "added":
@@ -198,7 +175,7 @@ class BatchRegistry:
     async def check_room(self, owner: str, size: int) -> None:
         """Refuse requests that there is no room for. Raises: GatewayError 429, 503."""
         settings = self._settings()
-        kept = await self._run(partial(kept_by, owner=owner, now=self._now()), write=False)
+        kept = await self._ask(job(kept_by, owner, self._now()))
         if kept.bytes + max(1, size) > settings.bytes_per_key:
             raise kept_too_much(kept, settings)
 
@@ -208,7 +185,7 @@ class BatchRegistry:
         The caller ends it by `on_disk(new.finish)` or `new.discard`. Raises: GatewayError 507.
         """
         with folder_errors_told():
-            await self._open_folder()
+            await self._threads.opened(self.folder)
             return await self._threads.open(
                 self.folder.open_new, REQUESTS, size or 0, close=NewFile.discard
             )
@@ -220,8 +197,7 @@ class BatchRegistry:
 
     async def find(self, owner: str, id_: str, api: str) -> Batch:
         """The owner's batch. Raises: GatewayError 404."""
-        found = await self._run(partial(find_batch, owner=owner, id_=id_, api=api), write=False)
-        return _found(found, id_, api)
+        return _found(await self._ask(job(find_batch, owner, id_, api)), id_, api)
 
     async def page(
         self,
@@ -233,15 +209,13 @@ class BatchRegistry:
         before: str | None = None,
     ) -> BatchPage:
         """Some of the owner's batches, newest first."""
-        return await self._run(ReadBatches(owner, api, limit, after, before), write=False)
+        return await self._ask(job(read_batches, owner, api, limit, after, before))
 
     async def cancel(self, owner: str, id_: str, api: str) -> Batch:
         """Cancel it; again, nothing. Raises: GatewayError 404, 409 (OpenAI's, if it has ended)."""
         before = await self.find(owner, id_, api)
-        cancelled = await self._run(
-            partial(cancel_batch, owner=owner, id_=id_, api=api, now=self._now())
-        )
-        batch = _found(cancelled, id_, api)
+        cancelling = job(cancel_batch, owner, id_, api, self._now())
+        batch = _found(await ask_store(self._store, cancelling), id_, api)
         self.upkeep.wake()
         if api != ANTHROPIC and batch.cancelling_at is None and before.state.ended:
             raise _has_ended("cancel", batch)
@@ -249,8 +223,8 @@ class BatchRegistry:
 
     async def pause(self, owner: str, id_: str, api: str) -> Batch:
         """Start no more of its lines. Raises: GatewayError 404, 409 if it has ended."""
-        job = partial(_pause_by_caller, owner=owner, id_=id_, api=api, now=self._now())
-        batch = _found(await self._run(job), id_, api)
+        pausing = job(pause_batch, owner, id_, self._now(), PAUSED_BY_CALLER, api)
+        batch = _found(await ask_store(self._store, pausing), id_, api)
         if batch.state.ended:
             raise _has_ended("pause", batch)
         self._on_rows()  # Those that were claimed are put back.
@@ -258,8 +232,8 @@ class BatchRegistry:
 
     async def resume(self, owner: str, id_: str, api: str) -> Batch:
         """Go on with it. Raises: GatewayError 404, 409 if it has ended."""
-        job = partial(_resume_by_caller, owner=owner, id_=id_, api=api)
-        batch = _found(await self._run(job), id_, api)
+        resuming = job(resume_batch, owner, id_, api)
+        batch = _found(await ask_store(self._store, resuming), id_, api)
         if batch.state.ended:
             raise _has_ended("resume", batch)
         self._on_rows()
@@ -274,48 +248,44 @@ class BatchRegistry:
                 "batch_in_progress",
                 "In progress batches cannot be deleted. Consider canceling the batch instead.",
             )
-        places = await self._run(partial(delete_batch, owner=owner, id_=id_, api=api))
+        places = await ask_store(self._store, job(delete_batch, owner, id_, api))
         if places is None:
             raise _not_found(id_, api)
         # The owner has lost it; whatever fails now, `BatchUpkeep` and `FileRegistry` do again.
         with contextlib.suppress(FolderError, StoreError):
             for file in (batch.output_file, batch.error_file):
                 if file is not None:
-                    await self._store.run(DeleteFile(owner, file, self._now()))
+                    await self._store.run(job(delete_file, owner, file, self._now()))
                     if batch.folder == self.folder.id:
                         await self._threads.run(self.folder.delete, file)
-            if batch.folder == await self._open_folder():
+            if batch.folder == await self._threads.opened(self.folder):
                 await self.upkeep.remove(id_, places)
 
     async def progress(self, batch: Batch) -> BatchProgress:
         """How far it is."""
-        left = await self._run(partial(work_left, batch=batch.id), write=False)
+        left = await self._ask(job(work_left, batch.id))
         price = self._price(batch.model)
         return progress_of(batch, left, self._speeds.speed(batch.id), price, self._now())
 
-    async def open_output(
-        self, owner: str, id_: str, api: str, *, errors: bool = False
-    ) -> BatchOutput:
+    async def open_output(self, owner: str, id_: str, api: str, *, errors: bool = False) -> Content:
         """Its output or error lines: the final file, or what is recorded so far.
 
         Those of `anthropic` are all output. Raises: GatewayError 404.
         """
         batch = await self.find(owner, id_, api)
         with folder_errors_told():
-            if batch.folder != await self._open_folder():
+            if batch.folder != await self._threads.opened(self.folder):
                 raise _elsewhere("This batch")
         kind = "results" if api == ANTHROPIC else "error" if errors else "output"
         name = f"{id_}_{kind}.jsonl"
         if not batch.state.ended:
             reader = ResultReader(self.folder, api, keeps_all=True)
-            pieces = partial(self._recorded_pieces, batch, reader, output=not errors)
-            return BatchOutput(name, None, pieces, reader.close, self._threads)
+            pieces = self._recorded_pieces(batch, reader, output=not errors)
+            return Content(name, None, pieces, self._threads, reader.close)
         file = batch.error_file if errors else batch.output_file
         if file is None:
-            return BatchOutput(name, 0, _no_pieces, lambda: None, self._threads)
-        found = await self._run(
-            partial(find_file, owner=owner, id_=file, now=self._now()), write=False
-        )
+            return Content(name, 0, _no_pieces(), self._threads, lambda: None)
+        found = await self._ask(job(find_file, owner, file, self._now()))
         if found is None:
             raise _results_gone(id_)
         try:
@@ -326,9 +296,7 @@ class BatchRegistry:
         except FileNotFoundError:
             log.warning("the results of a batch are missing in the folder", batch=id_, file=file)
             raise _results_gone(id_) from None
-        return BatchOutput(
-            name, found.bytes, partial(self._file_pieces, opened), opened.close, self._threads
-        )
+        return Content.of_file(replace(found, name=name), opened, self._threads)
 
     # The gateway's own work.
 
@@ -350,7 +318,7 @@ class BatchRegistry:
             )
         window = _seconds_of(new.window, settings)
         with folder_errors_told():
-            folder = await self._open_folder()
+            folder = await self._threads.opened(self.folder)
         if new.requests is not None:
             # So its requests are found by its id.
             id_ = _PREFIXES.get(new.api, "batch_") + new.requests.rpartition("-")[2]
@@ -377,48 +345,22 @@ class BatchRegistry:
             requests_bytes=new.requests_bytes,
         )
 
-    async def _added(self, batch: Batch, new: NewBatch) -> BatchAdded:
-        """Add the row. Raises: GatewayError 503."""
-        settings = self._settings()
-        job = AddBatch(batch, settings.batches_per_key, settings.bytes_per_key)
-        for pause in (*ADD_PAUSES, None):
-            try:
-                return await self._store.run(job)
-            except StoreUnavailable as error:
-                # It may have its row, and a client that is told otherwise would send it again.
-                if pause is None:
-                    raise store_unavailable(error) from None
-                await asyncio.sleep(pause)
-            except StoreError as error:
-                await self._discard(new)
-                raise store_unavailable(error) from None
-        raise AssertionError
-
     async def _discard(self, new: NewBatch) -> None:
         """Remove the requests of a batch that was not added."""
         if new.requests is not None:
             with contextlib.suppress(FolderError):
                 await self._threads.run(self.folder.delete, new.requests)
 
-    async def _open_folder(self) -> str:
-        """The folder's id. Raises: FolderError."""
-        async with self._opening:
-            opened = self.folder.id
-            return opened if opened is not None else await self._threads.run(self.folder.open)
-
-    async def _run(self, job: Callable[[Connection], T], *, write: bool = True) -> T:
-        try:
-            return await self._store.run(job, write=write)
-        except StoreError as error:
-            raise store_unavailable(error) from None
+    async def _ask(self, reading: Callable[[Connection], T]) -> T:
+        """Do a job that only reads. Raises: GatewayError 503."""
+        return await ask_store(self._store, reading, write=False)
 
     async def _recorded_pieces(
         self, batch: Batch, reader: ResultReader, *, output: bool
     ) -> AsyncIterator[bytes]:
         after = 0
         while True:
-            job = partial(result_rows, batch=batch.id, after_number=after, limit=PAGE_ROWS)
-            rows: list[StoredRow] = await self._run(job, write=False)
+            rows = await self._ask(job(result_rows, batch.id, after, PAGE_ROWS))
             if not rows:
                 return
             pieces = reader.pieces(rows, output=output)
@@ -427,33 +369,11 @@ class BatchRegistry:
                     yield piece
             after = rows[-1].number or 0
 
-    async def _file_pieces(self, opened: BinaryIO) -> AsyncIterator[bytes]:
-        with folder_errors_told():
-            while piece := await self._threads.run(opened.read, PIECE_BYTES):
-                yield piece
-
 
 async def _no_pieces() -> AsyncIterator[bytes]:
     pieces: tuple[bytes, ...] = ()
     for piece in pieces:
         yield piece
-
-
-# Jobs of the store.
-
-
-def _pause_by_caller(
-    connection: Connection, owner: str, id_: str, api: str, now: float
-) -> Batch | None:
-    if find_batch(connection, owner, id_, api) is None:
-        return None
-    return pause_batch(connection, owner, id_, now, PAUSED_BY_CALLER)
-
-
-def _resume_by_caller(connection: Connection, owner: str, id_: str, api: str) -> Batch | None:
-    if find_batch(connection, owner, id_, api) is None:
-        return None
-    return resume_batch(connection, owner, id_)
 
 
 # Errors.

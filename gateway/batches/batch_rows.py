@@ -7,11 +7,11 @@ two processes one waits for the other.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
-from sqlalchemy import Column, Connection, Row, delete, func, select, update
+from sqlalchemy import Column, ColumnElement, Connection, Row, delete, func, select, update
 
 from gateway.batches.files import (
     HAS_REQUESTS,
@@ -33,8 +33,8 @@ from gateway.batches.request_rows import (
     has_unfinished_lines,
     lock_batch,
 )
+from gateway.store.database import insert_for
 from gateway.store.schema import batches, stored_requests
-from gateway.usage.processes import insert_for
 
 INPUT_PURPOSE = "batch"  # purpose of a file that a batch may read
 
@@ -143,63 +143,43 @@ _SHOWN: Final = _BATCH.deleted_at.is_(None)
 # Add.
 
 
-@dataclass(frozen=True, slots=True)
-class AddBatch:
-    """A job of the store: add a batch, unless its owner has too many unfinished ones, or no room.
+def add_batch(
+    connection: Connection, batch: Batch, most_unfinished: int, most_bytes: int
+) -> BatchAdded:
+    """Add a batch, unless its owner has too many unfinished ones, or no room.
 
     `most_bytes`: of all that the owner keeps.
     """
-
-    batch: Batch
-    most_unfinished: int
-    most_bytes: int
-
-    def __call__(self, connection: Connection) -> BatchAdded:
-        """Run within the transaction of `connection`."""
-        batch = self.batch
-        # Until the end of the transaction the input file can't be deleted.
-        raise_revision(connection)
-        earlier = self._earlier(connection)
+    # Until the end of the transaction the input file can't be deleted.
+    raise_revision(connection)
+    earlier = _find(connection, _BATCH.id == batch.id)
+    if earlier is not None:
+        return BatchAdded("added", earlier)  # Done again.
+    if batch.idempotency_key is not None:
+        key = _BATCH.idempotency_key == batch.idempotency_key
+        earlier = _find(connection, _BATCH.owner == batch.owner, key)
         if earlier is not None:
-            if earlier.id == batch.id:
-                return BatchAdded("added", earlier)
             is_same = earlier.request_digest == batch.request_digest
             return BatchAdded("again" if is_same else "conflict", earlier)
-        if (refused := self._refused(connection)) is not None:
-            return BatchAdded(refused, None)
-        kept = kept_by(connection, batch.owner, batch.created_at)
-        # Its results need room too.
-        if kept.bytes + max(1, batch.requests_bytes) > self.most_bytes:
-            return BatchAdded("full", None, kept)
-        connection.execute(insert_for(connection)(batches).values(**_values_of(batch)))
-        return BatchAdded("added", batch)
-
-    def _earlier(self, connection: Connection) -> Batch | None:
-        """The batch itself, if it was added already, or that with its idempotency key."""
-        found = _find(connection, _BATCH.id == self.batch.id)
-        if found is not None or self.batch.idempotency_key is None:
-            return found
-        return _find(
-            connection,
-            _BATCH.owner == self.batch.owner,
-            _BATCH.idempotency_key == self.batch.idempotency_key,
-        )
-
-    def _refused(self, connection: Connection) -> AddOutcome | None:
-        batch = self.batch
-        if batch.input_file is not None:
-            file = find_file(connection, batch.owner, batch.input_file, batch.created_at)
-            if file is None:
-                return "no_file"
-            if file.purpose != INPUT_PURPOSE:
-                return "wrong_purpose"
-            if file.folder != batch.folder:
-                return "elsewhere"
-        unfinished_ones = select(func.count()).where(
-            _BATCH.owner == batch.owner, _BATCH.ended_at.is_(None)
-        )
-        number = connection.scalar(unfinished_ones) or 0
-        return "too_many" if number >= self.most_unfinished else None
+    if batch.input_file is not None:
+        file = find_file(connection, batch.owner, batch.input_file, batch.created_at)
+        if file is None:
+            return BatchAdded("no_file", None)
+        if file.purpose != INPUT_PURPOSE:
+            return BatchAdded("wrong_purpose", None)
+        if file.folder != batch.folder:
+            return BatchAdded("elsewhere", None)
+    unfinished_ones = select(func.count()).where(
+        _BATCH.owner == batch.owner, _BATCH.ended_at.is_(None)
+    )
+    if (connection.scalar(unfinished_ones) or 0) >= most_unfinished:
+        return BatchAdded("too_many", None)
+    kept = kept_by(connection, batch.owner, batch.created_at)
+    # Its results need room too.
+    if kept.bytes + max(1, batch.requests_bytes) > most_bytes:
+        return BatchAdded("full", None, kept)
+    connection.execute(insert_for(connection)(batches).values(**_values_of(batch)))
+    return BatchAdded("added", batch)
 
 
 # Read.
@@ -210,32 +190,29 @@ def find_batch(connection: Connection, owner: str, id_: str, api: str) -> Batch 
     return _find(connection, _BATCH.id == id_, _BATCH.owner == owner, _BATCH.api == api, _SHOWN)
 
 
-@dataclass(frozen=True, slots=True)
-class ReadBatches:
-    """A job of the store: a page of an owner's batches, the newest first.
+def read_batches(
+    connection: Connection,
+    owner: str,
+    api: str,
+    limit: int,
+    after: str | None = None,
+    before: str | None = None,
+) -> BatchPage:
+    """A page of an owner's batches, the newest first.
 
     `after`: older ones than that; `before`: the next newer ones than that. Batches of these ids
     need not be there any more.
     """
-
-    owner: str
-    api: str
-    limit: int
-    after: str | None = None
-    before: str | None = None
-
-    def __call__(self, connection: Connection) -> BatchPage:
-        """Run within the transaction of `connection`."""
-        asked = select(*_COLUMNS).where(_BATCH.owner == self.owner, _BATCH.api == self.api, _SHOWN)
-        # Ids grow with time.
-        if self.after is not None:
-            asked = asked.where(_BATCH.id < self.after)
-        if self.before is not None:
-            asked = asked.where(_BATCH.id > self.before)
-        order = _BATCH.id.asc() if self.before is not None else _BATCH.id.desc()
-        found = connection.execute(asked.order_by(order).limit(self.limit + 1)).all()
-        page = [_batch_of(row) for row in found[: self.limit]]
-        return BatchPage(page[::-1] if self.before is not None else page, len(found) > self.limit)
+    asked = select(*_COLUMNS).where(_BATCH.owner == owner, _BATCH.api == api, _SHOWN)
+    # Ids grow with time.
+    if after is not None:
+        asked = asked.where(_BATCH.id < after)
+    if before is not None:
+        asked = asked.where(_BATCH.id > before)
+    order = _BATCH.id.asc() if before is not None else _BATCH.id.desc()
+    found = connection.execute(asked.order_by(order).limit(limit + 1)).all()
+    page = [_batch_of(row) for row in found[:limit]]
+    return BatchPage(page[::-1] if before is not None else page, len(found) > limit)
 
 
 def unfinished(connection: Connection, folder: str) -> list[Batch]:
@@ -306,26 +283,44 @@ def cancel_batch(
 
 
 def pause_batch(
-    connection: Connection, owner: str, id_: str, now: float, reason: str
+    connection: Connection,
+    owner: str,
+    id_: str,
+    now: float,
+    reason: str,
+    api: str | None = None,
 ) -> Batch | None:
-    """Claim no more lines of the owner's batch; those that run go on. Its deadline stays."""
-    return _pause(connection, owner, id_, now, reason)
+    """Claim no more lines of the owner's batch; those that run go on. Its deadline stays.
+
+    Nothing, if it is paused already, or is none of this API.
+    """
+    conditions = _of_owner(owner, id_, api)
+    changed = update(batches).where(
+        *conditions, _BATCH.ended_at.is_(None), _BATCH.paused_at.is_(None)
+    )
+    connection.execute(changed.values(paused_at=now, pause_reason=reason))
+    return _find(connection, *conditions)
 
 
-def resume_batch(connection: Connection, owner: str, id_: str) -> Batch | None:
-    """Let the lines of the owner's batch run again."""
-    return _pause(connection, owner, id_, None, None)
-
-
-def _pause(
-    connection: Connection, owner: str, id_: str, at: float | None, reason: str | None
+def resume_batch(
+    connection: Connection,
+    owner: str,
+    id_: str,
+    api: str | None = None,
+    reasons: Collection[str] | None = None,
 ) -> Batch | None:
-    of_owner = _BATCH.id == id_, _BATCH.owner == owner, _SHOWN
-    changed = update(batches).where(*of_owner, _BATCH.ended_at.is_(None))
-    if at is not None:
-        changed = changed.where(_BATCH.paused_at.is_(None))
-    connection.execute(changed.values(paused_at=at, pause_reason=reason))
-    return _find(connection, *of_owner)
+    """Let the lines of the owner's batch run again; `reasons`: only if it was paused for one."""
+    conditions = _of_owner(owner, id_, api)
+    changed = update(batches).where(*conditions, _BATCH.ended_at.is_(None))
+    if reasons is not None:
+        changed = changed.where(_BATCH.pause_reason.in_(reasons))
+    connection.execute(changed.values(paused_at=None, pause_reason=None))
+    return _find(connection, *conditions)
+
+
+def _of_owner(owner: str, id_: str, api: str | None) -> list[ColumnElement[bool]]:
+    conditions = [_BATCH.id == id_, _BATCH.owner == owner, _SHOWN]
+    return conditions if api is None else [*conditions, _BATCH.api == api]
 
 
 def begin_finalizing(

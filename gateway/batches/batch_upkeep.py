@@ -14,12 +14,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import os
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import structlog
 from sqlalchemy import Connection, func, select
@@ -49,10 +47,17 @@ from gateway.batches.folder import (
     Folder,
     FolderError,
     FolderFull,
-    FoundFile,
     NewFile,
+    StorageTrouble,
 )
-from gateway.batches.line_reader import Line, LineError, LineReader, TooManyLines, check_line_count
+from gateway.batches.line_reader import (
+    Line,
+    LineError,
+    LineReader,
+    LineSpec,
+    TooManyLines,
+    check_line_count,
+)
 from gateway.batches.progress import SpeedMeter
 from gateway.batches.request_rows import (
     STEP_ROWS,
@@ -62,6 +67,7 @@ from gateway.batches.request_rows import (
     StoredRow,
     UnfinishedWork,
     add_rows,
+    job,
     line_id,
     result_rows,
 )
@@ -69,13 +75,12 @@ from gateway.batches.results import (
     RESULTS,
     STORAGE_FULL,
     STORAGE_UNAVAILABLE,
+    ResultReader,
     broken_line,
-    is_output,
-    unanswered_line,
 )
 from gateway.config.batches import BatchSettings
 from gateway.store.failures import StoreError, StoreUnavailable
-from gateway.store.schema import batches, stored_requests
+from gateway.store.schema import stored_requests
 from gateway.store.store import Store
 
 REQUESTS = "requests"
@@ -144,7 +149,7 @@ class Intake:
             )
             await self._fail(batch, "empty_file", message)
             return
-        await self.store.run(partial(_begin, batch.id, reader.total, reader.model, self.now()))
+        await self.store.run(job(_begin, batch.id, reader.total, reader.model, self.now()))
         log.info("batch begun", batch=batch.id, lines=reader.total, broken=reader.failed)
 
     async def _take_lines(self, batch: Batch, reader: LineReader) -> bool:
@@ -153,7 +158,7 @@ class Intake:
         try:
             while lines := await self.threads.run(_on_disk, reader.read_some):
                 rows = await self.threads.run(self._rows_of, batch, lines, errors)
-                if not await self.store.run(partial(_add, rows)):
+                if not await self.store.run(job(add_rows, rows)):
                     return False
         finally:
             await self.threads.run(errors.close)
@@ -162,15 +167,12 @@ class Intake:
     def _rows_of(self, batch: Batch, lines: Sequence[Line], errors: _Errors) -> list[StoredRow]:
         """The rows of these lines; errors are on the disk. Blocks. Raises: FolderError."""
         places = iter(errors.write([one for one in lines if isinstance(one, LineError)]))
-        return [
-            self._row_of(batch, one, next(places) if isinstance(one, LineError) else None)
-            for one in lines
-        ]
+        return [self._row_of(batch, one, places) for one in lines]
 
-    def _row_of(self, batch: Batch, line: Line, error: _ErrorPlace | None) -> StoredRow:
-        spec = None if isinstance(line, LineError) else line
-        is_known = spec is not None or (isinstance(line, LineError) and line.is_first)
-        return StoredRow(
+    def _row_of(
+        self, batch: Batch, line: Line, places: Iterator[tuple[str, int, int]]
+    ) -> StoredRow:
+        row = StoredRow(
             id=line_id(batch.id, line.number),
             kind=RequestKind.LINE,
             owner=batch.owner,
@@ -184,36 +186,37 @@ class Intake:
             class_=batch.class_,
             batch=batch.id,
             number=line.number,
-            custom_id=line.custom_id if is_known else None,
             group_name=batch.group_name,
             user=batch.user,
-            model=None if spec is None else spec.model,
-            prompt_tokens=0 if spec is None else spec.prompt_tokens,
-            max_tokens=0 if spec is None else spec.max_tokens,
-            prefix=0 if spec is None else spec.prefix,
             deadline=batch.expires_at,
-            state=RequestState.WAITING if error is None else RequestState.FAILED,
-            ended_at=None if error is None else self.now(),
-            error_code=None if error is None else error.code,
-            result_place=None if error is None else error.place,
-            result_offset=None if error is None else error.offset,
-            result_length=None if error is None else error.length,
+        )
+        if isinstance(line, LineSpec):
+            return replace(
+                row,
+                custom_id=line.custom_id,
+                model=line.model,
+                prompt_tokens=line.prompt_tokens,
+                max_tokens=line.max_tokens,
+                prefix=line.prefix,
+            )
+        place, offset, length = next(places)
+        return replace(
+            row,
+            custom_id=line.custom_id if line.is_first else None,
+            state=RequestState.FAILED,
+            ended_at=self.now(),
+            error_code=line.code,
+            result_place=place,
+            result_offset=offset,
+            result_length=length,
         )
 
     async def _fail(self, batch: Batch, code: str, message: str) -> None:
         errors: list[dict[str, Any]] = [
             {"code": code, "message": message, "param": "input_file_id", "line": None}
         ]
-        await self.store.run(partial(_fail, batch.id, errors, self.now(), self.on_end))
+        await self.store.run(job(fail_batch, batch.id, errors, self.now(), self.on_end))
         log.info("batch failed", batch=batch.id, why=code)
-
-
-@dataclass(frozen=True, slots=True)
-class _ErrorPlace:
-    code: str
-    place: str
-    offset: int
-    length: int
 
 
 class _Errors:
@@ -224,8 +227,8 @@ class _Errors:
         self._batch = batch
         self._file: AppendedFile | None = None
 
-    def write(self, errors: Sequence[LineError]) -> list[_ErrorPlace]:
-        """Bring the errors to the disk. Raises: FolderError."""
+    def write(self, errors: Sequence[LineError]) -> list[tuple[str, int, int]]:
+        """Bring the errors to the disk; file, offset and length of each. Raises: FolderError."""
         if not errors:
             return []
         if self._file is None:
@@ -234,8 +237,8 @@ class _Errors:
         lines = [broken_line(line_id(batch.id, one.number), batch.api, one) for one in errors]
         offset = self._file.append(b"".join(lines))
         places = []
-        for error, line in zip(errors, lines, strict=True):
-            places.append(_ErrorPlace(error.code, self._file.name, offset, len(line)))
+        for line in lines:
+            places.append((self._file.name, offset, len(line)))
             offset += len(line)
         return places
 
@@ -255,14 +258,7 @@ def _on_disk(work: Callable[..., T], *arguments: Any) -> T:
         ) from None
 
 
-# Jobs of the store.
-
-
-def _add(rows: Sequence[StoredRow], connection: Connection) -> bool:
-    return add_rows(connection, rows)
-
-
-def _begin(id_: str, total: int, model: str | None, now: float, connection: Connection) -> None:
+def _begin(connection: Connection, id_: str, total: int, model: str | None, now: float) -> None:
     # Of an earlier reading under other settings there may be other errors than of this one.
     columns = stored_requests.c
     broken = select(func.count()).where(
@@ -271,98 +267,11 @@ def _begin(id_: str, total: int, model: str | None, now: float, connection: Conn
     begin_batch(connection, id_, total, connection.scalar(broken) or 0, model, now)
 
 
-def _fail(
-    id_: str,
-    errors: list[dict[str, Any]],
-    now: float,
-    also: EndListener | None,
-    connection: Connection,
-) -> None:
-    fail_batch(connection, id_, errors, now, also)
-
-
 OUTPUT_PURPOSE = "batch_output"
 
 PAGE_ROWS = 500  # rows that are read from the store at a time
 PIECE_BYTES = 256 << 10  # bytes of lines that are written or sent at a time, if no line is longer
 MOST_FILES = 16  # files of results that are open at a time
-
-
-class ResultReader:
-    """Reads the lines of rows that have ended. Blocks: call it on a thread. `close` ends it."""
-
-    def __init__(self, folder: Folder, api: str, *, keeps_all: bool = False) -> None:
-        self._folder = folder
-        self._api = api
-        self._keeps_all = keeps_all
-        """Whether a result that is missing is an error: the batch may end while it is read."""
-        self._files: OrderedDict[str, BinaryIO] = OrderedDict()
-
-    def line(self, row: StoredRow) -> tuple[bytes, bool]:
-        """The row's line, and whether it belongs into the output file. Raises: FolderError."""
-        line = self._recorded(row)
-        if line is not None:
-            return line, is_output(self._api, row.status)
-        custom_id = row.custom_id
-        line = unanswered_line(row.id, custom_id, self._api, row.number, row.state)
-        return line, is_output(self._api, None)
-
-    def pieces(self, rows: Sequence[StoredRow], *, output: bool) -> Iterator[bytes]:
-        """The lines of these rows that belong into that file, in pieces. Raises: FolderError."""
-        lines: list[bytes] = []
-        size = 0
-        for row in rows:
-            line, is_of_output = self.line(row)
-            if is_of_output != output:
-                continue
-            lines.append(line)
-            size += len(line)
-            if size >= PIECE_BYTES:
-                yield b"".join(lines)
-                lines.clear()
-                size = 0
-        if lines:
-            yield b"".join(lines)
-
-    def close(self) -> None:
-        """Close the files; called again, nothing."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-
-    def _recorded(self, row: StoredRow) -> bytes | None:
-        """The recorded line; None: there is none. Raises: FolderError."""
-        place, length = row.result_place, row.result_length
-        if place is None or row.result_offset is None or length is None:
-            return None
-        line = b""
-        with contextlib.suppress(FileNotFoundError):
-            file = self._file(place)
-            try:
-                while more := os.pread(
-                    file.fileno(), length - len(line), row.result_offset + len(line)
-                ):
-                    line += more
-            except OSError as error:
-                raise FolderError(
-                    f"{place}: {error.strerror or error}",
-                    "look for errors of the disk in the system's log",
-                ) from None
-        if len(line) == length and line.endswith(b"\n"):
-            return line
-        if self._keeps_all:
-            raise FolderError(f"{place} lacks a result", "read the batch's output again")
-        log.warning("a result is lost", request=row.id, file=place)
-        return None
-
-    def _file(self, place: str) -> BinaryIO:
-        found = self._files.get(place)
-        if found is None:
-            if len(self._files) >= MOST_FILES:
-                self._files.popitem(last=False)[1].close()
-            found = self._files[place] = self._folder.open_to_read(place)
-        self._files.move_to_end(place)
-        return found
 
 
 @dataclass(slots=True)
@@ -459,14 +368,14 @@ class BatchEnd:
 
         Raises: FolderError, StoreError; then it is to be done again.
         """
-        batch = await self.store.run(partial(begin_finalizing, id_=id_, now=self.now()))
+        batch = await self.store.run(job(begin_finalizing, id_, self.now()))
         if batch is None:
             return None
         files = _FinalFiles(self.folder, batch)
         try:
             after = 0
             while rows := await self.store.run(
-                partial(result_rows, batch=id_, after_number=after, limit=PAGE_ROWS), write=False
+                job(result_rows, id_, after, PAGE_ROWS), write=False
             ):
                 await self.threads.run(files.add, rows)
                 after = rows[-1].number or 0
@@ -476,9 +385,8 @@ class BatchEnd:
         finally:
             with contextlib.suppress(FolderError):
                 await self.threads.run(files.close)
-        job = partial(_end, batch, output, errors, now, self.on_end)
         try:
-            ended = await self.store.run(job)
+            ended = await self.store.run(job(_end, batch, output, errors, now, self.on_end))
         except StoreUnavailable:
             # It may have ended; files without a row are removed later (`FileRegistry`).
             raise
@@ -497,12 +405,12 @@ class BatchEnd:
 
 
 def _end(
+    connection: Connection,
     batch: Batch,
     output: StoredFile | None,
     errors: StoredFile | None,
     now: float,
     also: EndListener | None,
-    connection: Connection,
 ) -> Batch | None:
     # It may be paused for want of room, which there was after all.
     resume_batch(connection, batch.owner, batch.id)
@@ -575,14 +483,17 @@ class BatchUpkeep:
         self._retry_at: dict[str, float] = {}
         """When a batch is tried again, of those that could not be."""
         self._tries: dict[str, int] = {}
-        self._problems: dict[str, str] = {}
-        """Why a batch waits, or under no name why all do, as told in the log."""
-        self.folder_error: FolderError | None = None
-        """Why the folder can't be used, as the last round found."""
+        self._trouble = StorageTrouble("batches wait")  # by batch, and under no name of all
         self.full_owners: frozenset[str] = frozenset()
         """Whose batches wait, since they keep as much as they may."""
         self._remove_at = self._clean_at = self._expire_at = 0.0
         self._is_idle = False
+
+    @property
+    def folder_error(self) -> FolderError | None:
+        """Why the folder can't be used, as the last round found."""
+        error = self._trouble.errors.get("")
+        return error if isinstance(error, FolderError) else None
 
     def wake(self) -> None:
         """There may be something to do."""
@@ -592,17 +503,11 @@ class BatchUpkeep:
         """Work until cancelled."""
         try:
             while True:
-                try:
+                with self._trouble.told():
                     if self._folder.full is not None:
                         await self._threads.run(self._folder.look_for_room)
                     if await self._is_due():
                         await self.round()
-                except (FolderError, StoreError) as error:
-                    self.folder_error = error if isinstance(error, FolderError) else None
-                    self._failed("", str(error))
-                else:
-                    self.folder_error = None
-                    self._problems.pop("", None)
                 pause = self._idle_seconds if self._is_idle else self._round_seconds
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause):
@@ -623,23 +528,21 @@ class BatchUpkeep:
 
     async def round(self) -> None:
         """Begin what is due. Raises: FolderError, StoreError."""
-        folder, now = self._folder.id, self._now()
-        if folder is None:
-            folder = await self._threads.run(self._folder.open)
-        found = await self._store.run(partial(unfinished, folder=folder), write=False)
+        folder, now = await self._threads.opened(self._folder), self._now()
+        found = await self._store.run(job(unfinished, folder), write=False)
         self._is_idle = not found
         if self._clock() >= self._expire_at or any(_is_late(one, now) for one in found):
             self._expire_at = self._clock() + EXPIRE_SECONDS
-            late = await self._store.run(partial(expire_lines, folder=folder, now=now))
+            late = await self._store.run(job(expire_lines, folder, now))
             if late:
-                found = await self._store.run(partial(unfinished, folder=folder), write=False)
+                found = await self._store.run(job(unfinished, folder), write=False)
             if late == STEP_ROWS:
                 self._expire_at = 0.0  # There are more of them.
         self._speeds.look(
             (one for one in found if one.state is BatchState.IN_PROGRESS), self._clock()
         )
         known = {one.id for one in found}
-        for noted in (self._retry_at, self._tries, self._problems):
+        for noted in (self._retry_at, self._tries, self._trouble.errors):
             for id_ in noted.keys() - known - {""}:
                 del noted[id_]
         await self._resume(found)
@@ -692,8 +595,8 @@ class BatchUpkeep:
     async def _finish(self, batch: Batch) -> None:
         while await self.end.end(batch.id) is None:
             ended_lines = batch.ended_lines
-            job = partial(find_batch, owner=batch.owner, id_=batch.id, api=batch.api)
-            found = await self._store.run(job, write=False)
+            looking = job(find_batch, batch.owner, batch.id, batch.api)
+            found = await self._store.run(looking, write=False)
             if found is None or found.ended_lines == ended_lines:
                 # Others of its lines run yet, or another process ends it.
                 self._retry_at[batch.id] = self._clock() + self._round_seconds
@@ -704,17 +607,16 @@ class BatchUpkeep:
         """Do the work, or see to it that it is done again."""
         try:
             await work
-            self._problems.pop(batch.id, None)
+            self._trouble.over(batch.id)
         except FolderError as error:
             self._retry_at[batch.id] = self._clock() + RETRY_SECONDS
-            self._failed(batch.id, str(error))
+            self._trouble.tell(error, batch.id)
             reason = STORAGE_FULL if isinstance(error, FolderFull) else STORAGE_UNAVAILABLE
-            job = partial(pause_batch, owner=batch.owner, id_=batch.id, now=self._now())
             with contextlib.suppress(StoreError):
-                await self._store.run(partial(job, reason=reason))
+                await self._store.run(job(pause_batch, batch.owner, batch.id, self._now(), reason))
         except StoreError as error:
             self._retry_at[batch.id] = self._clock() + RETRY_SECONDS
-            self._failed(batch.id, str(error))
+            self._trouble.tell(error, batch.id)
         except Exception:
             log.exception("work on a batch has failed", batch=batch.id, state=batch.state.value)
             await self._give_up(batch)
@@ -727,11 +629,7 @@ class BatchUpkeep:
             message = "The gateway could not read the input; its log tells why."
             errors = [{"code": "internal_error", "message": message, "param": None, "line": None}]
             with contextlib.suppress(StoreError):
-                await self._store.run(
-                    partial(
-                        fail_batch, id_=batch.id, errors=errors, now=self._now(), also=self._on_end
-                    )
-                )
+                await self._store.run(job(fail_batch, batch.id, errors, self._now(), self._on_end))
 
     async def _resume(self, found: Iterable[Batch]) -> None:
         """Let batches go on that were paused for want of room. Raises: StoreError."""
@@ -749,7 +647,7 @@ class BatchUpkeep:
         except FolderError:
             return
         for batch in waiting:
-            await self._store.run(partial(_resume_batch, batch, _STORAGE))
+            await self._store.run(job(resume_batch, batch.owner, batch.id, reasons=_STORAGE))
             self._retry_at.pop(batch.id, None)
         log.info("batches go on: there is room again", batches=len(waiting))
         self._on_rows()
@@ -769,24 +667,19 @@ class BatchUpkeep:
             self.full_owners = frozenset()
             return
         owners, most = {one.owner for one in running}, self.intake.settings().bytes_per_key
-        job = partial(full_owners, owners=owners, most_bytes=most, now=self._now())
-        full = await self._store.run(job, write=False)
+        full = await self._store.run(job(full_owners, owners, most, self._now()), write=False)
         self.full_owners = frozenset(full)
         for batch in running:
             if batch.owner in full and batch.paused_at is None:
-                job_of = partial(pause_batch, owner=batch.owner, id_=batch.id, now=self._now())
-                await self._store.run(partial(job_of, reason=KEY_STORAGE_FULL))
+                await self._store.run(
+                    job(pause_batch, batch.owner, batch.id, self._now(), KEY_STORAGE_FULL)
+                )
                 log.info("a batch waits: its key keeps as much as it may", batch=batch.id)
             elif batch.owner not in full and batch.paused_at is not None:
-                await self._store.run(partial(_resume_batch, batch, {KEY_STORAGE_FULL}))
+                reasons = {KEY_STORAGE_FULL}
+                await self._store.run(job(resume_batch, batch.owner, batch.id, reasons=reasons))
                 log.info("a batch goes on: its key has room again", batch=batch.id)
                 self._on_rows()
-
-    def _failed(self, id_: str, why: str) -> None:
-        """Tell it once, and not for each batch."""
-        if why not in self._problems.values():
-            log.warning("batches wait", why=why)
-        self._problems[id_] = why
 
     # What is old.
 
@@ -795,8 +688,7 @@ class BatchUpkeep:
         folder, gone = self._folder.id, 0
         assert folder is not None
         while True:
-            job = partial(take_due_batches, folder=folder, now=self._now(), limit=STEP_BATCHES)
-            due = await self._store.run(job)
+            due = await self._store.run(job(take_due_batches, folder, self._now(), STEP_BATCHES))
             for one in due:
                 await self.remove(one.id, one.places)
             gone += len(due)
@@ -808,19 +700,19 @@ class BatchUpkeep:
 
     async def _remove_requests(self, folder: str) -> None:
         """Remove the requests of batches that have ended. Raises: FolderError, StoreError."""
-        job = partial(with_requests, folder=folder, limit=STEP_BATCHES)
-        if not (ended := await self._store.run(job, write=False)):
+        ended = await self._store.run(job(with_requests, folder, STEP_BATCHES), write=False)
+        if not ended:
             return
         for batch in ended:
             if batch.input_file is None:
                 await self._threads.run(self._folder.delete, input_place(batch))
-        await self._store.run(partial(requests_removed, ids=[one.id for one in ended]))
+        await self._store.run(job(requests_removed, [one.id for one in ended]))
 
     async def remove(self, id_: str, places: Iterable[str]) -> None:
         """Remove a batch that is nobody's any more. Raises: FolderError, StoreError."""
         for name in places:
             await self._threads.run(self._folder.delete, name)
-        while not await self._store.run(partial(remove_batches, ids=[id_])):
+        while not await self._store.run(job(remove_batches, [id_])):
             pass
 
     async def clean(self) -> int:
@@ -829,18 +721,16 @@ class BatchUpkeep:
         Raises: FolderError, StoreError.
         """
         before, gone = self._now() - CLEAN_SECONDS, 0
-        old = [
-            one.name
-            for kind in (RESULTS, REQUESTS)
-            for one in await self._threads.run(_listed, self._folder, kind)
-            if one.changed_at < before
-        ]
+        listed = await self._threads.run(
+            lambda: [*self._folder.files(RESULTS), *self._folder.files(REQUESTS)]
+        )
+        old = [one.name for one in listed if one.changed_at < before]
         # The rows after the files: who writes one closes it when its rows are in the store.
         complete = [one for one in old if await self._threads.run(_is_complete, self._folder, one)]
         if not complete:
             return 0
         assert self._folder.id is not None
-        needed = await self._store.run(partial(_needed, self._folder.id), write=False)
+        needed = await self._store.run(job(_needed, self._folder.id), write=False)
         for name in complete:
             if name not in needed:
                 gone += await self._threads.run(self._folder.delete, name)
@@ -857,10 +747,6 @@ def _is_late(batch: Batch, now: float) -> bool:
     )
 
 
-def _listed(folder: Folder, kind: str) -> list[FoundFile]:
-    return list(folder.files(kind))
-
-
 def _is_complete(folder: Folder, name: str) -> bool:
     """Whether the file is there and no process writes it any more."""
     try:
@@ -869,7 +755,7 @@ def _is_complete(folder: Folder, name: str) -> bool:
         return False
 
 
-def _needed(folder: str, connection: Connection) -> set[str]:
+def _needed(connection: Connection, folder: str) -> set[str]:
     """The files of the folder that hold requests or results of unfinished batches, or of none."""
     rows = stored_requests.c
     alone = select(rows.place, rows.result_place).where(rows.folder == folder, rows.batch.is_(None))
@@ -879,10 +765,3 @@ def _needed(folder: str, connection: Connection) -> set[str]:
         names.update(connection.scalars(of_batch))
         names.add(input_place(batch))
     return names - {None}
-
-
-def _resume_batch(batch: Batch, reasons: Collection[str], connection: Connection) -> None:
-    """Resume the batch, unless it was paused for another reason than these meanwhile."""
-    reason = connection.scalar(select(batches.c.pause_reason).where(batches.c.id == batch.id))
-    if reason in reasons:
-        resume_batch(connection, batch.owner, batch.id)

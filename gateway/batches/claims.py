@@ -13,7 +13,6 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, Select, bindparam, or_, select, update
@@ -30,9 +29,11 @@ from gateway.batches.request_rows import (
     StoredRow,
     chunks,
     count_lines,
+    job,
     lock_batches,
     row_of,
     runnable_batches,
+    those_with,
 )
 from gateway.store.failures import StoreError
 from gateway.store.schema import batches, processes, stored_requests
@@ -61,98 +62,96 @@ class Pick:
     by_deadline: bool = False  # the nearest deadline first; all lines of a batch have the same
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """A job of the store: claim waiting requests of a folder for a process, pick by pick.
+def claim(
+    connection: Connection,
+    folder: str,
+    process: str,
+    picks: Sequence[Pick],
+    now: float,
+    lease_seconds: float,
+) -> list[StoredRow]:
+    """Claim waiting requests of a folder for a process, pick by pick.
 
     Returns those that nobody else has; each once, though several picks may want it. What was
     claimed by a transaction whose commit nobody knows of is to be taken back (`take_back`), or
     waits again when its lease is over.
     """
-
-    folder: str
-    process: str  # its id
-    picks: Sequence[Pick]
-    now: float  # Unix time
-    lease_seconds: float
-
-    def __call__(self, connection: Connection) -> list[StoredRow]:
-        """Run within the transaction of `connection`."""
-        claimed: list[StoredRow] = []
-        for pick in self.picks:
-            if ids := self._picked(connection, pick):
-                claimed += self._claim(connection, ids)
-        return claimed
-
-    def _picked(self, connection: Connection, pick: Pick) -> list[str]:
-        """The requests of one pick; on PostgreSQL they are locked."""
-        wanted: list[ColumnElement[bool]] = [IS_WAITING, _ROW.not_before <= self.now]
-        if pick.model is not None:
-            wanted.append(_ROW.model == pick.model)
-        if pick.prefix is not None:
-            wanted.append(_ROW.prefix == pick.prefix)
-        if pick.kind is not RequestKind.LINE:
-            return self._picked_alone(connection, pick, wanted)
-        ids: list[str] = []
-        # What is late is about to be ended (`expire_lines`).
-        wanted.append(or_(_ROW.deadline.is_(None), _ROW.deadline > self.now))
-        for batch in connection.scalars(self._batches(pick, wanted)).all():
-            lines = select(_ROW.id).where(_ROW.batch == batch, *wanted)
-            lines = lines.order_by(_ROW.prefix, _ROW.max_tokens.desc(), _ROW.number)
-            ids += _free(connection, lines, pick.limit - len(ids))
-            if len(ids) == pick.limit:
-                break
-        return ids
-
-    def _batches(self, pick: Pick, wanted: Iterable[ColumnElement[bool]]) -> Select[Any]:
-        """The batches that the pick's lines come from, in their order."""
-        asked = runnable_batches(self.folder, batches.c.id)
-        if pick.owner is not None:
-            asked = asked.where(batches.c.owner == pick.owner)
-        if pick.batch is not None:
-            return asked.where(batches.c.id == pick.batch)
-        # A batch that all of its lines are taken from gives at least one: so few suffice.
-        waits = select(_ROW.id).where(_ROW.batch == batches.c.id, *wanted)
-        order = (batches.c.expires_at, batches.c.id) if pick.by_deadline else (batches.c.id,)
-        return asked.where(waits.exists()).order_by(*order).limit(pick.limit)
-
-    def _picked_alone(
-        self, connection: Connection, pick: Pick, wanted: Iterable[ColumnElement[bool]]
-    ) -> list[str]:
-        asked = select(_ROW.id).where(
-            _ROW.folder == self.folder, _ROW.kind == pick.kind.value, _ROW.batch.is_(None), *wanted
-        )
-        if pick.owner is not None:
-            asked = asked.where(_ROW.owner == pick.owner)
-        if pick.ids is not None:
-            asked = asked.where(_ROW.id.in_(pick.ids))
-        if pick.by_deadline:
-            asked = asked.order_by(_ROW.deadline.is_(None), _ROW.deadline)
-        return _free(connection, asked.order_by(_ROW.id), pick.limit)
-
-    def _claim(self, connection: Connection, ids: list[str]) -> list[StoredRow]:
-        place = {id_: number for number, id_ in enumerate(ids)}
-        claimed = [
-            row_of(row)
+    claimed: list[StoredRow] = []
+    for pick in picks:
+        picked = _picked_lines if pick.kind is RequestKind.LINE else _picked_alone
+        ids = picked(connection, folder, pick, now)
+        taken = {
+            row.id: row_of(row)
             for some in chunks(ids)
             for row in connection.execute(
                 update(stored_requests)
                 .where(_ROW.id.in_(some), IS_WAITING)
                 .values(
                     state=RequestState.RUNNING.value,
-                    claimed_by=self.process,
-                    claimed_until=self.now + self.lease_seconds,
-                    started_at=self.now,
+                    claimed_by=process,
+                    claimed_until=now + lease_seconds,
+                    started_at=now,
                 )
                 .returning(*COLUMNS)
             )
-        ]
-        return sorted(claimed, key=lambda row: place[row.id])
+        }
+        claimed += [taken[id_] for id_ in ids if id_ in taken]
+    return claimed
 
 
-def _free(connection: Connection, asked: Select[Any], limit: int) -> list[str]:
-    """Ids of rows that no other transaction holds; on SQLite there is no other one."""
-    return list(connection.scalars(asked.limit(limit).with_for_update(skip_locked=True)))
+def _picked_lines(connection: Connection, folder: str, pick: Pick, now: float) -> list[str]:
+    """The lines of one pick; on PostgreSQL they are locked."""
+    # What is late is about to be ended (`expire_lines`).
+    in_time = or_(_ROW.deadline.is_(None), _ROW.deadline > now)
+    wanted: list[ColumnElement[bool]] = [IS_WAITING, _ROW.not_before <= now, in_time]
+    if pick.model is not None:
+        wanted.append(_ROW.model == pick.model)
+    if pick.prefix is not None:
+        wanted.append(_ROW.prefix == pick.prefix)
+    of_batches = runnable_batches(folder, batches.c.id)
+    if pick.owner is not None:
+        of_batches = of_batches.where(batches.c.owner == pick.owner)
+    if pick.batch is not None:
+        of_batches = of_batches.where(batches.c.id == pick.batch)
+    else:
+        # A batch that all of its lines are taken from gives at least one: so few suffice.
+        waits = select(_ROW.id).where(_ROW.batch == batches.c.id, *wanted)
+        order = (batches.c.expires_at, batches.c.id) if pick.by_deadline else (batches.c.id,)
+        of_batches = of_batches.where(waits.exists()).order_by(*order).limit(pick.limit)
+    ids: list[str] = []
+    for batch in connection.scalars(of_batches).all():
+        lines = select(_ROW.id).where(_ROW.batch == batch, *wanted)
+        lines = lines.order_by(_ROW.prefix, _ROW.max_tokens.desc(), _ROW.number)
+        ids += connection.scalars(unlocked(lines, pick.limit - len(ids)))
+        if len(ids) == pick.limit:
+            break
+    return ids
+
+
+def _picked_alone(connection: Connection, folder: str, pick: Pick, now: float) -> list[str]:
+    """The requests without a batch of one pick; on PostgreSQL they are locked."""
+    asked = select(_ROW.id).where(
+        _ROW.folder == folder,
+        _ROW.kind == pick.kind.value,
+        _ROW.batch.is_(None),
+        IS_WAITING,
+        _ROW.not_before <= now,
+    )
+    if pick.owner is not None:
+        asked = asked.where(_ROW.owner == pick.owner)
+    if pick.ids is not None:
+        asked = asked.where(_ROW.id.in_(pick.ids))
+    if pick.by_deadline:
+        asked = asked.order_by(_ROW.deadline.is_(None), _ROW.deadline)
+    return list(connection.scalars(unlocked(asked.order_by(_ROW.id), pick.limit)))
+
+
+def unlocked(asked: Select[Any], limit: int) -> Select[Any]:
+    """Rows to be claimed, of any table: those that no other transaction holds, which it locks.
+
+    On SQLite there is no other transaction.
+    """
+    return asked.limit(limit).with_for_update(skip_locked=True)
 
 
 def renew(
@@ -180,21 +179,13 @@ def renew(
 
 def paused(connection: Connection, ids: Iterable[str]) -> set[str]:
     """Those of the batches that are paused."""
-    asked = select(batches.c.id).where(batches.c.paused_at.is_not(None))
-    return {
-        id_
-        for some in chunks(ids)
-        for id_ in connection.scalars(asked.where(batches.c.id.in_(some)))
-    }
+    return those_with(connection, batches.c.id, ids, batches.c.paused_at.is_not(None))
 
 
 def still_unfinished(connection: Connection, ids: Iterable[str]) -> set[str]:
     """Those of the requests that wait or run."""
     unfinished = _ROW.state.in_([RequestState.WAITING.value, RequestState.RUNNING.value])
-    asked = select(_ROW.id).where(unfinished)
-    return {
-        id_ for some in chunks(ids) for id_ in connection.scalars(asked.where(_ROW.id.in_(some)))
-    }
+    return those_with(connection, _ROW.id, ids, unfinished)
 
 
 def put_back(
@@ -242,13 +233,13 @@ def release_lost(
     is_mine = or_(_ROW.claimed_by != own.id, _ROW.kind.in_(kinds))
     lost: list[ColumnElement[bool]] = [(_ROW.claimed_until <= now) & is_mine]
     claimers = set(connection.scalars(select(_ROW.claimed_by).where(*running).distinct()))
-    if gone := _gone(connection, claimers - {own.id}, own.host):
+    if gone := gone_processes(connection, claimers - {own.id}, own.host):
         lost.append(_ROW.claimed_by.in_(gone))
     # Whoever holds one of them at this moment renews it, or ends it.
     return _let_wait(connection, [_ROW.folder == folder, or_(*lost)], {}, skip_locked=True)
 
 
-def _gone(connection: Connection, ids: set[str], host: str) -> list[str]:
+def gone_processes(connection: Connection, ids: set[str], host: str) -> list[str]:
     """Those of the processes that do not run any more for sure, or are not registered."""
     columns = processes.c.id, processes.c.host, processes.c.pid, processes.c.seen_at
     asked = select(*columns).where(processes.c.id.in_(ids))
@@ -269,7 +260,12 @@ def _let_wait(
     lock_batches(connection, of_batches)
     locked = connection.execute(chosen.with_for_update(skip_locked=skip_locked))
     found = {row.id: row.batch for row in locked if row.batch in of_batches}
-    cancelling = _cancelling(connection, {batch for batch in of_batches if batch is not None})
+    cancelling = those_with(
+        connection,
+        batches.c.id,
+        (batch for batch in of_batches if batch is not None),
+        batches.c.state == BatchState.CANCELLING.value,
+    )
     cancelled = Counter(batch for batch in found.values() if batch in cancelling)
     since = select(batches.c.cancelling_at).where(batches.c.id == _ROW.batch).scalar_subquery()
     ends = {"state": RequestState.CANCELLED.value, "ended_at": since}
@@ -281,16 +277,6 @@ def _let_wait(
     for batch in sorted(cancelled):
         count_lines(connection, batch, RequestState.CANCELLED, cancelled[batch])
     return len(found)
-
-
-def _cancelling(connection: Connection, ids: Iterable[str]) -> set[str]:
-    """Those of the batches that are being cancelled."""
-    asked = select(batches.c.id).where(batches.c.state == BatchState.CANCELLING.value)
-    return {
-        id_
-        for some in chunks(ids)
-        for id_ in connection.scalars(asked.where(batches.c.id.in_(some)))
-    }
 
 
 _COUNTED: Final = tuple(
@@ -314,16 +300,6 @@ class RecordedResult:
     usage: UsageRow | None = None  # the row for the ledger; None: it was not admitted
 
 
-@dataclass(slots=True)
-class _Sums:
-    """What is added to a batch."""
-
-    values: dict[Any, float] = field(default_factory=dict)
-
-    def add(self, column: Any, number: float) -> None:
-        self.values[column] = self.values.get(column, 0) + number
-
-
 def record(
     connection: Connection, process: str, results: Sequence[RecordedResult], now: float
 ) -> list[str]:
@@ -338,7 +314,7 @@ def record(
     )  # fmt: skip
     recorded: list[str] = []
     new: list[dict[str, Any]] = []
-    sums: dict[str, _Sums] = {}
+    sums: defaultdict[str, Counter[Any]] = defaultdict(Counter)
     of_batches: set[str | None] = set()
     for ids in chunks(wanted):
         own = _ROW.id.in_(ids), _ROW.claimed_by == process
@@ -351,29 +327,16 @@ def record(
             if row.state == RequestState.RUNNING.value:
                 new.append(_values_of(result, now))
                 if row.batch is not None:
-                    _add(sums.setdefault(row.batch, _Sums()), result)
+                    _add(sums[row.batch], result)
             elif not _is_same(row, result):
                 continue
             recorded.append(row.id)
     if new:
         connection.execute(_RECORDED, new)
     for batch in sorted(sums):
-        values = {column: column + number for column, number in sums[batch].values.items()}
+        values = {column: column + number for column, number in sums[batch].items()}
         connection.execute(update(batches).where(batches.c.id == batch).values(values))
     return recorded
-
-
-def _values_of(result: RecordedResult, now: float) -> dict[str, Any]:
-    return {
-        "of_id": result.id,
-        "state": result.state.value,
-        "ended_at": now,
-        "status": result.status,
-        "error_code": result.error_code,
-        "result_place": result.place,
-        "result_offset": None if result.place is None else result.offset,
-        "result_length": None if result.place is None else result.length,
-    }
 
 
 _RECORDED: Final = (
@@ -393,20 +356,32 @@ _RECORDED: Final = (
 """`claimed_by` stays: it tells who has recorded the result."""
 
 
+def _values_of(result: RecordedResult, now: float) -> dict[str, Any]:
+    return {
+        "of_id": result.id,
+        "state": result.state.value,
+        "ended_at": now,
+        "status": result.status,
+        "error_code": result.error_code,
+        "result_place": result.place,
+        "result_offset": None if result.place is None else result.offset,
+        "result_length": None if result.place is None else result.length,
+    }
+
+
 def _is_same(row: Any, result: RecordedResult) -> bool:
     """Whether the row, which has ended, has this result."""
-    place = None if result.place is None else result.offset
-    return (row.state, row.result_place, row.result_offset) == (
-        result.state.value, result.place, place,
-    )  # fmt: skip
+    offset = None if result.place is None else result.offset
+    found = row.state, row.result_place, row.result_offset
+    return bool(found == (result.state.value, result.place, offset))
 
 
-def _add(sums: _Sums, result: RecordedResult) -> None:
-    sums.add(COUNTED_AS[result.state], 1)
-    sums.add(batches.c.result_bytes, result.length)
+def _add(sums: Counter[Any], result: RecordedResult) -> None:
+    sums[COUNTED_AS[result.state]] += 1
+    sums[batches.c.result_bytes] += result.length
     if result.usage is not None:
         for index, column in _COUNTED:
-            sums.add(column, result.usage[index])
+            sums[column] += result.usage[index]
 
 
 LEASE_SECONDS = 60.0  # for which a claim holds unless it is renewed
@@ -460,20 +435,15 @@ class RowLeases:
     """Times of claims that may have succeeded, though the store did not say so."""
     _jumps: ClockJumps = field(default_factory=ClockJumps)
 
-    async def open_folder(self) -> str:
-        """The folder's id. Raises: FolderError."""
-        opened = self.folder.id
-        return opened if opened is not None else await self.threads.run(self.folder.open)
-
     async def claim_rows(self, picks: Sequence[Pick]) -> list[StoredRow]:
         """Claim rows; their bodies are for others to read. Raises: StoreError, FolderError."""
-        claim = Claim(
-            await self.open_folder(), self.process.id, picks, self.now(), self.lease_seconds
-        )
+        folder, now = await self.threads.opened(self.folder), self.now()
         try:
-            return await self.store.run(claim)
+            return await self.store.run(
+                job(claim, folder, self.process.id, picks, now, self.lease_seconds)
+            )
         except (StoreError, asyncio.CancelledError):
-            self._unknown.append(claim.now)
+            self._unknown.append(now)
             raise
 
     async def claim(
@@ -499,35 +469,29 @@ class RowLeases:
 
     async def renew(self, ids: Iterable[str]) -> set[str]:
         """Those of the claimed rows that are still wanted. Raises: StoreError."""
-        waits = {id_ for some in self._put_back.values() for id_ in some}
-        asked, waiting = [id_ for id_ in ids if id_ not in waits], waits.intersection(ids)
+        given_back = {id_ for some in self._put_back.values() for id_ in some}
+        asked = [id_ for id_ in ids if id_ not in given_back]
+        waiting = given_back.intersection(ids)
         if not asked:
             return waiting
-        job = partial(
-            renew,
-            process=self.process.id,
-            ids=asked,
-            now=self.now(),
-            lease_seconds=self.lease_seconds,
+        return waiting | await self.store.run(
+            job(renew, self.process.id, asked, self.now(), self.lease_seconds)
         )
-        return waiting | await self.store.run(job)
 
     async def paused(self, batches: Iterable[str]) -> set[str]:
         """Those of the batches that are paused. Raises: StoreError."""
         ids = frozenset(batches)
-        return await self.store.run(partial(paused, ids=ids), write=False) if ids else set()
+        return await self.store.run(job(paused, ids), write=False) if ids else set()
 
     async def release_lost(self) -> int:
         """Let rows of processes that are gone wait again; how many. Raises: StoreError.
 
         To be called after `renew`.
         """
-        folder, now = await self.open_folder(), self.now()
+        folder, now = await self.threads.opened(self.folder), self.now()
         if self._jumps.jumped(now):
             return 0
-        return await self.store.run(
-            partial(release_lost, folder=folder, own=self.process, now=now, own_kinds=self.kinds)
-        )
+        return await self.store.run(job(release_lost, folder, self.process, now, self.kinds))
 
     @property
     def has_put_back(self) -> bool:
@@ -546,33 +510,18 @@ class RowLeases:
         """
         taken = 0
         if self._unknown:
-            job = partial(
-                take_back,
-                folder=await self.open_folder(),
-                process=self.process.id,
-                claimed_at=list(self._unknown),
+            folder = await self.threads.opened(self.folder)
+            taken = await self.store.run(
+                job(take_back, folder, self.process.id, list(self._unknown))
             )
-            taken = await self.store.run(job)
             self._unknown.clear()
         for (not_before, failed), ids in (found := list(self._put_back.items())):
             chosen = frozenset(ids)
-            await self.store.run(
-                partial(_put_rows_back, self.process.id, chosen, not_before, failed)
-            )
+            await self.store.run(job(put_back, self.process.id, chosen, not_before, failed=failed))
             self._put_back[not_before, failed] -= chosen
             if not self._put_back[not_before, failed]:
                 del self._put_back[not_before, failed]
         return bool(found) or taken > 0
-
-
-def _put_rows_back(
-    process: str,
-    ids: frozenset[str],
-    not_before: float,
-    failed: bool,  # noqa: FBT001 - of `partial`
-    connection: Connection,
-) -> None:
-    put_back(connection, process, ids, not_before, failed=failed)
 
 
 def _read_bodies(folder: Folder, rows: Sequence[StoredRow]) -> list[bytes | None]:

@@ -270,10 +270,6 @@ class Lane:
             return []
         return self.drop(lambda row: row.deadline is not None and row.deadline <= now)
 
-    def running_of(self, owner: str) -> int:
-        """Rows of an owner that run."""
-        return self._of_owner[owner]
-
     def add(self, row: StoredRow) -> None:
         """A row was claimed and can be offered."""
         deadline = math.inf if row.deadline is None else row.deadline

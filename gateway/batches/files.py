@@ -20,7 +20,6 @@ import hashlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import islice
 from typing import Any, BinaryIO, Final, Literal, NamedTuple, TypeVar
 
@@ -28,7 +27,6 @@ import structlog
 from sqlalchemy import (
     ColumnElement,
     Connection,
-    Row,
     and_,
     bindparam,
     delete,
@@ -38,21 +36,22 @@ from sqlalchemy import (
     select,
     update,
 )
-from sqlalchemy.dialects import postgresql, sqlite
 
 from gateway import errors
 from gateway.batches.folder import (
     DiskThreads,
     Folder,
     FolderError,
-    FoundFile,
     NewFile,
+    StorageTrouble,
+    ask_store,
     folder_errors_told,
     store_unavailable,
 )
-from gateway.batches.request_rows import IS_RUNNING, RequestKind, chunks
+from gateway.batches.request_rows import IS_RUNNING, RequestKind, chunks, job
 from gateway.config.batches import BatchSettings
 from gateway.errors import GatewayError
+from gateway.store.database import insert_for
 from gateway.store.failures import StoreError, StoreUnavailable
 from gateway.store.schema import batches, files, revisions, stored_requests
 from gateway.store.store import Store
@@ -210,59 +209,49 @@ def find_file(connection: Connection, owner: str, id_: str, now: float) -> Store
     """The owner's file."""
     asked = select(*_COLUMNS).where(files.c.id == id_, files.c.owner == owner, visible(now))
     row = connection.execute(asked).one_or_none()
-    return None if row is None else _file_of(row)
+    return None if row is None else StoredFile(*row)
 
 
-@dataclass(frozen=True, slots=True)
-class ReadPage:
-    """A job of the store: a page of an owner's files."""
-
-    owner: str
-    now: float
-    limit: int
-    after: str | None = None  # the last id of the page before
-    order: SortOrder = "desc"
-    purpose: str | None = None
-
-    def __call__(self, connection: Connection) -> FilePage:
-        """Run within the transaction of `connection`."""
-        asked = select(*_COLUMNS).where(files.c.owner == self.owner, visible(self.now))
-        if self.purpose is not None:
-            asked = asked.where(files.c.purpose == self.purpose)
-        # Ids grow with time.
-        if self.after is not None:
-            later = files.c.id > self.after
-            asked = asked.where(later if self.order == "asc" else files.c.id < self.after)
-        by = files.c.id.asc() if self.order == "asc" else files.c.id.desc()
-        found = connection.execute(asked.order_by(by).limit(self.limit + 1)).all()
-        return FilePage([_file_of(row) for row in found[: self.limit]], len(found) > self.limit)
+def read_files(
+    connection: Connection,
+    owner: str,
+    now: float,
+    limit: int,
+    after: str | None = None,
+    order: SortOrder = "desc",
+    purpose: str | None = None,
+) -> FilePage:
+    """A page of an owner's files, behind the file of the id `after`."""
+    asked = select(*_COLUMNS).where(files.c.owner == owner, visible(now))
+    if purpose is not None:
+        asked = asked.where(files.c.purpose == purpose)
+    # Ids grow with time.
+    if after is not None:
+        asked = asked.where(files.c.id > after if order == "asc" else files.c.id < after)
+    by = files.c.id.asc() if order == "asc" else files.c.id.desc()
+    found = connection.execute(asked.order_by(by).limit(limit + 1)).all()
+    return FilePage([StoredFile(*row) for row in found[:limit]], len(found) > limit)
 
 
-@dataclass(frozen=True, slots=True)
-class AddFile:
-    """A job of the store: add a file, unless its owner would have more than it may.
+def add_upload(
+    connection: Connection, file: StoredFile, most_files: int, most_bytes: int
+) -> Kept | None:
+    """Add a file, unless its owner would have more than it may; `most_bytes`: of all that it keeps.
 
-    `most_bytes`: of all that it keeps. Returns None if it is added, else what the owner has.
+    Returns None if it is added, else what the owner has.
     """
-
-    file: StoredFile
-    most_files: int
-    most_bytes: int
-
-    def __call__(self, connection: Connection) -> Kept | None:
-        """Run within the transaction of `connection`."""
-        raise_revision(connection)
-        kept = kept_by(connection, self.file.owner, self.file.created_at)
-        if kept.files + 1 > self.most_files or kept.bytes + self.file.bytes > self.most_bytes:
-            known = connection.scalar(select(files.c.id).where(files.c.id == self.file.id))
-            return None if known is not None else kept
-        add_file(connection, self.file)
-        return None
+    raise_revision(connection)
+    kept = kept_by(connection, file.owner, file.created_at)
+    if kept.files + 1 > most_files or kept.bytes + file.bytes > most_bytes:
+        known = connection.scalar(select(files.c.id).where(files.c.id == file.id))
+        return None if known is not None else kept
+    add_file(connection, file)
+    return None
 
 
 def add_file(connection: Connection, file: StoredFile) -> None:
     """Add a file whatever its owner has, such as the result of a batch; done again, nothing."""
-    added = _insert_into(connection).values(**asdict(file))
+    added = insert_for(connection)(files).values(**asdict(file))
     connection.execute(added.on_conflict_do_nothing(index_elements=[files.c.id]))
 
 
@@ -273,28 +262,18 @@ class Deleted(NamedTuple):
     used_by_batch: str | None = None  # the unfinished batch that still reads it, so that it stays
 
 
-@dataclass(frozen=True, slots=True)
-class DeleteFile:
-    """A job of the store: take a file from its owner; its bytes are removed afterwards."""
-
-    owner: str
-    id: str
-    now: float
-
-    def __call__(self, connection: Connection) -> Deleted:
-        """Run within the transaction of `connection`."""
-        raise_revision(connection)
-        found = find_file(connection, self.owner, self.id, self.now)
-        if found is None:
-            return Deleted(None)
-        asked = select(batches.c.id).where(
-            batches.c.input_file == self.id, batches.c.ended_at.is_(None)
-        )
-        batch = connection.scalar(asked.limit(1))
-        if batch is not None:
-            return Deleted(found, batch)
-        connection.execute(update(files).where(files.c.id == self.id).values(deleted_at=self.now))
-        return Deleted(found)
+def delete_file(connection: Connection, owner: str, id_: str, now: float) -> Deleted:
+    """Take a file from its owner; its bytes are removed afterwards."""
+    raise_revision(connection)
+    found = find_file(connection, owner, id_, now)
+    if found is None:
+        return Deleted(None)
+    asked = select(batches.c.id).where(batches.c.input_file == id_, batches.c.ended_at.is_(None))
+    batch = connection.scalar(asked.limit(1))
+    if batch is not None:
+        return Deleted(found, batch)
+    connection.execute(update(files).where(files.c.id == id_).values(deleted_at=now))
+    return Deleted(found)
 
 
 def take_due_files(connection: Connection, folder: str, now: float, limit: int) -> list[str]:
@@ -328,24 +307,12 @@ def known_files(connection: Connection, ids: Sequence[str]) -> set[str]:
 
 def raise_revision(connection: Connection) -> None:
     """Take the turn of the processes that add to what owners keep, until the transaction ends."""
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    raised = dialect.insert(revisions).values(name=FILES, number=1)
+    raised = insert_for(connection)(revisions).values(name=FILES, number=1)
     connection.execute(
         raised.on_conflict_do_update(
             index_elements=[revisions.c.name], set_={"number": revisions.c.number + 1}
         )
     )
-
-
-def _insert_into(connection: Connection) -> postgresql.Insert | sqlite.Insert:
-    postgres = connection.dialect.name == "postgresql"
-    return postgresql.insert(files) if postgres else sqlite.insert(files)
-
-
-def _file_of(row: Row[Any]) -> StoredFile:
-    # In the order of the fields.
-    values: tuple[Any, ...] = tuple(row)
-    return StoredFile(*values)
 
 
 FILE = "file"  # kind of the folder's files that have a row: their ids begin with it
@@ -391,23 +358,41 @@ class Upload:
         self._digest.update(data)
 
 
-class FileContent:
-    """An open file; its reader closes it."""
+class Content:
+    """Something that is read to its end, under a file's name. Its reader closes it."""
 
-    def __init__(self, file: StoredFile, opened: BinaryIO, threads: DiskThreads) -> None:
-        self.file = file
-        self._opened = opened
+    def __init__(
+        self,
+        name: str,
+        size: int | None,
+        pieces: AsyncIterator[bytes],
+        threads: DiskThreads,
+        close: Callable[[], None],
+    ) -> None:
+        self.name = name  # for `Content-Disposition`
+        self.size = size  # bytes; None: not known yet
+        self._pieces = pieces
         self._threads = threads
+        self._close = close
 
-    async def pieces(self) -> AsyncIterator[bytes]:
+    @classmethod
+    def of_file(cls, file: StoredFile, opened: BinaryIO, threads: DiskThreads) -> Content:
+        """What an open file has."""
+        return cls(file.name, file.bytes, _file_pieces(opened, threads), threads, opened.close)
+
+    def pieces(self) -> AsyncIterator[bytes]:
         """Its bytes. Raises: GatewayError 503."""
-        with folder_errors_told():
-            while piece := await self._threads.run(self._opened.read, PIECE_BYTES):
-                yield piece
+        return self._pieces
 
     async def close(self) -> None:
         """Close it; called again, nothing."""
-        await self._threads.run(self._opened.close)
+        await self._threads.run(self._close)
+
+
+async def _file_pieces(opened: BinaryIO, threads: DiskThreads) -> AsyncIterator[bytes]:
+    with folder_errors_told():
+        while piece := await threads.run(opened.read, PIECE_BYTES):
+            yield piece
 
 
 class FileRegistry:
@@ -429,9 +414,7 @@ class FileRegistry:
         self._settings = settings
         self._now = now
         self._threads = threads or DiskThreads()
-        self._opening = asyncio.Lock()
         self._uploads: Counter[str] = Counter()  # how many each owner has under way
-        self._problem: str | None = None  # why the last round of cleaning failed
 
     # For callers.
 
@@ -450,7 +433,7 @@ class FileRegistry:
         try:
             kept = await self._check_quota(owner, size or 0)
             with folder_errors_told():
-                await self._open_folder()
+                await self._threads.opened(self.folder)
                 new = await self._threads.open(
                     self.folder.open_new, FILE, size or 0, close=NewFile.discard
                 )
@@ -486,8 +469,9 @@ class FileRegistry:
             created_at, created_at + kept, folder,
         )  # fmt: skip
         try:
-            job = AddFile(file, settings.files_per_key, settings.bytes_per_key)
-            kept_before = await self._store.run(job)
+            kept_before = await self._store.run(
+                job(add_upload, file, settings.files_per_key, settings.bytes_per_key)
+            )
         except StoreUnavailable as error:
             # It may have its row; if it has none, `run` removes it.
             raise store_unavailable(error) from None
@@ -501,7 +485,7 @@ class FileRegistry:
 
     async def find(self, owner: str, id_: str) -> StoredFile:
         """The owner's file. Raises: GatewayError 404, 503."""
-        found = await self._read(partial(find_file, owner=owner, id_=id_, now=self._now()))
+        found = await ask_store(self._store, job(find_file, owner, id_, self._now()), write=False)
         if found is None:
             raise file_not_found(id_)
         return found
@@ -516,13 +500,15 @@ class FileRegistry:
         purpose: str | None = None,
     ) -> FilePage:
         """Some of the owner's files, by age. Raises: GatewayError 503."""
-        return await self._read(ReadPage(owner, self._now(), limit, after, order, purpose))
+        return await ask_store(
+            self._store, job(read_files, owner, self._now(), limit, after, order, purpose)
+        )
 
-    async def open_content(self, owner: str, id_: str) -> FileContent:
+    async def open_content(self, owner: str, id_: str) -> Content:
         """The owner's file, to be read. Raises: GatewayError 404, 503."""
         found = await self.find(owner, id_)
         with folder_errors_told():
-            await self._open_folder()
+            await self._threads.opened(self.folder)
             if found.folder != self.folder.id:
                 raise GatewayError(
                     503,
@@ -537,14 +523,11 @@ class FileRegistry:
             except FileNotFoundError:
                 log.warning("a file is missing in the folder", file=id_)
                 raise file_not_found(id_) from None
-        return FileContent(found, opened, self._threads)
+        return Content.of_file(found, opened, self._threads)
 
     async def delete(self, owner: str, id_: str) -> None:
         """Delete the owner's file. Raises: GatewayError 404, 409, 503."""
-        try:
-            done = await self._store.run(DeleteFile(owner, id_, self._now()))
-        except StoreError as error:
-            raise store_unavailable(error) from None
+        done = await ask_store(self._store, job(delete_file, owner, id_, self._now()))
         if done.file is None:
             raise file_not_found(id_)
         if done.used_by_batch is not None:
@@ -557,26 +540,20 @@ class FileRegistry:
             )
         # The owner has lost it; whatever fails now, `run` does again.
         with contextlib.suppress(FolderError, StoreError):
-            await self._open_folder()
+            await self._threads.opened(self.folder)
             if done.file.folder == self.folder.id:
                 await self._threads.run(self.folder.delete, id_)
-                await self._store.run(partial(remove_files, ids=[id_]))
+                await self._store.run(job(remove_files, [id_]))
 
     # The gateway's own work.
 
     async def run(self) -> None:
         """Remove what has expired, was deleted or is left over, until cancelled."""
-        look_for_orphans_at = 0.0
+        look_for_orphans_at, trouble = 0.0, StorageTrouble("old files stay")
         while True:
             orphans = self._now() >= look_for_orphans_at
-            try:
+            with trouble.told():
                 await self.clean(orphans=orphans)
-            except (FolderError, StoreError) as error:
-                if self._problem != str(error):
-                    self._problem = str(error)
-                    log.warning("old files stay", why=self._problem)
-            else:
-                self._problem = None
                 if orphans:
                     look_for_orphans_at = self._now() + ORPHAN_SECONDS
             await asyncio.sleep(CLEAN_SECONDS)
@@ -586,15 +563,14 @@ class FileRegistry:
 
         Raises: FolderError, StoreError; what is done by then stays done.
         """
-        folder = await self._open_folder()
+        folder = await self._threads.opened(self.folder)
         gone = 0
         while True:
-            job = partial(take_due_files, folder=folder, now=self._now(), limit=STEP_FILES)
-            ids = await self._store.run(job)
+            ids = await self._store.run(job(take_due_files, folder, self._now(), STEP_FILES))
             for id_ in ids:
                 await self._threads.run(self.folder.delete, id_)
             if ids:
-                await self._store.run(partial(remove_files, ids=ids))
+                await self._store.run(job(remove_files, ids))
             gone += len(ids)
             if len(ids) < STEP_FILES:
                 break
@@ -610,36 +586,19 @@ class FileRegistry:
 
     async def _remove_orphans(self) -> int:
         before = self._now() - ORPHAN_SECONDS
-        old = iter(
-            [
-                found.name
-                for found in await self._threads.run(_listed, self.folder)
-                if found.changed_at < before
-            ]
-        )
+        listed = await self._threads.run(lambda: list(self.folder.files(FILE)))
+        old = iter([found.name for found in listed if found.changed_at < before])
         gone = 0
         while names := list(islice(old, STEP_FILES)):
-            known = await self._store.run(partial(known_files, ids=names), write=False)
+            known = await self._store.run(job(known_files, names), write=False)
             for name in set(names) - known:
                 gone += await self._threads.run(self.folder.delete, name)
         return gone
 
-    async def _open_folder(self) -> str:
-        """The folder's id. Raises: FolderError."""
-        async with self._opening:
-            opened = self.folder.id
-            return opened if opened is not None else await self._threads.run(self.folder.open)
-
-    async def _read(self, job: Callable[[Connection], T]) -> T:
-        try:
-            return await self._store.run(job, write=False)
-        except StoreError as error:
-            raise store_unavailable(error) from None
-
     async def _check_quota(self, owner: str, size: int) -> Kept:
         """Refuse what could not be kept, before it is sent. Raises: GatewayError 429, 503."""
         settings = self._settings()
-        kept = await self._read(partial(kept_by, owner=owner, now=self._now()))
+        kept = await ask_store(self._store, job(kept_by, owner, self._now()), write=False)
         if kept.files + 1 > settings.files_per_key or kept.bytes + size > settings.bytes_per_key:
             raise kept_too_much(kept, settings, for_file=True)
         return kept
@@ -659,7 +618,3 @@ def file_too_large(most_bytes: int) -> GatewayError:
         f"The file is larger than {most_bytes} bytes ('batches.file_bytes').",
         param="file",
     )
-
-
-def _listed(folder: Folder) -> list[FoundFile]:
-    return list(folder.files(FILE))

@@ -21,16 +21,18 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import structlog
+from sqlalchemy import Connection
 
 from gateway.errors import GatewayError
-from gateway.store.failures import StoreError
+from gateway.store.failures import StoreError, StoreUnavailable
+from gateway.store.store import Store
 
 ID_FILE = "folder-id"
 """Names the folder: several gateways may share a store, and each works on its own folder only."""
@@ -189,6 +191,12 @@ class Folder:
     def translated_errors(self) -> contextlib.AbstractContextManager[None]:
         """Turns the system's errors into those of the folder, but for a file that is missing."""
         return _told(self.location)
+
+    @contextlib.contextmanager
+    def descriptor(self, name: str, flags: int) -> Iterator[int]:
+        """A file's descriptor, closed at the end. Raises: FileNotFoundError, FolderError."""
+        with _told(self.location), opened(self.path(name), flags | os.O_NOFOLLOW) as descriptor:
+            yield descriptor
 
     def open_appended(self, kind: str) -> AppendedFile:
         """Begin a file that is complete at any time, and grows. Raises: FolderError."""
@@ -349,12 +357,9 @@ class Folder:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Keep other processes from opening the folder at the same time."""
-        descriptor = os.open(self.location, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with opened(self.location, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
-        finally:
-            os.close(descriptor)
 
     def _read_id(self) -> str | None:
         path = self.location / ID_FILE
@@ -373,23 +378,17 @@ class Folder:
         made = self._token(16)
         fresh = self.location / f"{_TEMPORARY}{ID_FILE}"
         fresh.unlink(missing_ok=True)
-        descriptor = os.open(fresh, _CREATE, 0o600)
-        try:
+        with opened(fresh, _CREATE) as descriptor:
             os.write(descriptor, f"{made}\n".encode())
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
         fresh.replace(self.location / ID_FILE)
         self.sync()
         return made
 
     def sync(self) -> None:
         """Bring the folder's own entries to the disk. Raises: OSError."""
-        descriptor = os.open(self.location, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with opened(self.location, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 class NewFile:
@@ -494,18 +493,8 @@ class AppendedFile:
                 self._folder.check_room(len(data))
                 self._next_check = offset + len(data) + STEP_BYTES
             with _told(self._folder.location):
-                try:
-                    written, rest = offset, memoryview(data)
-                    while rest:
-                        count = os.pwrite(descriptor, rest, written)
-                        written += count
-                        rest = rest[count:]
-                    os.fdatasync(descriptor)
-                except OSError:
-                    with contextlib.suppress(OSError):
-                        os.ftruncate(descriptor, offset)
-                    raise
-            self.size = written
+                write_whole(descriptor, data, offset, sync=True)
+            self.size = offset + len(data)
             return offset
 
     def close(self) -> None:
@@ -517,6 +506,34 @@ class AppendedFile:
 
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """A file's descriptor, which is closed at the end. Raises: OSError."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(descriptor: int, data: bytes, offset: int, *, sync: bool) -> None:
+    """Write all of the bytes at the end of a file, or none. Raises: OSError.
+
+    `sync`: bring them to the disk, so that a loss of power does not lose them.
+    """
+    try:
+        rest, at = memoryview(data), offset
+        while rest:
+            written = os.pwrite(descriptor, rest, at)
+            rest, at = rest[written:], at + written
+        if sync:
+            os.fdatasync(descriptor)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, offset)
+        raise
 
 
 def _inode(path: Path) -> tuple[int, int]:
@@ -609,6 +626,11 @@ class DiskThreads:
                 "see whether it is overloaded, or its server is gone",
             ) from None
 
+    async def opened(self, folder: Folder) -> str:
+        """The id of the folder, which is opened if it was not yet. Raises: FolderError."""
+        known = folder.id
+        return known if known is not None else await self.run(folder.open)
+
     def close(self) -> None:
         """Take no more work; what runs ends by itself."""
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -619,9 +641,74 @@ def _close_opened(close: Callable[[T], object], job: Future[T]) -> None:
         close(job.result())
 
 
+ADD_PAUSES = (0.2, 0.5, 1.0)  # seconds before a row is added to a silent store once more
 RETRY_AFTER = 5.0  # `Retry-After` in seconds while the store or the folder can't be used
 
 log = structlog.get_logger()
+
+
+class StorageTrouble:
+    """Why work waits for the store or the folder, told in the log once, and again when it goes on.
+
+    Such work is done again later. Several works may be told apart, of which `of` names one.
+    """
+
+    def __init__(self, event: str, resumed: str | None = None) -> None:
+        """`event` and `resumed`: what the log says."""
+        self._event, self._resumed = event, resumed
+        self.errors: dict[str, Exception] = {}  # of works that wait
+
+    @contextlib.contextmanager
+    def told(self, of: str = "") -> Iterator[None]:
+        """Do work that waits if the store or the folder can't be used now."""
+        try:
+            yield
+        except (FolderError, StoreError) as error:
+            self.tell(error, of)
+        else:
+            self.over(of)
+
+    def tell(self, error: Exception, of: str = "") -> None:
+        """This work waits."""
+        known = {str(one) for one in self.errors.values()}
+        self.errors[of] = error.with_traceback(None)  # what its frames hold may be large
+        if str(error) not in known:
+            log.warning(self._event, why=str(error))
+
+    def over(self, of: str = "") -> None:
+        """This work was done."""
+        if self.errors.pop(of, None) is not None and self._resumed is not None:
+            log.info(self._resumed)
+
+
+async def ask_store(store: Store, job: Callable[[Connection], T], *, write: bool = True) -> T:
+    """Do a job of the store for a caller. Raises: GatewayError 503."""
+    try:
+        return await store.run(job, write=write)
+    except StoreError as error:
+        raise store_unavailable(error) from None
+
+
+async def add_surely(
+    store: Store, job: Callable[[Connection], T], undo: Callable[[], Awaitable[None]]
+) -> T:
+    """Add a row, again while the store does not answer; `undo` removes its files if it was refused.
+
+    Raises: GatewayError 503.
+    """
+    for pause in (*ADD_PAUSES, None):
+        try:
+            return await store.run(job)
+        except StoreUnavailable as error:
+            # It may have its row, and a client that is told otherwise would send it again. Files
+            # without a row are removed later.
+            if pause is None:
+                raise store_unavailable(error) from None
+            await asyncio.sleep(pause)
+        except StoreError as error:
+            await undo()
+            raise store_unavailable(error) from None
+    raise AssertionError
 
 
 def store_unavailable(error: StoreError) -> GatewayError:

@@ -1,13 +1,10 @@
-"""How far a batch is, how fast it is, when it will end and what it will cost: pure estimates.
-
-And what the feeder has done for all of them, in numbers.
-"""
+"""How far a batch is, how fast it is, when it will end and what it will cost: pure estimates."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from gateway.batches.batch_rows import Batch
@@ -121,17 +118,3 @@ def _completion_tokens_left(batch: Batch, left: WorkLeft) -> float:
         return lines * (named or DEFAULT_COMPLETION_TOKENS)
     mean = batch.completion_tokens / batch.completed
     return lines * (min(mean, named) if named else mean)
-
-
-@dataclass(slots=True)
-class FeederCounts:
-    """What the feeder has done, and what it knows of what waits."""
-
-    outcomes: Counter[str] = field(default_factory=Counter)
-    """Lines whose result this process has recorded: `done`, `failed`, or `lost` (taken)."""
-    deferred: int = 0  # runs after which a row waits again: a limit of its owner, no room, no node
-    retried: int = 0  # runs that nodes have failed and that are repeated
-    waiting: Counter[str] = field(default_factory=Counter)  # stored requests that may run, by kind
-    batches: dict[str, int] = field(default_factory=dict)  # by state
-    oldest: float | None = None
-    """When the oldest batch with waiting lines was created; None: nothing waits."""

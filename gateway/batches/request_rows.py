@@ -8,12 +8,12 @@ another in a circle. Claims take no turn, and pass over rows that others hold (`
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import partial
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, TypeVar
 
 from sqlalchemy import (
     Column,
@@ -29,11 +29,16 @@ from sqlalchemy import (
 )
 
 from gateway.batches.folder import DiskThreads, Folder
+from gateway.store.database import insert_for
 from gateway.store.schema import batches, stored_requests
 from gateway.store.store import Store
-from gateway.usage.processes import insert_for
 
 LINE_PREFIX = "batch_req_"  # begins the id of a batch's line
+
+
+P = ParamSpec("P")
+
+T = TypeVar("T")
 
 
 class BatchState(StrEnum):
@@ -158,25 +163,19 @@ class StoredRow:
     error_code: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class WaitingGroup:
-    """Stored requests that are alike and may run now. Tokens are sums of estimates."""
+class WaitingLines(NamedTuple):
+    """Lines of a batch that name one model and may run now."""
 
-    batch: str | None
+    batch: str
     owner: str
-    kind: RequestKind
     path: str
     model: str | None
     class_: str  # the highest class that they may have
     rows: int
-    prompt_tokens: int
-    max_tokens: int
-    longest: int  # the largest `max_tokens` of one of them
-    nearest_deadline: float | None
+    deadline: float  # Unix time
 
 
-@dataclass(frozen=True, slots=True)
-class WorkLeft:
+class WorkLeft(NamedTuple):
     """What has not ended yet of a batch; tokens are sums of estimates."""
 
     waiting: int
@@ -207,11 +206,30 @@ def row_of(row: Row[Any]) -> StoredRow:
     return StoredRow(**values)
 
 
+def job(
+    function: Callable[Concatenate[Connection, P], T], *args: P.args, **kwargs: P.kwargs
+) -> Callable[[Connection], T]:
+    """A job of the store: `store.run(job(find_batch, owner, id_, api))`."""
+    return lambda connection: function(connection, *args, **kwargs)
+
+
 def chunks(ids: Iterable[str]) -> Iterable[list[str]]:
     """The ids, as many at a time as one statement names, in an order that all processes have."""
     rest = iter(sorted(set(ids)))
     while some := list(islice(rest, IDS_AT_ONCE)):
         yield some
+
+
+def those_with(
+    connection: Connection, column: Column[Any], values: Iterable[str], *conditions: Any
+) -> set[str]:
+    """The values that the column has in rows of these conditions."""
+    asked = select(column).where(*conditions)
+    return {
+        found
+        for some in chunks(values)
+        for found in connection.scalars(asked.where(column.in_(some)))
+    }
 
 
 def lock_batch(connection: Connection, id_: str) -> BatchState | None:
@@ -245,13 +263,6 @@ def add_rows(connection: Connection, rows: Sequence[StoredRow]) -> bool:
     return True
 
 
-def find_row(connection: Connection, owner: str, id_: str, kind: RequestKind) -> StoredRow | None:
-    """The owner's stored request."""
-    asked = select(*COLUMNS).where(_ROW.id == id_, _ROW.owner == owner, _ROW.kind == kind.value)
-    row = connection.execute(asked).one_or_none()
-    return None if row is None else row_of(row)
-
-
 def result_rows(
     connection: Connection, batch: str, after_number: int, limit: int
 ) -> list[StoredRow]:
@@ -266,12 +277,15 @@ def result_rows(
 # What waits.
 
 
-def waiting_groups(connection: Connection, folder: str, now: float) -> list[WaitingGroup]:
-    """What may run now in the folder: not what a paused batch has, or what is put off."""
-    return [
-        *_groups_of_lines(connection, folder, now),
-        *_groups_without_batch(connection, folder, now),
-    ]
+def waiting_by_kind(connection: Connection, folder: str, now: float) -> Counter[str]:
+    """How many requests without a batch may run now in the folder, by their kind."""
+    asked = select(_ROW.kind, func.count()).where(
+        _ROW.folder == folder, _ROW.batch.is_(None), IS_WAITING, _ROW.not_before <= now
+    )
+    found = Counter[str]()
+    for kind, rows in connection.execute(asked.group_by(_ROW.kind)):
+        found[kind] += rows
+    return found
 
 
 def runnable_batches(folder: str, *columns: Column[Any]) -> Select[Any]:
@@ -284,10 +298,8 @@ def runnable_batches(folder: str, *columns: Column[Any]) -> Select[Any]:
     )
 
 
-_SUMS: Final = (func.count(), func.sum(_ROW.prompt_tokens), func.sum(_ROW.max_tokens))
-
-
-def _groups_of_lines(connection: Connection, folder: str, now: float) -> Iterable[WaitingGroup]:
+def waiting_lines(connection: Connection, folder: str, now: float) -> Iterable[WaitingLines]:
+    """The lines of the folder that may run now: not those of a paused batch, or put off."""
     columns = batches.c
     runnable = {
         row.id: row
@@ -302,67 +314,30 @@ def _groups_of_lines(connection: Connection, folder: str, now: float) -> Iterabl
     waiting = IS_WAITING, _ROW.not_before <= now
     for ids in chunks(runnable):
         # By batch alone: the index has them in this order. Few batches have several models.
-        of_batches = select(_ROW.batch, *names, func.max(_ROW.max_tokens), *_SUMS).where(
-            _ROW.batch.in_(ids), *waiting
-        )
-        for id_, least, most, named, longest, *sums in connection.execute(
+        of_batches = select(_ROW.batch, *names, func.count()).where(_ROW.batch.in_(ids), *waiting)
+        for id_, least, most, named, rows in connection.execute(
             of_batches.group_by(_ROW.batch)
         ).all():
-            batch = runnable[id_]
-            if least == most and named in {0, sums[0]}:
-                yield _group_of_lines(batch, most, longest, sums)
-                continue
-            of_models = select(_ROW.model, func.max(_ROW.max_tokens), *_SUMS)
-            for model, longest_of_model, *sums_of_model in connection.execute(
-                of_models.where(_ROW.batch == id_, *waiting).group_by(_ROW.model)
-            ):
-                yield _group_of_lines(batch, model, longest_of_model, sums_of_model)
-
-
-def _group_of_lines(
-    batch: Row[Any], model: str | None, longest: int, sums: Sequence[Any]
-) -> WaitingGroup:
-    rows, prompt_tokens, max_tokens = map(int, sums)
-    return WaitingGroup(
-        batch.id, batch.owner, RequestKind.LINE, batch.endpoint, model, batch.class_,
-        rows, prompt_tokens, max_tokens, longest, batch.expires_at,
-    )  # fmt: skip
-
-
-def _groups_without_batch(
-    connection: Connection, folder: str, now: float
-) -> Iterable[WaitingGroup]:
-    alike = _ROW.owner, _ROW.kind, _ROW.path, _ROW.model, _ROW.class_
-    asked = select(*alike, *_SUMS, func.max(_ROW.max_tokens), func.min(_ROW.deadline)).where(
-        _ROW.folder == folder, _ROW.batch.is_(None), IS_WAITING, _ROW.not_before <= now
-    )
-    for (
-        owner,
-        kind,
-        path,
-        model,
-        class_,
-        rows,
-        prompt_tokens,
-        max_tokens,
-        *rest,
-    ) in connection.execute(asked.group_by(*alike)):
-        yield WaitingGroup(
-            None, owner, RequestKind(kind), path, model, class_,
-            rows, int(prompt_tokens), int(max_tokens), *rest,
-        )  # fmt: skip
+            models: Iterable[Any] = [(most, rows)]
+            if least != most or named not in {0, rows}:
+                of_models = select(_ROW.model, func.count()).where(_ROW.batch == id_, *waiting)
+                models = connection.execute(of_models.group_by(_ROW.model))
+            _, owner, path, class_, deadline = runnable[id_]
+            for model, rows_of_model in models:
+                yield WaitingLines(id_, owner, path, model, class_, rows_of_model, deadline)
 
 
 def work_left(connection: Connection, batch: str) -> WorkLeft:
     """What has not ended yet of a batch."""
-    totals = [0, 0, 0, 0]
-    for place, condition in enumerate((IS_WAITING, IS_RUNNING)):
-        asked = select(*_SUMS).where(_ROW.batch == batch, condition)
-        number, prompt_tokens, max_tokens = connection.execute(asked).one()
-        totals[place] = number
-        totals[2] += int(prompt_tokens or 0)
-        totals[3] += int(max_tokens or 0)
-    return WorkLeft(*totals)
+    sums = func.count(), func.sum(_ROW.prompt_tokens), func.sum(_ROW.max_tokens)
+    waiting, running = (
+        connection.execute(select(*sums).where(_ROW.batch == batch, condition)).one()
+        for condition in (IS_WAITING, IS_RUNNING)
+    )
+    prompt_tokens, max_tokens = (
+        int(waiting[place] or 0) + int(running[place] or 0) for place in (1, 2)
+    )
+    return WorkLeft(waiting[0], running[0], prompt_tokens, max_tokens)
 
 
 def has_unfinished_lines(connection: Connection, batch: str) -> bool:
@@ -447,9 +422,8 @@ class UnfinishedWork:
                 return known
             # Before the look: what comes after it is new.
             seen = self._additions, self.store.changes
-            opened = self.folder.id
-            folder = opened if opened is not None else await self.threads.run(self.folder.open)
-            found = await self.store.run(partial(has_unfinished, folder=folder), write=False)
+            folder = await self.threads.opened(self.folder)
+            found = await self.store.run(job(has_unfinished, folder), write=False)
             self._found, self._read_at, self._seen = found, self.clock(), seen
             return found
 

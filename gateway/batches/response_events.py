@@ -14,6 +14,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -28,7 +29,6 @@ from gateway.batches.response_log import (
     event_data,
     split_events,
 )
-from gateway.batches.runner import BegunResponse, Outcome, RunEnd
 from gateway.errors import GatewayError
 from gateway.lease import Usage
 from gateway.proxy import sse
@@ -179,6 +179,25 @@ class OutputItem:
     type: str
 
 
+@dataclass(frozen=True, slots=True)
+class BegunResponse:
+    """A response that an earlier run has begun, as far as it was kept."""
+
+    recorder: TranscriptRecorder
+    first_run: FirstRun
+
+
+class RunEnd(NamedTuple):
+    """What a run has used until its response ended, beside tokens: kept with the response."""
+
+    started_at: float  # Unix time, as the next one
+    ended_at: float
+    node: str  # a word for the last node, which does not tell its name
+    attempts: int
+    slot_seconds: float
+    cost: float
+
+
 class ResponseEvents:
     """The sink of a response's runs (`RequestRunner.run`): puts their events into its log.
 
@@ -200,12 +219,13 @@ class ResponseEvents:
         self._items: list[OutputItem] = []
         self._places: dict[str, int] = {}
         """Places in the output by ids: ours, and those of the node that runs it now."""
-        self._begun: BegunResponse | None = None
+        self.begun: BegunResponse | None = None  # what earlier runs have given of its output
         self._mark = b""  # goes before the next event with content
         self._model = ""  # the model that answers, as far as the nodes have not told
         self._in_progress = False
         self._measure: Callable[[TokensSoFar], RunEnd] | None = None
-        self._run_end: RunEnd | None = None
+        self.run_end: RunEnd | None = None
+        """What the run has used that has ended the response; None: the log does not tell."""
         self._tokens = 0  # tokens of the output that the log had when it was opened
         self._repetition: Repetition | None = None
         self._error: tuple[str, str] | None = None
@@ -264,7 +284,7 @@ class ResponseEvents:
             if _RUN_MARK in events:
                 first_run = _read_mark(events) or first_run
             if _END_MARK in events:
-                self._run_end = _read_end(events)
+                self.run_end = _read_end(events)
             await self._threads.run(recorder.add, events)
         self._model = first_run.model
         transcript = await self._threads.run(recorder.transcript)
@@ -273,7 +293,7 @@ class ResponseEvents:
             self._places[id_] = len(self._items)
             self._items.append(OutputItem(id_, kind))
         if self._items and not self.ended:
-            self._begun = BegunResponse(recorder, first_run)
+            self.begun = BegunResponse(recorder, first_run)
 
     @property
     def name(self) -> str:
@@ -292,11 +312,6 @@ class ResponseEvents:
 
     # A run.
 
-    @property
-    def begun(self) -> BegunResponse | None:
-        """What earlier runs have given of its output; None: nothing."""
-        return self._begun
-
     def runs_on(self, first_run: FirstRun) -> None:
         """The events to come are from such a node, and the first of the response."""
         self._model = first_run.model
@@ -307,11 +322,6 @@ class ResponseEvents:
     def measured_by(self, measure: Callable[[TokensSoFar], RunEnd]) -> None:
         """`measure` tells what the run has used, once it is known how many tokens those are."""
         self._measure = measure
-
-    @property
-    def run_end(self) -> RunEnd | None:
-        """What the run has used that has ended the response; None: the log does not tell."""
-        return self._run_end
 
     def usage(self, response: JsonObject) -> Usage:
         """The tokens of the response, which has ended; about how many, if it does not tell."""
@@ -324,15 +334,15 @@ class ResponseEvents:
         `reason`: why no run can go on with it. Raises: GatewayError, if that is not to be expected;
         FolderError.
         """
-        assert self._begun is not None
-        transcript = self._begun.recorder.transcript()
+        assert self.begun is not None
+        transcript = self.begun.recorder.transcript()
         if not greedy and (transcript.token_count or transcript.unresumable is not None):
             raise _interrupted(reason)
         pages = await self._pages()
         self._repetition = await self._threads.run(_repetition, pages)
         self._items.clear()
         self._places.clear()
-        self._begun = None
+        self.begun = None
 
     async def write(self, events: bytes) -> None:
         """Whole events of a run; an error is kept for `finish`.
@@ -376,13 +386,13 @@ class ResponseEvents:
 
     # Its end.
 
-    async def finish(self, outcome: Outcome) -> None:
-        """The last run has had this result: if no terminal event has come, it has failed.
+    async def finish(self, code: str | None, content: bytes) -> None:
+        """The last run has ended: if no terminal event has come, it has failed.
 
-        Raises: FolderError.
+        `code`, `content`: of its error, and the body of its result. Raises: FolderError.
         """
         if not self.ended:
-            code, message = self._error or _error_of(outcome)
+            code, message = self._error or _error_of(code, content)
             await self.fail(code, message)
         await self._log.flush()
 
@@ -575,11 +585,11 @@ def _interrupted(reason: str) -> GatewayError:
     return GatewayError(502, "response_interrupted", message, retryable=False)
 
 
-def _error_of(outcome: Outcome) -> tuple[str, str]:
+def _error_of(code: str | None, content: bytes) -> tuple[str, str]:
     """Code and message of the error in a run's result."""
-    code, message = outcome.error_code or "server_error", "The response ended too early."
+    code, message = code or "server_error", "The response ended too early."
     try:
-        error = parse_object(outcome.content)["error"]
+        error = parse_object(content)["error"]
         return str(error.get("code") or code), str(error.get("message") or message)
     except (InvalidJson, KeyError, AttributeError):
         return code, message

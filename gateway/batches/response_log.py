@@ -8,8 +8,8 @@ one token after another brings takes neither a switch of threads nor a call of t
 event that is written survives the end of the process, and within a second or so also a loss of
 power; a terminal event does so before it is seen.
 
-`Followers` read a log from any position at their own speed. A slow one holds nothing in memory:
-what it has not read yet is on the disk.
+Followers read a log from any position at their own speed. A slow one holds nothing in memory: what
+it has not read yet is on the disk.
 """
 
 from __future__ import annotations
@@ -22,12 +22,19 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
 import msgspec
 
-from gateway.batches.folder import DISK_SECONDS, DiskThreads, Folder, FolderError
+from gateway.batches.folder import (
+    DISK_SECONDS,
+    DiskThreads,
+    Folder,
+    FolderError,
+    opened,
+    write_whole,
+)
 from gateway.proxy import sse
 from gateway.proxy.api.resuming import named_event
 from gateway.proxy.json_values import JsonObject
@@ -85,6 +92,10 @@ class Extent:
     index: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
     """Numbers of some events, and where these begin."""
 
+    def copy(self) -> Extent:
+        """The same, to be grown apart from this one."""
+        return replace(self, index=list(self.index))
+
     def add(self, data: bytes) -> None:
         """Whole events follow."""
         count = data.count(b"\n\n")
@@ -103,10 +114,10 @@ class Extent:
 def create_log(folder: Folder) -> str:
     """Make an empty file, and return its name. Raises: FolderError."""
     folder.check_room(0)
+    new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with folder.translated_errors():
         for name in folder.new_names(LOG_KIND):
-            with contextlib.suppress(FileExistsError):
-                os.close(os.open(folder.path(name), _CREATE, 0o600))
+            with contextlib.suppress(FileExistsError), opened(folder.path(name), new):
                 folder.sync()
                 return name
     raise AssertionError("unreachable")
@@ -117,8 +128,15 @@ def scan_log(folder: Folder, name: str) -> Extent:
 
     Raises: FileNotFoundError, FolderError.
     """
-    extent, rest = Extent(), b""
+    extent = Extent()
+    grow_log(folder, name, extent)
+    return extent
+
+
+def grow_log(folder: Folder, name: str, extent: Extent) -> None:
+    """Add what the file has gained meanwhile. Raises: FileNotFoundError, FolderError."""
     with folder.open_to_read(name) as file, folder.translated_errors():
+        rest = b""
         while piece := _read(file, extent.size + len(rest), PIECE_BYTES):
             data = rest + piece
             end = data.rfind(b"\n\n") + 2
@@ -130,21 +148,6 @@ def scan_log(folder: Folder, name: str) -> Extent:
             if len(whole) < end:
                 break
             rest = data[end:]
-    return extent
-
-
-def grow_log(folder: Folder, name: str, extent: Extent) -> None:
-    """Add what another process has written meanwhile. Raises: FileNotFoundError, FolderError."""
-    with folder.open_to_read(name) as file, folder.translated_errors():
-        rest = b""
-        while piece := _read(file, extent.size + len(rest), PIECE_BYTES):
-            data = rest + piece
-            end = data.rfind(b"\n\n") + 2
-            whole = data[: _valid_bytes(data[:end], extent.events)] if end > 1 else b""
-            extent.add(whole)
-            if not whole and end > 1:
-                break
-            rest = data[len(whole) :]
 
 
 def grow_logs(folder: Folder, extents: Mapping[str, Extent]) -> set[str]:
@@ -187,11 +190,6 @@ def find_event(folder: Folder, name: str, extent_offset: int, skipped: int) -> i
     return offset
 
 
-def read_log(folder: Folder, name: str, offset: int, length: int) -> bytes:
-    """A part of the file. Raises: FileNotFoundError, FolderError."""
-    return folder.read(name, offset, length)
-
-
 @dataclass(frozen=True, slots=True)
 class Write:
     """Bytes that a file gets behind its first `offset` ones."""
@@ -208,27 +206,13 @@ def write_log(folder: Folder, wanted: Write) -> None:
 
     After an error the file holds what it held before, or a part of an event behind it.
     """
-    with folder.translated_errors():
-        descriptor = os.open(folder.path(wanted.name), os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            if os.fstat(descriptor).st_size != wanted.offset:
-                raise LogTaken(
-                    f"{folder.path(wanted.name)} has another size than this process has written",
-                    "let one gateway at a time work on a folder's requests",
-                )
-            rest, at = memoryview(wanted.data), wanted.offset
-            try:
-                while rest:
-                    written = os.pwrite(descriptor, rest, at)
-                    rest, at = rest[written:], at + written
-            except OSError:
-                with contextlib.suppress(OSError):
-                    os.ftruncate(descriptor, wanted.offset)
-                raise
-            if wanted.sync:
-                os.fdatasync(descriptor)
-        finally:
-            os.close(descriptor)
+    with folder.descriptor(wanted.name, os.O_WRONLY) as descriptor:
+        if os.fstat(descriptor).st_size != wanted.offset:
+            raise LogTaken(
+                f"{folder.path(wanted.name)} has another size than this process has written",
+                "let one gateway at a time work on a folder's requests",
+            )
+        write_whole(descriptor, wanted.data, wanted.offset, sync=wanted.sync)
 
 
 def write_logs(folder: Folder, writes: list[Write]) -> list[Exception | None]:
@@ -246,23 +230,18 @@ def write_logs(folder: Folder, writes: list[Write]) -> list[Exception | None]:
 def sync_logs(folder: Folder, names: list[str]) -> None:
     """Bring these files to the disk, as far as they exist. Raises: FolderError."""
     for name in names:
-        with contextlib.suppress(FileNotFoundError), folder.translated_errors():
-            descriptor = os.open(folder.path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                os.fdatasync(descriptor)
-            finally:
-                os.close(descriptor)
+        with (
+            contextlib.suppress(FileNotFoundError),
+            folder.descriptor(name, os.O_RDONLY) as descriptor,
+        ):
+            os.fdatasync(descriptor)
 
 
 def truncate_log(folder: Folder, name: str, size: int) -> None:
     """Cut the file off behind so many bytes. Raises: FileNotFoundError, FolderError."""
-    with folder.translated_errors():
-        descriptor = os.open(folder.path(name), os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            os.ftruncate(descriptor, size)
-            os.fdatasync(descriptor)
-        finally:
-            os.close(descriptor)
+    with folder.descriptor(name, os.O_WRONLY) as descriptor:
+        os.ftruncate(descriptor, size)
+        os.fdatasync(descriptor)
 
 
 def split_events(data: bytes) -> Iterator[bytes]:
@@ -298,35 +277,7 @@ def _valid_bytes(data: bytes, first_number: int) -> int:
     return end
 
 
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
 SYNC_SECONDS = 1.0  # least seconds between two rounds
-
-
-class LogSyncs:
-    """The logs of a folder that have been written since they were last brought to the disk."""
-
-    def __init__(self, folder: Folder, threads: DiskThreads) -> None:
-        self._folder = folder
-        self._threads = threads
-        self._names: set[str] = set()
-        self._written = asyncio.Event()
-
-    def add(self, name: str) -> None:
-        """This log was written."""
-        self._names.add(name)
-        self._written.set()
-
-    async def run(self) -> None:
-        """Bring them to the disk, until cancelled."""
-        while True:
-            await self._written.wait()
-            await asyncio.sleep(SYNC_SECONDS)
-            self._written.clear()
-            names, self._names = sorted(self._names), set()
-            with contextlib.suppress(FolderError):
-                await self._threads.run(sync_logs, self._folder, names)
 
 
 COMMIT_SECONDS = 0.03  # least seconds between two rounds of writing
@@ -363,13 +314,13 @@ class ResponseLog:
 
     name: str  # of its file
     _logs: ResponseLogs
-    _extent: Extent  # what is written
+    extent: Extent  # what is written: followers may see these events
     users: int = 0  # those that have not released it
-    _writers: int = 0  # those in this process that write it
-    _next_number: int = 0
-    _pending: list[bytes] = field(default_factory=list)
+    writers: int = 0  # those in this process that write it
+    next_number: int = 0  # of the next event
+    pending: list[bytes] = field(default_factory=list)
     _pending_bytes: int = 0
-    _ending: bool = False  # whether its terminal event has been appended
+    ending: bool = False  # whether its terminal event has been appended
     _failure: Exception | None = None  # why nothing more can be written
     _writing: bool = False
     _rounds: list[asyncio.Future[None]] = field(default_factory=list)
@@ -377,36 +328,19 @@ class ResponseLog:
     _tail: deque[tuple[int, bytes]] = field(default_factory=deque)
     """The newest bytes, by their offsets."""
     _tail_bytes: int = 0
-    _waiters: dict[asyncio.Future[bool], float] = field(default_factory=dict)
+    waiters: dict[asyncio.Future[bool], float] = field(default_factory=dict)
     """Followers that wait for more, and since when."""
     _closed: bool = False
-
-    # What is written.
-
-    @property
-    def event_count(self) -> int:
-        """Written events: followers may see these."""
-        return self._extent.events
-
-    @property
-    def next_number(self) -> int:
-        """The number that the next event gets."""
-        return self._next_number
 
     @property
     def size(self) -> int:
         """Bytes of the written events."""
-        return self._extent.size
+        return self.extent.size
 
     @property
     def ended(self) -> bool:
         """Whether the terminal event is written."""
-        return self._extent.ended
-
-    @property
-    def ending(self) -> bool:
-        """Whether the terminal event is written or about to be."""
-        return self._ending
+        return self.extent.ended
 
     @property
     def broken(self) -> bool:
@@ -423,7 +357,7 @@ class ResponseLog:
         The last one may be terminal: then `flush` tells when it is on the disk. Raises: LogFull,
         then none of them is added; LogEnded; FolderError, if an earlier write has failed.
         """
-        encoded, number = [comment], self._next_number
+        encoded, number = [comment], self.next_number
         self._check_open()
         for value in values:
             fields = {"type": value["type"], "sequence_number": number} | value
@@ -433,10 +367,10 @@ class ResponseLog:
         data = b"".join(encoded)
         is_last = bool(values) and values[-1]["type"] in TERMINAL_TYPES
         most = self._logs.most_bytes()
-        if not is_last and self._extent.size + self._pending_bytes + len(data) > most:
+        if not is_last and self.extent.size + self._pending_bytes + len(data) > most:
             raise LogFull(most)
-        self._next_number, self._ending = number, is_last
-        self._pending.append(data)
+        self.next_number, self.ending = number, is_last
+        self.pending.append(data)
         self._pending_bytes += len(data)
         self._logs.mark_dirty(self)
         if self._pending_bytes > MOST_PENDING_BYTES and not is_last:
@@ -447,7 +381,7 @@ class ResponseLog:
 
         Raises: FolderError.
         """
-        while self._pending or self._writing:
+        while self.pending or self._writing:
             if self._closed:
                 raise LogBroken
             written = asyncio.get_running_loop().create_future()
@@ -462,25 +396,14 @@ class ResponseLog:
         if self._failure is not None:
             raise self._failure
 
-    async def cut(self, events: int) -> None:
-        """Drop all but the first so many events, which nobody has seen. Raises: FolderError."""
-        await self.flush()
-        self._check_open()
-        offset = await self._offset_of(events)
-        logs = self._logs
-        await logs.threads.run(truncate_log, logs.folder, self.name, offset)
-        self._extent = await logs.threads.run(scan_log, logs.folder, self.name)
-        self._next_number = self._extent.events
-        self._forget_tail()
-
     def _check_open(self) -> None:
         if self._failure is not None:
             raise self._failure
         if self._closed:
             raise LogBroken
-        if self._ending:
+        if self.ending:
             raise LogEnded
-        if not self._writers:
+        if not self.writers:
             raise ValueError("the log was opened to be read")
 
     # Reading.
@@ -490,20 +413,20 @@ class ResponseLog:
 
         Raises: FolderError, FileNotFoundError.
         """
-        if offset >= self._extent.size:
+        if offset >= self.extent.size:
             return b""
         if self._tail and offset >= self._tail[0][0]:
             return self._from_tail(offset)
-        length = min(READ_BYTES, self._extent.size - offset)
+        length = min(READ_BYTES, self.extent.size - offset)
         logs = self._logs
-        return await logs.threads.run(read_log, logs.folder, self.name, offset, length)
+        return await logs.threads.run(logs.folder.read, self.name, offset, length)
 
     async def find(self, number: int) -> int | None:
         """Where the event of this number begins; None: it is not written yet.
 
         Raises: FolderError, FileNotFoundError.
         """
-        if number > self._extent.events:
+        if number > self.extent.events:
             return None
         return await self._offset_of(number)
 
@@ -512,27 +435,27 @@ class ResponseLog:
 
         Returns also when it has ended or broken.
         """
-        if offset < self._extent.size or self.ended or self.broken:
+        if offset < self.extent.size or self.ended or self.broken:
             return True
         changed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._waiters[changed] = self._logs.clock()
+        self.waiters[changed] = self._logs.clock()
         self._logs.waited_for.set()
         try:
             return await changed
         finally:
-            self._waiters.pop(changed, None)
+            self.waiters.pop(changed, None)
 
     async def last_event(self) -> JsonObject | None:
         """The data of the last written event; None: there is none.
 
         Raises: FolderError, FileNotFoundError.
         """
-        extent, logs = self._extent, self._logs
+        extent, logs = self.extent, self._logs
         if not extent.events:
             return None
         length = extent.size - extent.last_offset
         return event_data(
-            await logs.threads.run(read_log, logs.folder, self.name, extent.last_offset, length)
+            await logs.threads.run(logs.folder.read, self.name, extent.last_offset, length)
         )
 
     async def events(self, first: int = 0) -> AsyncGenerator[bytes, None]:
@@ -552,7 +475,7 @@ class ResponseLog:
                 rest = data
 
     async def _offset_of(self, number: int) -> int:
-        extent, logs = self._extent, self._logs
+        extent, logs = self.extent, self._logs
         if number >= extent.events:
             return extent.size
         at = bisect_right(extent.index, (number, 1 << 62)) - 1
@@ -578,8 +501,8 @@ class ResponseLog:
         try:
             await self.flush()
         finally:
-            self._writers -= 1
-            if not self._writers:
+            self.writers -= 1
+            if not self.writers:
                 self._forget_tail()
 
     async def release(self) -> None:
@@ -595,31 +518,16 @@ class ResponseLog:
 
     def begin_writing(self, events: int) -> None:
         """This process writes it from now on; it holds so many events."""
-        if not self._writers:
-            self._next_number, self._ending = events, self._extent.ended
-        self._writers += 1
-
-    @property
-    def is_written_here(self) -> bool:
-        """Whether this process writes it."""
-        return self._writers > 0
-
-    @property
-    def has_pending(self) -> bool:
-        """Whether something is to be written."""
-        return bool(self._pending)
-
-    @property
-    def is_waited_for(self) -> bool:
-        """Whether somebody waits for more."""
-        return bool(self._waiters)
+        if not self.writers:
+            self.next_number, self.ending = events, self.extent.ended
+        self.writers += 1
 
     def take(self) -> Write | None:
         """What is to be written now, if anything is and nothing is being written."""
-        if self._writing or not self._pending or self._failure is not None:
+        if self._writing or not self.pending or self._failure is not None:
             return None
-        data, self._pending, self._writing = b"".join(self._pending), [], True
-        return Write(self.name, self._extent.size, data, sync=self._ending)
+        data, self.pending, self._writing = b"".join(self.pending), [], True
+        return Write(self.name, self.extent.size, data, sync=self.ending)
 
     def written(self, write: Write, failure: Exception | None) -> None:
         """That was written, or not."""
@@ -628,38 +536,33 @@ class ResponseLog:
         if failure is not None:
             self.fail(failure)
             return
-        self._extent.add(write.data)
+        self.extent.add(write.data)
         self._tail.append((write.offset, write.data))
         self._tail_bytes += len(write.data)
         while self._tail_bytes > TAIL_BYTES:
             self._tail_bytes -= len(self._tail.popleft()[1])
         self.wake()
-        if not self._pending:
+        if not self.pending:
             self._end_round()
 
     def fail(self, failure: Exception) -> None:
         """Nothing more can be written."""
         self._failure = self._failure or failure
-        self._pending.clear()
+        self.pending.clear()
         self._pending_bytes = 0
         self.wake()
         self._end_round()
 
     def grew(self, extent: Extent) -> None:
         """Another process has written to it."""
-        if extent.size > self._extent.size:
-            self._extent = extent
+        if extent.size > self.extent.size:
+            self.extent = extent
             self._forget_tail()
             self.wake()
 
-    def extent(self) -> Extent:
-        """What is written, for a look at what another process adds."""
-        known = self._extent
-        return Extent(known.events, known.size, known.last_offset, known.ended, list(known.index))
-
     def beat(self, now: float) -> None:
         """Wake those that have had nothing for long."""
-        for waiter, since in self._waiters.items():
+        for waiter, since in self.waiters.items():
             if now - since >= SILENCE_SECONDS and not waiter.done():
                 waiter.set_result(False)
 
@@ -675,7 +578,7 @@ class ResponseLog:
 
     def wake(self) -> None:
         """Let those that wait look again."""
-        for waiter in self._waiters:
+        for waiter in self.waiters:
             if not waiter.done():
                 waiter.set_result(True)
 
@@ -708,7 +611,11 @@ class ResponseLogs:
         self._dirty: dict[ResponseLog, None] = {}
         self._wakes = asyncio.Event()
         self.waited_for = asyncio.Event()  # set while somebody waits for more of a log
-        self._syncs = LogSyncs(folder, threads)
+        self._unsynced: set[str] = set()
+        """Logs that were written since they were last brought to the disk."""
+        self._written = asyncio.Event()
+        self.followers = 0  # those that follow a log now
+        self._is_cut = False
         self._rounds: set[asyncio.Task[None]] = set()
         """Rounds of writing under way: one of logs that end, one of others."""
         self._ends = False  # whether a round of logs that end is under way
@@ -742,15 +649,15 @@ class ResponseLogs:
 
     async def _opened(self, name: str, *, to_write: bool) -> ResponseLog:
         log = self._open.get(name)
-        if log is not None and not log.is_written_here:
+        if log is not None and not log.writers:
             await self._look([log])
         if log is None or log.broken:
             extent = await self.threads.run(scan_log, self.folder, name)
             log = ResponseLog(name, self, extent)
             self._open[name] = log
         if to_write:
-            extent = log.extent()
-            if not log.is_written_here:
+            extent = log.extent.copy()
+            if not log.writers:
                 # What a crash left of an event would be in the way.
                 await self.threads.run(truncate_log, self.folder, name, extent.size)
             log.begin_writing(extent.events)
@@ -777,18 +684,56 @@ class ResponseLogs:
         if self._open.get(log.name) is log:
             del self._open[log.name]
 
-    def wake(self) -> None:
-        """Let all that wait for more look again."""
+    # Followers: any number of each log, of which none slows the log or the others.
+
+    def cut(self) -> None:
+        """Break those that follow a log which has not ended; they may come again elsewhere."""
+        self._is_cut = True
         for log in self._open.values():
             log.wake()
+
+    async def follow(
+        self, name: str, after: int = -1, *, can_return: bool = True
+    ) -> AsyncGenerator[bytes, None]:
+        """The events of this log with higher numbers than `after`, then those to come.
+
+        Pieces may end within an event. It ends behind the terminal event; a comment comes when
+        nothing has for long. Raises: LogBroken, if nothing more will come without a terminal event:
+        then break the connection, since its polite end would read as a complete response;
+        FileNotFoundError, FolderError. `can_return`: `cut` breaks it, as it may follow again.
+        """
+        log = await self.open(name)
+        self.followers += 1
+        try:
+            while (offset := await log.find(after + 1)) is None:
+                if log.ended:
+                    return
+                if log.broken or (can_return and self._is_cut):
+                    raise LogBroken
+                if not await log.wait(log.size):
+                    yield sse.HEARTBEAT
+            while True:
+                if can_return and self._is_cut and not log.ended:
+                    raise LogBroken
+                if piece := await log.read(offset):
+                    offset += len(piece)
+                    yield piece
+                elif log.ended:
+                    return
+                elif log.broken:
+                    raise LogBroken
+                elif not await log.wait(offset):
+                    yield sse.HEARTBEAT
+        finally:
+            self.followers -= 1
+            await log.release()
 
     # The loops.
 
     async def run(self) -> None:
         """Write, sync and wake, until it is cancelled; then what is pending is written."""
         loops = [
-            asyncio.create_task(loop)
-            for loop in (self._commits(), self._syncs.run(), self._beats())
+            asyncio.create_task(loop) for loop in (self._commits(), self._sync(), self._beats())
         ]
         try:
             await asyncio.gather(*loops)
@@ -852,25 +797,36 @@ class ResponseLogs:
         for (log, write), failure in zip(taken, results, strict=True):
             log.written(write, failure)
             if failure is None and not write.sync:
-                self._syncs.add(log.name)
-            if log.has_pending:
+                self._unsynced.add(log.name)
+                self._written.set()
+            if log.pending:
                 self.mark_dirty(log)
+
+    async def _sync(self) -> None:
+        """Bring what was written to the disk, together."""
+        while True:
+            await self._written.wait()
+            await asyncio.sleep(SYNC_SECONDS)
+            self._written.clear()
+            names, self._unsynced = sorted(self._unsynced), set()
+            with contextlib.suppress(FolderError):
+                await self.threads.run(sync_logs, self.folder, names)
 
     async def _beats(self) -> None:
         while True:
             await self.waited_for.wait()
             await asyncio.sleep(BEAT_SECONDS)
             now = self.clock()
-            waited = [log for log in self._open.values() if log.is_waited_for]
+            waited = [log for log in self._open.values() if log.waiters]
             if not waited:
                 self.waited_for.clear()
             for log in waited:
                 log.beat(now)
-            await self._look([log for log in waited if not log.is_written_here])
+            await self._look([log for log in waited if not log.writers])
 
     async def _look(self, logs: list[ResponseLog]) -> None:
         """Look for what another process has added to these logs."""
-        extents = {log.name: log.extent() for log in logs}
+        extents = {log.name: log.extent.copy() for log in logs}
         if not extents:
             return
         try:
@@ -880,68 +836,5 @@ class ResponseLogs:
         for log in logs:
             if log.name in lost:
                 log.close()
-            elif not log.is_written_here:
+            elif not log.writers:
                 log.grew(extents[log.name])
-
-
-class Followers:
-    """Readers of logs: any number of each, of which none slows the log or the others.
-
-    One that reads slowly holds nothing in memory: what it has not read yet is on the disk.
-    """
-
-    def __init__(self, logs: ResponseLogs) -> None:
-        self._logs = logs
-        self.count = 0  # those that follow a log now
-        self._is_cut = False
-
-    def cut(self) -> None:
-        """Break those that follow a log which has not ended; they may come again elsewhere."""
-        self._is_cut = True
-        self._logs.wake()
-
-    async def follow(
-        self, name: str, after: int = -1, *, can_return: bool = True
-    ) -> AsyncGenerator[bytes, None]:
-        """The events of this log with higher numbers than `after`, then those to come.
-
-        Pieces may end within an event. It ends behind the terminal event; a comment comes when
-        nothing has for long. Raises: LogBroken, if nothing more will come without a terminal event:
-        then break the connection, since its polite end would read as a complete response;
-        FileNotFoundError, FolderError. `can_return`: `cut` breaks it, as it may follow again.
-        """
-        log = await self._logs.open(name)
-        self.count += 1
-        try:
-            async with contextlib.aclosing(
-                _pieces(log, after, lambda: can_return and self._is_cut)
-            ) as pieces:
-                async for piece in pieces:
-                    yield piece
-        finally:
-            self.count -= 1
-            await log.release()
-
-
-async def _pieces(
-    log: ResponseLog, after: int, is_cut: Callable[[], bool]
-) -> AsyncGenerator[bytes, None]:
-    while (offset := await log.find(after + 1)) is None:
-        if log.ended:
-            return
-        if log.broken or is_cut():
-            raise LogBroken
-        if not await log.wait(log.size):
-            yield sse.HEARTBEAT
-    while True:
-        if is_cut() and not log.ended:
-            raise LogBroken
-        if piece := await log.read(offset):
-            offset += len(piece)
-            yield piece
-        elif log.ended:
-            return
-        elif log.broken:
-            raise LogBroken
-        elif not await log.wait(offset):
-            yield sse.HEARTBEAT

@@ -13,20 +13,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from typing import BinaryIO
 
 import msgspec
 import structlog
 from sqlalchemy import Connection
 
-from gateway.batches.batch_rows import find_batch, pause_batch
+from gateway.batches.batch_rows import pause_batch
 from gateway.batches.claims import RecordedResult, record
 from gateway.batches.folder import AppendedFile, DiskThreads, Folder, FolderError, FolderFull
 from gateway.batches.line_reader import LineError
-from gateway.batches.request_rows import RequestState, StoredRow
+from gateway.batches.request_rows import RequestState, StoredRow, job
 from gateway.batches.runner import Outcome
 from gateway.proxy.json_values import JSON_ERRORS, VALUE_DECODER, JsonObject
 from gateway.store.failures import StoreError
@@ -168,6 +169,8 @@ GROUP_RESULTS, GROUP_BYTES = 500, 4 << 20
 
 MOST_BYTES = 64 << 20  # bytes of results that wait; beyond them `add` waits to begin
 ROW_BYTES = 1000  # what a result takes in memory besides its response
+READ_BYTES = 256 << 10  # bytes of lines that are read at a time, if no line is longer
+MOST_READ_FILES = 16  # files of results that a reader has open
 MOST_FILES = 64  # files of results that are open
 IDLE_SECONDS = 30.0  # seconds after which a file of results is closed: its batch may have ended
 RETRY_SECONDS = 2.0  # seconds after which it is tried again to write or to record results
@@ -391,7 +394,7 @@ class LineResults:
         if batch is not None:
             with contextlib.suppress(StoreError):
                 await self.store.run(
-                    partial(_pause_batch, row.owner, batch, result.api, self.now(), reason)
+                    job(pause_batch, row.owner, batch, self.now(), reason, result.api)
                 )
 
     async def _record(self, results: Sequence[_Result]) -> bool:
@@ -399,13 +402,13 @@ class LineResults:
         recorded = [one.recorded() for one in results]
         ids: set[str] = set()
 
-        def job(connection: Connection) -> list[UsageRow]:
+        def recording(connection: Connection) -> list[UsageRow]:
             ids.clear()
             ids.update(record(connection, self.process.id, recorded, self.now()))
             return [one.usage for one in recorded if one.id in ids and one.usage is not None]
 
         try:
-            await self.ledger.write_with(job)
+            await self.ledger.write_with(recording)
         except StoreError as error:
             self._failed("results wait for the store", str(error))
             return False
@@ -447,10 +450,77 @@ def _append(file: AppendedFile, results: Sequence[_Result]) -> tuple[list[int], 
     return [len(line) for line in lines], file.append(b"".join(lines))
 
 
-def _pause_batch(
-    owner: str, id_: str, api: str, now: float, reason: str, connection: Connection
-) -> None:
-    """Pause a batch unless somebody else has."""
-    batch = find_batch(connection, owner, id_, api)
-    if batch is not None and not batch.state.ended and batch.paused_at is None:
-        pause_batch(connection, owner, id_, now, reason)
+class ResultReader:
+    """Reads the lines of rows that have ended. Blocks: call it on a thread. `close` ends it."""
+
+    def __init__(self, folder: Folder, api: str, *, keeps_all: bool = False) -> None:
+        self._folder = folder
+        self._api = api
+        self._keeps_all = keeps_all
+        """Whether a result that is missing is an error: the batch may end while it is read."""
+        self._files: OrderedDict[str, BinaryIO] = OrderedDict()
+
+    def line(self, row: StoredRow) -> tuple[bytes, bool]:
+        """The row's line, and whether it belongs into the output file. Raises: FolderError."""
+        line = self._recorded(row)
+        if line is not None:
+            return line, is_output(self._api, row.status)
+        line = unanswered_line(row.id, row.custom_id, self._api, row.number, row.state)
+        return line, is_output(self._api, None)
+
+    def pieces(self, rows: Sequence[StoredRow], *, output: bool) -> Iterator[bytes]:
+        """The lines of these rows that belong into that file, in pieces. Raises: FolderError."""
+        lines: list[bytes] = []
+        size = 0
+        for row in rows:
+            line, is_of_output = self.line(row)
+            if is_of_output != output:
+                continue
+            lines.append(line)
+            size += len(line)
+            if size >= READ_BYTES:
+                yield b"".join(lines)
+                lines.clear()
+                size = 0
+        if lines:
+            yield b"".join(lines)
+
+    def close(self) -> None:
+        """Close the files; called again, nothing."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _recorded(self, row: StoredRow) -> bytes | None:
+        """The recorded line; None: there is none. Raises: FolderError."""
+        place, length = row.result_place, row.result_length
+        if place is None or row.result_offset is None or length is None:
+            return None
+        line = b""
+        with contextlib.suppress(FileNotFoundError):
+            file = self._file(place)
+            try:
+                while more := os.pread(
+                    file.fileno(), length - len(line), row.result_offset + len(line)
+                ):
+                    line += more
+            except OSError as error:
+                raise FolderError(
+                    f"{place}: {error.strerror or error}",
+                    "look for errors of the disk in the system's log",
+                ) from None
+        if len(line) == length and line.endswith(b"\n"):
+            return line
+        if self._keeps_all:
+            raise FolderError(f"{place} lacks a result", "read the batch's output again")
+        log.warning("a result is lost", request=row.id, file=place)
+        return None
+
+    def _file(self, place: str) -> BinaryIO:
+        found = self._files.get(place)
+        if found is None:
+            if len(self._files) >= MOST_READ_FILES:
+                self._files.popitem(last=False)[1].close()
+            found = self._files[place] = self._folder.open_to_read(place)
+        self._files.move_to_end(place)
+        return found

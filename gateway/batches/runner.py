@@ -8,23 +8,29 @@ has no result was run in vain: it costs the caller nothing, and is run again und
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
+import structlog
 from msgspec.structs import replace
 
 from gateway import errors
 from gateway.access.callers import cache_policy_of, owner_of_stored
 from gateway.access.keys import KeyRing
+from gateway.batches.claims import RowLeases
+from gateway.batches.folder import FolderError
+from gateway.batches.request_rows import StoredRow
+from gateway.batches.response_events import ResponseEvents, RunEnd
 from gateway.catalog import ServedModels
 from gateway.config.cache_privacy import SHARED_CACHE, NodeLabels
 from gateway.config.settings import Settings
 from gateway.errors import CLIENT_CLOSED_STATUS, LIMIT_CODES, GatewayError
 from gateway.events import EventBus, RequestFinished
-from gateway.lease import Usage
+from gateway.lease import BatchRoomService, Usage
 from gateway.proxy.api.base import Api, ResponseRewriter
 from gateway.proxy.api.relayed import RELAYED
 from gateway.proxy.client_response import (
@@ -62,13 +68,15 @@ from gateway.proxy.inbound.routes import ROUTES, Route
 from gateway.proxy.json_values import parse_object
 from gateway.proxy.outcome import to_gateway_error
 from gateway.proxy.resume import FirstRun, NotResumable, is_greedy, node_kind
-from gateway.proxy.transcript import TranscriptRecorder
-from gateway.request import Endpoint, Headers, Priority
+from gateway.request import Caller, Endpoint, Headers, Priority
+from gateway.store.failures import StoreError
 from gateway.tracing.request_tracing import RequestTracing
 from gateway.transport.errors import UpstreamError
-from gateway.usage.accounts import Accounts
 from gateway.usage.ledger import UsageRow
+from gateway.usage.limits import Accounts
 from gateway.usage.meter import Meter, MeteredRequest, TokensSoFar, UsedBefore
+
+log = structlog.get_logger()
 
 STORED_HEADERS: Headers = [(b"content-type", b"application/json")]
 """The header fields of a stored request that nodes get."""
@@ -94,19 +102,6 @@ _LATE_CODES = frozenset({"queue_timeout", "node_timeout"})
 _NODES_FAILED = frozenset({"node_failed", "node_timeout"})
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRequest:
-    """What is to be run; its body comes beside it."""
-
-    id: str  # the same for each run; the ledger's row has it too
-    owner: str  # the id of the caller whose request it is
-    path: str  # A path of `ROUTES` with a JSON body
-    priority: Priority = Priority.BATCH  # its class; the caller's highest one if that is lower
-    user: str | None = None  # the end user whom its caller has named
-    x_request_id: str | None = None
-    deadline: float | None = None  # Unix time at which it expires; None: never
-
-
 class RequestTarget(NamedTuple):
     """What may serve a stored request: the fields of a `WantedNode`."""
 
@@ -120,46 +115,6 @@ class EventSink(Protocol):
 
     async def write(self, events: bytes) -> None:
         """Keep these whole events; returns when more may come."""
-
-
-@dataclass(frozen=True, slots=True)
-class BegunResponse:
-    """A response that an earlier run has begun, as far as it was kept."""
-
-    recorder: TranscriptRecorder
-    first_run: FirstRun
-
-
-@runtime_checkable
-class ResumableSink(EventSink, Protocol):
-    """A sink that outlives a run: the next one goes on with its response."""
-
-    @property
-    def begun(self) -> BegunResponse | None:
-        """What there is of the response; None: nothing but its beginning."""
-
-    def runs_on(self, first_run: FirstRun) -> None:
-        """The events to come are from such a node, and the first of the response."""
-
-    def measured_by(self, measure: Callable[[TokensSoFar], RunEnd]) -> None:
-        """`measure` tells what the run has used, once it is known how many tokens those are."""
-
-    async def run_anew(self, reason: str, *, greedy: bool) -> None:
-        """The run can't go on with the response, and begins anew; `reason`: why.
-
-        `greedy`: the same response will come again. Raises: GatewayError, if it must not.
-        """
-
-
-class RunEnd(NamedTuple):
-    """What a run has used until its response ended, beside tokens: kept with the response."""
-
-    started_at: float  # Unix time, as the next one
-    ended_at: float
-    node: str  # `node_word` of the last node
-    attempts: int
-    slot_seconds: float
-    cost: float
 
 
 def node_word(id_: str, node: str | None) -> str:
@@ -228,13 +183,18 @@ class RequestRunner:
         """Run by these from now on."""
         self.settings, self.rules = settings, rules
 
+    def caller_of(self, owner: str) -> Caller:
+        """The owner of stored requests, as its key is now. Raises: GatewayError."""
+        allow_anonymous = self.settings.allow_anonymous
+        return owner_of_stored(owner, self.key_ring, allow_anonymous=allow_anonymous)
+
     def target_of(self, owner: str, path: str, model: str | None) -> RequestTarget | None:
         """What may serve a request of this owner now; None: it is refused without a node."""
         route, settings = ROUTES.get(path), self.settings
         if route is None:
             return None
         try:
-            caller = owner_of_stored(owner, self.key_ring, allow_anonymous=settings.allow_anonymous)
+            caller = self.caller_of(owner)
             labels = cache_policy_of(caller, settings).node_labels
             name, models = resolve_model(model, self.rules, caller, labels, self.catalog)
         except GatewayError as error:
@@ -248,18 +208,11 @@ class RequestRunner:
 
     def late_priority(self, owner: str) -> Priority:
         """The class to which this owner's requests are raised when their deadline comes near."""
-        allow_anonymous = self.settings.allow_anonymous
         try:
-            caller = owner_of_stored(owner, self.key_ring, allow_anonymous=allow_anonymous)
-            return self.meter.book.accounts(caller, None).caller.late_priority
+            return self.meter.book.accounts(self.caller_of(owner), None).caller.late_priority
         except GatewayError as error:
             errors.drop_traceback(error)
             return Priority.BATCH
-
-    def note_raised(self, request_id: str, priority: Priority) -> None:
-        """A request that was begun in a lower class has this one now."""
-        if request_id in self.registry and (found := self.registry.find(request_id)) is not None:
-            found.record.classify(min(found.record.priority, priority))
 
     def has_begun(self, request_id: str) -> bool:
         """Whether a request in flight has been at a node."""
@@ -269,41 +222,84 @@ class RequestRunner:
         parts = (found.sub_requests or {}).values()
         return any(one.record.attempts > 0 for one in (found, *parts))
 
+    def raise_class(
+        self, rooms: BatchRoomService, ids: Collection[str], priority: Priority
+    ) -> set[str]:
+        """Raise requests that run to a class; returns those that wait for a slot."""
+        waiting = rooms.raise_class(set(ids), priority)
+        for id_ in ids:
+            if id_ in self.registry and (found := self.registry.find(id_)) is not None:
+                found.record.classify(min(found.record.priority, priority))
+        return waiting
+
+    def recovered_usage(
+        self, row: StoredRow, end: RunEnd, tokens: Usage, nodes: Iterable[tuple[str, str]]
+    ) -> UsageRow:
+        """The ledger's row of a response whose process was killed before it was recorded.
+
+        It counts on its key's limits, too. `nodes`: names and tiers of those that it may have run
+        on; others are not named.
+        """
+        priority = Priority.parse(row.class_) or Priority.NORMAL
+        record = RequestFinished(row.id, row.path, row.model or "unknown", priority)
+        for name, tier in nodes:
+            if node_word(row.id, name) == end.node:
+                record.node, record.tier = name, tier
+        record.stream, record.attempts = True, end.attempts
+        record.count_tokens(tokens.prompt_tokens, tokens.cached_tokens, tokens.completion_tokens)
+        record.charge(end.cost, end.slot_seconds)
+        accounts = None
+        try:
+            caller = self.caller_of(row.owner)
+            accounts = self.meter.book.accounts(caller, row.user)
+            record.classify(max(priority, caller.max_priority))
+        except GatewayError as error:
+            errors.drop_traceback(error)  # Its key is gone; its use was all the same.
+        used = UsedBefore(row.id, row.owner, row.group_name, row.user, end.started_at, end.ended_at)
+        return self.meter.recovered_row(used, record, accounts)
+
     async def run(
         self,
-        stored: StoredRequest,
+        row: StoredRow,
         body: bytes,
         sink: EventSink | None = None,
         *,
+        priority: Priority | None = None,
         on_slot_free: Callable[[], None] = lambda: None,
     ) -> Outcome:
         """The result of a stored request; `sink` gets the events if it asks for a stream.
 
-        If the sink is a `ResumableSink`, the run goes on with the response that it has. Cancelling
-        it ends the request. `on_slot_free` is called once, when it has left its node: somewhat
-        before its usage is known. Raises: RowDeferred, RowExpired.
+        `priority`: its class, that of the row if None; lowered to its caller's highest one. If the
+        sink is the log of a response, the run goes on with what that has. Cancelling it ends
+        the request. `on_slot_free` is called once, when it has left its node: somewhat before its
+        usage is known. Raises: RowDeferred, RowExpired.
         """
-        return await _Run(self, stored, sink, on_slot_free).run(body)
+        if priority is None:
+            priority = Priority.parse(row.class_) or Priority.NORMAL
+        return await _Run(self, row, priority, sink, on_slot_free).run(body)
 
 
 class _Run:
     """One run of one stored request."""
 
     __slots__ = (
-        "_api", "_cache", "_deadline", "_in_flight", "_metered", "_on_slot_free", "_received_at",
-        "_record", "_response", "_resumed", "_runner", "_sink", "_sink_has_events", "_stored",
+        "_api", "_cache", "_deadline", "_in_flight", "_metered", "_on_slot_free", "_priority",
+        "_received_at", "_record", "_response", "_resumed", "_runner", "_sink", "_sink_has_events",
+        "_stored",
     )  # fmt: skip
 
     def __init__(
         self,
         runner: RequestRunner,
-        stored: StoredRequest,
+        stored: StoredRow,
+        priority: Priority,
         sink: EventSink | None,
         on_slot_free: Callable[[], None],
     ) -> None:
         self._runner = runner
         self._on_slot_free = on_slot_free
         self._stored = stored
+        self._priority = priority
         self._sink = sink
         self._sink_has_events = False
         self._resumed = False  # whether it goes on with the response of an earlier run
@@ -315,9 +311,7 @@ class _Run:
         self._deadline: float | None = None  # by the monotonic clock
         if stored.deadline is not None:
             self._deadline = self._received_at + stored.deadline - runner.wall_clock()
-        self._record = RequestFinished(
-            stored.x_request_id or stored.id, stored.path, request_id=stored.id
-        )
+        self._record = RequestFinished(stored.id, stored.path, request_id=stored.id)
         if runner.tracing.active:
             runner.tracing.begin(stored.id, self._record, [], self._received_at)
         self._metered: MeteredRequest | None = None  # None: it was not admitted
@@ -391,9 +385,7 @@ class _Run:
         route, settings = ROUTES.get(stored.path), runner.settings
         if route is None or route.multipart or not route.takes_slot:
             raise errors.not_found(stored.path)
-        caller = owner_of_stored(
-            stored.owner, runner.key_ring, allow_anonymous=settings.allow_anonymous
-        )
+        caller = runner.caller_of(stored.owner)
         user = stored.user if caller.trust_user_headers else None
         accounts = runner.meter.book.accounts(caller, user)
         self._cache = cache_policy_of(accounts.caller, settings)
@@ -438,7 +430,7 @@ class _Run:
         Raises: GatewayError.
         """
         forwarder, sink = self._runner.forwarder, self._sink
-        if not isinstance(sink, ResumableSink):
+        if not isinstance(sink, ResponseEvents):
             return await forwarder.forward(in_flight)
         sink.measured_by(self._measure)
         if (begun := sink.begun) is not None:
@@ -483,7 +475,7 @@ class _Run:
     def _prepare_body(self, route: Route, accounts: Accounts, body: Body) -> Request:
         runner, stored, record, caller = self._runner, self._stored, self._record, accounts.caller
         parsed = parse_body(body) if isinstance(body, bytes) else body.parse()
-        priority = max(stored.priority, caller.max_priority)
+        priority = max(self._priority, caller.max_priority)
         record.classify(priority)
         incoming = IncomingRequest(
             stored.id,
@@ -579,35 +571,143 @@ def _any_body(request: Request) -> Body:
     return next(iter(request.bodies.values()))
 
 
-def recovered_usage(
-    runner: RequestRunner,
-    stored: StoredRequest,
-    end: RunEnd,
-    tokens: Usage,
-    *,
-    model: str | None,
-    group: str | None,
-    nodes: Iterable[tuple[str, str]],
-) -> UsageRow:
-    """The ledger's row of such a response; it counts on its key's limits, too.
+# Claimed rows and their runs.
 
-    `nodes`: names and tiers of those that it may have run on; others are not named.
+
+@dataclass(slots=True, eq=False)
+class HeldRow:
+    """A row that this process has claimed, and the task that runs it."""
+
+    row: StoredRow
+    task: asyncio.Task[None] | None = field(default=None, kw_only=True)
+
+    def has_result(self) -> bool:
+        """Whether it has a result, which is being recorded."""
+        return False
+
+
+H = TypeVar("H", bound=HeldRow)
+
+
+class RunFailed(Exception):  # noqa: N818 - it is tried again
+    """Nodes have failed this run, and another one may go better."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds  # after which it is run again
+
+
+class RowRuns(Generic[H]):
+    """Runs claimed rows, each until its result is recorded or it waits again.
+
+    What is claimed, and when a row begins, is for the feeder of batches and the runner of
+    background requests to say. A row is held from its claim to its end. Meanwhile its lease is
+    renewed; a process that dies gives it up, and another one runs the row.
     """
-    record = RequestFinished(stored.id, stored.path, model or "unknown", stored.priority)
-    for name, tier in nodes:
-        if node_word(stored.id, name) == end.node:
-            record.node, record.tier = name, tier
-    record.stream, record.attempts = True, end.attempts
-    record.count_tokens(tokens.prompt_tokens, tokens.cached_tokens, tokens.completion_tokens)
-    record.charge(end.cost, end.slot_seconds)
-    accounts = None
-    try:
-        caller = owner_of_stored(
-            stored.owner, runner.key_ring, allow_anonymous=runner.settings.allow_anonymous
-        )
-        accounts = runner.meter.book.accounts(caller, stored.user)
-        record.classify(max(stored.priority, caller.max_priority))
-    except GatewayError as error:
-        errors.drop_traceback(error)  # Its key is gone; its use was all the same.
-    used = UsedBefore(stored.id, stored.owner, group, stored.user, end.started_at, end.ended_at)
-    return runner.meter.recovered_row(used, record, accounts)
+
+    def __init__(
+        self,
+        leases: RowLeases,
+        runner: RequestRunner,
+        rooms: BatchRoomService,
+        now: Callable[[], float],
+        failure: str,
+        retry_seconds: float,
+    ) -> None:
+        """`failure`: what the log says of a run that fails for a reason of our own."""
+        self.leases = leases
+        self.runner = runner
+        self.rooms = rooms
+        self.now = now
+        self._failure, self._retry_seconds = failure, retry_seconds
+        self._held: dict[str, H] = {}
+        self._none_held = asyncio.Event()
+
+    async def ended(self) -> None:
+        """Wait until no row is held any more; none must be claimed."""
+        while self._held:
+            self._none_held.clear()
+            await self._none_held.wait()
+
+    def _begin(self, held: H) -> None:
+        held.task = asyncio.create_task(self._run_to_end(held), name="run a stored request")
+        held.task.add_done_callback(partial(self._done, held))
+
+    def _done(self, held: H, task: asyncio.Task[None]) -> None:
+        """Let a row wait again whose task was cancelled before it had begun."""
+        if held.task is task and self._held.get(held.row.id) is held:
+            self.leases.put_back([held.row.id], self.now())
+            self._let_go(held)
+
+    async def _run_to_end(self, held: H) -> None:
+        """Run a row until its result is recorded, or let it wait again."""
+        id_ = held.row.id
+        try:
+            await self._run(held)
+        except RunFailed as failed:
+            self.leases.put_back([id_], self.now() + failed.seconds, failed=True)
+        except asyncio.CancelledError:
+            await self._cancelled(held)
+            raise
+        except Exception:
+            log.exception(self._failure, request=id_)
+            self.leases.put_back([id_], self.now() + self._retry_seconds, failed=True)
+        finally:
+            self._let_go(held)
+
+    async def _run(self, held: H) -> None:
+        """Run a row and record its result, or put it back. Raises: RunFailed."""
+        raise NotImplementedError
+
+    async def _cancelled(self, held: H) -> None:
+        """The run was cancelled: put the row back, unless it has ended."""
+        raise NotImplementedError
+
+    def _let_go(self, held: H) -> None:
+        """The run has ended."""
+        self._forget(held)
+
+    def _forget(self, held: H) -> None:
+        """The row is held no more."""
+        self._held.pop(held.row.id, None)
+        if not self._held:
+            self._none_held.set()
+
+    async def _renew(self) -> int:
+        """Renew the leases, end rows that are not wanted, and let those of lost processes wait.
+
+        Returns how many the last are. Raises: StoreError, FolderError.
+        """
+        if ids := set(self._held):
+            # First: the store may have been away for longer than a lease.
+            await self._drop_unwanted(ids - await self.leases.renew(ids))
+        return await self.leases.release_lost()
+
+    async def _drop_unwanted(self, ids: set[str]) -> None:
+        """End rows that were cancelled, or taken by another process."""
+        raise NotImplementedError
+
+    async def _close(self, seconds: float, *, until_recorded: bool) -> int:
+        """End what runs, and let it wait again; returns how many runs do not end.
+
+        `until_recorded`: what has a result is recorded here, else somebody else does it. Each of
+        the steps takes so many seconds at most.
+        """
+        tasks = {held.task: held.has_result() for held in self._held.values() if held.task}
+        for task, has_result in tasks.items():
+            if not has_result:
+                task.cancel()
+        waited = [task for task, has_result in tasks.items() if until_recorded or not has_result]
+        if waited:
+            await asyncio.wait(waited, timeout=seconds)
+        late = [task for task in tasks if not task.done()]
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late, timeout=seconds)
+        # A row whose run does not end keeps its claim: there must not be a second writer.
+        running = sum(not task.done() for task in tasks)
+        with contextlib.suppress(StoreError, FolderError, TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.leases.write()
+        return running

@@ -54,7 +54,7 @@ class WebhookTargets:
             parsed = WebhookUrl.parse(url)
         except ValueError as error:
             raise _refused(f"{error}.") from None
-        if self._covering(owner, group, parsed) is None:
+        if self.target_of(owner, group, parsed) is None:
             # Which URLs there are is the operator's secret.
             raise _refused(
                 "is no URL that this gateway sends events of this key to: ask its operator to add "
@@ -78,16 +78,13 @@ class WebhookTargets:
         url = None if named is None else _parsed(named)
         if url is not None:
             # The settings may have changed since the request came.
-            target = self._covering(owner, group, url)
+            target = self.target_of(owner, group, url)
             if target is not None and target.wants(event):
                 found.append(url)
         return list(dict.fromkeys(found))
 
     def target_of(self, owner: str, group: str | None, url: WebhookUrl) -> WebhookTarget | None:
         """The target whose secrets sign events of this key for the URL; None: there is none now."""
-        return self._covering(owner, group, url)
-
-    def _covering(self, owner: str, group: str | None, url: WebhookUrl) -> WebhookTarget | None:
         covering = [
             target
             for target in self._settings().targets

@@ -25,14 +25,15 @@ from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
 import structlog
-from sqlalchemy import Connection, Row, delete, func, literal_column, select, update
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import Connection, delete, func, literal_column, select, update
 
 from gateway.batches.batch_rows import Batch
-from gateway.batches.request_rows import BatchState, StoredRow
+from gateway.batches.claims import unlocked
+from gateway.batches.request_rows import BatchState, StoredRow, job
 from gateway.batches.webhook_receivers import PostResult, WebhookPoster, WebhookTargets
 from gateway.config.webhooks import WebhookSettings, WebhookUrl
 from gateway.events import EventBus, WebhookAttempted
+from gateway.store.database import insert_for
 from gateway.store.failures import StoreError
 from gateway.store.schema import webhook_deliveries as deliveries
 from gateway.store.store import Store
@@ -120,9 +121,8 @@ def add_deliveries(
         for url in urls
     ]
     if rows:
-        postgres = connection.dialect.name == "postgresql"
-        added = postgresql.insert(deliveries) if postgres else sqlite.insert(deliveries)
-        connection.execute(added.values(rows).on_conflict_do_nothing(index_elements=["id"]))
+        added = insert_for(connection)(deliveries).values(rows)
+        connection.execute(added.on_conflict_do_nothing(index_elements=["id"]))
     return [str(row["id"]) for row in rows]
 
 
@@ -143,44 +143,24 @@ def waiting_origins(connection: Connection) -> list[WaitingOrigin]:
     return [WaitingOrigin(*row) for row in found]
 
 
-@dataclass(frozen=True, slots=True)
-class ClaimDeliveries:
-    """A job of the store: take due deliveries, so that no other process tries them until `until`.
+def claim_deliveries(
+    connection: Connection, places: Mapping[str, int], now: float, until: float
+) -> list[Delivery]:
+    """Take due deliveries, so that no other process tries them until `until`.
 
     `places`: how many of each origin. Each counts as tried from now on: a process that is killed in
     an attempt has made it, as far as anybody knows.
     """
-
-    places: Mapping[str, int]
-    now: float
-    until: float
-
-    def __call__(self, connection: Connection) -> list[Delivery]:
-        """Run within the transaction of `connection`."""
-        claimed: list[Delivery] = []
-        for origin, places in self.places.items():
-            due = (
-                select(*_COLUMNS)
-                .where(
-                    _WAITS,
-                    deliveries.c.origin == origin,
-                    deliveries.c.next_at <= self.now,
-                )
-                .order_by(deliveries.c.next_at)
-                .limit(places)
-                .with_for_update(skip_locked=True)
-            )
-            claimed += [_claimed(row) for row in connection.execute(due)]
-        taken = update(deliveries).where(deliveries.c.id.in_([one.id for one in claimed]))
-        connection.execute(taken.values(next_at=self.until, attempts=deliveries.c.attempts + 1))
-        return claimed
-
-
-def _claimed(row: Row[Any]) -> Delivery:
-    # In the order of the fields.
-    values: tuple[Any, ...] = tuple(row)
-    found = Delivery(*values)
-    return replace(found, attempts=found.attempts + 1)
+    claimed: list[Delivery] = []
+    for origin, number in places.items():
+        due = select(*_COLUMNS).where(
+            _WAITS, deliveries.c.origin == origin, deliveries.c.next_at <= now
+        )
+        found = connection.execute(unlocked(due.order_by(deliveries.c.next_at), number))
+        claimed += [Delivery(*row) for row in found]
+    taken = update(deliveries).where(deliveries.c.id.in_([one.id for one in claimed]))
+    connection.execute(taken.values(next_at=until, attempts=deliveries.c.attempts + 1))
+    return [replace(one, attempts=one.attempts + 1) for one in claimed]
 
 
 def end_delivery(
@@ -303,28 +283,27 @@ CLOSE_SECONDS = 2.0
 log = structlog.get_logger()
 
 
-@dataclass(frozen=True, slots=True)
-class RetryPolicy:
-    """When an event is tried again. `uniform` gives a number between 0 and 1 at random."""
+def next_attempt(
+    delivery: Delivery,
+    now: float,
+    give_up: float,
+    retry_after: float | None = None,
+    *,
+    delays: Sequence[float] = RETRY_DELAYS,
+    uniform: Callable[[], float] = random.random,
+) -> float | None:
+    """When an event is tried again after the attempt that has just failed; None: it is given up.
 
-    delays: Sequence[float] = RETRY_DELAYS
-    uniform: Callable[[], float] = random.random
-
-    def next_attempt(
-        self, delivery: Delivery, now: float, give_up: float, retry_after: float | None = None
-    ) -> float | None:
-        """When, after the attempt that has just failed; None: it is given up.
-
-        The last attempt is just when the time is over.
-        """
-        last = delivery.created_at + give_up
-        if now >= last and delivery.attempts >= LEAST_ATTEMPTS:
-            return None
-        delay = self.delays[min(delivery.attempts, len(self.delays)) - 1]
-        delay *= 1 + JITTER * (2 * self.uniform() - 1)
-        if retry_after is not None:
-            delay = max(delay, min(retry_after, LONGEST_RETRY_AFTER))
-        return now + delay if now >= last else min(now + delay, last)
+    The last attempt is just when the time is over. `uniform` gives a number between 0 and 1.
+    """
+    last = delivery.created_at + give_up
+    if now >= last and delivery.attempts >= LEAST_ATTEMPTS:
+        return None
+    delay = delays[min(delivery.attempts, len(delays)) - 1]
+    delay *= 1 + JITTER * (2 * uniform() - 1)
+    if retry_after is not None:
+        delay = max(delay, min(retry_after, LONGEST_RETRY_AFTER))
+    return now + delay if now >= last else min(now + delay, last)
 
 
 class WebhookSender:
@@ -338,7 +317,7 @@ class WebhookSender:
         poster: WebhookPoster,
         bus: EventBus,
         *,
-        policy: RetryPolicy | None = None,
+        delays: Sequence[float] = RETRY_DELAYS,
         now: Callable[[], float] = time.time,
         poll_seconds: float = POLL_SECONDS,
         close_seconds: float = CLOSE_SECONDS,
@@ -352,7 +331,7 @@ class WebhookSender:
         self._settings = settings
         self._poster = poster
         self._bus = bus
-        self._policy = policy or RetryPolicy()
+        self._delays = delays
         self._now = now
         self._poll_seconds = poll_seconds
         self._close_seconds = close_seconds
@@ -416,7 +395,9 @@ class WebhookSender:
         self.waiting = sum(origin.number for origin in origins)
         places = self._places(origins, now)
         if places:
-            await self._begin(ClaimDeliveries(places, now, self._lease_end(now)))
+            until = now + self._settings().timeout + LEASE_MARGIN
+            for delivery in await self._store.run(job(claim_deliveries, places, now, until)):
+                self._begin(delivery, until)
         return now + self._pause(len(origins))
 
     def _places(self, origins: Sequence[WaitingOrigin], now: float) -> dict[str, int]:
@@ -435,17 +416,11 @@ class WebhookSender:
                 free -= number
         return places
 
-    def _lease_end(self, now: float) -> float:
-        return now + self._settings().timeout + LEASE_MARGIN
-
-    async def _begin(self, claim: ClaimDeliveries) -> None:
-        for delivery in await self._store.run(claim):
-            task = asyncio.create_task(
-                self._attempt(delivery, claim.until), name=f"deliver {delivery.id}"
-            )
-            self._running[task] = delivery
-            self._of_origin[delivery.origin] += 1
-            task.add_done_callback(self._ended)
+    def _begin(self, delivery: Delivery, until: float) -> None:
+        task = asyncio.create_task(self._attempt(delivery, until), name=f"deliver {delivery.id}")
+        self._running[task] = delivery
+        self._of_origin[delivery.origin] += 1
+        task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         delivery = self._running.pop(task)
@@ -480,7 +455,9 @@ class WebhookSender:
         if result.status == 410:
             await self._end(delivery, DeliveryState.REFUSED, result, until)
             return
-        next_at = self._policy.next_attempt(delivery, now, settings.give_up, result.retry_after)
+        next_at = next_attempt(
+            delivery, now, settings.give_up, result.retry_after, delays=self._delays
+        )
         if next_at is None:
             await self._end(delivery, DeliveryState.GIVEN_UP, result, until)
         else:
@@ -489,29 +466,20 @@ class WebhookSender:
     async def _end(
         self, delivery: Delivery, state: DeliveryState, result: PostResult, until: float
     ) -> None:
-        now = self._now()
-        await self._record(
-            lambda connection: end_delivery(connection, delivery, state, now, result.error), until
-        )
-        self._bus.publish(WebhookAttempted(state.value))
-        tell = log.info if state is DeliveryState.DELIVERED else log.warning
-        tell("webhook", **self._described(delivery, state.value, result))
+        ending = job(end_delivery, delivery, state, self._now(), result.error)
+        await self._record(ending, until)
+        self._tell(delivery, state.value, result)
 
     async def _retry(
         self, delivery: Delivery, next_at: float, result: PostResult, until: float
     ) -> None:
-        await self._record(
-            lambda connection: retry_delivery(connection, delivery, next_at, result.error), until
-        )
-        self._bus.publish(WebhookAttempted("failed"))
-        seconds = round(next_at - self._now(), 1)
-        log.warning("webhook", **self._described(delivery, "failed", result), retry_in=seconds)
+        await self._record(job(retry_delivery, delivery, next_at, result.error), until)
+        self._tell(delivery, "failed", result, retry_in=round(next_at - self._now(), 1))
 
-    def _described(
-        self, delivery: Delivery, outcome: str, result: PostResult
-    ) -> dict[str, str | int]:
-        """What a log line says: never the URL's path, which may be a secret."""
-        described: dict[str, str | int] = {
+    def _tell(self, delivery: Delivery, outcome: str, result: PostResult, **more: float) -> None:
+        """Tell metrics and log, but never the URL's path, which may be a secret."""
+        self._bus.publish(WebhookAttempted(outcome))
+        told: dict[str, str | int | float] = {
             "outcome": outcome,
             "delivery": delivery.id,
             "type": delivery.event,
@@ -520,17 +488,18 @@ class WebhookSender:
             "attempt": delivery.attempts,
         }
         if result.error is not None:
-            described["why"] = result.error
-        return described
+            told["why"] = result.error
+        tell = log.info if outcome == DeliveryState.DELIVERED else log.warning
+        tell("webhook", **told, **more)
 
-    async def _record(self, job: Callable[..., None], until: float) -> None:
+    async def _record(self, recording: Callable[[Connection], None], until: float) -> None:
         """Do a job of the store, again until the lease ends: then others try the delivery anyway.
 
         Raises: StoreError.
         """
         while True:
             try:
-                await self._store.run(job)
+                await self._store.run(recording)
             except StoreError:
                 if self._now() + STORE_PAUSE >= until:
                     raise
@@ -540,7 +509,7 @@ class WebhookSender:
 
     async def _remove_ended(self, now: float) -> None:
         before = now - KEPT_SECONDS
-        while await self._store.run(lambda c: remove_ended(c, before, MOST_REMOVED)) > 0:
+        while await self._store.run(job(remove_ended, before, MOST_REMOVED)) > 0:
             pass
         self._next_removal = now + REMOVE_SECONDS
 
@@ -554,9 +523,6 @@ class WebhookSender:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if left:
-            now = self._now()
+            giving_back = job(put_back_deliveries, left, self._now())
             with contextlib.suppress(StoreError):
-                await self._store.run(
-                    lambda connection: put_back_deliveries(connection, left, now),
-                    seconds=CLOSE_SECONDS,
-                )
+                await self._store.run(giving_back, seconds=CLOSE_SECONDS)

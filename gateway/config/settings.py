@@ -338,7 +338,8 @@ class Settings(ConfigModel):
         Field(
             description=(
                 "How a node is chosen. `least_finish`: the earliest expected finish, by queues, "
-                "speeds and prompt caches; the others are for comparison."
+                "speeds and prompt caches. The other words mean the same, with a warning in the "
+                "log; the next release refuses them."
             )
         ),
     ] = "least_finish"

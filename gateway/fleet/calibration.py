@@ -34,7 +34,6 @@ from gateway.transport.errors import InvalidResponse, UpstreamError
 log = logging.getLogger(__name__)
 
 MOST_AT_ONCE = 8
-"""Calibrations at once, of the whole fleet."""
 
 MOST_SECONDS = 20.0
 """Most seconds for both requests."""
@@ -55,7 +54,6 @@ LARGEST_REPLY = 1 << 20
 """Bytes."""
 
 READ_LINES = 8
-"""Last lines of a reply that are read."""
 
 WARM_UP_WORDS, WARM_UP_TOKENS = 16, 2
 """Words read and tokens written by the request that is thrown away."""

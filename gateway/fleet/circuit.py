@@ -69,7 +69,6 @@ class Circuit:
     fully_closed: bool = True
     """Whether it lets all requests through, and will until one fails: no slow start."""
     trial: object | None = None
-    """The lease that is on trial."""
     open_seconds: float = 0.0
     """Seconds of the last opening, before jitter."""
     _opened_at: float = -math.inf
@@ -221,7 +220,6 @@ class KeyRejection:
     reason: str = ""
     """How the node rejected the key, for an operator."""
     until: float = -math.inf
-    """Until when the rejection is believed."""
     key_worked: bool = False
     """Whether a request has gone well since the last rejection."""
 
@@ -304,7 +302,6 @@ class ConcurrencyLimit:
     _peak: int = 0
     """Most requests in flight in this round."""
     _answers: int = 0
-    """Answers in this round."""
     _latencies: defaultdict[AnswerKind, deque[float]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=MOST_ROUND_ANSWERS))
     )
@@ -315,7 +312,6 @@ class ConcurrencyLimit:
     _refusals: int = 0
     """Rounds in a row with a refusal."""
     _refused_limit: int = MOST_LIMIT
-    """The limit that was last refused."""
     _refused_at: float = -math.inf
 
     @property

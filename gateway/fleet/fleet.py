@@ -45,8 +45,7 @@ from gateway.fleet.speed import SpeedSample, compare_speeds
 from gateway.fleet.state_files import DrainedNodes, PausedModels, PropertiesStore
 from gateway.request import Endpoint
 from gateway.transport.pool import ConnectionPool, OpenNodePool, connection_key, tls_files
-from gateway.usage.money import MILLION, GpuPrice, gpu_cost
-from gateway.usage.node_hours import AliveNode
+from gateway.usage.money import MILLION, AliveNode, GpuPrice, gpu_cost
 
 log = logging.getLogger(__name__)
 
@@ -782,7 +781,6 @@ class ClosingNodes:
         self.nodes: set[Node] = set()
         """Removed nodes that still have leases."""
         self.tasks: set[asyncio.Task[None]] = set()
-        """Tasks that `aclose` waits for."""
         self._replaced: list[tuple[Node, ConnectionPool]] = []
 
     def close_when_idle(self, node: Node) -> None:
@@ -829,7 +827,6 @@ PRICES_AGE = 10.0
 """Seconds for which the prices of a model are kept: speeds change slowly."""
 
 MOST_MODELS = 1000
-"""Models whose prices are kept."""
 
 
 def alive_nodes(fleet: Fleet) -> Iterator[AliveNode]:

@@ -46,7 +46,6 @@ LARGEST_REFUSAL = 64 * 1024
 """Bytes of the answer to an empty request."""
 
 NOT_FOUND_STATUSES = frozenset({404, 405, 501})
-"""Statuses of an endpoint that the server does not have."""
 
 KEY_REJECTED_STATUSES = frozenset({401, 403})
 

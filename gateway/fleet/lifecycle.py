@@ -43,19 +43,14 @@ class Lifecycle:
 
     phase: LifecyclePhase = LifecyclePhase.UNKNOWN
     reason: str = ""
-    """For an operator: why it is in this phase."""
     since: float = -math.inf
-    """When the phase began."""
     started_at: float = -math.inf
-    """When it was last started."""
     stopped_at: float = -math.inf
-    """When it was last stopped."""
     retry_at: float = -math.inf
     """After a hook has failed: when it may run again."""
     failures: int = 0
     """Starts and stops that failed in a row."""
     startup_seconds: float | None = None
-    """Seconds that its last start took."""
     at_max_running: bool = False
     """It may not be started: the most nodes allowed (`max_running`) run already."""
     down_since: float | None = None
@@ -316,9 +311,7 @@ class ProbeHistory:
     props_digest: bytes | None = None
     """Of the answer to `/props` that was read last; None: there was none."""
     last_probe_at: float | None = None
-    """When the last probe began."""
     next_probe_at: float = 0.0
-    """When the next one is due."""
 
     @property
     def down(self) -> bool:

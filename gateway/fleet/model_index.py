@@ -65,7 +65,6 @@ class ModelIndex:
         self._linked: dict[str, str] = {}
         """For names of models that have several, one of them; as old as `_serving`."""
         self.cached_lookups: dict[tuple[str, str, bool, bool, NodeLabels], CapableNodes] = {}
-        """Results of `capable_nodes` by its arguments."""
         self._aliases: dict[str, str] = {}
         self._paused: frozenset[str] = frozenset()
         """As old as `_serving`, both."""
@@ -313,7 +312,6 @@ def _has_vision(node: Node) -> bool:
 
 
 MOST_MODELS = 100
-"""Models with differences that are told."""
 
 MOST_VALUES, MOST_NAMES = 8, 8
 """Values of one property, and nodes of one value, that are named."""
@@ -332,7 +330,6 @@ class ComparedServer:
 
     node: str
     models: tuple[str, ...]
-    """Public names."""
     context: int | None
     """Tokens of one slot."""
     properties: ServerProperties

@@ -369,13 +369,11 @@ class Node:
     requests: int = 0
     """Leases taken since the start."""
     failures: int = 0
-    """Failures reported since the start."""
     announced_free: int = 0
     """Free slots as the scheduler knows them; see `free_slots_grew`."""
     on_lease_released: Callable[[Lease, bool], None] = lambda _lease, _counted: None
     on_lease_abandoned: Callable[[Node], None] = lambda _: None
     name: str = field(init=False)
-    """Its name in the inventory."""
     info: NodeInfo = field(init=False)
     """What those who send requests to it may know of it."""
 
@@ -625,21 +623,6 @@ class Node:
             due = min(due, self.concurrency_limit.paused_until)
         return due
 
-    def take_lease(
-        self,
-        slots: int,
-        now: float,
-        *,
-        stream: bool = True,
-        expected_prefill: float | None = None,
-        expected_total: float | None = None,
-        wake: float = 0.0,
-    ) -> Lease:
-        """A lease on so many slots, which is taken at once; as `take`."""
-        lease = Lease(self, slots, now, stream, expected_prefill, expected_total)
-        self.take(lease, now, wake)
-        return lease
-
     def take(self, lease: Lease, now: float, wake: float = 0.0) -> None:
         """Count the slots of a lease as used. The caller has checked `free_slots`.
 
@@ -887,9 +870,7 @@ class Lease:
     last_content_at: float | None = None
     """When the last byte of content came from the node."""
     abandoned_at: float = 0.0
-    """When it was abandoned, if it was."""
     abandoned_phase: LeasePhase | None = None
-    """Its phase when it was abandoned."""
     prefilling: bool = False
     """Whether the node's occupancy counts its prompt as being read."""
     released_at: float | None = None
@@ -902,7 +883,6 @@ class Lease:
     prefill_seconds: float = 0.0
     """Likewise."""
     first_content_at: float | None = None
-    """When its first content came."""
     span: tuple[float, int, float, float] = (0.0, 0, 0.0, 0.0)
     """The span of its decode that goes on: when it began, the events before it (0: none goes on),
     and the node's `slot_seconds` and `prefill_seconds` then."""
@@ -910,10 +890,10 @@ class Lease:
     def __post_init__(self) -> None:
         self.upstream, self.prefill_began_at = self.node.upstream, self.taken_at
 
-    def prefill_ended(self) -> None:
+    def prefill_ended(self, now: float) -> None:
         """The first content came: the prompt has been read."""
 
-    def slots_freed(self) -> bool:
+    def slots_freed(self, _now: float) -> bool:
         """The slots are free; told before anyone else. Returns whether others' counts follow."""
         return False
 
@@ -930,7 +910,7 @@ class Lease:
             self.phase = LeasePhase.DECODE
             if self.prefilling:
                 self._prefill_done(now)
-            self.prefill_ended()
+            self.prefill_ended(now)
 
     def bytes_received(self, now: float) -> None:
         """More of a response came whose first content was noted, or that comes in one piece."""
@@ -966,10 +946,10 @@ class Lease:
         if self.phase is LeasePhase.RELEASED:
             return
         self.phase = LeasePhase.RELEASED
-        counted = self.slots_freed()
         node = self.node
-        occupancy = node.occupancy
         self.released_at = now = node.clock()
+        counted = self.slots_freed(now)
+        occupancy = node.occupancy
         occupancy.release(self.slots, now, self.prefilling)
         self.slot_seconds = occupancy.slot_seconds - self.slot_seconds
         self.prefill_seconds = occupancy.prefill_seconds - self.prefill_seconds

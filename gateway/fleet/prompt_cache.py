@@ -126,7 +126,6 @@ class CachedPrompt:
     leaf: PrefixEdge | None
     """The edge at whose end it ends; None: it has no blocks."""
     prompt_tokens: float
-    """Tokens, as the node reported them."""
     answer_tokens: float
     """Tokens of the answer, which follow the prompt in the node's cache."""
     ends_on_block: bool
@@ -583,9 +582,7 @@ class NodePromptCache:
     host_prompts: dict[CachedPrompt, None] = field(default_factory=dict)
     """Prompts in host memory, oldest first."""
     host_used: float = 0.0
-    """Tokens in host memory."""
     host_blocks: int = 0
-    """Blocks in host memory."""
     running: dict[int, RunningPrompt] = field(default_factory=dict)
     """By the prompt's `id`, oldest first."""
     answer_share: float = 1.0

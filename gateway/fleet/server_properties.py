@@ -51,7 +51,6 @@ class ServerProperties:
     context: int | None = None
     """Tokens of one slot."""
     trained_context: int | None = None
-    """Tokens that the model was trained for."""
     models: tuple[str, ...] = ()
     """Its own names for the models that it serves, one for each."""
     aliases: dict[str, str] = field(default_factory=dict)
@@ -65,14 +64,11 @@ class ServerProperties:
     audio: bool | None = None
     video: bool | None = None
     slots_endpoint: bool | None = None
-    """Whether it answers `/slots`."""
     metrics_endpoint: bool | None = None
-    """Whether it answers `/metrics`."""
     n_params: int | None = None
     size: int | None = None
     """Bytes of the model's tensors."""
     ftype: str | None = None
-    """The quantization's name."""
     refused: set[str] = field(default_factory=set)
     """Endpoints that it has refused with 501, such as `rerank`."""
     process: str | None = None

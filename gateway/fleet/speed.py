@@ -90,7 +90,6 @@ class Speed:
     version: int = 0
     """Goes up whenever one of the figures below may have changed."""
     samples: int = 0
-    """Answers from which it was learnt."""
     hinted: bool = False
     """Whether `prior` is the node's own, by a `speed_hint` that is written in the inventory."""
     calibrated: SpeedPrior | None = None
@@ -558,7 +557,12 @@ class LinearTrend:
         left = 1.0
         if expected:
             least, most = expected / MOST_TREND_STEP, expected * MOST_TREND_STEP
-            y = min(max(min(max(expected, low), high), least), most)
+            if expected < low:
+                y = min(low, most)
+            elif expected > high:
+                y = max(high, least)
+            else:
+                y = expected
             surprise = (y > expected * SURPRISE_FACTOR) - (y < expected / SURPRISE_FACTOR)
             if surprise:
                 same = surprise * self._surprises > 0
@@ -646,7 +650,6 @@ EVENT_LEARNING = 1 / 32
 """Share of the way to a lower `tokens_per_event` that one stream makes."""
 
 MOST_BASELINES = 64
-"""Kinds of requests with a baseline."""
 
 
 @dataclass(slots=True)
@@ -702,7 +705,6 @@ class SpeedHistory:
     bounded: bool = False
     """Whether kinds are busy slots and contexts, so that one bounds another (`_usual`)."""
     compared_at: float = 0.0
-    """When a request was last compared."""
     usual_tps: float = 0.0
     """Usual tokens/s of a request like the last one."""
 

@@ -111,8 +111,7 @@ def translate_body(
     return translation
 
 
-BODY_MEMORY_RETRY_AFTER = 2.0
-"""`Retry-After` in seconds when the memory for bodies is used up."""
+BODY_MEMORY_RETRY_AFTER = 2.0  # `Retry-After` in seconds when the memory for bodies is used up
 
 SMALL_BODY_SHIFT = 14
 """A body is small up to the memory limit / 2**14: 64 KiB of the default of 1 GiB."""
@@ -126,10 +125,8 @@ class BodyAllocation:
     """The memory that one body holds."""
 
     caller: str
-    user: str
-    """The fairness key: the caller itself, or a user that it names."""
-    size: int = 0
-    """Bytes."""
+    user: str  # the fairness key: the caller itself, or a user that it names
+    size: int = 0  # bytes
     _evict: Callable[[GatewayError], bool] | None = None
 
     def set_evict(self, evict: Callable[[GatewayError], bool] | None) -> None:
@@ -150,8 +147,7 @@ class BodyMemory:
     """The request bodies that the process holds."""
 
     total_bytes: int = 0
-    fair_share: FairShare = field(default_factory=FairShare)
-    """All but the small bodies, by caller."""
+    fair_share: FairShare = field(default_factory=FairShare)  # all but the small bodies, by caller
     _allocations: dict[str, dict[BodyAllocation, None]] = field(default_factory=dict)
     """By caller, the oldest first."""
 
@@ -247,8 +243,7 @@ class BodyMemory:
         return False
 
 
-PART_BYTES = 256 << 10
-"""Bytes of a body that are parsed and written at a time."""
+PART_BYTES = 256 << 10  # bytes of a body that are parsed and written at a time
 
 _PLAIN_ENCODINGS = frozenset({b"", b"identity"})
 

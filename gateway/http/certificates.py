@@ -47,8 +47,7 @@ class LoadedCertificate:
     """A certificate that is in order."""
 
     context: ssl.SSLContext
-    expires_at: float
-    """Seconds since 1970."""
+    expires_at: float  # seconds since 1970
 
 
 def load_certificate(files: CertificateFiles) -> LoadedCertificate:

@@ -45,17 +45,13 @@ MOST_SCANNED = 64
 """Most connections of one address that one search for an idle one examines; the next search
 examines others."""
 
-MOST_HEALTH_ONLY = 64
-"""Connections beyond the limit that may ask for `HEALTH_PATHS`."""
-
-HEALTH_ONLY_SECONDS = 1.0
-"""Seconds that such a connection may last."""
+MOST_HEALTH_ONLY = 64  # connections beyond the limit that may ask for `HEALTH_PATHS`
+HEALTH_ONLY_SECONDS = 1.0  # seconds that such a connection may last
 
 HEALTH_PATHS = frozenset({"/health", "/v1/health", "/ready"})
 """Paths that are served however many connections there are."""
 
-CONNECTION_RETRY_AFTER = 1.0
-"""`Retry-After` in seconds when there are too many connections."""
+CONNECTION_RETRY_AFTER = 1.0  # `Retry-After` in seconds when there are too many connections
 
 CONNECTION_PIPELINE_BYTES = 64 * 1024
 """Bytes that may wait on one connection before it is no longer read; one read can add 256 KB."""
@@ -64,8 +60,7 @@ LISTENER_PIPELINE_BYTES = 64 * 1024 * 1024
 """Bytes that may wait on all connections. Beyond, connections whose client sends requests and reads
 no responses are aborted: their bytes would wait until `limits.send_timeout`."""
 
-PIPELINE_READ_BYTES = 16 * 1024
-"""Most waiting bytes that one connection parses in its turn."""
+PIPELINE_READ_BYTES = 16 * 1024  # most waiting bytes that one connection parses in its turn
 
 
 class EvictableConnection(Protocol):
@@ -91,8 +86,7 @@ class ConnectionAdmission(enum.Enum):
     """What a new connection may do."""
 
     ADMITTED = enum.auto()
-    HEALTH_ONLY = enum.auto()
-    """Ask for `HEALTH_PATHS`, for a moment."""
+    HEALTH_ONLY = enum.auto()  # ask for `HEALTH_PATHS`, for a moment
     REJECTED = enum.auto()
 
 
@@ -116,8 +110,7 @@ class ConnectionLimiter:
         self._of_proxies: dict[EvictableConnection, None] = {}
         self._health_only: dict[EvictableConnection, str] = {}
         """Networks of connections beyond the limit."""
-        self._forwarded = 0
-        """Requests in flight on the proxies' connections."""
+        self._forwarded = 0  # requests in flight on the proxies' connections
 
     def __len__(self) -> int:
         """Connections of all kinds, and requests in flight on those of proxies."""
@@ -333,8 +326,7 @@ class PipelineQueue:
         self._waiting: deque[Callable[[], None]] = deque()
         self._scheduled = False
         self._most_bytes = most_bytes
-        self.waiting_bytes = 0
-        """Bytes that wait on all connections."""
+        self.waiting_bytes = 0  # bytes that wait on all connections
 
     @property
     def is_full(self) -> bool:

@@ -30,8 +30,7 @@ _HEAD_END = b"\r\n"
 
 _HEAD_END_CLOSE = b"connection: close\r\n\r\n"
 
-_STATUS_LINE_START = b"HTTP/1.1 "
-"""With which each response begins."""
+_STATUS_LINE_START = b"HTTP/1.1 "  # with which each response begins
 
 MOST_COALESCED_BYTES = 64 * 1024
 """Bodies up to this size are copied behind their head, which saves a second write."""
@@ -45,27 +44,11 @@ class HttpExchange(EagerTask):
     """Reads one request's body and writes its response."""
 
     __slots__ = (
-        "_body_error",
-        "_body_waiter",
-        "_chunked",
-        "_connection",
-        "_drain_task",
-        "_expects_continue",
-        "_flow",
-        "_heartbeat",
-        "_http_10",
-        "_transport",
-        "body",
-        "context_cache",
-        "disconnected",
-        "headers",
-        "keep_alive",
-        "length",
-        "more_body",
-        "response_complete",
-        "response_started",
-        "route",
-    )
+        "_body_error", "_body_waiter", "_chunked", "_connection", "_drain_task",
+        "_expects_continue", "_flow", "_heartbeat", "_http_10", "_transport", "body",
+        "context_cache", "disconnected", "headers", "keep_alive", "length", "more_body",
+        "response_complete", "response_started", "route",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -81,13 +64,10 @@ class HttpExchange(EagerTask):
     ) -> None:
         """`body`: the complete body, if it was received with the head."""
         EagerTask.__init__(self, connection.tasks)  # `super()` would create an object.
-        self.headers = headers
-        """Without `Content-Length`."""
-        self.length = length
-        """`Content-Length`; 0 if there is none."""
+        self.headers = headers  # without `Content-Length`
+        self.length = length  # `Content-Length`; 0 if there is none
         self._connection = connection
-        self.context_cache = connection.context_cache
-        """The context of the connection's last head."""
+        self.context_cache = connection.context_cache  # the context of the connection's last head
         self.route = route
         self._transport = connection.transport
         self._flow = connection.flow
@@ -333,8 +313,6 @@ class ClientConnection:
     flow: FlowControl
     peer_address: str | None
     serve: Callable[[Route, HttpExchange], Awaitable[None]]
-    on_response_complete: Callable[[], None]
-    """Called when a response is complete."""
-    tasks: set[asyncio.Task[None]]
-    """Owns the running tasks."""
+    on_response_complete: Callable[[], None]  # called when a response is complete
+    tasks: set[asyncio.Task[None]]  # owns the running tasks
     context_cache: ContextCache = field(default_factory=ContextCache)

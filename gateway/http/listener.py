@@ -20,14 +20,9 @@ from gateway.http.protocol import BoundedProtocol
 
 LISTEN_BACKLOG = 4096
 
-DRAIN_POLL_SECONDS = 0.05
-"""Seconds between checks whether all clients have disconnected."""
-
-END_POLL_SECONDS = 0.01
-"""Seconds between checks whether all requests have ended."""
-
-MOST_ACCEPTED = 32
-"""Connections that an `Acceptor` accepts in one turn of the event loop."""
+DRAIN_POLL_SECONDS = 0.05  # seconds between checks whether all clients have disconnected
+END_POLL_SECONDS = 0.01  # seconds between checks whether all requests have ended
+MOST_ACCEPTED = 32  # connections that an `Acceptor` accepts in one turn of the event loop
 
 ACCEPT_RETRY_SECONDS = 1.0
 """Seconds after which an `Acceptor` goes on when a connection could not be accepted."""
@@ -107,15 +102,12 @@ class Listener:
         self.scheme = "http" if tls is None else "https"
         self.sock = sock
         self.protocol = protocol
-        self.connections: set[BoundedProtocol] = set()
-        """The open connections."""
+        self.connections: set[BoundedProtocol] = set()  # the open connections
         self._app = app
         self._keep_alive = max(1, round(keep_alive))
         self._tls = tls
-        self._tasks: set[asyncio.Task[None]] = set()
-        """Those of running requests."""
-        self._handshakes: set[asyncio.Task[None]] = set()
-        """Those of TLS that have not ended."""
+        self._tasks: set[asyncio.Task[None]] = set()  # those of running requests
+        self._handshakes: set[asyncio.Task[None]] = set()  # those of TLS that have not ended
         self._server: asyncio.Server | Acceptor | None = None
         self._end = asyncio.Event()
         self._ends_at_once = False

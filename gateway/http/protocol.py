@@ -3,7 +3,7 @@
 uvicorn's protocol reads headers without limit and waits for ever for the rest of a request line.
 It also reads whatever a client sends after a request was refused, and creates a task for every
 request in a packet. So this one shares with it what runs an ASGI application, and nothing else
-(tests/web/test_uvicorn.py).
+(tests/http/test_protocol.py).
 
 Received bytes are split at request boundaries: httptools gets one head, then its body, and the
 next head only when the response is complete. Bytes received meanwhile wait in a backlog
@@ -59,8 +59,7 @@ Serve = Callable[[Route, HttpExchange], Awaitable[None]]
 LINGER_SECONDS = 2.0
 """Seconds for which a refused client is still read from, so that it sees the response."""
 
-LINGER_BYTES = 8 * 1024 * 1024
-"""Most bytes that are read from a refused client."""
+LINGER_BYTES = 8 * 1024 * 1024  # most bytes that are read from a refused client
 
 DEPARTURE_CHECK_SECONDS = 0.05
 """Seconds until the first check whether a client that sends no more has left; each later one waits
@@ -71,8 +70,7 @@ LONGEST_DEPARTURE_CHECK_SECONDS = 1.0
 MOST_HEADER_FIELDS = 256
 """Most header fields of a request: each costs a call into Python, and time in each search."""
 
-MOST_LEADING_CRLF_BYTES = 16
-"""Most bytes of line ends before a request (RFC 9112, section 2.2)."""
+MOST_LEADING_CRLF_BYTES = 16  # most bytes of line ends before a request (RFC 9112, section 2.2)
 
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
 
@@ -90,8 +88,7 @@ class BoundedProtocol(asyncio.Protocol):
     routes: Mapping[bytes, Route]
     """Paths whose POSTs `serve` gets; the ASGI application gets all else."""
     serve: Serve
-    pipeline_queue: PipelineQueue
-    """Shared by all connections of the listener."""
+    pipeline_queue: PipelineQueue  # shared by all connections of the listener
     connection_limiter: ConnectionLimiter
     linger_seconds: float
     draining = False
@@ -120,18 +117,14 @@ class BoundedProtocol(asyncio.Protocol):
         self.url = b""
         self.headers: Headers = []
         self._expects_continue = False
-        self._in_head = True
-        """Whether the next byte belongs to a head; else to a body."""
-        self._partial_head = b""
-        """The received part of a head."""
+        self._in_head = True  # whether the next byte belongs to a head; else to a body
+        self._partial_head = b""  # the received part of a head
         self._body_left = 0
         """Bytes of the body that are still to come, if it has a `Content-Length`."""
-        self._chunked_body: ChunkedDecoder | None = None
-        """Decodes the body, if it is chunked."""
+        self._chunked_body: ChunkedDecoder | None = None  # decodes the body, if it is chunked
         self.backlog = bytearray()
         """Received bytes that wait until the response to the request before them is complete."""
-        self._counted_backlog = 0
-        """How many of them `pipeline_queue` has counted."""
+        self._counted_backlog = 0  # how many of them `pipeline_queue` has counted
         self._in_pipeline_queue = False
         self.idle_since = 0.0
         self._content_length = b""
@@ -144,8 +137,7 @@ class BoundedProtocol(asyncio.Protocol):
         self._handshake: asyncio.Task[None] | None = None
         """Its TLS handshake, until `connection_made`."""
         self._admission: ConnectionAdmission | None = None
-        self._lingered_bytes = -1
-        """Bytes read since a request was refused; negative if none was."""
+        self._lingered_bytes = -1  # bytes read since a request was refused; negative if none was
         self._discarding = False
         self._new_exchange: HttpExchange | None = None
         """Started when the received bytes have been read."""
@@ -817,25 +809,16 @@ class ChunkedDecoder:
     """Decodes one body. Its extensions and trailers may have `limit` bytes in all."""
 
     __slots__ = (
-        "_chunk_left",
-        "_extra_bytes",
-        "_in_trailers",
-        "_limit",
-        "_partial",
-        "_started",
-        "done",
-    )
+        "_chunk_left", "_extra_bytes", "_in_trailers", "_limit", "_partial", "_started", "done",
+    )  # fmt: skip
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._extra_bytes = 0
-        """Bytes of extensions so far."""
+        self._extra_bytes = 0  # bytes of extensions so far
         self._started = False
-        self._chunk_left = 0
-        """Bytes of the current chunk that are still to come."""
+        self._chunk_left = 0  # bytes of the current chunk that are still to come
         self._in_trailers = False
-        self._partial = b""
-        """The received part of a size line, or of the trailers."""
+        self._partial = b""  # the received part of a size line, or of the trailers
         self.done = False
 
     def feed(self, data: bytes, offset: int = 0) -> tuple[int, bytes]:

@@ -24,9 +24,10 @@ from gateway.access.callers import (
     cache_policy_of,
     effective_priority,
     identify_caller,
+    is_local,
+    is_loopback,
     priority_header,
 )
-from gateway.access.exposure import is_local, is_loopback
 from gateway.access.keys import KeyRing
 from gateway.config.cache_privacy import SHARED_CACHE, CachePolicy
 from gateway.config.listeners import CorsSpec, ListenSettings
@@ -39,8 +40,7 @@ from gateway.proxy.inbound.body import ParsedBody
 from gateway.proxy.inbound.prompt_key import VolatileLines
 from gateway.proxy.inbound.request import ModelAliases, RequestRules
 from gateway.request import Caller, Headers, Priority
-from gateway.usage.accounts import Accounts
-from gateway.usage.limits import LimitBook
+from gateway.usage.limits import Accounts, LimitBook
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +48,11 @@ class HandlerConfig:
     """What one version of the settings means for the handler."""
 
     settings: Settings
-    key_ring: KeyRing
-    """The keys in force; one object for the life of the process."""
+    key_ring: KeyRing  # the keys in force; one object for the life of the process
     identity_headers: IdentityHeaders
     rules: RequestRules
-    loopback: bool
-    """Whether only this machine can reach the listener."""
-    origin_policy: OriginPolicy | None
-    """Restricts callers without a key."""
+    loopback: bool  # whether only this machine can reach the listener
+    origin_policy: OriginPolicy | None  # restricts callers without a key
 
     @classmethod
     def of(
@@ -92,25 +89,20 @@ class RequestContext:
     """A parsed head."""
 
     caller: Caller
-    accounts: Accounts
-    """On which its use counts."""
-    fairness_key: str
-    """Who shares fairly: the caller, or the end user that a trusted caller names."""
+    accounts: Accounts  # on which its use counts
+    fairness_key: str  # who shares fairly: the caller, or the end user that a trusted caller names
     session: str | None
-    priority_header: str | None
-    """`X-Priority`."""
+    priority_header: str | None  # `X-Priority`
     client_timeout: float | None
     """`X-Request-Timeout`: seconds that the client waits for the complete response."""
     plain_client_timeout: float | None
     """The timeout of a plain response, for which official clients send their own."""
     client_has_timer: bool
     """Whether `plain_client_timeout` is that of an official client's own timer."""
-    header_lines: bytes
-    """The header lines that nodes get."""
+    header_lines: bytes  # the header lines that nodes get
     wants_progress: bool
     """`X-Gateway-Progress: 1`: the client wants progress comments in its stream."""
-    may_name_nodes: bool
-    """Whether the response may name nodes."""
+    may_name_nodes: bool  # whether the response may name nodes
     usual_priority: Priority | None
     """The class of a request whose body names none; None: `X-Priority` names one."""
     cache: CachePolicy = SHARED_CACHE
@@ -128,10 +120,8 @@ class ContextCache:
 
     def __init__(self) -> None:
         self._headers: Headers = []
-        self._config: HandlerConfig | None = None
-        """The configuration by which the head was parsed."""
-        self._keys_version = -1
-        """The version of the key ring by which its caller was found."""
+        self._config: HandlerConfig | None = None  # the configuration by which the head was parsed
+        self._keys_version = -1  # the version of the key ring by which its caller was found
         self._context: RequestContext | None = None
         self._x_request_id: str | None = None
 
@@ -294,8 +284,7 @@ def _sdk_timeout(headers: Headers) -> float | None:
     return shortest
 
 
-LONGEST_PREFER = 1024
-"""Bytes of one field that are read; a longer one says nothing."""
+LONGEST_PREFER = 1024  # bytes of one field that are read; a longer one says nothing
 
 _MEMBERS = re.compile(rb'(?:[^",]|"(?:[^"\\]|\\.)*")+')
 
@@ -346,8 +335,7 @@ def owner_by_head(headers: Headers, caller: Caller, config: HandlerConfig, what:
 class Callers:
     """Who sends the requests that Starlette serves."""
 
-    config: Callable[[], HandlerConfig]
-    """What is in force."""
+    config: Callable[[], HandlerConfig]  # what is in force
 
     def identify(self, request: HttpRequest) -> Caller:
         """The request's caller. Raises: GatewayError 401, 403."""
@@ -385,15 +373,10 @@ def no_store(what: str) -> GatewayError:
 _EXPOSED_HEADERS = ", ".join(EXPOSED_HEADERS).encode()
 
 _CONTAINER_HOST_NAMES = (
-    "host.docker.internal",
-    "gateway.docker.internal",
-    "kubernetes.docker.internal",
-    "host.containers.internal",
-    "host.lima.internal",
-    "host.orb.internal",
-    "host.rancher-desktop.internal",
-    "host.minikube.internal",
-)
+    "host.docker.internal", "gateway.docker.internal", "kubernetes.docker.internal",
+    "host.containers.internal", "host.lima.internal", "host.orb.internal",
+    "host.rancher-desktop.internal", "host.minikube.internal",
+)  # fmt: skip
 """Names of this machine in containers that Docker, Podman, Lima, OrbStack, Rancher and Minikube run
 on it. Nobody can own such a name: `.internal` is not delegated."""
 
@@ -461,8 +444,7 @@ class OriginPolicy:
     """Restricts requests whose callers have no key."""
 
     hosts: AllowedHosts
-    origins: frozenset[str]
-    """Origins whose pages may post, besides the listener's own."""
+    origins: frozenset[str]  # origins whose pages may post, besides the listener's own
 
     @classmethod
     def of(cls, settings: Settings, *, loopback: bool) -> Self | None:

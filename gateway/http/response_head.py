@@ -17,29 +17,14 @@ from gateway.request import Headers, Priority
 from gateway.usage.limits import RateLimit
 
 EXPOSED_HEADERS = (
-    "X-Request-ID",
-    "request-id",
-    "X-Gateway-Class",
-    "X-Gateway-Attempts",
-    "X-Gateway-Queue-Ms",
-    "X-Gateway-Node",
-    "X-Gateway-Tier",
-    "X-Gateway-Fallback",
-    "X-Gateway-Reason",
-    "Retry-After",
-    "x-ratelimit-limit-requests",
-    "x-ratelimit-limit-tokens",
-    "x-ratelimit-remaining-requests",
-    "x-ratelimit-remaining-tokens",
-    "x-ratelimit-reset-requests",
-    "x-ratelimit-reset-tokens",
-    "anthropic-ratelimit-requests-limit",
-    "anthropic-ratelimit-requests-remaining",
-    "anthropic-ratelimit-requests-reset",
-    "anthropic-ratelimit-tokens-limit",
-    "anthropic-ratelimit-tokens-remaining",
-    "anthropic-ratelimit-tokens-reset",
-)
+    "X-Request-ID", "request-id", "X-Gateway-Class", "X-Gateway-Attempts", "X-Gateway-Queue-Ms",
+    "X-Gateway-Node", "X-Gateway-Tier", "X-Gateway-Fallback", "X-Gateway-Reason", "Retry-After",
+    "x-ratelimit-limit-requests", "x-ratelimit-limit-tokens", "x-ratelimit-remaining-requests",
+    "x-ratelimit-remaining-tokens", "x-ratelimit-reset-requests", "x-ratelimit-reset-tokens",
+    "anthropic-ratelimit-requests-limit", "anthropic-ratelimit-requests-remaining",
+    "anthropic-ratelimit-requests-reset", "anthropic-ratelimit-tokens-limit",
+    "anthropic-ratelimit-tokens-remaining", "anthropic-ratelimit-tokens-reset",
+)  # fmt: skip
 """Headers that a web page of another origin may read."""
 
 _TIERS = {"cpu": b"x-gateway-tier: cpu\r\n", "gpu": b"x-gateway-tier: gpu\r\n"}

@@ -295,7 +295,6 @@ class ClassLimits:
     most_waiting: int
     """Requests in the whole queue from which on the class is refused."""
     refuse_above: float
-    """Predicted wait above which it is refused."""
     reopen_below: float
     """Predicted wait below which it is admitted again."""
     max_wait: float

@@ -216,9 +216,7 @@ class FleetSync:
     services: dict[ServiceKey, Service] = field(default_factory=dict)
     """Those asked for; one whose `version` is not the model index's is out of date (`service`)."""
     _pools: set[NodeLabels] = field(default_factory=set)
-    """The labels of the pools that requests have asked for."""
     _speed_versions: dict[NodeSlots, int] = field(default_factory=dict)
-    """The version of the node's speed that a row has."""
     _out_of_service: WeakKeyDictionary[CandidateSet, _OutOfService] = field(
         default_factory=WeakKeyDictionary
     )
@@ -638,10 +636,8 @@ def with_context(nodes: Sequence[Node], tokens: int) -> Sequence[Node]:
 
 
 MOST_CACHED_GROUPS = 1000
-"""Combinations of groups and tiers that are kept."""
 
 _ORDER: tuple[Tier, ...] = ("gpu", "cpu")
-"""The tiers in the order in which a group holds them."""
 
 
 @dataclass(slots=True, eq=False)

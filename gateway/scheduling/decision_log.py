@@ -31,10 +31,8 @@ MOST_GRANTS = 4096
 """Leases that are remembered: at 5 requests a second, those of a quarter of an hour."""
 
 MOST_QUEUEINGS = 2048
-"""Requests that were queued."""
 
 MOST_REFUSALS = 1024
-"""Requests that were refused."""
 
 MOST_FOLLOWED = 4096
 """Requests whose decisions are collected while they run."""
@@ -43,7 +41,6 @@ MOST_COLLECTED = 256
 """Decisions that are collected of each, the first."""
 
 LONGEST_REASON = 500
-"""Characters of the message of a refusal."""
 
 
 class Queueing(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -59,7 +56,6 @@ class Queueing(msgspec.Struct, frozen=True, eq=False, gc=False):
     predicted_wait: float | None
     """Seconds; None: nothing measured to predict it from."""
     waiting: int
-    """How many others waited."""
     expires_at: float
     """Until when it may wait."""
 
@@ -84,7 +80,6 @@ class Grant(msgspec.Struct, eq=False, gc=False):
     at: float
     received_at: float
     model: str
-    """The name for which it was granted."""
     slots: int
     prompt_tokens: float
     """Expected tokens of the prompt."""
@@ -113,7 +108,6 @@ class Grant(msgspec.Struct, eq=False, gc=False):
     lease_id: int
     first_content_at: float | None = None
     ended_at: float | None = None
-    """When its slots were free."""
     outcome: str | None = None
     """How the attempt ended, in the word of metrics and logs; None: it runs."""
     status: int = 0

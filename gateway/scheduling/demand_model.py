@@ -71,7 +71,6 @@ MOST_MEDIA_FACTOR, LEAST_MEDIA_FACTOR = 16.0, 1 / 16
 """Bounds of the media factor."""
 
 DEFAULT_ANSWER_TOKENS = 256.0
-"""Tokens of an answer about which nothing is known."""
 
 PRIOR_ANSWERS = 1.0
 """Weight of the prior mean at first, in answers; less with each answer that ends."""
@@ -196,7 +195,6 @@ class TokenEstimates:
 
     most_models: int = 1024
     most_callers: int = 16_384
-    """Most pairs of caller and model."""
     lessons: int = 0
     """Answers from which something was learnt."""
     _models: OrderedDict[str, TokenStats] = field(default_factory=OrderedDict)

@@ -75,7 +75,6 @@ MOST_POOLS_HELD = 2
 come free as fast as they are needed, and each reservation looks at all nodes."""
 
 MOST_COMPARED = 48
-"""Requests that are compared for one placement, at most."""
 
 WARM_ROWS_SEARCHED = 4
 """Rows with room whose warm requests are looked for further back in the queue."""
@@ -138,7 +137,6 @@ class Matcher:
         rng: random.Random,
     ) -> None:
         self.evaluations = 0
-        """Requests that were compared so far."""
         self._refresh_cached: Callable[[QueuedRequest], None] | None = None
         self._refreshes_left = 0
         self._state = placement_state
@@ -355,7 +353,6 @@ DEFERRALS_PER_SLOT = 1
 of its cache."""
 
 LEAST_CACHED_TOKENS = 32.0
-"""Cached tokens that are worth a wait."""
 
 LONGEST_DEFERRAL = 60.0
 """Seconds that a request is deferred at most."""
@@ -515,7 +512,6 @@ class Dispatcher:
         self._slotless_forecast = WaitForecast(placement_state, self._slotless_queue)
         self._wake_at = math.inf
         self.waiting = 0
-        """How many requests wait."""
         self.set_rules(rules)
 
     def set_rules(self, rules: DispatchRules) -> None:
@@ -757,7 +753,7 @@ class Dispatcher:
 
 
 def dispatch_rules(settings: Settings) -> DispatchRules:
-    """The dispatcher's part of the settings."""
+    """The dispatcher's part of the settings. Every word of `policy` means `least_finish`."""
     classes = settings.classes
     overdue_after = {}
     for priority in Priority:
@@ -767,8 +763,7 @@ def dispatch_rules(settings: Settings) -> DispatchRules:
     batch = classes.get("batch")
     reserve = None if batch is None else batch.reserve_slots
     return DispatchRules(
-        settings.policy,
-        overdue_after,
+        overdue_after=overdue_after,
         batch_reserve=reserve or 0.0,
         slotless_limit=settings.queue.slotless,
     )

@@ -63,6 +63,8 @@ class LocalLeaseService:
     most_failed_requests: int = MOST_FAILED_REQUESTS
     lease_now: Callable[[LeaseRequest, Tried, float], GrantedLease | None] = field(init=False)
     """The scheduler's own, since each request calls it."""
+    keep_in_queue: Callable[[str], None] = field(init=False)
+    """The scheduler's own."""
     _sampled_at: dict[str, float] = field(default_factory=dict)
     """When a response was last a sample of each node's speed."""
     _failures: OrderedDict[str, tuple[UnattributedFailure, ...]] = field(
@@ -74,6 +76,7 @@ class LocalLeaseService:
 
     def __post_init__(self) -> None:
         self.lease_now = self.scheduler.lease_now
+        self.keep_in_queue = self.scheduler.keep_in_queue
         self._records = self.scheduler.records
 
     # Asked for a lease.
@@ -95,10 +98,6 @@ class LocalLeaseService:
             scheduler.decision_log.refused(request, error, received_at, scheduler.clock())
             raise
 
-    def keep_in_queue(self, request_id: str) -> None:
-        """The client has the head of a response: it is displaced last."""
-        self.scheduler.keep_in_queue(request_id)
-
     # Asked where else a request could go.
 
     def has_other_node(
@@ -108,11 +107,22 @@ class LocalLeaseService:
 
         `but_paused`: nodes that want no request at this time don't count. Raises: GatewayError.
         """
-        return self.scheduler.has_other_node(request, tried, but_paused=but_paused)
+        now = self.scheduler.clock()
+        return any(
+            node.name not in tried.failed_nodes
+            and node.state in ALIVE_STATES
+            and not (but_paused and node.paused(now))
+            for _, nodes in self.scheduler.candidate_finder.nodes_by_model(request, tried)
+            for node in nodes
+        )
 
     def has_larger_context(self, request: LeaseRequest, tried: Tried) -> bool:
         """Whether a node has the context that it is known to need. Raises: GatewayError."""
-        return self.scheduler.has_larger_context(request, tried)
+        return any(
+            node.context is not None and node.context >= tried.min_context
+            for _, nodes in self.scheduler.candidate_finder.nodes_by_model(request, tried)
+            for node in nodes
+        )
 
     def has_cpu_node(self, request: LeaseRequest, tried: Tried) -> bool:
         """Whether a CPU node of its pool is alive that has not failed the request."""
@@ -126,7 +136,7 @@ class LocalLeaseService:
 
     def unsupported_error(self, request: LeaseRequest, tried: Tried) -> GatewayError | None:
         """The error of a request that no node supports (501); None: some node may."""
-        return self.scheduler.unsupported_error(request, tried)
+        return self.scheduler.candidate_finder.unsupported_error(request, tried)
 
     def resume_key_of(self, props: object) -> tuple[object, ...]:
         """The `resume_key` of a server that answers `/props` like this."""

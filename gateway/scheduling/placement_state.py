@@ -56,7 +56,6 @@ class RowFigures(msgspec.Struct, frozen=True, eq=False, gc=False):
     own_penalty: float
     """The part of D that holds for this request alone."""
     cached: float
-    """Prompt tokens that it was believed to have cached."""
     wake: float = 0.0
     """The seconds of `penalty` in which the node, which sleeps, wakes up."""
     pool: int = 0
@@ -118,7 +117,6 @@ SLOWEST_TPS, FASTEST_TPS = 1e-3, 1e7
 """Tokens/s outside of which a speed is a mistake; it is clamped."""
 
 MOST_PENALTY_SECONDS = 1e6
-"""Longer penalties are clamped."""
 
 MOST_SLOTS = 1 << 16
 
@@ -168,12 +166,9 @@ class QueuedRequest(msgspec.Struct, eq=False):
     fairness_key: str
     """The caller or user whose share it counts against."""
     received_at: float
-    """When it reached the gateway."""
     slots: int = 1
     prompt_tokens: float = 0.0
-    """Expected prompt tokens."""
     completion_tokens: float = DEFAULT_COMPLETION_TOKENS
-    """Expected tokens of the answer."""
     cached: Mapping[int, float] = msgspec.field(default_factory=lambda: NO_ROWS)
     """Prompt tokens that a row is believed to have cached, by row index."""
     pending: Mapping[int, float] = msgspec.field(default_factory=lambda: NO_ROWS)
@@ -218,7 +213,6 @@ class QueuedRequest(msgspec.Struct, eq=False):
     deferred_until: float = 0.0
     """When that node was predicted to have a slot, with a margin; 0: never deferred."""
     deferral: Deferral | None = None
-    """Why it was last deferred."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.prompt_tokens <= MOST_TOKENS_PER_REQUEST:
@@ -355,19 +349,14 @@ class Placement:
     prefill_ends: float
     """When its prompt is expected to have been read."""
     ends: float
-    """When it is expected to end."""
     uncached: float = 0.0
     """Prompt tokens that the node has to read."""
     account: FairnessAccount | None = None
-    """The account that pays for it; None once it is settled."""
     charge: float = 0.0
-    """What the account has been charged so far."""
     token_weight: float = 1.0
     """Price of an output token when it was placed: it is settled at the same price."""
     released: bool = False
-    """Whether its slots are free again."""
     comparison: Comparison | None = None
-    """What it was compared with, if that is kept."""
 
     def take_account(self) -> FairnessAccount | None:
         """The account that pays for it, the first time; then None."""
@@ -402,7 +391,6 @@ class NodeSlots:
     busy: int = 0
     free: int = 0
     alive: bool = False
-    """Worth waiting for."""
     paused: bool = False
     """Alive, but it wants nothing for a while: a later model name counts meanwhile."""
     prefill_tps: float = UNMEASURED_PREFILL_TPS
@@ -423,12 +411,10 @@ class NodeSlots:
     prefill_until: float = 0.0
     """When the prompts that are queued there are expected to have been read."""
     ends_sum: float = 0.0
-    """Sum of the expected ends of what runs."""
     running: list[Placement] = field(default_factory=list)
     deferred: list[QueuedRequest] = field(default_factory=list)
     """Waiting requests that are deferred to it, in the order in which they were."""
     reserved_for: QueuedRequest | None = None
-    """The wide request that its free slots are reserved for."""
     reserved_from_all: bool = False
     """Whether they are reserved from higher classes too."""
     batch_reserve: int = 0
@@ -438,23 +424,19 @@ class NodeSlots:
     reserve_group: object = None
     """Rows of equal groups, in the same tier, share their reserve."""
     last_placement: int = 0
-    """The number of the last placement here."""
     per_prompt_token: float = 0.0
     """Cost of one more prompt token, seconds: its prefill and the decoding that it holds up."""
     per_output_token: float = 0.0
     """Seconds of an output token of one more sequence."""
     decoding: int = 0
-    """How many of `running` have an answer to decode."""
     decode_slowdown: float = 0.0
     """Share of their remaining time by which one more sequence slows them down."""
     slotless_running: int = 0
     """Requests without a slot that run here."""
     slotless_by_caller: dict[str, int] = field(default_factory=dict)
-    """How many of them each caller has."""
     pool: int = 0
     """Tokens that its slots share; 0: each has its own."""
     pool_reserved: float = 0.0
-    """Tokens of the pool that are reserved for what runs here."""
     pool_foreign: int = 0
     """Tokens of the pool that others use, or ours beyond what is reserved for them."""
     pool_room: float = math.inf
@@ -844,15 +826,12 @@ class PlacementState:
     """By index; a removed row stays until its index is used again."""
     by_name: dict[str, NodeSlots] = field(default_factory=dict)
     free_rows: dict[int, NodeSlots] = field(default_factory=dict)
-    """Rows with a free slot, by index."""
     free_rows_version: int = 0
     """Changes whenever a row enters or leaves `free_rows`."""
     placement_count: int = 0
-    """Placements so far."""
     speed_changes: int = 0
     """Rows that became twice as fast, or half, since `clear_speed_changes`."""
     slots_freed: bool = False
-    """Whether slots have come free since `clear_slots_freed`."""
     exploring: set[int] = field(default_factory=set)
     """Indexes of rows that may get requests in order to learn their speed."""
     reserved_rows: list[NodeSlots] = field(default_factory=list)
@@ -864,7 +843,6 @@ class PlacementState:
     pools_version: int = 0
     """Changes with the size of any row's pool."""
     slots_version: int = 0
-    """Changes with the number of slots of any row."""
     _reserve_is_stale: bool = False
     """Whether rows or slots have changed since `spread_batch_reserve`."""
     _changed: set[int] = field(default_factory=set)

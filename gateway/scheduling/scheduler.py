@@ -16,11 +16,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+import structlog
+
 from gateway import errors
 from gateway.config.cache_privacy import NodeLabels
 from gateway.config.settings import Settings
 from gateway.fleet.fleet import Fleet
-from gateway.fleet.health import ALIVE_STATES, PREFILL_GRACE_FACTOR
+from gateway.fleet.health import PREFILL_GRACE_FACTOR
 from gateway.fleet.node import Lease, LeasePhase, NodeState
 from gateway.fleet.prompt_cache import FleetPromptCache
 from gateway.lease import (
@@ -68,12 +70,10 @@ MOST_PLACED_BY_TOKENS = 8
 with thousands of nodes and waiting requests."""
 
 LEAST_TIMER_SECONDS = 0.001
-"""No timer is set to less."""
 
 MOST_STALE_PLACEMENTS = 4
 """Placements that a request may lose because its node does not take it after all. Each time the
 placement state is brought up to date, so one is a lot."""
-
 
 PESSIMISTIC_PREFILL_TPS = 25.0
 """Prompt tokens/s assumed of a node that has not shown its speed: slow on purpose, since it bounds
@@ -99,18 +99,17 @@ class LeaseRecord(Lease):
     grant: Grant
     """What is kept of it to explain it."""
 
-    def prefill_ended(self) -> None:
+    def prefill_ended(self, now: float) -> None:
         """Replace the predicted prefill by the real one."""
         assert self.placement is not None
-        now = self.node.clock()
         self.grant.content_began(now)
         self.dispatcher.prefill_done(self.placement, now)
 
-    def slots_freed(self) -> bool:
+    def slots_freed(self, now: float) -> bool:
         """The slots are free. Returns whether the row is still the node's."""
         placement = self.placement
         assert placement is not None
-        self.dispatcher.released(placement, self.node.clock())
+        self.dispatcher.released(placement, now)
         row = placement.row
         if self.dispatcher.placement_state.by_name.get(row.name) is row:
             return True
@@ -123,7 +122,6 @@ class YieldRequests:
     """Asks running requests to yield, each lease at most once."""
 
     records: dict[int, LeaseRecord]
-    """The leases that may be asked, by lease id."""
     yield_slot: Callable[[str], bool]
     """Asks the request with this id to give up its slot and wait again; whether it does."""
     _in_vain: dict[tuple[tuple[TierSets, ...], Priority, int], float] = field(default_factory=dict)
@@ -229,6 +227,7 @@ class Scheduler:
     _timer: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
+        _warn_of_policy(self.settings)
         state = PlacementState()
         self.dispatcher = Dispatcher(
             state, dispatch_rules(self.settings), self.rng, keeps_comparisons=True
@@ -249,6 +248,7 @@ class Scheduler:
     def configure(self, settings: Settings) -> None:
         """Put changed settings in force."""
         self.settings = settings
+        _warn_of_policy(settings)
         self.admission.configure(settings)
         self.dispatcher.set_rules(dispatch_rules(settings))
         self.tier_router.configure(settings)
@@ -326,11 +326,11 @@ class Scheduler:
             tried,
             candidates,
             queued,
-            now,
-            expires_at,
-            granted,
-            down_since,
-            response_started,
+            queued_at=now,
+            expires_at=expires_at,
+            granted=granted,
+            nodes_down_since=down_since,
+            response_started=response_started,
         )
         self._enqueue(waiter)
         self._match_soon()
@@ -358,34 +358,6 @@ class Scheduler:
             ),
             default=0.0,
         )
-
-    def has_other_node(
-        self, request: LeaseRequest, tried: Tried, *, but_paused: bool = False
-    ) -> bool:
-        """Whether a node is alive that could take `request` and has not failed it.
-
-        `but_paused`: nodes that want no request at this time don't count.
-        """
-        now = self.clock()
-        return any(
-            node.name not in tried.failed_nodes
-            and node.state in ALIVE_STATES
-            and not (but_paused and node.paused(now))
-            for _, nodes in self.candidate_finder.nodes_by_model(request, tried)
-            for node in nodes
-        )
-
-    def has_larger_context(self, request: LeaseRequest, tried: Tried) -> bool:
-        """Whether a node has the context that `request` is now known to need."""
-        return any(
-            node.context is not None and node.context >= tried.min_context
-            for _, nodes in self.candidate_finder.nodes_by_model(request, tried)
-            for node in nodes
-        )
-
-    def unsupported_error(self, request: LeaseRequest, tried: Tried) -> errors.GatewayError | None:
-        """The error of a request that no node supports (501); None: some node may."""
-        return self.candidate_finder.unsupported_error(request, tried)
 
     def keep_in_queue(self, request_id: str) -> None:
         """The request's client has the head of a response: displace others before it."""
@@ -474,10 +446,6 @@ class Scheduler:
         """Bring all nodes up to date, and give out free slots soon."""
         self.fleet_sync.sync()
         self._match_soon()
-
-    def completed(self, now: float) -> None:
-        """A request has been answered: the queue moves at this rate."""
-        self.completion_rate.completed(now)
 
     def refuse(self, request_id: str, error: errors.GatewayError) -> bool:
         """End the wait of one request with this error; whether it was waiting."""
@@ -789,12 +757,14 @@ class Scheduler:
             model,
             node.served_name(model) or model,
             slots,
-            stream,
-            PREFILL_GRACE_FACTOR * grace,
-            None if prefill_tps is None else placement.prefill_ends - placement.placed_at,
-            fallback,
-            wake_limit,
-            round(tokens),
+            stream=stream,
+            prefill_grace=PREFILL_GRACE_FACTOR * grace,
+            expected_prefill=None
+            if prefill_tps is None
+            else placement.prefill_ends - placement.placed_at,
+            fallback=fallback,
+            wake=wake_limit,
+            prompt_tokens=round(tokens),
         )
 
     def _nodes_without_room(self, placement: Placement, now: float) -> Mapping[str, int]:
@@ -947,3 +917,10 @@ class Scheduler:
             self._remove(waiter)
             self._rebuild(waiter, candidates)
             self._enqueue(waiter)
+
+
+def _warn_of_policy(settings: Settings) -> None:
+    if settings.policy != "least_finish":
+        structlog.get_logger().warning(
+            "setting", setting="policy", value=settings.policy, means="least_finish"
+        )

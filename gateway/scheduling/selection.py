@@ -510,7 +510,6 @@ POLICIES: Final[dict[str, Callable[[PlacementState], SelectionPolicy]]] = {
     "round_robin": lambda _: RoundRobin(),
     "prefix_hash": lambda _: PrefixHash(),
 }
-"""Makes the policy of each name, for one placement state."""
 
 
 def compare(

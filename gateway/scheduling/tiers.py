@@ -70,10 +70,9 @@ class SpillBudget:
     spilled: SlidingSum = field(init=False)
     paid: SlidingSum = field(init=False)
     outstanding: int = 0
-    """Reservations that are not settled."""
     _reserved: float = 0.0
     _unbounded: int = 0
-    """How many of them have no bound."""
+    """Reservations whose cost has no bound."""
 
     def __post_init__(self) -> None:
         span = self.settings.window

@@ -65,7 +65,6 @@ class VirtualTokenCounters:
     start_counter: float = 0.0
     """Where a caller starts while nobody waits: at the counter of the one served last."""
     mean_charge: float = 1.0
-    """The mean charge of a request."""
     _serial: int = 0
 
     def account(self, fairness_key: str) -> FairnessAccount:

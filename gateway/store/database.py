@@ -31,6 +31,7 @@ from sqlalchemy import (
     text,
     update,
 )
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Engine
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.pool import NullPool
@@ -332,6 +333,11 @@ def transaction(
             if seconds > STATEMENT_SECONDS:
                 connection.exec_driver_sql(f"SET LOCAL statement_timeout = {int(seconds * 1000)}")
         yield
+
+
+def insert_for(connection: Connection) -> Any:
+    """`insert` with `on_conflict_…`, which both databases have alike."""
+    return postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
 
 
 def sqlite_driver(connection: Connection) -> sqlite3.Connection:

@@ -41,15 +41,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 STREAM_ROUNDS = 8  # the fastest counts: other work can only make a round slower
-
 LEAST_STREAM_BYTES = 64 << 20  # of a thread
-
 MOST_STREAM_BYTES = 4 << 30  # of all threads
-
 CACHE_MULTIPLE = 4  # of the caches that the test must not fit into
-
 CHANNEL_BYTES = 8  # of a transfer: a DDR channel has 64 data lines
-
 REACHED_SHARE = 0.75
 """Of the modules' peak that a program reads at. McCalpin's STREAM reaches 70 to 85 % of it on
 server processors."""
@@ -286,13 +281,7 @@ QUANTIZATIONS = {
 }
 """The type of most tensors of each quantisation, the smallest first."""
 
-FALLBACKS = {
-    "q2_k": "q4_0",
-    "q3_k": "q4_0",
-    "q4_k": "q5_0",
-    "q5_k": "q5_1",
-    "q6_k": "q8_0",
-}
+FALLBACKS = {"q2_k": "q4_0", "q3_k": "q4_0", "q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 """Of a tensor whose rows are no multiple of 256 (`tensor_type_fallback`)."""
 
 NUMBERS = {name: number for number, name in TENSOR_TYPE_NAMES.items()}
@@ -303,9 +292,7 @@ NEVER_QUANTIZED = re.compile(
 )
 
 LAYER = re.compile(r"^blk\.(\d+)\.")
-
 SPREAD_EXPERTS = 8  # a model of so many has Q8_0 for keys and values in every layer
-
 GROUPED = 4  # heads that share a key head, from which on values are few and get more bits
 
 
@@ -414,7 +401,6 @@ def _layer(tensor: Tensor) -> int:
 
 
 MOST_SLOTS = 256
-
 MOST_CONTEXT = 1 << 22  # tokens, where the metadata has no trained context
 
 
@@ -550,7 +536,6 @@ def _speed(shape: ModelShape, settings: ServerSettings, machine: Machine) -> Exp
 
 
 MIB = 1 << 20
-
 LEAST_SHARE = 0.01  # of the weights, below which a type of them is not told
 
 

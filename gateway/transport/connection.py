@@ -26,8 +26,7 @@ from gateway.transport.errors import (
 MOST_HEAD_BYTES = 64 * 1024
 """Largest head of a response, interim ones included; llama.cpp's has some 500 bytes."""
 
-BODY_HIGH_WATER = 256 * 1024
-"""Unread bytes of body at which the socket is no longer read."""
+BODY_HIGH_WATER = 256 * 1024  # unread bytes of body at which the socket is no longer read
 
 STALE_SECONDS = 1.0
 """If a reused connection breaks later than this after sending, the request reached the node."""
@@ -45,33 +44,11 @@ class NodeConnection(asyncio.Protocol):
     """
 
     __slots__ = (
-        "_bodyless",
-        "_error",
-        "_framed",
-        "_known",
-        "_known_headers",
-        "_loop",
-        "_made",
-        "_made_for",
-        "_parser",
-        "_parts",
-        "_paused",
-        "_pending",
-        "_sent_at",
-        "_sink",
-        "_stale_seconds",
-        "_waiter",
-        "alive",
-        "complete",
-        "headers",
-        "on_body",
-        "on_wake",
-        "received_bytes",
-        "requests_sent",
-        "reusable",
-        "status",
-        "transport",
-    )
+        "_bodyless", "_error", "_framed", "_known", "_known_headers", "_loop", "_made",
+        "_made_for", "_parser", "_parts", "_paused", "_pending", "_sent_at", "_sink",
+        "_stale_seconds", "_waiter", "alive", "complete", "headers", "on_body", "on_wake",
+        "received_bytes", "requests_sent", "reusable", "status", "transport",
+    )  # fmt: skip
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, *, stale_seconds: float = STALE_SECONDS
@@ -92,10 +69,8 @@ class NodeConnection(asyncio.Protocol):
         # State that outlasts a reply, all of it of the head that was parsed last.
         self._known: KnownHead | None = None
         """That head, if its reply had status 200 and came in one read."""
-        self._known_headers: Headers = []
-        """Its headers, all but the length."""
-        self._made: bytes | None = None
-        """What `made_of_head` has made of it."""
+        self._known_headers: Headers = []  # its headers, all but the length
+        self._made: bytes | None = None  # what `made_of_head` has made of it
         self._made_for: object = None
         self._clear()
 
@@ -117,8 +92,7 @@ class NodeConnection(asyncio.Protocol):
         self._bodyless = False
         self._error: UpstreamError | None = None
         self._parts.clear()
-        self._pending = 0
-        """Bytes that have come since the reader last took some, framing included."""
+        self._pending = 0  # bytes that have come since the reader last took some, framing included
         self._paused = False
         self._sent_at = 0.0
 

@@ -35,8 +35,7 @@ class EagerTask:
     __slots__ = ("_coroutine", "_task", "_tasks")
 
     def __init__(self, tasks: set[asyncio.Task[None]]) -> None:
-        self._tasks = tasks
-        """Holds the task, if one is needed."""
+        self._tasks = tasks  # holds the task, if one is needed
         self._task: asyncio.Task[None] | None = None
         self._coroutine: Coroutine[Any, Any, None] | None = None
 

@@ -34,8 +34,7 @@ from gateway.transport.resolver import Resolver
 IDLE_SECONDS = 4.0
 """Below the 5 s after which llama.cpp's server closes (cpp-httplib's keep-alive timeout)."""
 
-IDLE_CONNECTIONS = 1024
-"""Idle connections kept for one node; further ones are closed."""
+IDLE_CONNECTIONS = 1024  # idle connections kept for one node; further ones are closed
 
 RESOLVE_SHARE = 0.75
 """Share of the time for a connection in which its host's name must be resolved: what is left lets
@@ -51,10 +50,8 @@ class NodeAddress:
 
     host: str
     port: int
-    path_prefix: bytes
-    """Path prefix, without a slash at its end."""
-    header_lines: bytes
-    """Header lines that every request to this node has: Host, the node's key."""
+    path_prefix: bytes  # path prefix, without a slash at its end
+    header_lines: bytes  # header lines that every request to this node has: Host, the node's key
     tls: ssl.SSLContext | None = None
     server_name: str | None = None
 
@@ -317,8 +314,7 @@ def _tls_context(spec: NodeTls | None) -> ssl.SSLContext:
     return context
 
 
-ANSWER_BYTES = 12
-"""Of `HTTP/1.1 200`."""
+ANSWER_BYTES = 12  # of `HTTP/1.1 200`
 
 _SAYS_PLAIN = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")
 

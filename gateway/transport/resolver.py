@@ -21,20 +21,14 @@ from typing import Any, ParamSpec, TypeVar
 
 from gateway.transport.errors import ConnectFailed
 
-REFRESH_AFTER = 45.0
-"""Seconds after which a name that is in use is looked up again."""
-
-LEAST_LOOKUP_INTERVAL = 1.0
-"""Least seconds between two look-ups of a name."""
+REFRESH_AFTER = 45.0  # seconds after which a name that is in use is looked up again
+LEAST_LOOKUP_INTERVAL = 1.0  # least seconds between two look-ups of a name
 
 LOOKUP_ABANDONED_AFTER = 120.0
 """Seconds after which a look-up no longer prevents another one of the same name."""
 
-MOST_LOOKUP_THREADS = 128
-"""Look-ups at the same time; one for each name at most."""
-
-MOST_ADDRESSES = 8
-"""Addresses of one name that are tried."""
+MOST_LOOKUP_THREADS = 128  # look-ups at the same time; one for each name at most
+MOST_ADDRESSES = 8  # addresses of one name that are tried
 
 Lookup = Callable[[str], list[str]]
 """Finds the addresses of a name, however long it takes. Raises: OSError, UnicodeError."""
@@ -134,12 +128,9 @@ class Host:
 
     addresses: tuple[str, ...] = ()
     """From the last look-up that found any; the one that was connected to last comes first."""
-    asked_at: float = -math.inf
-    """When the last look-up began."""
-    error: str = ""
-    """Why the last look-up found no address."""
-    lookup: asyncio.Future[list[str]] | None = None
-    """The look-up that is under way."""
+    asked_at: float = -math.inf  # when the last look-up began
+    error: str = ""  # why the last look-up found no address
+    lookup: asyncio.Future[list[str]] | None = None  # the look-up that is under way
 
     def put_first(self, address: str) -> None:
         """Try this address before the others, if it is one of the host's."""

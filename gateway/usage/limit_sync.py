@@ -22,10 +22,9 @@ from gateway.store.failures import StoreError
 from gateway.store.schema import open_requests, processes, usage, usage_days
 from gateway.store.store import Store
 from gateway.store.worker import StoreWorker
-from gateway.usage.accounts import MINUTE, NO_OTHERS, Account, LedgerSums, OtherUse
-from gateway.usage.limits import LimitBook
+from gateway.usage.limits import MINUTE, NO_OTHERS, Account, LedgerSums, LimitBook, OtherUse
 from gateway.usage.processes import LOST
-from gateway.usage.windows import DAY_SECONDS, Calendar, month_start
+from gateway.usage.windows import DAY, Calendar, month_start
 
 POLL_SECONDS = 0.5
 
@@ -182,7 +181,7 @@ class LimitSync:
             return False
         before, at = self._last
         set_ahead = (now - before) - (self.clock() - at)
-        day, day_before = now // DAY_SECONDS, before // DAY_SECONDS
+        day, day_before = now // DAY, before // DAY
         return day < day_before or (day > day_before and set_ahead > MINUTE)
 
     # Count.
@@ -356,7 +355,7 @@ def _sums(
 
     Of days that retention has rolled up, all rows count.
     """
-    month_begins, day_begins = month_start(calendar.month), calendar.day * DAY_SECONDS
+    month_begins, day_begins = month_start(calendar.month), calendar.day * DAY
     rows, days = usage.c, usage_days.c
     # Rows of later days were written while a clock was wrong.
     today = and_(rows.ended_at >= day_begins, rows.ended_at < calendar.day_ends)

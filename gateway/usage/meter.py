@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from gateway.events import EventBus, RequestFinished
 from gateway.lease import LeaseRequest
-from gateway.usage.accounts import Accounts
 from gateway.usage.ledger import OpenRequest, UsageRow
-from gateway.usage.limits import LimitBook, Reservation
+from gateway.usage.limits import Accounts, LimitBook, Reservation
 
 CLOCK_STEP_SECONDS = 1.0
 """A request that was admitted so much later than it can have been: the clock was set back."""

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, delete, select
-from sqlalchemy.dialects import postgresql, sqlite
 
+from gateway.store.database import insert_for
 from gateway.store.schema import open_requests, processes
 
 HEARTBEAT_SECONDS = 5.0
@@ -173,8 +173,3 @@ def take_open_requests(
     if len(rows) < most:
         connection.execute(delete(processes).where(*own_row))
     return rows
-
-
-def insert_for(connection: Connection) -> Any:
-    """`insert` with `on_conflict_…` of the connection's dialect."""
-    return postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert

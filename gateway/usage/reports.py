@@ -1,8 +1,9 @@
-"""Reports on the ledger: sums of requests, tokens and money by key, model, day and the like.
+"""What the ledger tells: reports, the busiest hour, and what callers may know of their own use.
 
-A report counts the ledger's rows (`usage`) and the sums of those that retention has deleted
-(`usage_days`). It is read in steps of `ROWS_PER_STEP` rows, each a job of its own for the store, so
-that the rows of requests that end meanwhile are written in between.
+A report has sums of requests, tokens and money by key, model, day and the like. It counts the
+ledger's rows (`usage`) and the sums of those that retention has deleted (`usage_days`). It is read
+in steps of `ROWS_PER_STEP` rows, each a job of its own for the store, so that the rows of requests
+that end meanwhile are written in between.
 """
 
 from __future__ import annotations
@@ -13,26 +14,40 @@ import heapq
 import io
 import math
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime, timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, FromClause, Select, case, func, select
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    FromClause,
+    RowMapping,
+    Select,
+    and_,
+    case,
+    func,
+    literal,
+    or_,
+    select,
+)
 
 from gateway.config.fields import parse_duration
 from gateway.errors import CLIENT_CLOSED_STATUS
-from gateway.store.schema import node_hours, revisions, usage, usage_days
+from gateway.store.failures import StoreError
+from gateway.store.schema import node_hours, open_requests, revisions, usage, usage_days
 from gateway.store.store import Store
 from gateway.usage import money
+from gateway.usage.limits import Accounts, LimitBook, LimitStanding
+from gateway.usage.windows import DAY, date_of, time_text
 
 Dimension = Literal["key", "group", "user", "model", "class", "day", "tier"]
 
 DIMENSIONS: tuple[Dimension, ...] = ("key", "group", "user", "model", "class", "day", "tier")
 
 MOST_DIMENSIONS = 2
-
-DAY = 86400.0
 
 DEFAULT_SINCE = "30d"
 
@@ -248,20 +263,6 @@ def parse_time(parameter: str, text: str, now: float, *, end: bool = False) -> f
         f"{text!r} is no time: write a date (2026-11-23), a time (2026-11-23T08:00:00Z), or how "
         "long ago (7d, 12h)",
     )
-
-
-def time_text(moment: float) -> str:
-    """A time in the form of RFC 3339, in UTC."""
-    try:
-        text = datetime.fromtimestamp(moment, UTC).isoformat(timespec="seconds")
-    except (ValueError, OverflowError, OSError):
-        return str(moment)
-    return text.replace("+00:00", "Z")
-
-
-def date_of(moment: float) -> str:
-    """The day of a time, in UTC: `2026-11-23`."""
-    return time_text(moment)[:10]
 
 
 Group = tuple[str, ...]
@@ -548,3 +549,352 @@ def _idle(report: UsageReport, hours: list[money.NodeHours], charged: float) -> 
             None, "the hours of nodes are recorded by day: ask for whole days, such as since=7d"
         )
     return money.idle_cost(hours, charged)
+
+
+# The busiest hour.
+
+
+MINUTE = 60
+
+STRETCHES = (60, 20, 5, 1)
+"""Minutes of what is called the busiest hour: the longest of which all requests can be told."""
+
+MOST_ARRIVALS = 20_000
+"""Requests that are told, some 2 MB of JSON."""
+
+MOST_MINUTES = 150_000
+"""Minutes with requests that are compared: a hundred days of them, some 30 MB."""
+
+BATCH = "batch"
+"""The class of requests that nobody waits for."""
+
+UNSERVED = ("queue_full", "queue_timeout")
+"""Outcomes of requests that the gateway had no slot for."""
+
+COLUMNS = (
+    "seconds", "model", "class", "node", "prompt_tokens", "cached_tokens", "completion_tokens",
+    "slot_seconds", "lasted", "unserved",
+)  # fmt: skip
+"""Of each request. `seconds`: its arrival, from the beginning of the hour. Tokens are null of a
+request that has not been served, `lasted` of one that has not ended."""
+
+
+@dataclass(slots=True)
+class _Minute:
+    requests: int = 0
+    served: int = 0
+    slot_seconds: float = 0.0
+
+    def asked(self, each: float) -> float:
+        """Slot seconds, with `each` of a request that had no slot."""
+        return self.slot_seconds + each * (self.requests - self.served)
+
+
+@dataclass(slots=True)
+class ArrivalsReader:
+    """Reads the busiest hour, request by request, which a plan of the fleet plays again.
+
+    It holds times, sizes, models and classes, and nothing that names a caller. The hour is the one
+    for which requests asked most of the nodes: the seconds that they held slots, and the mean of
+    those for each request that the gateway had no slot for. Call `step` until it returns True, in
+    jobs of the store; then `to_json`. Of `query` its times count.
+    """
+
+    query: ReportQuery
+    now: float
+    rows_per_step: int = ROWS_PER_STEP
+    most_arrivals: int = MOST_ARRIVALS
+    most_minutes: int = MOST_MINUTES
+    _minutes: dict[int, _Minute] = field(default_factory=dict, init=False)
+    _arrivals: list[list[Any]] = field(default_factory=list, init=False)
+    _at: float | None = field(default=None, init=False)
+    """Rows that ended before it have been read; None: all minutes are counted."""
+    _hour: tuple[float, float] | None = field(default=None, init=False)
+    """From when to when it was; None: not found yet."""
+    _until: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._at = self.query.since
+        self._until = min(self.now, self.query.until)
+
+    def step(self, connection: Connection) -> bool:
+        """Read some more; whether all is read. Raises: InvalidQuery, for too long a time."""
+        if self._at is not None:
+            ended = usage.c.ended_at
+            later = select(ended).where(ended < self.query.until).order_by(ended)
+            end = end_of_step(connection, later, self._at, self.rows_per_step)
+            until = self.query.until if end is None else end
+            read = self._count if self._hour is None else self._read
+            read(connection, self._at, until)
+            self._at = end
+            return False
+        if self._hour is None:
+            self._count_open(connection)
+            if not self._minutes:
+                return True
+            self._hour = self._busiest()
+            self._at = self._hour[0]
+            return False
+        waits_not = select(open_requests).where(open_requests.c.class_.is_distinct_from(BATCH))
+        self._add(connection, waits_not, open_requests.c.started_at)
+        self._arrivals.sort(key=lambda one: one[0])
+        return True
+
+    def _count(self, connection: Connection, start: float, end: float) -> None:
+        minute = func.floor(usage.c.started_at / MINUTE)
+        served = func.sum(case((usage.c.slot_seconds > 0, 1), else_=0))
+        counted = (
+            select(minute, func.count(), served, func.sum(usage.c.slot_seconds))
+            .where(usage.c.ended_at >= start, usage.c.ended_at < end, _wanted_slots())
+            .group_by(minute)
+        )
+        self._add_minutes(connection, counted)
+
+    def _count_open(self, connection: Connection) -> None:
+        minute = func.floor(open_requests.c.started_at / MINUTE)
+        counted = (
+            select(minute, func.count(), literal(0), literal(0.0))
+            .where(open_requests.c.class_.is_distinct_from(BATCH))
+            .group_by(minute)
+        )
+        self._add_minutes(connection, counted)
+
+    def _add_minutes(self, connection: Connection, counted: Select[Any]) -> None:
+        for number, requests, served, slot_seconds in connection.execute(counted):
+            if not self.query.since - MINUTE < number * MINUTE < self._until:
+                continue
+            minute = self._minutes.setdefault(int(number), _Minute())
+            minute.requests += int(requests)
+            minute.served += int(served)
+            minute.slot_seconds += float(slot_seconds)
+        if len(self._minutes) > self.most_minutes:
+            raise InvalidQuery("since", "so long a time can't be compared: take a later one")
+
+    def _busiest(self) -> tuple[float, float]:
+        served = sum(one.served for one in self._minutes.values())
+        held = sum(one.slot_seconds for one in self._minutes.values())
+        each = held / served if served else 1.0
+        ordered = sorted(self._minutes.items())
+        minutes, found = 0, (0, 0)
+        for minutes in STRETCHES:
+            best, asked, first, requests = -1.0, 0.0, 0, 0
+            for number, one in ordered:
+                requests += one.requests
+                asked += one.asked(each)
+                while number - ordered[first][0] >= minutes:
+                    left = ordered[first][1]
+                    requests -= left.requests
+                    asked -= left.asked(each)
+                    first += 1
+                # Of equal ones the last: it is the fleet of today that is asked about.
+                if asked >= best:
+                    best, found = asked, (ordered[first][0], requests)
+            if found[1] <= self.most_arrivals:
+                break
+        start = max(self.query.since, float(found[0] * MINUTE))
+        return start, min(self._until, float((found[0] + minutes) * MINUTE))
+
+    def _read(self, connection: Connection, start: float, end: float) -> None:
+        ended = select(usage).where(usage.c.ended_at >= start, usage.c.ended_at < end)
+        self._add(connection, ended.where(_wanted_slots()), usage.c.started_at)
+
+    def _add(
+        self, connection: Connection, found: Select[Any], started: ColumnElement[float]
+    ) -> None:
+        start, end = self._hour or (0.0, 0.0)
+        within = found.where(started >= start, started <= end)
+        rows = connection.execute(within.limit(self.most_arrivals - len(self._arrivals)))
+        self._arrivals += (_arrival(row, start) for row in rows.mappings())
+
+    def to_json(self) -> dict[str, Any]:
+        """The hour as JSON values; `step` has returned True."""
+        start, end = self._hour or (self.query.since, self.query.since)
+        return {
+            "since": time_text(self.query.since),
+            "until": time_text(self._until),
+            "first": time_text(min(self._minutes, default=0) * MINUTE) if self._minutes else None,
+            "requests": sum(one.requests for one in self._minutes.values()),
+            "hour": {"from": time_text(start), "to": time_text(end), "seconds": end - start},
+            "columns": list(COLUMNS),
+            "arrivals": self._arrivals,
+        }
+
+
+def _wanted_slots() -> ColumnElement[bool]:
+    """Requests that a node worked for, and those that it would have if there had been a slot.
+
+    Batches are none of them: they fill slots that are idle, and wait for those.
+    """
+    return and_(
+        usage.c.class_.is_distinct_from(BATCH),
+        or_(
+            usage.c.slot_seconds > 0,
+            usage.c.outcome.in_(UNSERVED),
+            usage.c.status == CLIENT_CLOSED_STATUS,
+        ),
+    )
+
+
+def _arrival(row: RowMapping, start: float) -> list[Any]:
+    lasted = row["ended_at"] - row["started_at"] if "ended_at" in row else None
+    served = lasted is not None and row["slot_seconds"] > 0
+    return [
+        round(row["started_at"] - start, 3),
+        *(row[name] for name in COLUMNS[1:4]),
+        *(row[name] if served else None for name in COLUMNS[4:7]),
+        round(row["slot_seconds"], 3),
+        None if lasted is None else round(lasted, 3),
+        lasted is not None and row["outcome"] in UNSERVED,
+    ]
+
+
+# What a caller may know of its own use.
+
+
+LEAST_AGE = 5.0
+"""Seconds for which figures are kept at least."""
+
+AGE_FACTOR = 20.0
+"""Figures are kept for so many times as long as it took to read them: a caller that polls takes a
+twentieth of the store's time at most."""
+
+MOST_KEPT = 1000
+"""Callers and end users whose figures are kept."""
+
+NO_STORE = "the gateway has no store: requests are not recorded"
+
+
+class _Kept(NamedTuple):
+    figures: dict[str, Any]
+    until: float
+
+
+@dataclass(slots=True, eq=False)
+class CallerUsage:
+    """Answers callers about themselves. `reporter` is None where there is no store.
+
+    Figures come from the ledger and are kept for some seconds, longer the more rows they took; so
+    callers that poll cost the store little, however much they have used. Limits are live.
+    """
+
+    book: LimitBook
+    reporter: Reporter | None
+    now: Callable[[], float]
+    """Unix seconds."""
+    clock: Callable[[], float]
+    """Monotonic seconds."""
+    _kept: OrderedDict[tuple[str, str | None], _Kept] = field(default_factory=OrderedDict)
+    _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def describe(self, accounts: Accounts, *, hides_cache: bool) -> dict[str, Any]:
+        """The use of this caller, or of the end user that it names, as JSON values.
+
+        `hides_cache`: without what tells of prompt caches. What the store can't say now is None,
+        with the reason.
+        """
+        caller = accounts.caller
+        return {
+            "object": "usage",
+            "key": caller.id,
+            "name": caller.name,
+            "group": caller.group,
+            "user": accounts.user,
+            **_without_cache(await self._figures(caller.id, accounts.user), hides_cache),
+            "limits": [_standing_json(one) for one in self.book.standings(accounts)],
+            "max_class": caller.max_priority.label,
+            "models_allowed": None if caller.models is None else sorted(caller.models),
+            "largest_prompt_tokens": accounts.prompt_tokens,
+            "largest_completion_tokens": accounts.completion_tokens,
+        }
+
+    async def _figures(self, key: str, user: str | None) -> dict[str, Any]:
+        if self.reporter is None:
+            return _unknown(NO_STORE)
+        async with self._reading:
+            kept = self._kept.get((key, user))
+            if kept is not None and self.clock() < kept.until:
+                return kept.figures
+            began = self.clock()
+            try:
+                report = await self.reporter.read(self._query(key, user))
+            except (StoreError, ReportInterrupted, InvalidQuery) as error:
+                return _unknown(error.message if isinstance(error, StoreError) else str(error))
+            figures = await asyncio.to_thread(_figures_json, report, self.now())
+            until = self.clock() + max(LEAST_AGE, AGE_FACTOR * (self.clock() - began))
+            self._kept[key, user] = _Kept(figures, until)
+            self._kept.move_to_end((key, user))
+            if len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+            return figures
+
+    def _query(self, key: str, user: str | None) -> ReportQuery:
+        """All days of this month."""
+        now = self.now()
+        today = now // DAY * DAY
+        first = today - (int(date_of(now)[8:]) - 1) * DAY
+        return ReportQuery(("model", "day"), first, today + DAY, key=key, user=user)
+
+
+def _unknown(reason: str) -> dict[str, Any]:
+    return {"as_of": None, "today": None, "month": None, "reason": reason}
+
+
+def _figures_json(report: UsageReport, now: float) -> dict[str, Any]:
+    today, models = Sums(), dict[str, Sums]()
+    for (model, day), sums in report.groups:
+        models.setdefault(model, Sums()).add(sums.values())
+        if day == date_of(now):
+            today.add(sums.values())
+    return {
+        "as_of": time_text(now),
+        "today": {"since": date_of(now), **_sums_json(today)},
+        "month": {
+            "since": date_of(report.query.since),
+            **_sums_json(report.total),
+            "models": [
+                {"model": model or None, **_sums_json(sums)}
+                for model, sums in sorted(models.items(), key=lambda one: -one[1].requests)
+            ],
+        },
+        "reason": None,
+    }
+
+
+def _sums_json(sums: Sums) -> dict[str, Any]:
+    return {
+        "requests": sums.requests,
+        "failures": sums.failures,
+        "prompt_tokens": sums.prompt_tokens,
+        "cached_tokens": sums.cached_tokens,
+        "completion_tokens": sums.completion_tokens,
+        "cost": sums.cost,
+    }
+
+
+def _without_cache(figures: dict[str, Any], hidden: bool) -> dict[str, Any]:  # noqa: FBT001
+    """The figures, without those that tell whose prompts a node has cached."""
+    if not hidden or figures["month"] is None:
+        return figures
+    month = figures["month"]
+    return {
+        **figures,
+        "today": figures["today"] | {"cached_tokens": None},
+        "month": month
+        | {
+            "cached_tokens": None,
+            "models": [one | {"cached_tokens": None} for one in month["models"]],
+        },
+    }
+
+
+def _standing_json(one: LimitStanding) -> dict[str, Any]:
+    return {
+        "of": one.kind,
+        "limit": one.limit,
+        "period": one.period,
+        "most": one.most,
+        "used": one.used,
+        "reserved": one.reserved,
+        "remaining": max(0, one.most - one.used - one.reserved),
+        "resets_at": None if one.resets_at is None else time_text(one.resets_at),
+    }

@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import structlog
-from sqlalchemy import Connection, RowMapping, Table, delete, func, select, true
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import Connection, RowMapping, delete, func, select, true
 
 from gateway.config.store import RetentionSettings
 from gateway.errors import CLIENT_CLOSED_STATUS
+from gateway.store.database import insert_for
 from gateway.store.schema import revisions, usage, usage_days
 from gateway.store.worker import StoreWorker
-from gateway.usage.reports import DAY, ROLLED_UP, SUM_NAMES, Reporter, Sums, date_of
+from gateway.usage.reports import ROLLED_UP, SUM_NAMES, Reporter, Sums
+from gateway.usage.windows import DAY, date_of
 
 BATCH_ROWS = 500
 """Rows that one job of the store turns into sums: some 40 ms of work."""
@@ -102,7 +103,7 @@ def _values(row: RowMapping) -> tuple[Any, ...]:
 
 
 def _raise_revision(connection: Connection) -> None:
-    raised = _insert_into(connection, revisions).values(name=ROLLED_UP, number=1)
+    raised = insert_for(connection)(revisions).values(name=ROLLED_UP, number=1)
     connection.execute(
         raised.on_conflict_do_update(
             index_elements=[revisions.c.name], set_={"number": revisions.c.number + 1}
@@ -110,14 +111,8 @@ def _raise_revision(connection: Connection) -> None:
     )
 
 
-def _insert_into(connection: Connection, table: Table) -> Any:
-    """An `INSERT` that can say what happens on a conflict: both databases do that alike."""
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    return dialect.insert(table)
-
-
 def _add_to_days(connection: Connection, sums: dict[tuple[str, ...], Sums]) -> None:
-    add = _insert_into(connection, usage_days)
+    add = insert_for(connection)(usage_days)
     add = add.on_conflict_do_update(
         index_elements=list(usage_days.primary_key),
         set_={name: usage_days.c[name] + add.excluded[name] for name in SUM_NAMES},

@@ -6,6 +6,7 @@ import math
 import time
 from calendar import timegm
 from collections import deque
+from datetime import UTC, datetime
 
 WINDOW_PARTS = 512
 """Parts of a window: additions that fall into one part leave the window together."""
@@ -105,7 +106,7 @@ class SlidingSum:
         self._part_span = span / WINDOW_PARTS
 
 
-DAY_SECONDS = 86400.0
+DAY = 86400.0
 
 
 class Calendar:
@@ -125,9 +126,9 @@ class Calendar:
         """Set `day`, `month` and their ends to those of `when`."""
         if self._day_starts <= when < self._day_ends:
             return
-        self.day = int(when // DAY_SECONDS)
-        self._day_starts = self.day * DAY_SECONDS
-        self._day_ends = self._day_starts + DAY_SECONDS
+        self.day = int(when // DAY)
+        self._day_starts = self.day * DAY
+        self._day_ends = self._day_starts + DAY
         date = time.gmtime(self._day_starts)
         self.month = date.tm_year * 12 + date.tm_mon - 1
         self.month_ends = month_start(self.month + 1)
@@ -166,3 +167,17 @@ class PeriodSums(dict[int, float]):
         """Let the period's sum be no less than this."""
         if least > self.get(period, 0.0):
             self.add(period, least - self.get(period, 0.0))
+
+
+def time_text(moment: float) -> str:
+    """A time in the form of RFC 3339, in UTC."""
+    try:
+        text = datetime.fromtimestamp(moment, UTC).isoformat(timespec="seconds")
+    except (ValueError, OverflowError, OSError):
+        return str(moment)
+    return text.replace("+00:00", "Z")
+
+
+def date_of(moment: float) -> str:
+    """The day of a time, in UTC: `2026-11-23`."""
+    return time_text(moment)[:10]

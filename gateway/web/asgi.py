@@ -27,8 +27,7 @@ from gateway.http.response_head import error_headers
 from gateway.proxy.inbound.routes import api_of_path
 from gateway.proxy.json_values import InvalidJson, JsonObject, parse_object
 
-X_REQUEST_ID_KEY = "gateway.x_request_id"
-"""Key of the request's id in the ASGI scope."""
+X_REQUEST_ID_KEY = "gateway.x_request_id"  # key of the request's id in the ASGI scope
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -242,8 +241,7 @@ class HealthEndpoints:
 
     fleet: FleetCatalog
     queue: RequestQueue
-    is_closing: Callable[[], bool]
-    """Whether the gateway is shutting down."""
+    is_closing: Callable[[], bool]  # whether the gateway is shutting down
 
     async def health(self, _: Request) -> Response:
         """200 while the process lives."""

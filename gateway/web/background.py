@@ -87,21 +87,12 @@ class StorableRequest(Protocol):
     """A request under way in the handler."""
 
     record: RequestFinished
+    exchange: HttpExchange
+    route: Route
+    config: HandlerConfig
 
-    @property
-    def exchange(self) -> HttpExchange:
-        """Where its response goes."""
-
-    @property
-    def route(self) -> Route:
-        """What its client asked for."""
-
-    @property
-    def config(self) -> HandlerConfig:
-        """What was in force when it came."""
-
-    def early_header_lines(self) -> bytes:
-        """The gateway's own header lines before the outcome is known."""
+    def header_lines(self, *, early: bool = False) -> bytes:
+        """The gateway's own header lines; `early`: before the outcome is known."""
 
     async def check(self, context: RequestContext, body: bytes) -> Request:
         """The request that nodes would get, if it ran now. Raises: GatewayError."""
@@ -245,7 +236,7 @@ class Storing:
     ) -> None:
         exchange = served.exchange
         numbered = served.route.api.numbered_heartbeats() if context.counts_no_comments else None
-        head = STREAM_HEADER_LINES + served.early_header_lines()
+        head = STREAM_HEADER_LINES + served.header_lines(early=True)
         exchange.start_response(200, head)
         try:
             async with contextlib.aclosing(requests.follow(row, can_return=can_return)) as pieces:
@@ -286,7 +277,7 @@ class Storing:
                     exchange.write(b" ")
                 else:
                     exchange.start_response(
-                        200, JSON_HEADER_LINE + served.early_header_lines(), b" "
+                        200, JSON_HEADER_LINE + served.header_lines(early=True), b" "
                     )
         response = await requests.response(found)
         if response["status"] in {"failed", "cancelled"}:
@@ -319,7 +310,7 @@ class Storing:
         )  # fmt: skip
         described = await background_object(row, requests, self.queue)
         headers = [*accepted(row, described), (b"preference-applied", b"respond-async")]
-        lines = JSON_HEADER_LINE + encode_headers(headers) + served.early_header_lines()
+        lines = JSON_HEADER_LINE + encode_headers(headers) + served.header_lines(early=True)
         served.exchange.respond(202, lines, msgspec.json.encode(described))
 
     # Both.
@@ -374,7 +365,7 @@ def _new_request(
 
 
 def _send_json(served: StorableRequest, status: int, value: JsonObject) -> None:
-    lines = JSON_HEADER_LINE + served.early_header_lines()
+    lines = JSON_HEADER_LINE + served.header_lines(early=True)
     served.exchange.respond(status, lines, msgspec.json.encode(value))
 
 
@@ -399,11 +390,8 @@ def _error_of(row: StoredRow, response: JsonObject) -> GatewayError:
     )
 
 
-RETRY_SECONDS = 2
-"""`Retry-After` while nothing better is known."""
-
-LONGEST_RETRY_SECONDS = 30
-"""The longest `Retry-After`."""
+RETRY_SECONDS = 2  # `Retry-After` while nothing better is known
+LONGEST_RETRY_SECONDS = 30  # the longest `Retry-After`
 
 REPLAY = "x-gateway-replay"
 """Marks a response that was made before, so that its status is not taken for that of this path."""
@@ -458,8 +446,7 @@ def accepted(row: StoredRow, described: JsonObject) -> Headers:
 class DeferredEndpoints:
     """The endpoints."""
 
-    requests: BackgroundRequests | None
-    """None: there is no store."""
+    requests: BackgroundRequests | None  # none: there is no store
     queue: RequestQueue
     callers: Callers
 
@@ -515,8 +502,7 @@ class DeferredEndpoints:
         return self.requests, owner
 
 
-MOST_ITEMS, USUAL_ITEMS = 100, 20
-"""Input items of a page, as OpenAI's API has it."""
+MOST_ITEMS, USUAL_ITEMS = 100, 20  # input items of a page, as OpenAI's API has it
 
 ITEM_WORK, STEP_WORK = 1024, 1 << 20
 """Bytes that take as long as one item, and those that are read in one turn of the event loop."""
@@ -534,8 +520,7 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 class StoredResponseEndpoints:
     """The endpoints."""
 
-    requests: BackgroundRequests | None
-    """None: there is no store."""
+    requests: BackgroundRequests | None  # none: there is no store
     callers: Callers
 
     async def show(self, request: HttpRequest) -> Response:

@@ -30,33 +30,23 @@ from gateway.request import Caller
 from gateway.web.asgi import JsonResponse, listed, page_limit, read_fields
 from gateway.web.files import LONGEST_EXPIRY, SHORTEST_EXPIRY, ContentResponse, content_headers
 
-CREATE_BYTES = 64 * 1024
-"""Most bytes of a request for a batch."""
-
-OPENAI = "openai"
-"""The API whose batches these are."""
-
-DEFAULT_PAGE, LONGEST_PAGE = "20", 100
-"""Batches of a page, as OpenAI's API has it."""
+CREATE_BYTES = 64 * 1024  # most bytes of a request for a batch
+OPENAI = "openai"  # the API whose batches these are
+DEFAULT_PAGE, LONGEST_PAGE = "20", 100  # batches of a page, as OpenAI's API has it
 
 MOST_METADATA, LONGEST_METADATA_KEY, LONGEST_METADATA_VALUE = 16, 64, 512
 """Pairs of a batch's metadata, and characters of their names and values, as OpenAI's API has it."""
 
-LONGEST_IDEMPOTENCY_KEY = 255
-"""Characters."""
+LONGEST_IDEMPOTENCY_KEY = 255  # characters
 
 JSON_LINES = "application/x-jsonl"
 
 _FIELDS = frozenset(
     {
-        "input_file_id",
-        "endpoint",
-        "completion_window",
-        "metadata",
-        "output_expires_after",
+        "input_file_id", "endpoint", "completion_window", "metadata", "output_expires_after",
         "webhook_url",
     }
-)
+)  # fmt: skip
 
 _NAME = re.compile(r"[a-z0-9_-]{1,64}")
 
@@ -76,8 +66,7 @@ _TYPES: dict[type, str] = {
 class BatchAccess:
     """Whose batches a request is about."""
 
-    registry: BatchRegistry | None
-    """None: there is no store."""
+    registry: BatchRegistry | None  # none: there is no store
     callers: Callers
     limited: Callable[[Caller, str | None], Caller]
     """The caller within the limits that hold for it and for the end user that it names."""
@@ -142,8 +131,7 @@ class BatchActions:
     """What both APIs do with a batch in the same way."""
 
     api: str
-    not_found: str
-    """The error's message where the path has no batch's id."""
+    not_found: str  # the error's message where the path has no batch's id
 
     def __init__(self, access: BatchAccess) -> None:
         self.access = access

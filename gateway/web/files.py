@@ -30,17 +30,12 @@ from gateway.proxy.inbound.multipart import (
 from gateway.request import Headers
 from gateway.web.asgi import JsonResponse, listed, page_limit
 
-UPLOAD_PURPOSES = ("batch", "user_data")
-"""What callers may upload files for."""
-
-PURPOSES = (*UPLOAD_PURPOSES, "batch_output")
-"""What files are for; the gateway itself makes those of `batch_output`."""
+UPLOAD_PURPOSES = ("batch", "user_data")  # what callers may upload files for
 
 SHORTEST_EXPIRY, LONGEST_EXPIRY = 3600, 30 * 86400
 """Seconds that `expires_after` may name, as OpenAI's API has it."""
 
-LONGEST_PAGE = 10_000
-"""Files of a page at most, as OpenAI's API has it, and without a `limit`."""
+LONGEST_PAGE = 10_000  # files of a page at most, as OpenAI's API has it, and without a `limit`
 
 _DIGITS = re.compile(r"[0-9]{1,9}")
 
@@ -49,8 +44,7 @@ _DIGITS = re.compile(r"[0-9]{1,9}")
 class FileEndpoints:
     """The endpoints of `/v1/files`."""
 
-    registry: FileRegistry | None
-    """None: there is no store."""
+    registry: FileRegistry | None  # none: there is no store
     callers: Callers
 
     async def upload(self, request: Request) -> Response:
@@ -114,8 +108,7 @@ class FileEndpoints:
             file = await files.find(owner, _id(request))
             return Response(headers=content_headers(file.name, file.bytes))
         content = await files.open_content(owner, _id(request))
-        headers = content_headers(content.file.name, content.file.bytes)
-        return ContentResponse(content, headers)
+        return ContentResponse(content, content_headers(content.name, content.size))
 
     async def delete(self, request: Request) -> Response:
         owner, files = self._owner(request), self._files()
@@ -204,17 +197,10 @@ def _expiry(form: UploadForm) -> float | None:
     return float(seconds)
 
 
-LONGEST_VALUE = 4 * 1024
-"""Bytes of a field that is no file."""
-
-LONGEST_NAME = 255
-"""Characters of a file's name."""
-
-FORM_BYTES = 64 * 1024
-"""Bytes of a form besides its file."""
-
-UNNAMED = "upload"
-"""The name of a file whose client has sent none."""
+LONGEST_VALUE = 4 * 1024  # bytes of a field that is no file
+LONGEST_NAME = 255  # characters of a file's name
+FORM_BYTES = 64 * 1024  # bytes of a form besides its file
+UNNAMED = "upload"  # the name of a file whose client has sent none
 
 
 def boundary_of(headers: Headers) -> bytes:
@@ -247,10 +233,8 @@ class UploadForm:
         write_file: Callable[[bytes], None],
         begin_file: Callable[[], None] = lambda: None,
     ) -> None:
-        self.values: dict[str, str] = {}
-        """The fields that are no files, complete so far."""
-        self.file_name: str | None = None
-        """The name of the file; None: none has come."""
+        self.values: dict[str, str] = {}  # the fields that are no files, complete so far
+        self.file_name: str | None = None  # the name of the file; None: none has come
         self._write_file = write_file
         self._begin_file = begin_file
         self._count = 0

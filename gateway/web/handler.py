@@ -87,21 +87,17 @@ from gateway.proxy.inbound.routes import ROUTES, Route, is_infill, routes_of
 from gateway.tracing.request_tracing import RequestTracing
 from gateway.transport.eager_task import ensure_task
 from gateway.transport.errors import UpstreamError
-from gateway.usage.accounts import Accounts
+from gateway.usage.limits import Accounts
 from gateway.usage.meter import Meter, MeteredRequest
 from gateway.web.background import Storing
 
-PROGRESS_SECONDS = 1.0
-"""Seconds between progress comments, for a client that asks for them."""
-
-TIMER_TOLERANCE = 0.01
-"""Seconds by which a timer may fire early."""
+PROGRESS_SECONDS = 1.0  # seconds between progress comments, for a client that asks for them
+TIMER_TOLERANCE = 0.01  # seconds by which a timer may fire early
 
 CLIENT_TIMEOUT_GRACE = 2.0
 """Seconds past its deadline that an official client has to time out by itself."""
 
-HEARTBEAT_TOLERANCE = 0.01
-"""A heartbeat may come early by this part of its interval."""
+HEARTBEAT_TOLERANCE = 0.01  # a heartbeat may come early by this part of its interval
 
 PADDING_HEADER_LINES = b"content-type: application/json; charset=utf-8\r\n"
 """Those of a plain response that begins with white space."""
@@ -118,19 +114,15 @@ class ProxyHandler:
     registry: InFlightRegistry
     bus: EventBus
     clock: Callable[[], float]
-    time_slicer: TimeSlicer
-    """Prepares large bodies in short steps."""
+    time_slicer: TimeSlicer  # prepares large bodies in short steps
     meter: Meter
     progress_seconds: float = PROGRESS_SECONDS
-    closing: bool = False
-    """The gateway is shutting down; `/ready` says so."""
-    rejecting: bool = False
-    """New requests are refused."""
+    closing: bool = False  # the gateway is shutting down; `/ready` says so
+    rejecting: bool = False  # new requests are refused
     body_memory: BodyMemory = field(default_factory=BodyMemory)
     latest_edits: SupersedingMap[InFlightRequest] = field(default_factory=SupersedingMap)
     """Completions that editors wait for; a newer one of the same session ends the older."""
-    storing: Storing | None = None
-    """Takes what is to be kept or made later."""
+    storing: Storing | None = None  # takes what is to be kept or made later
     tracing: RequestTracing | None = None
     _id_prefix: str = field(default_factory=lambda: f"req_{secrets.token_hex(8)}")
     _id_numbers: itertools.count[int] = field(default_factory=itertools.count)
@@ -160,35 +152,31 @@ class _HandledRequest:
     """One request and its response."""
 
     __slots__ = (
-        "_accounts", "_allocation", "_body_size", "_config", "_edit_session",
+        "_accounts", "_allocation", "_body_size", "_edit_session",
         "_handler", "_heartbeat", "_in_flight", "_may_name_nodes", "_metered", "_node_route",
-        "_response", "_rewriter", "exchange", "numbered_heartbeats", "received_at", "record",
-        "request_id", "route",
+        "_rewriter", "config", "exchange", "numbered_heartbeats", "received_at", "record",
+        "request_id", "response", "route",
     )  # fmt: skip
 
     def __init__(self, handler: ProxyHandler, route: Route, exchange: HttpExchange) -> None:
         self._handler = handler
-        self.route = route
-        """What the client asked for; its API is the client's."""
-        self._node_route = route
-        """What nodes are asked for."""
+        self.route = route  # what the client asked for; its API is the client's
+        self._node_route = route  # what nodes are asked for
         self._rewriter: ResponseRewriter | None = None
         self.exchange = exchange
-        self._config = handler.config
+        self.config = handler.config
         self._accounts: Accounts | None = None
         """Those on which it counts; None: the caller is not known yet."""
-        self._metered: MeteredRequest | None = None
-        """None: it was not admitted."""
+        self._metered: MeteredRequest | None = None  # none: it was not admitted
         self._in_flight: InFlightRequest | None = None
         self._edit_session: str | None = None
         """The editor's session, if a newer request of it supersedes this one."""
-        self._response: ProxyResponse | None = None
+        self.response: ProxyResponse | None = None
         self._heartbeat: Heartbeat | None = None
         self.numbered_heartbeats: NumberedHeartbeats | None = None
         """Those of its stream, if its client needs them."""
         self._may_name_nodes = False
-        self._body_size = 0
-        """Bytes of a small body; larger ones are counted by `_allocation`."""
+        self._body_size = 0  # bytes of a small body; larger ones are counted by `_allocation`
         self._allocation: BodyAllocation | None = None
         self.received_at = handler.clock()
         self.request_id = handler.next_id()
@@ -204,7 +192,7 @@ class _HandledRequest:
         """Read the request, forward it, and send the response."""
         record = self.record
         try:
-            handler, settings = self._handler, self._config.settings
+            handler, settings = self._handler, self.config.settings
             context = self._admit()
             body = take_small_body(self.exchange, settings.limits, handler.body_memory)
             if body is not None:
@@ -249,21 +237,21 @@ class _HandledRequest:
             if context.counts_no_comments and request.stream:
                 self.numbered_heartbeats = api.numbered_heartbeats()
             self._heartbeat = self._start_heartbeat(in_flight)
-            self._response = await handler.forwarder.forward(in_flight)
+            self.response = await handler.forwarder.forward(in_flight)
             if api.rewrites_responses or context.cache.hide:
                 hides_cache = context.cache.hide and self._node_route.takes_slot
-                self._response, self._rewriter = for_client(
-                    request, self._response, api, settings, self._rewriter, hides_cache=hides_cache
+                self.response, self._rewriter = for_client(
+                    request, self.response, api, settings, self._rewriter, hides_cache=hides_cache
                 )
             if self.numbered_heartbeats is not None:
                 self.numbered_heartbeats.wrap(self._rewriter)
                 self._rewriter = self.numbered_heartbeats
-            if self._response.body_stream is None:
-                if self._rewriter is not None and is_slow_to_rewrite(self._response):
-                    await self._rewrite_in_steps(self._rewriter, self._response)
-                self._send_whole(self._response)
+            if self.response.body_stream is None:
+                if self._rewriter is not None and is_slow_to_rewrite(self.response):
+                    await self._rewrite_in_steps(self._rewriter, self.response)
+                self._send_whole(self.response)
             else:
-                await self._send_stream(self._response, self._response.body_stream)
+                await self._send_stream(self.response, self.response.body_stream)
         except GatewayError as error:
             record.fail(error.status, error.code)
             if self._in_flight is not None and self._in_flight.request.client_has_timer:
@@ -286,7 +274,7 @@ class _HandledRequest:
 
         Raises: GatewayError.
         """
-        exchange, config = self.exchange, self._config
+        exchange, config = self.exchange, self.config
         context = exchange.context_cache.get(exchange.headers, config)
         if context is None:
             context = parse_context(
@@ -310,8 +298,8 @@ class _HandledRequest:
 
     async def _translate(self, context: RequestContext, body: bytes) -> bytes | None:
         """The body as nodes get it; None: the response was sent. Raises: GatewayError."""
-        handler, route, rules = self._handler, self.route, self._config.rules
-        if route.path not in routes_of(self._config.settings):
+        handler, route, rules = self._handler, self.route, self.config.rules
+        if route.path not in routes_of(self.config.settings):
             raise errors.not_found(route.path, None)  # It was, when the connection began.
         index, memory = handler.catalog, handler.body_memory
         api = route.api
@@ -341,7 +329,7 @@ class _HandledRequest:
         wanted, labels = request.lease_request.wanted, context.cache.node_labels
         if not any(index.serves(name, labels) for name in wanted.model_names):
             raise index.not_found_error(wanted.model, labels, wanted.model_names)
-        self.exchange.respond(200, JSON_HEADER_LINE + self._header_lines(), translation.reply)
+        self.exchange.respond(200, JSON_HEADER_LINE + self.header_lines(), translation.reply)
         return None
 
     async def _prepare_in_slices(self, context: RequestContext, body: bytes) -> Request:
@@ -350,7 +338,7 @@ class _HandledRequest:
         Raises: GatewayError.
         """
         await ensure_task()
-        handler, rules = self._handler, self._config.rules
+        handler, rules = self._handler, self.config.rules
         # Working memory counts while it is in use.
         working_bytes = min(len(body), PARSE_WORKING_BYTES) if len(body) >= LARGE_BODY_BYTES else 0
         allocation = self._allocation or BodyAllocation(context.caller.id, context.fairness_key)
@@ -376,7 +364,7 @@ class _HandledRequest:
 
     def _prepare(self, context: RequestContext, body: Body) -> Request:
         """The request that the body describes. Raises: GatewayError."""
-        record, route, settings = self.record, self._node_route, self._config.settings
+        record, route, settings = self.record, self._node_route, self.config.settings
         if not isinstance(body, bytes):
             parsed = body.parse()
         elif route.multipart:
@@ -412,7 +400,7 @@ class _HandledRequest:
             context.accounts.most_tokens,
         )
         request = prepare_for(
-            record, incoming, parsed, priority, self._config.rules, self._handler.catalog
+            record, incoming, parsed, priority, self.config.rules, self._handler.catalog
         )
         may_be_infill = parsed.suffix is not MISSING or route.endpoint == "infill"
         if may_be_infill and settings.queue.latest_wins and is_infill(route, parsed):
@@ -422,7 +410,7 @@ class _HandledRequest:
 
     def _default_edit_session(self, request: LeaseRequest) -> str:
         """Identifies an editor that names no session in a header."""
-        exchange, proxies = self.exchange, self._config.settings.listen.trusted_proxies
+        exchange, proxies = self.exchange, self.config.settings.listen.trusted_proxies
         address = client_address(exchange.headers, exchange.peer_address, proxies)
         return f"{request.caller.fairness_key} {address} {request.wanted.model}"
 
@@ -450,7 +438,7 @@ class _HandledRequest:
         await ensure_task()
         work = rewrite_in_steps(rewriter, response.content)
         content = await self._handler.time_slicer.run(work)
-        self._response, self._rewriter = replace(response, content=content), None
+        self.response, self._rewriter = replace(response, content=content), None
 
     def _send_whole(self, response: ProxyResponse) -> None:
         record, exchange, api = self.record, self.exchange, self.route.api
@@ -463,7 +451,7 @@ class _HandledRequest:
             content = node_error_body(response, api, record.x_request_id)
             header_lines = node_error_header_lines(response, content)
         if not exchange.response_started:
-            exchange.respond(response.status, header_lines + self._header_lines(), content)
+            exchange.respond(response.status, header_lines + self.header_lines(), content)
         elif record.stream:  # an error: an answer would have a body stream
             error = node_error(response)
             exchange.end_response(self._error_event(error))
@@ -474,18 +462,18 @@ class _HandledRequest:
         exchange, is_sse, rewriter = self.exchange, stream.is_sse, self._rewriter
         if rewriter is not None and not is_sse:
             raise errors.node_failed("The node's answer is too long.")
-        if self._heartbeat is not None and not (is_sse and self._config.settings.heartbeat):
+        if self._heartbeat is not None and not (is_sse and self.config.settings.heartbeat):
             self._heartbeat.stop()
         content, header_lines, write = response.content, response.header_lines, exchange.write
         if rewriter is not None:
-            api, seconds = self.route.api, self._config.settings.heartbeat
+            api, seconds = self.route.api, self.config.settings.heartbeat
             writer = RewritingWriter(
                 exchange, rewriter, api, self.record, seconds, self.heartbeat, self._handler.clock
             )
             content, write = writer.rewrite(content), writer.write
             header_lines = with_content_type(header_lines, api.stream_content_type)
         if not exchange.response_started:
-            header_lines += self._header_lines()
+            header_lines += self.header_lines()
             if is_sse:
                 header_lines += b"x-accel-buffering: no\r\n"
             exchange.start_response(response.status, header_lines, content)
@@ -538,7 +526,7 @@ class _HandledRequest:
         if exchange.more_body:
             # The rest of the body must not be taken for the next request.
             exchange.close_after_response()
-        header_lines = encode_headers(error_headers(error)) + self._header_lines()
+        header_lines = encode_headers(error_headers(error)) + self.header_lines()
         exchange.respond(error.status, header_lines, api.error_body(error, record.x_request_id))
 
     def _error_event(self, error: GatewayError) -> bytes:
@@ -557,8 +545,8 @@ class _HandledRequest:
             else:
                 handler.body_memory.release(self._allocation)
                 self._allocation.set_evict(None)  # It refers to this object.
-            if self._response is not None and self._response.body_stream is not None:
-                self._response.body_stream.close()
+            if self.response is not None and self.response.body_stream is not None:
+                self.response.body_stream.close()
             if self._in_flight is not None:
                 handler.registry.remove(self._in_flight)
                 if self._edit_session is not None:
@@ -573,7 +561,7 @@ class _HandledRequest:
                 tracing.finished(self.request_id, record, self.exchange.headers, self.received_at)
             handler.bus.publish_deferred(record)
 
-    def _header_lines(self, *, early: bool = False) -> bytes:
+    def header_lines(self, *, early: bool = False) -> bytes:
         """The gateway's own header lines; `early`: before the outcome is known."""
         anthropic = self.route.api.sends_request_id
         if early:
@@ -585,14 +573,10 @@ class _HandledRequest:
         if self._accounts is not None and self._accounts.has_rates:
             limits = self._handler.meter.book.rate_limits(self._accounts)
             lines += rate_limit_lines(*limits, anthropic=anthropic)
-        cors = self._config.settings.cors
+        cors = self.config.settings.cors
         if cors is None:
             return lines
         return lines + encode_headers(cors_headers(cors, self.exchange.headers))
-
-    def early_header_lines(self) -> bytes:
-        """The gateway's own header lines before the outcome is known."""
-        return self._header_lines(early=True)
 
     def heartbeat(self) -> bytes:
         """What its client takes for a sign of life between events."""
@@ -600,24 +584,14 @@ class _HandledRequest:
         return self.route.api.heartbeat() if numbered is None else numbered.heartbeat()
 
     @property
-    def config(self) -> HandlerConfig:
-        """What was in force when it came."""
-        return self._config
-
-    @property
     def body_stream(self) -> BodyStream | None:
         """The body of the response, if it has begun and is a stream."""
-        return None if self._response is None else self._response.body_stream
-
-    @property
-    def is_answered(self) -> bool:
-        """Whether a node has begun to answer."""
-        return self._response is not None
+        return None if self.response is None else self.response.body_stream
 
     # Heartbeats.
 
     def _start_heartbeat(self, in_flight: InFlightRequest) -> Heartbeat | None:
-        settings, handler = self._config.settings, self._handler
+        settings, handler = self.config.settings, self._handler
         if not in_flight.request.stream:
             if settings.heartbeat and settings.heartbeat_plain:
                 return PaddingHeartbeat(self, in_flight, handler, settings.heartbeat)
@@ -682,7 +656,7 @@ class Heartbeat:
         if exchange.response_started:
             exchange.write(make())
         else:
-            exchange.start_response(200, header_lines + served.early_header_lines(), make())
+            exchange.start_response(200, header_lines + served.header_lines(early=True), make())
             self._in_flight.note_response_started()
             handler.queue.keep_in_queue(self._in_flight.request.id)
 
@@ -733,7 +707,7 @@ class ProgressHeartbeat(StreamHeartbeat):
     def _beat(self) -> float:
         in_flight, handler, served = self._in_flight, self._handler, self._served
         api = served.route.api
-        if served.is_answered:
+        if served.response is not None:
             return super()._beat()
         assert in_flight.prefill_progress is not None
         position = handler.queue.queue_position(in_flight.request.id)

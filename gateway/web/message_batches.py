@@ -43,8 +43,7 @@ from gateway.web.batches import (
 
 ENDPOINT = "/v1/messages"
 
-DEFAULT_PAGE, LONGEST_PAGE = "20", 1000
-"""Batches of a page, as Anthropic's API has it."""
+DEFAULT_PAGE, LONGEST_PAGE = "20", 1000  # batches of a page, as Anthropic's API has it
 
 
 class MessageBatchEndpoints(BatchActions):
@@ -55,8 +54,7 @@ class MessageBatchEndpoints(BatchActions):
 
     def __init__(self, access: BatchAccess) -> None:
         super().__init__(access)
-        self._receiving: Counter[str] = Counter()
-        """Bodies that are being received, by owner."""
+        self._receiving: Counter[str] = Counter()  # bodies that are being received, by owner
 
     async def create(self, request: Request) -> Response:
         new, batches = self.access.new_batch(request, ANTHROPIC, ENDPOINT), self.access.batches()
@@ -236,8 +234,7 @@ def _too_large(most_bytes: int) -> GatewayError:
     )
 
 
-LONGEST_FIELD = 4 * 1024
-"""Bytes of a field besides the requests."""
+LONGEST_FIELD = 4 * 1024  # bytes of a field besides the requests
 
 OTHER_FIELDS = frozenset({"completion_window", "webhook_url"})
 """Fields besides the requests; they are the gateway's own."""
@@ -260,14 +257,12 @@ class _At(Enum):
     """What comes next, spaces aside."""
 
     START = auto()
-    FIRST_KEY = auto()
-    """A key, or the end of the object."""
+    FIRST_KEY = auto()  # a key, or the end of the object
     KEY = auto()
     COLON = auto()
     VALUE = auto()
     AFTER_VALUE = auto()
-    FIRST_REQUEST = auto()
-    """A request, or the end of the list."""
+    FIRST_REQUEST = auto()  # a request, or the end of the list
     REQUEST = auto()
     AFTER_REQUEST = auto()
     END = auto()
@@ -352,23 +347,18 @@ class MessageBatchBody:
     """
 
     def __init__(self, write: Callable[[bytes], None], *, most_lines: int, line_bytes: int) -> None:
-        self.fields: dict[str, Any] = {}
-        """The fields besides the requests."""
-        self.count = 0
-        """Requests that have come so far."""
+        self.fields: dict[str, Any] = {}  # the fields besides the requests
+        self.count = 0  # requests that have come so far
         self._write = write
         self._most_lines = most_lines
         self._line_bytes = line_bytes
         self._at = _At.START
         self._key = ""
         self._keys: set[str] = set()
-        self._value = bytearray()
-        """What has come of a value that has not ended."""
-        self._end: _ValueEnd | None = None
-        """Of that value; None: no value has begun."""
+        self._value = bytearray()  # what has come of a value that has not ended
+        self._end: _ValueEnd | None = None  # of that value; None: no value has begun
         self._digest = hashlib.sha256()
-        self._ids: set[bytes] = set()
-        """Digests of the ids: much smaller than the ids may be."""
+        self._ids: set[bytes] = set()  # digests of the ids: much smaller than the ids may be
 
     def digest(self) -> str:
         """SHA-256 of the bytes that have come, in hex digits."""

@@ -59,18 +59,13 @@ class Operation:
     role: str | None = None
     parameters: list[JsonSchema] = field(default_factory=list)
     body: JsonSchema | None = None
-    content: JsonSchema = field(default_factory=dict)
-    """Of status 200, by media type."""
-    headers: Mapping[str, tuple[JsonSchema, str]] = field(default_factory=dict)
-    """Of status 200."""
-    statuses: frozenset[int] = frozenset()
-    """Of the errors."""
-    route: object = None
-    """The entry of the route table, which several paths may share."""
+    content: JsonSchema = field(default_factory=dict)  # of status 200, by media type
+    headers: Mapping[str, tuple[JsonSchema, str]] = field(default_factory=dict)  # of status 200
+    statuses: frozenset[int] = frozenset()  # of the errors
+    route: object = None  # the entry of the route table, which several paths may share
 
 
-_HTTP_STATUSES = frozenset({400, 408, 413, 429, 431, 500})
-"""Errors that every path may answer with."""
+_HTTP_STATUSES = frozenset({400, 408, 413, 429, 431, 500})  # errors that every path may answer with
 
 _SITE_STATUSES = _HTTP_STATUSES | {401, 403, 404, 503}
 

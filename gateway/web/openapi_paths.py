@@ -31,19 +31,14 @@ Parameters = Mapping[str, tuple[JsonSchema, str]]
 class Described(NamedTuple):
     """One path, or one of its methods."""
 
-    summary: str = ""
-    """Empty: the route table has it."""
+    summary: str = ""  # empty: the route table has it
     answer: JsonSchema | None = None
     """The body of status 200, if it is JSON; None: an object of any fields."""
-    statuses: frozenset[int] = frozenset()
-    """Of errors besides those of every path."""
+    statuses: frozenset[int] = frozenset()  # of errors besides those of every path
     query: Parameters = {}  # noqa: RUF012 - immutable
-    body: JsonSchema | None = None
-    """That of the request, if it is JSON."""
-    form: JsonSchema | None = None
-    """That of the request, if it is a form."""
-    content: JsonSchema | None = None
-    """Where the answer is not only JSON, by media type."""
+    body: JsonSchema | None = None  # that of the request, if it is JSON
+    form: JsonSchema | None = None  # that of the request, if it is a form
+    content: JsonSchema | None = None  # where the answer is not only JSON, by media type
     headers: Parameters = {}  # noqa: RUF012 - immutable
     """Those of the request that the gateway reads, besides keys."""
 

@@ -34,7 +34,7 @@ from gateway.proxy.api.base import ModelSummary, Page
 from gateway.proxy.inbound.request import ModelAliases
 from gateway.proxy.inbound.routes import ROUTES, pages_of, routes_of
 from gateway.request import Caller
-from gateway.usage.caller_usage import CallerUsage
+from gateway.usage.reports import CallerUsage
 from gateway.web.asgi import (
     Endpoint,
     HealthEndpoints,
@@ -121,8 +121,7 @@ class Site:
 
     handler: ProxyHandler
     fleet: FleetCatalog
-    created: int
-    """The `created` of every model: seconds since 1970."""
+    created: int  # the `created` of every model: seconds since 1970
     callers: Callers
     health: HealthEndpoints
     caller_usage: CallerUsage
@@ -226,8 +225,7 @@ class SiteRoute:
 
     path: str
     endpoint: Callable[[Site], Endpoint]
-    needs_key: bool = True
-    """Where callers need a key at all."""
+    needs_key: bool = True  # where callers need a key at all
     method: str = "GET"
 
 
@@ -296,8 +294,7 @@ class _Catalog:
 
     site: Site
     request: Request
-    visible: VisibleModels | None
-    """None: the page needs none."""
+    visible: VisibleModels | None  # none: the page needs none
 
     def models(self) -> list[ModelSummary]:
         """All that have a name of their own."""
@@ -316,16 +313,14 @@ class _Catalog:
         return self.visible.summary(known, self.site.created)
 
 
-PAGE_BODY_BYTES = 64 * 1024
-"""Most bytes of the body of a request for an API's page."""
+PAGE_BODY_BYTES = 64 * 1024  # most bytes of the body of a request for an API's page
 
 
 def _is_anthropic(request: Request) -> bool:
     return "anthropic-version" in request.headers
 
 
-LONGEST_PATH = 1024
-"""Most characters of a path that a suggestion considers."""
+LONGEST_PATH = 1024  # most characters of a path that a suggestion considers
 
 _OWN_PATHS = (
     *("/v1/models", "/v1/usage", "/v1/files", "/v1/batches", "/v1/messages/batches"),
@@ -481,8 +476,7 @@ class VisibleModels:
     catalog: ServedModels
     model_names: ModelAliases
     caller: Caller
-    labels: NodeLabels = ()
-    """Labels of the nodes that the caller may use; empty: all nodes."""
+    labels: NodeLabels = ()  # labels of the nodes that the caller may use; empty: all nodes
 
     def visible_names(self) -> list[str]:
         """All visible names: the nodes' models in the inventory's order, then the settings' names.

@@ -8,19 +8,30 @@ from hypothesis import strategies as st
 
 from gateway.access.callers import (
     MOST_FORWARDED_HOPS,
+    MOST_IDENTITY_BYTES,
+    IdentityHeaders,
+    admin_listener_problem,
     client_address,
+    client_network,
     effective_priority,
     identify_caller,
+    is_local,
+    is_loopback,
+    is_proxied,
     owner_of_stored,
+    port_conflict,
     priority_header,
+    proxied_listener_problem,
+    public_listener_problem,
 )
-from gateway.access.keys import KeyRing, new_key
+from gateway.access.keys import INITIAL_ACCESS, AnonymousAccess, KeyRing, new_key
 from gateway.errors import GatewayError
 from gateway.request import Caller, Headers, Priority
-from tests.access.test_keys import Spec
+from tests.access.test_keys import key_spec
+from tests.each_case import each_case
 
 KEY = new_key("team")
-RING = KeyRing([Spec(KEY.id, KEY.sha256, max_class="premium")])
+RING = KeyRing([key_spec(KEY.id, KEY.sha256, max_class="premium")])
 WITH_KEY: Headers = [(b"authorization", b"Bearer " + KEY.text.encode())]
 WRONG_KEY: Headers = [(b"x-api-key", b"lg_team_wrong")]
 PROXIES = (ip_network("10.0.0.0/8"), ip_network("fd00::/8"))
@@ -105,7 +116,7 @@ def test_behind_trusted_proxies_nobody_is_admitted_without_any_key() -> None:
 
 @pytest.mark.parametrize("allow_anonymous", [True, False])
 def test_if_the_keys_were_lost_nobody_is_admitted(allow_anonymous: bool) -> None:
-    ring = KeyRing([Spec(KEY.id, KEY.sha256)])
+    ring = KeyRing([key_spec(KEY.id, KEY.sha256)])
     ring.configure([], allow_anonymous=allow_anonymous)
     for headers in ([], WITH_KEY):
         with pytest.raises(GatewayError) as caught:
@@ -243,7 +254,7 @@ def test_the_callers_highest_class_is_a_cap_without_an_error(
 def test_a_request_without_a_class_gets_its_keys_default(
     usual: str | None, best: str | None, asked: bytes | None, got: Priority
 ) -> None:
-    ring = KeyRing([Spec(KEY.id, KEY.sha256, class_=usual, max_class=best)])
+    ring = KeyRing([key_spec(KEY.id, KEY.sha256, class_=usual, max_class=best)])
     headers = WITH_KEY + ([] if asked is None else [(b"x-priority", asked)])
     assert effective_priority(priority_header(headers), None, None, caller(headers, ring)) is got
     assert effective_priority(priority_header(headers), None, "auto", caller(headers, ring)) is got
@@ -271,3 +282,237 @@ def test_an_owner_without_a_key_may_as_long_as_one_is_admitted() -> None:
     assert owner_status(local, RING) == 401
     assert owner_status(local, RING, allow_anonymous=True) == local
     assert owner_status(local, KeyRing(is_complete=False)) == 503
+
+
+NAMING = IdentityHeaders.of(["X-OpenWebUI-User-Id", "X-User-Id"], ["X-OpenWebUI-Chat-Id"])
+CHAT = Caller("chat", "Chat", Priority.NORMAL, trust_user_headers=True)
+TEAM = Caller("team", "Team", Priority.NORMAL)
+
+
+def test_a_trusted_caller_may_name_its_users() -> None:
+    anna, ben = [(b"x-openwebui-user-id", b"anna")], [(b"x-openwebui-user-id", b"ben")]
+    assert NAMING.fairness_key(anna, CHAT) != NAMING.fairness_key(ben, CHAT)
+    assert NAMING.fairness_key(anna, CHAT) == NAMING.fairness_key([(b"a", b"b"), *anna], CHAT)
+    assert NAMING.fairness_key([], CHAT) == "chat"
+    assert NAMING.fairness_key([(b"x-openwebui-user-id", b"")], CHAT) == "chat"
+
+
+def test_other_callers_may_not_name_users() -> None:
+    assert NAMING.fairness_key([(b"x-openwebui-user-id", b"anna")], TEAM) == "team"
+
+
+def test_the_first_header_of_the_list_is_preferred() -> None:
+    headers = [(b"x-user-id", b"second"), (b"x-openwebui-user-id", b"first")]
+    assert NAMING.fairness_key(headers, CHAT) == "chat/first"
+
+
+def test_a_long_name_is_cut() -> None:
+    party = NAMING.fairness_key([(b"x-user-id", b"\xff" * 5000)], CHAT)
+    assert len(party) == len("chat/") + MOST_IDENTITY_BYTES
+
+
+def test_sessions_of_the_same_name_differ_by_their_fairness_key() -> None:
+    headers = [(b"x-openwebui-chat-id", b"1")]
+    assert NAMING.session_key(headers, "team") != NAMING.session_key(headers, "chat/anna")
+    assert NAMING.session_key([], "team") is None
+
+
+def test_without_configured_headers_nothing_is_read() -> None:
+    nothing = IdentityHeaders.of([], [])
+    headers = [(b"x-openwebui-user-id", b"anna"), (b"x-openwebui-chat-id", b"1")]
+    assert (nothing.fairness_key(headers, CHAT), nothing.session_key(headers, "c")) == (
+        "chat",
+        None,
+    )
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_the_settings_decide_which_key_may_name_users(trusted: bool) -> None:
+    key = new_key()
+    ring = KeyRing([key_spec(key.id, key.sha256, trust_user_headers=trusted)])
+    found = ring.find(key.text)
+    assert found is not None
+    assert found.trust_user_headers is trusted
+
+
+@pytest.mark.parametrize("loopback", [True, False])
+def test_anonymous_callers_of_a_loopback_listener_may_name_users(loopback: bool) -> None:
+    found = identify_caller(
+        [], "127.0.0.1", KeyRing(), allow_anonymous=True, loopback_listener=loopback
+    )
+    assert found.trust_user_headers is loopback
+
+
+@pytest.mark.parametrize(
+    ("address", "network"),
+    [
+        ("192.0.2.7", "192.0.2.7"),
+        ("::ffff:192.0.2.7", "192.0.2.7"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2::1", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("local", "local"),
+        ("not:an:address", "not:an:address"),
+    ],
+)
+def test_a_client_is_its_ipv4_address_or_its_ipv6_64(address: str, network: str) -> None:
+    assert client_network(address) == network
+
+
+def test_anonymous_ipv6_callers_differ_by_their_64() -> None:
+    found = {
+        identify_caller([], address, KeyRing(), allow_anonymous=True, loopback_listener=False).id
+        for address in ("2001:db8::1", "2001:db8::ffff:1", "2001:db8:0:1::1")
+    }
+    assert found == {"anonymous:2001:db8::/64", "anonymous:2001:db8:0:1::/64"}
+
+
+@each_case(
+    "host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost", "LOCALHOST", "::ffff:127.0.0.1"]
+)
+def test_loopback_hosts_are_reached_from_this_machine_alone(host: str) -> None:
+    assert is_loopback(host)
+
+
+@each_case(
+    "host",
+    [
+        "0.0.0.0", "::", "", "10.0.0.1", "example.org", "localhost.example.org",
+        "127.0.0.1.example.org",
+    ],
+)  # fmt: skip
+def test_other_hosts_may_be_reached_from_elsewhere(host: str) -> None:
+    assert not is_loopback(host)
+
+
+def test_a_public_address_needs_a_key_or_allow_anonymous() -> None:
+    refusal = public_listener_problem("0.0.0.0", keys=0, allow_anonymous=False)
+    assert refusal is not None
+    assert "0.0.0.0" in refusal
+    assert "keys create" in refusal
+    assert "--allow-anonymous" in refusal
+    assert public_listener_problem("0.0.0.0", keys=1, allow_anonymous=False) is None
+    assert public_listener_problem("0.0.0.0", keys=0, allow_anonymous=True) is None
+    assert public_listener_problem("127.0.0.1", keys=0, allow_anonymous=False) is None
+
+
+def test_behind_a_proxy_a_key_or_allow_anonymous_is_needed() -> None:
+    refusal = proxied_listener_problem(proxies=1, keys=0, allow_anonymous=False)
+    assert refusal is not None
+    assert "listen.trusted_proxies" in refusal
+    assert "keys create" in refusal
+    assert "--allow-anonymous" in refusal
+    assert proxied_listener_problem(proxies=1, keys=1, allow_anonymous=False) is None
+    assert proxied_listener_problem(proxies=1, keys=0, allow_anonymous=True) is None
+    assert proxied_listener_problem(proxies=0, keys=0, allow_anonymous=False) is None
+
+
+def test_the_admin_listener_needs_a_key_anywhere_but_on_loopback() -> None:
+    refusal = admin_listener_problem("0.0.0.0", has_key=False)
+    assert refusal is not None
+    assert "--admin-key-file" in refusal
+    assert admin_listener_problem("0.0.0.0", has_key=True) is None
+    assert admin_listener_problem("::1", has_key=False) is None
+
+
+@each_case(
+    ("host", "admin_host", "port", "admin_port", "refused"),
+    [
+        ("127.0.0.1", "127.0.0.1", 8000, 8000, True),
+        ("0.0.0.0", "127.0.0.1", 8000, 8000, True),
+        ("127.0.0.1", "::", 8000, 8000, True),
+        ("LOCALHOST", "localhost", 8000, 8000, True),
+        ("127.0.0.1", "127.0.0.1", 8000, 8001, False),
+        ("10.0.0.1", "127.0.0.1", 8000, 8000, False),
+        ("127.0.0.1", "127.0.0.1", 0, 0, False),
+    ],
+)
+def test_two_listeners_can_not_share_an_address(
+    host: str, admin_host: str, port: int, admin_port: int, refused: bool
+) -> None:
+    refusal = port_conflict(host, admin_host, port, admin_port)
+    assert (refusal is not None) == refused
+    assert refusal is None or "--admin-port" in refusal
+
+
+# When a caller without a key is admitted, and when it is trusted as local.
+
+
+PROXIED = [
+    "forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto",
+    "x-forwarded-port", "x-forwarded-server", "x-forwarded-prefix", "x-forwarded", "x-real-ip",
+    "true-client-ip", "client-ip", "x-client-ip",
+    "x-cluster-client-ip", "cf-connecting-ip", "cf-ray", "cf-access-jwt-assertion", "cdn-loop",
+    "fastly-client-ip", "fly-client-ip", "x-envoy-external-address", "x-azure-clientip",
+    "x-original-forwarded-for", "x-amzn-trace-id", "tailscale-user-login", "x-scheme",
+]  # fmt: skip
+DIRECT = [
+    "accept", "authorization", "content-type", "forwarded-by-me", "host", "origin", "referer",
+    "traceparent", "user-agent", "via-ferrata", "x-api-key", "x-priority", "x-request-id",
+    "x-openwebui-user-id", "x-stainless-timeout", "x-real",
+]  # fmt: skip
+
+
+@each_case("name", PROXIED)
+@each_case("value", [b"", b"127.0.0.1", b"unknown", b"\xff" * 9000])
+def test_a_request_with_a_proxys_header_is_never_local(name: str, value: bytes) -> None:
+    headers = [(b"host", b"gateway"), (name.encode(), value)]
+    assert is_proxied(headers)
+    assert not is_local(headers, loopback_listener=True, trusted_proxies=())
+
+
+@each_case("name", DIRECT)
+def test_a_request_with_usual_client_headers_is_local(name: str) -> None:
+    assert is_local([(name.encode(), b"1")], loopback_listener=True, trusted_proxies=())
+
+
+def test_no_caller_is_local_elsewhere_or_behind_trusted_proxies() -> None:
+    assert not is_local([], loopback_listener=False, trusted_proxies=())
+    proxies = (ip_network("10.0.0.0/8"),)
+    assert not is_local([], loopback_listener=True, trusted_proxies=proxies)
+
+
+def door(*steps: tuple[int, bool], start: AnonymousAccess = INITIAL_ACCESS) -> AnonymousAccess:
+    for keys, allow_anonymous in steps:
+        start = start.with_settings(keys=keys, allow_anonymous=allow_anonymous)
+    return start
+
+
+@each_case(
+    ("steps", "closed"),
+    [
+        ([(0, False)], False),
+        ([(0, True)], False),
+        ([(1, False)], False),
+        ([(1, False), (0, False)], True),
+        ([(1, False), (0, False), (0, False)], True),
+        ([(1, False), (0, True)], True),  # not both at once
+        ([(1, False), (0, False), (0, True)], True),
+        ([(0, False), (2, False), (0, False)], True),
+        ([(1, False), (0, False), (1, False)], False),
+        ([(1, True), (0, False)], True),
+        ([(1, True), (0, True)], False),  # they were admitted beside the keys
+        ([(1, True), (0, True), (0, False)], True),
+        ([(1, True), (0, True), (0, False), (0, True)], True),
+        ([(0, True), (0, False)], False),
+    ],
+)
+def test_losing_the_last_key_locks_the_gateway_until_a_restart(
+    steps: list[tuple[int, bool]], closed: bool
+) -> None:
+    assert door(*steps).locked is closed
+
+
+SETTINGS = st.tuples(st.integers(0, 2), st.booleans())
+
+
+@given(st.lists(SETTINGS, min_size=1), st.lists(SETTINGS))
+def test_no_reload_admits_callers_that_the_one_before_refused(
+    before: list[tuple[int, bool]], later: list[tuple[int, bool]]
+) -> None:
+    shut = door(*before, (1, False))
+    for keys, allow_anonymous in later:
+        after = door((keys, allow_anonymous), start=shut)
+        if keys == 0:
+            assert after.locked
+        shut = door((1, False), start=after)

@@ -19,10 +19,10 @@ from sqlalchemy import Connection, func, select
 
 from gateway.batches.batch_registry import BatchRegistry, NewBatch
 from gateway.batches.batch_rows import Batch, EndListener
-from gateway.batches.claims import Claim, Pick
+from gateway.batches.claims import Pick, claim
 from gateway.batches.files import FileRegistry
 from gateway.batches.folder import ID_FILE, DiskThreads, Folder
-from gateway.batches.request_rows import RequestKind, StoredRow
+from gateway.batches.request_rows import RequestKind, StoredRow, job
 from gateway.batches.results import LineResults
 from gateway.batches.runner import Outcome
 from gateway.config.batches import BatchSettings
@@ -118,7 +118,7 @@ class BatchPlace:
         assert self.folder.id is not None
         picks = (Pick(limit, RequestKind.LINE),)
         return await self.store.run(
-            Claim(self.folder.id, self.process.id, picks, self.time[0], 60.0)
+            job(claim, self.folder.id, self.process.id, picks, self.time[0], 60.0)
         )
 
     async def output(self, batch: Batch, *, errors: bool = False) -> list[Any]:

@@ -35,7 +35,7 @@ async def main(folder: Path, names: list[str]) -> None:
         async def tell() -> None:
             while True:
                 for log in open_ones:
-                    print(log.name, log.event_count, flush=True)
+                    print(log.name, log.extent.events, flush=True)
                 await asyncio.sleep(0.01)
 
         await asyncio.gather(tell(), *map(write, open_ones))

@@ -22,7 +22,7 @@ from unittest.mock import patch
 import httpx
 
 from gateway.batches import line_reader
-from tests.batches.test_feeder import HEADERS, gateway_over, output, show, submit
+from tests.batches.batch_gateway import HEADERS, gateway_over, output, show, submit
 from tests.batches.virtual_store import store_in_virtual_time
 from tests.emulator import EmulatedNode
 from tests.gateways import Running

@@ -27,9 +27,9 @@ import yaml
 
 from gateway.scheduling.placement_state import spread_reserve
 from gateway.tools.local.server import claim_port, claimed_port
+from tests.batches.batch_gateway import HEADERS, key
 from tests.batches.kills import Caller
 from tests.batches.measure_feeding import SAMPLE_SECONDS, Site, chats_of, lines, told
-from tests.batches.test_feeder import HEADERS, key
 from tests.gateways import NO_TLS
 from tests.usage import kills
 

@@ -13,8 +13,9 @@ from gateway.app import Gateway
 from gateway.batches.folder import DiskThreads, Folder
 from gateway.batches.response_events import ResponseEvents, queued_response
 from gateway.batches.response_log import TERMINAL_TYPES, ResponseLogs, event_data, split_events
-from gateway.batches.runner import Outcome, StoredRequest
+from gateway.batches.runner import Outcome
 from gateway.proxy.json_values import JsonObject
+from tests.batches.stored_rows import to_run
 
 RESPONSES = "/v1/responses"
 
@@ -52,7 +53,7 @@ async def begin(logs: ResponseLogs, **fields: Any) -> ResponseEvents:
 
 
 async def run(app: Gateway, events: ResponseEvents, owner: str = "k1", **fields: Any) -> Outcome:
-    row = StoredRequest("resp_00000000000aff", owner, RESPONSES)
+    row = to_run("resp_00000000000aff", owner, RESPONSES)
     return await app.background.runner.run(row, json.dumps(a_body(**fields)).encode(), events)
 
 
@@ -92,3 +93,8 @@ def check_whole(values: Sequence[JsonObject], end: str = "response.completed") -
     if end != "response.failed":
         assert response["output"][-1]["content"][-1]["text"] == text_of(values)
     return response
+
+
+async def finish(events: ResponseEvents, outcome: Outcome) -> None:
+    """End the response of a run."""
+    await events.finish(outcome.error_code, outcome.content)

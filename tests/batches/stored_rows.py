@@ -6,19 +6,24 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, select
 
-from gateway.batches.batch_rows import AddBatch, Batch, begin_batch
-from gateway.batches.claims import Claim, Pick, RecordedResult
+from gateway.batches import claims
+from gateway.batches.batch_rows import Batch, add_batch, begin_batch
+from gateway.batches.claims import Pick, RecordedResult
 from gateway.batches.request_rows import (
+    COLUMNS,
     RequestKind,
     RequestState,
     StoredRow,
     add_rows,
+    job,
     line_id,
     new_id,
+    row_of,
 )
 from gateway.store.failures import StoreLocked
+from gateway.store.schema import stored_requests
 from gateway.store.store import Store
 from gateway.usage.ledger import ROW_COLUMNS
 
@@ -84,9 +89,24 @@ def alone(number: int, **values: Any) -> StoredRow:
     return StoredRow(id_, **{**given, **values})
 
 
+def to_run(id_: str, owner: str, path: str, **values: Any) -> StoredRow:
+    """A request that is run without a store."""
+    return StoredRow(
+        id_, RequestKind.DEFERRED, owner, path, "requests-1", 0, 0, NOW, NOW + DAY, FOLDER, **values
+    )
+
+
+def find_row(connection: Connection, owner: str, id_: str, kind: RequestKind) -> StoredRow | None:
+    """The owner's stored request."""
+    row = stored_requests.c
+    asked = select(*COLUMNS).where(row.id == id_, row.owner == owner, row.kind == kind.value)
+    found = connection.execute(asked).one_or_none()
+    return None if found is None else row_of(found)
+
+
 def begin(store: Store, batch: Batch, lines: list[StoredRow], model: str | None = "demo") -> None:
     """Add a batch with its lines, and let them run."""
-    assert store.run_now(AddBatch(batch, 1000, 1 << 40)).outcome == "added"
+    assert store.run_now(job(add_batch, batch, 1000, 1 << 40)).outcome == "added"
     for at in range(0, len(lines), 500):
         some = lines[at : at + 500]
         assert do(store, add_rows, some)
@@ -101,7 +121,7 @@ def claim(
 ) -> list[StoredRow]:
     """Claim lines, or what `values` of a `Pick` say."""
     pick = Pick(limit, **{"kind": RequestKind.LINE, **values})
-    return store.run_now(Claim(FOLDER, process, [pick], now, LEASE))
+    return do(store, claims.claim, FOLDER, process, [pick], now, LEASE)
 
 
 def numbers(rows: list[StoredRow]) -> list[int | None]:

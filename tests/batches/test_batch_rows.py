@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from gateway.batches import batch_rows, files
-from gateway.batches.batch_rows import AddBatch, Batch, DueBatch, ReadBatches
+from gateway.batches.batch_rows import Batch, DueBatch, add_batch, read_batches
 from gateway.batches.claims import record
 from gateway.batches.files import StoredFile
 from gateway.batches.request_rows import (
@@ -16,7 +13,7 @@ from gateway.batches.request_rows import (
     RequestState,
     StoredRow,
     add_rows,
-    find_row,
+    job,
     work_left,
 )
 from gateway.store.store import Store
@@ -32,14 +29,8 @@ from tests.batches.stored_rows import (
     begin,
     claim,
     do,
+    find_row,
 )
-from tests.store.stores import opened
-
-
-@pytest.fixture
-def store(store_url: str) -> Iterator[Store]:
-    with opened(store_url) as made:
-        yield made
 
 
 def find(store: Store, id_: str | None = None) -> Batch:
@@ -69,18 +60,18 @@ def test_a_batch_comes_back_as_it_was_added(store: Store) -> None:
         metadata={"team": "ü"}, errors=[{"code": "x", "line": None}], idempotency_key="k",
         request_digest="d", webhook_url="https://example.org/", output_seconds=3600.0, user="ann",
     )  # fmt: skip
-    assert store.run_now(AddBatch(batch, 1, 1 << 40))[:2] == ("added", batch)
+    assert store.run_now(job(add_batch, batch, 1, 1 << 40))[:2] == ("added", batch)
     assert find(store) == batch
-    assert store.run_now(AddBatch(batch, 1, 1 << 40))[:2] == ("added", batch)
+    assert store.run_now(job(add_batch, batch, 1, 1 << 40))[:2] == ("added", batch)
     assert store.run_now(lambda c: batch_rows.unfinished(c, FOLDER)) == [batch]
     assert store.run_now(lambda c: batch_rows.unfinished(c, "other")) == []
 
 
 def test_another_key_or_api_has_no_such_batch(store: Store) -> None:
-    store.run_now(AddBatch(a_batch(), 1, 1 << 40))
+    store.run_now(job(add_batch, a_batch(), 1, 1 << 40))
     for owner, api in (("bob", "openai"), ("alice", "anthropic")):
         assert do(store, batch_rows.find_batch, owner, batch_id(), api) is None
-        page = store.run_now(ReadBatches(owner, api, 9))
+        page = store.run_now(job(read_batches, owner, api, 9))
         assert (page.batches, page.has_more) == ([], False)
     assert store.run_now(lambda c: batch_rows.pause_batch(c, "bob", batch_id(), NOW, "")) is None
     cancel = store.run_now(lambda c: batch_rows.cancel_batch(c, "bob", batch_id(), "openai", NOW))
@@ -90,22 +81,22 @@ def test_another_key_or_api_has_no_such_batch(store: Store) -> None:
 
 def test_the_same_idempotency_key_gives_the_earlier_batch_or_a_conflict(store: Store) -> None:
     first = a_batch(1, idempotency_key="k", request_digest="d1")
-    assert store.run_now(AddBatch(first, 1, 1 << 40)).outcome == "added"
+    assert store.run_now(job(add_batch, first, 1, 1 << 40)).outcome == "added"
     again = a_batch(2, idempotency_key="k", request_digest="d1")
-    assert store.run_now(AddBatch(again, 1, 1 << 40))[:2] == ("again", first)
+    assert store.run_now(job(add_batch, again, 1, 1 << 40))[:2] == ("again", first)
     other = a_batch(3, idempotency_key="k", request_digest="d2")
-    assert store.run_now(AddBatch(other, 1, 1 << 40))[:2] == ("conflict", first)
+    assert store.run_now(job(add_batch, other, 1, 1 << 40))[:2] == ("conflict", first)
     of_bob = a_batch(4, idempotency_key="k", request_digest="d2", owner="bob")
-    assert store.run_now(AddBatch(of_bob, 1, 1 << 40)).outcome == "added"
+    assert store.run_now(job(add_batch, of_bob, 1, 1 << 40)).outcome == "added"
 
 
 def test_an_owner_has_at_most_so_many_unfinished_batches(store: Store) -> None:
-    assert store.run_now(AddBatch(a_batch(1), 2, 1 << 40)).outcome == "added"
-    assert store.run_now(AddBatch(a_batch(2), 2, 1 << 40)).outcome == "added"
-    assert store.run_now(AddBatch(a_batch(3), 2, 1 << 40))[:2] == ("too_many", None)
-    assert store.run_now(AddBatch(a_batch(4, owner="bob"), 2, 1 << 40)).outcome == "added"
+    assert store.run_now(job(add_batch, a_batch(1), 2, 1 << 40)).outcome == "added"
+    assert store.run_now(job(add_batch, a_batch(2), 2, 1 << 40)).outcome == "added"
+    assert store.run_now(job(add_batch, a_batch(3), 2, 1 << 40))[:2] == ("too_many", None)
+    assert store.run_now(job(add_batch, a_batch(4, owner="bob"), 2, 1 << 40)).outcome == "added"
     store.run_now(lambda c: batch_rows.fail_batch(c, batch_id(1), [], NOW))
-    assert store.run_now(AddBatch(a_batch(3), 2, 1 << 40)).outcome == "added"
+    assert store.run_now(job(add_batch, a_batch(3), 2, 1 << 40)).outcome == "added"
 
 
 def test_the_input_file_must_be_the_owners_of_the_right_purpose_and_here(store: Store) -> None:
@@ -120,22 +111,22 @@ def test_the_input_file_must_be_the_owners_of_the_right_purpose_and_here(store: 
 
     def outcome(number: int) -> str:
         batch = a_batch(number, input_file=f"file-{number}")
-        return store.run_now(AddBatch(batch, 9, 1 << 40)).outcome
+        return store.run_now(job(add_batch, batch, 9, 1 << 40)).outcome
 
     assert [outcome(number) for number in range(1, 7)] == [
         "added", "wrong_purpose", "no_file", "elsewhere", "no_file", "no_file",
     ]  # fmt: skip
-    deleted = store.run_now(files.DeleteFile("alice", "file-1", NOW))
+    deleted = store.run_now(job(files.delete_file, "alice", "file-1", NOW))
     assert deleted.used_by_batch == batch_id(1)
 
 
 def test_lists_are_read_page_by_page_though_batches_vanish(store: Store) -> None:
     ids = [batch_id(number) for number in range(1, 8)]
     for number in range(1, 8):
-        store.run_now(AddBatch(a_batch(number), 9, 1 << 40))
+        store.run_now(job(add_batch, a_batch(number), 9, 1 << 40))
 
     def page(**values: Any) -> tuple[list[int], bool]:
-        found = store.run_now(ReadBatches("alice", "openai", 3, **values))
+        found = store.run_now(job(read_batches, "alice", "openai", 3, **values))
         return [ids.index(one.id) + 1 for one in found.batches], found.has_more
 
     assert page() == ([7, 6, 5], True)
@@ -169,7 +160,7 @@ def test_a_batch_of_broken_lines_goes_straight_on_to_its_end(store: Store) -> No
 
 
 def test_a_batch_that_fails_as_a_whole_tells_its_listener_once(store: Store) -> None:
-    store.run_now(AddBatch(a_batch(), 1, 1 << 40))
+    store.run_now(job(add_batch, a_batch(), 1, 1 << 40))
     errors = [{"code": "empty_file", "message": "…", "param": None, "line": None}]
     told: list[Batch] = []
 
@@ -260,7 +251,7 @@ def cancel(store: Store, now: float = NOW) -> Batch:
 
 
 def test_a_batch_that_is_read_can_be_cancelled_and_ends_so(store: Store) -> None:
-    store.run_now(AddBatch(a_batch(), 1, 1 << 40))
+    store.run_now(job(add_batch, a_batch(), 1, 1 << 40))
     store.run_now(lambda c: add_rows(c, [a_line(1), a_line(2, state=RequestState.FAILED)]))
     batch = cancel(store)
     assert (batch.state, batch.total, batch.cancelled, batch.failed) == (
@@ -289,7 +280,7 @@ def test_a_batch_that_is_being_finalized_can_be_cancelled(store: Store) -> None:
 
 
 def test_a_batch_that_has_ended_is_not_cancelled(store: Store) -> None:
-    store.run_now(AddBatch(a_batch(), 1, 1 << 40))
+    store.run_now(job(add_batch, a_batch(), 1, 1 << 40))
     failed = store.run_now(lambda c: batch_rows.fail_batch(c, batch_id(), [], NOW))
     assert cancel(store) == failed
 
@@ -335,8 +326,11 @@ def test_a_deleted_batch_is_gone_at_once_and_removed_with_its_lines(store: Store
     delete = lambda c: batch_rows.delete_batch(c, "alice", batch.id, "openai")  # noqa: E731
     assert store.run_now(delete) == ["file-1", "results-1"]
     assert store.run_now(delete) is None
-    assert store.run_now(ReadBatches("alice", "openai", 9)).batches == []
-    assert store.run_now(AddBatch(a_batch(2, idempotency_key="k"), 9, 1 << 40)).outcome == "added"
+    assert store.run_now(job(read_batches, "alice", "openai", 9)).batches == []
+    assert (
+        store.run_now(job(add_batch, a_batch(2, idempotency_key="k"), 9, 1 << 40)).outcome
+        == "added"
+    )
     remove = lambda c: batch_rows.remove_batches(c, [batch.id], limit=3)  # noqa: E731
     assert [store.run_now(remove) for _ in range(3)] == [False, True, True]
     assert store.run_now(lambda c: find_row(c, "alice", a_line(1).id, RequestKind.LINE)) is None

@@ -1,8 +1,10 @@
-"""What batches need without being asked."""
+"""Intake of inputs, also of a process that is killed in the middle of it."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +14,344 @@ import pytest
 from sqlalchemy import Connection
 from structlog.testing import capture_logs
 
-from gateway.batches.batch_upkeep import CLEAN_SECONDS, UNAVAILABLE_SECONDS
-from gateway.batches.folder import FolderFull
-from gateway.batches.request_rows import BatchState
-from gateway.store.failures import StoreError, StoreUnavailable
-from gateway.store.schema import batches, stored_requests
-from tests.batches.batch_place import DAY, BatchPlace, answer, batch_place, count, line
+from gateway.batches.batch_rows import Batch
+from gateway.batches.batch_upkeep import CLEAN_SECONDS, UNAVAILABLE_SECONDS, input_place
+from gateway.batches.folder import FolderError, FolderFull
+from gateway.batches.request_rows import BatchState, RequestState, StoredRow, result_rows
+from gateway.batches.results import ResultReader
+from gateway.store.failures import StoreError, StoreLocked, StoreUnavailable
+from gateway.store.schema import batches, files, stored_requests
+from tests.batches.batch_place import (
+    DAY,
+    HOUR,
+    BatchPlace,
+    answer,
+    batch_place,
+    count,
+    jsonl,
+    killed,
+    line,
+)
 from tests.gateways import until
+
+LINES = 4000
+
+
+READS = """
+import asyncio, sys
+from pathlib import Path
+from tests.batches.batch_place import batch_place
+
+async def main(url, path):
+    async with batch_place(url, Path(path)) as here:
+        print("reads", flush=True)
+        await here.settle()
+        print("done", flush=True)
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def broken(number: int) -> bool:
+    return number % 10 == 3
+
+
+def lines() -> list[object]:
+    return ["{" if broken(n) else line(f"c{n}") for n in range(LINES)]
+
+
+async def check_whole(here: BatchPlace, batch: Batch) -> None:
+    """Check that each line has one row, and each broken one its error line."""
+    found = await here.find(batch)
+    assert (found.state, found.total) == (BatchState.IN_PROGRESS, LINES)
+    assert found.failed == LINES // 10
+    assert await here.store.run(count(stored_requests)) == LINES
+    waiting = stored_requests.c.state == RequestState.WAITING.value
+    assert await here.store.run(count(stored_requests, waiting)) == LINES - LINES // 10
+    errors = await here.output(batch, errors=True)
+    assert [one["error"]["line"] for one in errors] == [n + 1 for n in range(LINES) if broken(n)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 1500, 3000])
+async def test_a_killed_intake_begins_again_and_doubles_nothing(
+    store_url: str, tmp_path: Path, rows: int
+) -> None:
+    async with batch_place(store_url, tmp_path / "kept") as here:
+        batch = await here.create(lines())
+        await killed(here, READS, [store_url, str(tmp_path / "kept")], stored_requests, rows)
+        await here.settle()
+        await check_whole(here, batch)
+
+
+async def test_two_processes_may_read_the_same_input(store_url: str, tmp_path: Path) -> None:
+    async with batch_place(store_url, tmp_path / "kept") as here:
+        batch = await here.create(lines())
+        async with batch_place(store_url, tmp_path / "kept") as other:
+            await asyncio.gather(here.settle(), other.settle())
+        await check_whole(here, batch)
+
+
+async def test_a_line_s_row_has_what_the_feeder_asks_for(store_url: str, tmp_path: Path) -> None:
+    async with batch_place(store_url, tmp_path / "kept") as here:
+        body = {
+            "model": "big", "max_tokens": 9,
+            "messages": [{"role": "user", "content": "word " * 500}],
+        }  # fmt: skip
+        batch = await here.create([line("a", body=body)], class_="normal", user="eve")
+        await here.settle()
+        (row,) = await here.claim()
+        assert row.id == f"batch_req_{batch.id.removeprefix('batch_')}_1"
+        assert (row.model, row.max_tokens, row.custom_id) == ("big", 9, "a")
+        assert 600 < row.prompt_tokens < 650
+        assert row.prefix > 0
+        assert (row.class_, row.user, row.deadline) == ("normal", "eve", batch.expires_at)
+        assert row.place == batch.input_file == input_place(batch)
+
+
+async def test_a_batch_cancelled_in_the_middle_gets_no_more_lines(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with batch_place(store_url, tmp_path / "kept") as here:
+        batch = await here.create(lines())
+        reading = asyncio.create_task(here.settle())
+        while not (rows := await here.store.run(count(stored_requests), write=False)):  # noqa: ASYNC110
+            await asyncio.sleep(0)  # The store tells of no event.
+        await here.batches.cancel(batch.owner, batch.id, batch.api)
+        await reading
+        await here.settle()
+        ended = await here.find(batch)
+        assert ended.state is BatchState.CANCELLED
+        assert ended.ended_lines == ended.total >= rows
+        assert len(await here.output(batch, errors=True)) == ended.total
+        assert await here.store.run(count(stored_requests)) == ended.total
+
+
+async def test_an_input_that_is_gone_fails_the_batch(store_url: str, tmp_path: Path) -> None:
+    async with batch_place(store_url, tmp_path / "kept") as here:
+        batch = await here.create([line("a")])
+        assert batch.input_file is not None
+        here.folder.delete(batch.input_file)
+        await here.settle()
+        ended = await here.find(batch)
+        assert ended.state is BatchState.FAILED
+        assert ended.errors is not None
+        assert ended.errors[0]["code"] == "file_not_found"
+
+
+async def test_a_store_that_is_away_delays_the_intake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
+        batch = await here.create(lines())
+        run, failures = here.store.run, iter([False, False, False, True, False, True])
+
+        async def fails_now_and_then(*arguments: object, **options: object) -> object:
+            if next(failures, False):
+                raise StoreUnavailable("it is away", "wait")
+            return await run(*arguments, **options)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(here.store, "run", fails_now_and_then)
+        monkeypatch.setattr("gateway.batches.batch_upkeep.RETRY_SECONDS", 0.0)
+        for _ in range(4):
+            try:
+                await here.settle()
+            except StoreUnavailable:
+                continue
+        await check_whole(here, batch)
+
+
+async def test_rows_are_told_apart_from_those_of_other_batches(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with batch_place(store_url, tmp_path / "kept") as here:
+        first, second = await here.create([line("a")]), await here.create([line("a"), "x"])
+        await here.settle()
+        rows = await here.claim()
+        assert {(row.batch, row.custom_id) for row in rows} == {
+            (first.id, "a"), (second.id, "a"),
+        }  # fmt: skip
+
+        def ended(connection: object) -> list[StoredRow]:
+            return result_rows(connection, second.id, 0, 9)  # type: ignore[arg-type]
+
+        (row,) = await here.store.run(ended)
+        assert (row.number, row.error_code) == (2, "invalid_json_line")
+
+
+async def test_a_folder_that_can_not_be_read_is_told(tmp_path: Path) -> None:
+    async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
+        batch = await here.create(jsonl([line("a")]))
+        assert batch.input_file is not None
+        here.folder.delete(batch.input_file)
+        (here.folder.location / batch.input_file).mkdir()
+        intake = here.batches.upkeep.intake
+        with pytest.raises(FolderError):
+            await intake.take_in(batch)
+        assert (await here.find(batch)).state is BatchState.VALIDATING
+
+
+async def ran(here: BatchPlace, lines: int, **more: Any) -> Batch:
+    """A batch whose lines have ended, every third with an error of a node."""
+    batch = await here.create([line(f"c{n}") for n in range(lines)], **more)
+    await here.settle()
+    task = asyncio.create_task(here.results.run())
+    rows = await here.claim()
+    added = [
+        here.results.add(
+            row, batch.api,
+            answer(row, here.process.id, status=502 if (row.number or 0) % 3 == 0 else 200),
+        )
+        for row in rows
+    ]  # fmt: skip
+    assert all(await asyncio.gather(*added))
+    task.cancel()
+    return await here.find(batch)
+
+
+async def test_each_line_is_in_one_of_the_files(store_url: str, tmp_path: Path) -> None:
+    async with batch_place(store_url, tmp_path / "kept") as here:
+        batch = await ran(here, 30)
+        await here.settle()
+        ended = await here.find(batch)
+        assert (ended.completed, ended.failed) == (20, 10)
+        output, errors = await here.output(batch), await here.output(batch, errors=True)
+        assert {one["response"]["status_code"] for one in output} == {200}
+        assert {one["response"]["status_code"] for one in errors} == {502}
+        assert all(one["error"] is None for one in output + errors)
+        ids = [one["custom_id"] for one in output + errors]
+        assert sorted(ids) == sorted(f"c{n}" for n in range(30))
+
+
+async def test_output_files_are_files_of_their_owner(store_url: str, tmp_path: Path) -> None:
+    async with batch_place(store_url, tmp_path / "kept", keep=10 * DAY) as here:
+        batch = await ran(here, 3, output_seconds=2 * HOUR)
+        here.pass_(HOUR)
+        await here.settle()
+        ended = await here.find(batch)
+        assert ended.output_file is not None
+        file = await here.files.find("alice", ended.output_file)
+        content = here.folder.read(file.id, 0, file.bytes)
+        assert (file.purpose, file.name) == ("batch_output", f"{batch.id}_output.jsonl")
+        assert file.sha256 == hashlib.sha256(content).hexdigest()
+        # Counted from the file's own creation.
+        assert (file.created_at, file.expires_at) == (here.time[0], here.time[0] + 2 * HOUR)
+        here.pass_(2 * HOUR)
+        with pytest.raises(Exception, match="deleted, or have expired"):
+            await here.output(batch)
+
+
+async def test_results_of_message_batches_are_one_file(store_url: str, tmp_path: Path) -> None:
+    async with batch_place(store_url, tmp_path / "kept") as here:
+        batch = await ran(here, 3, api="anthropic")
+        await here.settle()
+        ended = await here.find(batch)
+        assert ended.error_file is None
+        kinds = [one["result"]["type"] for one in await here.output(batch)]
+        assert kinds == ["succeeded", "succeeded", "errored"]
+
+
+async def test_of_two_processes_that_end_a_batch_one_has_its_files(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with batch_place(store_url, tmp_path / "kept") as here:
+        batch = await ran(here, 30)
+        async with batch_place(store_url, tmp_path / "kept") as other:
+            ends = [one.batches.upkeep.end.end(batch.id) for one in (here, other)]
+            found = await asyncio.gather(*ends)
+        assert sum(one is not None for one in found) == 1
+        ended = await here.find(batch)
+        assert here.kept("file") == sorted(
+            str(name) for name in (ended.input_file, ended.output_file, ended.error_file)
+        )
+        assert await here.store.run(count(files)) == 3
+
+
+async def test_whoever_wants_to_know_of_the_end_is_told_in_its_transaction(
+    store_url: str, tmp_path: Path
+) -> None:
+    told: list[tuple[str, BatchState]] = []
+
+    def on_end(connection: Connection, batch: Batch) -> None:
+        assert connection.in_transaction()
+        told.append((batch.id, batch.state))
+
+    async with batch_place(store_url, tmp_path / "kept", on_end=on_end) as here:
+        batch = await ran(here, 2)
+        failed = await here.create(b"\n")
+        await here.settle()
+        assert sorted(told) == sorted(
+            [(batch.id, BatchState.COMPLETED), (failed.id, BatchState.FAILED)]
+        )
+
+
+async def test_a_store_that_refuses_the_end_leaves_no_file(store_url: str, tmp_path: Path) -> None:
+    refuses = [True]
+
+    def on_end(_: Connection, __: Batch) -> None:
+        if refuses:
+            refuses.pop()
+            raise StoreLocked("it is locked", "wait")
+
+    async with batch_place(store_url, tmp_path / "kept", on_end=on_end) as here:
+        batch = await ran(here, 3)
+        with pytest.raises(StoreLocked):
+            await here.batches.upkeep.end.end(batch.id)
+        assert here.kept("file") == [batch.input_file]
+        assert (await here.find(batch)).state is BatchState.FINALIZING
+        await here.settle()
+        assert len(await here.output(batch)) == 2
+
+
+async def test_a_lost_result_is_told_as_such(store_url: str, tmp_path: Path) -> None:
+    async with batch_place(store_url, tmp_path / "kept") as here:
+        batch = await ran(here, 2)
+        (results,) = here.kept("results")
+        here.folder.delete(results)
+        # Whoever reads what is recorded so far is better off to try again.
+        with pytest.raises(Exception, match="can't be used now"):
+            await here.output(batch)
+        await here.settle()
+        assert await here.output(batch) == []
+        errors = await here.output(batch, errors=True)
+        assert [one["error"]["code"] for one in errors] == ["result_lost"] * 2
+        assert [one["custom_id"] for one in errors] == ["c0", "c1"]
+
+
+async def test_a_torn_file_gives_no_torn_line(tmp_path: Path) -> None:
+    async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
+        batch = await ran(here, 2)
+        (results,) = here.kept("results")
+        path = here.folder.path(results)
+        path.write_bytes(path.read_bytes()[:-5])
+        await here.settle()
+        (first,), (second,) = await here.output(batch), await here.output(batch, errors=True)
+        assert (first["custom_id"], second["error"]["code"]) == ("c0", "result_lost")
+
+
+async def test_pieces_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.batches.results.READ_BYTES", 500)
+    async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
+        batch = await ran(here, 60)
+        found = await here.batches.open_output("alice", batch.id, "openai")
+        pieces = [piece async for piece in found.pieces()]
+        await found.close()
+        assert max(map(len, pieces)) < 800
+        assert len([json.loads(one) for one in b"".join(pieces).splitlines()]) == 40
+
+
+async def test_a_disk_that_can_not_be_read_ends_nothing(tmp_path: Path) -> None:
+    async with batch_place(f"sqlite:///{tmp_path / 'db'}", tmp_path / "kept") as here:
+        batch = await ran(here, 2)
+        (results,) = here.kept("results")
+        here.folder.delete(results)
+        here.folder.path(results).mkdir()
+        with pytest.raises(FolderError):
+            await here.batches.upkeep.end.end(batch.id)
+        assert (await here.find(batch)).state is BatchState.FINALIZING
+        reader = ResultReader(here.folder, "openai")
+        reader.close()
+        reader.close()
 
 
 async def run_all(here: BatchPlace) -> None:
@@ -28,22 +361,6 @@ async def run_all(here: BatchPlace) -> None:
         assert all(await asyncio.gather(*added))
     task.cancel()
     await here.results.close(1.0)
-
-
-async def test_it_runs_until_it_is_cancelled(store_url: str, tmp_path: Path) -> None:
-    told = asyncio.Event()
-    async with batch_place(store_url, tmp_path / "kept", on_rows=told.set) as here:
-        running = asyncio.create_task(here.batches.run())
-        batch = await here.create([line("a")])
-        await asyncio.wait_for(told.wait(), 30)
-        await run_all(here)
-        here.batches.upkeep.wake()
-        async with asyncio.timeout(30):
-            while (await here.find(batch)).state is not BatchState.COMPLETED:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
 
 
 async def test_very_many_cancelled_lines_end_step_by_step(

@@ -14,14 +14,27 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection, func, insert, select
 
-from gateway.batches.files import ORPHAN_SECONDS, FileRegistry
+from gateway.batches.background_requests import add_background, delete_background
+from gateway.batches.batch_registry import NewBatch
+from gateway.batches.batch_rows import Batch
+from gateway.batches.files import (
+    ORPHAN_SECONDS,
+    FileRegistry,
+    Kept,
+    correct_log_sizes,
+    full_owners,
+    kept_by,
+    note_log_sizes,
+)
 from gateway.batches.folder import ID_FILE, Folder
+from gateway.batches.request_rows import BatchState, RequestKind, StoredRow, job
 from gateway.config.batches import BatchSettings
 from gateway.errors import GatewayError
 from gateway.store.database import locate_store
 from gateway.store.schema import batches, files
 from gateway.store.store import Store
-from tests.store.stores import LIMIT
+from tests.batches.batch_place import HOUR, BatchPlace, answer, batch_place, count, jsonl, line
+from tests.store.stores import LIMIT, opened
 
 DAY = 86400.0
 
@@ -267,3 +280,246 @@ def _plan_of_a_page(connection: Connection, url: str) -> str:
         return ""
     asked = "EXPLAIN QUERY PLAN SELECT * FROM files WHERE owner = 'a' AND id < 'b' ORDER BY id DESC"
     return str(connection.exec_driver_sql(asked).all())
+
+
+KB = 1000
+
+
+async def kept(here: BatchPlace, owner: str = "alice") -> int:
+    job = partial(kept_by, owner=owner, now=here.time[0])
+    return (await here.store.run(job, write=False)).bytes
+
+
+def on_disk(here: BatchPlace) -> int:
+    return sum(path.stat().st_size for path in here.folder.location.iterdir()
+               if not path.name.endswith(ID_FILE))  # fmt: skip
+
+
+async def refusal_of(asked: Any) -> GatewayError:
+    with pytest.raises(GatewayError) as error:
+        await asked
+    return error.value
+
+
+async def messages(here: BatchPlace, lines: int, *, owner: str = "alice", **more: Any) -> Batch:
+    """A message batch with a body of its own."""
+    new = await here.batches.new_requests()
+    await here.batches.on_disk(
+        new.write, jsonl([line(f"c{n}", url="/v1/messages") for n in range(lines)])
+    )
+    size = new.size
+    name = await here.batches.on_disk(new.finish)
+    given = {"owner": owner, "api": "anthropic", "endpoint": "/v1/messages", **more}
+    return await here.batches.create(NewBatch(**given, requests=name, requests_bytes=size))
+
+
+async def answer_some(here: BatchPlace, api: str, limit: int, *, size: int = 10) -> int:
+    """Claim so many lines at most, and record answers of this size; how many."""
+    task = asyncio.create_task(here.results.run())
+    rows = await here.claim(limit)
+    content = b'"%b"' % (b"x" * size)
+    added = [here.results.add(r, api, answer(r, here.process.id, content=content)) for r in rows]
+    assert all(await asyncio.gather(*added))
+    task.cancel()
+    return len(rows)
+
+
+async def test_the_rows_say_what_the_folder_holds_at_every_step(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with batch_place(store_url, tmp_path / "kept") as here:
+        seen = [(await kept(here), on_disk(here))]
+        await here.upload(b"x" * 700, purpose="user_data")
+        seen.append((await kept(here), on_disk(here)))
+        of_messages = await messages(here, 3)
+        seen.append((await kept(here), on_disk(here)))
+        of_lines = await here.create([line("a"), line("b"), "broken"])
+        seen.append((await kept(here), on_disk(here)))
+        await here.settle()
+        seen.append((await kept(here), on_disk(here)))
+        assert await answer_some(here, "anthropic", 2, size=300) == 2
+        seen.append((await kept(here), on_disk(here)))
+        assert all(counted == held for counted, held in seen), seen
+        assert sorted(seen) == seen
+        assert len({counted for counted, _ in seen}) == len(seen)
+        assert await kept(here, "bob") == 0
+        # After the end results are in files with rows, and of the rest nothing is left.
+        while await answer_some(here, "openai", 10):
+            await here.settle()
+        assert {(await here.find(one)).state for one in (of_messages, of_lines)} == {
+            BatchState.COMPLETED
+        }
+        assert here.kept("requests") == []
+        await here.results.close(HOUR)
+        await here.batches.upkeep.clean()
+        assert here.kept("results") == []
+        assert await kept(here) == on_disk(here) > 0
+        await here.batches.delete("alice", of_messages.id, "anthropic")
+        assert await kept(here) == on_disk(here)
+        for file in (await here.files.page("alice", 100)).files:
+            await here.files.delete("alice", file.id)
+        assert (await kept(here), on_disk(here)) == (0, 0)
+
+
+async def test_what_expires_is_released_but_an_input_that_is_read_is_not(
+    store_url: str, tmp_path: Path
+) -> None:
+    async with batch_place(store_url, tmp_path / "kept", keep=HOUR) as here:
+        await here.upload(b"x" * 700)
+        batch = await here.create([line("a")])
+        size = await kept(here) - 700
+        here.pass_(HOUR)
+        assert await kept(here) == size
+        await here.files.clean()
+        assert on_disk(here) == size
+        await here.batches.cancel("alice", batch.id, "openai")
+        await here.settle()
+        await here.files.clean()
+        assert (await kept(here), on_disk(here)) == (0, 0)
+
+
+async def test_a_key_at_its_bound_gets_429_for_everything_and_others_do_not(
+    store_url: str, tmp_path: Path
+) -> None:
+    bounds: dict[str, Any] = {"file_bytes": 2 * KB, "bytes_per_key": 2 * KB}
+    async with batch_place(store_url, tmp_path / "kept", **bounds) as here:
+        input_file = await here.upload(jsonl([line("a")]))
+        await here.upload(b"x" * (2 * KB - await kept(here)), purpose="user_data")
+        given: dict[str, Any] = {
+            "owner": "alice", "api": "openai", "endpoint": "/v1/chat/completions",
+        }  # fmt: skip
+        for asked in (
+            here.upload(b"x"),
+            messages(here, 1),
+            here.batches.create(NewBatch(**given, input_file=input_file)),
+            here.batches.check_room("alice", 0),
+        ):
+            error = await refusal_of(asked)
+            assert (error.status, error.code, error.retryable) == (429, "insufficient_quota", False)
+            assert "2000 bytes ('batches.bytes_per_key'): delete" in error.message
+        assert here.kept("requests") == []
+        await here.batches.check_room("bob", 2 * KB)
+        await messages(here, 1, owner="bob")
+
+
+async def test_an_upload_of_unknown_size_is_stopped_at_the_key_s_bound(
+    store_url: str, tmp_path: Path
+) -> None:
+    bounds: dict[str, Any] = {"file_bytes": 9 * KB, "bytes_per_key": 10 * KB}
+    async with batch_place(store_url, tmp_path / "kept", **bounds) as here:
+        await here.upload(b"x" * 8 * KB)
+        async with here.files.uploading("alice", None) as upload:
+            await here.files.on_disk(upload.write, b"x" * 2 * KB)
+            error = await refusal_of(here.files.on_disk(upload.write, b"x"))
+        assert (error.status, error.code) == (429, "insufficient_quota")
+        assert on_disk(here) == 8 * KB
+
+
+async def test_batches_of_a_full_key_pause_and_lose_nothing_until_there_is_room(
+    store_url: str, tmp_path: Path
+) -> None:
+    bounds: dict[str, Any] = {"file_bytes": 9 * KB, "bytes_per_key": 10 * KB}
+    async with batch_place(store_url, tmp_path / "kept", **bounds) as here:
+        batch = await here.create([line(f"c{n}") for n in range(4)])
+        room = await here.upload(b"x" * 6 * KB, purpose="user_data")
+        await here.settle()
+        # Its results bring the key to its bound; those that ran meanwhile are recorded.
+        task = asyncio.create_task(here.results.run())
+        for row in await here.claim(3):
+            content = b'"%b"' % (b"x" * 2 * KB)
+            done = answer(row, here.process.id, content=content)
+            assert await here.results.add(row, "openai", done)
+            await here.batches.upkeep.round()
+        task.cancel()
+        paused = await here.find(batch)
+        assert (paused.pause_reason, paused.completed) == ("key_storage_full", 3)
+        assert here.batches.upkeep.full_owners == {"alice"}
+        assert await kept(here) > 10 * KB
+        other = await here.create([line("a")], owner="bob")
+        await here.settle()
+        assert (await here.find(other)).paused_at is None
+        assert await answer_some(here, "openai", 9) == 1  # bob's
+        # By hand it goes on for a moment only.
+        await here.batches.resume("alice", batch.id, "openai")
+        await here.batches.upkeep.round()
+        assert (await here.find(batch)).pause_reason == "key_storage_full"
+        await here.files.delete("alice", room)
+        await here.batches.upkeep.round()
+        assert (await here.find(batch)).paused_at is None
+        assert here.batches.upkeep.full_owners == frozenset()
+        assert await answer_some(here, "openai", 9) == 1
+        await here.settle()
+        assert [one["custom_id"] for one in await here.output(batch)] == ["c0", "c1", "c2", "c3"]
+
+
+async def test_a_pause_by_the_caller_outlives_one_for_want_of_room(
+    store_url: str, tmp_path: Path
+) -> None:
+    bounds: dict[str, Any] = {"file_bytes": 9 * KB, "bytes_per_key": 9 * KB}
+    async with batch_place(store_url, tmp_path / "kept", **bounds) as here:
+        batch = await here.create([line("a")])
+        await here.settle()
+        await here.batches.pause("alice", batch.id, "openai")
+        id_ = await here.upload(b"x" * (9 * KB - await kept(here)))
+        await here.batches.upkeep.round()
+        await here.files.delete("alice", id_)
+        await here.batches.upkeep.round()
+        assert (await here.find(batch)).pause_reason == "paused"
+
+
+def a_request(number: int, length: int = 10) -> StoredRow:
+    return StoredRow(
+        f"resp_{number:032x}", RequestKind.RESPONSE, "alice", "/v1/responses",
+        f"request-{number:032x}", 0, length, float(number), 10**10, "folder", "normal",
+        deadline=10**9, result_place=f"events-{number:032x}", result_offset=0, result_length=90,
+    )  # fmt: skip
+
+
+def test_requests_in_the_background_count_with_their_logs(store_url: str) -> None:
+    with opened(store_url) as store:
+
+        def bytes_of(owner: str = "alice") -> int:
+            return store.run_now(partial(kept_by, owner=owner, now=1.0)).bytes
+
+        for _ in range(2):  # Done again it counts once.
+            assert store.run_now(job(add_background, a_request(1), 9, 1 << 30, 200)) is None
+        assert store.run_now(job(add_background, a_request(2, 11), 9, 1 << 30, 200)) == Kept(0, 100)
+        assert store.run_now(job(add_background, a_request(2), 9, 1 << 30, 200)) is None
+        assert (bytes_of(), bytes_of("bob")) == (200, 0)
+        sizes = {a_request(1).id: 500, "resp_unknown": 9}
+        store.run_now(partial(note_log_sizes, sizes=sizes, running=True))
+        assert bytes_of() == 200  # It does not run.
+        store.run_now(partial(note_log_sizes, sizes=sizes))
+        assert bytes_of() == 610
+        full = partial(full_owners, owners=["alice", "bob"], now=1.0)
+        assert store.run_now(partial(full, most_bytes=610)) == {"alice"}
+        assert store.run_now(partial(full, most_bytes=611)) == set()
+        found = {str(a_request(1).result_place): 70, str(a_request(2).result_place): 90}
+        correct = partial(correct_log_sizes, folder="folder", sizes=found)
+        store.run_now(correct)
+        assert bytes_of() == 180
+        delete = partial(delete_background, owner="alice", kind=RequestKind.RESPONSE, now=1.0)
+        store.run_now(partial(delete, id_=a_request(1).id))
+        assert bytes_of() == 100
+
+
+async def test_two_processes_together_keep_no_more_than_one_may(
+    store_url: str, tmp_path: Path
+) -> None:
+    bounds: dict[str, Any] = {"file_bytes": KB, "bytes_per_key": KB}
+    async with (
+        batch_place(store_url, tmp_path / "one", **bounds) as one,
+        batch_place(store_url, tmp_path / "two", **bounds) as two,
+    ):
+        places = (one, two)
+        uploads = [here.upload(b"x" * 100) for _ in range(8) for here in places]
+        requests = [
+            places[n % 2].store.run(job(add_background, a_request(n), 99, 1 << 30, KB))
+            for n in range(8)
+        ]  # fmt: skip
+        ended = await asyncio.gather(*uploads, *requests, return_exceptions=True)
+        made = sum(isinstance(one, str) or one is None for one in ended)
+        assert made == 10
+        assert await kept(one) == await kept(two) == KB
+        kept_files = await one.store.run(count(files))
+        assert kept_files == len(one.kept("file")) + len(two.kept("file"))

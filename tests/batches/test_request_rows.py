@@ -1,24 +1,41 @@
+""""""
+
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sqlalchemy import Connection
+from sqlalchemy import Connection, update
 
-from gateway.batches.batch_rows import cancel_batch, pause_batch, resume_batch
+from gateway.batches.background_requests import add_background
+from gateway.batches.batch_rows import add_batch, pause_batch, resume_batch
 from gateway.batches.claims import put_back, record
+from gateway.batches.folder import ID_FILE, DiskThreads, Folder
 from gateway.batches.request_rows import (
+    BEFORE,
+    BUSY_SECONDS,
+    LONGEST_UNREAD,
+    UNTOLD_SECONDS,
+    BatchState,
     RequestKind,
     RequestState,
-    WaitingGroup,
+    UnfinishedWork,
+    WaitingLines,
     WorkLeft,
     add_rows,
-    find_row,
+    job,
+    line_id,
+    new_id,
     result_rows,
-    waiting_groups,
+    waiting_by_kind,
+    waiting_lines,
     work_left,
 )
+from gateway.store.schema import batches, stored_requests
 from gateway.store.store import Store
 from tests.batches.stored_rows import (
     DAY,
@@ -32,19 +49,49 @@ from tests.batches.stored_rows import (
     begin,
     claim,
     do,
+    find_row,
     numbers,
 )
-from tests.store.stores import opened
+from tests.polling import eventually
+from tests.store.stores import opened, wait_until
 
 
-@pytest.fixture
-def store(store_url: str) -> Iterator[Store]:
-    with opened(store_url) as made:
-        yield made
+def token(count: int) -> str:
+    return "ab" * count
 
 
-def groups(store: Store, now: float = NOW) -> list[WaitingGroup]:
-    return store.run_now(lambda connection: waiting_groups(connection, FOLDER, now), write=False)
+def test_ids_grow_with_time() -> None:
+    times = [0.0, 1.0, 1_780_000_000.123, 1_780_000_000.124, 4_000_000_000.0]
+    ids = [new_id("batch_", at, token) for at in times]
+    assert ids == sorted(set(ids))
+    assert new_id("batch_", 1_780_000_000.123, token) == f"batch_019e7044887b{'ab' * 10}"
+
+
+def test_a_line_has_the_same_id_however_often_its_input_is_read() -> None:
+    batch = new_id("msgbatch_", 1.0, token)
+    assert line_id(batch, 7) == line_id(batch, 7) == f"batch_req_0000000003e8{'ab' * 10}_7"
+    assert line_id(batch, 7) != line_id(batch, 71)
+
+
+def test_a_state_that_has_ended_is_followed_by_none() -> None:
+    before = {state for states in BEFORE.values() for state in states}
+    assert set(BEFORE) == set(BatchState)
+    assert {state for state in BatchState if state.ended} == set(BatchState) - before
+
+
+def test_every_state_of_a_batch_can_be_reached() -> None:
+    reached = {BatchState.VALIDATING}
+    for _ in BatchState:
+        reached |= {state for state, before in BEFORE.items() if reached.intersection(before)}
+    assert reached == set(BatchState)
+
+
+def groups(store: Store, now: float = NOW) -> list[WaitingLines]:
+    return store.run_now(lambda c: list(waiting_lines(c, FOLDER, now)), write=False)
+
+
+def kinds(store: Store) -> dict[str, int]:
+    return do(store, waiting_by_kind, FOLDER, NOW)
 
 
 def test_a_row_comes_back_as_it_was_added(store: Store) -> None:
@@ -65,33 +112,20 @@ def test_lines_that_are_added_again_stay_as_they_are(store: Store) -> None:
     assert store.run_now(lambda c: find_row(c, "alice", first.id, first.kind)) == first
 
 
-def test_a_cancelled_batch_takes_no_more_lines(store: Store) -> None:
-    batch = a_batch()
-    begin(store, batch, [a_line(1)])
-    store.run_now(lambda c: cancel_batch(c, "alice", batch.id, "openai", NOW))
-    assert not store.run_now(lambda c: add_rows(c, [a_line(2)]))
-    assert store.run_now(lambda c: work_left(c, batch.id)) == WorkLeft(0, 0, 0, 0)
-
-
 def test_groups_are_sums_of_what_may_run_now(store: Store) -> None:
     first, second = a_batch(1), a_batch(2, owner="bob", class_="normal", expires_at=NOW + 60)
     begin(store, first, [a_line(n, first, max_tokens=10 * n) for n in range(1, 5)])
     several = [a_line(n, second, model=f"m{n % 2}" if n > 1 else None) for n in range(1, 6)]
     begin(store, second, several, model=None)
     store.run_now(lambda c: add_rows(c, [alone(1), alone(2, deadline=NOW + 5, max_tokens=7)]))
-    found = sorted(groups(store), key=lambda one: (one.owner, one.kind, one.model or ""))
+    found = sorted(groups(store), key=lambda one: (one.owner, one.model or ""))
     assert found == [
-        WaitingGroup(first.id, "alice", RequestKind.LINE, PATH, "demo", "batch",
-                     4, 40, 100, 40, NOW + DAY),
-        WaitingGroup(None, "alice", RequestKind.RESPONSE, "/v1/responses", "demo", "normal",
-                     2, 0, 7, 7, NOW + 5),
-        WaitingGroup(second.id, "bob", RequestKind.LINE, PATH, None, "normal",
-                     1, 10, 20, 20, NOW + 60),
-        WaitingGroup(second.id, "bob", RequestKind.LINE, PATH, "m0", "normal",
-                     2, 20, 40, 20, NOW + 60),
-        WaitingGroup(second.id, "bob", RequestKind.LINE, PATH, "m1", "normal",
-                     2, 20, 40, 20, NOW + 60),
-    ]  # fmt: skip
+        WaitingLines(first.id, "alice", PATH, "demo", "batch", 4, NOW + DAY),
+        WaitingLines(second.id, "bob", PATH, None, "normal", 1, NOW + 60),
+        WaitingLines(second.id, "bob", PATH, "m0", "normal", 2, NOW + 60),
+        WaitingLines(second.id, "bob", PATH, "m1", "normal", 2, NOW + 60),
+    ]
+    assert kinds(store) == {"response": 2}
 
 
 def test_what_runs_is_put_off_or_paused_is_in_no_group(store: Store) -> None:
@@ -112,6 +146,7 @@ def test_another_folders_requests_are_not_seen(store: Store) -> None:
     begin(store, other, [a_line(1, other)])
     store.run_now(lambda c: add_rows(c, [alone(1, folder="e" * 32)]))
     assert groups(store) == []
+    assert kinds(store) == {}
     assert claim(store) == claim(store, kind=RequestKind.RESPONSE) == []
 
 
@@ -146,3 +181,133 @@ def test_sqlite_reads_waiting_lines_by_their_index(tmp_path: Path) -> None:
         found = do(store, plan, sql)
         assert "waiting_lines" in found
         assert "TEMP B-TREE" not in found
+
+
+class CountingStore(Store):
+    """Counts the jobs that it is asked for."""
+
+    jobs = 0
+
+    async def run(self, *values: Any, **named: Any) -> Any:
+        self.jobs += 1
+        return await super().run(*values, **named)
+
+
+@dataclass(slots=True)
+class Place:
+    """A folder whose work is looked for, by a clock that stands still."""
+
+    store: CountingStore
+    folder: Folder
+    seconds: list[float] = field(default_factory=lambda: [time.monotonic()])
+
+    def work(self) -> UnfinishedWork:
+        return UnfinishedWork(self.store, self.folder, DiskThreads(), lambda: self.seconds[0])
+
+
+def a_folder(path: Path, id_: str) -> Folder:
+    path.mkdir(0o700)
+    (path / ID_FILE).write_text(id_)
+    folder = Folder(path, most_bytes=lambda: 1 << 30)
+    assert folder.open() == id_
+    return folder
+
+
+@pytest.fixture
+def place(store_url: str, tmp_path: Path) -> Iterator[Place]:
+    with opened(store_url) as plain:
+        made = CountingStore(plain.location, look_seconds=0.01)
+        made.start()
+        try:
+            # It is open, and has looked at its version for the first time.
+            wait_until(lambda: made.status().up and made.changes >= 2, made)
+            yield Place(made, a_folder(tmp_path / "batches", FOLDER))
+        finally:
+            made.close(30.0)
+
+
+def add_request(store: Store, number: int = 1) -> None:
+    assert store.run_now(job(add_background, alone(number), 100, 1 << 20, 1 << 30)) is None
+
+
+async def test_the_store_is_not_asked_again_until_this_process_has_added_something(
+    place: Place,
+) -> None:
+    work = place.work()
+    assert not await work.exists()
+    asked = place.store.jobs
+    for _ in range(100):
+        assert not await work.exists()
+    # PostgreSQL does not tell what it has, but then the clock decides.
+    assert place.store.jobs == asked
+    add_request(place.store)
+    work.added()
+    assert await work.exists()
+    assert await work.exists()
+    assert place.store.jobs == asked + 1
+    do(place.store, set_state, "done")
+    assert await work.exists()
+    place.seconds[0] += BUSY_SECONDS
+    assert not await work.exists()
+
+
+async def test_what_another_process_adds_is_seen(place: Place, store_url: str) -> None:
+    work = place.work()
+    assert not await work.exists()
+    with opened(store_url) as other:
+        add_request(other)
+    if place.store.location.path is None:
+        assert not await work.exists()
+        place.seconds[0] += UNTOLD_SECONDS
+
+    async def seen() -> bool | None:
+        return await work.exists() or None
+
+    assert await eventually(seen)
+
+
+async def test_the_store_is_read_now_and_then_though_nothing_is_new(place: Place) -> None:
+    work = place.work()
+    assert not await work.exists()
+    add_request(place.store)
+    assert not await work.exists()
+    place.seconds[0] += LONGEST_UNREAD
+    assert await work.exists()
+
+
+async def test_what_waits_runs_or_has_not_ended_is_work(place: Place) -> None:
+    store, work = place.store, place.work()
+
+    async def exists() -> bool:
+        work.added()
+        return await work.exists()
+
+    assert store.run_now(job(add_batch, a_batch(), 10, 1 << 30)).outcome == "added"
+    assert await exists()
+    do(store, end_batches)
+    assert not await exists()
+    # Left over by a process that was killed, or by one that still runs it.
+    assert do(store, add_rows, [a_line(1)])
+    do(store, set_state, "running")
+    assert await exists()
+    do(store, set_state, "done")
+    assert not await exists()
+    add_request(store)
+    assert await exists()
+    assert len(claim(store, kind=RequestKind.RESPONSE)) == 1
+    assert await exists()
+
+
+async def test_work_of_another_folder_is_none(place: Place, tmp_path: Path) -> None:
+    place.folder = a_folder(tmp_path / "another", "e" * 32)
+    begin(place.store, a_batch(), [a_line(1)])
+    add_request(place.store)
+    assert not await place.work().exists()
+
+
+def end_batches(connection: Connection) -> None:
+    connection.execute(update(batches).values(ended_at=NOW))
+
+
+def set_state(connection: Connection, state: str) -> None:
+    connection.execute(update(stored_requests).values(state=state))

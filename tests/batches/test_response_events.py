@@ -1,4 +1,4 @@
-"""The events of a stored response: numbered, under ids of our own, with exactly one end."""
+"""A second run takes the place of the first only as long as it repeats it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,20 @@ from typing import Any
 import pytest
 
 from gateway.app import Gateway
-from gateway.batches.response_events import ResponseEvents, partial_output, queued_response
+from gateway.batches.response_events import (
+    NotRepeated,
+    Repetition,
+    ResponseEvents,
+    partial_output,
+    queued_response,
+)
 from gateway.errors import GatewayError
 from gateway.proxy import sse
 from gateway.proxy.api.resuming import named_event
 from tests.batches.responses_over_nodes import (
     begin,
     check_whole,
+    finish,
     logged,
     now,
     open_logs,
@@ -28,6 +35,61 @@ from tests.batches.test_runner import key
 from tests.emulator import EmulatedNode
 from tests.gateways import until
 from tests.proxy.proxy_over_nodes import A_FIRST, proxy_over
+
+TEXT = "response.output_text.delta"
+
+
+def deltas(text: str, rng: random.Random) -> list[dict[str, Any]]:
+    """Deltas of this text, cut at random."""
+    values = []
+    while text:
+        size = rng.randint(1, 5)
+        values.append({"type": TEXT, "sequence_number": 7, "item_id": "i", "delta": text[:size]})
+        text = text[size:]
+    return values
+
+
+def a_run(text: str, rng: random.Random) -> list[dict[str, Any]]:
+    added = {"type": "response.output_item.added", "item": {"id": "i"}}
+    done = {"type": "response.output_item.done", "item": {"id": "i", "text": text}}
+    return [added, *deltas(text, rng), done]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_same_text_passes_however_it_is_cut(seed: int) -> None:
+    rng = random.Random(seed)
+    text = "".join(rng.choice("ab ") for _ in range(60))
+    first, second = a_run(text, rng), a_run(text, rng)
+    seen = first[: rng.randrange(1, len(first) + 1)]
+    repetition = Repetition(seen)
+    new = [part for value in second if (part := repetition.new_part(value)) is not None]
+    assert repetition.done
+    parts = [value.get("delta", "") for value in (*seen, *new)]
+    assert "".join(parts) == text
+    kinds = [value["type"] for value in (*seen, *new) if value["type"] != TEXT]
+    assert kinds == ["response.output_item.added", "response.output_item.done"]
+
+
+def test_another_text_is_noticed() -> None:
+    rng = random.Random(1)
+    repetition = Repetition(a_run("one text", rng)[:4])
+    with pytest.raises(NotRepeated):
+        list(map(repetition.new_part, a_run("other text", rng)))
+
+
+def test_a_text_that_ends_earlier_or_goes_on_is_noticed() -> None:
+    for text in ("one", "one text more"):
+        rng = random.Random(1)
+        repetition = Repetition(a_run("one text", rng))
+        with pytest.raises(NotRepeated):
+            list(map(repetition.new_part, a_run(text, rng)))
+
+
+def test_another_event_is_noticed() -> None:
+    repetition = Repetition([{"type": "response.output_item.added", "item": {"id": "i"}}])
+    with pytest.raises(NotRepeated):
+        repetition.new_part({"type": "response.output_item.added", "item": {"id": "other"}})
+
 
 _RESPONSE = {"id": "resp_n", "object": "response", "status": "in_progress"}
 
@@ -177,7 +239,7 @@ async def test_an_error_event_becomes_a_failed_response(tmp_path: Path) -> None:
         outcome = await run(proxy.app, events, tools=[{"type": "function", "name": "f"}])
         assert outcome.failed_on_nodes
         assert not events.ended
-        await events.finish(outcome)
+        await finish(events, outcome)
         await events.close()
         values = await logged(logs, events.name)
         response = check_whole(values, "response.failed")
@@ -191,7 +253,7 @@ async def test_a_refused_request_becomes_a_failed_response(tmp_path: Path) -> No
         open_logs(tmp_path) as logs,
     ):
         events = await begin(logs)
-        await events.finish(await run(proxy.app, events, model="gpt-nothing"))
+        await finish(events, await run(proxy.app, events, model="gpt-nothing"))
         response = check_whole(await logged(logs, events.name), "response.failed")
         assert response["error"]["code"] == "model_not_found"
         assert response["output"] == []
@@ -231,7 +293,7 @@ async def test_a_lost_run_goes_on_where_it_was(tmp_path: Path, cut: int) -> None
         events = await ResponseEvents.reopen(logs, events.name, now)
         assert events.begun is not None
         again = await run(proxy.app, events)
-        await events.finish(again)
+        await finish(events, again)
         await events.close()
         values = await logged(logs, events.name)
         response = check_whole(values, "response.completed")
@@ -283,7 +345,7 @@ async def test_what_no_node_can_continue_is_run_anew_and_must_be_the_same(tmp_pa
         events = await begin(logs)
         await cut_run(proxy.app, events, 7, tools=TOOLS)
         events = await ResponseEvents.reopen(logs, events.name, now)
-        await events.finish(await run(proxy.app, events, tools=TOOLS))
+        await finish(events, await run(proxy.app, events, tools=TOOLS))
         await events.close()
         values = await logged(logs, events.name)
         check_whole(values, "response.completed")
@@ -300,7 +362,7 @@ async def test_what_may_come_out_otherwise_fails(tmp_path: Path) -> None:
         events = await ResponseEvents.reopen(logs, events.name, now)
         outcome = await run(proxy.app, events, tools=TOOLS, temperature=1)
         assert outcome.error_code == "response_interrupted"
-        await events.finish(outcome)
+        await finish(events, outcome)
         await events.close()
         values = await logged(logs, events.name)
         response = check_whole(values, "response.failed")

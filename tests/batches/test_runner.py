@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from gateway import errors
 from gateway.access.keys import hash_key
-from gateway.batches.runner import Outcome, RowDeferred, RowExpired, StoredRequest
+from gateway.batches.request_rows import StoredRow
+from gateway.batches.runner import HeldRow, Outcome, RowDeferred, RowExpired, RowRuns
 from gateway.proxy import sse
 from gateway.proxy.inbound.body import LARGE_BODY_BYTES
-from gateway.request import Priority
 from gateway.usage.ledger import ROW_COLUMNS
+from tests.batches.stored_rows import to_run
 from tests.emulator import EmulatedNode
 from tests.gateways import until
 from tests.proxy.proxy_over_nodes import A_FIRST, BODIES, ProxyOverNodes, proxy_over
@@ -33,8 +34,8 @@ def key(**fields: Any) -> dict[str, Any]:
     return {"id": "k1", "name": "alice", "sha256": SHA256, **fields}
 
 
-def a_row(path: str = CHAT, **fields: Any) -> StoredRequest:
-    return StoredRequest(**{"id": "row_1", "owner": "k1", "path": path, **fields})
+def a_row(path: str = CHAT, **fields: Any) -> StoredRow:
+    return to_run(**{"id_": "row_1", "owner": "k1", "path": path, **fields})
 
 
 class Kept:
@@ -49,7 +50,7 @@ class Kept:
 
 
 async def run(
-    proxy: ProxyOverNodes, row: StoredRequest | None = None, sink: Kept | None = None, **body: Any
+    proxy: ProxyOverNodes, row: StoredRow | None = None, sink: Kept | None = None, **body: Any
 ) -> Outcome:
     row = row or a_row()
     value = {**BODIES.get(row.path, {}), **GREEDY, **body}
@@ -101,7 +102,7 @@ async def test_the_class_is_at_most_the_highest_of_the_key(tmp_path: Path) -> No
     limited = key(**{"class": "batch", "max_class": "normal"})
     async with proxy_over(tmp_path, EmulatedNode(), keys=[limited]) as proxy:
         assert usage_of(await run(proxy))["class"] == "batch"
-        raised = await run(proxy, a_row(priority=Priority.URGENT))
+        raised = await run(proxy, a_row(class_="urgent"))
         assert usage_of(raised)["class"] == "normal"
 
 
@@ -109,7 +110,7 @@ async def test_the_class_is_at_most_the_highest_of_the_key(tmp_path: Path) -> No
 async def test_an_event_sink_gets_whole_events_to_the_end(tmp_path: Path) -> None:
     async with proxy_over(tmp_path, EmulatedNode(), keys=[key()]) as proxy:
         sink = Kept()
-        outcome = await run(proxy, a_row(priority=Priority.NORMAL), sink, stream=True)
+        outcome = await run(proxy, a_row(class_="normal"), sink, stream=True)
         assert (outcome.status, outcome.content) == (200, b"")
         assert all(part.endswith(b"\n\n") for part in sink.writes)
         assert sse.payload(list(sse.split(b"".join(sink.writes)))[-1]) == b"[DONE]"
@@ -147,18 +148,6 @@ async def test_a_nodes_error_is_a_result(tmp_path: Path) -> None:
         outcome = await run(proxy)
         assert (outcome.status, outcome.content) == (400, said.encode())
         assert (outcome.error_code, outcome.failed_on_nodes) == ("invalid_request", False)
-
-
-@in_virtual_time
-async def test_a_row_of_a_revoked_key_fails(tmp_path: Path) -> None:
-    other = key(id="k2", name="bob", sha256=hashlib.sha256(b"other").hexdigest())
-    async with proxy_over(tmp_path, EmulatedNode(), keys=[key(), other]) as proxy:
-        assert (await run(proxy)).status == 200
-        proxy.app.key_sync.configure([], allow_anonymous=False)
-        outcome = await run(proxy)
-        assert (outcome.status, outcome.error_code) == (401, "invalid_api_key")
-        assert b"revoked" in outcome.content
-        assert outcome.usage is None
 
 
 @in_virtual_time
@@ -265,7 +254,7 @@ async def test_a_running_row_is_seen_and_can_be_cancelled(tmp_path: Path) -> Non
     node = EmulatedNode(slots=1, decode_tps=10, answer_tokens=1000)
     async with proxy_over(tmp_path, node, keys=[key()]) as proxy:
         running = asyncio.create_task(run(proxy, max_tokens=1000))
-        waiting = asyncio.create_task(run(proxy, a_row(id="row_2")))
+        waiting = asyncio.create_task(run(proxy, a_row(id_="row_2")))
         await until(lambda: len(proxy.app.registry) == 2 and node.busy == 1)
         url = f"{proxy.running.admin_url}/admin/requests"
         listed = (await proxy.running.client.get(url)).json()["requests"]
@@ -332,3 +321,39 @@ async def test_a_large_body_is_run(tmp_path: Path) -> None:
         outcome = await run(proxy, messages=[{"role": "user", "content": text}])
         assert outcome.status == 200
         assert usage_of(outcome)["prompt_tokens"] > 10_000
+
+
+class Runs(RowRuns[HeldRow]):
+    """One that holds a row whose run never ends by itself."""
+
+    def __init__(self) -> None:
+        self.put_back: list[str] = []
+        leases = SimpleNamespace(put_back=lambda ids, _, **__: self.put_back.extend(ids))
+        anything: Any = None
+        super().__init__(cast("Any", leases), anything, anything, lambda: 0.0, "failed", 1.0)
+
+    def begin(self) -> asyncio.Task[None]:
+        held = self._held["row_1"] = HeldRow(a_row())
+        self._begin(held)
+        assert held.task is not None
+        return held.task
+
+    async def _run(self, held: HeldRow) -> None:
+        await asyncio.Event().wait()
+
+    async def _cancelled(self, held: HeldRow) -> None:
+        self.leases.put_back([held.row.id], 0.0)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+async def test_a_row_whose_run_is_cancelled_waits_again_though_it_had_not_begun(
+    has_begun: bool,
+) -> None:
+    runs = Runs()
+    task = runs.begin()
+    if has_begun:
+        await asyncio.sleep(0)
+    task.cancel()
+    async with asyncio.timeout(5):
+        await runs.ended()
+    assert runs.put_back == ["row_1"]

@@ -10,6 +10,7 @@ from gateway.batches.response_events import ResponseEvents
 from tests.batches.responses_over_nodes import (
     begin,
     check_whole,
+    finish,
     logged,
     now,
     open_logs,
@@ -51,7 +52,7 @@ async def test_a_real_response_goes_on_from_its_log(tmp_path: Path) -> None:
             events = await ResponseEvents.reopen(logs, events.name, now)
             assert events.begun is not None
             again = await run(app, events, owner="anonymous:127.0.0.1", **BODY)
-            await events.finish(again)
+            await finish(events, again)
             await events.close()
             values = await logged(logs, events.name)
             response = check_whole(values, "response.incomplete")

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from gateway.batches.response_events import ResponseEvents, current_response
-from gateway.batches.response_log import Followers, ResponseLog, ResponseLogs
+from gateway.batches.response_log import ResponseLog, ResponseLogs
 from gateway.proxy import sse
 from tests.batches.responses_over_nodes import begin, check_whole, logged, open_logs
 from tests.batches.test_response_events import node_events
@@ -40,7 +40,7 @@ async def serving(app: Starlette) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def client_of(logs: ResponseLogs, followers: Followers, name: str) -> AsyncIterator[Any]:
+async def client_of(logs: ResponseLogs, name: str) -> AsyncIterator[Any]:
     """The official client, of a server with this response."""
 
     async def retrieve(request: Request) -> Response:
@@ -52,7 +52,7 @@ async def client_of(logs: ResponseLogs, followers: Followers, name: str) -> Asyn
         after = int(request.query_params.get("starting_after", -1))
 
         async def events() -> AsyncGenerator[bytes, None]:
-            async for piece in followers.follow(name, after):
+            async for piece in logs.follow(name, after):
                 yield piece
 
         return StreamingResponse(events(), media_type="text/event-stream")
@@ -76,8 +76,8 @@ ID = "resp_00000000000aff"
 
 async def test_the_raw_call_follows_live_and_from_any_event(tmp_path: Path) -> None:
     async with open_logs(tmp_path) as logs:
-        followers, events = Followers(logs), await begin(logs)
-        async with client_of(logs, followers, events.name) as client:
+        events = await begin(logs)
+        async with client_of(logs, events.name) as client:
             assert (await client.responses.retrieve(ID)).status == "queued"
             feeding = asyncio.create_task(feed(events))
             stream = await client.responses.retrieve(ID, stream=True)
@@ -97,8 +97,8 @@ async def test_the_raw_call_follows_live_and_from_any_event(tmp_path: Path) -> N
 
 async def test_the_helper_accepts_the_stream_as_whole(tmp_path: Path) -> None:
     async with open_logs(tmp_path) as logs:
-        followers, events = Followers(logs), await begin(logs)
-        async with client_of(logs, followers, events.name) as client:
+        events = await begin(logs)
+        async with client_of(logs, events.name) as client:
             feeding = asyncio.create_task(feed(events))
             async with client.responses.stream(response_id=ID) as stream:
                 async for _ in stream:
@@ -115,11 +115,11 @@ async def test_the_helper_accepts_the_stream_as_whole(tmp_path: Path) -> None:
 
 async def test_a_cancelled_stream_is_read_to_its_end(tmp_path: Path) -> None:
     async with open_logs(tmp_path) as logs:
-        followers, events = Followers(logs), await begin(logs)
+        events = await begin(logs)
         await events.write(b"".join(list(sse.split(node_events()))[:7]))
         await events.cancel()
         await events.close()
-        async with client_of(logs, followers, events.name) as client:
+        async with client_of(logs, events.name) as client:
             found = [event async for event in await client.responses.retrieve(ID, stream=True)]
             assert found[-1].type == "response.failed"
             assert found[-1].response.status == "cancelled"
@@ -131,9 +131,9 @@ async def test_a_cancelled_stream_is_read_to_its_end(tmp_path: Path) -> None:
 
 async def test_a_stream_without_an_end_breaks(tmp_path: Path) -> None:
     async with open_logs(tmp_path) as logs:
-        followers, events = Followers(logs), await begin(logs)
+        events = await begin(logs)
         await events.write(b"".join(list(sse.split(node_events()))[:7]))
-        async with client_of(logs, followers, events.name) as client:
+        async with client_of(logs, events.name) as client:
             stream = await client.responses.retrieve(ID, stream=True)
             seen = [await anext(stream) for _ in range(5)]
             await logs.close()

@@ -19,7 +19,7 @@ import pytest
 
 from gateway.access.keys import new_key
 from gateway.batches.response_log import TERMINAL_TYPES, split_events
-from tests.batches.test_feeder import lines
+from tests.batches.batch_gateway import lines
 from tests.emulator import EmulatedNode
 from tests.emulator.language_model import expected_text
 from tests.emulator.request_body import expected_chat_text, render_chat

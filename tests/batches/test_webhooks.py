@@ -1,9 +1,10 @@
-"""Deliveries from the store to real receivers: retries, slow receivers, what survives a kill."""
+"""The rows of deliveries, on stores of both kinds."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -11,32 +12,278 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 import pytest
-from sqlalchemy import select
+import sqlalchemy
+from openai import AsyncOpenAI
+from sqlalchemy import Connection, func, select
 from structlog.testing import capture_logs
 
+from gateway.access.keys import new_key
+from gateway.batches.batch_rows import Batch
+from gateway.batches.request_rows import BatchState, RequestKind, StoredRow, job
 from gateway.batches.webhook_receivers import WebhookPoster, WebhookTargets
 from gateway.batches.webhooks import (
     JITTER,
     KEPT_SECONDS,
     LEAST_ATTEMPTS,
+    LONGEST_ERROR,
     LONGEST_RETRY_AFTER,
     MOST_OF_ORIGIN,
     RETRY_DELAYS,
     Delivery,
-    RetryPolicy,
+    DeliveryState,
     WebhookEvent,
+    WebhookEvents,
     WebhookSender,
     add_deliveries,
+    claim_deliveries,
+    end_delivery,
+    next_attempt,
+    put_back_deliveries,
+    remove_ended,
+    retry_delivery,
     waiting_origins,
 )
 from gateway.config.webhooks import WebhookSettings, WebhookTarget, WebhookUrl
 from gateway.events import EventBus, WebhookAttempted
+from gateway.store.schema import webhook_deliveries
 from gateway.store.schema import webhook_deliveries as rows
 from gateway.store.store import Store
 from gateway.transport.resolver import Resolver
-from tests.batches.receivers import LIMIT, Receiver, never, receiving, status, target
+from tests.batches.receivers import (
+    LIMIT,
+    SECRET,
+    ReceivedRequest,
+    Receiver,
+    never,
+    receiving,
+    status,
+    target,
+)
+from tests.emulator import EmulatedNode
+from tests.gateways import NO_TLS, Running, running_gateway
 from tests.store.stores import opened, wait_until
+
+NOW = 1_800_000_000.0
+
+
+A, B = WebhookUrl.parse("https://a.example/x"), WebhookUrl.parse("https://b.example:8443/y")
+
+
+def event(number: int = 1) -> WebhookEvent:
+    return WebhookEvent("batch.completed", f"batch_{number}", "alice", "night", NOW + 0.5)
+
+
+def add(store: Store, *urls: WebhookUrl, number: int = 1, now: float = NOW) -> list[str]:
+    return store.run_now(lambda c: add_deliveries(c, urls, event(number), now))
+
+
+def claim(store: Store, now: float = NOW, **places: int) -> list[Delivery]:
+    origins = {{"a": A, "b": B}[name].origin: number for name, number in places.items()}
+    return store.run_now(job(claim_deliveries, origins, now, now + 30))
+
+
+def row_of(store: Store, id_: str) -> Any:
+    asked = select(webhook_deliveries).where(webhook_deliveries.c.id == id_)
+    return store.run_now(lambda c: c.execute(asked).one())
+
+
+def test_an_event_is_one_row_for_each_url_however_often_it_is_added(store: Store) -> None:
+    ids = add(store, A, B)
+    assert add(store, A, B) == ids
+    assert len(set(ids)) == 2
+    number = store.run_now(lambda c: c.scalar(select(func.count()).select_from(webhook_deliveries)))
+    assert number == 2
+    first, second = claim(store, a=5)[0], claim(store, b=5)[0]
+    assert first.body == second.body
+    told = json.loads(first.body)
+    assert told.pop("id").startswith("evt_")
+    assert told == {
+        "object": "event",
+        "type": "batch.completed",
+        "created_at": int(NOW),
+        "data": {"id": "batch_1"},
+    }
+    assert (first.owner, first.group_name, first.url) == ("alice", "night", str(A))
+    assert first.id.startswith("wh_")
+    assert "." not in first.id
+    assert (first.created_at, first.attempts) == (NOW + 0.5, 1)
+
+
+def test_what_waits_is_told_by_origin_the_longest_due_first(store: Store) -> None:
+    add(store, A, number=1, now=NOW + 5)
+    add(store, A, number=2, now=NOW + 9)
+    add(store, B, number=3, now=NOW + 1)
+    found = [tuple(one) for one in store.run_now(waiting_origins)]
+    assert found == [(B.origin, 1, NOW + 1), (A.origin, 2, NOW + 5)]
+
+
+def test_a_claimed_delivery_is_nobody_elses_until_its_lease_ends(store: Store) -> None:
+    add(store, A)
+    (first,) = claim(store, a=1)
+    assert claim(store, a=1) == []
+    assert claim(store, now=NOW + 29, a=1) == []
+    (again,) = claim(store, now=NOW + 30, a=1)
+    assert (again.id, again.body, again.attempts) == (first.id, first.body, 2)
+
+
+def test_no_more_are_claimed_than_there_are_places(store: Store) -> None:
+    for number in range(5):
+        add(store, A, B, number=number, now=NOW - number)
+    found = claim(store, a=2, b=1)
+    assert sorted(one.origin for one in found) == [A.origin, A.origin, B.origin]
+    # Those that have waited for longest.
+    assert {one.object_id for one in found} == {"batch_4", "batch_3"}
+
+
+def test_an_ended_delivery_waits_no_more(store: Store) -> None:
+    (id_,) = add(store, A)
+    (claimed,) = claim(store, a=1)
+    for _ in range(2):
+        store.run_now(lambda c: end_delivery(c, claimed, DeliveryState.DELIVERED, NOW + 2, None))
+    row = row_of(store, id_)
+    assert (row.state, row.next_at, row.last_error) == ("delivered", NOW + 2, None)
+    assert store.run_now(waiting_origins) == []
+    assert add(store, A) == [id_]
+    assert store.run_now(waiting_origins) == []
+
+
+def test_a_failure_is_tried_again_at_its_time(store: Store) -> None:
+    (id_,) = add(store, A)
+    (claimed,) = claim(store, a=1)
+    store.run_now(lambda c: retry_delivery(c, claimed, NOW + 5, "x" * 500))
+    assert claim(store, now=NOW + 4, a=1) == []
+    assert row_of(store, id_).last_error == "x" * LONGEST_ERROR
+    assert claim(store, now=NOW + 5, a=1)[0].attempts == 2
+
+
+def test_a_late_failure_does_not_disturb_who_tries_it_now(store: Store) -> None:
+    (id_,) = add(store, A)
+    (late,) = claim(store, a=1)
+    (current,) = claim(store, now=NOW + 30, a=1)
+    store.run_now(lambda c: retry_delivery(c, late, NOW, "late"))
+    store.run_now(lambda c: end_delivery(c, late, DeliveryState.GIVEN_UP, NOW, "late"))
+    row = row_of(store, id_)
+    assert (row.state, row.next_at, row.last_error) == ("waiting", NOW + 60, None)
+    # A success counts, however late.
+    store.run_now(lambda c: end_delivery(c, late, DeliveryState.DELIVERED, NOW, None))
+    store.run_now(lambda c: retry_delivery(c, current, NOW, "failed"))
+    assert row_of(store, id_).state == "delivered"
+
+
+def test_what_a_process_gives_back_is_due_at_once(store: Store) -> None:
+    add(store, A)
+    claimed = claim(store, a=1)
+    store.run_now(lambda c: put_back_deliveries(c, claimed, NOW + 1))
+    assert claim(store, now=NOW + 1, a=1)[0].id == claimed[0].id
+
+
+def test_old_ended_deliveries_are_removed_and_waiting_ones_never(store: Store) -> None:
+    add(store, A, number=1, now=NOW - 1000)
+    add(store, B, number=2, now=NOW - 1000)
+    (claimed,) = claim(store, b=1)
+    store.run_now(lambda c: end_delivery(c, claimed, DeliveryState.REFUSED, NOW, "status 410"))
+    assert store.run_now(lambda c: remove_ended(c, NOW, 10)) == 0
+    assert store.run_now(lambda c: remove_ended(c, NOW + 1, 10)) == 1
+    assert [one.origin for one in store.run_now(waiting_origins)] == [A.origin]
+
+
+def test_looking_for_what_waits_goes_by_its_index(store: Store) -> None:
+    if "sqlite" not in store.location.shown:
+        pytest.skip("on a small table PostgreSQL reads all of it")
+    asked: list[str] = []
+
+    def job(connection: Connection) -> str:
+        noted = sqlalchemy.event.listens_for(connection, "before_cursor_execute")
+        noted(lambda *given: asked.append(given[2]))
+        waiting_origins(connection)
+        return str(connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {asked[0]}").all())
+
+    assert "USING INDEX ix_webhook_deliveries_waiting" in store.run_now(job, write=False)
+
+
+@pytest.fixture
+def events() -> WebhookEvents:
+    all_, named = target("https://all.example"), target("https://named.example", named_only=True)
+    settings = WebhookSettings(targets=(all_, named))
+    return WebhookEvents(WebhookTargets(lambda: settings), lambda: NOW + 7)
+
+
+def batch(state: BatchState, webhook_url: str | None = None) -> Batch:
+    return Batch(
+        id="batch_1",
+        owner="alice",
+        api="openai",
+        endpoint="/v1/chat/completions",
+        input_file=None,
+        created_at=NOW - 60,
+        expires_at=NOW + 60,
+        keep_until=NOW + 3600,
+        folder="f",
+        state=state,
+        ended_at=NOW,
+        webhook_url=webhook_url,
+    )
+
+
+def told(store: Store) -> list[tuple[str, str, str, float, float]]:
+    asked = select(rows.c.event, rows.c.object_id, rows.c.url, rows.c.created_at, rows.c.next_at)
+    return [
+        tuple(row) for row in store.run_now(lambda c: c.execute(asked.order_by(rows.c.url)).all())
+    ]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [BatchState.COMPLETED, BatchState.FAILED, BatchState.EXPIRED, BatchState.CANCELLED],
+)
+def test_a_batch_that_has_ended_is_told_to_all_and_to_whom_it_names(
+    store: Store, events: WebhookEvents, state: BatchState
+) -> None:
+    ended = batch(state, "https://named.example/x")
+    for _ in range(2):
+        store.run_now(lambda c: events.batch_ended(c, ended))
+    assert told(store) == [
+        (f"batch.{state}", "batch_1", "https://all.example/", NOW, NOW + 7),
+        (f"batch.{state}", "batch_1", "https://named.example/x", NOW, NOW + 7),
+    ]
+
+
+def test_a_batch_that_goes_on_is_not_told(store: Store, events: WebhookEvents) -> None:
+    store.run_now(lambda c: events.batch_ended(c, batch(BatchState.IN_PROGRESS)))
+    assert told(store) == []
+
+
+def test_a_response_is_told_as_it_has_ended(store: Store, events: WebhookEvents) -> None:
+    row = StoredRow(
+        id="resp_1",
+        kind=RequestKind.RESPONSE,
+        owner="alice",
+        path="/v1/responses",
+        place="p",
+        offset=0,
+        length=1,
+        created_at=NOW,
+        keep_until=NOW + 1,
+        folder="f",
+    )
+    store.run_now(lambda c: events.response_ended(c, row, "incomplete", NOW + 3))
+    assert told(store) == [
+        ("response.incomplete", "resp_1", "https://all.example/", NOW + 3, NOW + 7)
+    ]
+
+
+def test_a_transaction_that_fails_tells_nobody(store: Store, events: WebhookEvents) -> None:
+    def job(connection: Connection) -> None:
+        events.batch_ended(connection, batch(BatchState.COMPLETED))
+        raise RuntimeError("the batch could not be ended")
+
+    with pytest.raises(RuntimeError):
+        store.run_now(job)
+    assert told(store) == []
+
 
 DAY = 86400.0
 
@@ -65,7 +312,7 @@ class Sending:
             lambda: self.settings,
             WebhookPoster(Resolver(), self.now),
             self.bus,
-            policy=RetryPolicy((0.05,)),
+            delays=(0.05,),
             now=self.now,
             poll_seconds=0.02,
             close_seconds=0.05,
@@ -288,18 +535,14 @@ async def test_logs_name_the_receiver_without_its_path(store_url: str) -> None:
     assert "whsec_" not in str(logged)
 
 
-# Policy.
-
-
 def delivery(attempts: int, created_at: float = 0.0) -> Delivery:
     return Delivery("wh_1", "alice", None, "e", "o", "u", "origin", "{}", created_at, attempts)
 
 
 def test_attempts_are_spread_over_a_day_and_the_last_one_ends_it() -> None:
-    policy = RetryPolicy(uniform=lambda: 0.5)
     at_, times = 0.0, [0.0]
     for attempt in range(1, 100):
-        next_at = policy.next_attempt(delivery(attempt), at_, DAY)
+        next_at = next_attempt(delivery(attempt), at_, DAY, uniform=lambda: 0.5)
         if next_at is None:
             break
         at_ = next_at
@@ -312,28 +555,22 @@ def test_attempts_are_spread_over_a_day_and_the_last_one_ends_it() -> None:
 
 @pytest.mark.parametrize("random", [0.0, 0.5, 1.0])
 def test_delays_vary(random: float) -> None:
-    policy = RetryPolicy(uniform=lambda: random)
-    found = policy.next_attempt(delivery(2), 1000.0, DAY)
+    found = next_attempt(delivery(2), 1000.0, DAY, uniform=lambda: random)
     assert found == pytest.approx(1000 + RETRY_DELAYS[1] * (1 + JITTER * (2 * random - 1)))
 
 
 def test_retry_after_is_honoured_within_bounds() -> None:
-    policy = RetryPolicy(uniform=lambda: 0.5)
-    assert policy.next_attempt(delivery(1), 0.0, DAY, 60.0) == 60.0
-    assert policy.next_attempt(delivery(1), 0.0, DAY, 1.0) == RETRY_DELAYS[0]
-    assert policy.next_attempt(delivery(1), 0.0, DAY, 1e9) == LONGEST_RETRY_AFTER
-    assert policy.next_attempt(delivery(1), 0.0, 100.0, 1e9) == 100.0
+    assert next_attempt(delivery(1), 0.0, DAY, 60.0, uniform=lambda: 0.5) == 60.0
+    assert next_attempt(delivery(1), 0.0, DAY, 1.0, uniform=lambda: 0.5) == RETRY_DELAYS[0]
+    assert next_attempt(delivery(1), 0.0, DAY, 1e9, uniform=lambda: 0.5) == LONGEST_RETRY_AFTER
+    assert next_attempt(delivery(1), 0.0, 100.0, 1e9, uniform=lambda: 0.5) == 100.0
 
 
 def test_a_gateway_that_was_down_for_a_day_still_tries_some_times() -> None:
-    policy = RetryPolicy(uniform=lambda: 0.5)
     now = 3 * DAY
     for attempt in range(1, LEAST_ATTEMPTS):
-        assert (policy.next_attempt(delivery(attempt), now, DAY) or 0) > now
-    assert policy.next_attempt(delivery(LEAST_ATTEMPTS), now, DAY) is None
-
-
-# Kill.
+        assert (next_attempt(delivery(attempt), now, DAY, uniform=lambda: 0.5) or 0) > now
+    assert next_attempt(delivery(LEAST_ATTEMPTS), now, DAY, uniform=lambda: 0.5) is None
 
 
 class CountingStore(Store):
@@ -441,3 +678,222 @@ async def test_a_kill_between_sending_and_recording_sends_it_again(store_url: st
     first, second = receiver.requests
     assert first.headers["webhook-id"] == second.headers["webhook-id"]
     assert first.body == second.body
+
+
+ALICE, BOB = new_key("alice"), new_key("bob")
+
+
+@asynccontextmanager
+async def gateway(folder: Path, **target: Any) -> AsyncIterator[Running]:
+    (folder / "hooks.secret").write_text(SECRET)
+    settings = {
+        "keys": [{"id": key.id, "sha256": key.sha256} for key in (ALICE, BOB)],
+        "webhooks": {
+            "targets": [{"secret_file": "hooks.secret", "allow_private": True, **target}],
+        },
+    }
+    async with EmulatedNode() as node, running_gateway(folder, [node.url], settings) as running:
+        yield running
+
+
+def client(running: Running, key: Any = ALICE) -> AsyncOpenAI:
+    return AsyncOpenAI(
+        base_url=f"{running.url}/v1",
+        api_key=key.text,
+        max_retries=0,
+        webhook_secret=SECRET,
+        http_client=openai.DefaultAsyncHttpxClient(trust_env=False, timeout=60.0),
+    )
+
+
+def lines(number: int) -> bytes:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    return b"".join(
+        json.dumps(
+            {
+                "custom_id": f"line-{line}",
+                "method": "POST",
+                "url": "/v1/chat/completions",
+                "body": body,
+            }
+        ).encode()
+        + b"\n"
+        for line in range(number)
+    )
+
+
+async def create(asked: AsyncOpenAI, content: bytes, **extra: Any) -> str:
+    file = await asked.files.create(file=("in.jsonl", content), purpose="batch")
+    batch = await asked.batches.create(
+        input_file_id=file.id,
+        endpoint="/v1/chat/completions",
+        completion_window="24h",
+        extra_body=extra,
+    )
+    return batch.id
+
+
+def unwrapped(asked: AsyncOpenAI, request: ReceivedRequest) -> tuple[str, str]:
+    event: Any = asked.webhooks.unwrap(request.body, request.headers)
+    return event.type, event.data.id
+
+
+async def admin_page(running: Running, path: str) -> str:
+    async with httpx.AsyncClient(trust_env=False, verify=NO_TLS) as asked:
+        return (await asked.get(f"{running.admin_url}{path}")).text
+
+
+def origin(receiver: Receiver) -> str:
+    return f"http://127.0.0.1:{receiver.port}"
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_a_batch_that_completes_is_told_and_can_be_fetched_then(tmp_path: Path) -> None:
+    async with receiving() as receiver:
+        url = f"{origin(receiver)}/hooks"
+        async with gateway(tmp_path, url=url) as running, client(running) as alice:
+            id_ = await create(alice, lines(3), webhook_url=f"{url}/job-7")
+            await receiver.came(2)
+            assert [unwrapped(alice, request) for request in receiver.requests] == [
+                ("batch.completed", id_)
+            ] * 2
+            assert {request.line for request in receiver.requests} == {
+                "POST /hooks HTTP/1.1",
+                "POST /hooks/job-7 HTTP/1.1",
+            }
+            ended = await alice.batches.retrieve(id_)
+            assert (ended.status, ended.request_counts and ended.request_counts.completed) == (
+                "completed",
+                3,
+            )
+            page = await admin_page(running, "/metrics")
+            assert "llama_gateway_webhook_deliveries_waiting" in page
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_a_batch_that_fails_or_is_cancelled_is_told(tmp_path: Path) -> None:
+    async with (
+        receiving() as receiver,
+        gateway(tmp_path, url=origin(receiver)) as running,
+        client(running) as alice,
+    ):
+        failed = await create(alice, b"\n\n")
+        await receiver.came(1)
+        assert unwrapped(alice, receiver.requests[0]) == ("batch.failed", failed)
+        cancelled = await create(alice, lines(2000))
+        await alice.batches.cancel(cancelled)
+        await receiver.came(2)
+        assert unwrapped(alice, receiver.requests[1]) == ("batch.cancelled", cancelled)
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("path", ["/hooksy", "/", "/hooks/../x", "/hooks%2fx"])
+async def test_a_webhook_url_that_is_not_listed_makes_no_batch(tmp_path: Path, path: str) -> None:
+    async with receiving() as receiver:
+        url = f"{origin(receiver)}/hooks"
+        async with (
+            gateway(tmp_path, url=url, named_only=True, keys=[ALICE.id]) as running,
+            client(running) as alice,
+            client(running, BOB) as bob,
+        ):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await create(alice, lines(1), webhook_url=origin(receiver) + path)
+            assert caught.value.param == "webhook_url"
+            assert (await alice.batches.list()).data == []
+            with pytest.raises(openai.BadRequestError):
+                await create(bob, lines(1), webhook_url=url)
+    assert receiver.connections == 0
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_nobody_is_told_of_a_batch_that_names_no_url_of_a_named_target(
+    tmp_path: Path,
+) -> None:
+    async with receiving() as receiver:
+        url = f"{origin(receiver)}/hooks"
+        async with (
+            gateway(tmp_path, url=url, named_only=True) as running,
+            client(running) as alice,
+        ):
+            await create(alice, b"\n")
+            told = await create(alice, b"\n", webhook_url=url)
+            await receiver.came(1)
+            assert unwrapped(alice, receiver.requests[0]) == ("batch.failed", told)
+    assert len(receiver.requests) == 1
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_neither_logs_nor_the_admin_api_show_secrets(tmp_path: Path) -> None:
+    async with receiving() as receiver:
+        url = f"{origin(receiver)}/services/hidden-path"
+        async with gateway(tmp_path, url=url) as running, client(running) as alice:
+            await create(alice, b"\n")
+            await receiver.came(1)
+            shown = await admin_page(running, "/admin/config")
+            assert origin(receiver) in shown
+    log = (tmp_path / "gateway.log").read_text()
+    assert origin(receiver) in log
+    for text in (shown, log):
+        assert "hidden-path" not in text
+        assert SECRET not in text
+
+
+pytest.importorskip("gateway.batches.background_runner")
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_a_background_response_is_told_when_it_has_ended(tmp_path: Path) -> None:
+    async with receiving() as receiver:
+        url = f"{origin(receiver)}/hooks"
+        async with gateway(tmp_path, url=url) as running, client(running) as alice:
+            made = await alice.responses.create(
+                model="demo",
+                input="hi",
+                background=True,
+                max_output_tokens=8,
+                extra_body={"webhook_url": f"{url}/job-7"},
+            )
+            await receiver.came(2)
+            ended = await alice.responses.retrieve(made.id)
+            told = {unwrapped(alice, request) for request in receiver.requests}
+            assert told == {(f"response.{ended.status}", made.id)}
+            assert ended.status in {"completed", "incomplete"}
+            assert {request.line for request in receiver.requests} == {
+                "POST /hooks HTTP/1.1",
+                "POST /hooks/job-7 HTTP/1.1",
+            }
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_a_cancelled_background_response_is_told(tmp_path: Path) -> None:
+    async with (
+        receiving() as receiver,
+        gateway(tmp_path, url=origin(receiver)) as running,
+        client(running) as alice,
+    ):
+        made = await alice.responses.create(
+            model="demo", input="hi", background=True, max_output_tokens=4000
+        )
+        await alice.responses.cancel(made.id)
+        await receiver.came(1)
+        assert unwrapped(alice, receiver.requests[0]) == ("response.cancelled", made.id)
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_a_background_response_with_a_webhook_url_that_is_not_listed_is_refused(
+    tmp_path: Path,
+) -> None:
+    async with (
+        receiving() as receiver,
+        gateway(tmp_path, url=f"{origin(receiver)}/hooks") as running,
+        client(running) as alice,
+    ):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await alice.responses.create(
+                model="demo",
+                input="hi",
+                background=True,
+                extra_body={"webhook_url": f"{origin(receiver)}/other"},
+            )
+        assert caught.value.param == "webhook_url"
+    assert receiver.connections == 0

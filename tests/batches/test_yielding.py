@@ -10,21 +10,32 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.batches.runner import Outcome, StoredRequest
+from gateway.batches.runner import Outcome
 from gateway.events import SlotYielded
 from gateway.lease import LeaseCaller
 from gateway.request import Priority
+from gateway.scheduling import batch_slots
 from gateway.usage.ledger import ROW_COLUMNS
+from tests.batches.stored_rows import to_run
 from tests.emulator import EmulatedNode
-from tests.gateways import until
+from tests.gateways import running_gateway, until
 from tests.proxy.proxy_over_nodes import BODIES, ProxyOverNodes, Stream, proxy_over
 from tests.proxy.test_resume import check_whole, metrics_of
+from tests.servers import start_demo_servers
 from tests.virtual import in_virtual_time, now
 
 CHAT = "/v1/chat/completions"
+
+
 OWNER = "anonymous:127.0.0.1"
+
+
 TOKENS = 600
+
+
 ROW: dict[str, Any] = {"temperature": 0, "max_tokens": TOKENS}
+
+
 CALM: dict[str, Any] = {"health": {"interval": 5, "discover_interval": 30}}
 
 
@@ -43,7 +54,7 @@ def a_node(slots: int = 2, **options: Any) -> EmulatedNode:
 def start_row(
     proxy: ProxyOverNodes, number: int, path: str = CHAT, **body: Any
 ) -> asyncio.Task[Outcome]:
-    row = StoredRequest(f"row_{number}", OWNER, path)
+    row = to_run(f"row_{number}", OWNER, path)
     tokens = {"max_output_tokens": TOKENS} if path == "/v1/responses" else {"max_tokens": TOKENS}
     value = {**BODIES.get(path, {}), "temperature": 0, **tokens, **body}
     return asyncio.create_task(proxy.app.background.runner.run(row, json.dumps(value).encode()))
@@ -167,9 +178,9 @@ async def test_a_sink_gets_one_whole_stream_though_its_row_was_cut(tmp_path: Pat
     async with proxy_over(tmp_path, a_node(1), **CALM) as proxy:
         events, body = yields_of(proxy), json.dumps({**BODIES[CHAT], **ROW, "stream": True})
         sinks = [Kept(), Kept()]
-        first = StoredRequest("row_1", OWNER, CHAT)
+        first = to_run("row_1", OWNER, CHAT)
         assert (await proxy.app.background.runner.run(first, body.encode(), sinks[0])).status == 200
-        second = StoredRequest("row_2", OWNER, CHAT)
+        second = to_run("row_2", OWNER, CHAT)
         row = asyncio.create_task(proxy.app.background.runner.run(second, body.encode(), sinks[1]))
         await in_decode(proxy, 1)
         assert await ttft(proxy) < 2.0
@@ -274,3 +285,67 @@ async def test_a_waiting_row_that_has_yielded_can_be_cancelled(tmp_path: Path) -
 
 def test_only_rows_that_wait_for_room_yield() -> None:
     assert LeaseCaller("c", "c", Priority.BATCH).yields is False
+
+
+CONTEXT = 4096
+
+
+ANSWER = 3000
+
+
+"""Tokens. A quick machine writes them in two seconds."""
+
+
+DECODED = 100
+
+
+"""Tokens after which it is cut."""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.slow
+@pytest.mark.real
+async def test_a_row_on_a_real_server_yields_and_loses_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A row that ends so soon would be waited for.
+    monkeypatch.setattr(batch_slots, "LEAST_SECONDS_LEFT", 0.1)
+    settings = {"health": {"interval": 0.5}, "resume": "exact"}
+    body = {
+        "messages": [{"role": "user", "content": "tell me a story"}],
+        "max_tokens": ANSWER, "temperature": 0, "seed": 7, "ignore_eos": True,
+    }  # fmt: skip
+    async with (
+        start_demo_servers(1, slots=1, context=CONTEXT, extra=("--exact",)) as urls,
+        running_gateway(tmp_path, urls, settings) as running,
+    ):
+        gateway = running.gateway
+        yields: list[SlotYielded] = []
+        gateway.bus.subscribe(SlotYielded, yields.append)
+
+        def start(number: int) -> asyncio.Task[Outcome]:
+            row = to_run(f"row_{number}", "anonymous:127.0.0.1", CHAT)
+            return asyncio.create_task(
+                gateway.background.runner.run(row, json.dumps(body).encode())
+            )
+
+        def decodes() -> bool:
+            return any(
+                one.attempt is not None and one.attempt.content_events > DECODED
+                for one in gateway.registry
+            )
+
+        whole = await start(0)
+        assert whole.status == 200
+        row = start(1)
+        await until(decodes, 60.0)
+        short = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
+        reply = await running.client.post(CHAT, json=short)
+        assert reply.status_code == 200
+        assert not row.done(), "the short request waited for the end of the row"
+        cut = await row
+        assert [event.resumed_on for event in yields] == ["node-0"]
+        texts = [json.loads(one.content)["choices"] for one in (whole, cut)]
+        assert texts[0] == texts[1]
+        assert cut.record.completion_tokens == whole.record.completion_tokens == ANSWER
+        assert cut.record.prompt_tokens == whole.record.prompt_tokens

@@ -14,8 +14,7 @@ upstream and the load, has the other. Every answer is checked; a sample with err
 
 Modules: `upstream.py` is the emulated node and `node_replies.py` its responses, `load.py` the
 clients, `targets.py` the proxies (its docstring says how to add one), `scenarios.py` what is
-measured, `rounds.py` in which order, `measurement.py` one measurement, `results.py` medians,
-ratios and goals, `report.py` the tables.
+measured, and `report.py` medians, ratios, goals and the tables.
 
 Exit status: 0 measured, whatever the figures; 1 some sample is invalid or a target did not
 start; 2 usage error, or a target that was named is not installed.
@@ -24,10 +23,9 @@ start; 2 usage error, or a target that was named is not installed.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import dataclasses
+import gc
 import os
-import resource
 import shlex
 import shutil
 import sys
@@ -35,15 +33,14 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import uvloop
 from rich.console import Console
 
 from tests.bench import machine, report
 from tests.bench.arguments import one_of, positive
-from tests.bench.results import Results
-from tests.bench.rounds import Run
-from tests.bench.scenarios import QUICK, Scenario, Sizes, catalogue
-from tests.bench.targets import TARGETS, Target
+from tests.bench.report import Results, Sample, number
+from tests.bench.scenarios import QUICK, RunningTarget, Scenario, Sizes, catalogue
+from tests.bench.targets import TARGETS, Target, TargetError, running
+from tests.bench.upstream import Upstream
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,13 +48,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     options, scenarios, sizes = _parse(words)
     progress = Console(stderr=True, highlight=False, soft_wrap=True)
-    targets = _installed(options.targets, progress)
+    names = machine.installed(TARGETS, options.targets, list(TARGETS), progress)
+    targets = [TARGETS[name] for name in names]
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         progress.print("the benchmark needs two cores: one for the proxy, one for the load")
     if not targets or len(cores) < 2:
         return 2
-    names = [target.name for target in targets]
     rounds = options.rounds or (1 if options.quick else 5)
     command = shlex.join(["python", "-m", "tests.bench.dataplane", *words])
     facts = machine.facts(names)
@@ -65,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     setting = report.Setting(command, facts, sizes, rounds)
     folder = Path(tempfile.mkdtemp(prefix="llama-gateway-bench-"))
     run = Run(scenarios, targets, sizes, rounds, cores[0], folder, progress, perf=options.perf)
-    results = _measure(run, cores)
+    results = Results(machine.run_beside(run.samples(), cores))
     tables = report.tables(results, scenarios, names)
     sys.stdout.write(tables)
     if options.json:
@@ -74,31 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         progress.print(f"invalid samples; logs and configurations: {folder}", style="red")
         return 1
     if options.markdown:
-        report.write_between_markers(options.markdown, report.page(tables, setting))
+        facts |= {"rounds": str(rounds)}
+        report.write_between_markers(options.markdown, report.page(command, facts, tables))
     if not options.perf:
         shutil.rmtree(folder)
     return 0
-
-
-def _measure(run: Run, cores: Sequence[int]) -> Results:
-    """Measure with this process on the second core and the highest limit of open files."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    os.sched_setaffinity(0, {cores[1]})
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return Results(runner.run(run.samples()))
-    finally:
-        os.sched_setaffinity(0, cores)
-
-
-def _installed(names: Sequence[str] | None, progress: Console) -> list[Target]:
-    """The targets to measure; none when one that was named is not installed."""
-    wanted = [TARGETS[name] for name in names or TARGETS]
-    missing = [target for target in wanted if target.program() is None]
-    for target in missing:
-        progress.print(f"{target.name} is not installed ({target.remedy})", style="yellow")
-    return [] if names and missing else [target for target in wanted if target not in missing]
 
 
 def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[Scenario], Sizes]:
@@ -137,6 +114,84 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[Scenario], Si
     except argparse.ArgumentTypeError as error:
         parser.error(f"argument --only: {error}")
     return options, [known[name] for name in chosen], sizes
+
+
+NODES = 4
+SLOTS = 512  # slots of each node, at least: enough that no request waits in the gateway's queue
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """What is measured, how often, and on which core the proxy runs."""
+
+    scenarios: Sequence[Scenario]
+    targets: Sequence[Target]
+    sizes: Sizes
+    rounds: int
+    core: int
+    folder: Path
+    progress: Console
+    perf: bool = False
+
+    async def samples(self) -> list[Sample]:
+        """Measure. Each sample starts its target anew; no other target runs meanwhile."""
+        taken: list[Sample] = []
+        slots = max(SLOTS, *(2 * count // NODES for count in self.sizes.many))
+        gc.disable()  # a collection in this process would count as a delay
+        try:
+            async with Upstream(NODES, slots) as upstream:
+                for round_ in range(1, self.rounds + 1):
+                    for scenario in self.scenarios:
+                        for target in self._order(scenario, round_):
+                            sample = await self._sample(scenario, target, round_, upstream)
+                            taken.append(sample)
+                            self._print_sample(scenario, sample)
+                            gc.collect()
+        finally:
+            gc.enable()
+        return taken
+
+    def _order(self, scenario: Scenario, round_: int) -> list[Target]:
+        """The targets in their order; each round begins with another one."""
+        fitting = [t for t in self.targets if scenario.fits(t.name)]
+        first = (round_ - 1) % max(1, len(fitting))
+        return fitting[first:] + fitting[:first]
+
+    async def _sample(
+        self, scenario: Scenario, target: Target, round_: int, upstream: Upstream
+    ) -> Sample:
+        folder = self.folder / f"{scenario.name}-{target.name}-{round_}"
+        folder.mkdir()
+        perf = folder / "perf.data" if self.perf else None
+        try:
+            async with running(target, folder, upstream.ports, self.core) as proxy:
+                subject = RunningTarget(proxy.address, proxy.pid, upstream, perf)
+                figures, outcome = await scenario.run(subject, self.sizes)
+        except (TargetError, OSError) as error:
+            return Sample(scenario.name, target.name, round_, {}, 1, str(error))
+        figures["reconnects"] = outcome.reconnects
+        return Sample(
+            scenario.name, target.name, round_, figures, outcome.errors, outcome.first_error
+        )
+
+    def _print_sample(self, scenario: Scenario, sample: Sample) -> None:
+        place = f"{sample.round}/{self.rounds}  {scenario.name:12} {sample.target:8}"
+        if sample.errors:
+            self.progress.print(
+                f"{place} INVALID, {sample.errors} errors: {sample.first_error}",
+                style="red",
+                markup=False,
+            )
+            return
+        seen = sample.figures
+        line = f"{place} {scenario.figure} {number(seen[scenario.figure])}"
+        if "rate" in seen:
+            line += f", {seen['rate']:.0f}/s, proxy {seen['proxy_busy']:.0%}"
+            line += f", load {seen['load_busy']:.0%} ({number(seen['load_us'])} us)"
+            line += f", disturbed {seen['disturbed']:.0%}"
+        if self.perf:
+            line += f", {self.folder / f'{scenario.name}-{sample.target}-{sample.round}'}"
+        self.progress.print(line, markup=False)
 
 
 if __name__ == "__main__":

@@ -57,31 +57,26 @@ from tests.bench.upstream import Script, Upstream
 WARM_UP = 300
 """Requests before the counted ones: they fill caches, and CPython specialises its code."""
 START_LIMIT = 900.0
-LIMIT = 600.0
-"""Seconds; valgrind slows the gateway down some fifty times."""
+LIMIT = 600.0  # seconds; valgrind slows the gateway down some fifty times
 TOKENS = 20
 LONG_TOKENS = 120
 """Tokens of a longer stream: what it takes more than the short one is the cost of its chunks."""
 STREAMS = 25
 """Streams of either length that are counted, whose chunks come one by one. The ledger writes their
 rows at once."""
-WINDOWS = 3
-"""Counts of as many requests, of which the least counts."""
+WINDOWS = 3  # counts of as many requests, of which the least counts
 WINDOW_SECONDS = 1.0
 """Between the last request and the count: log and store have done their part by then."""
 
-RATE = 100
-"""Requests a second by which work of the clock is shared out."""
-FLUSH_ROWS = RATE // 4
-"""Rows that the ledger writes at once at that rate."""
+RATE = 100  # requests a second by which work of the clock is shared out
+FLUSH_ROWS = RATE // 4  # rows that the ledger writes at once at that rate
 DEFERRED = 3 * RATE // 20
 """Deferred work that is done at once at that rate: three pieces for each request, 20 times a
 second."""
 SETTLE_SECONDS = 5.0
 """Seconds after the last request of an idle gateway: its row is written by then. So long also after
 clocks have been stopped: most waits are over by then."""
-IDLE_SECONDS = 30.0
-"""Seconds for which an idle gateway is counted."""
+IDLE_SECONDS = 30.0  # seconds for which an idle gateway is counted
 STOPPED = 1e6
 TIMERS = {
     "gateway.events": {"DEFER_SECONDS": STOPPED, "MOST_DEFERRED": DEFERRED},
@@ -95,12 +90,9 @@ TIMERS = {
 }
 """Constants by which work is done so many times a second, and what they are while requests are
 counted."""
-TIMER_DEFAULTS = {
-    "gateway.store.store": ("Store", "check_seconds", "look_seconds"),
-}
+TIMER_DEFAULTS = {"gateway.store.store": ("Store", "check_seconds", "look_seconds")}
 """The same, of constants that are the defaults of a class."""
-SHORTEST_STOPPED = 0.1
-"""Seconds from which on sleeps and time limits never end."""
+SHORTEST_STOPPED = 0.1  # seconds from which on sleeps and time limits never end
 STOP_CLOCKS = f"""
 import asyncio, importlib, signal, sys
 sleep, timeout = asyncio.sleep, asyncio.timeout
@@ -163,8 +155,7 @@ TELEMETRY = {"silent": 0.0, "telemetry": 0.05, "telemetry-all": 1.0}
 """Shares of requests that are traced. `silent`: no telemetry but the metrics, which are always on;
 else also an access log, OpenTelemetry's names, metrics of nodes, and traces."""
 
-TRACE_SECONDS = 5
-"""Seconds whose traces are one message to the collector."""
+TRACE_SECONDS = 5  # seconds whose traces are one message to the collector
 
 EVEN_TRACES = """
 import itertools
@@ -193,8 +184,7 @@ class Subject:
     """Empty: nobody known; `off`: the same without a store; `key`: the holder of a key;
     `key-limits`: one of a key with every limit; `limits`: an end user, with every limit on its own
     use, its key's, its group's and that of all callers; or one of `TELEMETRY`, nobody known."""
-    python: str = ".venv/bin/python"
-    """The interpreter that serves, by its path from the checkout."""
+    python: str = ".venv/bin/python"  # the interpreter that serves, by its path from the checkout
 
     @property
     def traced_share(self) -> float:
@@ -280,7 +270,6 @@ SCENARIOS = (
 )
 
 COUNTED = (*(scenario.option for scenario in SCENARIOS), "chunk", "idle")
-
 CHUNK = "one more chunk of a stream"
 IDLE = "a second of an idle gateway"
 OF_LOOP = ", event loop's thread"
@@ -570,9 +559,7 @@ def instructions_of(dumps: Collection[Path]) -> Instructions:
 
 async def _control(what: str, pid: int) -> None:
     control = await asyncio.create_subprocess_exec(
-        *("callgrind_control", what, str(pid)),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        *("callgrind_control", what, str(pid)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     if await asyncio.wait_for(control.wait(), 60):
         raise RuntimeError("callgrind_control failed")

@@ -33,8 +33,7 @@ class Outcome:
     first_error: str = ""
     reconnects: int = 0
     seconds: float = 0.0
-    took: list[float] = field(default_factory=list)
-    """Seconds of each correctly answered request."""
+    took: list[float] = field(default_factory=list)  # seconds of each correctly answered request
 
     def fail(self, problem: str) -> None:
         self.errors += 1

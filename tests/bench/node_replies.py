@@ -10,12 +10,9 @@ import json
 from typing import Any
 
 MODEL = "demo"
-CONTEXT = 4096
-"""Context of a slot, in tokens, that the emulated node reports."""
+CONTEXT = 4096  # context of a slot, in tokens, that the emulated node reports
 EMBEDDING_BYTES = 400
-STAMP_DIGITS = 16
-"""Digits of the microseconds in a stamped event."""
-
+STAMP_DIGITS = 16  # digits of the microseconds in a stamped event
 _WORDS = ("copper ", "window ", "bridge ", "garden ", "silver ", "marble ", "violin ", "summit ")
 _ID = "chatcmpl-Vb0pXy3kQzN7uTfL2mRaWc9sHdEgJiKo"
 _CREATED = 1767225600
@@ -96,7 +93,6 @@ USAGE = _event(
 )
 DONE = b"data: [DONE]\n\n"
 END_OF_BODY = b"0\r\n\r\n"
-
 _STAMP_BEFORE, _STAMP_AFTER = _chunk({"content": "t=@"}).split(b"@")
 STAMP_MARK = b'"t='
 

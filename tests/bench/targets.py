@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +28,8 @@ from tests.bench.load import Address
 HOST = "127.0.0.1"
 START_LIMIT = 90.0
 STOP_LIMIT = 30.0
-ANSWER_LIMIT = 5.0
-"""Seconds within which a starting target must answer."""
-CONNECTIONS = 8192
-"""Connections that each proxy is configured for; a stream takes two."""
+ANSWER_LIMIT = 5.0  # seconds within which a starting target must answer
+CONNECTIONS = 8192  # connections that each proxy is configured for; a stream takes two
 
 
 class TargetError(Exception):
@@ -60,8 +58,7 @@ class Target:
     """Returns the path of its binary; None when it is not installed."""
     remedy: str
     command: Callable[[str, Plan], list[str]]
-    ready: str = "/health"
-    """Path that answers 200 once it accepts requests."""
+    ready: str = "/health"  # path that answers 200 once it accepts requests
     version: tuple[str, ...] = ("--version",)
 
 
@@ -165,24 +162,20 @@ def _gateway_program() -> str | None:
     return str(script) if script.exists() else None
 
 
-def _gateway(binary: str, plan: Plan) -> list[str]:
-    # JSON is YAML. Only the queue's length differs from the defaults.
-    nodes = plan.folder / "nodes.yaml"
-    settings = plan.folder / "gateway.yaml"
+def gateway(binary: str, plan: Plan, settings: Mapping[str, object]) -> list[str]:
+    """Configure this gateway with these settings."""
+    nodes, config = plan.folder / "nodes.yaml", plan.folder / "gateway.yaml"
     fleet = [
         {"name": f"node{i}", "url": f"http://{HOST}:{port}"}
         for i, port in enumerate(plan.upstreams)
     ]
+    # JSON is YAML.
     nodes.write_text(json.dumps({"nodes": fleet}))
-    settings.write_text(json.dumps({"queue": {"max": 10000}}))
+    config.write_text(json.dumps(settings))
     return [
-        *(binary, "serve", "--nodes", str(nodes), "--config", str(settings)),
+        *(binary, "serve", "--nodes", str(nodes), "--config", str(config)),
         *("--host", HOST, "--port", str(plan.port), "--admin-port", "0"),
     ]
-
-
-def _direct(_: str, __: Plan) -> list[str]:
-    return []
 
 
 TARGETS = {
@@ -192,24 +185,14 @@ TARGETS = {
             "gateway",
             _gateway_program,
             "make install",
-            _gateway,
+            lambda binary, plan: gateway(binary, plan, {"queue": {"max": 10000}}),
             ready="/ready",
         ),
+        Target("nginx", lambda: find("nginx"), "apt-get install nginx", _nginx, version=("-v",)),
         Target(
-            "nginx",
-            lambda: find("nginx"),
-            "apt-get install nginx",
-            _nginx,
-            version=("-v",),
+            "haproxy", lambda: find("haproxy"), "apt-get install haproxy", _haproxy, version=("-v",)
         ),
-        Target(
-            "haproxy",
-            lambda: find("haproxy"),
-            "apt-get install haproxy",
-            _haproxy,
-            version=("-v",),
-        ),
-        Target("direct", lambda: "", "", _direct),
+        Target("direct", lambda: "", "", lambda _binary, _plan: []),
     )
 }
 

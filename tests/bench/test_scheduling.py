@@ -72,7 +72,6 @@ def test_a_quick_run_in_virtual_time_answers_every_request(
     ("words", "message"),
     [
         (["--virtual", "--only", "nginx"], "with --virtual the fronts are given"),
-        (["--virtual", "--real"], "not allowed with argument"),
         (["--only", "ngnix"], "unknown: ngnix (there are gateway, gateway-unknown, nginx, haproxy"),
         (["--loads", "heavy"], "unknown: heavy (there are light, capacity, above)"),
         (["--seeds", "0"], "not a positive whole number: 0"),

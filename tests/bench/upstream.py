@@ -42,8 +42,7 @@ class Counters:
 
     connections: int = 0
     requests: int = 0
-    left: int = 0
-    """Streams whose client left before the end."""
+    left: int = 0  # streams whose client left before the end
 
 
 @dataclass(slots=True)
@@ -51,8 +50,7 @@ class Upstream:
     """Several emulated nodes in this process, one port each: an async context manager."""
 
     nodes: int
-    slots: int
-    """Slots that each node reports."""
+    slots: int  # slots that each node reports
     script: Script = field(default_factory=Script)
     counters: Counters = field(default_factory=Counters)
     ports: tuple[int, ...] = ()

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from tests.bench.process import waited_seconds
+from tests.bench.machine import waited_seconds
 from tests.chaos import workload
 from tests.chaos.client import READS_TO_END, Client, ClientBehaviour
 from tests.chaos.fault_injection import FaultInjector
@@ -163,7 +163,6 @@ class ChaosRun:
             "timeouts": {"connect": 1.0, "first_byte": 2.0, "silence": 1.0, "total": 10.0},
             "heartbeat": rng.choice(("off", 0.1, 15)),
             "queue": {"max": rng.choice((16, 64)), "max_wait": 5.0},
-            "policy": rng.choice(("least_finish", "least_loaded", "round_robin")),
         }  # fmt: skip
 
     async def __call__(self) -> RunReport:

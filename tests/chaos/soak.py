@@ -26,7 +26,7 @@ import uvloop
 
 from tests.bench import node_replies
 from tests.bench.load import Address
-from tests.bench.process import waited_seconds
+from tests.bench.machine import waited_seconds
 from tests.bench.scenarios import chat, post
 from tests.bench.targets import TARGETS, running
 from tests.bench.upstream import Script, Upstream

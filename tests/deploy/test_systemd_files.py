@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.access.exposure import is_loopback
+from gateway.access.callers import is_loopback
 from gateway.config.settings import Settings
 from gateway.startup import Options, store_location
 

@@ -86,8 +86,19 @@ def a_node(
     return node
 
 
-def take(node: Node, slots: int = 1, **keys: Any) -> Lease:
-    return node.take_lease(slots, node.clock(), **keys)
+def take(
+    node: Node,
+    slots: int = 1,
+    *,
+    stream: bool = True,
+    expected_prefill: float | None = None,
+    expected_total: float | None = None,
+    wake: float = 0.0,
+) -> Lease:
+    now = node.clock()
+    lease = Lease(node, slots, now, stream, expected_prefill, expected_total)
+    node.take(lease, now, wake)
+    return lease
 
 
 def is_held(lease: Lease) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from gateway.fleet.node import Node, NodeState
-from tests.bench.scheduling.client import ask
+from tests.bench.scheduling.play import ask
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway
 from tests.virtual import VirtualLoop, in_virtual_time, now

@@ -105,16 +105,6 @@ async def server_is_asked_again(server: EmulatedNode) -> None:
     await server.until(lambda: server.control_requests > asked + 4)
 
 
-@in_virtual_time
-async def test_one_failed_probe_changes_nothing() -> None:
-    async with EmulatedNode() as server, a_fleet(a_spec(url=server.url)) as fleet:
-        for _ in range(3):
-            server.faults.next("status", path="/health", status=500)
-            await fleet.until(lambda: not server.faults)
-            await server_is_asked_again(server)
-        assert fleet.states("a") == ["starting", "ready"]
-
-
 @pytest.mark.slow
 @in_virtual_time
 async def test_a_node_that_reads_a_prompt_is_mute_and_not_down() -> None:

@@ -260,7 +260,8 @@ def test_a_half_open_node_takes_exactly_one_request() -> None:
     node.state = NodeState.EJECTED
     assert node.free_slots(1010.0) == 0
     assert (node.capacity(1040.0), node.free_slots(1040.0)) == (1, 1)
-    lease = node.take_lease(1, 1040.0)
+    lease = Lease(node, 1, 1040.0, True, None, None)
+    node.take(lease, 1040.0)
     assert lease.trial
     assert (node.capacity(1040.0), node.free_slots(1040.0)) == (0, 0)
     lease.release()
@@ -396,10 +397,10 @@ class CountedLease(Lease):
 
     told: ClassVar[list[str]] = []
 
-    def prefill_ended(self) -> None:
+    def prefill_ended(self, _now: float) -> None:
         self.told.append("prefill ended")
 
-    def slots_freed(self) -> bool:
+    def slots_freed(self, _now: float) -> bool:
         self.told.append("slots freed")
         return True
 

@@ -56,18 +56,6 @@ def test_the_first_measurement_is_believed() -> None:
     assert speed.decode_tps == pytest.approx(50)
 
 
-def test_one_surprise_moves_it_little_and_a_lasting_change_fully() -> None:
-    speed = Speed()
-    for _ in range(20):
-        speed.learn_timings(timings(tps=50))
-    speed.learn_timings(timings(tps=0.01))
-    assert speed.decode_tps is not None
-    assert speed.decode_tps > 40
-    for _ in range(100):
-        speed.learn_timings(timings(tps=10))
-    assert speed.decode_tps == pytest.approx(10, rel=0.05)
-
-
 def test_a_calibration_is_assumed_until_an_answer_shows_the_speed() -> None:
     speed = Speed()
     # Eight tokens take seven decodes: 20 tokens/s.

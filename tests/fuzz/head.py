@@ -19,7 +19,7 @@ from gateway.http.exchange import HttpExchange
 from gateway.http.protocol import BoundedProtocol, ChunkedDecoder, protocol_class
 from gateway.proxy.inbound.routes import Route
 from tests.fuzz.inputs import Check, Target, divide, seed
-from tests.web.recorded_transport import RecordedTransport
+from tests.http.recorded_transport import RecordedTransport
 
 LIMIT = 512
 """`limits.header_bytes`: low, so that the fuzzer reaches it."""

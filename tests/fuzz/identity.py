@@ -16,8 +16,9 @@ from gateway.access.callers import (
     client_address,
     client_network,
     effective_priority,
+    is_local,
+    is_proxied,
 )
-from gateway.access.exposure import is_local, is_proxied
 from gateway.access.keys import KeyRing, hash_key
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError

@@ -18,9 +18,8 @@ from gateway.config.settings import Settings
 from gateway.config.usage_limits import GroupSpec, LimitSpec, parse_budget
 from gateway.errors import GatewayError
 from gateway.request import Caller, Priority
-from gateway.usage.accounts import MINUTE, Account
-from gateway.usage.limits import LimitBook, Reservation
-from gateway.usage.windows import DAY_SECONDS, WINDOW_PARTS
+from gateway.usage.limits import MINUTE, Account, LimitBook, Reservation
+from gateway.usage.windows import DAY, WINDOW_PARTS
 from tests.fuzz.inputs import Check, Target, divide, seed
 from tests.lease_requests import a_lease_request
 
@@ -209,7 +208,7 @@ class Play:
             return
         sent.settled, sent.tokens, sent.cost = True, tokens, cost
         sent.ended = self._clocks.monotonic - min(MINUTE, max(0.0, late))
-        sent.day = int(ended_at // DAY_SECONDS)
+        sent.day = int(ended_at // DAY)
         if sent.day not in self._days:
             self._days.append(sent.day)
 
@@ -220,10 +219,10 @@ class Play:
             sent.released = True
 
     def _go_on(self, number: int) -> None:
-        self._clocks.go_on((0.01, 0.2, 1.0, 9.0, 31.0, 61.0, 4000.0, DAY_SECONDS)[number % 8])
+        self._clocks.go_on((0.01, 0.2, 1.0, 9.0, 31.0, 61.0, 4000.0, DAY)[number % 8])
 
     def _set_clock(self, number: int) -> None:
-        self._clocks.wall += (-3600.0, 3600.0, -DAY_SECONDS, 2 * DAY_SECONDS)[number % 4]
+        self._clocks.wall += (-3600.0, 3600.0, -DAY, 2 * DAY)[number % 4]
 
     def _check(self) -> None:
         """Compare every account with the list of what happened."""

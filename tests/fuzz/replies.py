@@ -17,7 +17,7 @@ from gateway.request import Headers
 from gateway.transport.connection import NodeConnection
 from gateway.transport.errors import UpstreamError
 from tests.fuzz.inputs import Check, Target, divide, seed
-from tests.web.recorded_transport import RecordedTransport
+from tests.http.recorded_transport import RecordedTransport
 
 MOST_REPLIES = 24
 

@@ -36,7 +36,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from tests.bench import instructions
-from tests.bench.process import cpu_seconds
+from tests.bench.machine import cpu_seconds
 from tests.house import measure, module_figures
 from tests.house.source import ROOT, modules
 

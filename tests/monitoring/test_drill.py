@@ -25,7 +25,7 @@ import yaml
 from textual.widgets import Static
 
 from gateway.access.keys import ApiKey, new_key
-from gateway.tools.cli.admin_client import AdminClient
+from gateway.tools.cli.client import AdminClient
 from gateway.tools.top.app import Top
 from tests.emulator import EmulatedNode
 from tests.gateway_processes import Succession, serving

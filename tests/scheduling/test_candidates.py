@@ -52,11 +52,6 @@ def test_after_a_failure_the_node_is_avoided_and_its_hosts_others_penalised() ->
     assert found.excluded == frozenset()
 
 
-def test_a_node_that_refused_the_request_is_excluded() -> None:
-    found = find_candidates(a_request(), node("a"), node("b"), tried=refused_by("b"))
-    assert found.excluded == {1}
-
-
 def test_tiers_are_candidate_sets_of_their_own_the_gpu_first() -> None:
     (group,) = find_candidates(a_request(), node("a"), node("b", tier="gpu")).groups
     assert [[row.name for row in pool.rows] for pool in group] == [["b"], ["a"]]

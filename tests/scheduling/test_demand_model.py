@@ -8,7 +8,6 @@ import math
 import random
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -148,15 +147,6 @@ async def test_a_waiting_request_keeps_its_estimate_when_the_inventory_changes()
     held.release()
     await settle()
     assert waiting.done()
-
-
-def test_nobody_changes_a_request_that_is_asked_for(nodes: list[Node]) -> None:
-    scheduler = a_scheduler(*nodes)
-    request = prompt_request(1, 2, 3)
-    before = msgspec.to_builtins(request)
-    serve(scheduler, request, Usage(1000, 0, 20))
-    serve(scheduler, request, Usage(1000, 900, 20))
-    assert msgspec.to_builtins(request) == before
 
 
 def test_a_short_prompt_leaves_no_learning_pending(nodes: list[Node]) -> None:

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway import errors
+from gateway.config.settings import Settings
 from gateway.errors import GatewayError
 from gateway.fleet.node import Lease, Node, NodeState
 from gateway.fleet.server_properties import ServerProperties
@@ -226,7 +228,7 @@ async def test_the_queue_has_an_end_and_advises_by_the_measured_rate() -> None:
     assert (raised.value.status, raised.value.code) == (429, "queue_full")
     assert raised.value.retry_after == 5.0
     for _ in range(6):
-        scheduler.completed(scheduler.clock())
+        scheduler.completion_rate.completed(scheduler.clock())
         clock.passes(7.0)
     with pytest.raises(GatewayError) as raised:
         await take_lease(scheduler, a_request())
@@ -252,7 +254,7 @@ async def test_a_retry_that_goes_first_has_nobody_ahead() -> None:
     one = node(clock=clock, slots=1)
     scheduler = a_scheduler(one)
     for _ in range(10):
-        scheduler.completed(scheduler.clock())
+        scheduler.completion_rate.completed(scheduler.clock())
         clock.passes(5.0)
     early = a_request(time_limit=13.0)
     await take_lease(scheduler, a_request())
@@ -337,7 +339,7 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once() -> None:
     clock = Clock()
     scheduler = a_scheduler(node(clock=clock, slots=1))
     for _ in range(10):
-        scheduler.completed(scheduler.clock())
+        scheduler.completion_rate.completed(scheduler.clock())
         clock.passes(5.0)
     await take_lease(scheduler, a_request())
     waiting = await start_lease(scheduler, a_request())
@@ -774,11 +776,11 @@ async def test_the_completion_rate_of_a_bursts_first_answers_refuses_nobody() ->
     clock = Clock()
     scheduler = a_scheduler(node(slots=4), clock=clock, queue={"max": 50, "max_wait": 120})
     for _ in range(3):
-        scheduler.completed(clock())
+        scheduler.completion_rate.completed(clock())
         clock.passes(20.0)
     tasks = await start_burst(scheduler, 40)
     assert not any(task.done() and task.exception() is not None for task in tasks)
-    scheduler.completed(clock())
+    scheduler.completion_rate.completed(clock())
     late = await start_burst(scheduler, 2)
     assert {refusal(task).code for task in late} <= {"queue_full", "queue_timeout"}
     scheduler.close()
@@ -909,3 +911,16 @@ def test_only_a_llama_cpp_server_is_asked_for_a_stream_to_assemble() -> None:
         granted = a_scheduler(one).lease_now(a_request(may_assemble=True))
         assert granted is not None
         assert granted.stream is streams
+
+
+def test_another_word_of_policy_means_least_finish_and_warns() -> None:
+    with structlog.testing.capture_logs() as logs:
+        scheduler = a_scheduler(node(), policy="round_robin")
+        assert scheduler.dispatcher.rules.policy == "least_finish"
+        scheduler.configure(Settings(policy="prefix_hash"))
+        scheduler.configure(Settings())
+    assert scheduler.dispatcher.rules.policy == "least_finish"
+    assert [(one["setting"], one["value"]) for one in logs] == [
+        ("policy", "round_robin"),
+        ("policy", "prefix_hash"),
+    ]

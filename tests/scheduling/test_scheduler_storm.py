@@ -22,7 +22,6 @@ from tests.scheduling.build import a_request, a_scheduler, node, settle, take_re
 from tests.virtual import VirtualLoop
 
 SLOTS = {"a": 1, "b": 2, "c": 4}
-POLICIES = ["least_finish", "least_loaded", "round_robin", "prefix_hash"]
 STATES = [
     NodeState.READY, NodeState.READY, NodeState.DOWN, NodeState.DRAINING, NodeState.MUTE,
     NodeState.DEGRADED,
@@ -130,7 +129,6 @@ class World:
         self.scheduler.configure(
             Settings.model_validate(
                 {
-                    "policy": POLICIES[number % 4],
                     "queue": {"max": 6 + number % 5, "max_wait": 30 + number},
                     "classes": {
                         "batch": {"reserve_slots": (number % 3) / 4},

@@ -194,30 +194,12 @@ def test_batch_spills_only_if_the_settings_name_it() -> None:
     assert route(batch_only, Priority.NORMAL, FREE, BUSY).tiers == ("cpu",)
 
 
-def test_spill_over_keeps_its_share_of_the_requests() -> None:
-    rules = spilling(share=0.25)
-    routes = [route(rules, Priority.NORMAL, FREE, BUSY) for _ in range(40)]
-    assert [found.tiers for found in routes].count(("gpu",)) == 10
-
-
 def test_requests_of_other_classes_earn_no_share() -> None:
     rules = spilling(share=0.5)
     for _ in range(50):
         route(rules, Priority.PREMIUM, FREE, BUSY)
         route(rules, Priority.BATCH, FREE, BUSY)
     assert route(rules, Priority.NORMAL, FREE, BUSY, arrived=False).tiers == ("cpu",)
-
-
-def test_spill_over_keeps_to_its_money_and_resumes_when_less_was_used() -> None:
-    rules = hybrid(spill={"money_per_hour": 1.0})
-    first = route(rules, Priority.NORMAL, FREE, BUSY, most=0.9)
-    second = route(rules, Priority.NORMAL, FREE, BUSY, most=0.9)
-    assert route(rules, Priority.NORMAL, FREE, BUSY, most=0.01).tiers == ("cpu",)
-    assert first.reservation is not None
-    assert second.reservation is not None
-    first.reservation.settle(0.2, happened=True, now=1.0)
-    second.reservation.cancel()
-    assert route(rules, Priority.NORMAL, FREE, BUSY, most=0.9).tiers == ("gpu",)
 
 
 def test_spending_survives_a_reload_that_switches_spill_over_off_and_on() -> None:
@@ -663,16 +645,6 @@ async def test_premium_goes_to_the_gpu_under_its_own_name_and_key(
         assert site.gpu.statuses[401] == 0
 
 
-@pytest.mark.parametrize("priority", ["normal", "batch"])
-@in_virtual_time
-async def test_other_classes_stay_on_the_cpu(tmp_path: Path, priority: str) -> None:
-    async with a_site(tmp_path, Endpoint(), [a_cpu()]) as site:
-        answers = await site.asked(12, priority)
-        assert tiers(answers) == {"cpu": 12}
-        assert {answer.fallback for answer in answers} == {None}
-        assert site.gpu.seen == []
-
-
 @in_virtual_time
 async def test_premium_falls_back_to_the_cpu_while_the_gpu_is_full(tmp_path: Path) -> None:
     gpu = Endpoint(token=0.1, tokens=8)
@@ -684,16 +656,6 @@ async def test_premium_falls_back_to_the_cpu_while_the_gpu_is_full(tmp_path: Pat
         assert (second.status, second.tier, second.fallback) == (200, "cpu", "gpu_full")
         assert (await first).tier == "gpu"
         assert gpu.peak == 1
-
-
-@in_virtual_time
-async def test_a_model_that_only_the_gpu_serves_is_served_to_every_class(tmp_path: Path) -> None:
-    settings = {"hybrid": {"spill": {"share": 0}}}
-    cpu = a_cpu(model="other")
-    async with a_site(tmp_path, Endpoint(), [cpu], settings=settings) as site:
-        for priority in ("premium", "normal", "batch"):
-            answer = await site.ask(priority)
-            assert (answer.status, answer.tier, answer.fallback) == (200, "gpu", None)
 
 
 @in_virtual_time

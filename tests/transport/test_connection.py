@@ -1,3 +1,5 @@
+"""Connections to nodes: replies in any pieces, heads that repeat, limits, and errors."""
+
 from __future__ import annotations
 
 import asyncio
@@ -6,23 +8,37 @@ import gc
 import itertools
 import os
 import random
-from collections.abc import Awaitable, Iterator
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from contextlib import asynccontextmanager
 
+import httptools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.transport.connection import BODY_HIGH_WATER, MOST_HEAD_BYTES, NodeConnection
+from gateway.transport import errors
+from gateway.transport.connection import (
+    BODY_HIGH_WATER,
+    MOST_HEAD_BYTES,
+    KnownHead,
+    LoopTimeout,
+    NodeConnection,
+)
 from gateway.transport.errors import (
     ConnectionReset,
+    ConnectTimedOut,
     InvalidResponse,
+    NodeReportedError,
     StaleConnection,
     UpstreamError,
     UpstreamTimeout,
 )
-from gateway.transport.pool import ConnectionPool
+from gateway.transport.pool import ConnectionPool, NodeAddress
 from tests.fuzz.replies import MOST_REPLIES, make_check
-from tests.transport.raw import HOWEVER_SLOW, Peer, RawServer, always, once, raw_server
+from tests.transport.raw import HOWEVER_SLOW, Peer, RawServer, Script, always, once, raw_server
+from tests.virtual import in_virtual_time, now
 
 ASK = b"GET /x HTTP/1.1\r\nhost: n\r\n\r\n"
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"
@@ -32,6 +48,20 @@ LIMIT = 30.0
 
 async def connected(server: RawServer, stale_seconds: float = HOWEVER_SLOW) -> NodeConnection:
     return await ConnectionPool(server.address(), stale_seconds=stale_seconds).connect(LIMIT)
+
+
+@asynccontextmanager
+async def asking(
+    script: Script, stale_seconds: float = HOWEVER_SLOW
+) -> AsyncIterator[tuple[RawServer, NodeConnection]]:
+    """A server with this script, and a connection to it that has sent `ASK`."""
+    async with raw_server(script) as server:
+        connection = await connected(server, stale_seconds)
+        connection.send(ASK)
+        try:
+            yield server, connection
+        finally:
+            connection.close()
 
 
 async def body_of(connection: NodeConnection) -> bytes:
@@ -45,13 +75,8 @@ async def body_of(connection: NodeConnection) -> bytes:
 
 async def asked(reply: bytes) -> tuple[NodeConnection, bytes]:
     """The connection after an exchange, and the body that it read."""
-    async with raw_server(once(reply)) as server:
-        connection = await connected(server)
-        connection.send(ASK)
-        try:
-            return connection, await body_of(connection)
-        finally:
-            connection.close()
+    async with asking(once(reply)) as (_, connection):
+        return connection, await body_of(connection)
 
 
 async def failure(reply: bytes) -> UpstreamError:
@@ -88,58 +113,13 @@ async def test_after_a_response_with_a_length_the_connection_may_be_used_again()
         connection.close()
 
 
-async def test_header_names_are_in_lower_case_and_in_their_order() -> None:
-    reply = b"HTTP/1.1 200 OK\r\nX-B: 1\r\nContent-Length: 0\r\nX-b: 2\r\n\r\n"
-    connection, _ = await asked(reply)
-    assert connection.headers == [(b"x-b", b"1"), (b"content-length", b"0"), (b"x-b", b"2")]
-
-
-async def test_interim_responses_are_skipped_with_their_headers() -> None:
-    interim = b"HTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\nHTTP/1.1 100 Continue\r\n\r\n"
-    connection, body = await asked(interim + OK)
-    assert (connection.status, body) == (200, b"hello")
-    assert connection.headers == [(b"content-length", b"5")]
-    assert connection.reusable
-
-
-async def test_chunks_with_extensions_and_trailers_are_plain_bytes() -> None:
-    reply = CHUNKED + b"3;a=b\r\nhel\r\n2;x\r\nlo\r\n0\r\nX-Sum: 1\r\n\r\n"
-    connection, body = await asked(reply)
-    assert body == b"hello"
-    assert connection.headers == [(b"transfer-encoding", b"chunked")]
-    assert connection.reusable
-
-
 async def test_parts_that_came_together_are_read_together() -> None:
-    async with raw_server(once(CHUNKED + b"3\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n")) as server:
-        connection = await connected(server)
-        connection.send(ASK)
+    async with asking(once(CHUNKED + b"3\r\nhel\r\n2\r\nlo\r\n0\r\n\r\n")) as (server, connection):
         await connection.read_status()
         await server.until(lambda: connection.complete)
         assert connection.has_unread
         assert await connection.read() == b"hello"
         assert await connection.read() == b""
-        connection.close()
-
-
-async def test_a_head_that_comes_byte_by_byte_is_a_head() -> None:
-    async def script(peer: Peer) -> None:
-        await peer.request()
-        for byte in OK:
-            await peer.say(bytes([byte]))
-            await asyncio.sleep(0)
-
-    async with raw_server(script) as server:
-        connection = await connected(server)
-        connection.send(ASK)
-        assert await body_of(connection) == b"hello"
-        connection.close()
-
-
-async def test_a_body_without_framing_ends_with_the_connection() -> None:
-    connection, body = await asked(b"HTTP/1.1 200 OK\r\n\r\nhello")
-    assert body == b"hello"
-    assert not connection.reusable
 
 
 @pytest.mark.parametrize("status", [b"204 No Content", b"304 Not Modified"])
@@ -147,12 +127,6 @@ async def test_responses_that_have_no_body_end_with_their_head(status: bytes) ->
     connection, body = await asked(b"HTTP/1.1 " + status + b"\r\n\r\n")
     assert body == b""
     assert connection.reusable
-
-
-async def test_after_connection_close_the_connection_is_not_used_again() -> None:
-    connection, body = await asked(OK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
-    assert body == b"hello"
-    assert not connection.reusable
 
 
 async def test_the_connection_of_an_http_1_0_server_is_not_used_again() -> None:
@@ -211,9 +185,7 @@ async def test_a_response_that_is_cut_off_is_a_reset_and_not_stale() -> None:
 
 
 async def test_the_bytes_before_a_cut_are_read_before_it_is_raised() -> None:
-    async with raw_server(once(CHUNKED + b"5\r\nhello\r\n5\r\nwo")) as server:
-        connection = await connected(server)
-        connection.send(ASK)
+    async with asking(once(CHUNKED + b"5\r\nhello\r\n5\r\nwo")) as (server, connection):
         await connection.read_status()
         await server.until(lambda: not connection.alive)
         assert await connection.read() == b"hellowo"
@@ -228,9 +200,7 @@ async def test_a_reset_is_no_end_of_a_body_without_framing() -> None:
         await peer.request()
         peer.reset()
 
-    async with raw_server(script) as server:
-        connection = await connected(server)
-        connection.send(ASK)
+    async with asking(script) as (_, connection):
         assert await connection.read_status() == 200
         assert await connection.read() == b"half"
         assert connection.transport is not None
@@ -245,9 +215,7 @@ async def test_a_failure_from_this_side_is_no_end_of_a_body_without_framing() ->
         await peer.say(b"HTTP/1.1 200 OK\r\n\r\nhalf")
         await peer.reader.read()
 
-    async with raw_server(script) as server:
-        connection = await connected(server)
-        connection.send(ASK)
+    async with asking(script) as (server, connection):
         assert await connection.read_status() == 200
         assert await connection.read() == b"half"
         connection.fail(UpstreamTimeout("silence", "It was silent"))
@@ -297,9 +265,7 @@ async def test_unrequested_bytes_spoil_the_connection_and_not_the_response(
             await peer.say(surplus)
         await peer.reader.read()
 
-    async with raw_server(script) as server:
-        connection = await connected(server)
-        connection.send(ASK)
+    async with asking(script) as (server, connection):
         assert await body_of(connection) == b"hello"
         go.set()
         await server.until(lambda: not connection.alive)
@@ -332,9 +298,7 @@ async def test_a_reused_connection_that_is_closed_before_a_byte_is_stale() -> No
         await peer.request()
         peer.reset()
 
-    async with raw_server(script) as server:
-        connection = await connected(server)
-        connection.send(ASK)
+    async with asking(script) as (_, connection):
         assert await body_of(connection) == b"hello"
         connection.send(ASK)
         with pytest.raises(StaleConnection):
@@ -342,9 +306,7 @@ async def test_a_reused_connection_that_is_closed_before_a_byte_is_stale() -> No
 
 
 async def test_a_reused_connection_that_broke_while_idle_is_stale() -> None:
-    async with raw_server(once(OK)) as server:
-        connection = await connected(server)
-        connection.send(ASK)
+    async with asking(once(OK)) as (server, connection):
         assert await body_of(connection) == b"hello"
         await server.until(lambda: not connection.alive)
         assert not connection.reusable
@@ -360,9 +322,7 @@ async def test_a_reused_connection_that_breaks_later_had_reached_the_node() -> N
         await peer.request()
         peer.reset()
 
-    async with raw_server(script) as server:
-        connection = await connected(server, stale_seconds=0.0)
-        connection.send(ASK)
+    async with asking(script, stale_seconds=0.0) as (_, connection):
         assert await body_of(connection) == b"hello"
         connection.send(ASK)
         with pytest.raises(ConnectionReset) as raised:
@@ -377,9 +337,7 @@ async def test_a_reused_connection_that_breaks_within_the_head_is_not_stale() ->
         await peer.request()
         await peer.say(OK[:12])
 
-    async with raw_server(script) as server:
-        connection = await connected(server)
-        connection.send(ASK)
+    async with asking(script) as (_, connection):
         assert await body_of(connection) == b"hello"
         connection.send(ASK)
         with pytest.raises(ConnectionReset) as raised:
@@ -404,9 +362,7 @@ async def test_a_reader_that_lags_stops_the_node() -> None:
             sent += 1
         await peer.say(b"0\r\n\r\n")
 
-    async with raw_server(script) as server:
-        connection = await connected(server)
-        connection.send(ASK)
+    async with asking(script) as (server, connection):
         await connection.read_status()
         transport = connection.transport
         assert transport is not None
@@ -420,20 +376,16 @@ async def test_a_reader_that_lags_stops_the_node() -> None:
         # One more read of the socket may follow: uvloop's are of 256 KiB.
         assert unread <= 2 * BODY_HIGH_WATER + 65536
         assert unread + len(await body_of(connection)) == 1000 * 65536
-        connection.close()
 
 
 @pytest.mark.parametrize("most", [4, 5])
 async def test_a_whole_body_is_read_up_to_a_limit(most: int) -> None:
-    async with raw_server(once(OK)) as server:
-        connection = await connected(server)
-        connection.send(ASK)
+    async with asking(once(OK)) as (_, connection):
         if most < 5:
             with pytest.raises(InvalidResponse, match="larger than 4 bytes"):
                 await connection.read_all(most)
         else:
             assert await connection.read_all(most) == b"hello"
-        connection.close()
 
 
 async def test_a_body_larger_than_the_sockets_buffers_is_sent_whole() -> None:
@@ -470,9 +422,7 @@ async def test_a_reader_that_is_cancelled_leaves_nothing_behind(stage: str) -> N
             await peer.say(CHUNKED)
         await peer.reader.read()
 
-    async with raw_server(script) as server:
-        connection = await connected(server)
-        connection.send(ASK)
+    async with asking(script) as (server, connection):
         if stage == "body":
             await connection.read_status()
         waiting: Awaitable[object] = (
@@ -493,9 +443,7 @@ async def test_a_wait_for_the_head_ends_with_a_failure_from_this_side() -> None:
     async def script(peer: Peer) -> None:
         await peer.reader.read()
 
-    async with raw_server(script) as server:
-        connection = await connected(server)
-        connection.send(ASK)
+    async with asking(script) as (server, connection):
         heading = asyncio.create_task(connection.read_status())
         await asyncio.sleep(0)
         connection.fail(UpstreamTimeout("first_byte", "Too late"))
@@ -554,37 +502,6 @@ def test_a_response_is_the_same_in_any_pieces(reply: bytes, cuts: set[int]) -> N
         assert connection.read_nowait() == b"hello"
 
 
-def interim(reply: bytes) -> bytes:
-    """Behind a head that tells the length of all that follows."""
-    return b"HTTP/1.1 103 E\r\nContent-Length: %d\r\n\r\n%b" % (len(reply), reply)
-
-
-@given(
-    replies=st.lists(
-        st.sampled_from([OK, OK.replace(b"OK", b"Fine"), interim(OK), interim(interim(OK)),
-                         OK.replace(b"5", b"2")[:-3], OK.replace(b"con", b"X: y\r\ncon")]),
-        min_size=2, max_size=5,
-    ),
-    cuts=st.sets(st.integers(1, 200), max_size=2),
-)  # fmt: skip
-def test_a_response_is_the_same_after_any_others(replies: list[bytes], cuts: set[int]) -> None:
-    with contextlib.closing(asyncio.new_event_loop()) as loop:
-        connection = NodeConnection(loop)
-        connection.connection_made(Silent())
-        for reply in replies:
-            alone = fed(loop, [reply])
-            connection.send(ASK)
-            places = [0, *sorted(cut for cut in cuts if cut < len(reply)), len(reply)]
-            for begin, end in itertools.pairwise(places):
-                connection.data_received(reply[begin:end])
-            assert connection.complete
-            assert (connection.status, connection.read_nowait()) == (
-                alone.status,
-                alone.read_nowait(),
-            )
-            assert sorted(connection.headers) == sorted(alone.headers)
-
-
 @given(
     reply=st.sampled_from(REPLIES),
     changes=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), min_size=1, max_size=6),
@@ -621,9 +538,7 @@ async def test_a_sink_takes_the_data_until_it_wants_the_reader_woken() -> None:
         await peer.say(b"1\r\nc\r\n")
         await peer.say(b"0\r\n\r\n")
 
-    async with raw_server(script) as server:
-        connection = await connected(server)
-        connection.send(ASK)
+    async with asking(script) as (server, connection):
         await connection.read_status()
         read.set()
 
@@ -638,7 +553,6 @@ async def test_a_sink_takes_the_data_until_it_wants_the_reader_woken() -> None:
             while not connection.complete:
                 await connection.wait_for_data(sink)
         assert b"".join(taken) == b"abc"
-        connection.close()
 
 
 @pytest.mark.usefixtures("own_heap")
@@ -655,3 +569,231 @@ async def test_a_connection_that_has_ended_is_freed_without_the_garbage_collecto
                 await asyncio.sleep(0.01)
     finally:
         gc.enable()
+
+
+STANDS_STILL = 0.3
+SHORT_LIMIT = 0.2
+
+
+async def until_it_waits() -> None:
+    """Until every task has gone as far as it can without the network."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+@in_virtual_time
+async def test_a_limit_ends_after_its_time() -> None:
+    began = now()
+    with pytest.raises(TimeoutError):
+        async with LoopTimeout(3.0):
+            await asyncio.Event().wait()
+    assert now() - began == pytest.approx(3.0)
+
+
+@in_virtual_time
+async def test_work_that_ends_in_time_is_not_touched() -> None:
+    async with LoopTimeout(3.0):
+        await asyncio.sleep(2.9)
+    async with LoopTimeout(None):
+        await asyncio.sleep(1e6)
+    with pytest.raises(KeyError):
+        async with LoopTimeout(3.0):
+            raise KeyError
+    await asyncio.sleep(10.0)
+
+
+@in_virtual_time
+async def test_a_cancelled_task_sees_no_timeout() -> None:
+    async def waits() -> None:
+        async with LoopTimeout(3.0):
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(waits())
+    await asyncio.sleep(1.0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_after_standing_still_a_connection_that_was_made_meanwhile_is_used() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        pool = ConnectionPool(NodeAddress("127.0.0.1", server.getsockname()[1], b"", b""))
+        asyncio.get_running_loop().call_soon(time.sleep, STANDS_STILL)
+        connection = await pool.connect(SHORT_LIMIT)
+        assert connection.alive
+        connection.close()
+        pool.close()
+
+
+async def test_after_standing_still_bytes_that_came_meanwhile_are_read() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        reader, writer = await asyncio.open_connection(sock=ours)
+
+        async def read() -> bytes:
+            async with LoopTimeout(SHORT_LIMIT):
+                return await reader.readexactly(2)
+
+        reading = asyncio.create_task(read())
+        await until_it_waits()
+        theirs.send(b"ok")
+        time.sleep(STANDS_STILL)  # noqa: ASYNC251 - block the loop
+        assert await reading == b"ok"
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_a_node_that_accepts_no_connection_is_late_even_so() -> None:
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        address = full.getsockname()
+        with socket.create_connection(address):  # the one that fits in its queue
+            pool = ConnectionPool(NodeAddress("127.0.0.1", address[1], b"", b""))
+            asyncio.get_running_loop().call_soon(time.sleep, STANDS_STILL)
+            with pytest.raises(ConnectTimedOut):
+                await pool.connect(SHORT_LIMIT)
+            pool.close()
+
+
+HEAD = b"POST /v1/embeddings HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\nAccept: */*\r\n\r\n"
+
+
+def message(body: bytes, head: bytes = HEAD) -> bytes:
+    return head % len(body) + body
+
+
+def known(data: bytes) -> KnownHead:
+    head = KnownHead.from_message(data)
+    assert head is not None
+    return head
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        HEAD,
+        b"HTTP/1.1 200 OK\r\ncontent-length:%d\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX: Content-Length: 7\r\nCONTENT-LENGTH: %d\r\n\r\n",
+    ],
+)
+@given(first=st.binary(max_size=120), second=st.binary(max_size=1200))
+def test_the_body_of_each_message_with_this_head_is_found(
+    head: bytes, first: bytes, second: bytes
+) -> None:
+    assert known(message(first, head)).match_body(message(second, head)) == second
+
+
+def test_a_body_as_long_as_the_first_is_another_body() -> None:
+    head = known(message(b"first"))
+    assert head.match_body(message(b"other")) == b"other"
+    assert head.match_body(message(b"other").replace(b": 5", b": 4")) is None
+
+
+@given(st.data())
+def test_another_byte_in_the_head_is_another_head(data: st.DataObject) -> None:
+    whole = message(b"x" * 10)
+    place = data.draw(st.integers(0, len(whole) - 11))
+    byte = data.draw(st.binary(min_size=1, max_size=1).filter(lambda b: b[0] != whole[place]))
+    changed = whole[:place] + byte + whole[place + 1 :]
+    assert known(whole).match_body(changed) is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        message(b"hello")[:-1],
+        message(b"hello")[:30],
+        message(b"hello") + b"!",
+        message(b"hello") + message(b"hello"),
+        message(b"hello").replace(b": 5", b":  5"),
+        message(b"hello").replace(b": 5", b": +5"),
+        message(b"hello").replace(b": 5", b": "),
+        message(b"hello").replace(b": 5", b": 0x5"),
+        message(b"hello").replace(b": 5", b": 5_"),
+        message(b"hello").replace(b": 5", b": 5, 5"),
+        message(b"hello").replace(b": 5", b": " + "\u0665".encode()),
+        message(b"hello").replace(b": 5", b": 0000000005"),
+    ],
+)
+def test_data_that_is_not_one_whole_message_has_no_known_head(data: bytes) -> None:
+    assert known(message(b"12345")).match_body(data) is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"POST / HTTP/1.1\r\nhost: a\r\n\r\n",
+        message(b"hello") + b"x",
+        message(b"hello")[:-1],
+        message(b"hello").replace(b"Accept: */*", b"Content-Length: 5"),
+        message(b"hello").replace(b"\r\n\r\n", b"\r\n\n"),
+        b"POST / HTTP/1.1\r\nContent-Length: 6\n\nab\r\n\r\n",
+    ],
+)
+def test_other_messages_are_not_learnt(data: bytes) -> None:
+    assert KnownHead.from_message(data) is None
+
+
+@given(body=st.binary(max_size=300), digits=st.from_regex(rb"[0-9]{1,12}", fullmatch=True))
+def test_a_found_body_is_the_one_that_a_parser_finds(body: bytes, digits: bytes) -> None:
+    data = HEAD.replace(b"%d", digits) + body
+    found = known(message(b"hello")).match_body(data)
+    if found is None:
+        return
+    parts: list[bytes] = []
+    ends: list[bool] = []
+
+    class Reader:
+        on_body = staticmethod(parts.append)
+
+        def on_message_complete(self) -> None:
+            ends.append(True)
+
+    httptools.HttpRequestParser(Reader()).feed_data(data)
+    assert b"".join(parts) == found
+    assert ends == [True]
+
+
+def classes(of: type[UpstreamError] = UpstreamError) -> Iterator[type[UpstreamError]]:
+    for one in of.__subclasses__():
+        if one.__module__ == errors.__name__:
+            yield one
+            yield from classes(one)
+
+
+def test_the_tree_in_the_docstring_names_every_error() -> None:
+    assert errors.__doc__ is not None
+    assert [one.__name__ for one in classes() if one.__name__ not in errors.__doc__] == []
+
+
+def test_every_error_has_an_outcome_of_its_own_for_metrics_and_logs() -> None:
+    outcomes = [one.outcome for one in classes() if one is not UpstreamTimeout]
+    assert len(set(outcomes)) == len(outcomes)
+    assert UpstreamError.outcome not in outcomes
+
+
+@pytest.mark.parametrize("limit", ["first_byte", "silence", "total"])
+def test_a_timeout_names_its_limit(limit: str) -> None:
+    error = UpstreamTimeout(limit, "no byte in 5 s")
+    assert (error.outcome, error.limit, str(error)) == (f"{limit}_timeout", limit, "no byte in 5 s")
+
+
+@pytest.mark.parametrize(
+    ("status", "outcome"),
+    [
+        (400, "request_error"),
+        (413, "request_error"),
+        (422, "request_error"),
+        (404, "error_event"),
+        (429, "error_event"),
+        (500, "error_event"),
+    ],
+)
+def test_an_error_that_every_node_would_report_is_the_requests_fault(
+    status: int, outcome: str
+) -> None:
+    error = NodeReportedError("a reason", status)
+    assert (error.is_request_fault, error.outcome) == (outcome == "request_error", outcome)

@@ -16,10 +16,9 @@ from gateway.lease import LeaseRequest
 from gateway.request import Caller, Priority
 from gateway.store.schema import usage
 from gateway.store.store import Store
-from gateway.usage.accounts import Account
 from gateway.usage.ledger import Ledger
 from gateway.usage.limit_sync import LimitSync
-from gateway.usage.limits import LimitBook
+from gateway.usage.limits import Account, LimitBook
 from gateway.usage.meter import Meter, MeteredRequest
 from gateway.usage.processes import ProcessIdentity
 from tests import lease_requests

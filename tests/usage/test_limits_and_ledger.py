@@ -17,7 +17,7 @@ from gateway.http.response_head import rate_limit_lines
 from gateway.request import Caller
 from gateway.store.database import locate_store
 from gateway.store.store import Store
-from gateway.usage.accounts import Account
+from gateway.usage.limits import Account
 from gateway.usage.retention import RollUp
 from tests.usage.build import (
     NOW,

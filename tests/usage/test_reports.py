@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import csv
 import io
+import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
+import httpx
 import pytest
-from sqlalchemy import Connection, insert, update
+from sqlalchemy import Connection, create_engine, insert, update
 
-from gateway.store.schema import node_hours, revisions, usage_days
+from gateway.access.keys import new_key
+from gateway.config.settings import Settings
+from gateway.request import Caller, Priority
+from gateway.store.database import locate_store
+from gateway.store.failures import StoreUnavailable
+from gateway.store.schema import metadata, node_hours, open_requests, revisions, usage_days
 from gateway.store.store import Store
+from gateway.usage.limits import LimitBook
 from gateway.usage.reports import (
+    MOST_KEPT,
     MOST_RESTARTS,
+    NO_STORE,
     ROLLED_UP,
     SUM_NAMES,
+    ArrivalsReader,
+    CallerUsage,
     InvalidQuery,
     Reporter,
     ReportInterrupted,
@@ -26,11 +39,22 @@ from gateway.usage.reports import (
     UsageReport,
     parse_query,
     parse_time,
-    time_text,
 )
 from gateway.usage.retention import RollUp
+from gateway.usage.windows import time_text
 from tests.each_case import each_case
+from tests.gateways import Running
 from tests.usage.ledger_rows import DAY, NOON, a_row, add_rows
+from tests.usage.metered_gateway import (
+    ALICE,
+    CALLERS,
+    CHAT,
+    VIP,
+    bearer,
+    chat,
+    metered_gateway,
+    recorded,
+)
 
 MIDNIGHT = NOON - DAY / 2
 
@@ -379,3 +403,323 @@ async def test_a_report_is_made_beside_the_event_loop(monkeypatch: pytest.Monkey
     await Reporter(cast("Store", Jobs())).read(asked())
     assert threads
     assert threads != [threading.get_ident()]
+
+
+HOUR = 3600.0
+
+
+@pytest.fixture
+def connection(store_url: str) -> Iterator[Connection]:
+    """Return a connection to a store of each kind in turn, with all tables."""
+    engine = create_engine(locate_store(store_url, Path("/nonexistent")).url)
+    with engine.connect() as connection:
+        metadata.create_all(connection)
+        yield connection
+    engine.dispose()
+
+
+def told(
+    connection: Connection, *, since: str = "7d", until: str | None = None, **most: int
+) -> dict[str, Any]:
+    query = parse_query(NOON, since=since, until=until)
+    reader = ArrivalsReader(query, NOON, rows_per_step=3, **most)
+    for _ in range(1000):
+        if reader.step(connection):
+            return reader.to_json()
+    raise AssertionError("it never ended")
+
+
+def lasting(number: int, began: float, seconds: float = 30.0, **more: Any) -> dict[str, Any]:
+    row = a_row(number, ended_at=began + seconds, slot_seconds=seconds, **more)
+    return {**row, "started_at": began}
+
+
+def test_the_hour_is_found_that_asked_most_of_the_nodes(connection: Connection) -> None:
+    many = [lasting(n, NOON - 30 * HOUR + n, 0.1) for n in range(20)]
+    long = [lasting(100 + n, NOON - 5 * HOUR + n * 300, 200.0) for n in range(12)]
+    add_rows(connection, [*many, *long])
+    found = told(connection)
+    assert found["hour"] == {
+        "from": "2027-01-15T07:00:00Z",
+        "to": "2027-01-15T08:00:00Z",
+        "seconds": HOUR,
+    }
+    assert found["requests"] == 32
+    assert found["first"] == "2027-01-14T06:00:00Z"
+    assert [row[0] for row in found["arrivals"]] == [n * 300.0 for n in range(12)]
+    # What came before `since` does not count.
+    assert told(connection, since="2h")["arrivals"] == []
+    assert told(connection, since="4h30m")["requests"] == 6
+
+
+def test_batches_which_fill_idle_slots_make_no_hour_busy(connection: Connection) -> None:
+    chats = [lasting(n, NOON - 5 * HOUR + n, 1.0) for n in range(3)]
+    night = [lasting(10 + n, NOON - 12 * HOUR + n, 900.0, class_="batch") for n in range(9)]
+    add_rows(connection, [*chats, *night])
+    found = told(connection)
+    assert found["requests"] == len(found["arrivals"]) == 3
+
+
+def test_an_hour_is_told_without_a_name_of_a_caller(connection: Connection) -> None:
+    row = lasting(
+        1, NOON - 600, 20.0, key="key-x", user="user-x", group_name="group-x", cached_tokens=40
+    )
+    add_rows(connection, [row])
+    found = told(connection)
+    assert dict(zip(found["columns"], found["arrivals"][0], strict=True)) == {
+        "seconds": 0.0,
+        "model": "mistral",
+        "class": "normal",
+        "node": "cpu-a",
+        "prompt_tokens": 100,
+        "cached_tokens": 40,
+        "completion_tokens": 10,
+        "slot_seconds": 20.0,
+        "lasted": 20.0,
+        "unserved": False,
+    }
+    assert "-x" not in str(found)
+    # An hour that is not over is as long as it was.
+    assert found["hour"]["seconds"] == 600.0
+
+
+def test_requests_without_a_slot_count_and_others_without_work_do_not(
+    connection: Connection,
+) -> None:
+    nothing = {"prompt_tokens": 0, "completion_tokens": 0}
+    rows = [
+        lasting(1, NOON - 500),
+        lasting(2, NOON - 400, status=429, outcome="queue_full", **nothing),
+        lasting(3, NOON - 300, status=499, outcome="client_closed", **nothing),
+        lasting(4, NOON - 200, status=400, outcome="invalid_request", **nothing),
+        lasting(5, NOON - 100, **nothing),
+    ]
+    for row in rows[1:]:
+        row["slot_seconds"] = 0.0
+    add_rows(connection, rows)
+    connection.execute(
+        insert(open_requests).values(
+            id="r6", process="p1", started_at=NOON - 50, updated_at=NOON, class_="normal"
+        )
+    )
+    arrivals = told(connection)["arrivals"]
+    assert [row[0] for row in arrivals] == [40.0, 140.0, 240.0, 490.0]
+    assert [row[6] for row in arrivals] == [10, None, None, None]
+    assert [row[9] for row in arrivals] == [False, True, False, False]
+
+
+def test_of_too_many_requests_a_shorter_time_is_told(connection: Connection) -> None:
+    rng = random.Random(1)
+    add_rows(connection, [lasting(n, NOON - rng.random() * HOUR, 2.0) for n in range(400)])
+    found = told(connection, most_arrivals=50)
+    assert found["hour"]["seconds"] == 300.0
+    assert 20 < len(found["arrivals"]) <= 50
+    assert len(told(connection, most_arrivals=3)["arrivals"]) == 3
+
+
+def test_a_time_with_too_many_minutes_is_refused(connection: Connection) -> None:
+    add_rows(connection, [lasting(n, NOON - n * 120.0) for n in range(1, 20)])
+    with pytest.raises(InvalidQuery, match="take a later one"):
+        told(connection, most_minutes=10)
+
+
+def test_what_still_runs_is_of_no_hour_before_it_began(connection: Connection) -> None:
+    connection.execute(
+        insert(open_requests).values(
+            id="r1", process="p1", started_at=NOON - 50, updated_at=NOON, class_="normal"
+        )
+    )
+    found = told(connection, until="1h")
+    assert (found["requests"], found["arrivals"]) == (0, [])
+    add_rows(connection, [lasting(2, NOON - 2 * HOUR)])
+    found = told(connection, until="1h")
+    assert (found["requests"], found["hour"]["seconds"]) == (1, HOUR)
+    assert [row[0] for row in found["arrivals"]] == [0.0]
+
+
+def test_an_empty_ledger_has_no_hour(connection: Connection) -> None:
+    add_rows(connection, [lasting(1, NOON - 9 * DAY)])
+    found = told(connection)
+    assert (found["requests"], found["first"], found["arrivals"]) == (0, None, [])
+
+
+# `GET /v1/usage`: what a caller learns of itself, and nothing of others.
+
+
+async def usage(running: Running, key: Any = None, path: str = "", **headers: str) -> Any:
+    sent = headers if key is None else bearer(key, **headers)
+    response = await running.client.get(f"/v1/usage{path}", headers=sent)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def test_callers_see_their_own_figures_and_what_is_left(tmp_path: Path) -> None:
+    async with metered_gateway(tmp_path) as running:
+        for _ in range(3):
+            await chat(running, ALICE)
+        await chat(running, VIP)
+        await chat(running, CHAT, **{"X-User-Id": "bob"})
+        await chat(running, CHAT, **{"X-User-Id": "eve"})
+        await chat(running)
+        await recorded(running, 7)
+        alice = await usage(running, ALICE)
+        assert (alice["key"], alice["name"], alice["group"]) == ("alice", "Alice", "team")
+        assert alice["today"]["requests"] == alice["month"]["requests"] == 3
+        assert alice["today"]["completion_tokens"] == 24
+        assert [one["requests"] for one in alice["month"]["models"]] == [3]
+        assert alice["today"]["cost"] > 0
+        limits = {one["limit"]: one for one in alice["limits"]}
+        assert list(limits) == ["rpm", "tokens_per_day", "budget", "concurrency"]
+        assert limits["rpm"]["remaining"] == 97
+        used = alice["today"]["prompt_tokens"] + alice["today"]["completion_tokens"]
+        assert limits["tokens_per_day"]["used"] == used
+        assert limits["budget"]["used"] == pytest.approx(alice["month"]["cost"])
+        assert limits["concurrency"] | {"of": "key"} == limits["concurrency"]
+        assert limits["budget"]["resets_at"].endswith("-01T00:00:00Z")
+
+        both = await usage(running, CHAT)
+        assert (both["user"], both["today"]["requests"]) == (None, 2)
+        bob = await usage(running, CHAT, "?user=bob")
+        assert (bob["user"], bob["today"]["requests"]) == ("bob", 1)
+        assert [(one["of"], one["used"]) for one in bob["limits"]] == [("user", 1)]
+        eve = await usage(running, CHAT, **{"X-User-Id": "eve"})
+        assert (eve["user"], eve["today"]["requests"]) == ("eve", 1)
+        assert (await usage(running, CHAT, "?user=nobody"))["today"]["requests"] == 0
+
+        anyone = await usage(running)
+        assert (anyone["key"], anyone["today"]["requests"]) == ("anonymous:127.0.0.1", 1)
+        # None of these questions was a request.
+        assert running.gateway.ledger is not None
+        assert running.gateway.ledger.written == 7
+        assert (await usage(running, ALICE))["limits"][0]["used"] == 3
+
+
+async def test_a_key_that_is_not_trusted_may_not_ask_for_users(tmp_path: Path) -> None:
+    async with metered_gateway(tmp_path) as running:
+        response = await running.client.get("/v1/usage?user=bob", headers=bearer(ALICE))
+        assert response.status_code == 400
+        assert "trust_user_headers" in response.json()["error"]["message"]
+
+
+async def test_a_revoked_key_gets_no_figures(tmp_path: Path) -> None:
+    async with metered_gateway(tmp_path) as running:
+        await usage(running, ALICE)
+        left = [caller for caller in CALLERS if caller["id"] != "alice"]
+        running.write_settings({"keys": left, "allow_anonymous": True})
+        await running.gateway.reload()
+        for key in (ALICE, new_key("alice")):
+            response = await running.client.get("/v1/usage", headers=bearer(key))
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+
+
+async def test_a_stored_key_that_was_revoked_gets_no_figures_and_loses_none(tmp_path: Path) -> None:
+    async with (
+        metered_gateway(tmp_path) as running,
+        httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as admin,
+    ):
+        made = (await admin.post("/admin/keys", json={"name": "stored"})).json()
+        headers = {"Authorization": f"Bearer {made['key']}"}
+        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+        sent = await running.client.post("/v1/chat/completions", json=body, headers=headers)
+        assert sent.status_code == 200
+        assert (await running.client.get("/v1/usage", headers=headers)).status_code == 200
+        await recorded(running, 1)
+        assert (await admin.delete("/admin/keys/stored")).status_code == 200
+        refused = await running.client.get("/v1/usage", headers=headers)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert "today" not in refused.text
+        # Its operators still see what it used.
+        report = (await admin.get("/admin/usage?by=key")).json()
+        assert [(row["key"], row["requests"]) for row in report["rows"]] == [(made["id"], 1)]
+
+
+async def test_cached_figures_are_hidden_where_the_settings_say_so(tmp_path: Path) -> None:
+    async with metered_gateway(tmp_path, cache={"hide": True}) as running:
+        await chat(running, ALICE)
+        await recorded(running, 1)
+        told = await usage(running, ALICE)
+        assert told["today"]["cached_tokens"] is None
+        assert told["month"]["cached_tokens"] is None
+        assert told["month"]["models"][0]["cached_tokens"] is None
+        assert told["today"]["requests"] == 1
+
+
+async def test_without_a_store_limits_are_told_and_figures_are_not(tmp_path: Path) -> None:
+    async with metered_gateway(tmp_path, store={"url": "off"}) as running:
+        await chat(running, ALICE)
+        told = await usage(running, ALICE)
+        assert (told["today"], told["month"], told["reason"]) == (None, None, NO_STORE)
+        assert told["limits"][0]["used"] == 1
+
+
+class CountingReporter(Reporter):
+    """A reporter of a store that counts what it is asked, and takes its time."""
+
+    def __init__(self, times: list[float], seconds: float = 0.0) -> None:
+        self.asked: list[ReportQuery] = []
+        self.times = times
+        self.seconds = seconds
+        self.fails = False
+
+    async def read(self, query: ReportQuery) -> UsageReport:
+        self.asked.append(query)
+        self.times[0] += self.seconds
+        if self.fails:
+            raise StoreUnavailable("the store is away", "wait")
+        group = (("m", "2027-01-15"), Sums(requests=len(self.asked)))
+        return UsageReport(query, [group], group[1], 1, {}, [])
+
+
+def caller_usage(seconds: float = 0.0) -> tuple[CallerUsage, CountingReporter, list[float]]:
+    times = [0.0]
+    reporter = CountingReporter(times, seconds)
+    book = LimitBook(Settings())
+    return CallerUsage(book, reporter, lambda: NOON, lambda: times[0]), reporter, times
+
+
+async def caller_asked(about: CallerUsage, key: str) -> Any:
+    caller = Caller(key, key, Priority.NORMAL)
+    return await about.describe(about.book.accounts(caller), hides_cache=False)
+
+
+async def test_figures_are_read_from_the_first_of_the_month_and_kept_for_seconds() -> None:
+    about, reporter, times = caller_usage()
+    assert (await caller_asked(about, "a"))["today"]["requests"] == 1
+    assert (await caller_asked(about, "a"))["today"]["requests"] == 1
+    times[0] += 5.0
+    assert (await caller_asked(about, "a"))["today"]["requests"] == 2
+    assert (await caller_asked(about, "b"))["today"]["requests"] == 3
+    query = reporter.asked[0]
+    assert query.until - query.since == 15 * 86400
+    assert query.whole_days
+
+
+async def test_figures_that_take_long_to_read_are_kept_for_longer() -> None:
+    about, reporter, times = caller_usage(seconds=2.0)
+    await caller_asked(about, "a")
+    times[0] += 39.0
+    await caller_asked(about, "a")
+    assert len(reporter.asked) == 1
+    times[0] += 2.0
+    await caller_asked(about, "a")
+    assert len(reporter.asked) == 2
+
+
+async def test_a_store_that_fails_is_told_and_asked_again() -> None:
+    about, reporter, _ = caller_usage()
+    reporter.fails = True
+    told = await caller_asked(about, "a")
+    assert (told["today"], told["reason"]) == (None, "the store is away")
+    reporter.fails = False
+    assert (await caller_asked(about, "a"))["reason"] is None
+
+
+async def test_only_so_many_callers_are_kept() -> None:
+    about, reporter, _ = caller_usage()
+    for number in range(MOST_KEPT + 1):
+        await caller_asked(about, f"k{number}")
+    await caller_asked(about, f"k{MOST_KEPT}")
+    assert len(reporter.asked) == MOST_KEPT + 1
+    await caller_asked(about, "k0")
+    assert len(reporter.asked) == MOST_KEPT + 2

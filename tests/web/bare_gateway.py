@@ -14,9 +14,8 @@ from typing import Any
 import httpx
 from starlette.types import ASGIApp
 
-from gateway.access.admin_keys import AdminKeys
 from gateway.access.key_sync import KeySync
-from gateway.access.keys import KeyRing
+from gateway.access.keys import AdminKeys, KeyRing
 from gateway.config.node import NodeSpec
 from gateway.config.settings import Settings
 from gateway.events import EventBus, RequestFinished
@@ -38,11 +37,10 @@ from gateway.proxy.inbound.routes import routes_of
 from gateway.scheduling.lease_service import LocalLeaseService
 from gateway.scheduling.scheduler import Scheduler
 from gateway.store.store import Store
-from gateway.usage.caller_usage import CallerUsage
 from gateway.usage.ledger import Ledger
 from gateway.usage.limits import LimitBook
 from gateway.usage.meter import Meter
-from gateway.usage.reports import Reporter
+from gateway.usage.reports import CallerUsage, Reporter
 from gateway.web.admin.app import admin_app
 from gateway.web.admin.configuration import CertificateStatus, ReloadResult
 from gateway.web.admin.live import live_feed

@@ -1,4 +1,4 @@
-"""Files and batches of a gateway's own process, by the official clients as they are."""
+"""Batches by the official clients of OpenAI and Anthropic, in Python and JavaScript."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from gateway.access.keys import new_key
+from gateway.tools.local.server import claim_port, claimed_port
+from tests.api import npm
 from tests.emulator import EmulatedNode, expected_chat_text
 from tests.gateway_processes import serving
 from tests.polling import eventually
+from tests.usage.kills import HOST, Site
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 CHAT: Final = "/v1/chat/completions"
 KEY = new_key("alice")
@@ -53,6 +56,29 @@ def anthropic_client(url: str) -> AsyncAnthropic:
     )
 
 
+ENDS = ("completed", "failed", "cancelled", "expired")
+
+
+async def reached(client: AsyncOpenAI, id_: str, *statuses: str) -> Any:
+    """The batch once it has one of these statuses; before its end it shows no output."""
+
+    async def look() -> Any:
+        found = await client.batches.retrieve(id_)
+        if found.status not in ENDS:
+            assert (found.output_file_id, found.error_file_id) == (None, None)
+        return found if found.status in statuses else None
+
+    return await eventually(look, 120)
+
+
+async def message_batch_ended(client: AsyncAnthropic, id_: str) -> Any:
+    async def look() -> Any:
+        found = await client.messages.batches.retrieve(id_)
+        return found if found.processing_status == "ended" else None
+
+    return await eventually(look, 120)
+
+
 def messages(number: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"Tell me of the number {number}."}]
 
@@ -80,14 +106,7 @@ async def test_openai_uploads_creates_polls_reads_and_lists(tmp_path: Path) -> N
             extra_headers={"Idempotency-Key": "run-1"},
         )
 
-        async def ended() -> Any:
-            found = await client.batches.retrieve(batch.id)
-            if found.status in {"completed", "failed", "cancelled", "expired"}:
-                return found
-            assert (found.output_file_id, found.error_file_id) == (None, None)
-            return None
-
-        done = await eventually(ended, 120)
+        done = await reached(client, batch.id, *ENDS)
         assert done.status == "completed"
         assert done.request_counts.to_dict() == {"total": 20, "completed": 18, "failed": 2}
         assert done.usage is not None
@@ -144,11 +163,7 @@ async def test_openai_cancels_and_keeps_what_was_done(tmp_path: Path) -> None:
         cancelled = await client.batches.cancel(batch.id)
         assert cancelled.status in {"cancelling", "cancelled"}
 
-        async def ended() -> Any:
-            found = await client.batches.retrieve(batch.id)
-            return found if found.status == "cancelled" else None
-
-        done = await eventually(ended, 120)
+        done = await reached(client, batch.id, "cancelled")
         output = (await client.files.content(done.output_file_id)).text.splitlines()
         errors = (await client.files.content(done.error_file_id)).text.splitlines()
         assert len(output) == done.request_counts.completed
@@ -187,11 +202,7 @@ async def test_openai_runs_other_endpoints(
             input_file_id=file.id, endpoint=endpoint, completion_window="24h"
         )
 
-        async def ended() -> Any:
-            found = await client.batches.retrieve(batch.id)
-            return found if found.status == "completed" else None
-
-        done = await eventually(ended, 120)
+        done = await reached(client, batch.id, "completed")
         assert (done.request_counts.completed, done.error_file_id) == (1, None)
         output = await client.files.content(done.output_file_id)
         response = json.loads(output.text)["response"]
@@ -212,11 +223,7 @@ async def test_anthropic_creates_polls_reads_cancels_and_deletes(tmp_path: Path)
         requests[4]["params"]["stream"] = True
         batch = await batches.create(requests=requests)
 
-        async def ended() -> Any:
-            found = await batches.retrieve(batch.id)
-            return found if found.processing_status == "ended" else None
-
-        done = await eventually(ended, 120)
+        done = await message_batch_ended(client, batch.id)
         counts = done.request_counts
         assert (counts.processing, counts.succeeded, counts.errored) == (0, 10, 2)
         results = {one.custom_id: one.result async for one in await batches.results(batch.id)}
@@ -252,12 +259,75 @@ async def test_anthropic_creates_polls_reads_cancels_and_deletes(tmp_path: Path)
         cancelled = await batches.cancel(second.id)
         assert cancelled.processing_status in {"canceling", "ended"}
 
-        async def second_ended() -> Any:
-            found = await batches.retrieve(second.id)
-            return found if found.processing_status == "ended" else None
-
-        done = await eventually(second_ended, 120)
+        done = await message_batch_ended(client, second.id)
         assert done.request_counts.canceled > 0
         types = [one.result.type async for one in await batches.results(second.id)]
         assert len(types) == 40
         assert types.count("canceled") == done.request_counts.canceled
+
+
+@pytest.fixture(scope="module")
+def script(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The script in a folder where the clients can be imported."""
+    return npm.install_script(pytestconfig, tmp_path_factory.mktemp("npm"), "batches.mjs")
+
+
+async def test_openai_uploads_creates_polls_reads_lists_and_deletes(
+    script: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text("".join(chat_line(number) for number in range(5)))
+    async with gateway(tmp_path) as url:
+        told = await npm.run_script(script, url, "batch", KEY.text, file)
+    batch = told["batch"]
+    assert batch["status"] == "completed"
+    assert batch["request_counts"] == {"total": 5, "completed": 5, "failed": 0}
+    found = {
+        one["custom_id"]: one["response"] for one in map(json.loads, told["output"].splitlines())
+    }
+    for number in range(5):
+        text = found[f"näme {number}"]["body"]["choices"][0]["message"]["content"]
+        assert text == expected_chat_text(messages(number), 12)
+    assert told["listed"] == [batch["id"]]
+    assert (told["files"], told["filename"], told["conflict"]) == (True, "in.jsonl", 409)
+    assert (told["deleted"], told["gone"]) == (True, 404)
+
+
+async def test_openai_follows_a_background_response_through_a_killed_gateway(
+    script: Path, tmp_path: Path
+) -> None:
+    async with EmulatedNode(decode_tps=20, answer_tokens=100_000) as node:
+        with claim_port(HOST) as claim:
+            store = f"sqlite:///{tmp_path}/store.db"
+            site = Site(tmp_path, [node], store, claimed_port(claim), nice=0)
+            await site.start()
+            try:
+                url = f"http://{HOST}:{site.port}"
+                async with npm.running_script(script, url, "background", "unused") as process:
+                    assert await npm.script_line(process) == b"reading\n"
+                    await site.kill()
+                    await site.start()
+                    told: Any = await npm.script_result(process)
+            finally:
+                await site.stop()
+    assert told["cuts"] >= 1
+    assert told["numbers"] == list(range(len(told["numbers"])))
+    asked = [{"role": "user", "content": "tell me a story"}]
+    assert told["text"] == told["stored"] == expected_chat_text(asked, 60)
+    assert told["cancelled"] in {"cancelled", "in_progress", "queued"}
+    assert told["gone"] == 404
+
+
+async def test_anthropic_creates_polls_reads_and_deletes(script: Path, tmp_path: Path) -> None:
+    async with gateway(tmp_path) as url:
+        told = await npm.run_script(script, url, "messageBatch", KEY.text)
+    counts = {"processing": 0, "succeeded": 3, "errored": 1, "canceled": 0, "expired": 0}
+    assert told["counts"] == counts
+    for number in range(3):
+        result = told["results"][f"r-{number}"]
+        assert result["message"]["content"][0]["text"] == expected_chat_text(messages(number), 12)
+    failed = told["results"]["r-3"]
+    assert (failed["type"], failed["error"]["error"]["type"]) == ("errored", "not_found_error")
+    assert told["listed"] == [told["id"]]
+    assert (told["cancelled"], told["deleted"]) == ("ended", "message_batch_deleted")
+    assert told["gone"] == 404

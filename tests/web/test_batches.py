@@ -6,8 +6,6 @@ No node is up here, so that no line runs: what a batch waits for, stays.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,37 +16,17 @@ from openai import AsyncOpenAI
 from openai.types import Batch, FileObject
 from sqlalchemy import Connection, update
 
-from gateway.access.keys import ApiKey, new_key
+from gateway.access.keys import ApiKey
 from gateway.batches.batch_rows import Batch as Row
 from gateway.store.schema import files
 from gateway.web.batches import batch_object
 from tests.gateways import Running, running_gateway
 from tests.polling import eventually
+from tests.web.two_keys import ALICE, BOB, DEAD, client, gateway, reason
 
 pytestmark = pytest.mark.usefixtures("hurried")
 
-DEAD = "http://127.0.0.1:9"
-ALICE, BOB = new_key("alice"), new_key("bob")
 CHAT: Final = "/v1/chat/completions"
-
-
-@asynccontextmanager
-async def gateway(folder: Path, **settings: Any) -> AsyncIterator[Running]:
-    keys = [{"id": key.id, "sha256": key.sha256} for key in (ALICE, BOB)]
-    async with running_gateway(
-        folder, [DEAD], {"keys": keys, **settings}, wait_ready=False
-    ) as running:
-        yield running
-
-
-def client(running: Running, key: ApiKey | None = ALICE) -> AsyncOpenAI:
-    text = "none" if key is None else key.text
-    return AsyncOpenAI(
-        base_url=f"{running.url}/v1",
-        api_key=text,
-        max_retries=0,
-        http_client=openai.DefaultAsyncHttpxClient(trust_env=False, timeout=60.0),
-    )
 
 
 def line(number: int, **changed: Any) -> dict[str, Any]:
@@ -93,13 +71,6 @@ async def ask(
     headers = {} if key is None else {"authorization": f"Bearer {key.text}"}
     headers |= options.pop("headers", {})
     return await running.client.request(method, path, headers=headers, **options)
-
-
-def reason(response: httpx.Response) -> tuple[int, str]:
-    error = response.json()["error"]
-    assert set(error) >= {"message", "type", "param", "code"}
-    assert error["code"] == response.headers["x-gateway-reason"]
-    return response.status_code, error["code"]
 
 
 async def test_a_batch_is_created_shown_paused_resumed_and_cancelled(tmp_path: Path) -> None:

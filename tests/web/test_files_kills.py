@@ -15,7 +15,8 @@ from gateway.batches.folder import ID_FILE
 from tests.emulator.raw_connection import raw_connection
 from tests.gateways import until
 from tests.web.raw_client import answer
-from tests.web.test_files import form, head, kept
+from tests.web.test_files import form, head
+from tests.web.two_keys import kept
 
 SERVE = """
 import asyncio, sys

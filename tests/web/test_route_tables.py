@@ -11,8 +11,7 @@ import httpx
 import pytest
 
 from gateway import __version__
-from gateway.access.admin_keys import AdminRole
-from gateway.access.keys import new_key
+from gateway.access.keys import AdminRole, new_key
 from gateway.config.settings import Settings
 from gateway.proxy.inbound.routes import pages_of, routes_of
 from gateway.web.admin.app import ADMIN_ROUTES, INDEX_PAGE
@@ -213,41 +212,22 @@ async def test_the_admin_listener_without_an_admin_key(key: str | None) -> None:
 CONTRACT = {
     None: {"GET /", "GET /dashboard/{file:path}", "GET /health", "GET /ready"},
     AdminRole.VIEWER: {
-        "GET /metrics",
-        "GET /metrics/nodes",
-        "GET /openapi.json",
-        "GET /admin/status",
-        "GET /admin/live",
-        "GET /admin/nodes",
-        "GET /admin/nodes/{name}",
-        "GET /admin/models",
+        "GET /metrics", "GET /metrics/nodes", "GET /openapi.json", "GET /admin/status",
+        "GET /admin/live", "GET /admin/nodes", "GET /admin/nodes/{name}", "GET /admin/models",
     },
     AdminRole.OPERATOR: {
-        "POST /admin/nodes/{name}/drain",
-        "POST /admin/nodes/{name}/resume",
-        "POST /admin/nodes/{name}/probe",
-        "GET /admin/requests",
-        "DELETE /admin/requests/{id:path}",
-        "GET /admin/requests/{id:path}/why",
-        "POST /admin/models/{name:path}/pause",
-        "POST /admin/models/{name:path}/resume",
-        "GET /admin/usage",
-        "GET /admin/usage/arrivals",
-        "POST /admin/chat",
-        "POST /admin/reload",
+        "POST /admin/nodes/{name}/drain", "POST /admin/nodes/{name}/resume",
+        "POST /admin/nodes/{name}/probe", "GET /admin/requests",
+        "DELETE /admin/requests/{id:path}", "GET /admin/requests/{id:path}/why",
+        "POST /admin/models/{name:path}/pause", "POST /admin/models/{name:path}/resume",
+        "GET /admin/usage", "GET /admin/usage/arrivals", "POST /admin/chat", "POST /admin/reload",
     },
     AdminRole.ADMIN: {
-        "GET /admin/config",
-        "GET /admin/audit",
-        "GET /admin/keys",
-        "POST /admin/keys",
-        "POST /admin/keys/import",
-        "GET /admin/keys/{name}",
-        "PATCH /admin/keys/{name}",
-        "DELETE /admin/keys/{name}",
-        "POST /admin/keys/{name}/rotate",
+        "GET /admin/config", "GET /admin/audit", "GET /admin/keys", "POST /admin/keys",
+        "POST /admin/keys/import", "GET /admin/keys/{name}", "PATCH /admin/keys/{name}",
+        "DELETE /admin/keys/{name}", "POST /admin/keys/{name}/rotate",
     },
-}
+}  # fmt: skip
 """Who may use what, as promised: written here a second time, so that no route gets a lower role by
 a slip. Who adds a route decides here as well."""
 

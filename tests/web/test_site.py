@@ -1,25 +1,34 @@
+"""The public listener's own paths."""
+
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import AsyncIterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import pytest_asyncio
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI, NotFoundError
+from starlette.routing import Route
 
 from gateway.access.keys import ApiKey, new_key
 from gateway.config.listeners import CorsSpec
 from gateway.errors import LONGEST_ECHO
+from gateway.fleet.node import NodeState
 from gateway.http.response_head import EXPOSED_HEADERS
 from gateway.proxy.inbound.routes import ROUTES
-from gateway.web.site import with_cors
+from gateway.web.asgi import asgi_app
+from gateway.web.site import suggest_path, with_cors
 from tests.emulator import EmulatedNode
 from tests.fleet.build import a_spec
-from tests.gateways import running_gateway
-from tests.web.bare_gateway import BareGateway, bare_gateway, client, error_of
+from tests.gateways import Running, running_gateway, until
+from tests.virtual import in_virtual_time
+from tests.web.bare_gateway import CHAT, BareGateway, bare_gateway, client, error_of
 
 DEAD = "http://127.0.0.1:9"
 
@@ -164,18 +173,6 @@ async def test_a_key_sees_only_the_models_it_may_use() -> None:
     assert "Known here: 'alias'." in error["message"]
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/models/demo", "/props"])
-@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer lg_all_wrong"}])
-async def test_without_a_valid_key_nothing_is_revealed(path: str, headers: dict[str, str]) -> None:
-    _, settings = keys(all=None)
-    async with (
-        EmulatedNode() as node,
-        bare_gateway(a_spec("a", node.url), settings=settings) as gateway,
-    ):
-        response = await gateway.public.get(path, headers=headers)
-    assert (response.status_code, error_of(response)["code"]) == (401, "invalid_api_key")
-
-
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/declared", "/props"])
 async def test_models_are_503_until_the_first_probes_are_done(path: str) -> None:
     async with EmulatedNode() as node:
@@ -300,19 +297,6 @@ async def test_own_paths_accept_get_and_head(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["/", "/slots", "/metrics", "/v1", "/admin/nodes", "/v1/models/../../slots", "/health/"],
-)
-async def test_every_other_path_is_404(path: str) -> None:
-    async with EmulatedNode() as node, bare_gateway(a_spec("a", node.url)) as gateway:
-        before = node.requests
-        for method in ("GET", "POST"):
-            response = await gateway.public.request(method, path)
-            assert (response.status_code, error_of(response)["code"]) == (404, "not_found")
-        assert node.requests == before
-
-
-@pytest.mark.parametrize(
     ("method", "path", "status", "kind"),
     [
         ("GET", "/v1/messages", 405, "invalid_request_error"),
@@ -334,15 +318,6 @@ async def test_errors_below_messages_have_anthropics_form(
     )
     assert answer["request_id"] == "mine"
     assert response.headers["request-id"] == response.headers["x-request-id"] == "mine"
-
-
-async def test_a_post_to_a_routed_path_is_forwarded() -> None:
-    async with EmulatedNode() as node, bare_gateway(a_spec("a", node.url), serving=True) as gateway:
-        response = await gateway.chat()
-        assert response.status_code == 200
-        assert response.json()["choices"]
-        assert node.requests == 1
-        assert len(response.headers.get_list("x-request-id")) == 1
 
 
 # Pages of other origins.
@@ -393,9 +368,396 @@ async def test_a_page_of_another_origin_may_not() -> None:
     assert "access-control-allow-origin" not in answer.headers
 
 
-async def test_every_page_may_read_if_the_settings_say_so() -> None:
+@pytest.mark.parametrize(
+    ("path", "use"),
+    [
+        ("/v1/v1/chat/completions", CHAT),
+        ("/v1/v1/v1/models", "/v1/models"),
+        ("/v1/chat/completions/", CHAT),
+        ("/v1/chat/completions///", CHAT),
+        ("//v1/chat/completions", CHAT),
+        ("/v1//chat//completions", CHAT),
+        ("/v1/chat/completions/chat/completions", CHAT),
+        ("/openai/v1/chat/completions", CHAT),
+        ("/api/v1/chat/completions", CHAT),
+        ("/chat/v1/completions", "/v1/completions"),
+        ("/openai/deployments/gpt-4o/chat/completions", CHAT),
+        ("/openai/deployments/a b/embeddings", "/v1/embeddings"),
+        ("/openai/deployments/a/images/generations", CHAT),
+        ("/api/chat", CHAT),
+        ("/api/generate", "/v1/completions"),
+        ("/api/tags", "/v1/models"),
+        ("/api/embed", "/v1/embeddings"),
+        ("/v1beta/models/gemini-pro:generateContent", CHAT),
+        ("/chat", CHAT),
+        ("/v1/chat", CHAT),
+        ("/v1", CHAT),
+        ("/", CHAT),
+        ("/v1/engines/davinci/completions", "/v1/completions"),
+        ("/v1/models/", "/v1/models"),
+        ("/v1/tokenize", "/tokenize"),
+        ("/v1/infill/", "/infill"),
+        ("/messages", "/v1/messages"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/messages/count_tokens/", "/v1/messages/count_tokens"),
+        ("/v1/file", "/v1/files"),
+        ("/files", "/v1/files"),
+        ("/v1/files/", "/v1/files"),
+    ],
+)
+def test_the_suggestion_names_the_path_that_was_meant(path: str, use: str) -> None:
+    assert f"Use {use}" in suggest_path(path)
+    assert "http://HOST:PORT" in suggest_path(path)
+
+
+@pytest.mark.parametrize("path", sorted(ROUTES))
+def test_every_served_path_is_suggested_however_it_is_spelt(path: str) -> None:
+    use = ROUTES[path].path
+    for spelt in (f"{path}/", f"/{path}", f"//{path}//"):
+        assert f"Use {use}:" in suggest_path(spelt) or f"Use {use} at" in suggest_path(spelt)
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("/v1/images/generations", "Images are not made"),
+        ("/v1/audio/speech", "Speech is not made"),
+        ("/v1/fine_tuning/jobs", "Models are not trained"),
+        ("/v1/assistants", "There are no assistants"),
+        ("/v1/threads/t1/messages", "No conversation is kept"),
+        ("/v1/moderations", "Nothing is moderated"),
+        ("/v1/realtime", "no realtime"),
+        ("/v1/uploads", "POST /v1/files"),
+        ("/v1/batches/b1/retry", "A batch has only /cancel, /pause"),
+        ("/v1/messages/batches/b1/retry", "A message batch has only /results, /cancel"),
+        ("/v1/responses/resp_1/input", "A stored response has only"),
+        ("/v1/chat/completions/id/messages", "No chat is kept"),
+        ("/slots", "other people's requests"),
+        ("/anything", "Served are"),
+    ],
+)
+def test_unsupported_apis_are_named_with_the_supported_ones(path: str, why: str) -> None:
+    assert why in suggest_path(path)
+    assert path == "/slots" or CHAT in suggest_path(path)
+
+
+@pytest.mark.parametrize(
+    "path", ["/" * 100_000, "/v1" * 50_000, "/openai/deployments/" + "a/" * 50_000]
+)
+def test_the_suggestion_repeats_nothing_of_the_path(path: str) -> None:
+    assert len(suggest_path(path)) < 400
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/v1/chat/completions"),
+        ("POST", "/openai/deployments/gpt/chat/completions?api-version=2024-10-21"),
+        ("GET", "/api/v1/tags"),
+        ("GET", "/v1/models/"),
+        ("POST", "/v1/images/generations"),
+        ("GET", "/"),
+    ],
+)
+async def test_a_404_contains_the_suggestion(method: str, path: str) -> None:
     async with bare_gateway() as gateway:
-        answer = await reply(gateway, CorsSpec(origins=("*",)), "GET", origin=FOREIGN)
-        error = await reply(gateway, CorsSpec(origins=("*",)), "DELETE", origin=FOREIGN)
-    assert answer.headers["access-control-allow-origin"] == "*"
-    assert (error.status_code, error.headers["access-control-allow-origin"]) == (405, "*")
+        response = await gateway.public.request(method, path, json={})
+    assert (response.status_code, response.headers["x-gateway-reason"]) == (404, "not_found")
+    assert suggest_path(path.partition("?")[0]) in error_of(response)["message"]
+    assert len(error_of(response)["message"]) < LONGEST_ECHO + 600
+
+
+@pytest.mark.parametrize("path", ["/v1/v1/messages", "/v1/messages/", "//v1/messages", "/messages"])
+async def test_paths_that_look_like_anthropics_get_its_error_form(path: str) -> None:
+    async with bare_gateway() as gateway:
+        response = await gateway.public.post(path, json={})
+    assert response.status_code == 404
+    assert response.json()["type"] == "error"
+    assert response.json()["error"]["type"] == "not_found_error"
+    assert "Use /v1/messages" in response.json()["error"]["message"]
+
+
+async def test_ollamas_clients_get_the_error_as_a_text() -> None:
+    async with bare_gateway() as gateway:
+        response = await gateway.public.get("/api/tags")
+    assert response.status_code == 404
+    assert "Use /v1/models" in response.json()["error"]
+
+
+def test_the_paths_of_ollama_are_named_once_they_are_served() -> None:
+    assert "'ollama' turns it on" in suggest_path("/api/chat")
+    assert suggest_path("/api//chat/", ollama=True) == "Use /api/chat."
+
+
+PROMPT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+TO_DEMO: dict[str, Any] = {"models": {"*": {"use": "demo"}, "alias": {"use": "other"}}}
+
+
+async def asked(running: Running, model: str | None, key: str = "", **body: Any) -> httpx.Response:
+    headers = {"x-api-key": key} if key else {}
+    named = {} if model is None else {"model": model}
+    return await running.client.post(CHAT, json={**PROMPT, **named, **body}, headers=headers)
+
+
+def outcome(answer: httpx.Response) -> tuple[int, str | None]:
+    return answer.status_code, answer.headers.get("x-gateway-reason")
+
+
+@pytest_asyncio.fixture
+async def node() -> AsyncIterator[EmulatedNode]:
+    async with EmulatedNode() as one:
+        yield one
+
+
+@pytest.mark.parametrize("name", ["gpt-4o", "*", "a/b:c", "DEMO", "x" * 10_000, "\u00e9\n"])
+async def test_an_unknown_name_is_served_by_the_catch_all(
+    name: str, node: EmulatedNode, tmp_path: Path
+) -> None:
+    async with running_gateway(tmp_path, [node.url], TO_DEMO) as running:
+        answer = await asked(running, name)
+        assert answer.status_code == 200
+        assert answer.headers["x-gateway-node"] == "node-0"
+
+
+async def test_the_catch_all_leaves_known_names_alone(node: EmulatedNode, tmp_path: Path) -> None:
+    declared = {"name": "other", "url": DEAD, "model": "declared"}
+    settings = TO_DEMO | {"retries": {"wait_for_node": 0}}
+    async with running_gateway(tmp_path, [node.url, declared], settings) as running:
+        assert (await asked(running, "demo")).status_code == 200
+        # Down, but known: the catch-all does not replace it.
+        assert outcome(await asked(running, "declared")) == (503, "no_node")
+        # An alias for a model that nobody serves.
+        for answer in (await asked(running, "alias"), await running.client.get("/v1/models/alias")):
+            assert outcome(answer) == (404, "model_not_found")
+            assert "'alias' (it stands for 'other') does not exist here" in answer.text
+
+
+@pytest.mark.parametrize("padding", ["", "x" * 100_000])
+async def test_a_request_without_a_model_gets_the_catch_alls_where_there_are_several(
+    node: EmulatedNode, tmp_path: Path, padding: str
+) -> None:
+    declared = {"name": "other", "url": DEAD, "model": "declared"}
+    async with running_gateway(tmp_path, [declared, node.url], TO_DEMO) as running:
+        answer = await asked(running, None, padding=padding)
+        assert (answer.status_code, answer.headers["x-gateway-node"]) == (200, "node-1")
+
+
+async def test_a_request_without_a_model_is_told_of_the_setting_where_nothing_applies(
+    node: EmulatedNode, tmp_path: Path
+) -> None:
+    declared = {"name": "other", "url": DEAD, "model": "declared"}
+    key = new_key()
+    spec = {"id": key.id, "sha256": key.sha256, "models": ["demo", "declared"]}
+    settings = {**TO_DEMO, "keys": [spec]}
+    async with running_gateway(tmp_path, [declared, node.url], settings) as running:
+        # A key that may not use the catch-all.
+        answer = await asked(running, None, key.text)
+        assert outcome(answer) == (400, "invalid_request")
+        for word in ("default_model", "'declared'", "'demo'"):
+            assert word in answer.json()["error"]["message"]
+
+
+@in_virtual_time
+async def test_a_model_of_a_down_node_is_known(tmp_path: Path) -> None:
+    settings = TO_DEMO | {"retries": {"wait_for_node": 0}}
+    async with (
+        EmulatedNode() as demo,
+        EmulatedNode(model="phi") as phi,
+        running_gateway(tmp_path, [demo.url, phi.url], settings) as running,
+    ):
+        nodes = running.gateway.fleet.nodes
+        await until(lambda: nodes["node-1"].state is NodeState.READY)
+        await phi.kill()
+        await until(lambda: nodes["node-1"].state is NodeState.DOWN)
+        assert outcome(await asked(running, "phi")) == (503, "no_node")
+        assert (await asked(running, "gpt-4o")).status_code == 200
+
+
+@in_virtual_time
+async def test_a_node_that_never_answered_does_not_block_unknown_names(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode() as demo,
+        running_gateway(tmp_path, [demo.url, DEAD], TO_DEMO) as running,
+    ):
+        nodes = running.gateway.fleet.nodes
+        await until(lambda: nodes["node-1"].state is NodeState.DOWN)
+        assert (await asked(running, "gpt-4o")).status_code == 200
+
+
+@in_virtual_time
+async def test_the_catch_all_waits_for_a_starting_node_to_report_its_models(
+    tmp_path: Path,
+) -> None:
+    async with EmulatedNode() as demo, EmulatedNode(model="phi") as phi:
+        phi.loading = True
+        async with running_gateway(tmp_path, [demo.url, phi.url], TO_DEMO) as running:
+            nodes = running.gateway.fleet.nodes
+            await until(lambda: nodes["node-1"].state is NodeState.LOADING)
+            assert outcome(await asked(running, "phi")) == (503, "no_node")
+            assert (await asked(running, "demo")).status_code == 200
+            phi.loading = False
+            await until(lambda: nodes["node-1"].state is NodeState.READY)
+            assert (await asked(running, "phi")).headers["x-gateway-node"] == "node-1"
+            assert (await asked(running, "gpt-4o")).headers["x-gateway-node"] == "node-0"
+
+
+async def test_the_rules_of_the_catch_all_and_its_target_apply(
+    node: EmulatedNode, tmp_path: Path
+) -> None:
+    models = {
+        "*": {"use": "inner", "set": {"temperature": 0.5}, "strip": ["logit_bias"]},
+        "inner": {"use": ["nobody", "demo"], "default": {"top_k": 7}, "max_tokens": 5},
+    }
+    async with running_gateway(tmp_path, [node.url], {"models": models}) as running:
+        body: dict[str, Any] = {"temperature": 2, "logit_bias": {"1": 1}, "max_tokens": 99}
+        assert (await asked(running, "gpt-4o", **body)).status_code == 200
+        seen = json.loads(node.seen[-1].body)
+        assert (seen["temperature"], seen["top_k"], seen["max_tokens"]) == (0.5, 7, 5)
+        assert "logit_bias" not in seen
+
+
+async def test_a_key_needs_the_name_or_the_star(node: EmulatedNode, tmp_path: Path) -> None:
+    allowed = {
+        "all": None, "demo": ["demo"], "named": ["gpt-4o"], "star": ["*"], "both": ["demo", "*"]
+    }  # fmt: skip
+    made = {name: new_key(name) for name in allowed}
+    keys = [
+        {"id": key.id, "sha256": key.sha256, "models": allowed[name]} for name, key in made.items()
+    ]
+    served = {
+        "all": {"demo", "gpt-4o", "o3"}, "demo": {"demo"}, "named": {"gpt-4o"},
+        "star": {"gpt-4o", "o3"}, "both": {"demo", "gpt-4o", "o3"},
+    }  # fmt: skip
+    async with running_gateway(tmp_path, [node.url], TO_DEMO | {"keys": keys}) as running:
+        for name, key in made.items():
+            listed = await running.client.get("/v1/models", headers={"x-api-key": key.text})
+            names = {card["id"] for card in listed.json()["data"]}
+            # Of the names that the catch-all takes, only those of the key are listed.
+            assert names == served[name] & {"demo", *(allowed[name] or ())}
+            for model in ("demo", "gpt-4o", "o3"):
+                good = (200, None) if model in served[name] else (403, "model_not_allowed")
+                assert outcome(await asked(running, model, key.text)) == good, (name, model)
+                path, headers = f"/v1/models/{model}", {"x-api-key": key.text}
+                found = await running.client.get(path, headers=headers)
+                assert (found.status_code == 200) == (model in served[name]), (name, model)
+
+
+async def test_models_are_listed_without_the_star_and_found_by_any_name(
+    node: EmulatedNode, tmp_path: Path
+) -> None:
+    async with running_gateway(tmp_path, [node.url], TO_DEMO) as running:
+        listed = (await running.client.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in listed] == ["demo"]
+        card = (await running.client.get("/v1/models/gpt-4o")).json()
+        assert card["id"] == "gpt-4o"
+        sizes = [
+            (await running.client.get("/props", params={"model": name})).json()
+            for name in ("demo", "gpt-4o")
+        ]
+        assert sizes[0] == sizes[1]
+
+
+async def test_names_invented_by_clients_do_not_become_labels(
+    node: EmulatedNode, tmp_path: Path
+) -> None:
+    async with running_gateway(tmp_path, [node.url], TO_DEMO) as running:
+        for number in range(5):
+            assert (await asked(running, f"made-up-{number}")).status_code == 200
+        async with httpx.AsyncClient(base_url=running.admin_url, trust_env=False) as admin:
+            text = (await admin.get("/metrics")).text
+        assert "made-up" not in text
+        assert 'model="demo"' in text
+        assert not any(
+            "made-up" in str(key) for key in running.gateway.fleet.model_index.cached_lookups
+        )
+
+
+async def test_without_a_catch_all_an_unknown_name_is_404(
+    node: EmulatedNode, tmp_path: Path
+) -> None:
+    async with running_gateway(tmp_path, [node.url], {}) as running:
+        for name in ("gpt-4o", "*"):
+            assert outcome(await asked(running, name)) == (404, "model_not_found")
+        assert running.gateway.fleet.model_index.cached_lookups == {}
+
+
+KEY = new_key("all")
+
+
+async def unready(gateway: BareGateway) -> str:
+    response = await gateway.public.get("/ready")
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) > 0
+    return str(error_of(response)["code"])
+
+
+async def test_ready_is_200_while_a_node_is_ready_and_needs_no_key() -> None:
+    settings = {"keys": [{"id": KEY.id, "sha256": KEY.sha256}]}
+    async with (
+        EmulatedNode() as node,
+        bare_gateway(a_spec("a", node.url), a_spec("b", DEAD), settings=settings) as gateway,
+    ):
+        assert (await gateway.public.get("/ready")).status_code == 200
+        await node.kill()
+        await gateway.until(lambda: gateway["a"].state.value == "down")
+        assert await unready(gateway) == "no_node"
+
+
+async def test_ready_is_503_before_the_first_probe() -> None:
+    async with EmulatedNode() as node:
+        node.faults.set("hang", path="/health")
+        async with bare_gateway(a_spec("a", node.url), probed=False, timeout=5.0) as gateway:
+            assert await unready(gateway) == "starting"
+
+
+async def test_ready_is_503_during_shutdown() -> None:
+    async with EmulatedNode() as node, bare_gateway(a_spec("a", node.url)) as gateway:
+        gateway.handler.begin_shutdown()
+        assert await unready(gateway) == "shutting_down"
+        assert (await gateway.public.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize(("places", "ready"), [(1, True), (0, False)])
+async def test_a_full_fleet_is_ready_while_requests_can_be_queued(places: int, ready: bool) -> None:
+    async with (
+        EmulatedNode(slots=1, decode_tps=5) as node,
+        bare_gateway(
+            a_spec("a", node.url), settings={"queue": {"max": places}}, serving=True
+        ) as gateway,
+    ):
+        assert (await gateway.public.get("/ready")).status_code == 200
+        running = asyncio.create_task(gateway.chat())
+        await gateway.until(lambda: node.busy == 1)
+        if ready:
+            assert (await gateway.public.get("/ready")).status_code == 200
+        else:
+            assert await unready(gateway) == "queue_full"
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/nothing", "/v1/completions"])
+async def test_every_response_has_the_clients_id_or_a_new_one(path: str) -> None:
+    async with bare_gateway() as gateway:
+        own = await gateway.public.get(path, headers={"x-request-id": "trace-1"})
+        first = await gateway.public.get(path, headers={"x-request-id": "not sane"})
+        second = await gateway.public.get(path)
+    assert own.headers["x-request-id"] == "trace-1"
+    assert first.headers["x-request-id"] != second.headers["x-request-id"]
+    assert first.headers["x-request-id"].startswith("req_")
+
+
+async def test_an_internal_error_has_the_same_form_and_is_raised_again() -> None:
+    async def fails(_: object) -> None:
+        raise RuntimeError("a secret of ours")
+
+    app = asgi_app([Route("/", fails)], lambda: "an-id")
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as asking:
+        response = await asking.get("/")
+    assert (response.status_code, error_of(response)["code"]) == (500, "internal_error")
+    assert "secret" not in response.text
+    assert response.headers["x-request-id"] == "an-id"
+    async with client(app) as asking:
+        with pytest.raises(RuntimeError):
+            await asking.get("/")

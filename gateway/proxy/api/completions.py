@@ -7,7 +7,14 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from gateway.proxy.api.base import Answer, RawFields, ResponseMerger, read_fields, read_items
+from gateway.proxy.api.base import (
+    Answer,
+    RawFields,
+    ResponseMerger,
+    decoded_field,
+    read_fields,
+    read_items,
+)
 from gateway.proxy.api.chat import (
     IDENTITY_FIELDS,
     AnswerParts,
@@ -71,7 +78,8 @@ class CompletionsMerger(ResponseMerger):
 
     def stream_end(self) -> bytes:
         end = ChoicesApi.stream_end
-        if not (self._usage and self._wants_usage):
+        options = decoded_field(self._request_fields, "stream_options")
+        if not (self._usage and wants_usage({"stream_options": options})):
             return end
         fields = self._identity() | {
             "object": msgspec.Raw(b'"text_completion"'),
@@ -79,14 +87,6 @@ class CompletionsMerger(ResponseMerger):
             "usage": msgspec.Raw(msgspec.json.encode(self._usage)),
         }
         return b"data: " + msgspec.json.encode(fields) + b"\n\n" + end
-
-    @property
-    def _wants_usage(self) -> bool:
-        options = bytes(self._request_fields.get("stream_options", b"{}"))
-        try:
-            return wants_usage({"stream_options": parse_object(options)})
-        except InvalidJson:
-            return False
 
     def _identity(self) -> RawFields:
         return {name: self._shared[name] for name in IDENTITY_FIELDS if name in self._shared}

@@ -361,7 +361,7 @@ def read_large_body(body: bytes, limits: LimitSettings) -> Generator[None, None,
 class LargeBody:
     """A large body, and the edits made to it."""
 
-    __slots__ = ("_body", "_edited", "_media", "_outline", "_small_fields", "_values")
+    __slots__ = ("_body", "_edited", "_media", "_small_fields", "_values", "outline")
 
     def __init__(
         self,
@@ -373,7 +373,7 @@ class LargeBody:
         edited: bool = False,
     ) -> None:
         self._body = body
-        self._outline = outline
+        self.outline = outline
         self._values = values
         """By field; of repeated fields the last."""
         self._media = media
@@ -382,16 +382,6 @@ class LargeBody:
 
     def __len__(self) -> int:
         return sum(map(len, self.pieces())) if self._edited else len(self._body)
-
-    @property
-    def depth(self) -> int:
-        """How deeply it is nested."""
-        return self._outline.depth
-
-    @property
-    def has_images(self) -> bool:
-        """Whether it holds an image."""
-        return self._outline.has_images
 
     def pieces(self) -> list[FieldBytes]:
         """The body in pieces, as it is sent."""
@@ -460,11 +450,11 @@ class LargeBody:
     def with_fields(self, fields: Mapping[str, msgspec.Raw]) -> LargeBody:
         """This body with `fields` in place of its own."""
         values: dict[str, FieldBytes] = {name: memoryview(raw) for name, raw in fields.items()}
-        return LargeBody(self._body, self._outline, values, self._media, edited=True)
+        return LargeBody(self._body, self.outline, values, self._media, edited=True)
 
     def _field(self, name: str) -> BodyField | None:
         """The outline of a field that no edit has replaced; of repeated fields the last."""
-        for found in reversed(self._outline.fields):
+        for found in reversed(self.outline.fields):
             if found.name == name:
                 return found
         return None
@@ -513,8 +503,8 @@ class LargeBody:
         text = sum(self.field_size(name) for name in names)
         text -= (
             self._media.base64_bytes
-            + self._outline.escape_count
-            + 2 * self._outline.unicode_escape_count
+            + self.outline.escape_count
+            + 2 * self.outline.unicode_escape_count
         )
         return PromptSize(max(0, text), ids, self._media.tokens)
 
@@ -526,7 +516,7 @@ class LargeBody:
             return ids
         size = (
             self.field_size(prompt_field)
-            - 5 * self._outline.unicode_escape_count
+            - 5 * self.outline.unicode_escape_count
             - self._media.base64_bytes
         )
         return int(max(0, size) / BYTES_PER_TOKEN) + self._media.min_tokens
@@ -534,7 +524,7 @@ class LargeBody:
     def find_links(self) -> list[Link]:
         """The URLs that a node might fetch; of long ones the beginning."""
         found = []
-        for start, end, kind, key in self._outline.links:
+        for start, end, kind, key in self.outline.links:
             if self._body.startswith(b"data:", start):
                 continue
             if kind == "data" and not self._may_hold_colon(start, end):

@@ -20,7 +20,6 @@ from gateway.lease import (
     KeyedHash,
     LeaseCaller,
     LeaseRequest,
-    PromptKey,
     RequestSize,
     WantedNode,
 )
@@ -36,7 +35,6 @@ from gateway.proxy.inbound.body import (
     Body,
     LargeBody,
     ParsedBody,
-    PromptSize,
     TimeSlicer,
     estimate_min_tokens,
     has_edited_options,
@@ -325,7 +323,7 @@ def prepare(
             media.check_links(links, limits.media_hosts, prompt_field)
         tokens = estimate_min_tokens(raw)
     else:
-        depth, needs_vision = body.depth, body.has_images
+        depth, needs_vision = body.outline.depth, body.outline.has_images
         media.check_links(body.find_links(), limits.media_hosts, prompt_field)
         tokens = body.estimate_min_tokens(prompt_field)
     request_limits.check_supported(parsed, route.api.refused_fields)
@@ -334,43 +332,41 @@ def prepare(
             request_limits.check_grammars(parsed, depth, limits)
         if route.generates:
             request_limits.check_sampling(parsed, limits)
-    model, targets = resolve_model(
-        parsed.model, rules, incoming.caller, incoming.cache.node_labels, catalog
-    )
-    if catalog.paused:
-        targets = unpaused(model, targets, catalog)
-    most_tokens = limits.max_tokens
-    if incoming.max_tokens is not None:
-        most_tokens = min(incoming.max_tokens, most_tokens or incoming.max_tokens)
-    bodies, slots, max_tokens = _edited_bodies(
-        body,
-        parsed,
-        targets,
-        route,
-        rules,
-        most_tokens,
-        incoming.most_tokens - tokens,
-        catalog,
-        incoming.cache.node_labels,
-        hides_cache=incoming.cache.hide,
-    )
-    generation = prompt_list = None
-    if route.generates:
-        if route.api.merger is not None:
-            prompt_list = _parse_prompt_list(incoming, parsed.prompt, priority, rules, catalog)
-        scope = incoming.cache.scope_of(incoming.id)
-        generation = _generation(body, parsed, raw, slots, route, model, rules, max_tokens, scope)
+    model, targets = _find_targets(parsed.model, incoming, rules, catalog)
+    bodies, slots, max_tokens = _edit_bodies(incoming, parsed, targets, rules, tokens, catalog)
+    body_bytes = max(map(len, bodies.values()))
+    if not route.generates:
+        text_bytes = tokens * BYTES_PER_TOKEN
+        size = RequestSize(slots, False, tokens, text_bytes, 0, 0, None, body_bytes)
+        return _new_request(
+            incoming, parsed.model, priority, model, bodies, size, needs_vision=needs_vision
+        )
+    prompt_list = key = None
+    if route.api.merger is not None:
+        prompt_list = _parse_prompt_list(incoming, parsed.prompt, priority, rules, catalog)
+    if isinstance(body, bytes):
+        measured = measure_prompt(raw, parsed.tools, parsed.system, parsed.instructions)
+        if len(body) >= SHORTEST_BODY:
+            scope = incoming.cache.scope_of(incoming.id)
+            key = build_prompt_key(
+                body, route, model, rules.volatile_lines, rules.keyed_hash, scope
+            )
+    else:
+        measured = body.measure_prompt(prompt_field)
+    stream = bool(parsed.stream)
+    logprobs = not (parsed.n_probs is parsed.top_logprobs is None and parsed.logprobs is MISSING)
     return _new_request(
         incoming,
         parsed.model,
         priority,
         model,
         bodies,
+        RequestSize(slots, True, tokens, *measured, max_tokens, body_bytes, key),
         needs_vision=needs_vision,
-        slots=slots,
-        prompt_tokens=tokens,
+        stream=stream,
+        may_assemble=not stream and can_assemble(route, body, parsed.messages, slots),
+        logprobs=logprobs and request_limits.wants_logprobs(parsed),
         prompt_list=prompt_list,
-        generation=generation,
     )
 
 
@@ -385,13 +381,10 @@ def prepare_multipart(
 
     Raises: GatewayError.
     """
-    model, targets = resolve_model(
-        parsed.model, rules, incoming.caller, incoming.cache.node_labels, catalog
-    )
-    if catalog.paused:
-        targets = unpaused(model, targets, catalog)
+    model, targets = _find_targets(parsed.model, incoming, rules, catalog)
     bodies = {target.name: incoming.body for target in targets}
-    return _new_request(incoming, parsed.model, priority, model, bodies)
+    size = RequestSize(generates=False, body_bytes=len(incoming.body))
+    return _new_request(incoming, parsed.model, priority, model, bodies, size)
 
 
 def prepare_for(
@@ -498,39 +491,36 @@ def resolve_model(
     return model, aliases.resolve(model, catalog)
 
 
-def unpaused(
-    model: str, targets: tuple[ResolvedModel, ...], catalog: ServedModels
-) -> tuple[ResolvedModel, ...]:
-    """Those of the targets of a public model name that are not paused.
+def _find_targets(
+    requested: str | None, incoming: IncomingRequest, rules: RequestRules, catalog: ServedModels
+) -> tuple[str, tuple[ResolvedModel, ...]]:
+    """As `resolve_model`, without the models that are paused. Raises: GatewayError."""
+    labels = incoming.cache.node_labels
+    model, targets = resolve_model(requested, rules, incoming.caller, labels, catalog)
+    if paused := catalog.paused:
+        targets = tuple(target for target in targets if target.name not in paused)
+        if model in paused or not targets:
+            raise errors.model_paused(model)
+    return model, targets
 
-    Raises: GatewayError, if it is paused itself, or all of them are.
-    """
-    paused = catalog.paused
-    left = tuple(target for target in targets if target.name not in paused)
-    if model in paused or not left:
-        raise errors.model_paused(model)
-    return left
 
-
-def _edited_bodies(
-    body: Body,
+def _edit_bodies(
+    incoming: IncomingRequest,
     parsed: ParsedBody,
     targets: tuple[ResolvedModel, ...],
-    route: Route,
     rules: RequestRules,
-    most_tokens: int | None,
-    tokens_left: float,
+    prompt_tokens: int,
     catalog: ServedModels,
-    labels: NodeLabels,
-    *,
-    hides_cache: bool,
 ) -> tuple[dict[str, Body], int, int | None]:
     """The body for each target model, the slots that it takes, and the most tokens of one answer.
 
-    `most_tokens`: of one answer. `tokens_left`: by the caller's other limits. `hides_cache`: nodes
-    must not be asked for figures of their prompt caches. Raises: GatewayError.
+    Raises: GatewayError.
     """
+    body, route, cache = incoming.body, incoming.route, incoming.cache
     limits, volatile_lines = rules.limits, rules.volatile_lines
+    most_tokens, tokens_left = limits.max_tokens, incoming.most_tokens - prompt_tokens
+    if incoming.max_tokens is not None:
+        most_tokens = min(incoming.max_tokens, most_tokens or incoming.max_tokens)
     bodies: dict[str, Body] = {}
     slots = 1 if route.takes_slot else 0
     max_tokens: int | None = 0
@@ -541,7 +531,7 @@ def _edited_bodies(
             ruled_parsed = parse_body(ruled) if isinstance(ruled, bytes) else ruled.parse()
         edit = None
         if has_edited_options(ruled_parsed):
-            context = partial(_largest_context, catalog, target.name, labels)
+            context = partial(_largest_context, catalog, target.name, cache.node_labels)
             edit = edits.required_edit(ruled_parsed, limits.n_probs, context)
         if route.generates:
             most = edits.lowest_bound(target.rules, most_tokens) if target.rules else most_tokens
@@ -553,7 +543,7 @@ def _edited_bodies(
             max_tokens = None if tokens is None or max_tokens is None else max(tokens, max_tokens)
         if volatile_lines.strips_requests:
             edit = (edit or {}) | volatile_lines.strip_edit(ruled)
-        if hides_cache and route.generates:
+        if cache.hide and route.generates:
             edit = (edit or {}) | edits.without_cache_figures(ruled)
         bodies[target.name] = edits.apply_edit(ruled, edit) if edit else ruled
         if route.generates and not (
@@ -584,63 +574,20 @@ def _completion_count(parsed: ParsedBody, limit: int) -> int:
     return most
 
 
-_Generation = tuple[bool, bool, bool, int | None, PromptKey | None, PromptSize]
-"""What only a request for generated text has: `stream`, `logprobs`, `may_assemble`, `max_tokens`,
-`prompt_key` and the prompt's size. A plain tuple: a NamedTuple costs a thousand instructions."""
-
-
-def _generation(
-    body: Body,
-    parsed: ParsedBody,
-    raw_prompt: msgspec.Raw,
-    slots: int,
-    route: Route,
-    model: str,
-    rules: RequestRules,
-    max_tokens: int | None,
-    scope: str,
-) -> _Generation:
-    stream = bool(parsed.stream)
-    key = None
-    if isinstance(body, bytes):
-        size = measure_prompt(raw_prompt, parsed.tools, parsed.system, parsed.instructions)
-        if len(body) >= SHORTEST_BODY:
-            key = build_prompt_key(
-                body, route, model, rules.volatile_lines, rules.keyed_hash, scope
-            )
-    else:
-        size = body.measure_prompt(route.prompt_field)
-    return (
-        stream,
-        not (parsed.n_probs is parsed.top_logprobs is None and parsed.logprobs is MISSING)
-        and request_limits.wants_logprobs(parsed),
-        not stream and can_assemble(route, body, parsed.messages, slots),
-        max_tokens,
-        key,
-        size,
-    )
-
-
 def _new_request(
     incoming: IncomingRequest,
     model_in_body: str | None,
     priority: Priority,
     model: str,
     bodies: dict[str, Body],
+    size: RequestSize,
     *,
     needs_vision: bool = False,
-    slots: int = 1,
-    prompt_tokens: int = 0,
+    stream: bool = False,
+    may_assemble: bool = False,
+    logprobs: bool = False,
     prompt_list: PromptList | None = None,
-    generation: _Generation | None = None,
 ) -> Request:
-    stream = logprobs = may_assemble = False
-    key: PromptKey | None = None
-    max_tokens: int | None = None
-    text_bytes, exact_tokens, media_tokens = prompt_tokens * BYTES_PER_TOKEN, 0, 0
-    if generation is not None:
-        stream, logprobs, may_assemble, max_tokens, key, size = generation
-        text_bytes, exact_tokens, media_tokens = size
     route, caller, limit = incoming.route, incoming.caller, incoming.client_timeout
     lease_request = LeaseRequest(
         incoming.id,
@@ -659,19 +606,9 @@ def _new_request(
             prompt_cache=incoming.cache.prompt_cache,
             feature=route.path,
             prompt_field=route.prompt_field,
-            slots_field="n" if slots < 2 else _slots_field(bodies),
+            slots_field="n" if size.slots < 2 else _slots_field(bodies),
         ),
-        RequestSize(
-            slots,
-            generation is not None,
-            prompt_tokens,
-            text_bytes,
-            exact_tokens,
-            media_tokens,
-            max_tokens=max_tokens,
-            body_bytes=max(map(len, bodies.values())),
-            prompt_key=key,
-        ),
+        size,
     )
     return Request(
         incoming.id,

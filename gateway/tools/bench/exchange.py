@@ -20,9 +20,7 @@ from gateway.transport.connection import NodeConnection
 from gateway.transport.errors import StaleConnection, UpstreamError
 from gateway.transport.pool import ConnectionPool
 
-MOST_COUNT = 100_000_000
-"""Tokens; a larger figure of a server is nonsense."""
-
+MOST_COUNT = 100_000_000  # tokens; a larger figure of a server is nonsense
 MOST_MILLISECONDS = 1e9
 
 
@@ -57,8 +55,7 @@ class Endpoint:
     """One endpoint."""
 
     name: str
-    path: bytes
-    """Below `/v1`."""
+    path: bytes  # below `/v1`
     is_stream: bool
     prompt_fields: Callable[[str], dict[str, Any]] = field(repr=False)
     """A body's fields that hold the prompt."""
@@ -132,20 +129,13 @@ ENDPOINTS = {
 
 
 MOST_EVENT_BYTES = 1 << 20
-
 MOST_RESPONSE_BYTES = 64 << 20
-
-MOST_ERROR_BYTES = 64 * 1024
-"""Of an error's body that are read."""
-
+MOST_ERROR_BYTES = 64 * 1024  # of an error's body that are read
 ERROR_BODY_SECONDS = 5.0
-
 SPARE_EVENTS = 16
 """Events with content that a stream may have beyond two for each token that it may write."""
 
-LONGEST_DETAIL = 200
-"""Characters of a server's own words that are kept."""
-
+LONGEST_DETAIL = 200  # characters of a server's own words that are kept
 LONGEST_RETRY_AFTER = 3600.0
 
 
@@ -154,28 +144,19 @@ class RequestResult:
     """One request's result. Times are seconds of the monotonic clock; None: never came."""
 
     number: int
-    intended: float
-    """When it should have started: latencies count from here."""
-    started: float = 0.0
-    """When this program turned to it."""
+    intended: float  # when it should have started: latencies count from here
+    started: float = 0.0  # when this program turned to it
     connect_seconds: float = 0.0
     sent: float | None = None
-    first: float | None = None
-    """The first event with content."""
-    last: float | None = None
-    """The last event with content."""
+    first: float | None = None  # the first event with content
+    last: float | None = None  # the last event with content
     ended: float = 0.0
-    events: int = 0
-    """Events with content."""
-    longest_gap: float = 0.0
-    """Longest time between two of them."""
-    error: str | None = None
-    """Why it failed, in one word; None: it did not."""
-    detail: str = ""
-    """More of it."""
+    events: int = 0  # events with content
+    longest_gap: float = 0.0  # longest time between two of them
+    error: str | None = None  # why it failed, in one word; None: it did not
+    detail: str = ""  # more of it
     retry_after: float | None = None
-    queue_seconds: float | None = None
-    """What `X-Gateway-Queue-Ms` says."""
+    queue_seconds: float | None = None  # what `X-Gateway-Queue-Ms` says
     server: ServerReport = field(default_factory=ServerReport)
 
     @property
@@ -290,8 +271,7 @@ class RequestSender:
     pool: ConnectionPool
     endpoint: Endpoint
     connect_timeout: float
-    timeout: float
-    """Seconds for a whole request, from its start."""
+    timeout: float  # seconds for a whole request, from its start
     clock: Callable[[], float] = time.monotonic
 
     async def send(self, result: RequestResult, body: bytes, max_tokens: int) -> None:

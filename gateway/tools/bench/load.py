@@ -29,36 +29,25 @@ if TYPE_CHECKING:
     from gateway.tools.local.energy import EnergyMeter
     from gateway.tools.simulate.trace import Job, Trace
 
-MOST_LOADS = 32
-"""Loads of one run."""
-
+MOST_LOADS = 32  # loads of one run
 MOST_CONCURRENCY = 4096
-
-MOST_RATE = 10_000.0
-"""Requests per second."""
-
+MOST_RATE = 10_000.0  # requests per second
 MOST_REQUESTS = 200_000
 """Requests of one load: each one's times stay in memory until the report is written."""
 
 LEAST_REQUESTS = 10
 """Requests of a closed loop where neither number nor duration is given; at least."""
 
-REQUESTS_PER_WORKER = 4
-"""Likewise, for each of the requests that are under way at a time."""
-
-OPEN_SECONDS = 60.0
-"""Duration of an open loop where neither number nor duration is given."""
+REQUESTS_PER_WORKER = 4  # likewise, for each of the requests that are under way at a time
+OPEN_SECONDS = 60.0  # duration of an open loop where neither number nor duration is given
 
 
 class Loop(StrEnum):
     """When the next request starts."""
 
-    CLOSED = "closed"
-    """When an earlier one has ended: a fixed number is under way."""
-    POISSON = "poisson"
-    """At random times of a mean rate, whether earlier ones have ended or not."""
-    TRACE = "trace"
-    """At the times of a trace."""
+    CLOSED = "closed"  # when an earlier one has ended: a fixed number is under way
+    POISSON = "poisson"  # at random times of a mean rate, whether earlier ones have ended or not
+    TRACE = "trace"  # at the times of a trace
 
 
 class LoadError(Exception):
@@ -72,10 +61,8 @@ class Load:
     loop: Loop
     level: float
     """Closed: requests under way. Poisson: requests per second. Trace: how much faster it plays."""
-    requests: int
-    """Most requests."""
-    seconds: float | None = None
-    """No request starts later than this; None: no limit."""
+    requests: int  # most requests
+    seconds: float | None = None  # no request starts later than this; None: no limit
 
     @property
     def label(self) -> str:
@@ -144,11 +131,8 @@ def _parts(text: str) -> list[str]:
     return parts
 
 
-TICK_SECONDS = 0.01
-"""Between two looks at the clock."""
-
-MOST_SAMPLES = 20_000
-"""Kept of the looks at the clock; of more, a random choice."""
+TICK_SECONDS = 0.01  # between two looks at the clock
+MOST_SAMPLES = 20_000  # kept of the looks at the clock; of more, a random choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +142,9 @@ class ClientFigures:
     lag: Percentiles
     """How late a timer of its event loop fired: an event's time is late by no more than that. Up to
     a millisecond is the timers' own step."""
-    start_lag: Percentiles
-    """How late requests of an open loop started."""
-    cpu_share: float
-    """CPU time per second; 1 is a whole CPU, and more this program can't use."""
-    held_back: int = 0
-    """Requests of an open loop that waited, since too many were under way."""
+    start_lag: Percentiles  # how late requests of an open loop started
+    cpu_share: float  # CPU time per second; 1 is a whole CPU, and more this program can't use
+    held_back: int = 0  # requests of an open loop that waited, since too many were under way
 
 
 @dataclass(slots=True)
@@ -217,8 +198,7 @@ class LagMonitor:
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 1.0
 """Seconds for which a worker of the closed loop pauses after a failure; they double."""
 
-LONGEST_RETRY_AFTER = 60.0
-"""Seconds for which it pauses at most where the server names a time."""
+LONGEST_RETRY_AFTER = 60.0  # seconds for which it pauses at most where the server names a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,10 +232,8 @@ class LoadRun:
     load: Load
     results: list[RequestResult] = field(default_factory=list)
     client: ClientFigures | None = None
-    joules: float | None = None
-    """Energy of the machine while the load ran. None: not measured."""
-    is_whole: bool = False
-    """False: it was interrupted."""
+    joules: float | None = None  # energy of the machine while the load ran. None: not measured.
+    is_whole: bool = False  # False: it was interrupted
 
 
 @dataclass(slots=True)
@@ -269,13 +247,11 @@ class LoadRunner:
     pattern: RequestPattern
     seed: int
     trace: Trace | None = None
-    most_in_flight: int = 512
-    """Requests of an open loop that are under way at a time."""
+    most_in_flight: int = 512  # requests of an open loop that are under way at a time
     meter: EnergyMeter | None = None
     clock: Callable[[], float] = time.monotonic
     on_end: Callable[[RequestResult], None] = lambda _: None
-    _number: int = 0
-    """Requests planned so far: each has a text of its own."""
+    _number: int = 0  # requests planned so far: each has a text of its own
 
     async def warm_up(self, requests: int) -> list[RequestResult]:
         """Send so many requests, one after the other."""

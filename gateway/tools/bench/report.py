@@ -61,8 +61,7 @@ class RequestGoal:
 class Goodput:
     """Requests that kept the goal."""
 
-    share: float
-    """Of all, failed ones included."""
+    share: float  # of all, failed ones included
     requests_per_second: float
 
 
@@ -70,14 +69,11 @@ class Goodput:
 class Parts:
     """Where the mean request's time went; seconds. None: not known."""
 
-    network: float | None = None
-    """Connecting, and one round trip."""
-    waiting: float | None = None
-    """For a slot."""
+    network: float | None = None  # connecting, and one round trip
+    waiting: float | None = None  # for a slot
     prefill: float | None = None
     decode: float | None = None
-    waiting_source: str = ""
-    """How waiting and prefill were told apart."""
+    waiting_source: str = ""  # how waiting and prefill were told apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,37 +94,25 @@ class LoadFigures:
     is_whole: bool
     requests: int
     succeeded: int
-    errors: dict[str, int]
-    """Failed requests by reason."""
-    details: dict[str, str]
-    """For each reason an example of the server's words."""
-    seconds: float
-    """From the first start to the last end."""
-    ttft: Percentiles | None
-    """None: no request has one."""
+    errors: dict[str, int]  # failed requests by reason
+    details: dict[str, str]  # for each reason an example of the server's words
+    seconds: float  # from the first start to the last end
+    ttft: Percentiles | None  # None: no request has one
     inter_token: Percentiles | None
-    stall: Percentiles | None
-    """A request's longest time between two events."""
+    stall: Percentiles | None  # a request's longest time between two events
     completion: Percentiles | None
-    tokens_per_second: Percentiles | None
-    """Of a request, from its first token on."""
-    total_tokens_per_second: float
-    """Written, all requests together."""
+    tokens_per_second: Percentiles | None  # of a request, from its first token on
+    total_tokens_per_second: float  # written, all requests together
     total_prompt_tokens_per_second: float | None
-    requests_per_second: float
-    """That succeeded."""
-    prompt_tokens: float | None
-    """Mean; None: the server does not tell."""
+    requests_per_second: float  # that succeeded
+    prompt_tokens: float | None  # mean; None: the server does not tell
     cached_tokens: float | None
-    completion_tokens: float
-    """Mean."""
+    completion_tokens: float  # mean
     tokens_per_event: float | None
-    goodput: Goodput | None
-    """None: no goal."""
+    goodput: Goodput | None  # None: no goal
     client: ClientFigures | None
     parts: Parts
-    joules: float | None = None
-    """Of the whole machine."""
+    joules: float | None = None  # of the whole machine
     joules_per_token: float | None = None
     """For a token written; reading prompts and idling included."""
     samples: Samples = field(
@@ -259,14 +243,11 @@ def _rate(count: float, per: float) -> float:
     return count / per if per > 0 else 0.0
 
 
-MOST_CPU_SHARE = 0.85
-"""Of one CPU; above, this program is what is measured."""
-
+MOST_CPU_SHARE = 0.85  # of one CPU; above, this program is what is measured
 MOST_LAG_SHARE = 0.1
 """Lag of the client (95th percentile) as a share of the time between tokens, or of TTFT."""
 
-LEAST_LAG = 0.005
-"""Seconds below which the client's lag is never what limits."""
+LEAST_LAG = 0.005  # seconds below which the client's lag is never what limits
 
 
 class Limit(StrEnum):
@@ -328,11 +309,7 @@ def judge(figures: LoadFigures, server: ServerDescription, baseline: Baseline) -
 
 
 def _reason(
-    limit: Limit,
-    share: str,
-    figures: LoadFigures,
-    server: ServerDescription,
-    baseline: Baseline,
+    limit: Limit, share: str, figures: LoadFigures, server: ServerDescription, baseline: Baseline
 ) -> str:
     match limit:
         case Limit.NETWORK:
@@ -399,8 +376,7 @@ def _errors(figures: LoadFigures) -> str:
     return f"every request failed, most of them with {reason}" + (f" ({words})" if words else "")
 
 
-FORMAT = 1
-"""Of the JSON report; a later one that older programs can't read has a higher number."""
+FORMAT = 1  # of the JSON report; a later one that older programs can't read has a higher number
 
 DEFINITIONS = (
     ("TTFT", "time to the first event with content, from the request's (intended) start"),
@@ -427,13 +403,10 @@ class BenchReport:
 
     url: str
     endpoint: str
-    started_at: str
-    """ISO 8601."""
+    started_at: str  # ISO 8601
     server: ServerDescription
-    request: dict[str, Any]
-    """What was asked for: tokens, prefix, seed."""
-    client: dict[str, Any]
-    """The machine and the program that put the load."""
+    request: dict[str, Any]  # what was asked for: tokens, prefix, seed
+    client: dict[str, Any]  # the machine and the program that put the load
     goal: RequestGoal
     baseline: Baseline
     loads: list[LoadResult] = field(default_factory=list)
@@ -537,8 +510,7 @@ def remarks(report: BenchReport) -> list[str]:
     return lines + report.notes
 
 
-MANY_TOKENS = 1.1
-"""Tokens of an event from which on it is said."""
+MANY_TOKENS = 1.1  # tokens of an event from which on it is said
 
 
 def milliseconds(seconds: float) -> str:
@@ -593,12 +565,8 @@ def _client_line(loads: Sequence[LoadResult]) -> str:
     )
 
 
-WIDTH, HEIGHT, MARGIN = 520, 260, 46
-"""Of a drawing, in pixels."""
-
-POINTS = 200
-"""Of a curve, at most."""
-
+WIDTH, HEIGHT, MARGIN = 520, 260, 46  # of a drawing, in pixels
+POINTS = 200  # of a curve, at most
 COLOURS = ("#0b6e75", "#c2571a", "#4b4ba8", "#8a6d00", "#a3195b", "#3f7d20", "#555555", "#1d63b8")
 
 STYLE = """
@@ -786,22 +754,12 @@ def draw_report(path: Path, report: BenchReport) -> None:
 
 
 DRAWS = 2000
-
 CONFIDENCE = 0.95
-
-LEAST_CHANGE = 0.01
-"""A smaller change is of no interest, however certain it is."""
-
-LEAST_COMPARED = 5
-"""Requests of a load, below which nothing is said of chance."""
-
+LEAST_CHANGE = 0.01  # a smaller change is of no interest, however certain it is
+LEAST_COMPARED = 5  # requests of a load, below which nothing is said of chance
 LARGEST_FILE = 256 << 20
-
-DRAWN_AT_ONCE = 4_000_000
-"""Figures that are in memory at a time."""
-
-SAME = ("endpoint", "request")
-"""What should be the same in both runs."""
+DRAWN_AT_ONCE = 4_000_000  # figures that are in memory at a time
+SAME = ("endpoint", "request")  # what should be the same in both runs
 
 
 class ComparisonError(Exception):
@@ -816,11 +774,9 @@ class Difference:
     figure: str
     before: float
     after: float
-    change: float
-    """Relative: 0.1 is 10 % more."""
+    change: float  # relative: 0.1 is 10 % more
     low: float
-    high: float
-    """Interval of the change."""
+    high: float  # interval of the change
     less_is_better: bool
 
     @property
@@ -904,8 +860,7 @@ class _Measured:
     inter_token: NDArray[Any]
     completion: NDArray[Any]
     tokens: NDArray[Any]
-    under_way: float | None
-    """Of a closed loop: requests at a time."""
+    under_way: float | None  # of a closed loop: requests at a time
 
     @classmethod
     def of(cls, load: dict[str, Any]) -> _Measured:

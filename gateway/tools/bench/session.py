@@ -35,15 +35,13 @@ if TYPE_CHECKING:
 class BenchPlan:
     """What to measure, and how."""
 
-    url: str
-    """Without `/v1`."""
+    url: str  # without `/v1`
     endpoint: Endpoint
     loads: list[Load]
     pattern: RequestPattern
     key: str | None = None
     tls: ssl.SSLContext | None = None
-    model: str | None = None
-    """None: the server's first one."""
+    model: str | None = None  # None: the server's first one
     extra: dict[str, Any] = field(default_factory=dict)
     """Fields that every body gets; None leaves one out."""
     ignore_eos: bool | None = None
@@ -51,10 +49,8 @@ class BenchPlan:
     trace: Trace | None = None
     goal: RequestGoal = field(default_factory=RequestGoal)
     seed: int = 1
-    warm_up: int = 2
-    """Requests sent one after the other before the first load."""
-    timeout: float = 600.0
-    """Seconds for a request."""
+    warm_up: int = 2  # requests sent one after the other before the first load
+    timeout: float = 600.0  # seconds for a request
     connect_timeout: float = 10.0
     most_in_flight: int = 512
     meter: EnergyMeter | None = None

@@ -20,12 +20,7 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import urlsplit
 
-from gateway.tools.bench.exchange import (
-    ExchangeError,
-    RequestResult,
-    RequestSender,
-    read_object,
-)
+from gateway.tools.bench.exchange import ExchangeError, RequestResult, RequestSender, read_object
 from gateway.tools.simulate.trace import TracePrompt
 from gateway.transport.errors import ConnectFailed, ConnectTimedOut, UpstreamError
 from gateway.transport.pool import NodeAddress
@@ -40,10 +35,7 @@ _TEXT = """
 """
 
 WORDS = tuple(dict.fromkeys(_TEXT.split()))
-
-KEPT_PREFIXES = 64
-"""Texts of prefixes that are kept; others are made again."""
-
+KEPT_PREFIXES = 64  # texts of prefixes that are kept; others are made again
 MOST_PROMPT_TOKENS = 200_000
 """Tokens of a prompt: about a megabyte of text, for each request that is under way."""
 
@@ -53,8 +45,7 @@ class Calibration:
     """How many tokens the server counts for words: `overhead + words * tokens_per_word`."""
 
     tokens_per_word: float = 1.0
-    overhead: float = 0.0
-    """Tokens of a prompt without words: of the chat template."""
+    overhead: float = 0.0  # tokens of a prompt without words: of the chat template
     source: str = "guessed: one token a word"
 
     def words(self, tokens: int) -> int:
@@ -111,23 +102,15 @@ def fit(short: tuple[int, int], long: tuple[int, int], source: str) -> Calibrati
     return Calibration(per_word, few_tokens - few * per_word, source)
 
 
-QUESTION_SECONDS = 15.0
-"""Limit of a question that costs the server nothing."""
-
+QUESTION_SECONDS = 15.0  # limit of a question that costs the server nothing
 MOST_ANSWER_BYTES = 4 << 20
-
-ROUND_TRIPS = 5
-"""Questions by which the distance is measured."""
-
+ROUND_TRIPS = 5  # questions by which the distance is measured
 PROBE_WORDS = len(WORDS)
 """Words of the shorter prompt of a calibration, in which each word is once; the longer one has
 each twice."""
 
-PROBE_TOKENS = 4
-"""Tokens asked for by a calibration: a first one may be special and empty."""
-
+PROBE_TOKENS = 4  # tokens asked for by a calibration: a first one may be special and empty
 MOST_MODELS_NAMED = 5
-
 MOST_ADDRESSES = 8
 
 
@@ -141,12 +124,10 @@ class ServerDescription:
 
     model: str | None = None
     slots: int | None = None
-    context: int | None = None
-    """Tokens of one slot."""
+    context: int | None = None  # tokens of one slot
     round_trip: float | None = None
     """Seconds of the fastest of a few trivial requests, while the server was idle."""
-    ignores_eos: bool = False
-    """Whether it knows `ignore_eos`, as llama.cpp and vLLM do."""
+    ignores_eos: bool = False  # whether it knows `ignore_eos`, as llama.cpp and vLLM do
     notes: list[str] = field(default_factory=list)
 
 
@@ -237,8 +218,7 @@ class Probe:
     """What a few first requests have shown."""
 
     calibration: Calibration
-    extra: dict[str, Any]
-    """Fields that every body gets."""
+    extra: dict[str, Any]  # fields that every body gets
     notes: list[str] = field(default_factory=list)
 
 

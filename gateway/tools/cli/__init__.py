@@ -9,7 +9,6 @@ import typer
 
 from gateway import __version__
 from gateway.tools.cli import (
-    audit,
     batch,
     bench,
     cache,
@@ -18,13 +17,13 @@ from gateway.tools.cli import (
     models,
     nodes,
     plan,
+    reports,
     serve,
     simulate,
     top,
     topology,
     tune,
     up,
-    usage,
     webhooks,
     why,
 )
@@ -59,8 +58,8 @@ for command, examples in (
     (models.models, models.EXAMPLES),
     (why.why, why.EXAMPLES),
     (top.top, top.EXAMPLES),
-    (usage.usage, usage.EXAMPLES),
-    (audit.audit, audit.EXAMPLES),
+    (reports.usage, reports.USAGE_EXAMPLES),
+    (reports.audit, reports.AUDIT_EXAMPLES),
     (simulate.simulate, simulate.EXAMPLES),
     (plan.plan, plan.EXAMPLES),
     (topology.topology, topology.EXAMPLES),

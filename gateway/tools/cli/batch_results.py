@@ -22,8 +22,8 @@ from typing import Any, BinaryIO
 from urllib.parse import quote
 
 from gateway.config.errors import escape_json
-from gateway.tools.cli.batch_client import BatchClient, Patience
-from gateway.tools.cli.batch_options import ResultFormat
+from gateway.tools.cli.batch_client import ENDED, BatchClient, Patience
+from gateway.tools.cli.options import Form
 from gateway.tools.cli.terminal import CommandFailed
 
 LONGEST_FILE_NAME = 200
@@ -37,7 +37,7 @@ ERRORS_NAME = "errors.jsonl"
 class ResultPlaces:
     """Where results go."""
 
-    format: ResultFormat
+    format: Form
     output: Path
     errors: Path | None
     """For the lines that failed; None: `output` has them, too."""
@@ -74,16 +74,14 @@ def stem_of(source: str) -> str:
     return str(path.with_suffix("") if path.suffix.lower() in {".jsonl", ".csv", ".tsv"} else path)
 
 
-def places_for(
-    stem: str, format_: ResultFormat, output: Path | None, *, force: bool
-) -> ResultPlaces:
+def places_for(stem: str, format_: Form, output: Path | None, *, force: bool) -> ResultPlaces:
     """The places for results of what is called `stem`; `output` as the user names it."""
-    if format_ is ResultFormat.FOLDER:
+    if format_ is Form.FOLDER:
         folder = output or Path(f"{stem}.out")
         if str(folder) == "-":
             raise CommandFailed("--output -: a folder can't go to stdout", status=2)
         return ResultPlaces(format_, folder, None, force)
-    if format_ is ResultFormat.CSV:
+    if format_ is Form.CSV:
         return ResultPlaces(format_, output or Path(f"{stem}.out.csv"), None, force)
     out = output or Path(f"{stem}.out.jsonl")
     if str(out) == "-":
@@ -101,12 +99,12 @@ def fetch_results(
         _downloaded(client, batch, "errors", patience) as (errors, failed),
     ):
         match places.format:
-            case ResultFormat.JSONL:
+            case Form.JSONL:
                 return _write_lines(output, done, errors, failed, places)
-            case ResultFormat.CSV:
+            case Form.CSV:
                 _write_table(output, errors, places)
                 return Fetched(places.output, None, done, failed)
-            case ResultFormat.FOLDER:
+            case Form.FOLDER:
                 written = _write_folder(output, errors, places)
                 return Fetched(places.output, written, done, failed)
 
@@ -137,10 +135,6 @@ def _downloaded(
         lines = sum(1 for line in file if line.strip())
         file.seek(0)
         yield file, lines
-
-
-ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
-"""Statuses of a batch that has ended."""
 
 
 # JSON lines.

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import enum
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gateway.tools.cli import options
 from gateway.tools.cli.options import examples_epilog
-from gateway.tools.cli.terminal import CommandFailed, console, print_json, print_note, print_table
+from gateway.tools.cli.terminal import CommandFailed, print_json, print_note, print_table
 
 if TYPE_CHECKING:
     from gateway.tools.bench.exchange import RequestResult
@@ -46,10 +44,7 @@ EXAMPLES = examples_epilog(
         "llama-gateway bench http://127.0.0.1:8000 --json > new.json",
         "the report, for scripts and for --compare",
     ),
-    (
-        "llama-gateway bench --compare old.json new.json",
-        "what has changed, and what may be chance",
-    ),
+    ("llama-gateway bench --compare old.json new.json", "what has changed, and what may be chance"),
 )
 
 DEFAULT_LEVELS = "1,4,8"
@@ -274,7 +269,7 @@ def bench(
         write_requests,
     )
     from gateway.tools.bench.session import BenchPlan
-    from gateway.tools.cli.batch_client import environment, find_key, tls_context
+    from gateway.tools.cli.client import find_key, tls_context
 
     address = _checked_url(url)
     for flag, path in (("--csv", csv), ("--html", html)):
@@ -287,7 +282,7 @@ def bench(
         endpoint=ENDPOINTS[endpoint.value],
         loads=_loads(concurrency, rate, played, speed_up, requests, duration),
         pattern=RequestPattern(prompt, max_tokens, round(prompt * prefix_share), prefixes),
-        key=find_key(key_file, environment()),
+        key=find_key(key_file),
         tls=tls_context(ca) if address.startswith("https:") else None,
         model=model,
         extra=_extra_fields(body),
@@ -340,7 +335,8 @@ def _measure(plan: BenchPlan) -> tuple[BenchReport, list[LoadRun], int]:
 
     status = 0
     raise_open_file_limit()
-    with BenchProgress() as progress:
+    progress = BenchProgress()
+    with progress.display:
         session = BenchSession(
             plan,
             on_phase=progress.phase,
@@ -510,45 +506,36 @@ def _difference_row(one: Difference) -> list[object]:
     ]
 
 
-LINE_SECONDS = 15.0
-"""Between two lines of progress, where the output is no terminal."""
+LINE_SECONDS = 15.0  # between two lines of progress, where the output is no terminal
 
 
 class BenchProgress:
-    """Shows the progress of a run within its context."""
+    """Shows the progress of a run, within the context of its `display`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-        )
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-        output = console(sys.stderr)
-        self._clock = clock
-        self._on_terminal = output.is_terminal and not output.is_dumb_terminal
-        self._bar = Progress(
+        from gateway.tools.cli.progress import Progress
+
+        self.display = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(24),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            console=output,
-            transient=True,
-            disable=not self._on_terminal,
+            clock=clock,
         )
-        self._task = self._bar.add_task("", total=None)
+        self._bar = self.display.add_task("", total=None)
+        self._clock = clock
         self._load: Load | None = None
         self._done = self._failed = self._tokens = 0
-        self._began = self._told = 0.0
+        self._began = 0.0
 
     def phase(self, text: str) -> None:
         """What comes before the loads."""
-        if self._on_terminal:
-            self._bar.update(self._task, description=text, total=None)
+        if self.display.on_terminal:
+            self.display.update(self._bar, description=text, total=None)
         else:
-            print_note(text)
+            self.display.note(text)
 
     def load_started(self, load: Load) -> None:
         """A load begins."""
@@ -556,9 +543,10 @@ class BenchProgress:
 
         self._load = load
         self._done = self._failed = self._tokens = 0
-        self._began = self._told = self._clock()
+        self._began = self._clock()
+        self.display.begin()
         known = load.requests if load.requests < MOST_REQUESTS else None
-        self._bar.reset(self._task, total=known, description=load.label)
+        self.display.reset(self._bar, total=known, description=load.label)
 
     def request_done(self, result: RequestResult) -> None:
         """A request has ended."""
@@ -567,44 +555,24 @@ class BenchProgress:
         self._done += 1
         self._failed += result.error is not None
         self._tokens += result.tokens if result.error is None else 0
-        if self._on_terminal:
-            self._bar.update(self._task, completed=self._done, description=self._line())
-        elif self._clock() - self._told > LINE_SECONDS:
-            self._told = self._clock()
-            print_note(f"{self._line()}: {self._done} done")
+        if self.display.on_terminal:
+            self.display.update(self._bar, completed=self._done, description=self._line())
+        elif self.display.due(LINE_SECONDS):
+            self.display.note(f"{self._line()}: {self._done} done")
 
     def load_done(self, result: LoadResult) -> None:
         """A load has ended."""
-        from rich.text import Text
-
-        from gateway.config.errors import single_line
         from gateway.tools.bench.report import milliseconds
 
         found = result.figures
         ttft = "-" if found.ttft is None else milliseconds(found.ttft.p50)
-        line = (
+        self.display.note(
             f"{found.load.label}: {found.requests} requests in {found.seconds:.1f} s, "
             f"{found.failed} failed, TTFT {ttft}, {found.total_tokens_per_second:.1f} tokens/s"
         )
-        if self._on_terminal:
-            self._bar.console.print(Text(single_line(line)), soft_wrap=True)
-        else:
-            print_note(line)
 
     def _line(self) -> str:
         assert self._load is not None
         seconds = max(1e-3, self._clock() - self._began)
         failed = f", {self._failed} failed" if self._failed else ""
         return f"{self._load.label}, {self._tokens / seconds:.1f} tokens/s{failed}"
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._bar.stop()

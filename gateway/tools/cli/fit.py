@@ -43,7 +43,6 @@ _servers = partial(typer.Option, rich_help_panel="Servers")
 _machine = partial(typer.Option, rich_help_panel="Machine")
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?", re.IGNORECASE)
-
 MOST_BYTES = 1 << 50
 
 

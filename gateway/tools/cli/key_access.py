@@ -6,14 +6,13 @@ models, the settings in force and the audit log. If none answers, the command op
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import quote
 
-from gateway.tools.cli.admin_client import AdminClient, AdminRefused, connect_admin
+from gateway.tools.cli.client import AdminClient, GatewayRefused, connect_admin
 from gateway.tools.cli.store_access import (
     OPEN_SECONDS,
     NoStore,
@@ -93,7 +92,7 @@ class RunningGateway:
         """Store a key, which has an id and a hash, and return it. Raises NoStore, too."""
         try:
             return self._admin.request("POST", "/admin/keys", body=entry)
-        except AdminRefused as error:
+        except GatewayRefused as error:
             if error.code == 501:
                 raise NoStore from None
             raise
@@ -104,7 +103,7 @@ class RunningGateway:
 
         try:
             done = self._admin.request("POST", "/admin/keys/import", body={"keys": entries})
-        except AdminRefused as error:
+        except GatewayRefused as error:
             problems = error.body.get("problems")
             if not isinstance(problems, list) or not problems:
                 raise
@@ -169,6 +168,8 @@ class StoreAlone:
     def _do(
         self, work: Coroutine[Any, Any, dict[str, Any]], *, of_many: bool = False
     ) -> dict[str, Any]:
+        import asyncio  # heavy for `--help`
+
         from gateway.access.stored_keys import KeysRefused
         from gateway.errors import GatewayError
         from gateway.store.failures import StoreError

@@ -101,164 +101,125 @@ NewName = Annotated[
     ),
 ]
 
-DefaultClass = Annotated[
-    PriorityChoice | None,
-    typer.Option(
-        "--class",
-        metavar=_CLASSES,
-        help="The class of its requests that name none; unset: normal.",
-    ),
-]
-
-MaxClass = Annotated[
-    PriorityChoice | None,
-    typer.Option(
-        "--max-class",
-        metavar=_CLASSES,
-        help="The highest class it gets; unset: its --class.",
-    ),
-]
-
-Model = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--model",
-        metavar="NAME",
-        help="A model that it may use; repeat it for more. Unset: all.",
-    ),
-]
-
-Models = Annotated[
-    str | None,
-    typer.Option("--models", metavar="A,B", help="Models that it may use, in one list."),
-]
-
-Group = Annotated[
-    str | None,
-    typer.Option("--group", metavar="GROUP", help="The group whose limits it shares."),
-]
-
-Expires = Annotated[
-    str | None,
-    typer.Option(
-        "--expires",
-        metavar="TIME",
-        callback=_checked_expiry,
-        help="When it ends: in 90d or 12h, or on 2027-01-31. Unset: never.",
-    ),
-]
-
-Rpm = Annotated[int | None, _limit("--rpm", "Requests within any 60 seconds.")]
-
-Tpm = Annotated[int | None, _limit("--tpm", "Tokens within any 60 seconds.")]
-
-TokensPerDay = Annotated[int | None, _limit("--tokens-per-day", "Tokens in a day (UTC).")]
-
-MoneyBudget = Annotated[
-    str | None,
-    _budget("--budget", "Money a month or day, in the currency of the nodes' costs."),
-]
-
-Concurrency = Annotated[int | None, _limit("--concurrency", "Requests at one time.")]
-
-PromptTokens = Annotated[int | None, _limit("--prompt-tokens", "Largest prompt, in tokens.")]
-
-CompletionTokens = Annotated[
-    int | None, _limit("--completion-tokens", "Most tokens of one answer.")
-]
-
-UserRpm = Annotated[
-    int | None, _limit("--user-rpm", "Requests of each within any 60 seconds.", USERS_PANEL)
-]
-
-UserTpm = Annotated[
-    int | None, _limit("--user-tpm", "Tokens of each within any 60 seconds.", USERS_PANEL)
-]
-
-UserTokensPerDay = Annotated[
-    int | None, _limit("--user-tokens-per-day", "Tokens of each in a day.", USERS_PANEL)
-]
-
-UserBudget = Annotated[
-    str | None, _budget("--user-budget", "Money of each a month or day.", USERS_PANEL)
-]
-
-UserConcurrency = Annotated[
-    int | None, _limit("--user-concurrency", "Requests of each at one time.", USERS_PANEL)
-]
-
-CacheHide = Annotated[
-    bool | None,
-    typer.Option(
-        "--cache-hide/--no-cache-hide",
-        help="Take the figures that tell what was cached out of its responses.",
-        rich_help_panel=CACHE_PANEL,
-    ),
-]
-
-CacheIsolate = Annotated[
-    IsolateChoice | None,
-    typer.Option(
-        "--cache-isolate",
-        metavar="|".join(IsolateChoice),
-        help="Whose prompts may draw its requests to the node that has them cached.",
-        rich_help_panel=CACHE_PANEL,
-    ),
-]
-
-CacheNodes = Annotated[
-    str | None,
-    typer.Option(
-        "--cache-nodes",
-        metavar="LABEL=VALUE,...",
-        help=f"Labels of the nodes that it may use, and no other; {ALL_NODES}: every node.",
-        rich_help_panel=CACHE_PANEL,
-    ),
-]
-
-PromptCache = Annotated[
-    bool | None,
-    typer.Option(
-        "--prompt-cache/--no-prompt-cache",
-        help="Whether nodes may serve its prompts from their caches; without, each is read anew.",
-        rich_help_panel=CACHE_PANEL,
-    ),
-]
-
-
-TrustUserHeaders = Annotated[
-    bool | None,
-    typer.Option(
-        "--trust-user-headers/--no-trust-user-headers", help=TRUST_HELP, rich_help_panel=USERS_PANEL
-    ),
-]
-
 
 def rights_of(
     *,
-    default_class: DefaultClass = None,
-    max_class: MaxClass = None,
-    model: Model = None,
-    models: Models = None,
-    group: Group = None,
-    expires: Expires = None,
-    rpm: Rpm = None,
-    tpm: Tpm = None,
-    tokens_per_day: TokensPerDay = None,
-    budget: MoneyBudget = None,
-    concurrency: Concurrency = None,
-    prompt_tokens: PromptTokens = None,
-    completion_tokens: CompletionTokens = None,
-    trust_user_headers: TrustUserHeaders = None,
-    user_rpm: UserRpm = None,
-    user_tpm: UserTpm = None,
-    user_tokens_per_day: UserTokensPerDay = None,
-    user_budget: UserBudget = None,
-    user_concurrency: UserConcurrency = None,
-    cache_hide: CacheHide = None,
-    cache_isolate: CacheIsolate = None,
-    cache_nodes: CacheNodes = None,
-    prompt_cache: PromptCache = None,
+    default_class: Annotated[
+        PriorityChoice | None,
+        typer.Option(
+            "--class",
+            metavar=_CLASSES,
+            help="The class of its requests that name none; unset: normal.",
+        ),
+    ] = None,
+    max_class: Annotated[
+        PriorityChoice | None,
+        typer.Option(
+            "--max-class",
+            metavar=_CLASSES,
+            help="The highest class it gets; unset: its --class.",
+        ),
+    ] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            metavar="NAME",
+            help="A model that it may use; repeat it for more. Unset: all.",
+        ),
+    ] = None,
+    models: Annotated[
+        str | None,
+        typer.Option("--models", metavar="A,B", help="Models that it may use, in one list."),
+    ] = None,
+    group: Annotated[
+        str | None,
+        typer.Option("--group", metavar="GROUP", help="The group whose limits it shares."),
+    ] = None,
+    expires: Annotated[
+        str | None,
+        typer.Option(
+            "--expires",
+            metavar="TIME",
+            callback=_checked_expiry,
+            help="When it ends: in 90d or 12h, or on 2027-01-31. Unset: never.",
+        ),
+    ] = None,
+    rpm: Annotated[int | None, _limit("--rpm", "Requests within any 60 seconds.")] = None,
+    tpm: Annotated[int | None, _limit("--tpm", "Tokens within any 60 seconds.")] = None,
+    tokens_per_day: Annotated[
+        int | None, _limit("--tokens-per-day", "Tokens in a day (UTC).")
+    ] = None,
+    budget: Annotated[
+        str | None,
+        _budget("--budget", "Money a month or day, in the currency of the nodes' costs."),
+    ] = None,
+    concurrency: Annotated[int | None, _limit("--concurrency", "Requests at one time.")] = None,
+    prompt_tokens: Annotated[
+        int | None, _limit("--prompt-tokens", "Largest prompt, in tokens.")
+    ] = None,
+    completion_tokens: Annotated[
+        int | None, _limit("--completion-tokens", "Most tokens of one answer.")
+    ] = None,
+    trust_user_headers: Annotated[
+        bool | None,
+        typer.Option(
+            "--trust-user-headers/--no-trust-user-headers",
+            help=TRUST_HELP,
+            rich_help_panel=USERS_PANEL,
+        ),
+    ] = None,
+    user_rpm: Annotated[
+        int | None, _limit("--user-rpm", "Requests of each within any 60 seconds.", USERS_PANEL)
+    ] = None,
+    user_tpm: Annotated[
+        int | None, _limit("--user-tpm", "Tokens of each within any 60 seconds.", USERS_PANEL)
+    ] = None,
+    user_tokens_per_day: Annotated[
+        int | None, _limit("--user-tokens-per-day", "Tokens of each in a day.", USERS_PANEL)
+    ] = None,
+    user_budget: Annotated[
+        str | None, _budget("--user-budget", "Money of each a month or day.", USERS_PANEL)
+    ] = None,
+    user_concurrency: Annotated[
+        int | None, _limit("--user-concurrency", "Requests of each at one time.", USERS_PANEL)
+    ] = None,
+    cache_hide: Annotated[
+        bool | None,
+        typer.Option(
+            "--cache-hide/--no-cache-hide",
+            help="Take the figures that tell what was cached out of its responses.",
+            rich_help_panel=CACHE_PANEL,
+        ),
+    ] = None,
+    cache_isolate: Annotated[
+        IsolateChoice | None,
+        typer.Option(
+            "--cache-isolate",
+            metavar="|".join(IsolateChoice),
+            help="Whose prompts may draw its requests to the node that has them cached.",
+            rich_help_panel=CACHE_PANEL,
+        ),
+    ] = None,
+    cache_nodes: Annotated[
+        str | None,
+        typer.Option(
+            "--cache-nodes",
+            metavar="LABEL=VALUE,...",
+            help=f"Labels of the nodes that it may use, and no other; {ALL_NODES}: every node.",
+            rich_help_panel=CACHE_PANEL,
+        ),
+    ] = None,
+    prompt_cache: Annotated[
+        bool | None,
+        typer.Option(
+            "--prompt-cache/--no-prompt-cache",
+            help=(
+                "Whether nodes may serve its prompts from their caches; without, each is read anew."
+            ),
+            rich_help_panel=CACHE_PANEL,
+        ),
+    ] = None,
 ) -> dict[str, Any]:
     """Return the fields of a key that these flags set. Raises BadParameter."""
     return given(

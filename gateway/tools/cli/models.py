@@ -9,7 +9,7 @@ from urllib.parse import quote
 import typer
 
 from gateway.tools.cli import options
-from gateway.tools.cli.admin_client import connect_admin
+from gateway.tools.cli.client import connect_admin
 from gateway.tools.cli.options import examples_epilog
 from gateway.tools.cli.terminal import format_cell, print_json, print_note, print_table
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import enum
 import sys
 import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from gateway.tools.cli import options
-from gateway.tools.cli.admin_client import AdminClient, NoGateway, connect_admin
-from gateway.tools.cli.node_selection import (
-    NodeSelection,
-    in_words,
-    models_left_without,
-    read_labels,
-)
+from gateway.tools.cli.client import AdminClient, NoGateway, connect_admin
 from gateway.tools.cli.options import examples_epilog
 from gateway.tools.cli.terminal import (
     CommandFailed,
@@ -49,7 +46,10 @@ LONGEST_POLL_INTERVAL = 0.5
 MOST_FAILED_POLLS = 5
 """Polls in a row that may fail before the command gives up."""
 
-_WHICH = "Which nodes"
+_which = partial(typer.Option, rich_help_panel="Which nodes")
+
+SERVING_STATES = frozenset({"ready", "degraded", "mute", "sleeping", "loading", "starting"})
+"""States of nodes that serve their models, or will in a moment."""
 
 _NOT_ANSWERING = frozenset({"down", "loading", "mute"})
 
@@ -87,30 +87,23 @@ def nodes(
     ] = None,
     hosts: Annotated[
         list[str] | None,
-        typer.Option(
+        _which(
             "--host",
             metavar="HOST",
             help="Nodes of this host, as the inventory says; repeat it for several.",
-            rich_help_panel=_WHICH,
         ),
     ] = None,
     labels: Annotated[
         list[str] | None,
-        typer.Option(
+        _which(
             "--label",
             metavar="KEY=VALUE",
             help="Nodes with this label; of several they must have all.",
-            rich_help_panel=_WHICH,
         ),
     ] = None,
     all_but: Annotated[
         list[str] | None,
-        typer.Option(
-            "--all-but",
-            metavar="NAME",
-            help="All nodes but this one; repeat it for several.",
-            rich_help_panel=_WHICH,
-        ),
+        _which("--all-but", metavar="NAME", help="All nodes but this one; repeat it for several."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show the nodes that it would touch.")
@@ -367,3 +360,91 @@ def _wait(admin: AdminClient, node: dict[str, Any], timeout: float) -> dict[str,
                 raise CommandFailed(f"{name} is no longer drained: {_summary(node)}")
             status.update(f"{format_cell(name)}: {_summary(node)}")
     return node
+
+
+# The nodes that a command means.
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSelection:
+    """What a command line says of nodes."""
+
+    names: Sequence[str] = ()
+    hosts: Sequence[str] = ()
+    """Any of them."""
+    labels: Sequence[tuple[str, str]] = ()
+    """All of them."""
+    all_but: Sequence[str] = ()
+
+    @property
+    def is_group(self) -> bool:
+        """Whether it may mean several nodes."""
+        return len(self.names) > 1 or bool(self.hosts or self.labels or self.all_but)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was said."""
+        return not (self.names or self.hosts or self.labels or self.all_but)
+
+    def choose(self, nodes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Those of the nodes that are meant. Raises: CommandFailed, if a name or all fit none."""
+        known = {str(node.get("name")): node for node in nodes}
+        unknown = [name for name in (*self.names, *self.all_but) if name not in known]
+        if unknown:
+            raise CommandFailed(
+                f"there is no node {', '.join(map(repr, unknown))}: llama-gateway nodes lists them"
+            )
+        found = [node for name, node in known.items() if self._means(name, node)]
+        if not found:
+            raise CommandFailed("no node fits: llama-gateway nodes --json shows hosts and labels")
+        return found
+
+    def _means(self, name: str, node: dict[str, Any]) -> bool:
+        labels = node.get("labels")
+        own = labels if isinstance(labels, Mapping) else {}
+        return (
+            (not self.names or name in self.names)
+            and (not self.hosts or node.get("host") in self.hosts)
+            and all(own.get(key) == value for key, value in self.labels)
+            and name not in self.all_but
+        )
+
+
+def read_labels(texts: Sequence[str]) -> list[tuple[str, str]]:
+    """Labels as the command line has them, `key=value`. Raises: CommandFailed."""
+    found = []
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise CommandFailed(f"--label {text}: must be like rack=b", status=2)
+        found.append((key, value))
+    return found
+
+
+def models_left_without(
+    chosen: Iterable[dict[str, Any]], nodes: Iterable[dict[str, Any]]
+) -> list[str]:
+    """Models that nobody would serve without the chosen nodes, and that they serve now."""
+    taken = {str(node.get("name")) for node in chosen}
+    serving = [node for node in nodes if node.get("state") in SERVING_STATES]
+    left = {
+        model
+        for node in serving
+        if str(node.get("name")) not in taken
+        for model in node.get("models") or ()
+    }
+    lost = {
+        str(model)
+        for node in serving
+        if str(node.get("name")) in taken
+        for model in node.get("models") or ()
+        if model not in left
+    }
+    return sorted(lost)
+
+
+def in_words(models: Sequence[str], most: int = 8) -> str:
+    """Some names of models, for a sentence."""
+    shown = ", ".join(format_cell(name) for name in models[:most])
+    more = len(models) - most
+    return f"{shown} and {more} more" if more > 0 else shown

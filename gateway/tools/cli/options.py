@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import importlib.util
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,50 +16,46 @@ DEFAULT_NODES = Path("config/nodes.yaml")
 
 DEFAULT_CONFIG = Path("config/gateway.yaml")
 
-_FILES = "Files"
+_of_files = partial(typer.Option, rich_help_panel="Files")
 
-_LISTENER = "Public listener"
+_of_listener = partial(typer.Option, rich_help_panel="Public listener")
 
-_ADMIN = "Admin listener"
+_of_gateway = partial(typer.Option, rich_help_panel="Gateway")
+
+_of_admin = partial(typer.Option, rich_help_panel="Admin listener")
 
 NodesFile = Annotated[
     Path,
-    typer.Option(
-        "--nodes",
-        envvar="LLAMA_GATEWAY_NODES",
-        metavar="FILE",
-        help="The inventory of the nodes.",
-        rich_help_panel=_FILES,
+    _of_files(
+        "--nodes", envvar="LLAMA_GATEWAY_NODES", metavar="FILE", help="The inventory of the nodes."
     ),
 ]
 
 ConfigFile = Annotated[
     Path | None,
-    typer.Option(
+    _of_files(
         "--config",
         envvar="LLAMA_GATEWAY_CONFIG",
         metavar="FILE",
         show_default=f"{DEFAULT_CONFIG}, if there is one",
         help="The settings.",
-        rich_help_panel=_FILES,
     ),
 ]
 
 Host = Annotated[
     str | None,
-    typer.Option(
+    _of_listener(
         "--host",
         envvar="LLAMA_GATEWAY_HOST",
         metavar="ADDRESS",
         show_default="127.0.0.1",
         help="Address of the public listener; 0.0.0.0 or :: for all.",
-        rich_help_panel=_LISTENER,
     ),
 ]
 
 Port = Annotated[
     int | None,
-    typer.Option(
+    _of_listener(
         "--port",
         envvar="LLAMA_GATEWAY_PORT",
         min=0,
@@ -66,25 +63,23 @@ Port = Annotated[
         metavar="PORT",
         show_default="8000",
         help="Port of the public listener; 0 takes a free one.",
-        rich_help_panel=_LISTENER,
     ),
 ]
 
 AdminHost = Annotated[
     str | None,
-    typer.Option(
+    _of_admin(
         "--admin-host",
         envvar="LLAMA_GATEWAY_ADMIN_HOST",
         metavar="ADDRESS",
         show_default="127.0.0.1",
         help="Address of the admin listener; needs a key where it is not loopback.",
-        rich_help_panel=_ADMIN,
     ),
 ]
 
 AdminPort = Annotated[
     int | None,
-    typer.Option(
+    _of_admin(
         "--admin-port",
         envvar="LLAMA_GATEWAY_ADMIN_PORT",
         min=0,
@@ -92,27 +87,24 @@ AdminPort = Annotated[
         metavar="PORT",
         show_default="8001",
         help="Port of the admin listener; 0 takes a free one.",
-        rich_help_panel=_ADMIN,
     ),
 ]
 
 AdminKeyFile = Annotated[
     Path | None,
-    typer.Option(
+    _of_admin(
         "--admin-key-file",
         envvar="LLAMA_GATEWAY_ADMIN_KEY_FILE",
         metavar="FILE",
         help="File that holds the admin key.",
-        rich_help_panel=_ADMIN,
     ),
 ]
 
 AllowAnonymous = Annotated[
     bool,
-    typer.Option(
+    _of_listener(
         "--allow-anonymous",
         help="Serve callers without a key, on an address that is not loopback too.",
-        rich_help_panel=_LISTENER,
     ),
 ]
 
@@ -128,28 +120,79 @@ Until = Annotated[
 
 AdminUrl = Annotated[
     str | None,
-    typer.Option(
+    _of_admin(
         "--admin-url",
         metavar="URL",
         show_default="from the settings, else http://127.0.0.1:8001",
         help="Address of the running gateway's admin API.",
-        rich_help_panel=_ADMIN,
     ),
 ]
 
 AdminCa = Annotated[
     Path | None,
-    typer.Option(
+    _of_admin(
         "--admin-ca",
         envvar="LLAMA_GATEWAY_ADMIN_CA",
         metavar="FILE",
         show_default="the settings' admin.tls.cert, else the system's authorities",
         help="Where it speaks https: PEM file of its certificate, or of the authority behind it.",
-        rich_help_panel=_ADMIN,
+    ),
+]
+
+Url = Annotated[
+    str | None,
+    _of_gateway(
+        "--url",
+        envvar="LLAMA_GATEWAY_URL",
+        metavar="URL",
+        show_default="http://127.0.0.1:8000",
+        help="Address of the gateway's public listener.",
+    ),
+]
+
+KeyFile = Annotated[
+    Path | None,
+    _of_gateway(
+        "--key-file",
+        metavar="FILE",
+        show_default="the key in LLAMA_GATEWAY_KEY",
+        help="File that holds the API key.",
+    ),
+]
+
+Ca = Annotated[
+    Path | None,
+    _of_gateway(
+        "--ca",
+        envvar="LLAMA_GATEWAY_CA",
+        metavar="FILE",
+        show_default="the system's authorities",
+        help="Where it speaks https: PEM file of its certificate, or of the authority behind it.",
+    ),
+]
+
+RETRY_SECONDS = 600.0
+
+RetryFor = Annotated[
+    float,
+    _of_gateway(
+        "--retry-for",
+        min=0.0,
+        metavar="SECONDS",
+        show_default="600",
+        help="For how long a gateway that does not answer is asked again.",
     ),
 ]
 
 Json = Annotated[bool, typer.Option("--json", help="Write JSON, for scripts.")]
+
+
+class Form(enum.StrEnum):
+    """Forms of a batch's input, and of its results."""
+
+    JSONL = "jsonl"
+    CSV = "csv"
+    FOLDER = "folder"
 
 
 class StartKind(enum.StrEnum):

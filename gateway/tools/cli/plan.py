@@ -17,7 +17,7 @@ from gateway.tools.cli.options import examples_epilog
 from gateway.tools.cli.terminal import CommandFailed, print_json, print_note
 
 if TYPE_CHECKING:
-    from gateway.tools.cli.admin_client import AdminClient
+    from gateway.tools.cli.client import AdminClient
     from gateway.tools.plan.catalogue import NodeCatalogue, NodeType
     from gateway.tools.plan.running_fleet import FleetTraffic, MeasuredFleet
     from gateway.tools.plan.search import PlanQuestion, TimeLimit
@@ -282,7 +282,7 @@ def plan(
         for name, unfit in (("--backlog", backlog), ("--plot", plot)):
             if unfit is not None:
                 raise CommandFailed(f"{name} has no meaning with --fleet: leave it out", status=2)
-        from gateway.tools.cli.admin_client import connect_admin
+        from gateway.tools.cli.client import connect_admin
         from gateway.tools.plan.running_fleet import traffic_of
 
         with connect_admin(admin_url, admin_key_file, config, ca=admin_ca) as admin:
@@ -393,13 +393,13 @@ def _ledger_traffic(
 
     Notes go to stderr. Raises CommandFailed.
     """
-    from gateway.tools.cli.admin_client import AdminRefused
+    from gateway.tools.cli.client import GatewayRefused
     from gateway.tools.plan.running_fleet import UnmeasuredFleetError, busiest_hour
 
     instead = "--requests-per-hour, --prompt and --completion or --trace tell the traffic"
     try:
         told = admin.request("GET", "/admin/usage/arrivals", {"since": since}, timeout=90.0)
-    except AdminRefused as error:
+    except GatewayRefused as error:
         if error.code == 404:
             raise CommandFailed(
                 f"the gateway at {admin.url} is older than this command and does not tell its "
@@ -489,11 +489,7 @@ def _check_claim(node: NodeType, claimed: float) -> None:
 
 
 def _plan_new(
-    question: PlanQuestion,
-    currency: str,
-    time_limit: float,
-    plot: Path | None,
-    as_json: bool,
+    question: PlanQuestion, currency: str, time_limit: float, plot: Path | None, as_json: bool
 ) -> None:
     from gateway.tools.cli import plan_output
     from gateway.tools.plan.answer import answer, break_even, compare_deployments, plot_break_even

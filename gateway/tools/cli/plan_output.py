@@ -10,17 +10,10 @@ from gateway.tools.cli.terminal import print_table
 from gateway.tools.plan.answer import BreakEven, Deployment, PlanAnswer
 from gateway.tools.plan.catalogue import HOURS_PER_MONTH
 from gateway.tools.plan.running_fleet import FleetAnswer
-from gateway.tools.plan.search import (
-    WARM_UP_SHARE,
-    FleetOption,
-    FleetTrial,
-    PlanQuestion,
-    times_of,
-)
+from gateway.tools.plan.search import WARM_UP_SHARE, FleetOption, FleetTrial, PlanQuestion, times_of
 from gateway.tools.plan.workload import SECONDS_PER_HOUR
 
-SAME_PRICE = 0.1
-"""Two prices that differ by less are the same, as a share."""
+SAME_PRICE = 0.1  # two prices that differ by less are the same, as a share
 
 
 def pure_instances(question: PlanQuestion, option: FleetOption) -> tuple[float, int]:
@@ -172,15 +165,11 @@ _COLUMNS = (
 )
 
 _DEPLOYMENTS = ("DEPLOYMENT", "FLEET", "", "P95", "MONTH", "REASON")
-
 _CHANGES = ("CHANGE", "FLEET", "USE", "WAIT", "TTFT P95", "COMPLETION", "P95", "MONTH", "GOAL")
 
 
 def show(
-    found: PlanAnswer,
-    rows: Sequence[Deployment],
-    crossing: BreakEven | None,
-    currency: str,
+    found: PlanAnswer, rows: Sequence[Deployment], crossing: BreakEven | None, currency: str
 ) -> None:
     """Print the answer."""
     best = found.best
@@ -264,10 +253,7 @@ def crossing_lines(found: BreakEven) -> list[str]:
 
 
 def as_dict(
-    found: PlanAnswer,
-    rows: Sequence[Deployment],
-    crossing: BreakEven | None,
-    currency: str,
+    found: PlanAnswer, rows: Sequence[Deployment], crossing: BreakEven | None, currency: str
 ) -> dict[str, Any]:
     """The answer for scripts: seconds, tokens, and the catalogue's currency."""
     best = found.best

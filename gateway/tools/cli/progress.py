@@ -1,263 +1,140 @@
-"""Shows progress, live on a terminal, else in lines: servers of `up`; measurements of `tune`."""
+"""The display of progress that all commands share: bars on a terminal, else lines."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
+import time
+from collections.abc import Callable
 
-import structlog
-from rich.progress import (
-    BarColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich import progress
 from rich.text import Text
 
 from gateway.config.errors import single_line
-from gateway.tools.cli.terminal import console, print_note, print_table
+from gateway.tools.cli.terminal import console
 from gateway.tools.local.memory import format_gib
-from gateway.tools.local.supervisor import (
-    ServerEvent,
-    ServerExited,
-    ServerLoading,
-    ServerReady,
-    ServerStarted,
-)
-from gateway.tools.tune.benchmark import MOST_OTHER_WORK
-from gateway.tools.tune.report import SettingResult, TuningReport, format_figures
-from gateway.tools.tune.search import PINNING_LABELS, Measurement, PlannedMeasurement, TuningSession
+
+LINE_SECONDS, REDRAW_SECONDS = 10.0, 0.1
+"""Seconds between two lines; on a terminal between two changes of a download's bar."""
 
 
-class StartupProgress:
-    """Shows the events of servers within its context, and logs them afterwards."""
+class Progress(progress.Progress):
+    """Shows progress on stderr within its context.
 
-    def __init__(self, servers: Sequence[str]) -> None:
-        output = console(sys.stderr)
-        self._on_terminal = output.is_terminal and not output.is_dumb_terminal
-        self._display = Progress(
-            TextColumn(" "),
-            SpinnerColumn("line", finished_text=" "),
-            TextColumn("{task.description}", markup=False),
-            TimeElapsedColumn(),
-            console=output,
-            disable=not self._on_terminal,
-        )
-        self._rows: dict[str, TaskID] = {
-            name: self._display.add_task(name, total=1) for name in servers
-        }
-        self._ended = False
+    The bars are rich's, and are drawn on a terminal alone. Elsewhere the user reads notes, of which
+    `due` spaces those that come now and then.
+    """
 
-    def update(self, event: ServerEvent) -> None:
-        """Show or log an event of one server."""
-        if self._ended:
-            _log(event)
-        elif self._on_terminal:
-            ready = isinstance(event, ServerReady)
-            self._display.update(
-                self._rows[event.name],
-                description=f"{event.name}: {_describe(event)}",
-                completed=int(ready),
-            )
-        else:
-            print_note(f"  {event.name}: {_describe(event)}")
-
-    def __enter__(self) -> Self:
-        self._display.start()
-        return self
-
-    def __exit__(
+    def __init__(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        *columns: progress.ProgressColumn,
+        transient: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._display.stop()
-        self._ended = True
-
-
-def _describe(event: ServerEvent) -> str:
-    match event:
-        case ServerStarted():
-            return f"started on {event.url}"
-        case ServerLoading():
-            return "loading the model"
-        case ServerReady():
-            return f"ready after {event.seconds:.1f} s"
-        case ServerExited():
-            return f"{event.exit_description}, restarts in {event.restart_in:g} s"
-
-
-def _log(event: ServerEvent) -> None:
-    log = structlog.get_logger()
-    match event:
-        case ServerExited():
-            log.warning(
-                "server exited",
-                server=event.name,
-                how=event.exit_description,
-                restart_in=event.restart_in,
-            )
-        case ServerReady():
-            log.info("server ready", server=event.name, seconds=round(event.seconds, 1))
-        case _:
-            pass
-
-
-# Short, so that a row fits into 80 characters.
-REPORT_COLUMNS = (
-    "THR",
-    "BATCH",
-    "SLOTS",
-    "READS",
-    "WRITES",
-    "BUSY",
-    "STALL",
-    "MEM",
-    "SCORE",
-    "GAIN",
-    "N",
-)
-
-
-class TuningProgress:
-    """Prints a line for each measurement, and on a terminal a bar of the time used."""
-
-    def __init__(self, session: TuningSession, minutes: float) -> None:
         output = console(sys.stderr)
-        self._on_terminal = output.is_terminal and not output.is_dumb_terminal
-        self._session = session
-        self._seconds = minutes * 60
-        self._seconds_left = self._seconds
-        self._bar = Progress(
-            BarColumn(24),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}", markup=False),
-            console=output,
-            transient=True,
-            disable=not self._on_terminal,
+        self.on_terminal = output.is_terminal and not output.is_dumb_terminal
+        super().__init__(
+            *columns, console=output, transient=transient, disable=not self.on_terminal
         )
-        self._task = self._bar.add_task("", total=self._seconds)
-        self._estimated = False
+        self.clock = clock
+        self.ended = False
+        self._due_from = 0.0
 
-    def measurement_started(self, planned: PlannedMeasurement) -> None:
-        """A measurement begins."""
-        self._seconds_left = planned.seconds_left
-        if planned.seconds_each is not None and not self._estimated:
-            self._estimated = True
-            self._estimate(planned.seconds_each, planned.seconds_left)
-        search = self._session.search
-        knob = (
-            "rule of thumb"
-            if search.current_knob is None
-            else search.current_knob.replace("_", "-")
-        )
-        self._bar.update(
-            self._task,
-            completed=self._seconds - planned.seconds_left,
-            description=f"{knob}: {planned.setting}",
-        )
+    def stop(self) -> None:
+        """End the display."""
+        super().stop()
+        self.ended = True
 
-    def measurement_done(self, measurement: Measurement) -> None:
-        """A measurement is done."""
-        left = max(0.0, self._seconds_left - measurement.seconds) / 60
-        result = (
-            format_figures(measurement.figures)
-            if measurement.figures
-            else f"does not run: {measurement.error}"
-        )
-        busy = (
-            f"; other work took {measurement.other_work:.1f} CPUs"
-            if (measurement.other_work or 0.0) > MOST_OTHER_WORK
-            else ""
-        )
-        self._print(
-            f"{len(self._session.measurements):>3}. {measurement.setting}: {result} "
-            f"({measurement.seconds:.0f} s, {left:.1f} min left{busy})"
-        )
+    def note(self, text: str) -> None:
+        """Print a line, on a terminal above the bars."""
+        self.console.print(Text(single_line(text)), soft_wrap=True)
 
-    def _estimate(self, each: float, left: float) -> None:
-        expected = self._session.search.expected_measurements()
-        whole = expected * each
-        verdict = (
-            "the time is enough"
-            if whole <= left
-            else f"the time is for {int(left / each)} of them; more: --minutes"
-        )
-        self._print(
-            f"A measurement takes about {each:.0f} s, about {expected} of them "
-            f"{whole / 60:.0f} min: {verdict}."
-        )
+    def begin(self) -> None:
+        """Let the time until the next note begin now."""
+        self._due_from = self.clock()
 
-    def _print(self, line: str) -> None:
-        if self._on_terminal:
-            self._bar.console.print(Text(single_line(line)), soft_wrap=True)
+    def due(self, seconds: float) -> bool:
+        """Return True once `seconds` have passed since `begin`, or since it was last True."""
+        if self.clock() - self._due_from < seconds:
+            return False
+        self.begin()
+        return True
+
+
+class StatusProgress(Progress):
+    """Shows a thing with a status, such as a batch, and how much of it is done."""
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(
+            progress.SpinnerColumn("line", finished_text=" "),
+            progress.BarColumn(24),
+            progress.TextColumn("{task.description}", markup=False),
+            transient=False,
+            clock=clock,
+        )
+        self._name = name
+        self._bar = self.add_task(name, total=None)
+        self._status: str | None = None
+        self._between = LINE_SECONDS
+
+    def show(self, text: str, status: str, done: int, total: int) -> None:
+        """Show the text; without a terminal a line for each new status, and now and then."""
+        if self.on_terminal:
+            self.update(
+                self._bar, total=total or None, completed=done, description=single_line(text)
+            )
+            return
+        if status != self._status:
+            self._status = status
+            self.begin()
+        elif self.due(self._between):
+            self._between = min(1.2 * self._between, 6 * LINE_SECONDS)
         else:
-            print_note(line)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._bar.stop()
+            return
+        self.note(f"{self._name}: {text}")
 
 
-def print_report(report: TuningReport) -> None:
-    """Print the table of all settings, the best first, and the verdict."""
-    pinnings = len(report.session.search.space.pinning) > 1
-    energy = any(row.figures.decode_joules is not None for row in report.results)
-    print_table(
-        (*REPORT_COLUMNS, *(["J/TOK"] if energy else []), *(["PINNED"] if pinnings else [])),
-        (_cells(row, pinning=pinnings, energy=energy) for row in report.results),
-        state_column=0,
-    )
-    request = report.session.request
-    print(
-        "\nREADS, WRITES (alone), BUSY (all slots): tokens/s of one server. STALL: seconds.\n"
-        f"SCORE: seconds for {request.prompt} + {request.answer} tokens, goal "
-        f"{report.session.goal}. GAIN: against the rule of thumb;\nin brackets where it may be "
-        "noise. N: times measured."
-        + (" J/TOK: joules for a token written in all slots.\n" if energy else "\n")
-    )
-    for setting, error in report.session.errors().items():
-        print(f"Does not run: {setting}: {single_line(error)}")
-    for line in report.verdict():
-        print(line)
+class DownloadProgress(Progress):
+    """Shows a download."""
+
+    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(
+            progress.BarColumn(24),
+            progress.DownloadColumn(binary_units=True),
+            progress.TransferSpeedColumn(),
+            progress.TimeRemainingColumn(),
+            clock=clock,
+        )
+        self._name = name
+        self._bar = self.add_task("", total=None, visible=False)
+        self._began: tuple[float, int] | None = None  # when, and with how many bytes
+
+    def show(self, done: int, total: int | None) -> None:
+        """Show that so many bytes are there."""
+        if self._began is None or done < self._began[1]:  # it began, or starts over
+            self._began = (self.clock(), done)
+            self.begin()
+            self.reset(self._bar, total=total, completed=done, visible=True)
+            size = "" if total is None else f", {format_gib(total)}"
+            rest = f", from {format_gib(done)} on" if done else ""
+            if not self.on_terminal:
+                self.note(f"Downloading {self._name}{size}{rest}")
+            elif done == 0:
+                self.note(f"Downloading {self._name}")
+        elif self.on_terminal and (done == total or self.due(REDRAW_SECONDS)):
+            self.update(self._bar, completed=done, total=total)
+        elif not self.on_terminal and self.due(LINE_SECONDS):
+            began, before = self._began
+            self.note(f"  {describe_download(done, total, done - before, self.clock() - began)}")
 
 
-def _cells(row: SettingResult, *, pinning: bool, energy: bool) -> list[object]:
-    setting, figures = row.setting, row.figures
-    gain = f"{row.gain:+.1%}"
-    return [
-        str(setting.threads),
-        f"{setting.batch}/{setting.micro_batch}",
-        str(setting.slots),
-        _short(figures.prefill),
-        _short(figures.decode),
-        _short(figures.decode_busy),
-        None if figures.stall is None else f"{figures.stall:.2f}",
-        None if figures.memory is None else format_gib(figures.memory),
-        f"{row.score:.2f}",
-        gain if row.significant else f"({gain})",
-        str(row.repeats),
-        *([_joules(figures.decode_joules)] if energy else []),
-        *([PINNING_LABELS[setting.pinning]] if pinning else []),
-    ]
-
-
-def _joules(value: float | None) -> str | None:
-    return None if value is None else f"{value:.3g}"
-
-
-def _short(speed: float) -> str:
-    return f"{speed:.0f}" if speed >= 100 else f"{speed:.1f}"
+def describe_download(done: int, total: int | None, gained: int, seconds: float) -> str:
+    """Say how far a download is, how fast, and when it ends."""
+    speed = gained / seconds if seconds > 0 else 0.0
+    shown = format_gib(done)
+    if total:
+        shown += f" of {format_gib(total)} ({done / total:.0%})"
+    shown += f", {speed / (1 << 20):.1f} MiB/s"
+    if total and speed > 0:
+        left = (total - done) / speed
+        shown += f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"
+    return shown

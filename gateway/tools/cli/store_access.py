@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gateway.tools.cli import options
-from gateway.tools.cli.admin_client import AdminClient, NoGateway, connect_admin
+from gateway.tools.cli.client import AdminClient, NoGateway, connect_admin
 from gateway.tools.cli.terminal import CommandFailed, print_note
 
 if TYPE_CHECKING:

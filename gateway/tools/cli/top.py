@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gateway.tools.cli import options
-from gateway.tools.cli.admin_client import AdminRefused, connect_admin
+from gateway.tools.cli.client import GatewayRefused, connect_admin
 from gateway.tools.cli.options import examples_epilog
 from gateway.tools.cli.terminal import CommandFailed, print_json, print_note, print_table
 
 if TYPE_CHECKING:
-    from gateway.tools.cli.admin_client import AdminClient
+    from gateway.tools.cli.client import AdminClient
     from gateway.tools.top.picture import FleetPicture
 
 
@@ -66,7 +66,7 @@ def top(
                 )
             # A key that is refused is told here, and not on a screen.
             _read_once(admin)
-        except AdminRefused as error:
+        except GatewayRefused as error:
             raise CommandFailed(refusal(error)) from None
         from gateway.tools.top.app import Top
 

@@ -40,8 +40,7 @@ EXAMPLES = examples_epilog(
     ("llama-gateway tune --minutes 3", "with a demo model, to see how it works"),
 )
 
-SLOT_HEADROOM = 64
-"""Tokens of a slot that stay free beside prompt and answer."""
+SLOT_HEADROOM = 64  # tokens of a slot that stay free beside prompt and answer
 
 _judged = partial(typer.Option, rich_help_panel="What is judged")
 _servers = partial(typer.Option, rich_help_panel="Servers")
@@ -188,7 +187,7 @@ def tune(
     if as_json:
         print_json({"subject": subject, **report.as_dict()})
     else:
-        from gateway.tools.cli.progress import print_report
+        from gateway.tools.cli.tune_progress import print_report
 
         print_report(report)
     _write_files(report, topology, subject, plot, write)
@@ -279,7 +278,7 @@ def _run(
     import asyncio
     import signal
 
-    from gateway.tools.cli.progress import TuningProgress
+    from gateway.tools.cli.tune_progress import TuningProgress
 
     async def search() -> None:
         task = asyncio.current_task()

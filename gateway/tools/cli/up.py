@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import tempfile
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gateway.tools.cli import options
-from gateway.tools.cli.download import MaxBytes, Sha256, TokenEnv, model_file
 from gateway.tools.cli.options import examples_epilog
 from gateway.tools.cli.terminal import CommandFailed, print_note
 
 if TYPE_CHECKING:
     from gateway.config.settings import Settings
     from gateway.startup import Options
+    from gateway.tools.cli.progress import Progress
+    from gateway.tools.local.download import ModelWish
+    from gateway.tools.local.gguf import ModelFile
     from gateway.tools.local.plan import LocalFleetPlan
+    from gateway.tools.local.supervisor import ServerEvent
 
 
 EXAMPLES = examples_epilog(
@@ -37,47 +44,51 @@ EXAMPLES = examples_epilog(
     ("llama-gateway up --server-port 9081", "its servers on ports 9081, 9082, ..."),
 )
 
-_SERVERS = "Servers"
+_of_servers = partial(typer.Option, rich_help_panel="Servers")
+
+_of_download = partial(typer.Option, rich_help_panel="Download")
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+LONGEST_TOKEN = 4096
+"""Characters of a token for a download."""
 
 Model = Annotated[
     str | None,
-    typer.Option(
+    _of_servers(
         "--model",
         metavar="FILE.gguf|URL",
         show_default="a small demo model of random weights",
         help="The model to serve: a file, or an https address that it is downloaded from once.",
-        rich_help_panel=_SERVERS,
     ),
 ]
 
 Servers = Annotated[
     int | None,
-    typer.Option(
+    _of_servers(
         "--servers",
         min=1,
         max=256,
         metavar="N",
         show_default="one per NUMA node",
         help="How many llama.cpp servers to start.",
-        rich_help_panel=_SERVERS,
     ),
 ]
 
 Slots = Annotated[
     int,
-    typer.Option(
+    _of_servers(
         "--slots",
         min=1,
         max=256,
         metavar="N",
         help="Requests that one server takes at once.",
-        rich_help_panel=_SERVERS,
     ),
 ]
 
 Context = Annotated[
     int | None,
-    typer.Option(
+    _of_servers(
         "--context",
         min=1,
         max=1 << 24,
@@ -87,25 +98,23 @@ Context = Annotated[
             "Tokens of prompt and answer that one request may have. Coding agents begin with "
             "thousands. Memory grows with slots times context."
         ),
-        rich_help_panel=_SERVERS,
     ),
 ]
 
 Embedding = Annotated[
     bool,
-    typer.Option(
+    _of_servers(
         "--embedding",
         help=(
             "Serve /v1/embeddings too, beside chats. A text may have --context tokens, and takes "
             "them at once: that costs memory."
         ),
-        rich_help_panel=_SERVERS,
     ),
 ]
 
 ServerPort = Annotated[
     int | None,
-    typer.Option(
+    _of_servers(
         "--server-port",
         min=0,
         max=65535,
@@ -115,36 +124,66 @@ ServerPort = Annotated[
             "Port of the first server; the others get the next ones. Ports in use are skipped. 0 "
             "takes free ones."
         ),
-        rich_help_panel=_SERVERS,
     ),
 ]
 
 ServerBin = Annotated[
     Path | None,
-    typer.Option(
+    _of_servers(
         "--server-bin",
         metavar="FILE",
         show_default="llama-server on PATH, else the embedded one",
         help="The llama-server program to use.",
-        rich_help_panel=_SERVERS,
     ),
 ]
 
 ForceMemory = Annotated[
     bool,
-    typer.Option(
+    _of_servers(
         "--force-memory",
         help="Start even if too little memory would stay free.",
-        rich_help_panel=_SERVERS,
     ),
 ]
 
 Mlock = Annotated[
     bool,
-    typer.Option(
+    _of_servers(
         "--mlock",
         help="Lock the model in memory, so that it is never swapped out.",
-        rich_help_panel=_SERVERS,
+    ),
+]
+
+
+Sha256 = Annotated[
+    list[str] | None,
+    _of_download(
+        "--sha256",
+        metavar="DIGEST",
+        show_default="not checked",
+        help="SHA-256 of the model behind a URL; once for each file of a split one.",
+    ),
+]
+
+TokenEnv = Annotated[
+    str | None,
+    _of_download(
+        "--token-env",
+        metavar="NAME",
+        show_default="no token is sent",
+        help=(
+            "Variable of the environment, such as HF_TOKEN, whose token is sent to the URL's host "
+            "(and to no other one)."
+        ),
+    ),
+]
+
+MaxBytes = Annotated[
+    str | None,
+    _of_download(
+        "--max-bytes",
+        metavar="SIZE",
+        show_default="what disk and memory have room for",
+        help="Refuse a larger download, such as 8GiB.",
     ),
 ]
 
@@ -183,22 +222,20 @@ def up(
     from gateway.startup import Options, StartError, state_folder
     from gateway.tools.local import LocalFleetError
     from gateway.tools.local.cache import models_in_use
-    from gateway.tools.local.gguf import ModelFile, model_parts
+    from gateway.tools.local.gguf import model_parts
     from gateway.tools.local.plan import check_model_fits, find_server, plan_local_fleet
 
-    def check_fits(found: ModelFile) -> None:
-        check_model_fits(
-            found,
-            servers=servers,
-            slots=slots,
-            context=context,
-            force_memory=force_memory,
-            embedding=embedding,
-        )
-
+    check_fits = partial(
+        check_model_fits,
+        servers=servers,
+        slots=slots,
+        context=context,
+        force_memory=force_memory,
+        embedding=embedding,
+    )
     try:
         find_server(server_bin)  # a missing program is told before a download, not after it
-        path = model_file(model, sha256, token_env, max_bytes, check_fits)
+        path = _model_file(model, sha256, token_env, max_bytes, check_fits)
         plan = plan_local_fleet(
             path,
             servers=servers,
@@ -238,6 +275,75 @@ def up(
     raise typer.Exit(status)
 
 
+def _model_file(
+    model: str | None,
+    sha256: list[str] | None,
+    token_env: str | None,
+    max_bytes: str | None,
+    check_fits: Callable[[ModelFile], None],
+) -> Path | None:
+    """Return the file of `--model`, downloaded where it is a URL. Raises LocalFleetError."""
+    from gateway.tools.cli.progress import DownloadProgress
+    from gateway.tools.local.cache import cache_folder
+    from gateway.tools.local.download import DownloadHooks, fetch_model, is_url, printable
+
+    if model is None or not is_url(model):
+        given = {"--sha256": sha256, "--token-env": token_env, "--max-bytes": max_bytes}
+        for name, value in given.items():
+            if value:
+                raise CommandFailed(f"{name} is for a download: --model names no URL", 2)
+        return None if model is None else Path(model)
+    wish = _wish(model, sha256 or [], token_env, max_bytes)
+    with DownloadProgress(printable(wish.url)) as progress:
+        hooks = DownloadHooks(progress=progress.show, note=progress.note)
+        try:
+            return fetch_model(wish, cache_folder(), hooks, check_fits=check_fits)
+        except KeyboardInterrupt:
+            progress.note(
+                "Interrupted: what has arrived is kept; the same command goes on from there"
+            )
+            raise
+
+
+def _wish(model: str, sha256: list[str], token_env: str | None, max_bytes: str | None) -> ModelWish:
+    """Read the options of a download. Raises CommandFailed, whose text holds no secret."""
+    from gateway.config.fields import parse_size
+    from gateway.tools.local.download import ModelUrlError, ModelWish, parse_model_url, part_urls
+
+    try:
+        url = parse_model_url(model)
+        files = len(part_urls(url))
+    except ModelUrlError as error:
+        raise CommandFailed(str(error), 2) from None
+    digests = tuple(digest.strip().lower() for digest in sha256)
+    if not all(_DIGEST.fullmatch(digest) for digest in digests):
+        raise CommandFailed("--sha256: not 64 hexadecimal digits", 2)
+    if digests and len(digests) != files:
+        raise CommandFailed(
+            f"--sha256: given {len(digests)} times, but the model has {files} "
+            f"{'file' if files == 1 else 'files'}; give it once for each, in order",
+            2,
+        )
+    token = None
+    if token_env is not None:
+        token = os.environ.get(token_env, "").strip()
+        if not token:
+            raise CommandFailed(f"--token-env: the variable {token_env} is empty or not set", 2)
+        if not (token.isascii() and token.isprintable()) or len(token) > LONGEST_TOKEN:
+            raise CommandFailed(f"--token-env: the variable {token_env} holds no token", 2)
+        if url.userinfo:
+            raise CommandFailed("--token-env: the URL holds a password already; give one only", 2)
+    most = None
+    if max_bytes is not None:
+        try:
+            most = parse_size(max_bytes)
+        except ValueError:
+            most = 0
+        if most <= 0:
+            raise CommandFailed(f"--max-bytes {max_bytes}: not a size, such as 8GiB", 2)
+    return ModelWish(url, digests, token, most)
+
+
 async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) -> int:
     """Start the servers and the gateway over them; return the exit status."""
     import asyncio
@@ -247,7 +353,6 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
     from gateway.observe.logs import set_up_logging
     from gateway.process import serve
     from gateway.startup import load_checked
-    from gateway.tools.cli.progress import StartupProgress
     from gateway.tools.local.server import BASE_PORT
     from gateway.tools.local.supervisor import LocalFleet
 
@@ -268,14 +373,14 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
         "a llama.cpp server" if len(plan.specs) == 1 else f"{len(plan.specs)} llama.cpp servers"
     )
     print_note(f"Starting {servers} {_slots_of(plan)}; logs are in {plan.log_folder}")
-    progress = StartupProgress([spec.name for spec in plan.specs])
+    progress, show = startup_progress([spec.name for spec in plan.specs])
     async with AsyncExitStack() as exit_stack:
         base = BASE_PORT if server_port is None else server_port
         fleet = LocalFleet(
             plan.specs,
             plan.log_folder,
             binary=plan.binary,
-            on_event=progress.update,
+            on_event=show,
             base_port=base,
         )
         # The gateway's ports are reserved first: a taken one ends the command here, and no server
@@ -300,6 +405,68 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
                 settings,
             ),
         )
+
+
+def startup_progress(
+    servers: Sequence[str],
+) -> tuple[Progress, Callable[[ServerEvent], None]]:
+    """Return a display, and a function that shows servers' events in it, and logs later ones."""
+    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from gateway.tools.cli.progress import Progress
+    from gateway.tools.local.supervisor import (
+        ServerLoading,
+        ServerReady,
+        ServerStarted,
+    )
+
+    progress = Progress(
+        TextColumn(" "),
+        SpinnerColumn("line", finished_text=" "),
+        TextColumn("{task.description}", markup=False),
+        TimeElapsedColumn(),
+        transient=False,
+    )
+    rows = {name: progress.add_task(name, total=1) for name in servers}
+
+    def show(event: ServerEvent) -> None:
+        match event:
+            case ServerStarted():
+                told = f"started on {event.url}"
+            case ServerLoading():
+                told = "loading the model"
+            case ServerReady():
+                told = f"ready after {event.seconds:.1f} s"
+            case _:
+                told = f"{event.exit_description}, restarts in {event.restart_in:g} s"
+        if progress.ended:
+            _log(event)
+        elif progress.on_terminal:
+            ready = isinstance(event, ServerReady)
+            progress.update(
+                rows[event.name], description=f"{event.name}: {told}", completed=int(ready)
+            )
+        else:
+            progress.note(f"  {event.name}: {told}")
+
+    return progress, show
+
+
+def _log(event: ServerEvent) -> None:
+    import structlog
+
+    from gateway.tools.local.supervisor import ServerExited, ServerReady
+
+    log = structlog.get_logger()
+    if isinstance(event, ServerExited):
+        log.warning(
+            "server exited",
+            server=event.name,
+            how=event.exit_description,
+            restart_in=event.restart_in,
+        )
+    elif isinstance(event, ServerReady):
+        log.info("server ready", server=event.name, seconds=round(event.seconds, 1))
 
 
 def _slots_of(plan: LocalFleetPlan) -> str:

@@ -284,12 +284,8 @@ def _hybrid(found: PlanAnswer, limit: TimeLimit) -> Deployment:
 
 # Where another tier becomes cheaper: prices by traffic, by the estimate, and their crossings.
 
-STEPS = 160
-"""Rates of a curve, evenly spaced by their logarithm."""
-
-SPAN = 100.0
-"""From so many times less to so many times more than the traffic that was asked about."""
-
+STEPS = 160  # rates of a curve, evenly spaced by their logarithm
+SPAN = 100.0  # from so many times less to so many times more than the traffic that was asked about
 LEAST_USE = 0.3
 """A plan that leaves more idle does so because its last node is one too many for so little work;
 curves do not keep that."""
@@ -310,10 +306,8 @@ class Crossing:
 
     cheaper: str
     than: str
-    first: float | None
-    """The least rate at which it is."""
-    stays: float | None
-    """The rate from which on it always is, as far as the curves go."""
+    first: float | None  # the least rate at which it is
+    stays: float | None  # the rate from which on it always is, as far as the curves go
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,7 @@ from gateway.tools.simulate.simulation import (
     SimulatedMachine,
 )
 
-HOURS_PER_MONTH = 730.0
-"""365 days of 24 hours, by 12."""
-
+HOURS_PER_MONTH = 730.0  # 365 days of 24 hours, by 12
 MILLION = 1_000_000
 
 
@@ -36,11 +34,9 @@ class NodePrice:
     """What one node costs, in the catalogue's currency; None: not known."""
 
     per_hour: float | None = None
-    per_million_prompt: float = 0.0
-    """Of an endpoint that is paid by tokens."""
+    per_million_prompt: float = 0.0  # of an endpoint that is paid by tokens
     per_million_completion: float = 0.0
-    watts: float = 0.0
-    """While all its slots are busy."""
+    watts: float = 0.0  # while all its slots are busy
     idle_watts: float = 0.0
 
     def electricity(self, use: float, per_kwh: float) -> float:
@@ -53,12 +49,9 @@ class NodePrice:
 class FleetPrice:
     """What a fleet costs. None: the price of a node is not known."""
 
-    per_hour: float | None
-    """All together, in a mean hour."""
-    electricity_per_hour: float
-    """Part of it."""
-    per_million: float | None
-    """Of the prompt and completion tokens that are served."""
+    per_hour: float | None  # all together, in a mean hour
+    electricity_per_hour: float  # part of it
+    per_million: float | None  # of the prompt and completion tokens that are served
 
     @property
     def month(self) -> float | None:
@@ -81,8 +74,7 @@ class PricedPart:
 
     price: NodePrice
     nodes: int
-    use: float
-    """Share of their capacity."""
+    use: float  # share of their capacity
     prompt_tokens: float = 0.0
     completion_tokens: float = 0.0
 
@@ -104,17 +96,10 @@ def fleet_price(parts: Sequence[PricedPart], per_kwh: float) -> FleetPrice:
 
 
 FASTEST_TPS = 1e7
-
 SLOWEST_TPS = 1e-3
-
-MOST_SLOTS_OF_A_SERVER = 256
-"""Below the 512 tokens of a step, of which each busy slot takes one."""
-
+MOST_SLOTS_OF_A_SERVER = 256  # below the 512 tokens of a step, of which each busy slot takes one
 MIB_PER_GIB = 1024
-
-CONTEXT_TOKENS = 4096
-"""Tokens of a slot for which memory is counted."""
-
+CONTEXT_TOKENS = 4096  # tokens of a slot for which memory is counted
 MEMORY_HEADROOM = 1.1
 """Memory of a server by that of weights and keys and values: compute buffers and the system."""
 
@@ -142,19 +127,16 @@ class NodeType(ConfigModel):
     servers: Annotated[int, Field(ge=1, le=64)] = 1
     """llama.cpp servers on it; the figures are of each."""
     slots: Annotated[int, Field(ge=1, le=MOST_SLOTS_OF_A_SERVER)] = 1
-    decode_tps: _Speed
-    """Tokens per second of one request alone."""
+    decode_tps: _Speed  # tokens per second of one request alone
     prefill_tps: _Speed
     batch_cost: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = BATCH_COST
-    memory_gib: _Gib | None = None
-    """Of each server; None: enough."""
+    memory_gib: _Gib | None = None  # of each server; None: enough
     price_per_hour: _Price | None = None
     price_per_month: _Price | None = None
     price_per_million_tokens: TokenPrice | None = None
     watts: _Watts = 0.0
     idle_watts: _Watts = 0.0
-    sources: dict[str, str] = Field(default_factory=dict)
-    """Where a figure is from, by its key."""
+    sources: dict[str, str] = Field(default_factory=dict)  # where a figure is from, by its key
 
     @field_validator("sources")
     @classmethod
@@ -223,10 +205,7 @@ class NodeType(ConfigModel):
             return min(max(speed * factor, SLOWEST_TPS), FASTEST_TPS)
 
         return self.model_copy(
-            update={
-                "decode_tps": scaled(self.decode_tps),
-                "prefill_tps": scaled(self.prefill_tps),
-            }
+            update={"decode_tps": scaled(self.decode_tps), "prefill_tps": scaled(self.prefill_tps)}
         )
 
     def memory_needed(self, model_gib: float) -> float:

@@ -35,31 +35,19 @@ from gateway.tools.simulate.report import Percentiles
 from gateway.tools.simulate.simulation import SimulatedMachine
 from gateway.tools.simulate.trace import MOST_TOKENS, Job, Trace, TracePrompt, build_trace
 
-SAME_SPEED = 0.2
-"""Nodes whose speeds differ by less, as a share, are of one kind."""
-
-GOAL_FACTORS = (0.75, 1.5)
-"""To what the goal is moved, as a multiple."""
-
+SAME_SPEED = 0.2  # nodes whose speeds differ by less, as a share, are of one kind
+GOAL_FACTORS = (0.75, 1.5)  # to what the goal is moved, as a multiple
 LEAST_SPAN = 10.0
 """Seconds over which the requests of an hour are spread at least, however few there are."""
 
 SATURATED = 0.95
 """Share of the slots' time that requests held, above which no slot was ever free for long."""
 
-UNSERVED_SHARE = 0.01
-"""Share of the requests that may find no slot."""
-
+UNSERVED_SHARE = 0.01  # share of the requests that may find no slot
 MOST_NAMED = 20
-
-MOST_ADDED = 64
-"""Nodes that an advice adds at most."""
-
-LONG_WAIT = 0.25
-"""Seconds below which no wait is long, however short the requests are."""
-
-FEW_REQUESTS = 30
-"""Fewer in the busiest hour tell little."""
+MOST_ADDED = 64  # nodes that an advice adds at most
+LONG_WAIT = 0.25  # seconds below which no wait is long, however short the requests are
+FEW_REQUESTS = 30  # fewer in the busiest hour tell little
 
 
 class UnmeasuredFleetError(Exception):
@@ -189,14 +177,10 @@ class BusiestHour:
     start: str
     end: str
     requests: int
-    unserved: int
-    """That the gateway had no slot for."""
-    slots_busy: float
-    """Share of the slots' time that requests held."""
-    wait_p95: float
-    """Seconds that requests lasted beyond those in their slots."""
-    service: float
-    """Mean seconds in a slot."""
+    unserved: int  # that the gateway had no slot for
+    slots_busy: float  # share of the slots' time that requests held
+    wait_p95: float  # seconds that requests lasted beyond those in their slots
+    service: float  # mean seconds in a slot
     added: tuple[str, ...] = ()
     """Nodes of today that did not serve then: its waits are not those of this fleet."""
     removed: tuple[str, ...] = ()
@@ -233,10 +217,8 @@ class FleetTraffic:
     """What a running fleet is asked to do."""
 
     workload: Workload
-    by_model: Mapping[str, Workload]
-    """The busiest hour by model; an empty name: all nodes serve it."""
-    recorded: Trace | None = None
-    """Requests to play; None: they are made up."""
+    by_model: Mapping[str, Workload]  # the busiest hour by model; an empty name: all nodes serve it
+    recorded: Trace | None = None  # requests to play; None: they are made up
     hour: BusiestHour | None = None
     notes: tuple[str, ...] = ()
 
@@ -246,19 +228,16 @@ def traffic_of(workload: Workload, recorded: Trace | None = None) -> FleetTraffi
     return FleetTraffic(workload, {"": workload}, recorded)
 
 
-_Tokens = tuple[float, float, float]
-"""Of a prompt, of them cached, and of a completion."""
+_Tokens = tuple[float, float, float]  # of a prompt, of them cached, and of a completion
 
 
 @dataclass(frozen=True, slots=True)
 class _Arrival:
     at: float
-    model: str
-    """Empty: all nodes serve it, as far as is known."""
+    model: str  # empty: all nodes serve it, as far as is known
     priority_label: str
     node: str
-    tokens: _Tokens | None
-    """None: it has not been served."""
+    tokens: _Tokens | None  # None: it has not been served
     slot_seconds: float
     lasted: float | None
     unserved: bool
@@ -418,12 +397,10 @@ class WhatIf:
 
     change: str
     fleet: str
-    use: float
-    """In the busiest hour; infinite: no node serves a model."""
+    use: float  # in the busiest hour; infinite: no node serves a model
     trial: FleetTrial | None
     price: FleetPrice
-    missed: tuple[str, ...]
-    """What is missed of the goal; empty: nothing."""
+    missed: tuple[str, ...]  # what is missed of the goal; empty: nothing
 
     def as_dict(self) -> dict[str, object]:
         """For scripts."""
@@ -441,8 +418,7 @@ class WhatIf:
 class FleetAdvice:
     """What to do."""
 
-    verdict: str
-    """`saturated`, `tight` or `enough`."""
+    verdict: str  # `saturated`, `tight` or `enough`
     sentence: str
     add_like: str | None = None
     add_count: int = 0
@@ -457,8 +433,7 @@ class FleetAdvice:
 class FleetAnswer:
     """The fleet as it is and as it might be, and what to do."""
 
-    fleet: MeasuredFleet
-    """As it was played."""
+    fleet: MeasuredFleet  # as it was played
     traffic: FleetTraffic
     changes: tuple[WhatIf, ...]
     advice: FleetAdvice

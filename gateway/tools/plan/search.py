@@ -39,10 +39,8 @@ class NodeTimes:
     """Seconds that one request takes of a node. Slots share it."""
 
     slots: int
-    reading: float
-    """X: node time in which its prompt is read and no other slot writes."""
-    writing: float
-    """D: its answer, if no other slot writes."""
+    reading: float  # X: node time in which its prompt is read and no other slot writes
+    writing: float  # D: its answer, if no other slot writes
     batch_cost: float
 
     def in_slot(self, busy: float) -> float:
@@ -140,14 +138,10 @@ def allen_cunneen(
 class WaitEstimate:
     """What the formulas say of a fleet of equal nodes. Seconds; infinite when overloaded."""
 
-    utilisation: float
-    """Arrivals as a share of the capacity."""
-    waiting_share: float
-    """Share of the requests that find every slot busy."""
-    wait: float
-    """Mean seconds until a slot is free."""
-    service: float
-    """Mean seconds in a slot."""
+    utilisation: float  # arrivals as a share of the capacity
+    waiting_share: float  # share of the requests that find every slot busy
+    wait: float  # mean seconds until a slot is free
+    service: float  # mean seconds in a slot
     service_scv: float
     """Squared coefficient of variation of the time in a slot (Allen-Cunneen's Cs²)."""
 
@@ -183,21 +177,14 @@ def estimate(
 
 # Trials.
 
-GATEWAY = "least_finish"
-"""The gateway's own policy; `DIRECT`: none, requests wait inside the node."""
-
+GATEWAY = "least_finish"  # the gateway's own policy; `DIRECT`: none, requests wait inside the node
 DIRECT = "nginx"
-
 MOST_SIMULATED_NODES = 2000
-
 WARM_UP_SHARE = 0.1
 """Share of the requests that come while the fleet fills and its speeds are learnt: not counted."""
 
-BATCHES = 20
-"""Batches of requests whose means tell how sure a mean is."""
-
-STUDENT_95 = 2.093
-"""Of 20 batches: 97.5th percentile of Student's t with 19 degrees of freedom."""
+BATCHES = 20  # batches of requests whose means tell how sure a mean is
+STUDENT_95 = 2.093  # of 20 batches: 97.5th percentile of Student's t with 19 degrees of freedom
 
 
 class OutOfTimeError(Exception):
@@ -267,25 +254,17 @@ class PartShare:
 class FleetTrial:
     """What came of a trial. Seconds from a request's arrival."""
 
-    requests: int
-    """Counted ones."""
-    wait: Percentiles
-    """Until it had a slot."""
+    requests: int  # counted ones
+    wait: Percentiles  # until it had a slot
     ttft: Percentiles
     completion: Percentiles
-    service: float
-    """Mean seconds in a slot."""
-    waiting_share: float
-    """Requests that did not get a slot at once."""
-    wait_error: float
-    """Half the width of the 95 % confidence interval of the mean wait."""
+    service: float  # mean seconds in a slot
+    waiting_share: float  # requests that did not get a slot at once
+    wait_error: float  # half the width of the 95 % confidence interval of the mean wait
     completion_error: float
-    slots_busy: float
-    """Share of the slots' time."""
-    too_late: int
-    """Requests that waited longer than the gateway lets them (`queue.max_wait`)."""
-    seconds: float
-    """Until the last request ended; of a backlog: until all of it would have."""
+    slots_busy: float  # share of the slots' time
+    too_late: int  # requests that waited longer than the gateway lets them (`queue.max_wait`)
+    seconds: float  # until the last request ended; of a backlog: until all of it would have
     shares: tuple[PartShare, ...]
 
     def as_dict(self) -> dict[str, object]:
@@ -416,15 +395,9 @@ def alone(jobs: Sequence[Job], node_type: NodeType) -> tuple[float, float]:
 MOST_USE = 0.8
 """Share of the capacity that is planned with where no goal says how long requests may wait."""
 
-MOST_USE_WITH_GOAL = 0.95
-"""Never more: above it waits grow for longer than any simulation lasts."""
-
-MOST_MORE = 64
-"""Nodes up to which the search goes, as a multiple of the least."""
-
-DEFAULT_REQUESTS = 3000
-"""Requests of a trial."""
-
+MOST_USE_WITH_GOAL = 0.95  # never more: above it waits grow for longer than any simulation lasts
+MOST_MORE = 64  # nodes up to which the search goes, as a multiple of the least
+DEFAULT_REQUESTS = 3000  # requests of a trial
 REQUESTS_PER_SLOT = 20
 """Requests of a backlog's sample for each slot, so that its end does not weigh."""
 
@@ -435,8 +408,7 @@ class Goal:
 
     ttft_p95: float | None = None
     completion_p95: float | None = None
-    most_use: float = MOST_USE
-    """Share of the capacity, where none of the two is given."""
+    most_use: float = MOST_USE  # share of the capacity, where none of the two is given
 
     def __post_init__(self) -> None:
         for name, value in (("TTFT", self.ttft_p95), ("completion", self.completion_p95)):
@@ -475,13 +447,10 @@ class PlanQuestion:
     goal: Goal
     types: tuple[NodeType, ...]
     price_per_kwh: float = 0.0
-    requests: int = DEFAULT_REQUESTS
-    """Of a trial."""
+    requests: int = DEFAULT_REQUESTS  # of a trial
     seed: int = 1
-    warm: bool = False
-    """Whether the gateway knows the nodes' speeds from the start."""
-    recorded: Trace | None = None
-    """A recorded trace, to be played in place of made-up requests."""
+    warm: bool = False  # whether the gateway knows the nodes' speeds from the start
+    recorded: Trace | None = None  # a recorded trace, to be played in place of made-up requests
 
     def trace(self, slots: int = 0) -> Trace:
         """The requests of a trial on a fleet of so many slots."""
@@ -514,17 +483,12 @@ class FleetOption:
     """A fleet that could be run, with its latency and its price."""
 
     parts: tuple[FleetPart, ...]
-    use: float
-    """Share of the capacity that is used in the busiest hour."""
-    trial: FleetTrial | None
-    """None: only estimated."""
+    use: float  # share of the capacity that is used in the busiest hour
+    trial: FleetTrial | None  # None: only estimated
     price: FleetPrice
-    estimate: WaitEstimate | None = None
-    """None: its nodes are not equal."""
-    rejected: str = ""
-    """Why it does not meet the goal; empty: it does."""
-    why_estimated: str = ""
-    """Why it was not simulated to the end."""
+    estimate: WaitEstimate | None = None  # None: its nodes are not equal
+    rejected: str = ""  # why it does not meet the goal; empty: it does
+    why_estimated: str = ""  # why it was not simulated to the end
 
     @property
     def name(self) -> str:

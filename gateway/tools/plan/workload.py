@@ -19,21 +19,14 @@ from gateway.tools.simulate.trace import (
 )
 
 SECONDS_PER_HOUR = 3600.0
-
 MOST_REQUESTS_PER_HOUR = 1e9
-
 MOST_PEAK = 1000.0
-
-MOST_TOKENS_OF_A_REQUEST = 1_000_000
-"""Of a mean prompt or completion; more is a mistake."""
-
+MOST_TOKENS_OF_A_REQUEST = 1_000_000  # of a mean prompt or completion; more is a mistake
 MOST_SIMULATED_TOKENS = 200_000_000
 """Of all requests of a trial: what is known of their prompts takes some 100 MB of memory."""
 
 LEAST_REQUESTS_OF_A_TRIAL = 100
-
-LENGTHS_SCV = 0.841
-"""Squared coefficient of variation of made-up lengths (`random_length`)."""
+LENGTHS_SCV = 0.841  # squared coefficient of variation of made-up lengths (`random_length`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +39,12 @@ class Workload:
     completion: float
     repeat: float = 0.0
     """Share of the prompt with which all begin, such as a system prompt: read once by a node."""
-    peak: float = 1.0
-    """Requests of the busiest hour, as a multiple of the mean."""
+    peak: float = 1.0  # requests of the busiest hour, as a multiple of the mean
     backlog_hours: float | None = None
     """All requests wait from the start and are to be done in so many hours; None: they arrive."""
     lengths_scv: float = LENGTHS_SCV
     """Squared coefficient of variation of the lengths, for the estimate."""
-    arrival_scv: float = 1.0
-    """The same of the times between arrivals; 1: a Poisson process."""
+    arrival_scv: float = 1.0  # the same of the times between arrivals; 1: a Poisson process
 
     def __post_init__(self) -> None:
         if not 0 < self.requests_per_hour <= MOST_REQUESTS_PER_HOUR:

@@ -101,8 +101,7 @@ class StandbyResult:
 
     fleet: str
     report: PolicyReport
-    machine_hours: float
-    """Of all machines, from start to stop."""
+    machine_hours: float  # of all machines, from start to stop
     starts: int = 0
 
     def as_dict(self, cost: float) -> dict[str, object]:
@@ -137,15 +136,14 @@ def compare_elastic(
     ]
     found: list[StandbyResult] = []
 
-    def gateway(machines: Sequence[SimulatedMachine]) -> GatewayFront:
-        return GatewayFront(machines, seed=seed, knowledge=LearntKnowledge(warm=warm))
-
     def fixed(name: str, machines: Sequence[SimulatedMachine]) -> StandbyResult:
-        report = summarise(name, simulate(trace, machines, gateway(machines)))
+        front = GatewayFront(machines, seed=seed, knowledge=LearntKnowledge(warm=warm))
+        report = summarise(name, simulate(trace, machines, front))
         return StandbyResult(name, report, len(machines) * report.seconds / SECONDS_PER_HOUR)
 
     found.append(fixed("always on", every))
-    front = AutoscalingFront(gateway(every), every, len(base), rules, startup)
+    knowledge = LearntKnowledge(warm=warm)
+    front = AutoscalingFront(every, len(base), rules, startup, seed, knowledge)
     elastic = summarise("elastic", simulate(trace, every, front))
     end = max(job.ended for job in trace.jobs)
     seconds = len(base) * elastic.seconds + front.standby_seconds(end)

@@ -21,7 +21,6 @@ from gateway.tools.simulate.simulation import (
 )
 
 MOST_NODES = 100_000
-
 MIB = 1024 * 1024
 
 _GROUP = re.compile(
@@ -49,12 +48,9 @@ class NodeSpeeds:
 class ServerSetup:
     """The settings of all servers."""
 
-    batch_tokens: int = 512
-    """Tokens of a step (`--batch-size`)."""
-    cache_ram_mib: int = CACHE_RAM_MIB
-    """MiB of host memory for prompts (`--cache-ram`)."""
-    kv_bytes_per_token: int = KV_BYTES_PER_TOKEN
-    """Bytes that a token takes there."""
+    batch_tokens: int = 512  # tokens of a step (`--batch-size`)
+    cache_ram_mib: int = CACHE_RAM_MIB  # MiB of host memory for prompts (`--cache-ram`)
+    kv_bytes_per_token: int = KV_BYTES_PER_TOKEN  # bytes that a token takes there
 
     @property
     def cache_tokens(self) -> int:

@@ -52,16 +52,12 @@ from gateway.tools.simulate.trace import Job, common_tokens
 class ExpectedRequest:
     """What is known of one request, and its placement."""
 
-    prompt_tokens: float
-    """Expected prompt tokens."""
-    completion_tokens: float
-    """Expected tokens of the answer."""
-    cached: Mapping[int, float]
-    """Prompt tokens believed cached, by row index."""
+    prompt_tokens: float  # expected prompt tokens
+    completion_tokens: float  # expected tokens of the answer
+    cached: Mapping[int, float]  # prompt tokens believed cached, by row index
     pending: Mapping[int, float] = field(default_factory=dict)
     """Prompt tokens believed to be cached once what runs there has ended, by row index."""
-    affinity_hash: int = 0
-    """Hash of the prompt's shared beginning."""
+    affinity_hash: int = 0  # hash of the prompt's shared beginning
     placement: Placement | None = None
 
     def place(self, placement: Placement) -> None:
@@ -160,10 +156,7 @@ class ExactKnowledge(Knowledge):
 
 
 BYTES_PER_TOKEN = 4
-
-BLOCK_TOKENS = 128
-"""Tokens of a prompt key's block: 512 bytes (`proxy/inbound/prompt_key.py`)."""
-
+BLOCK_TOKENS = 128  # tokens of a prompt key's block: 512 bytes (`proxy/inbound/prompt_key.py`)
 MOST_STREAMS = 30_000
 """Conversations whose blocks are kept; a client would send the whole text again."""
 
@@ -568,8 +561,7 @@ class GatewayFront(Front):
         self.alarm = math.inf if wake is None else max(wake, now + LEAST_ALARM_DELAY)
 
 
-AUTOSCALER_TICK = 1.0
-"""Seconds between two looks at the load."""
+AUTOSCALER_TICK = 1.0  # seconds between two looks at the load
 
 
 @dataclass(slots=True)
@@ -582,8 +574,7 @@ class _StandbyMachine:
     started: float = -math.inf
     stopped: float = -math.inf
     ready_at: float = math.inf
-    seconds: float = 0.0
-    """Seconds that it ran, up to its last stop."""
+    seconds: float = 0.0  # seconds that it ran, up to its last stop
 
     @property
     def name(self) -> str:
@@ -604,7 +595,7 @@ class _StandbyMachine:
         self.seconds += now - self.started
 
 
-class AutoscalingFront(Front):
+class AutoscalingFront(GatewayFront):
     """A gateway with standby machines: those with an index from `base` on.
 
     A standby machine works `startup` seconds after its start, with empty caches.
@@ -612,16 +603,15 @@ class AutoscalingFront(Front):
 
     def __init__(
         self,
-        gateway: GatewayFront,
         machines: Sequence[SimulatedMachine],
         base: int,
         rules: AutoscalingRules,
         startup: float,
+        seed: int,
+        knowledge: Knowledge,
     ) -> None:
-        self.alarm = math.inf
+        super().__init__(machines, seed=seed, knowledge=knowledge)
         self.starts = 0
-        self._gateway = gateway
-        self._base = base
         self._rules = rules
         self._startup = startup
         self._policy = AutoscalingPolicy()
@@ -644,28 +634,12 @@ class AutoscalingFront(Front):
             for one in self._standby
         )
 
-    def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
-        """Leave it to the gateway."""
-        self._gateway.arrive(job, fleet)
-        self._set_alarm(fleet.now)
-
-    def started(self, job: Job, fleet: SimulatedFleet) -> None:
-        """The prompt has been read."""
-        self._gateway.started(job, fleet)
-
-    def ended(self, job: Job, fleet: SimulatedFleet) -> None:
-        """Its slot is free."""
-        self._gateway.ended(job, fleet)
-        self._set_alarm(fleet.now)
-
     def wake(self, fleet: SimulatedFleet) -> None:
-        """Start and stop machines once a tick, and wake the gateway."""
-        now = fleet.now
-        if now >= self._tick:
-            self._tick = now + AUTOSCALER_TICK
+        """Start and stop machines once a tick, and give free slots to waiting requests."""
+        if fleet.now >= self._tick:
+            self._tick = fleet.now + AUTOSCALER_TICK
             self._scale(fleet)
-        self._gateway.wake(fleet)
-        self._set_alarm(now)
+        super().wake(fleet)
 
     def _scale(self, fleet: SimulatedFleet) -> None:
         now = fleet.now
@@ -689,10 +663,10 @@ class AutoscalingFront(Front):
             else:
                 one.stop(now)
                 fleet.servers[one.index].restart()
-                self._gateway.knowledge.restarted(one.index)
+                self.knowledge.restarted(one.index)
 
     def _standby_nodes(self) -> list[StandbyNode]:
-        rows = self._gateway.state.rows
+        rows = self.state.rows
         slots = sum(row.capacity for row in rows)
         busy = sum(row.ours for row in rows if row.capacity)
         nodes = []
@@ -707,32 +681,27 @@ class AutoscalingFront(Front):
         return nodes
 
     def _demands(self, now: float) -> list[WaitingDemand]:
-        dispatcher = self._gateway.dispatcher
+        dispatcher = self.dispatcher
         if not dispatcher.waiting:
             return []
         wait = max(
             max(wait, now - queued.received_at) for queued, wait in dispatcher.predicted_waits(now)
         )
-        slots = sum(row.total for row in self._gateway.state.rows if row.alive)
+        slots = sum(row.total for row in self.state.rows if row.alive)
         return [WaitingDemand(self._names, wait, slots)]
 
     def _set_working(self, one: _StandbyMachine, *, works: bool) -> None:
-        state = self._gateway.state
+        state = self.state
         state.set_slots(state.rows[one.index], one.slots, one.slots if works else 0, 0, alive=works)
 
     def _set_alarm(self, now: float) -> None:
-        serving = sum(
-            one.phase in {LifecyclePhase.STARTING, LifecyclePhase.ON} for one in self._standby
-        )
-        changing = any(
-            one.phase in {LifecyclePhase.STARTING, LifecyclePhase.RETIRING} for one in self._standby
-        )
-        rules = self._rules
-        if not (changing or serving != rules.min or self._gateway.dispatcher.waiting):
-            self.alarm = self._gateway.alarm
-            return
-        self._tick = max(self._tick, now + LEAST_ALARM_DELAY)
-        self.alarm = min(self._gateway.alarm, self._tick)
+        super()._set_alarm(now)
+        phases = [one.phase for one in self._standby]
+        serving = sum(one in {LifecyclePhase.STARTING, LifecyclePhase.ON} for one in phases)
+        changing = LifecyclePhase.STARTING in phases or LifecyclePhase.RETIRING in phases
+        if changing or serving != self._rules.min or self.dispatcher.waiting:
+            self._tick = max(self._tick, now + LEAST_ALARM_DELAY)
+            self.alarm = min(self.alarm, self._tick)
 
 
 _FULL = 1 << 30

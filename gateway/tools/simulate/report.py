@@ -40,16 +40,10 @@ from gateway.config.scheduling import QueueSettings
 from gateway.tools.simulate.simulation import SimulatedMachine, SimulationResult
 from gateway.tools.simulate.trace import Job, unread_tokens
 
-SAMPLE_REQUESTS = 400
-"""Requests in the sample."""
-
-MOST_NODE_KINDS = 6
-"""More kinds of nodes than this are merged into bands, each as fast as its best."""
-
+SAMPLE_REQUESTS = 400  # requests in the sample
+MOST_NODE_KINDS = 6  # more kinds of nodes than this are merged into bands, each as fast as its best
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-
 PRICES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
-
 PRICE_ROUNDS = 2
 
 
@@ -214,35 +208,24 @@ class PolicyReport:
 
     policy: str
     requests: int
-    completion: Percentiles
-    """Until the last token."""
-    ttft: Percentiles
-    """Until the first token."""
-    wait: Percentiles
-    """Until it got a slot: in the front's queue or inside a node."""
-    service: float
-    """Mean seconds in a slot."""
+    completion: Percentiles  # until the last token
+    ttft: Percentiles  # until the first token
+    wait: Percentiles  # until it got a slot: in the front's queue or inside a node
+    service: float  # mean seconds in a slot
     slots: int
-    classes: dict[str, Percentiles]
-    """TTFT by class."""
-    seconds: float
-    """From the first arrival to the last end."""
-    tokens_per_second: float
-    """Output tokens."""
-    cached_share: float
-    """Share of the prompt tokens that were cached."""
-    utilisation: float
-    """Share of the slots' time in which they were busy, while requests arrived."""
+    classes: dict[str, Percentiles]  # TTFT by class
+    seconds: float  # from the first arrival to the last end
+    tokens_per_second: float  # output tokens
+    cached_share: float  # share of the prompt tokens that were cached
+    utilisation: float  # share of the slots' time in which they were busy, while requests arrived
     load: float | None = None
     """Seconds of work that arrived per second of the slots; None: all arrived at once."""
-    longest_queue: int = 0
-    """The most requests that waited for a slot at one time."""
+    longest_queue: int = 0  # the most requests that waited for a slot at one time
     too_late: int = 0
     """Requests that waited longer than `LONGEST_WAIT`: the simulation refuses none."""
     bound: float = 0.0
     """Lower bound of the mean completion under any schedule (`lower_bound`); 0: not computed."""
-    cpu_seconds: float = 0.0
-    """CPU time that its simulation took."""
+    cpu_seconds: float = 0.0  # CPU time that its simulation took
     curve: tuple[float, ...] = field(default=(), repr=False)
     """Quantiles of TTFT for a plot: 0 %, 0.5 %, ... 100 %."""
     completion_curve: tuple[float, ...] = field(default=(), repr=False)
@@ -276,8 +259,7 @@ LONGEST_WAIT = QueueSettings().max_wait
 OVERLOAD_UTILISATION = 0.85
 """A fleet busier than this is full: slots also idle between the turns of conversations."""
 
-CURVE_STEPS = 200
-"""Steps of the curves."""
+CURVE_STEPS = 200  # steps of the curves
 
 
 def summarise(

@@ -211,9 +211,7 @@ BATCH_COST = 0.15
 Reading the weights dominates a step on a CPU; another token costs little beside it.
 """
 
-CACHE_RAM_MIB = 8192
-"""MiB of evicted prompts in host memory: llama.cpp's default (`--cache-ram`)."""
-
+CACHE_RAM_MIB = 8192  # MiB of evicted prompts in host memory: llama.cpp's default (`--cache-ram`)
 KV_BYTES_PER_TOKEN = 131_072
 """Bytes of a token's keys and values: 32 layers, 8 heads of 128, F16, as in Mistral 7B."""
 
@@ -227,20 +225,15 @@ class SimulatedMachine:
 
     name: str
     slots: int
-    prefill_tps: float
-    """Prompt tokens per second."""
-    decode_tps: float
-    """Output tokens per second of one request alone."""
+    prefill_tps: float  # prompt tokens per second
+    decode_tps: float  # output tokens per second of one request alone
     batch_cost: float = BATCH_COST
     batch_tokens: int = BATCH_TOKENS
     cache_tokens: int = CACHE_RAM_MIB * 1024 * 1024 // KV_BYTES_PER_TOKEN
     """Tokens of evicted prompts that the host-memory cache holds; 0: it has none."""
-    host: str = ""
-    """Machines of one host are calibrated one at a time; empty: it has its own."""
-    calibrated: bool = True
-    """Whether it is calibrated while idle."""
-    models: frozenset[str] = frozenset()
-    """The models that it serves; empty: all."""
+    host: str = ""  # machines of one host are calibrated one at a time; empty: it has its own
+    calibrated: bool = True  # whether it is calibrated while idle
+    models: frozenset[str] = frozenset()  # the models that it serves; empty: all
 
     def __post_init__(self) -> None:
         if self.slots < 1 or self.batch_tokens <= self.slots or self.cache_tokens < 0:
@@ -368,8 +361,7 @@ class SimulatedPromptCache:
             self._total -= self.slot_prompts[slot].tokens
 
 
-PROGRESS_EVERY = 2000
-"""Ended requests between two calls of `progress`."""
+PROGRESS_EVERY = 2000  # ended requests between two calls of `progress`
 
 
 class SimulatedFleet:
@@ -451,8 +443,7 @@ class Arrivals:
 class Front(ABC):
     """Places requests on nodes: a proxy in front of them."""
 
-    alarm: float
-    """When it is to be woken if nothing else happens; infinity: never."""
+    alarm: float  # when it is to be woken if nothing else happens; infinity: never
 
     @abstractmethod
     def arrive(self, job: Job, fleet: SimulatedFleet) -> None:
@@ -475,10 +466,8 @@ class SimulationResult:
 
     jobs: Sequence[Job]
     servers: Sequence[SimulatedServer]
-    began: float
-    """The first arrival."""
-    ended: float
-    """The last end."""
+    began: float  # the first arrival
+    ended: float  # the last end
 
 
 class StuckError(Exception):

@@ -72,36 +72,27 @@ def unread_tokens(jobs: Iterable[Job]) -> list[int]:
 class Job:
     """One request of a trace, and its state while it is simulated. Seconds and tokens."""
 
-    id: int
-    """Its index in the trace."""
-    time: float
-    """When it arrives, from the trace's start; a later turn waits for the one before."""
+    id: int  # its index in the trace
+    time: float  # when it arrives, from the trace's start; a later turn waits for the one before
     prompt: TracePrompt
-    output: int
-    """Tokens of the answer, at least 1. No front knows them before they have come."""
+    output: int  # tokens of the answer, at least 1. No front knows them before they have come.
     max_tokens: int | None = None
     """`max_tokens` of the request, which fronts may know; None: not given."""
     priority_label: str = "normal"
     caller: str = ""
-    pause: float = 0.0
-    """Of a later turn: seconds from the end of the turn before to its arrival."""
+    pause: float = 0.0  # of a later turn: seconds from the end of the turn before to its arrival
     is_later_turn: bool = False
     """Whether it arrives only once the turn before in its session has ended."""
-    model: str = ""
-    """Only machines that serve it take it; empty: all do."""
+    model: str = ""  # only machines that serve it take it; empty: all do
 
     # Its result.
     arrived: float = field(default=0.0, init=False)
-    sent: float = field(default=-1.0, init=False)
-    """When the front sent it to a node; -1: not yet."""
-    began: float = field(default=-1.0, init=False)
-    """When it got a slot."""
-    first: float = field(default=-1.0, init=False)
-    """When its first token came."""
+    sent: float = field(default=-1.0, init=False)  # when the front sent it to a node; -1: not yet
+    began: float = field(default=-1.0, init=False)  # when it got a slot
+    first: float = field(default=-1.0, init=False)  # when its first token came
     ended: float = field(default=-1.0, init=False)
     node: int = field(default=-1, init=False)
-    cached: int = field(default=0, init=False)
-    """Prompt tokens that the slot had cached."""
+    cached: int = field(default=0, init=False)  # prompt tokens that the slot had cached
 
     # Its state on a node.
     slot: int = field(default=-1, init=False)
@@ -142,14 +133,11 @@ class Trace:
     jobs: Sequence[Job]
     next_turns: Mapping[int, int] = field(default_factory=dict)
     """By a job's id: that of the next turn of its conversation."""
-    skipped: int = 0
-    """Broken lines that were left out."""
+    skipped: int = 0  # broken lines that were left out
 
 
 MOST_TOKENS = 10_000_000
-
 MOST_SECONDS = 1e9
-
 MOST_PROBLEMS = 20
 """A file with more broken lines than this is read no further: it has another format."""
 
@@ -169,7 +157,6 @@ TRACE_KEYS = {
 }
 
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-
 _CLASSES = [priority.label for priority in Priority]
 
 
@@ -179,22 +166,7 @@ class _Broken(Exception):  # noqa: N818 - a line's own mistake, caught by the re
         self.key, self.message, self.remedy, self.column = key, message, remedy, column
 
 
-@dataclass(slots=True)
-class _Names:
-    """Numbers the names of a file."""
-
-    known: dict[str, int] = field(default_factory=dict)
-
-    def of(self, name: str) -> int:
-        return self.known.setdefault(name, len(self.known) + 1)
-
-
-def read_trace(
-    path: Path,
-    *,
-    skip_broken: bool = False,
-    limit: int | None = None,
-) -> Trace:
+def read_trace(path: Path, *, skip_broken: bool = False, limit: int | None = None) -> Trace:
     """Read a trace; `.csv` means the Azure layout, anything else JSON lines.
 
     `limit`: read only that many requests. With `skip_broken`, broken lines are left out and
@@ -240,66 +212,100 @@ def _bounded(file: io.TextIOBase) -> Iterator[str]:
         yield line
 
 
+@dataclass(slots=True)
 class _Lines:
-    """JSON lines."""
+    """JSON lines, whose sessions and prefixes are numbered."""
 
-    def __init__(self) -> None:
-        self._streams = _Names()
-        self._heads = _Names()
-        self._single = 0
-        self._time = 0.0
+    _streams: dict[str, int] = field(default_factory=dict)
+    _heads: dict[str, int] = field(default_factory=dict)
+    _single: int = 0
+    _time: float = 0.0
 
-    def __call__(self, line: str) -> Job | None:
-        if not line.strip():
+    def __call__(self, text: str) -> Job | None:
+        if not text.strip():
             return None
-        try:
-            value = json.loads(line.rstrip())
-        except json.JSONDecodeError as error:
-            raise _Broken("", f"{error.msg}", "write one JSON object a line", error.colno) from None
-        except (ValueError, RecursionError):
-            raise _Broken("", "can't be read", "write one JSON object a line") from None
-        if not isinstance(value, dict):
-            raise _Broken("", "is no JSON object", 'write {"prompt_tokens": ...} on each line')
-        unknown = next((key for key in value if key not in TRACE_KEYS), None)
-        if unknown is not None:
-            column = line.find(json.dumps(unknown)) + 1
-            raise _Broken(unknown, "unknown key", f"known: {', '.join(sorted(TRACE_KEYS))}", column)
-
-        def whole(key: str, least: int, otherwise: int | None) -> int:
-            return _whole(value, key, least, otherwise, line)
-
-        prompt = whole("prompt_tokens", 1, None)
-        output = whole("output_tokens", 1, None)
-        shared = whole("prefix_tokens", 0, 0)
+        line = _JsonLine(text)
+        prompt = line.whole("prompt_tokens", 1, None)
+        output = line.whole("output_tokens", 1, None)
+        shared = line.whole("prefix_tokens", 0, 0)
         if shared > prompt:
-            column = _column(line, "prefix_tokens")
-            raise _Broken("prefix_tokens", "more than prompt_tokens", "it is a part of it", column)
-        prefix = _text(value, "prefix", line)
-        session = _text(value, "session", line)
-        klass = _text(value, "class", line) or "normal"
+            raise line.broken("prefix_tokens", "more than prompt_tokens", "it is a part of it")
+        prefix, session = line.text("prefix"), line.text("session")
+        klass = line.text("class") or "normal"
         if klass not in _CLASSES:
-            column = _column(line, "class")
-            raise _Broken("class", f"{klass!r} is no class", ", ".join(_CLASSES), column)
-        time = _seconds(value, "time", self._time, line)
-        pause = _seconds(value, "pause", 0.0, line, least=0.0)
-        limit = whole("max_tokens", 1, MOST_TOKENS) if "max_tokens" in value else None
-        self._time = time
+            raise line.broken("class", f"{klass!r} is no class", ", ".join(_CLASSES))
+        self._time = line.seconds("time", self._time, -MOST_SECONDS)
+        pause = line.seconds("pause", 0.0, 0.0)
+        limit = line.whole("max_tokens", 1, MOST_TOKENS) if "max_tokens" in line.value else None
         if session:
-            stream = self._streams.of(session)
+            stream = self._streams.setdefault(session, len(self._streams) + 1)
         else:
             self._single += 1
             stream = -1 - self._single
-        head = self._heads.of(prefix) if prefix and shared else 0
+        head = self._heads.setdefault(prefix, len(self._heads) + 1) if prefix and shared else 0
         return Job(
             0,
-            time,
+            self._time,
             TracePrompt(stream, prompt, head, shared if head else 0),
             output if limit is None else min(output, limit),
             limit,
             klass,
-            _text(value, "caller", line) or "",
+            line.text("caller"),
             pause,
         )
+
+
+class _JsonLine:
+    """The JSON object of a line, whose values are checked as they are asked for."""
+
+    def __init__(self, line: str) -> None:
+        self.line = line
+        try:
+            self.value: dict[str, Any] = json.loads(line.rstrip())
+        except json.JSONDecodeError as error:
+            raise _Broken("", f"{error.msg}", "write one JSON object a line", error.colno) from None
+        except (ValueError, RecursionError):
+            raise _Broken("", "can't be read", "write one JSON object a line") from None
+        if not isinstance(self.value, dict):
+            raise _Broken("", "is no JSON object", 'write {"prompt_tokens": ...} on each line')
+        unknown = next((key for key in self.value if key not in TRACE_KEYS), None)
+        if unknown is not None:
+            column = line.find(json.dumps(unknown)) + 1
+            raise _Broken(unknown, "unknown key", f"known: {', '.join(sorted(TRACE_KEYS))}", column)
+
+    def broken(self, key: str, message: str, remedy: str) -> _Broken:
+        """The mistake of a key's value."""
+        return _Broken(key, message, remedy, self.line.find(f'"{key}"') + 1)
+
+    def _invalid(self, key: str, remedy: str) -> _Broken:
+        text = json.dumps(self.value[key])
+        shown = text if len(text) <= 40 else text[:40] + "..."
+        return self.broken(key, f"{shown} is not valid", remedy)
+
+    def whole(self, key: str, least: int, otherwise: int | None) -> int:
+        """A whole number, at most MOST_TOKENS."""
+        found = self.value.get(key, otherwise)
+        if found is None:
+            raise _Broken(key, "is missing", f"write a whole number, {least} or more")
+        is_whole = isinstance(found, int) and not isinstance(found, bool)
+        if not is_whole or not least <= found <= MOST_TOKENS:
+            raise self._invalid(key, f"write a whole number from {least} to {MOST_TOKENS}")
+        return int(found)
+
+    def seconds(self, key: str, otherwise: float, least: float) -> float:
+        """A number of seconds."""
+        found = self.value.get(key, otherwise)
+        sound = isinstance(found, int | float) and not isinstance(found, bool)
+        if not sound or not math.isfinite(found) or not least <= found <= MOST_SECONDS * 10:
+            raise self._invalid(key, "write seconds, such as 12.5")
+        return float(found)
+
+    def text(self, key: str) -> str:
+        """A text; empty: not given."""
+        found = self.value.get(key, "")
+        if not isinstance(found, str):
+            raise self._invalid(key, "write a text in quotes")
+        return found
 
 
 class _Csv:
@@ -365,44 +371,6 @@ def _count(text: str) -> float:
     return int(text)
 
 
-def _whole(value: dict[str, Any], key: str, least: int, otherwise: int | None, line: str) -> int:
-    found = value.get(key, otherwise)
-    if found is None:
-        raise _Broken(key, "is missing", f"write a whole number, {least} or more")
-    if not isinstance(found, int) or isinstance(found, bool) or not least <= found <= MOST_TOKENS:
-        remedy = f"write a whole number from {least} to {MOST_TOKENS}"
-        raise _Broken(key, f"{_shown(found)} is not valid", remedy, _column(line, key))
-    return found
-
-
-def _seconds(
-    value: dict[str, Any], key: str, otherwise: float, line: str, least: float = -MOST_SECONDS
-) -> float:
-    found = value.get(key, otherwise)
-    sound = isinstance(found, int | float) and not isinstance(found, bool)
-    if not sound or not math.isfinite(found) or not least <= found <= MOST_SECONDS * 10:
-        remedy = "write seconds, such as 12.5"
-        raise _Broken(key, f"{_shown(found)} is not valid", remedy, _column(line, key))
-    return float(found)
-
-
-def _text(value: dict[str, Any], key: str, line: str) -> str:
-    found = value.get(key, "")
-    if not isinstance(found, str):
-        remedy = "write a text in quotes"
-        raise _Broken(key, f"{_shown(found)} is not valid", remedy, _column(line, key))
-    return found
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else text[:40] + "..."
-
-
-def _column(line: str, key: str) -> int:
-    return line.find(f'"{key}"') + 1
-
-
 def build_trace(jobs: list[Job]) -> Trace:
     """A trace of these jobs, sorted by time; the turns of a stream keep their order."""
     jobs.sort(key=lambda job: job.time)  # Stable.
@@ -422,12 +390,8 @@ def build_trace(jobs: list[Job]) -> Trace:
 LENGTH_SIGMA = 0.8
 """Sigma of the logarithm of lengths: the 95th percentile is about 3.7 times the median."""
 
-MOST_LENGTH_FACTOR = 8.0
-"""No length is more than this many times its mean: a context is finite."""
-
-READ_TOKENS_PER_SECOND = 20.0
-"""Tokens of an answer that a person reads per second as they come."""
-
+MOST_LENGTH_FACTOR = 8.0  # no length is more than this many times its mean: a context is finite
+READ_TOKENS_PER_SECOND = 20.0  # tokens of an answer that a person reads per second as they come
 WARM_UP_DURATIONS = 3.0
 """Mean durations of a conversation by which conversations begin before the trace does."""
 
@@ -437,28 +401,21 @@ class Traffic:
     """What to generate. Figures are means; tokens and seconds."""
 
     requests: int
-    rate: float
-    """Requests per second."""
-    turns: float = 4.0
-    """Turns of a conversation."""
-    tenants: int = 6
-    """Tenants, each with a system prompt; a few make most of the traffic."""
+    rate: float  # requests per second
+    turns: float = 4.0  # turns of a conversation
+    tenants: int = 6  # tenants, each with a system prompt; a few make most of the traffic
     system: int = 1500
     question: float = 120.0
     answer: float = 180.0
-    pause: float = 20.0
-    """Seconds between an answer and the next question."""
+    pause: float = 20.0  # seconds between an answer and the next question
     limit: int = 2048
     """`max_tokens` of every request: far above the answers' lengths, as clients set it."""
     callers: int = 50
     burst: float = 1.0
     """During a burst this many times more conversations begin than between bursts."""
-    every: float = 3600.0
-    """Seconds from the start of a burst to that of the next."""
-    lasting: float = 600.0
-    """Seconds that a burst lasts."""
-    urgent: float = 0.0
-    """Share of the conversations that are of this class; the rest is `normal`."""
+    every: float = 3600.0  # seconds from the start of a burst to that of the next
+    lasting: float = 600.0  # seconds that a burst lasts
+    urgent: float = 0.0  # share of the conversations that are of this class; the rest is `normal`
     premium: float = 0.0
     batch: float = 0.0
 

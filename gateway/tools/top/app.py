@@ -16,9 +16,9 @@ from textual.containers import Vertical, VerticalScroll
 from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, TabPane
 
-from gateway.tools.cli.admin_client import AdminClient
-from gateway.tools.cli.explanation import explained
+from gateway.tools.cli.client import AdminClient
 from gateway.tools.cli.terminal import STATE_COLOURS, CommandFailed
+from gateway.tools.cli.why import explained
 from gateway.tools.top.feed import FeedFollower
 from gateway.tools.top.picture import FleetPicture
 from gateway.tools.top.tables import (

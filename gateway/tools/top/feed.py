@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.tools.cli.admin_client import AdminClient, AdminRefused
+from gateway.tools.cli.client import AdminClient, GatewayRefused
 from gateway.tools.cli.terminal import CommandFailed
 
 LIVE_PATH = "/admin/live"
@@ -41,7 +41,7 @@ class FeedFollower:
                     pause = FIRST_PAUSE
                     self.report(None)
                     self.publish(event, data)
-            except AdminRefused as error:
+            except GatewayRefused as error:
                 self.report(refusal(error))
             except CommandFailed as error:
                 self.report(str(error))
@@ -53,7 +53,7 @@ class FeedFollower:
         self._stopped.set()
 
 
-def refusal(error: AdminRefused) -> str:
+def refusal(error: GatewayRefused) -> str:
     """Why the gateway shows nothing, with a remedy."""
     if error.code == 404:
         return f"{error}: it is of an older version, which has no live view. Remedy: upgrade it"

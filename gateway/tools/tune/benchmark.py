@@ -12,11 +12,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import time
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from gateway.tools.bench.target import random_words
 from gateway.tools.local import LocalFleetError
 from gateway.tools.local.energy import EnergyMeter
 from gateway.tools.local.memory import MEMORY_RESERVE, format_gib
@@ -42,27 +42,13 @@ from gateway.tools.tune.search import (
 )
 
 FIGURE_REPEATS = 3  # of all figures, on one start of a server
-
 REPEATS_SECONDS = 15.0  # no repeat begins after this time
-
 SHORT_PROMPT = 32  # tokens of a prompt where only decode is measured
-
 SETTLED_TOKENS = 8  # tokens after which a stream's speed is steady
-
 WARM_UP_TOKENS = 16  # decoded first, so that the model's pages are in memory
-
 IDLE_TIMEOUT = 30.0  # seconds until the slots of closed streams must be idle
-
 IDLE_POLL_INTERVAL = 0.02
-
-PROMPT_SEED = 5
-
-PROMPT_WORDS = """
-    the river ran under an old bridge where people used to meet and talk about work weather
-    music trade letters from far away and what their children had learnt that year while boats
-    went by with stone wood salt and wool for towns along the coast which nobody here had seen
-"""
-
+PROMPT_SEED = "5"
 
 T = TypeVar("T")
 
@@ -80,45 +66,21 @@ class StreamSample:
     tokens_per_second: float
 
 
-@dataclass(frozen=True, slots=True)
-class RequestFigures:
-    """Figures of one request that is alone on its server."""
-
-    prefill: float  # tokens/s
-    decode: float
-    prefill_joules: float | None  # for a token; None: not measured
-    decode_joules: float | None
-
-
+@dataclass(slots=True)
 class ServerBenchmark:
-    """Benchmarks the server at `url`; `context` is that of one slot, in tokens.
+    """Benchmarks the server at `url`."""
 
-    `read_joules` returns the energy of the whole machine since some moment, None where that is not
-    known. `servers` of them are benchmarked at the same time, and each is taken to use its share.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        client: httpx.AsyncClient,
-        request: BenchmarkRequest,
-        *,
-        slots: int,
-        context: int,
-        read_joules: Callable[[], float | None] = lambda: None,
-        servers: int = 1,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._url = url
-        self._client = client
-        self._request = request
-        self._slots = slots
-        self._context = context
-        self._read_joules = read_joules
-        self._servers = servers
-        self._clock = clock
-        self._text: list[int] = []
-        self._prompts_made = 0
+    url: str
+    client: httpx.AsyncClient
+    request: BenchmarkRequest
+    slots: int
+    context: int  # of one slot, in tokens
+    read_joules: Callable[[], float | None] = lambda: None
+    """The energy of the whole machine since some moment; None where that is not known."""
+    servers: int = 1  # benchmarked at the same time; each is taken to use its share of the energy
+    clock: Callable[[], float] = time.monotonic
+    _text: list[int] = field(default_factory=list)
+    _prompts_made: int = 0
 
     async def run(self) -> Figures:
         """Measure all figures but the memory: medians of a few repeats.
@@ -127,51 +89,43 @@ class ServerBenchmark:
         """
         self._text = await self._tokens()
         await self._alone(SHORT_PROMPT, WARM_UP_TOKENS)
-        began, repeats = self._clock(), list[Figures]()
+        began, repeats = self.clock(), list[Figures]()
         while len(repeats) < FIGURE_REPEATS and (
-            not repeats or self._clock() - began < REPEATS_SECONDS
+            not repeats or self.clock() - began < REPEATS_SECONDS
         ):
-            alone = await self._alone(self._request.prompt, self._request.answer)
-            several = self._slots > 1
-            busy, joules = (
-                await self._all_busy() if several else (alone.decode, alone.decode_joules)
-            )
-            stall = await self._stall() if several else None
-            repeats.append(
-                Figures(
-                    alone.prefill,
-                    alone.decode,
-                    busy,
-                    stall,
-                    None,
-                    prefill_joules=alone.prefill_joules,
-                    decode_joules=joules,
-                )
-            )
+            alone = await self._alone(self.request.prompt, self.request.answer)
+            if self.slots > 1:
+                busy, joules = await self._all_busy()
+                stall = await self._stall()
+                alone = replace(alone, decode_busy=busy, decode_joules=joules, stall=stall)
+            repeats.append(alone)
         return median_figures(repeats)
 
-    async def _alone(self, prompt: int, answer: int) -> RequestFigures:
+    async def _alone(self, prompt: int, answer: int) -> Figures:
         """Measure one request; tokens/s by the server's own clock."""
         first: dict[str, Any] = {}
         last: dict[str, Any] = {}
-        joules_at_send = self._read_joules()
+        joules_at_send = self.read_joules()
         joules_at_first = None
         async with aclosing(self._stream(prompt, answer)) as chunks:
             async for chunk in chunks:
                 if not first:
-                    first, joules_at_first = chunk, self._read_joules()
+                    first, joules_at_first = chunk, self.read_joules()
                 last = chunk
-        joules_at_end = self._read_joules()
+        joules_at_end = self.read_joules()
         timings = last.get("timings") or {}
         prefill, decode = timings.get("prompt_per_second"), timings.get("predicted_per_second")
         if not prefill or not decode or timings.get("prompt_n", 0) < prompt:
-            raise BenchmarkError(f"{self._url}: the end of an answer has no usable `timings`")
+            raise BenchmarkError(f"{self.url}: the end of an answer has no usable `timings`")
         written = timings.get("predicted_n", 0) - (first.get("timings") or {}).get("predicted_n", 0)
-        return RequestFigures(
+        return Figures(
             float(prefill),
             float(decode),
-            self._joules_per_token(joules_at_send, joules_at_first, prompt),
-            self._joules_per_token(joules_at_first, joules_at_end, written),
+            decode_busy=float(decode),
+            stall=None,
+            memory=None,
+            prefill_joules=self._joules_per_token(joules_at_send, joules_at_first, prompt),
+            decode_joules=self._joules_per_token(joules_at_first, joules_at_end, written),
         )
 
     async def _all_busy(self) -> tuple[float, float | None]:
@@ -180,14 +134,14 @@ class ServerBenchmark:
 
         async def one() -> list[StreamSample]:
             samples = []
-            async for sample in self._samples(SHORT_PROMPT, self._request.answer):
+            async for sample in self._samples(SHORT_PROMPT, self.request.answer):
                 if not joules_at_first:
-                    joules_at_first.append(self._read_joules())
+                    joules_at_first.append(self.read_joules())
                 samples.append(sample)
             return samples
 
-        streams = await run_concurrently([one() for _ in range(self._slots)])
-        joules_at_end = self._read_joules()
+        streams = await run_concurrently([one() for _ in range(self.slots)])
+        joules_at_end = self.read_joules()
         throughput = combined_throughput(streams)
         written = sum(stream[-1].tokens - stream[0].tokens for stream in streams)
         return throughput, self._joules_per_token(joules_at_first[0], joules_at_end, written)
@@ -197,25 +151,25 @@ class ServerBenchmark:
     ) -> float | None:
         if before is None or after is None or tokens <= 0:
             return None
-        return (after - before) / (tokens * self._servers)
+        return (after - before) / (tokens * self.servers)
 
     async def _stall(self) -> float:
         """Return the longest silence of a stream during another slot's prefill, in seconds."""
-        neighbour: asyncio.Task[RequestFigures] | None = None
+        neighbour: asyncio.Task[Figures] | None = None
         times: list[float] = []
         sent = 0.0
-        room = self._context - SHORT_PROMPT - 1
+        room = self.context - SHORT_PROMPT - 1
         try:
             async with aclosing(self._samples(SHORT_PROMPT, room)) as samples:
                 async for sample in samples:
                     times.append(sample.at)
                     if neighbour is None and sample.tokens >= SETTLED_TOKENS:
                         sent = sample.at
-                        neighbour = asyncio.create_task(self._alone(self._request.prompt, 2))
+                        neighbour = asyncio.create_task(self._alone(self.request.prompt, 2))
                     elif neighbour is not None and neighbour.done():
                         break
             if neighbour is None:
-                raise BenchmarkError(f"{self._url}: a stream ended after {len(times)} tokens")
+                raise BenchmarkError(f"{self.url}: a stream ended after {len(times)} tokens")
             await neighbour
         finally:
             if neighbour is not None and not neighbour.done():
@@ -229,9 +183,9 @@ class ServerBenchmark:
             async for chunk in chunks:
                 timings = chunk.get("timings") or {}
                 if not isinstance(timings.get("predicted_n"), int):
-                    raise BenchmarkError(f"{self._url}: a chunk without `timings.predicted_n`")
+                    raise BenchmarkError(f"{self.url}: a chunk without `timings.predicted_n`")
                 speed = float(timings.get("predicted_per_second") or 0.0)
-                yield StreamSample(self._clock(), timings["predicted_n"], speed)
+                yield StreamSample(self.clock(), timings["predicted_n"], speed)
 
     async def _stream(self, prompt: int, answer: int) -> AsyncGenerator[dict[str, Any], None]:
         body = {
@@ -243,16 +197,16 @@ class ServerBenchmark:
             "timings_per_token": True,
             "temperature": 0,
         }
-        async with self._client.stream("POST", f"{self._url}/completion", json=body) as response:
+        async with self.client.stream("POST", f"{self.url}/completion", json=body) as response:
             if response.status_code != 200:
                 text = (await response.aread())[:500].decode(errors="replace")
-                raise BenchmarkError(f"{self._url}: HTTP {response.status_code}: {text}")
+                raise BenchmarkError(f"{self.url}: HTTP {response.status_code}: {text}")
             async for line in response.aiter_lines():
                 if not line.startswith("data: "):
                     continue
-                chunk = _json(self._url, line[6:])
+                chunk = _json(self.url, line[6:])
                 if "error" in chunk:
-                    raise BenchmarkError(f"{self._url}: {chunk['error']}")
+                    raise BenchmarkError(f"{self.url}: {chunk['error']}")
                 yield chunk
 
     def _prompt(self, length: int) -> list[int]:
@@ -262,28 +216,25 @@ class ServerBenchmark:
         return (self._text[at:] + self._text[:at])[:length]
 
     async def _tokens(self) -> list[int]:
-        rng, words = random.Random(PROMPT_SEED), PROMPT_WORDS.split()
-        chosen = rng.choices(words, k=self._request.prompt + SHORT_PROMPT)
-        response = await self._client.post(
-            f"{self._url}/tokenize", json={"content": " ".join(chosen)}
-        )
-        found = _json(self._url, response.text).get("tokens")
-        if not isinstance(found, list) or len(found) < self._request.prompt:
-            raise BenchmarkError(f"{self._url}: /tokenize answered {response.text[:200]}")
+        words = random_words(PROMPT_SEED, self.request.prompt + SHORT_PROMPT)
+        response = await self.client.post(f"{self.url}/tokenize", json={"content": words})
+        found = _json(self.url, response.text).get("tokens")
+        if not isinstance(found, list) or len(found) < self.request.prompt:
+            raise BenchmarkError(f"{self.url}: /tokenize answered {response.text[:200]}")
         return found
 
     async def _wait_until_idle(self) -> None:
         """Wait until the slots of closed streams are idle."""
-        until = self._clock() + IDLE_TIMEOUT
-        while self._clock() < until:
-            response = await self._client.get(f"{self._url}/slots")
+        until = self.clock() + IDLE_TIMEOUT
+        while self.clock() < until:
+            response = await self.client.get(f"{self.url}/slots")
             if response.status_code != 200:
                 return  # `/slots` is switched off: the stream's end may distort the next figure
             if not any(slot.get("is_processing") for slot in response.json()):
                 return
             await asyncio.sleep(IDLE_POLL_INTERVAL)
         raise BenchmarkError(
-            f"{self._url}: a slot is still busy {IDLE_TIMEOUT:.0f} s after its stream"
+            f"{self.url}: a slot is still busy {IDLE_TIMEOUT:.0f} s after its stream"
         )
 
 
@@ -313,10 +264,7 @@ def combined_throughput(streams: list[list[StreamSample]]) -> float:
 
 def longest_silence(times: list[float], since: float) -> float:
     """Return the longest time between two tokens of which the second came after `since`."""
-    return max(
-        (after - before for before, after in pairwise(times) if after > since),
-        default=0.0,
-    )
+    return max((after - before for before, after in pairwise(times) if after > since), default=0.0)
 
 
 def _json(url: str, text: str) -> dict[str, Any]:
@@ -329,32 +277,18 @@ def _json(url: str, text: str) -> dict[str, Any]:
     return found
 
 
+@dataclass(slots=True)
 class MachineBenchmark:
-    """Measures settings on this machine: one server on each NUMA node, all under the same load.
+    """Measures settings on this machine: one server on each NUMA node, all under the same load."""
 
-    `context`: tokens of one slot. `known_memory`: a setting, and the bytes that a server took with
-    it in an earlier run. `meter` measures the machine's energy; None where it shows none.
-    `read_machine` reads the topology before each start.
-    """
-
-    def __init__(
-        self,
-        plan: LocalFleetPlan,
-        request: BenchmarkRequest,
-        *,
-        context: int,
-        force_memory: bool = False,
-        known_memory: tuple[Setting, int] | None = None,
-        meter: EnergyMeter | None = None,
-        read_machine: Callable[[], Topology] = read_topology,
-    ) -> None:
-        self._plan = plan
-        self._request = request
-        self._context = context
-        self._force_memory = force_memory
-        self._read_machine = read_machine
-        self._known_memory = known_memory
-        self._meter = meter
+    plan: LocalFleetPlan
+    request: BenchmarkRequest
+    context: int  # tokens of one slot
+    force_memory: bool = False
+    known_memory: tuple[Setting, int] | None = None
+    """A setting, and the bytes that a server took with it in an earlier run."""
+    meter: EnergyMeter | None = None  # None: the machine shows no energy
+    read_machine: Callable[[], Topology] = read_topology  # before each start
 
     async def measure(self, setting: Setting, seconds: float) -> BenchmarkResult:
         """Start, benchmark and end the servers within `seconds`.
@@ -362,16 +296,16 @@ class MachineBenchmark:
         Raises SettingFailedError, OSError where a log or a port can't be opened, and TimeoutError
         when the time is over.
         """
-        topology = self._read_machine()
-        specs = [server_spec(setting, spec, topology, self._context) for spec in self._plan.specs]
+        topology = self.read_machine()
+        specs = [server_spec(setting, spec, topology, self.context) for spec in self.plan.specs]
         try:
-            check_specs(topology, self._plan.model, tuple(specs), force=self._force_memory)
-            if not self._force_memory:
+            check_specs(topology, self.plan.model, tuple(specs), force=self.force_memory)
+            if not self.force_memory:
                 self._check_growth(setting, topology)
             fleet = LocalFleet(
                 specs,
-                self._plan.log_folder,
-                binary=self._plan.binary,
+                self.plan.log_folder,
+                binary=self.plan.binary,
                 start_timeout=seconds + 60,  # the limit of the whole applies first
             )
             async with asyncio.timeout(seconds), fleet:
@@ -388,7 +322,7 @@ class MachineBenchmark:
     ) -> BenchmarkResult:
         cpus = [cpu for node in topology.nodes for cpu in node.cpus]
         before = read_cpu_times(cpus)
-        meter = self._meter
+        meter = self.meter
         async with AsyncExitStack() as stack:
             # A server is silent throughout a prefill, so only the whole has a limit.
             client = await stack.enter_async_context(
@@ -401,10 +335,10 @@ class MachineBenchmark:
                     ServerBenchmark(
                         url,
                         client,
-                        self._request,
+                        self.request,
                         slots=setting.slots,
-                        context=self._context,
-                        read_joules=meter.joules if meter is not None else lambda: None,
+                        context=self.context,
+                        read_joules=lambda: None if meter is None else meter.joules(),
                         servers=len(fleet.urls),
                     ).run()
                     for url in fleet.urls
@@ -413,8 +347,8 @@ class MachineBenchmark:
         pids = [pid for pid in fleet.pids if pid is not None]
         other_work = other_work_between(before, read_cpu_times(cpus), own={os.getpid(), *pids})
         memories = [memory for pid in pids if (memory := peak_memory(pid)) is not None]
-        if memories and self._known_memory is None:
-            self._known_memory = (setting, max(memories))
+        if memories and self.known_memory is None:
+            self.known_memory = (setting, max(memories))
         figures = replace(combine_servers(results), memory=sum(memories) if memories else None)
         return BenchmarkResult(figures, other_work.busy_cpus if before.cpus else None)
 
@@ -423,13 +357,13 @@ class MachineBenchmark:
 
         Beyond the model, memory grows no faster than the slots and the micro-batch do.
         """
-        if self._known_memory is None:
+        if self.known_memory is None:
             return
-        known, taken = self._known_memory
-        size = self._plan.model.size
+        known, taken = self.known_memory
+        size = self.plan.model.size
         growth = max(setting.slots / known.slots, setting.micro_batch / known.micro_batch, 1.0)
         needed = int(size + max(0, taken - size) * growth)
-        servers = len(self._plan.specs)
+        servers = len(self.plan.specs)
         headrooms = [topology.memory_available - needed * servers]
         if len(topology.nodes) > 1:
             headrooms += [n.memory_available - needed for n in topology.nodes if n.memory_allowed]
@@ -464,12 +398,10 @@ def measurement_subject(
 
 # A new connection for each request: llama.cpp may close an idle one at any time.
 _NO_REUSE = httpx.Limits(max_keepalive_connections=0)
-
 MOST_OTHER_WORK = 0.25
 """CPUs' worth of other work that is tolerated: llama.cpp's threads wait for the slowest one."""
 
 SAMPLE_SECONDS = 3.0  # between the two readings of a sample
-
 MOST_NAMED_PROCESSES = 3
 
 

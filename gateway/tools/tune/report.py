@@ -142,7 +142,7 @@ def build_report(session: TuningSession) -> TuningReport | None:
 def _row(row: SettingResult) -> dict[str, Any]:
     return {
         "setting": asdict(row.setting),
-        "figures": row.figures.as_dict(),
+        "figures": asdict(row.figures),
         "score": row.score,
         "measured": row.repeats,
         "gain": row.gain,
@@ -175,7 +175,6 @@ def _why(ended: str) -> str:
 
 
 HEADER = "# Written by llama-gateway tune"
-
 SUFFIXES = (".yml", ".yaml", ".json")
 
 
@@ -328,11 +327,7 @@ def settings_along_knob(report: TuningReport, knob: str) -> dict[object, Setting
     It is the longest such series; of equals the one around the best setting.
     """
     tried = {row.setting for row in report.results}
-    bases = [
-        report.best.setting,
-        report.baseline.setting,
-        *(row.setting for row in report.results),
-    ]
+    bases = [report.best.setting, report.baseline.setting, *(row.setting for row in report.results)]
     series = [
         {
             value: base.with_knob(knob, value)

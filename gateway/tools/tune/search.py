@@ -14,10 +14,12 @@ import math
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
+
+import msgspec
 
 from gateway.tools.local.embedded import DEFAULT_BATCH, DEFAULT_MICRO_BATCH
 from gateway.tools.local.plan import DEFAULT_SLOTS
@@ -31,9 +33,7 @@ KNOBS = ("threads", "micro_batch", "slots", "batch", "pinning")
 """In the order of the search: the knob that usually matters most comes first."""
 
 BATCH_SIZES = (128, 256, 512, 1024, 2048)  # tokens of a step; 2048 is llama.cpp's own default
-
 MICRO_BATCH_SIZES = (64, 128, 256, 512, 1024)  # tokens of a computation; llama.cpp's default is 512
-
 SLOT_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
@@ -188,12 +188,14 @@ class MeasurementLog:
             return [], 0
         measurements: list[Measurement] = []
         broken = 0
-        for line in self._lines():
+        for line in self.path.read_text(errors="replace").splitlines():
+            if not line.strip():
+                continue
             try:
                 value = json.loads(line)
                 if value["subject"] == self.subject:
-                    measurements.append(_measurement(value))
-            except (ValueError, TypeError, KeyError):
+                    measurements.append(msgspec.convert(value, Measurement))
+            except (ValueError, TypeError, KeyError, msgspec.ValidationError):
                 broken += 1
         return measurements, broken
 
@@ -211,26 +213,10 @@ class MeasurementLog:
         if self.path.exists():
             self.path.replace(self.path.with_name(f"{self.path.name}.1"))
 
-    def _lines(self) -> Iterator[str]:
-        for line in self.path.read_text(errors="replace").splitlines():
-            if line.strip():
-                yield line
-
     def _ends_whole(self) -> bool:
         with self.path.open("rb") as file:
             file.seek(-1, 2)
             return file.read(1) == b"\n"
-
-
-def _measurement(value: dict[str, Any]) -> Measurement:
-    return Measurement(
-        setting=Setting(**value["setting"]),
-        figures=Figures(**value["figures"]) if value["figures"] is not None else None,
-        error=value["error"],
-        seconds=float(value["seconds"]),
-        at=float(value["at"]),
-        other_work=value["other_work"],
-    )
 
 
 TuningGoal = Literal["latency", "throughput", "balanced"]
@@ -258,10 +244,6 @@ class Figures:
     # Joules of the machine's processors and memory; None: it shows no energy counters.
     prefill_joules: float | None = None  # for a prompt token, alone on its server
     decode_joules: float | None = None  # for a token written with all slots busy
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the figures as JSON values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,44 +281,30 @@ def score(figures: Figures, request: BenchmarkRequest, goal: TuningGoal) -> floa
 
 def median_figures(repeats: Sequence[Figures]) -> Figures:
     """Return the median of each figure, and the maximum of the memory."""
-    stalls = [one.stall for one in repeats if one.stall is not None]
-    return Figures(
-        prefill=statistics.median(one.prefill for one in repeats),
-        decode=statistics.median(one.decode for one in repeats),
-        decode_busy=statistics.median(one.decode_busy for one in repeats),
-        stall=statistics.median(stalls) if stalls else None,
-        memory=max((one.memory for one in repeats if one.memory is not None), default=None),
-        prefill_joules=_known(statistics.median, (one.prefill_joules for one in repeats)),
-        decode_joules=_known(statistics.median, (one.decode_joules for one in repeats)),
-    )
+    return _combined(repeats, statistics.median, {"memory": max})
 
 
 def combine_servers(servers: Sequence[Figures]) -> Figures:
     """Combine servers that ran at the same time: mean speeds, longest stall, all memory."""
-    stalls = [one.stall for one in servers if one.stall is not None]
-    memories = [one.memory for one in servers if one.memory is not None]
-    return Figures(
-        prefill=statistics.fmean(one.prefill for one in servers),
-        decode=statistics.fmean(one.decode for one in servers),
-        decode_busy=statistics.fmean(one.decode_busy for one in servers),
-        stall=max(stalls) if stalls else None,
-        memory=sum(memories) if memories else None,
-        prefill_joules=_known(statistics.fmean, (one.prefill_joules for one in servers)),
-        decode_joules=_known(statistics.fmean, (one.decode_joules for one in servers)),
-    )
+    return _combined(servers, statistics.fmean, {"stall": max, "memory": sum})
 
 
-def _known(
-    combine: Callable[[Sequence[float]], float], values: Iterable[float | None]
-) -> float | None:
-    known = [value for value in values if value is not None]
-    return combine(known) if known else None
+def _combined(
+    several: Sequence[Figures],
+    usual: Callable[[list[Any]], Any],
+    special: Mapping[str, Callable[[list[Any]], Any]],
+) -> Figures:
+    """Combine the known values of each figure."""
+    found: dict[str, Any] = {}
+    for one in fields(Figures):
+        values = [getattr(figures, one.name) for figures in several]
+        known = [value for value in values if value is not None]
+        found[one.name] = special.get(one.name, usual)(known) if known else None
+    return Figures(**found)
 
 
 PRIOR_NOISE = 0.02  # a share: seen on a quiet machine between two starts of a server
-
 PRIOR_WEIGHT = 2  # repeats that PRIOR_NOISE counts as
-
 SIGNIFICANT_ERRORS = 3.6
 """Standard errors by which medians must differ. About twenty settings are compared: with this
 value a search among equals keeps the first one 19 times of 20 (in simulated searches)."""
@@ -398,11 +366,8 @@ class ScoreHistory:
         return ahead > self.significant_difference(one, other)
 
 
-REPEATS = 3
-"""Measurements of a setting before it can win, and of the first one before any other."""
-
-MOST_ROUNDS = 3
-"""Rounds over all knobs at most."""
+REPEATS = 3  # measurements of a setting before it can win, and of the first one before any other
+MOST_ROUNDS = 3  # rounds over all knobs at most
 
 
 @dataclass(slots=True)

@@ -19,8 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gateway import errors
-from gateway.access.admin_keys import AdminKeys, AdminRole
-from gateway.access.keys import without_secret
+from gateway.access.keys import AdminKeys, AdminRole, without_secret
 from gateway.errors import GatewayError
 from gateway.events import EventBus
 from gateway.fleet.fleet import Fleet
@@ -312,7 +311,7 @@ def admin_app(
     """The application of an admin listener on `host`.
 
     The caller owns `drain_deadlines` and closes it. Without `keys` nobody needs one; whether that
-    is safe, `gateway.access.exposure.admin_listener_problem` decides before the listener opens.
+    is safe, `gateway.access.callers.admin_listener_problem` decides before the listener opens.
     """
     health = HealthEndpoints(fleet, scheduler, lambda: gateway.closing)
     endpoints = AdminEndpoints(

@@ -31,7 +31,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from gateway import errors
-from gateway.access.admin_keys import AdminIdentity, AdminRole
+from gateway.access.keys import AdminIdentity, AdminRole
 from gateway.config.listeners import KeySpec
 from gateway.errors import GatewayError
 from gateway.events import EventBus

@@ -18,8 +18,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from gateway import errors
-from gateway.access.admin_keys import AdminIdentity
 from gateway.access.callers import cache_policy_of
+from gateway.access.keys import AdminIdentity
 from gateway.errors import CLIENT_CLOSED_STATUS, GatewayError
 from gateway.events import RequestFinished
 from gateway.http.request_head import class_of

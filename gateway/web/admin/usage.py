@@ -14,8 +14,8 @@ from starlette.responses import Response
 from gateway import errors
 from gateway.errors import GatewayError
 from gateway.store.failures import StoreError
-from gateway.usage.arrivals import ArrivalsReader
 from gateway.usage.reports import (
+    ArrivalsReader,
     InvalidQuery,
     Reporter,
     ReportInterrupted,

@@ -4,7 +4,6 @@
     python -m tests.bench.scheduling --only gateway,nginx --loads capacity --seeds 2
     python -m tests.bench.scheduling --scale 4                     ten minutes instead of forty
     python -m tests.bench.scheduling --markdown docs/scheduling-results.md --json bench.json
-    python -m tests.bench.scheduling --real                        two real llama.cpp servers
     python -m tests.bench.scheduling --virtual --loads capacity    30 seeds, no noise, no peers
 
 Exit status: 0 measured, whatever the figures; 1 a request failed or a front did not start;
@@ -14,9 +13,7 @@ Exit status: 0 measured, whatever the figures; 1 a request failed or a front did
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
-import resource
 import shlex
 import shutil
 import sys
@@ -24,15 +21,14 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import uvloop
 from rich.console import Console
 
 from tests.bench import machine
 from tests.bench.arguments import one_of, positive
-from tests.bench.report import write_between_markers
-from tests.bench.scheduling import real, report, virtual
-from tests.bench.scheduling.fronts import FRONTS, OURS, USUAL, Front
-from tests.bench.scheduling.results import LOADS, Results
+from tests.bench.report import OURS, write_between_markers
+from tests.bench.scheduling import report, virtual
+from tests.bench.scheduling.fronts import FRONTS, USUAL, Front
+from tests.bench.scheduling.report import LOADS, Results
 from tests.bench.scheduling.rounds import WARM_UP, Plan, Rounds
 from tests.bench.scheduling.trace import Shape
 from tests.bench.targets import TargetError
@@ -50,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.virtual:
         fronts = [FRONTS[name] for name in OURS]
     else:
-        fronts = _installed(options.only, real.USUAL if options.real else USUAL, progress)
+        targets = {name: front.target for name, front in FRONTS.items()}
+        names = machine.installed(targets, options.only, USUAL, progress)
+        fronts = [FRONTS[name] for name in names]
         if len(os.sched_getaffinity(0)) < 2:
             progress.print("the benchmark needs two cores: one for the fronts, one for the load")
             return 2
@@ -64,8 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.virtual:
             plan = _plan(options, folder, seeds=virtual.SEEDS)
             outcome = virtual.measure(plan, progress, command, facts)
-        elif options.real:
-            outcome = real.measure(fronts, options.seeds or 1, folder, progress, command, facts)
         else:
             outcome = _emulated(fronts, options, folder, progress, command, facts)
     except TargetError as error:
@@ -109,27 +105,11 @@ def _emulated(
     """Play on emulated nodes, with this process on the second core."""
     cores = sorted(os.sched_getaffinity(0))
     plan = _plan(options, folder, quick_scale=QUICK_SCALE)
-    rounds = Rounds(plan, fronts, cores[0], progress, options.one_by_one)
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    os.sched_setaffinity(0, {cores[1]})
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            results = Results(runner.run(rounds.play()))
-    finally:
-        os.sched_setaffinity(0, cores)
+    rounds = Rounds(plan, fronts, cores[0], progress)
+    results = Results(machine.run_beside(rounds.play(), cores))
     rates = {load: sum(found) / len(found) for load, found in rounds.rates.items()}
     setting = report.Setting(command, facts, plan.scale, plan.seeds, rates)
     return report.outcome(results, setting)
-
-
-def _installed(names: Sequence[str] | None, usual: Sequence[str], progress: Console) -> list[Front]:
-    """The fronts to measure; none if one that was named is not installed."""
-    wanted = [FRONTS[name] for name in names or usual]
-    missing = [front for front in wanted if front.target.program() is None]
-    for front in missing:
-        progress.print(f"{front.name} is not installed ({front.target.remedy})", style="yellow")
-    return [] if names and missing else [front for front in wanted if front not in missing]
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
@@ -140,17 +120,12 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--only", type=one_of(list(FRONTS)), help=f"fronts, of {','.join(FRONTS)}")
     add("--loads", type=one_of(list(LOADS)), help=f"of {','.join(LOADS)}; default: all")
-    seeds = f"default {SEEDS}, with --quick or --real 1, with --virtual {virtual.SEEDS}"
+    seeds = f"default {SEEDS}, with --quick 1, with --virtual {virtual.SEEDS}"
     add("--seeds", type=positive, help=seeds)
     scale = f"default {SCALE:g}, with --quick {QUICK_SCALE:g} unless --virtual"
     add("--scale", type=_factor, help=f"times as fast as life, {scale}")
     add("--quick", action="store_true", help="a small trace at capacity, to check the harness")
-    add("--one-by-one", action="store_true", help="play the fronts one after the other")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--real", action="store_true", help="two real llama.cpp servers with the demo model"
-    )
-    where.add_argument(
+    add(
         "--virtual",
         action="store_true",
         help="in virtual time: the gateway and a stand-in for nginx, exact and quick",
@@ -158,8 +133,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     add("--json", type=Path, help="write requests, figures and verdicts to this file")
     add("--markdown", type=Path, help="write the tables between the markers of this page")
     options = parser.parse_args(words)
-    if options.virtual and (options.only or options.one_by_one):
-        parser.error("with --virtual the fronts are given: leave --only and --one-by-one away")
+    if options.virtual and options.only:
+        parser.error("with --virtual the fronts are given: leave --only away")
     return options
 
 

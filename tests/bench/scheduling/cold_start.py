@@ -25,9 +25,9 @@ from pathlib import Path
 from statistics import fmean
 
 from tests.bench.arguments import positive
-from tests.bench.scheduling.client import ask
-from tests.bench.scheduling.fleet import MODEL, Speed, nodes
-from tests.bench.scheduling.play import UNKNOWN
+from tests.bench.node_replies import MODEL
+from tests.bench.scheduling.fronts import Speed, nodes
+from tests.bench.scheduling.play import UNKNOWN, ask
 from tests.bench.scheduling.trace import Shape, make
 from tests.gateways import running_gateway
 from tests.virtual import VirtualLoop, now
@@ -48,8 +48,7 @@ class Start:
 
     decodes: tuple[float, ...] = DECODES
     calibrate: bool = True
-    wait: float = 60.0
-    """Seconds from the first probes to the first request."""
+    wait: float = 60.0  # seconds from the first probes to the first request
     one_host: bool = False
     system_tokens: int = 1500
     requests: int = 24

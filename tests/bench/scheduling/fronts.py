@@ -1,17 +1,85 @@
-"""The fronts: this gateway, nginx `least_conn` and HAProxy `leastconn` with a queue.
+"""The emulated fleet of six nodes of two speeds, two slots each; and the fronts before it.
 
-Neither peer keeps connections to the nodes: llama.cpp promises to keep a stream's connection and
+The fronts are this gateway, nginx `least_conn` and HAProxy `leastconn` with a queue. Neither
+peer keeps connections to the nodes: llama.cpp promises to keep a stream's connection and
 closes it all the same, and what they send there meanwhile they would answer with 502.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import re
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
-from tests.bench.scheduling.fleet import SLOTS
-from tests.bench.targets import HOST, TARGETS, Plan, Target, haproxy, nginx
+from tests.bench.targets import TARGETS, Plan, Target, gateway, haproxy, nginx
+from tests.emulator import EmulatedNode
+
+SLOTS = 2
+BATCH = 512  # tokens of one step: what `llama-gateway up` starts servers with
+HOST_MEMORY = 64_000
+"""Tokens of evicted prompts that a node keeps: llama.cpp's 8 GiB at 128 KiB a token (8B, F16)."""
+CONTEXT = 16_384
+MODEL = "demo"
+ASKED = re.compile(r"Answer in (\d+) words\.")
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """A node's speed in tokens/s; `step`: seconds that each further busy slot adds to a token."""
+
+    prefill: float
+    decode: float
+    step: float
+
+    def token(self, busy: int = 1) -> float:
+        """Seconds from one token of a slot to its next while `busy` slots decode."""
+        return 1 / self.decode + self.step * (busy - 1)
+
+    def scaled(self, scale: float) -> Speed:
+        """The same node, `scale` times as fast."""
+        return Speed(self.prefill * scale, self.decode * scale, self.step / scale)
+
+
+# One more slot makes a token a tenth slower: on a CPU it waits for memory, not for arithmetic.
+FAST = Speed(prefill=600, decode=40, step=0.1 / 40)
+SLOW = Speed(prefill=250, decode=16, step=0.1 / 16)
+FLEET = (FAST, FAST, FAST, FAST, SLOW, SLOW)
+
+
+def answer_tokens(prompt: str) -> int:
+    """Length of the emulated model's answer: what the last user's message asks for."""
+    return int(ASKED.findall(prompt)[-1])
+
+
+@asynccontextmanager
+async def nodes(
+    fleet: Sequence[Speed], scale: float, clock: Callable[[], float] = time.monotonic
+) -> AsyncIterator[list[EmulatedNode]]:
+    """The nodes of a fleet, `scale` times as fast, in this process."""
+    async with AsyncExitStack() as stack:
+        started = []
+        for speed in fleet:
+            fast = speed.scaled(scale)
+            node = EmulatedNode(
+                slots=SLOTS,
+                context=CONTEXT,
+                context_train=CONTEXT,
+                model=MODEL,
+                prefill_tps=fast.prefill,
+                decode_tps=fast.decode,
+                decode_step=fast.step,
+                answer_tokens=answer_tokens,
+                batch=BATCH,
+                prefill_stalls=True,
+                cache_ram=HOST_MEMORY,
+                remember=1,
+                clock=clock,
+            )
+            started.append(await stack.enter_async_context(node))
+        yield started
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +94,16 @@ class Front:
     make use of it."""
 
 
-def _gateway(**settings: object) -> Callable[[str, Plan], list[str]]:
-    def command(binary: str, plan: Plan) -> list[str]:
-        # JSON is YAML. All other settings are the defaults.
-        nodes, config = plan.folder / "nodes.yaml", plan.folder / "gateway.yaml"
-        fleet = [
-            {"name": f"node{i}", "url": f"http://{HOST}:{port}"}
-            for i, port in enumerate(plan.upstreams)
-        ]
-        nodes.write_text(json.dumps({"nodes": fleet}))
-        config.write_text(json.dumps(settings))
-        return [
-            *(binary, "serve", "--nodes", str(nodes), "--config", str(config)),
-            *("--host", HOST, "--port", str(plan.port), "--admin-port", "0"),
-        ]
+def _gateway(policy: str | None = None) -> Target:
+    """This gateway; all settings are the defaults."""
 
-    return command
+    def command(binary: str, plan: Plan) -> list[str]:
+        served = gateway(binary, plan, {})
+        if policy is None:
+            return served
+        return [sys.executable, "-m", "tests.bench.scheduling.with_policy", policy, *served[1:]]
+
+    return replace(TARGETS["gateway"], command=command)
 
 
 def _nginx(binary: str, plan: Plan) -> list[str]:
@@ -64,14 +126,13 @@ def _haproxy(binary: str, plan: Plan) -> list[str]:
     )
 
 
-_GATEWAY = replace(TARGETS["gateway"], command=_gateway())
 _POLICIES = ("least_loaded", "round_robin", "prefix_hash")
 
 FRONTS = {
     front.name: front
     for front in (
-        Front("gateway", "gateway, lengths known", _GATEWAY),
-        Front("gateway-unknown", "gateway, lengths unknown", _GATEWAY, known=False),
+        Front("gateway", "gateway, lengths known", _gateway()),
+        Front("gateway-unknown", "gateway, lengths unknown", _gateway(), known=False),
         Front("nginx", "nginx least_conn", replace(TARGETS["nginx"], command=_nginx)),
         Front(
             "haproxy",
@@ -79,16 +140,11 @@ FRONTS = {
             replace(TARGETS["haproxy"], command=_haproxy),
         ),
         *(
-            Front(
-                policy,
-                f"gateway, policy {policy}",
-                replace(TARGETS["gateway"], command=_gateway(policy=policy)),
-            )
+            Front(policy, f"gateway, policy {policy}", _gateway(policy=policy))
             for policy in _POLICIES
         ),
     )
 }
 OURS = ("gateway", "gateway-unknown")
 PEERS = ("nginx", "haproxy")
-USUAL = (*OURS, *PEERS)
-"""Measured by default; the other policies only on demand."""
+USUAL = (*OURS, *PEERS)  # measured by default; the other policies only on demand

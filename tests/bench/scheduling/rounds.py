@@ -2,7 +2,7 @@
 
 Each front has a fleet of its own. The fleets sleep rather than compute, so that all fronts can be
 compared under the very same disturbances of the machine, with both cores mostly idle (the report
-tells how busy they were). One by one, another front is the first each time.
+tells how busy they were).
 
 Before each measured trace a warm-up is played against every front alike: shorter, with other
 words, other tenants and the same lengths. So learnt speeds and lengths are there, as in a gateway
@@ -21,18 +21,23 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.bench.process import cpu_seconds, waited_seconds
-from tests.bench.scheduling import capacity
-from tests.bench.scheduling.fleet import FLEET, Speed, nodes
-from tests.bench.scheduling.fronts import Front
+from tests.bench.machine import cpu_seconds, waited_seconds
+from tests.bench.scheduling.fronts import FLEET, Front, Speed, nodes
 from tests.bench.scheduling.play import Player, Record, as_emulated
-from tests.bench.scheduling.results import LOADS, Played
-from tests.bench.scheduling.trace import Shape, Trace, make
+from tests.bench.scheduling.report import LOADS, Played
+from tests.bench.scheduling.trace import (
+    Shape,
+    Trace,
+    least_work,
+    make,
+    mean_alone,
+    mean_queued,
+    session_rate,
+)
 from tests.bench.targets import Running, running
 
 WARM_UP = Shape(sessions=18, turns=2)
-PAUSE = 5.0
-"""Seconds of the fleet's time between the warm-up's last answer and the trace."""
+PAUSE = 5.0  # seconds of the fleet's time between the warm-up's last answer and the trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,7 @@ class Plan:
 
     def traces(self, load: str, seed: int) -> tuple[Trace, Trace, float]:
         """The warm-up, the measured trace, and its sessions per second."""
-        full = capacity.session_rate(make(f"{seed}", 1.0, self.shape), self.fleet)
+        full = session_rate(make(f"{seed}", 1.0, self.shape), self.fleet)
         rate = full * LOADS[load]
         return make(f"warm-up {seed}", full, self.warm_up), make(f"{seed}", rate, self.shape), rate
 
@@ -62,7 +67,6 @@ class Rounds:
     fronts: Sequence[Front]
     core: int
     progress: Console
-    one_by_one: bool = False
     rates: dict[str, list[float]] = field(default_factory=dict)
     """Sessions a second of each load and seed, filled while it runs."""
 
@@ -73,9 +77,7 @@ class Rounds:
             for load in self.plan.loads:
                 turn = seed % len(self.fronts)
                 order = [*self.fronts[turn:], *self.fronts[:turn]]
-                groups = [[front] for front in order] if self.one_by_one else [order]
-                for group in groups:
-                    played += await self._group(group, load, seed)
+                played += await self._group(order, load, seed)
         order_of = [front.name for front in self.fronts]
         return sorted(played, key=lambda p: (order_of.index(p.front), p.seed))
 
@@ -139,11 +141,11 @@ def bounds(trace: Trace, records: Sequence[Record], fleet: Sequence[Speed]) -> d
     """Lower bounds of the mean seconds in this run, for any scheduler."""
     if len(records) < trace.requests or any(record.problem for record in records):
         return {}
-    jobs = capacity.least(trace)
+    jobs = least_work(trace)
     # Which request of a tenant reads the system prompt is the scheduler's choice: in the queue
     # it is left out for all.
-    small = capacity.least(trace, systems=False)
+    small = least_work(trace, systems=False)
     return {
-        "alone": capacity.alone([job for session in jobs for job in session], fleet),
-        "queued": capacity.queued([(r.sent, small[r.session][r.turn]) for r in records], fleet),
+        "alone": mean_alone([job for session in jobs for job in session], fleet),
+        "queued": mean_queued([(r.sent, small[r.session][r.turn]) for r in records], fleet),
     }

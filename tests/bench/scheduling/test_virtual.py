@@ -11,17 +11,15 @@ import pytest
 from gateway.lease import LeaseRequest, Usage
 from gateway.scheduling.demand_model import DemandModel
 from gateway.scheduling.placement_state import Placement
-from tests.bench.scheduling import capacity
-from tests.bench.scheduling.fleet import FLEET, nodes
+from tests.bench.scheduling.fronts import FLEET, nodes
 from tests.bench.scheduling.play import Record
-from tests.bench.scheduling.trace import Shape, make
+from tests.bench.scheduling.trace import Shape, make, session_rate
 from tests.bench.scheduling.virtual import behind_gateway
 from tests.virtual import VirtualLoop, now
 
 SEED = "2"
 SHAPE = Shape(sessions=16)
-NEAR = 100.0
-"""Tokens by which a belief may be wrong: less than the shortest turn has."""
+NEAR = 100.0  # tokens by which a belief may be wrong: less than the shortest turn has
 
 
 @dataclass(slots=True)
@@ -33,7 +31,7 @@ class Belief:
 
 
 async def _played(folder: Path) -> list[Record]:
-    rate = 1.5 * capacity.session_rate(make(SEED, 1.0, SHAPE), FLEET)
+    rate = 1.5 * session_rate(make(SEED, 1.0, SHAPE), FLEET)
     async with (
         nodes(FLEET, 1.0, now) as fleet,
         behind_gateway(folder, fleet, 1.0, 1, known=True) as player,

@@ -3,20 +3,39 @@
 Sessions begin at random (a Poisson process). The next turn of a session comes a think time after
 the answer to the one before, and carries all that was said. Lengths are log-normal, as those of
 public traces are. Every word is one token.
+
+**Capacity** is a rate of sessions: that at which the work of a balancer that knows of no caches
+equals what all nodes can do with every slot busy. Such a balancer sends a turn to any node alike;
+so with N nodes a tenant's system prompt is read once on nearly each of them, and a session's
+history is found from the last turn that was on the same node, which was turn j of k with
+probability (1/N)(1 - 1/N)^(k-1-j). A request with u tokens to be read and c to be written costs
+a node u/prefill + c * token(slots)/slots seconds.
+
+**Lower bounds.** Whatever the scheduler, a request takes at least what it takes alone on the
+fastest node with all in the cache that any earlier request could have left there: all but its
+question, and for the first request of a tenant all. The mean of these bounds every mean
+completion. The second bound tells what queues must form: one machine that does the work of all
+nodes (for reading and writing each node counts with the better of its two speeds) and may
+interrupt anything, works off the same arrivals with the shortest remaining work first, which
+minimises the mean (Schrage 1968). No fleet does better, since the machine could do whatever the
+fleet does. Arrivals are those of the run that is judged: later turns come after earlier answers.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tests.bench.dataplane import SLOTS
+from tests.bench.scheduling.fronts import Speed
 from tests.emulator.language_model import WORDS
 
 THINK = (4.0, 0.6, 1.0, 20.0)
 QUESTION = (100.0, 0.8, 10.0, 800.0)
-ANSWER = (40.0, 0.7, 8.0, 300.0)
-"""Median, sigma, least and most; seconds, tokens, tokens."""
+ANSWER = (40.0, 0.7, 8.0, 300.0)  # median, sigma, least and most; seconds, tokens, tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +113,110 @@ def _length(rng: random.Random, median: float, sigma: float, least: float, most:
 
 def _words(rng: random.Random, count: int) -> str:
     return "".join(f" {rng.choice(WORDS)}" for _ in range(count))
+
+
+MARKUP = 8  # about the tokens of the chat template around one message
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """The least work of one request: prompt tokens to read and output tokens to decode."""
+
+    read: float
+    write: float
+
+    def alone(self, speed: Speed) -> float:
+        """Seconds that it takes on an idle node."""
+        # The prompt's last batch gives the first token.
+        return self.read / speed.prefill + (self.write - 1) * speed.token()
+
+    def work(self, speed: Speed) -> float:
+        """Seconds of computation on a node whose slots are all busy."""
+        return self.read / speed.prefill + self.write * _share(speed)
+
+
+def session_rate(trace: Trace, fleet: Sequence[Speed]) -> float:
+    """Sessions per second that fill the fleet."""
+    blind = _blind(trace, len(fleet))
+    per_session = [blind.work(speed) / len(trace.sessions) for speed in fleet]
+    return sum(1 / work for work in per_session)
+
+
+def least_work(trace: Trace, *, systems: bool = True) -> list[list[Least]]:
+    """The least work of each session's turns.
+
+    Each system prompt is read by the first request of its tenant, or, without `systems`, by none.
+    """
+    first = _first_of_tenants(trace.sessions) if systems else set()
+    system = trace.shape.system_tokens
+    return [
+        [
+            Least(
+                turn.question_tokens + (system if i == 0 and which in first else 0),
+                turn.answer_tokens,
+            )
+            for i, turn in enumerate(session.turns)
+        ]
+        for which, session in enumerate(trace.sessions)
+    ]
+
+
+def mean_alone(jobs: Sequence[Least], fleet: Sequence[Speed]) -> float:
+    """Mean seconds of the jobs, each alone on the fastest node."""
+    return sum(min(job.alone(speed) for speed in fleet) for job in jobs) / len(jobs)
+
+
+def mean_queued(jobs: Sequence[tuple[float, Least]], fleet: Sequence[Speed]) -> float:
+    """Mean seconds from arrival to end on one machine as fast as all nodes together."""
+    unit = fleet[0]
+    speed = sum(max(node.prefill / unit.prefill, _share(unit) / _share(node)) for node in fleet)
+    arrivals = sorted((at, job.work(unit) / speed) for at, job in jobs)
+    now = total = 0.0
+    left: list[tuple[float, float]] = []  # remaining seconds, arrival
+    waiting = list(reversed(arrivals))
+    while left or waiting:
+        if not left:
+            now = max(now, waiting[-1][0])
+        while waiting and waiting[-1][0] <= now:
+            at, work = waiting.pop()
+            heapq.heappush(left, (work, at))
+        work, at = heapq.heappop(left)
+        until = waiting[-1][0] if waiting else float("inf")
+        if now + work <= until:
+            now += work
+            total += now - at
+        else:
+            heapq.heappush(left, (work - (until - now), at))
+            now = until
+    return total / len(jobs)
+
+
+def _share(speed: Speed) -> float:
+    """Seconds of computation that an output token costs while all slots decode."""
+    return speed.token(SLOTS) / SLOTS
+
+
+def _blind(trace: Trace, nodes: int) -> Least:
+    """All tokens read and decoded if nodes are chosen without regard to caches."""
+    miss = 1 - 1 / nodes
+    read = write = 0.0
+    for tenant in range(trace.shape.tenants):
+        turns = sum(len(s.turns) for s in trace.sessions if s.tenant == tenant)
+        read += trace.shape.system_tokens * nodes * (1 - miss**turns)
+    for session in trace.sessions:
+        for k, turn in enumerate(session.turns):
+            turn_tokens = [
+                t.question_tokens + t.answer_tokens + 2 * MARKUP for t in session.turns[:k]
+            ]
+            # Turn i must be read again unless it or a later one was on the same node.
+            read += sum(tokens * miss ** (k - i) for i, tokens in enumerate(turn_tokens))
+            read += turn.question_tokens
+            write += turn.answer_tokens
+    return Least(read, write)
+
+
+def _first_of_tenants(sessions: Sequence[Session]) -> set[int]:
+    found: dict[int, int] = {}
+    for which, session in enumerate(sessions):
+        found.setdefault(session.tenant, which)
+    return set(found.values())

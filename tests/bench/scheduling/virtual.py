@@ -18,12 +18,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tests.bench.load import Address
-from tests.bench.scheduling.client import Answer, ask
-from tests.bench.scheduling.fleet import nodes
-from tests.bench.scheduling.fronts import FRONTS, OURS
-from tests.bench.scheduling.play import Player, as_emulated
-from tests.bench.scheduling.report import Outcome, brief, failures, figures
-from tests.bench.scheduling.results import FIGURES, Figure, Played, Results
+from tests.bench.report import OURS
+from tests.bench.scheduling.fronts import FRONTS, nodes
+from tests.bench.scheduling.play import Answer, Player, as_emulated, ask
+from tests.bench.scheduling.report import (
+    FIGURES,
+    Figure,
+    Outcome,
+    Played,
+    Results,
+    brief,
+    failures,
+    figures,
+)
 from tests.bench.scheduling.rounds import PAUSE, Plan, bounds
 from tests.bench.targets import HOST
 from tests.emulator import EmulatedNode

@@ -230,7 +230,7 @@ def test_a_large_body_is_read_as_a_small_one_is(path: str, body: dict[str, Any])
     assert can_assemble(route, found, small.messages, 1) == can_assemble(
         route, data, small.messages, 1
     )
-    assert found.depth == nesting_depth(data, 1) or found.depth <= 8
+    assert found.outline.depth == nesting_depth(data, 1) or found.outline.depth <= 8
     raw = getattr(small, prompt) if prompt else MISSING
     small_size = measure_prompt(raw, small.tools, small.system, small.instructions)
     size = found.measure_prompt(prompt)
@@ -379,7 +379,7 @@ def test_the_same_links_are_found_as_in_a_small_body(more: dict[str, Any]) -> No
         assert sorted((key, url[:999]) for url, key in found.find_links()) == sorted(
             (key, url[:999]) for url, key in links if not url.startswith("data:")
         )
-        assert found.has_images == has_images
+        assert found.outline.has_images == has_images
 
 
 def test_a_name_spelt_with_escapes_hides_no_link() -> None:
@@ -395,7 +395,7 @@ def test_a_name_spelt_with_escapes_hides_no_link() -> None:
 )
 def test_media_are_seen_alike_in_small_and_large_bodies(value: object, is_image: bool) -> None:
     data, found = large({"prompt": {"prompt_string": "b", "multimodal_data": value}})
-    assert find_links(data)[1] is found.has_images is is_image
+    assert find_links(data)[1] is found.outline.has_images is is_image
 
 
 class Work:

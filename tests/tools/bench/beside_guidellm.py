@@ -31,11 +31,9 @@ from tests.emulator.process import emulator_process
 from tests.emulator.request_body import render_chat
 
 LIMIT = 300.0  # seconds of one run
-
 FIGURES = ("TTFT", "inter-token", "completion", "tokens/s of all")
 
-Measured = dict[tuple[int, str], float]
-"""Seconds, or tokens/s, by requests at a time and figure."""
+Measured = dict[tuple[int, str], float]  # seconds, or tokens/s, by requests at a time and figure
 
 
 def _options() -> argparse.ArgumentParser:
@@ -64,12 +62,7 @@ def emulated_node(slots: int, prefill_tps: float, decode_tps: float) -> Iterator
 
 
 def true_figures(
-    level: int,
-    requests: int,
-    prompt: float,
-    tokens: int,
-    prefill_tps: float,
-    decode_tps: float,
+    level: int, requests: int, prompt: float, tokens: int, prefill_tps: float, decode_tps: float
 ) -> Measured:
     """The truth, where each request has a slot. They run in rounds, of which the last may be
     smaller.

@@ -329,11 +329,7 @@ def report(slower: float = 1.0, *, requests: int = 60, seed: int = 1, **given: A
         "completion": [5 * one for one in ttft],
         "tokens": [100] * requests,
     }
-    load = {
-        "label": "4 at a time",
-        "load": {"loop": "closed", "level": 4},
-        "samples": samples,
-    }
+    load = {"label": "4 at a time", "load": {"loop": "closed", "level": 4}, "samples": samples}
     return {"format": FORMAT, "endpoint": "chat", "request": {"seed": 1}, "loads": [load], **given}
 
 

@@ -9,12 +9,16 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
 
+from gateway.tools.cli.batch import Estimate, describe, details, end_by, progress_of, span
+from gateway.tools.cli.terminal import CommandFailed
 from tests.tools.cli.batch_api import BatchApi, batch_api
 from tests.tools.cli.running import LIMIT, run, run_on_terminal
 
@@ -35,7 +39,7 @@ def api() -> Iterator[BatchApi]:
 @pytest.fixture(autouse=True)
 def _looks_come_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.tools.cli.batch_client.FIRST_PAUSE", 0.01)
-    monkeypatch.setattr("gateway.tools.cli.batch_progress.FIRST_POLL", 0.01)
+    monkeypatch.setattr("gateway.tools.cli.batch.FIRST_POLL", 0.01)
 
 
 @pytest.fixture
@@ -333,3 +337,72 @@ def test_json_tells_a_script_where_the_results_are(api: BatchApi, lines: Path) -
     told = json.loads(ran.out)
     assert (told["output"], told["errors"]) == ("lines.out.jsonl", None)
     assert (told["done"], told["failed"], told["batch"]["status"]) == (5, 0, "completed")
+
+
+@pytest.mark.parametrize("id_", ["../files", "batch 1", "", "b" * 129])
+def test_what_is_no_id_is_refused_here(id_: str) -> None:
+    ran = run("batch", "fetch", id_)
+    assert (ran.status, "is no batch's id" in ran.err) == (2, True), ran.err
+
+
+# The progress of a batch in words.
+
+
+def batch(done: int = 0, **own: Any) -> dict[str, Any]:
+    return {
+        "id": "batch_1",
+        "status": "in_progress",
+        "request_counts": {"total": 1000, "completed": done, "failed": 0},
+        "llama_gateway": own,
+    }
+
+
+def test_progress_in_one_line() -> None:
+    now = time.time()
+    progress = progress_of(batch(250, tokens_per_second=1234.5))
+    assert describe(progress, now + 90, now).startswith(
+        "in progress, 250 of 1,000 done, 1,234 tokens/s, ends about "
+    )
+    assert describe(progress, now + 90, now).endswith("(in 90 s)")
+    paused = progress_of(batch(paused={"at": 1, "reason": "over its budget"}))
+    assert "paused (over its budget)" in describe(paused, None, now)
+
+
+def test_of_another_gateway_only_what_its_api_tells_is_shown() -> None:
+    assert describe(progress_of({"status": "validating"}), None, 0.0) == "validating"
+
+
+def test_an_end_that_the_gateway_does_not_tell_is_estimated_from_the_lines_done() -> None:
+    clock = iter([100.0, 110.0]).__next__
+    estimate = Estimate(clock)
+    assert estimate.end(progress_of(batch(100))) is None
+    assert estimate.end(progress_of(batch(200))) == 110.0 + 80.0
+    assert estimate.end(progress_of(batch(200, expected_end=500))) == 500.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (119, "119 s"), (120, "2 min"), (3600, "1 h"), (5400, "1 h 30 min"),
+     (86_400, "1 d"), (180_000, "2 d 2 h")],
+)  # fmt: skip
+def test_spans(seconds: float, text: str) -> None:
+    assert span(seconds) == text
+
+
+def test_the_end_of_a_batch_decides_the_command() -> None:
+    end_by({"status": "in_progress", "request_counts": {}})
+    end_by({"status": "completed", "request_counts": {"total": 1, "completed": 1, "failed": 0}})
+    with pytest.raises(CommandFailed, match="2 of 10 lines failed"):
+        end_by(
+            {"status": "completed", "request_counts": {"total": 10, "completed": 8, "failed": 2}}
+        )
+    with pytest.raises(CommandFailed, match="batch_1 expired"):
+        end_by({"id": "batch_1", "status": "expired"})
+    errors = {"data": [{"message": "The input file is empty."}]}
+    with pytest.raises(CommandFailed, match="batch_1 failed: The input file is empty"):
+        end_by({"id": "batch_1", "status": "failed", "errors": errors})
+
+
+def test_details_leave_out_what_is_not_known() -> None:
+    told = dict(details({"id": "batch_1", "status": "validating", "metadata": {}}))
+    assert told == {"id": "batch_1", "progress": "validating"}

@@ -1,17 +1,14 @@
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from gateway.tools.cli.batch_client import (
-    BatchClient,
-    GatewayAway,
-    GatewayRefused,
-    Patience,
-    connect,
-)
+from gateway.tools.cli.batch_client import BatchClient, Patience, upload_name
+from gateway.tools.cli.batch_input import CHAT, PreparedInput
+from gateway.tools.cli.client import GatewayAway, GatewayRefused
 from gateway.tools.cli.terminal import CommandFailed
 from tests.tools.cli.batch_api import batch_api
 
@@ -80,7 +77,7 @@ def test_it_waits_for_as_long_as_the_gateway_says() -> None:
 def test_which_errors_are_worth_another_try(
     status: int, headers: dict[str, str], error: type[Exception]
 ) -> None:
-    with batch_api() as api, connect(api.url, None, None, {}) as client:
+    with batch_api() as api, BatchClient.connect(api.url, None, None) as client:
         api.refusals.append((status, headers, "no"))
         with pytest.raises(error) as raised:
             client.batch("batch_1")
@@ -90,14 +87,14 @@ def test_which_errors_are_worth_another_try(
 
 
 def test_pages_of_batches_are_put_together() -> None:
-    with batch_api() as api, connect(api.url, None, None, {}) as client:
+    with batch_api() as api, BatchClient.connect(api.url, None, None) as client:
         for number in range(3):
             api.batches[f"batch_{number}"] = {"id": f"batch_{number}"}
         assert [one["id"] for one in client.batches(2)] == ["batch_2", "batch_1"]
 
 
 def test_a_server_that_is_no_gateway_is_told() -> None:
-    with batch_api() as api, BatchClient(api.url, None) as client:
+    with batch_api() as api, BatchClient.connect(api.url, None, None) as client:
         api.batches["batch_1"] = ["no", "object"]  # type: ignore[assignment]
         api.answer = lambda *_: (200, b"<html>")  # type: ignore[method-assign]
         with pytest.raises(CommandFailed, match="is no gateway with /v1/batches"):
@@ -108,5 +105,10 @@ def test_a_server_that_is_no_gateway_is_told() -> None:
 def test_a_key_file_without_a_key_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "key").write_bytes(content)
     with pytest.raises(CommandFailed) as error:
-        connect(None, tmp_path / "key", None, {})
+        BatchClient.connect(None, tmp_path / "key", None)
     assert error.value.status == 2
+
+
+def test_an_upload_is_called_by_its_bytes() -> None:
+    found = PreparedInput(io.BytesIO(), 'my "lines"\n', CHAT, sha256="0123456789abcdef0000")
+    assert upload_name(found) == "my _lines__-0123456789abcdef.jsonl"

@@ -8,22 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway.tools.cli import batch_input
 from gateway.tools.cli.batch_input import (
     CHAT,
-    FolderOptions,
+    LONGEST_TEMPLATE,
+    InputOptions,
     PreparedInput,
     Problems,
     RequestShape,
-    TableOptions,
+    TemplateError,
+    create_fields,
     kind_of,
+    parse_template,
+    prepare,
     prepare_folder,
     prepare_lines,
     prepare_table,
 )
-from gateway.tools.cli.batch_options import InputKind
-from gateway.tools.cli.batch_templates import parse_template
+from gateway.tools.cli.options import Form
 from gateway.tools.cli.terminal import CommandFailed
 
 
@@ -34,20 +39,22 @@ def read(found: PreparedInput) -> list[dict[str, Any]]:
 
 
 def table(path: Path, template: str, problems: Problems | None = None, **options: Any) -> Any:
-    chosen = TableOptions(parse_template(template), RequestShape(CHAT), **options)
-    return prepare_table(str(path), chosen, problems or Problems(20))
+    read_template = parse_template(template)
+    told = problems or Problems(20)
+    return prepare_table(str(path), read_template, RequestShape(CHAT), told, **options)
 
 
 def folder(path: Path, problems: Problems | None = None, **options: Any) -> PreparedInput:
-    chosen = FolderOptions(parse_template("{text}"), RequestShape(CHAT), **options)
-    return prepare_folder(str(path), chosen, problems or Problems(20))
+    template = parse_template("{text}")
+    told = problems or Problems(20)
+    return prepare_folder(str(path), template, RequestShape(CHAT), told, **options)
 
 
 def test_the_form_is_told_by_the_name(tmp_path: Path) -> None:
-    assert kind_of(str(tmp_path), None) is InputKind.FOLDER
-    assert kind_of("a.CSV", None) is kind_of("a.tsv", None) is InputKind.CSV
-    assert kind_of("a.txt", None) is kind_of("-", None) is InputKind.JSONL
-    assert kind_of("-", InputKind.CSV) is InputKind.CSV
+    assert kind_of(str(tmp_path), None) is Form.FOLDER
+    assert kind_of("a.CSV", None) is kind_of("a.tsv", None) is Form.CSV
+    assert kind_of("a.txt", None) is kind_of("-", None) is Form.JSONL
+    assert kind_of("-", Form.CSV) is Form.CSV
 
 
 @pytest.mark.parametrize(
@@ -215,3 +222,90 @@ def test_a_pipe_or_a_missing_file_is_refused_at_once(tmp_path: Path) -> None:
     for name, told in (("pipe", "is no regular file"), ("missing", "can't be read")):
         with pytest.raises(CommandFailed, match=told):
             prepare_lines(str(tmp_path / name), None, Problems(20))
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "told"),
+    [
+        ("in.jsonl", {"template": "{text}"}, "--template: JSON lines have their own bodies"),
+        ("in.jsonl", {"model": "m"}, "--model: JSON lines have their own bodies"),
+        ("in.csv", {}, "needs --template"),
+        ("in.csv", {"template": "{a}", "template_file": Path("b")}, "needs --template"),
+        ("in.csv", {"template_file": Path("missing")}, "--template-file missing: can't be read"),
+        ("in.csv", {"template": "{a!r}"}, "--template: the template's '{a'"),
+        ("in.csv", {"template": "{a}", "delimiter": "--"}, "must be one character"),
+        (".", {"template": "{text}", "id_column": "a"}, "a folder has no columns"),
+        (".", {"template": "{other}"}, "there is 'text', 'name'"),
+        ("in.csv", {"template": "{a}", "endpoint": "/v1/audio"}, "prompts can be made for"),
+    ],
+)
+def test_options_that_do_not_fit_are_wrong_usage(
+    source: str, options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(CommandFailed) as error:
+        prepare(source, InputOptions(**options), Problems(20))
+    assert (error.value.status, told in str(error.value)) == (2, True), str(error.value)
+
+
+def test_a_template_of_a_file_and_columns_with_tabs(tmp_path: Path) -> None:
+    (tmp_path / "template").write_text("<{a}>")
+    (tmp_path / "in.tsv").write_text("a\tb\n1,2\t3\n")
+    chosen = InputOptions(template_file=tmp_path / "template")
+    with prepare(str(tmp_path / "in.tsv"), chosen, Problems(20)).file as file:
+        file.seek(0)
+        assert b"<1,2>" in file.read()
+
+
+def test_metadata_is_pairs() -> None:
+    assert create_fields("2h", ["a=b=c", "d="]) == {
+        "completion_window": "2h",
+        "metadata": {"a": "b=c", "d": ""},
+    }
+    assert create_fields("2h", []) == {"completion_window": "2h"}
+    for pairs in (["a"], ["=b"], ["a=b", "a=c"]):
+        with pytest.raises(CommandFailed):
+            create_fields("2h", pairs)
+
+
+# Templates.
+
+
+def test_fields_are_replaced_by_their_text_and_doubled_braces_are_braces() -> None:
+    template = parse_template('Answer as {{"mail": ...}}: {mail} of {mail} and {who is it}')
+    assert template.fields == ("mail", "who is it")
+    filled = template.fill({"mail": "{who is it}", "who is it": "x"})
+    assert filled == 'Answer as {"mail": ...}: {who is it} of {who is it} and x'
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{text!r}", "a field is its name alone"),
+        ("{text:>10}", "a field is its name alone"),
+        ("{text:{width}}", "a field is its name alone"),
+        ("{}", "'{}' without a name"),
+        ("{ }", "'{}' without a name"),
+        ("{text", "write {{ and }} for braces that are text"),
+        ("text}", "write {{ and }} for braces that are text"),
+        ("x" * (LONGEST_TEMPLATE + 1), "more than 1,048,576 characters"),
+    ],
+)
+def test_what_is_no_plain_field_is_refused(text: str, told: str) -> None:
+    with pytest.raises(TemplateError) as error:
+        parse_template(text)
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["text.__class__", "text[0]", "0", "text.real"])
+def test_a_field_is_a_name_and_no_way_into_an_object(name: str) -> None:
+    template = parse_template(f"{{{name}}}")
+    with pytest.raises(TemplateError) as error:
+        template.check(("text",))
+    assert f"'{{{name}}}', but there is no such column: there is 'text'" in str(error.value)
+    assert template.fill({name: "its own text"}) == "its own text"
+
+
+@given(st.text())
+def test_any_text_with_doubled_braces_is_itself(text: str) -> None:
+    template = parse_template(text.replace("{", "{{").replace("}", "}}"))
+    assert (template.fill({}), template.fields) == (text, ())

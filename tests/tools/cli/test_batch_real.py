@@ -9,14 +9,13 @@ import json
 import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.emulator import EmulatedNode
+from tests.gateway_processes import serving
+from tests.tools.cli.running import Ran, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -24,92 +23,14 @@ LIMIT = 120.0
 """Seconds for each wait."""
 
 CHAT = "/v1/chat/completions"
-TOKENS = 20
 
 
-@dataclass
-class GatewayOnOnePort:
-    """A gateway that is started again on the port and the state of before."""
-
-    folder: Path
-    port: int = 0
-    process: Process | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    async def start(self) -> None:
-        """Start it, and return when it listens."""
-        settings = {
-            "listen": {"port": self.port},
-            "admin": {"port": 0},
-            "health": {"interval": 0.2, "timeout": 30},
-        }
-        (self.folder / "gateway.yaml").write_text(yaml.safe_dump(settings))
-        files = ("--nodes", "nodes.yaml", "--config", "gateway.yaml")
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "gateway", "serve", *files,
-            stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, cwd=self.folder,
-            env={**os.environ, "XDG_STATE_HOME": str(self.folder / "state")},
-        )  # fmt: skip
-        assert self.process.stderr is not None
-        async with asyncio.timeout(LIMIT):
-            while line := await self.process.stderr.readline():
-                entry = json.loads(line) if line.startswith(b"{") else {}
-                if entry.get("event") == "listening":
-                    self.port = int(entry["public"].rpartition(":")[2])
-                    break
-            else:
-                raise AssertionError("it has ended")
-        self.reading = asyncio.create_task(self._read(self.process.stderr))
-
-    async def kill(self) -> None:
-        """Kill it with SIGKILL, and wait until it is gone."""
-        assert self.process is not None
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
-        await self.process.wait()
-        await self.reading
-
-    async def _read(self, log: asyncio.StreamReader) -> None:
-        while await log.read(65536):
-            pass
-
-
-@contextlib.asynccontextmanager
-async def gateway(folder: Path, node: EmulatedNode) -> AsyncIterator[GatewayOnOnePort]:
-    (folder / "nodes.yaml").write_text(
-        yaml.safe_dump({"nodes": [{"name": "one", "url": node.url}]})
-    )
-    one = GatewayOnOnePort(folder)
-    await one.start()
-    try:
-        yield one
-    finally:
-        await one.kill()
-
-
-async def command(*arguments: str, url: str, folder: Path) -> Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "gateway", "batch", *arguments,
-        stdin=DEVNULL, stdout=PIPE, stderr=PIPE, cwd=folder,
-        env={**os.environ, "LLAMA_GATEWAY_URL": url},
-    )  # fmt: skip
-
-
-async def ended(process: Process) -> tuple[int | None, str, str]:
-    """Its status, its output and what it told."""
-    try:
-        out, err = await asyncio.wait_for(process.communicate(), LIMIT)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-    return process.returncode, out.decode(), err.decode()
+async def batch(url: str, *arguments: str) -> Ran:
+    return await asyncio.to_thread(run, "batch", *arguments, "--url", url)
 
 
 async def until_told(process: Process, words: str) -> str:
-    """What it tells up to these words."""
+    """What a command tells up to these words."""
     assert process.stderr is not None
     told = ""
     async with asyncio.timeout(LIMIT):
@@ -120,103 +41,100 @@ async def until_told(process: Process, words: str) -> str:
     return told
 
 
-def write_lines(file: Path, count: int, **more: object) -> None:
-    with file.open("w") as lines:
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write_lines(name: str, count: int, **more: object) -> None:
+    with Path(name).open("w") as lines:
         for number in range(count):
             messages = [{"role": "user", "content": f"hello {number}"}]
-            body = {"model": "demo", "messages": messages, "max_tokens": TOKENS, **more}
+            body = {"model": "demo", "messages": messages, "max_tokens": 20, **more}
             line = {"custom_id": f"line {number}", "method": "POST", "url": CHAT, "body": body}
             lines.write(json.dumps(line) + "\n")
 
 
+def ids_of(text: str) -> list[str]:
+    return [json.loads(line)["custom_id"] for line in text.splitlines()]
+
+
 async def test_a_table_is_answered_and_errors_end_with_status_1(tmp_path: Path) -> None:
     (tmp_path / "mails.csv").write_text("id,mail\na,hello\nb,good day\n")
-    async with EmulatedNode() as node, gateway(tmp_path, node) as running:
-        submitted = await command(
-            "submit", "mails.csv", "--template", "Answer: {mail}", "--id-column", "id",
-            "--model", "demo", "--max-tokens", "5", "--wait", "--format", "csv",
-            url=running.url, folder=tmp_path,
+    async with EmulatedNode() as node, serving(tmp_path, node) as gateway:
+        ran = await batch(
+            gateway.url, "submit", "mails.csv", "--template", "Answer: {mail}",
+            "--id-column", "id", "--model", "demo", "--max-tokens", "5", "--wait",
+            "--format", "csv",
         )  # fmt: skip
-        status, out, err = await ended(submitted)
-        assert status == 0, err
+        assert ran.status == 0, ran.err
         with (tmp_path / "mails.out.csv").open(newline="") as file:
             rows = {row["custom_id"]: row["text"] for row in csv.DictReader(file)}
         assert rows.keys() == {"a", "b"}
         assert all(rows.values())
-        shown = await command("show", out.strip(), "--json", url=running.url, folder=tmp_path)
-        batch = json.loads((await ended(shown))[1])
-        assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
+        shown = json.loads((await batch(gateway.url, "show", ran.out.strip(), "--json")).out)
+        assert shown["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
 
-        write_lines(tmp_path / "wrong.jsonl", 3, model="nobody-serves-it")
-        wrong = await command("submit", "wrong.jsonl", "--wait", url=running.url, folder=tmp_path)
-        status, _, err = await ended(wrong)
-        assert status == 1
-        assert "3 of 3 lines failed" in err
+        write_lines("wrong.jsonl", 3, model="nobody-serves-it")
+        wrong = await batch(gateway.url, "submit", "wrong.jsonl", "--wait")
+        assert (wrong.status, "3 of 3 lines failed" in wrong.err) == (1, True)
         assert len((tmp_path / "wrong.errors.jsonl").read_text().splitlines()) == 3
 
 
 async def test_a_gateway_that_is_killed_and_restarted_is_waited_for(tmp_path: Path) -> None:
-    count = 60
-    write_lines(tmp_path / "lines.jsonl", count)
-    async with (
-        EmulatedNode(slots=2, decode_tps=100.0) as node,
-        gateway(tmp_path, node) as running,
-    ):
-        waiting = await command(
-            "submit", "lines.jsonl", "--wait", "--retry-for", "100",
-            url=running.url, folder=tmp_path,
-        )  # fmt: skip
-        try:
+    write_lines("lines.jsonl", 60)
+    async with EmulatedNode(slots=2, decode_tps=100.0) as node:
+        async with serving(tmp_path, node) as gateway:
+            url = gateway.url
+            waiting = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "gateway", "batch", "submit", "lines.jsonl", "--wait",
+                "--retry-for", "100", stdin=DEVNULL, stdout=PIPE, stderr=PIPE,
+                env={**os.environ, "LLAMA_GATEWAY_URL": url},
+            )  # fmt: skip
             await until_told(waiting, "in progress")
-            await running.kill()
+            await gateway.kill()
+        again = {"listen": {"port": int(url.rpartition(":")[2])}}
+        try:
             told = await until_told(waiting, "trying again for up to 100 s")
             assert "is it running?" in told or "did not answer" in told
-            await running.start()
-            await until_told(waiting, "the gateway answers again")
+            async with serving(tmp_path, node, settings=again):
+                await until_told(waiting, "the gateway answers again")
+                out, err = await asyncio.wait_for(waiting.communicate(), LIMIT)
+                fetched = await batch(url, "fetch", out.decode().strip())
         finally:
-            status, out, err = await ended(waiting)
-        assert status == 0, err
-        assert f"{count} of {count} done" in err
-        written = (tmp_path / "lines.out.jsonl").read_text().splitlines()
-        ids = [json.loads(line)["custom_id"] for line in written]
-        assert sorted(ids) == sorted(f"line {number}" for number in range(count))
-        again = await command("fetch", out.strip(), url=running.url, folder=tmp_path)
-        assert (await ended(again))[0] == 0
-        assert (tmp_path / f"{out.strip()}.out.jsonl").read_text().splitlines() == written
+            with contextlib.suppress(ProcessLookupError):
+                waiting.kill()
+    assert waiting.returncode == 0, err
+    assert b"60 of 60 done" in err
+    written = (tmp_path / "lines.out.jsonl").read_text()
+    assert sorted(ids_of(written)) == sorted(f"line {number}" for number in range(60))
+    assert fetched.status == 0
+    assert (tmp_path / f"{out.decode().strip()}.out.jsonl").read_text() == written
 
 
 async def test_pause_partial_results_resume_and_cancel(tmp_path: Path) -> None:
-    write_lines(tmp_path / "lines.jsonl", 200)
+    write_lines("lines.jsonl", 200)
     async with (
         EmulatedNode(slots=2, decode_tps=100.0) as node,
-        gateway(tmp_path, node) as running,
+        serving(tmp_path, node) as gateway,
     ):
-
-        async def batch(*arguments: str) -> tuple[int | None, str, str]:
-            return await ended(await command(*arguments, url=running.url, folder=tmp_path))
-
-        _, out, _ = await batch("submit", "lines.jsonl")
-        id_ = out.strip()
+        id_ = (await batch(gateway.url, "submit", "lines.jsonl")).out.strip()
         async with asyncio.timeout(LIMIT):
             while True:
-                status, partial, err = await batch("fetch", id_, "--partial", "--output", "-")
-                assert status == 0, err
-                if partial:
+                partial = await batch(gateway.url, "fetch", id_, "--partial", "--output", "-")
+                assert partial.status == 0, partial.err
+                if partial.out:
                     break
-        first = [json.loads(line)["custom_id"] for line in partial.splitlines()]
+        first = ids_of(partial.out)
         assert len(set(first)) == len(first) < 200
-        assert "paused" in (await batch("pause", id_))[1]
-        assert "paused" in (await batch("list"))[1]
-        assert "paused" not in (await batch("resume", id_))[1]
-        assert "cancel" in (await batch("cancel", id_))[1]
-        status, _, err = await batch("show", id_, "--wait")
-        assert (status, "cancelled" in err) == (1, True), err
-        status, _, err = await batch("fetch", id_)
-        assert status == 0, err
-        done = [
-            json.loads(line)["custom_id"]
-            for name in (f"{id_}.out.jsonl", f"{id_}.errors.jsonl")
-            for line in (tmp_path / name).read_text().splitlines()
-        ]
-        assert set(first) <= set(done)
-        assert sorted(done) == sorted(f"line {number}" for number in range(200))
+        assert "paused" in (await batch(gateway.url, "pause", id_)).out
+        assert "paused" in (await batch(gateway.url, "list")).out
+        assert "paused" not in (await batch(gateway.url, "resume", id_)).out
+        assert "cancel" in (await batch(gateway.url, "cancel", id_)).out
+        ran = await batch(gateway.url, "show", id_, "--wait")
+        assert (ran.status, "cancelled" in ran.err) == (1, True), ran.err
+        assert (await batch(gateway.url, "fetch", id_)).status == 0
+    files = (tmp_path / f"{id_}.{kind}.jsonl" for kind in ("out", "errors"))
+    done = ids_of("".join(file.read_text() for file in files))
+    assert set(first) <= set(done)
+    assert sorted(done) == sorted(f"line {number}" for number in range(200))

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.tools.cli.batch_options import ResultFormat
 from gateway.tools.cli.batch_results import (
     LONGEST_FILE_NAME,
     custom_id_of,
@@ -21,6 +20,7 @@ from gateway.tools.cli.batch_results import (
     text_of,
     write_whole,
 )
+from gateway.tools.cli.options import Form
 from gateway.tools.cli.terminal import CommandFailed
 
 
@@ -68,16 +68,14 @@ def test_why_a_line_has_no_result() -> None:
 
 
 def test_where_results_go() -> None:
-    lines = places_for(stem_of("in/lines.jsonl"), ResultFormat.JSONL, None, force=False)
+    lines = places_for(stem_of("in/lines.jsonl"), Form.JSONL, None, force=False)
     assert (str(lines.output), str(lines.errors)) == ("in/lines.out.jsonl", "in/lines.errors.jsonl")
-    named = places_for("x", ResultFormat.JSONL, Path("to/done.jsonl"), force=False)
+    named = places_for("x", Form.JSONL, Path("to/done.jsonl"), force=False)
     assert str(named.errors) == "to/done.errors.jsonl"
-    assert places_for(stem_of("a.csv"), ResultFormat.CSV, None, force=False).output == Path(
-        "a.out.csv"
-    )
-    assert places_for("a", ResultFormat.FOLDER, None, force=False).output == Path("a.out")
+    assert places_for(stem_of("a.csv"), Form.CSV, None, force=False).output == Path("a.out.csv")
+    assert places_for("a", Form.FOLDER, None, force=False).output == Path("a.out")
     with pytest.raises(CommandFailed):
-        places_for("a", ResultFormat.FOLDER, Path("-"), force=False)
+        places_for("a", Form.FOLDER, Path("-"), force=False)
 
 
 @given(st.text(), st.text())

@@ -225,7 +225,8 @@ def test_a_long_load_has_a_line_now_and_then_and_one_at_its_end(
 ) -> None:
     now = [0.0]
     (first, _) = sample_report().loads
-    with BenchProgress(clock=lambda: now[0]) as progress:
+    progress = BenchProgress(clock=lambda: now[0])
+    with progress.display:
         progress.phase("warming up")
         progress.request_done(RequestResult(0, 0.0, events=10))
         progress.load_started(first.figures.load)

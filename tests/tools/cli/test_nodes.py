@@ -1,8 +1,14 @@
+"""`llama-gateway nodes`, and where commands find the admin API."""
+
 from __future__ import annotations
 
 import json
+import os
+import pty
 import socket
 import ssl
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,10 +17,10 @@ from typing import Any
 import pytest
 import trustme
 
-from gateway.tools.cli.nodes import MOST_FAILED_POLLS
+from gateway.tools.cli.nodes import MOST_FAILED_POLLS, models_left_without
 from tests.each_case import each_case
-from tests.tools.cli.admin_api import AdminApi, admin_api
-from tests.tools.cli.running import Ran, run
+from tests.tools.cli.admin_api import AdminApi, admin_api, node
+from tests.tools.cli.running import LIMIT, Ran, read_until, run
 
 
 @pytest.fixture
@@ -22,6 +28,19 @@ def api(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[AdminApi]:
     monkeypatch.chdir(tmp_path)  # no config/ of the project here
     with admin_api() as api:
         yield api
+
+
+@pytest.fixture
+def fleet(api: AdminApi) -> AdminApi:
+    """Two hosts of two nodes each, in two racks; all serve one model."""
+    for name, host, rack in (
+        ("a0", "epyc-a", "a"),
+        ("a1", "epyc-a", "b"),
+        ("b0", "epyc-b", "b"),
+        ("b1", "epyc-b", "b"),
+    ):
+        api.add(name, host=host, labels={"rack": rack, "numa": name[1]})
+    return api
 
 
 def run_nodes(api: AdminApi, *arguments: str) -> Ran:
@@ -211,7 +230,7 @@ def test_another_server_at_that_address_is_reported(api: AdminApi, body: bytes) 
 def test_an_answer_without_an_end_is_not_read_whole(
     api: AdminApi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.tools.cli.admin_client.LARGEST_ANSWER", 1000)
+    monkeypatch.setattr("gateway.tools.cli.client.LARGEST_ANSWER", 1000)
     api.answer = lambda *_: (200, b" " * 1001)  # type: ignore[method-assign]
     ran = run_nodes(api)
     assert (ran.status, ran.out) == (1, "")
@@ -421,3 +440,150 @@ def test_an_authority_s_file_without_a_certificate_is_reported(
 def test_a_pool_that_slots_share_stands_in_place_of_the_context(api: AdminApi) -> None:
     api.add("a", context=2048, pool={"tokens": 2048, "reserved": 1100, "foreign": 100})
     assert "1200/2048 shared" in run_nodes(api).out
+
+
+# Groups of nodes: by host, by label, all but some.
+
+
+def posted(api: AdminApi) -> list[str]:
+    return [one.removeprefix("POST /admin/nodes/") for one in api.requests if "POST" in one]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (("--host", "epyc-a"), ["a0", "a1"]),
+        (("--host", "epyc-a", "--host", "epyc-b", "--all-but", "b1"), ["a0", "a1", "b0"]),
+        (("--label", "rack=b"), ["a1", "b0", "b1"]),
+        (("--label", "rack=b", "--label", "numa=1"), ["a1", "b1"]),
+        (("--label", "rack=b", "--host", "epyc-b"), ["b0", "b1"]),
+        (("--all-but", "a0", "--all-but", "b0"), ["a1", "b1"]),
+        (("b0", "a0"), ["a0", "b0"]),
+    ],
+)
+def test_a_group_is_drained_and_resumed(
+    fleet: AdminApi, arguments: tuple[str, ...], names: list[str]
+) -> None:
+    ran = run_nodes(fleet, "drain", *arguments)
+    assert (ran.status, ran.err) == (0, "")
+    assert posted(fleet) == [f"{name}/drain" for name in names]
+    head, *_ = ran.out.splitlines()
+    assert head.startswith("NAME"), "what it touches comes first"
+    for name in names:
+        assert f"{name}: draining (drained by an operator)" in ran.out
+    fleet.requests.clear()
+    assert run_nodes(fleet, "resume", *arguments).status == 0
+    assert posted(fleet) == [f"{name}/resume" for name in names]
+
+
+def test_a_dry_run_shows_the_nodes_and_touches_none(fleet: AdminApi) -> None:
+    ran = run_nodes(fleet, "drain", "--label", "rack=a", "--dry-run")
+    assert ran.status == 0
+    assert [line.split()[0] for line in ran.out.splitlines()] == ["NAME", "a0"]
+    assert posted(fleet) == []
+    ran = run_nodes(fleet, "drain", "a0", "--dry-run", "--json")
+    assert json.loads(ran.out) == {"nodes": [fleet.nodes["a0"]]}
+    assert posted(fleet) == []
+
+
+def test_the_list_can_be_narrowed(fleet: AdminApi) -> None:
+    ran = run_nodes(fleet, "list", "--host", "epyc-b")
+    assert [line.split()[0] for line in ran.out.splitlines()] == ["NAME", "b0", "b1"]
+
+
+def test_all_nodes_of_a_model_are_not_drained_without_yes(fleet: AdminApi) -> None:
+    fleet.add("b1", host="epyc-b", labels={"rack": "b"}, models=["only-here", "mistral-7b"])
+    fleet.add("a0", host="epyc-a", labels={"rack": "a"}, state="down")
+    ran = run_nodes(fleet, "drain", "--label", "rack=b")
+    assert ran.status == 1
+    assert "no other node serves mistral-7b, only-here" in ran.err
+    assert "--yes" in ran.err
+    assert posted(fleet) == []
+    assert run_nodes(fleet, "drain", "--label", "rack=b", "--yes").status == 0
+    assert len(posted(fleet)) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("answer", "status"), [("y", 0), ("n", 1)])
+def test_on_a_terminal_it_asks(fleet: AdminApi, answer: str, status: int) -> None:
+    ours, theirs = pty.openpty()
+    command = ["nodes", "drain", "a0", "a1", "b0", "b1", "--admin-url", fleet.url]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gateway", *command],
+        stdin=theirs,
+        stderr=theirs,
+        stdout=subprocess.DEVNULL,
+        cwd=Path(__file__).parents[3],
+    )
+    os.close(theirs)
+    try:
+        assert b"no other node serves mistral-7b" in read_until(ours, b"all the same?")
+        assert posted(fleet) == []
+        os.write(ours, f"{answer}\n".encode())
+        read_until(ours)
+        assert process.wait(LIMIT) == status
+    finally:
+        os.close(ours)
+        process.kill()
+        process.wait()
+    assert bool(posted(fleet)) is (status == 0)
+
+
+def test_a_failure_stops_no_other_and_is_told(fleet: AdminApi) -> None:
+    fleet.refused = {"a1"}
+    ran = run_nodes(fleet, "drain", "--all-but", "b1")
+    assert ran.status == 1
+    assert "a0: draining" in ran.out
+    assert "b0: draining" in ran.out
+    assert "1 of 3 nodes failed: a1: the gateway" in ran.err
+    ran = run_nodes(fleet, "resume", "--all-but", "b1", "--json")
+    assert ran.status == 1
+    answer = json.loads(ran.out)
+    assert [one["name"] for one in answer["nodes"]] == ["a0", "b0"]
+    (failed,) = answer["failed"]
+    assert failed["name"] == "a1"
+    assert "It broke." in failed["error"]
+
+
+def test_waiting_follows_every_drain(fleet: AdminApi) -> None:
+    for name in fleet.nodes:
+        fleet.nodes[name]["in_flight"] = 3
+    ran = run_nodes(fleet, "drain", "--host", "epyc-a", "--wait")
+    assert ran.status == 0
+    assert [fleet.nodes[name]["in_flight"] for name in ("a0", "a1", "b0")] == [0, 0, 3]
+
+
+def test_a_probe_of_a_group_fails_for_those_that_do_not_answer(fleet: AdminApi) -> None:
+    fleet.nodes["b1"]["state"] = "down"
+    ran = run_nodes(fleet, "probe", "--host", "epyc-b")
+    assert ran.status == 1
+    assert "1 of 2 nodes failed: b1: it does not answer" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (("drain", "a0", "--host", "epyc-a"), 2, "name the nodes, or choose"),
+        (("drain", "--label", "rack"), 2, "must be like rack=b"),
+        (("drain", "--host", "epyc-c"), 1, "no node fits"),
+        (("drain", "--all-but", "typo"), 1, "there is no node 'typo'"),
+        (("drain", "a0", "typo"), 1, "there is no node 'typo'"),
+    ],
+)
+def test_a_wrong_choice_is_an_error_and_touches_nothing(
+    fleet: AdminApi, arguments: tuple[str, ...], status: int, words: str
+) -> None:
+    ran = run_nodes(fleet, *arguments)
+    assert ran.status == status
+    assert words in ran.err
+    assert posted(fleet) == []
+
+
+def test_a_model_that_is_down_anyway_is_not_lost() -> None:
+    nodes = [
+        node("a", models=["m"], state="down"),
+        node("b", models=["n"]),
+        node("c", models=["n"], state="ejected"),
+    ]
+    assert models_left_without(nodes[:1], nodes) == []
+    assert models_left_without(nodes[1:2], nodes) == ["n"], "an ejected node serves nothing now"

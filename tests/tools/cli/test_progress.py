@@ -1,28 +1,27 @@
-"""Progress where the output is no terminal: a line each on stderr, and the log afterwards."""
+"""Progress where the output is no terminal: lines on stderr, and of servers the log afterwards."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 
-from gateway.tools.cli.progress import StartupProgress, TuningProgress, print_report
+from gateway.tools.cli.progress import DownloadProgress, StatusProgress, describe_download
+from gateway.tools.cli.up import startup_progress
 from gateway.tools.local.supervisor import (
     ServerExited,
     ServerLoading,
     ServerReady,
     ServerStarted,
 )
-from tests.tools.tune.fake_machine import EACH, Bench, reported
 
 
 def test_each_event_of_a_start_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with StartupProgress(["one"]) as progress:
-        progress.update(ServerStarted("one", "http://127.0.0.1:8081"))
-        progress.update(ServerLoading("one"))
-        progress.update(ServerExited("one", "killed by SIGKILL", 0.5))
-        progress.update(ServerReady("one", 2.04))
+    progress, show = startup_progress(["one"])
+    with progress:
+        show(ServerStarted("one", "http://127.0.0.1:8081"))
+        show(ServerLoading("one"))
+        show(ServerExited("one", "killed by SIGKILL", 0.5))
+        show(ServerReady("one", 2.04))
     shown = capsys.readouterr()
     assert shown.out == ""
     assert [line.strip() for line in shown.err.splitlines() if line.strip()] == [
@@ -36,12 +35,13 @@ def test_each_event_of_a_start_is_a_line(capsys: pytest.CaptureFixture[str]) -> 
 def test_after_the_start_a_server_that_exits_and_returns_is_logged(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with StartupProgress(["one"]) as progress:
+    progress, show = startup_progress(["one"])
+    with progress:
         pass
     with capture_logs() as logged:
-        progress.update(ServerExited("one", "exit status 1", 4.0))
-        progress.update(ServerLoading("one"))
-        progress.update(ServerReady("one", 3.14))
+        show(ServerExited("one", "exit status 1", 4.0))
+        show(ServerLoading("one"))
+        show(ServerReady("one", 3.14))
     assert capsys.readouterr().err.strip() == ""
     assert logged == [
         {"event": "server exited", "log_level": "warning", "server": "one",
@@ -50,46 +50,37 @@ def test_after_the_start_a_server_that_exits_and_returns_is_logged(
     ]  # fmt: skip
 
 
-async def test_each_measurement_is_a_line_with_its_figures_and_the_time_left(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_batch_is_a_line_for_each_new_status_and_now_and_then(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    bench = Bench(tmp_path)
-    bench.fails = lambda setting: setting.batch > 512
-    bench.other_work = 1.5
-    session = bench.session()
-    with TuningProgress(session, 60.0) as progress:
-        await session.run(
-            bench.measure,
-            seconds=3600.0,
-            record=bench.records.append,
-            on_begin=progress.measurement_started,
-            on_end=progress.measurement_done,
-            clock=lambda: bench.time,
-        )
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.strip()]
-    estimates = [line for line in lines if "A measurement takes about" in line]
-    assert len(estimates) == 1, "once, when the first is done"
-    assert f"about {EACH:.0f} s" in estimates[0]
-    assert "the time is enough" in estimates[0]
-    numbered = [line for line in lines if line.lstrip()[0].isdigit()]
-    assert len(numbered) == len(session.measurements)
-    assert "59.5 min left" in numbered[0]
-    assert "other work took 1.5 CPUs" in numbered[0]
-    failed = [line for line in numbered if "does not run: not enough memory" in line]
-    assert len(failed) == len(session.errors())
+    times = [0.0]
+    with StatusProgress("batch_1", lambda: times[0]) as progress:
+        for second in range(60):
+            times[0] = float(second)
+            progress.show(f"{second} done", "in_progress", second, 1000)
+        progress.show("completed", "completed", 60, 1000)
+    lines = capsys.readouterr().err.splitlines()
+    assert 4 <= len(lines) <= 8
+    assert (lines[0], lines[-1]) == ("batch_1: 0 done", "batch_1: completed")
 
 
-async def test_the_report_has_a_row_for_each_setting_the_best_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bench = Bench(tmp_path)
-    session = bench.session()
-    await bench.run(session)
-    report = reported(session)
-    print_report(report)
-    printed = capsys.readouterr().out
-    rows = [line for line in printed.splitlines() if line[:1].isdigit()]
-    assert len(rows) == len(report.results)
-    assert f"{report.best.gain:+.1%}" in rows[0]
-    for line in report.verdict():
-        assert line in printed
+def test_a_download_says_how_much_how_fast_and_how_long() -> None:
+    gib = 1 << 30
+    assert describe_download(gib, 4 * gib, gib, 64.0) == (
+        "1.0 GiB of 4.0 GiB (25%), 16.0 MiB/s, about 3 min left"
+    )
+    assert describe_download(3 * gib, 4 * gib, gib, 16.0).endswith("about 16 s left")
+    assert describe_download(gib, None, gib, 64.0) == "1.0 GiB, 16.0 MiB/s"
+    assert describe_download(0, gib, 0, 0.0) == "0 MiB of 1.0 GiB (0%), 0.0 MiB/s"
+
+
+def test_a_download_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    times = [0.0]
+    with DownloadProgress("h/m.gguf", clock=lambda: times[0]) as progress:
+        for done in range(26):
+            times[0] = float(done)
+            progress.show(done << 20, 40 << 20)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "Downloading h/m.gguf, 40 MiB"
+    assert lines[1] == "  10 MiB of 40 MiB (25%), 1.0 MiB/s, about 30 s left"
+    assert len(lines) == 3

@@ -29,6 +29,7 @@ from gateway.tools.local.gguf import read_model
 from gateway.tools.local.memory import memlock_warning, memory_needed
 from gateway.tools.local.plan import DEFAULT_CONTEXT, DEFAULT_SLOTS, plan_local_fleet
 from gateway.tools.local.server import BASE_PORT, claim_free_port, claimed_port, server_environment
+from tests.each_case import each_case
 from tests.processes import wait_until_gone
 from tests.servers import demo_model, may_lock, server_binary, server_path
 from tests.tools.cli.running import read_until, run, run_process
@@ -405,87 +406,88 @@ class TestServing:
         assert '"max_tokens": 40}\'\r\n' in text  # in one piece, though the terminal is narrow
 
 
-class TestRefusing:
-    def test_a_missing_model_is_reported(self, tmp_path: Path) -> None:
-        ran = run("up", "--model", str(tmp_path / "missing.gguf"))
-        assert (ran.status, ran.out) == (1, "")
-        assert ran.err.startswith("error: ")
-        assert "missing.gguf: no such file" in ran.err
+# Refusing.
 
-    def test_a_file_that_is_no_model_is_reported_with_the_remedy(self, tmp_path: Path) -> None:
-        (tmp_path / "text.gguf").write_text("hello")
-        ran = run("up", "--model", str(tmp_path / "text.gguf"))
-        assert ran.status == 1
-        assert "not a GGUF model" in ran.err
-        assert "download it again" in ran.err
 
-    def test_a_model_too_large_for_memory_is_refused_with_figures(self, tmp_path: Path) -> None:
-        large = tmp_path / "large.gguf"
-        # Of an architecture that is not known, the file's size decides.
-        large.write_bytes(demo_model().read_bytes().replace(b"llama", b"lxama"))
-        with large.open("r+b") as file:
-            file.truncate(psutil.virtual_memory().total)  # a hole: it takes no room on the disk
-        ran = run("up", "--model", str(large))
-        assert ran.status == 1
-        assert "not enough memory" in ran.err
+@each_case(
+    ("arguments", "status", "words"),
+    [
+        (("--model", "missing.gguf"), 1, ("missing.gguf: no such file",)),
+        (("--model", "text.gguf"), 1, ("not a GGUF model", "download it again")),
+        (
+            ("--model", str(demo_model()), "--context", "131073"),
+            1,
+            ("take --context 131072 at most, or another model",),
+        ),
+        (("--model", "large.gguf"), 1, ("not enough memory", "--force-memory")),
+        (("--server-bin", "missing"), 1, ("--server-bin",)),
+        (("--host", "0.0.0.0"), 2, ("--allow-anonymous",)),
+        (("--slots", "0"), 2, ()),
+        (("--servers", "0"), 2, ()),
+        (("--port", "70000"), 2, ()),
+        (("--nodes", "x"), 2, ()),
+    ],
+)
+def test_a_start_that_can_not_succeed_is_refused_with_the_remedy(
+    folder: Path, arguments: tuple[str, ...], status: int, words: tuple[str, ...]
+) -> None:
+    ran = run("up", *arguments)
+    assert (ran.status, ran.out) == (status, "")
+    assert ran.err.startswith("error: ") or status == 2
+    assert all(word in ran.err for word in words), ran.err
+    if "large.gguf" in arguments:
         assert len(re.findall(r"\d+\.\d GiB", ran.err)) == 4
-        assert "--force-memory" in ran.err
 
-    def test_a_context_beyond_the_models_is_refused_with_the_most_it_can_have(self) -> None:
-        ran = run("up", "--model", str(demo_model()), "--context", "131073")
-        assert ran.status == 1
-        assert "take --context 131072 at most, or another model" in ran.err
 
-    @pytest.mark.slow
-    def test_a_model_that_may_not_be_locked_is_refused_with_the_remedy(self) -> None:
-        command = ["prlimit", "--memlock=65536:65536", sys.executable, "-m", "gateway"]
-        if os.geteuid() == 0:
-            command = ["setpriv", "--bounding-set=-ipc_lock", *command]
-        ran = subprocess.run(
-            [*command, "up", "--mlock", "--model", str(demo_model())],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert ran.returncode == 1
-        assert "may lock 0 MiB of memory here, and the model is 4 MiB" in ran.stderr
-        assert "--memlock=unlimited" in ran.stderr
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with files that are no models for this machine."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.gguf").write_text("hello")
+    large = tmp_path / "large.gguf"
+    # Of an architecture that is not known, the file's size decides.
+    large.write_bytes(demo_model().read_bytes().replace(b"llama", b"lxama"))
+    with large.open("r+b") as file:
+        file.truncate(psutil.virtual_memory().total)  # a hole: it takes no room on the disk
+    return tmp_path
 
-    def test_a_server_without_a_locked_model_is_noted(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        plan = plan_local_fleet(demo_model(), mlock=True, servers=2, cache=tmp_path)
-        up.note_unlocked_models(plan, (os.getpid(), None))
-        assert capsys.readouterr().err.startswith("  local-0: only 0 MiB of 4 MiB is locked")
 
-    def test_a_missing_binary_is_reported(self, tmp_path: Path) -> None:
-        ran = run("up", "--server-bin", str(tmp_path / "llama-server"))
-        assert ran.status == 1
-        assert "--server-bin" in ran.err
-
-    @pytest.mark.real
-    @pytest.mark.parametrize("flag", ["--port", "--admin-port"])
-    def test_a_port_in_use_is_reported_before_a_server_starts(self, flag: str) -> None:
-        with socket.socket() as other:
-            other.bind(("127.0.0.1", 0))
-            other.listen()
-            ports = {"--port": "0", "--admin-port": "0", flag: str(other.getsockname()[1])}
-            ran = run_process(["up", *(word for pair in ports.items() for word in pair)])
-        assert ran.status == 1
-        assert f"choose another with {flag}" in ran.err
-        assert "started on" not in ran.err
-
-    @pytest.mark.parametrize(
-        "arguments", [("--slots", "0"), ("--servers", "0"), ("--port", "70000"), ("--nodes", "x")]
+@pytest.mark.slow
+def test_a_model_that_may_not_be_locked_is_refused_with_the_remedy() -> None:
+    command = ["prlimit", "--memlock=65536:65536", sys.executable, "-m", "gateway"]
+    if os.geteuid() == 0:
+        command = ["setpriv", "--bounding-set=-ipc_lock", *command]
+    ran = subprocess.run(
+        [*command, "up", "--mlock", "--model", str(demo_model())],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
-    def test_wrong_usage_is_2(self, arguments: tuple[str, ...]) -> None:
-        assert run("up", *arguments).status == 2
+    assert ran.returncode == 1
+    assert "may lock 0 MiB of memory here, and the model is 4 MiB" in ran.stderr
+    assert "--memlock=unlimited" in ran.stderr
 
-    def test_an_open_address_without_keys_is_2(self) -> None:
-        ran = run("up", "--host", "0.0.0.0")
-        assert ran.status == 2
-        assert "--allow-anonymous" in ran.err
+
+def test_a_server_without_a_locked_model_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_local_fleet(demo_model(), mlock=True, servers=2, cache=tmp_path)
+    up.note_unlocked_models(plan, (os.getpid(), None))
+    assert capsys.readouterr().err.startswith("  local-0: only 0 MiB of 4 MiB is locked")
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("flag", ["--port", "--admin-port"])
+def test_a_port_in_use_is_reported_before_a_server_starts(flag: str) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        ports = {"--port": "0", "--admin-port": "0", flag: str(other.getsockname()[1])}
+        ran = run_process(["up", *(word for pair in ports.items() for word in pair)])
+    assert ran.status == 1
+    assert f"choose another with {flag}" in ran.err
+    assert "started on" not in ran.err
 
 
 def test_the_slots_of_a_server_are_those_of_the_plan() -> None:

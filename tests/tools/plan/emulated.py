@@ -19,7 +19,7 @@ from gateway.tools.plan.search import WARM_UP_SHARE, FleetPart
 from gateway.tools.simulate.report import Percentiles
 from gateway.tools.simulate.simulation import SimulatedMachine
 from gateway.tools.simulate.trace import Job, Trace
-from tests.batches.test_feeder import HEADERS, key, submit
+from tests.batches.batch_gateway import HEADERS, key, submit
 from tests.batches.virtual_store import store_in_virtual_time
 from tests.emulator import EmulatedNode
 from tests.emulator.language_model import WORDS
@@ -27,12 +27,10 @@ from tests.gateways import Running, running_gateway
 from tests.virtual import now
 
 NUMBER = re.compile(r"#(\d+)")
-
 PATIENT = {"queue": {"max": 100_000, "max_wait": 86_400}, "timeouts": {"total": 86_400}}
 """The simulation refuses nothing either."""
 
 CALM = {"interval": 30, "discover_interval": 300}
-
 POLL_SECONDS = 2.0
 
 

@@ -2,12 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.tools.plan.answer import (
-    Deployment,
-    PlanAnswer,
-    break_even,
-    compare_deployments,
-)
+from gateway.tools.plan.answer import Deployment, PlanAnswer, break_even, compare_deployments
 from gateway.tools.plan.search import Goal, TimeLimit
 from gateway.tools.plan.workload import Workload
 from tests.tools.plan.build import CPU, GPU, a_type, planned

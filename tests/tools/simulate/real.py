@@ -23,8 +23,7 @@ class Answer:
     timings: dict[str, float] = field(default_factory=dict)
     progress: list[int] = field(default_factory=list)
     """Prompt tokens that the slot had, at first and after each prefill step."""
-    took: float = 0.0
-    """Seconds."""
+    took: float = 0.0  # seconds
 
     @property
     def pieces(self) -> list[int]:

@@ -25,8 +25,7 @@ from tests.tools.simulate.real import BATCH, ask, computed, words
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 
 KV_BYTES = 2062  # of the small demo model's tokens in host memory, as the server's log shows
-ENDLESS = 15_000
-"""Tokens of an answer that is cancelled once the others have theirs."""
+ENDLESS = 15_000  # tokens of an answer that is cancelled once the others have theirs
 
 
 @pytest.fixture

@@ -25,8 +25,7 @@ from tests.servers import DemoServer, spawn_demo_server, stop_demo_server, wait_
 from tests.tools.simulate.build import trace
 from tests.tools.simulate.real import BATCH, ask, words
 
-USUAL = 800
-"""About the tokens of a prompt of the trace."""
+USUAL = 800  # about the tokens of a prompt of the trace
 
 
 @dataclass

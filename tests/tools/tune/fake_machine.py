@@ -5,10 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.tools.local.topology import read_topology
-from gateway.tools.tune.report import (
-    TuningReport,
-    build_report,
-)
+from gateway.tools.tune.report import TuningReport, build_report
 from gateway.tools.tune.search import (
     BenchmarkRequest,
     BenchmarkResult,

@@ -39,8 +39,6 @@ from tests.tools.local.machine import make_machine, write
 from tests.tools.local.powercap import PowercapTree
 
 REQUEST = BenchmarkRequest(prompt=400, answer=24)
-
-
 CONTEXT = 2048
 
 
@@ -265,7 +263,6 @@ async def benchmark(
 
 
 IDLE = httpx.Response(200, json=[{"is_processing": False}])
-
 TOKENS = httpx.Response(200, json={"tokens": list(range(1000))})
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from gateway.tools.cli.progress import print_report
+from gateway.tools.cli.tune_progress import print_report
 from gateway.tools.tune.report import (
     WriteError,
     check_target,

@@ -13,9 +13,7 @@ import pytest
 from gateway.tools.local.gguf import ModelFile
 from gateway.tools.local.plan import plan_servers
 from gateway.tools.local.topology import Topology, read_topology
-from gateway.tools.tune.report import (
-    build_report,
-)
+from gateway.tools.tune.report import build_report
 from gateway.tools.tune.search import (
     BATCH_SIZES,
     MICRO_BATCH_SIZES,
@@ -47,8 +45,7 @@ SPACE = SearchSpace(
     pinning=("free", "cores"),
 )
 START = Setting(16, 512, 256, 2, "free")
-MOST = 75
-"""Measurements that a search may take; the full grid has 2,000 settings."""
+MOST = 75  # measurements that a search may take; the full grid has 2,000 settings
 
 Surface = Callable[[Setting], float]
 

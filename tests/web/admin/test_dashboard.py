@@ -17,8 +17,7 @@ import httpx
 import pytest
 from playwright.async_api import Browser, Page, expect
 
-from gateway.access.admin_keys import AdminRole
-from gateway.access.keys import new_key
+from gateway.access.keys import AdminRole, new_key
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway, until
 from tests.web.admin.browser import PATIENCE, WatchedPage, a_browser, a_page, needs_browser

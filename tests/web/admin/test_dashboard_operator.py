@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from playwright.async_api import expect
 
-from gateway.access.admin_keys import AdminRole
+from gateway.access.keys import AdminRole
 from tests.emulator import EmulatedNode
 from tests.gateways import running_gateway, until
 from tests.web.admin.browser import PATIENCE, a_browser, a_page, needs_browser

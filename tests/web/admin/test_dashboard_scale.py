@@ -15,6 +15,7 @@ import pytest
 from playwright.async_api import CDPSession
 
 from gateway.fleet.node import Node
+from tests.fleet.build import take
 from tests.gateways import Running, running_gateway, until
 from tests.web.admin.browser import a_browser, a_page, needs_browser
 
@@ -51,7 +52,7 @@ def work(nodes: list[Node], round_: int) -> None:
             for lease in list(node.leases):
                 lease.release()
             for _ in range(round_ % 4):
-                node.take_lease(1, node.clock(), expected_prefill=30.0, expected_total=90.0)
+                take(node, expected_prefill=30.0, expected_total=90.0)
 
 
 async def figures(session: CDPSession) -> dict[str, float]:

@@ -12,6 +12,7 @@ import pytest
 from playwright.async_api import Page, expect
 
 from gateway.fleet.node import Node
+from tests.fleet.build import take
 from tests.gateways import Running, running_gateway
 from tests.web.admin.browser import PATIENCE, WatchedPage, a_browser, a_page, needs_browser
 from tests.web.admin.test_dashboard import a_fleet, opened, streams
@@ -85,7 +86,7 @@ async def inked(page: Page, *names: str, colour: str = EDGE) -> None:
 
 def keep_busy(node: Node, slots: int) -> None:
     for _ in range(slots):
-        node.take_lease(1, node.clock(), expected_prefill=300.0, expected_total=900.0)
+        take(node, expected_prefill=300.0, expected_total=900.0)
 
 
 @contextlib.asynccontextmanager

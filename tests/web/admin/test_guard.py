@@ -7,7 +7,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Scope
 
-from gateway.access.admin_keys import AdminKeys
+from gateway.access.keys import AdminKeys
 from gateway.web.admin.app import KEYLESS_PATHS, is_keyless
 from gateway.web.admin.guard import AdminGuard
 from gateway.web.asgi import X_REQUEST_ID_KEY

@@ -13,8 +13,7 @@ import httpx
 import pytest
 from starlette.types import Message
 
-from gateway.access.admin_keys import AdminRole
-from gateway.access.keys import new_key
+from gateway.access.keys import AdminRole, new_key
 from gateway.web.admin.live import MOST_WATCHERS, EventStream, Frame
 from tests.emulator import EmulatedNode
 from tests.gateways import NO_TLS, Running, running_gateway, until

@@ -10,7 +10,7 @@ import uvloop
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.web.admin.nodes import LONGEST_DRAIN_DEADLINE, DrainDeadlines
 from tests.emulator import EmulatedNode
-from tests.fleet.build import a_spec
+from tests.fleet.build import a_spec, take
 from tests.virtual import in_virtual_time
 from tests.web.bare_gateway import CHAT, BareGateway, bare_gateway, error_of
 
@@ -83,7 +83,7 @@ async def test_running_work_is_shown() -> None:
         bare_gateway(a_spec("a", node.url), serving=True) as gateway,
     ):
         assert (await gateway.chat()).status_code == 200
-        lease = gateway["a"].take_lease(1, gateway.clock())
+        lease = take(gateway["a"])
         result = await shown(gateway, "a")
         lease.release()
     assert (result["requests"], result["leased"], result["slots_busy"], result["in_flight"]) == (

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.batches.test_feeder import HEADERS, ended, gateway_over, lines, output, submit
+from tests.batches.batch_gateway import HEADERS, ended, gateway_over, lines, output, submit
 from tests.emulator import EmulatedNode
 from tests.gateways import Running, until
 

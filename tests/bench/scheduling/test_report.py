@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.bench.scheduling import report
+from tests.bench.scheduling.play import Record
+from tests.bench.scheduling.report import FIGURES, Played, Results
+
+MEAN, P50, P95, RATE, CACHED = FIGURES
+
+
+def record(took: float, ttft: float = 1.0, sent: float = 0.0, problem: str = "") -> Record:
+    return Record(0, 0, sent, ttft, took, 100, 25, 10, problem)
+
+
+def played(front: str, *tooks: float, load: str = "capacity", **more: float) -> Played:
+    records = [record(took, ttft=took / 2) for took in tooks]
+    return Played(front, load, 1, records, {"alone": 1.0, "queued": 0.5}, **more)
+
+
+def test_figures_are_over_all_seeds() -> None:
+    runs = [played("nginx", 1.0, 2.0), played("nginx", 6.0)]
+    results = Results(runs)
+    assert results.value("nginx", "capacity", MEAN) == 3
+    assert results.value("nginx", "capacity", P50) == 1
+    assert results.value("nginx", "capacity", P95) == 3
+    assert results.value("nginx", "capacity", RATE) == pytest.approx(30 / (2 + 6))
+    assert results.value("nginx", "capacity", CACHED) == 0.25
+
+
+def test_a_failed_request_takes_its_front_out_of_all_figures() -> None:
+    bad = Played("nginx", "capacity", 1, [record(1), record(1, problem="status 502")])
+    results = Results([bad, played("gateway", 1.0)])
+    assert results.value("nginx", "capacity", MEAN) is None
+    assert results.verdicts() == []
+    assert "nginx, capacity, seed 1: 1, the first: status 502" in report.tables(results)
+
+
+def test_the_targets_are_ratios_to_nginx_at_capacity() -> None:
+    results = Results([played("gateway", 2.5), played("nginx", 5.0), played("haproxy", 10.0)])
+    kept = {verdict.name: verdict for verdict in results.verdicts()}
+    mean = kept["gateway at capacity: mean completion, s / nginx"]
+    assert (mean.value, mean.kept) == (0.5, "aim")
+    assert kept["gateway at capacity: TTFT p95, s / nginx"].kept == "must"
+
+
+def test_the_worst_figure_is_found_whether_more_or_less_is_better() -> None:
+    slower = [played("gateway", 1.2, load="light"), played("nginx", 1.0, load="light")]
+    [worst] = Results(slower).verdicts()
+    assert worst.name == "gateway, worst figure against a peer: tokens/s / nginx, light"
+    assert worst.value == pytest.approx(1.2)
+    assert worst.kept == "MISS"
+    [best] = Results([played("gateway", 1.0), played("haproxy", 1.0)]).verdicts()
+    assert (best.value, best.kept) == (1, "must")
+
+
+def test_tables_have_the_ratios_to_both_proxies_and_to_the_bound() -> None:
+    results = Results([played("gateway", 2.0), played("nginx", 4.0), played("haproxy", 5.0)])
+    text = report.tables(results)
+    assert "| gateway, lengths known | 2 (0.50, 0.40) |" in text
+    assert "| gateway, lengths known | 1 | 0.5 | 2.00 x |" in text
+    for part in text.strip().split("\n\n"):
+        assert len({line.count("|") for line in part.splitlines()}) == 1
+
+
+def test_json_holds_every_request_and_the_figures() -> None:
+    results = Results([played("gateway", 2.0), played("nginx", 4.0)])
+    setting = report.Setting("x", {"cpu": "A"}, 4.0, 1, {"capacity": 0.5})
+    outcome = report.outcome(results, setting)
+    text = json.loads(outcome.json)
+    assert text["figures"][0]["mean"] == 2
+    assert text["played"][1]["records"][0]["took"] == 4
+    assert text["verdicts"][0]["kept"] == "aim"
+    assert not outcome.failed
+    assert "- sessions a second: capacity 0.50" in outcome.page

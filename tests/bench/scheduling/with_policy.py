@@ -1,0 +1,15 @@
+"""Runs `llama-gateway` with another policy than its own, to compare them.
+
+python -m tests.bench.scheduling.with_policy least_loaded serve --nodes ...
+"""
+
+from __future__ import annotations
+
+import sys
+
+from gateway.scheduling.selection import POLICIES
+from gateway.tools.cli import main
+
+if __name__ == "__main__":
+    POLICIES["least_finish"] = POLICIES[sys.argv.pop(1)]
+    main()

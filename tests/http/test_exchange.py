@@ -1,0 +1,536 @@
+"""Clients that send one head again and again, that disconnect, and that read slowly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from gateway.fleet.node import Node, NodeState
+from tests.emulator import EmulatedNode
+from tests.emulator.raw_connection import RawConnection, raw_connection
+from tests.gateways import running_gateway, until
+from tests.transport.raw import Peer
+from tests.virtual import in_virtual_time
+from tests.web.raw_client import CHAT, HELLO, Public, answer, public, request
+
+CALM = {"health": {"interval": 60, "discover_interval": 60}, "heartbeat": "off"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
+async def test_sequential_requests_reuse_one_connection(tmp_path: Path, stream: bool) -> None:
+    async with public(tmp_path, CALM, EmulatedNode(close_after_stream=False)) as gate:
+        await gate.chat(max_tokens=1)
+        before = gate.node.connections_opened
+        for _ in range(40):
+            assert (await gate.chat(max_tokens=1, stream=stream)).status == 200
+        assert gate.node.connections_opened == before
+
+
+@in_virtual_time
+async def test_a_node_that_closes_after_each_stream_gets_new_connections(tmp_path: Path) -> None:
+    async with public(tmp_path, CALM) as gate:
+        for _ in range(20):
+            found = await gate.chat(max_tokens=1, stream=True)
+            assert found.status == 200
+            assert found.headers["x-gateway-attempts"] == "1"
+            assert found.body.endswith(b"data: [DONE]\n\n")
+
+
+@in_virtual_time
+async def test_a_nodes_limit_of_requests_per_connection_is_not_noticed(tmp_path: Path) -> None:
+    async with public(
+        tmp_path, CALM, EmulatedNode(keepalive_requests=10, close_after_stream=False)
+    ) as gate:
+        before = gate.node.connections_opened
+        for _ in range(60):
+            found = await gate.chat(max_tokens=1)
+            assert (found.status, found.headers["x-gateway-attempts"]) == (200, "1")
+        assert 5 <= gate.node.connections_opened - before <= 7
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
+async def test_a_stale_connection_is_no_attempt(tmp_path: Path, stream: bool) -> None:
+    node = EmulatedNode(slots=4, close_after_stream=False)
+    async with public(tmp_path, CALM, node) as gate:
+        pool = gate.running.gateway.fleet.nodes["node-0"].upstream
+        pool.stale_seconds = 60.0  # though this machine stood still
+        await asyncio.gather(*(gate.chat(max_tokens=1) for _ in range(4)))
+        node.faults.set("stale")
+        for _ in range(10):
+            found = await gate.chat(max_tokens=1, stream=stream)
+            assert (found.status, found.headers["x-gateway-attempts"]) == (200, "1")
+        assert node.faults.fired >= 10
+        found_node = gate.running.gateway.fleet.nodes["node-0"]
+        assert (found_node.failures, found_node.circuit.failures) == (0, 0)
+
+
+@in_virtual_time
+async def test_a_response_is_the_same_however_it_is_framed(tmp_path: Path) -> None:
+    async with public(tmp_path, CALM) as gate:
+        plain = json.loads((await gate.chat(max_tokens=5)).body)
+        for fault in ("chunk_extensions", "interim", "slow_head", "trickle"):
+            gate.node.faults.next(fault, seconds=0.0001)
+            found = await gate.chat(max_tokens=5)
+            assert found.status == 200
+            assert json.loads(found.body)["choices"] == plain["choices"], fault
+            assert "x-checked" not in found.headers
+
+
+@in_virtual_time
+async def test_a_path_prefix_of_the_node_is_kept(tmp_path: Path) -> None:
+    heard: list[bytes] = []
+
+    async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A reverse proxy that removes a prefix."""
+        peer = Peer(reader, writer)
+        upstream_reader, upstream_writer = await asyncio.open_connection("127.0.0.1", node.port)
+
+        async def back() -> None:
+            while data := await upstream_reader.read(65536):
+                writer.write(data)
+            writer.close()
+
+        returning = asyncio.create_task(back())
+        try:
+            while True:
+                data = await peer.request()
+                heard.append(data.split(b"\r\n", 1)[0])
+                upstream_writer.write(data.replace(b" /llama/", b" /", 1))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            upstream_writer.close()
+            returning.cancel()
+            await asyncio.gather(returning, return_exceptions=True)
+            writer.close()
+
+    async with EmulatedNode() as node:
+        server = await asyncio.start_server(proxy, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/llama"
+        async with running_gateway(tmp_path, [url], CALM) as running:
+            reply = await running.client.post("/v1/chat/completions", json=HELLO)
+            assert reply.status_code == 200
+        server.close()
+    assert b"POST /llama/v1/chat/completions HTTP/1.1" in heard
+    assert all(b" /llama/" in line for line in heard)
+
+
+@in_virtual_time
+async def test_a_body_goes_to_the_node_byte_for_byte(tmp_path: Path) -> None:
+    async with public(tmp_path, CALM) as gate:
+        body = b'{ "messages":[ {"role":"user","content":"\\u00e9 \xc3\xa9"} ] , "stream":true }'
+        assert (await gate.ask(request(body))).status == 200
+        assert gate.node.seen[-1].body == body
+
+
+def asking_for(text: str) -> bytes:
+    return request({"messages": [{"role": "user", "content": text}], "max_tokens": 1})
+
+
+def heard(node: EmulatedNode) -> list[str]:
+    return [json.loads(seen.body)["messages"][0]["content"] for seen in node.seen]
+
+
+@in_virtual_time
+async def test_requests_with_a_repeated_head_have_their_own_bodies(tmp_path: Path) -> None:
+    texts = ["a", "bb", "c" * 200, "a", "d" * 5000, "e"]
+    async with public(tmp_path, CALM) as gate, raw_connection(gate.url) as wire:
+        for text in texts:
+            await wire.send(asking_for(text))
+            assert (await answer(wire)).status == 200
+        assert heard(gate.node)[-len(texts) :] == texts
+
+
+@in_virtual_time
+async def test_a_repeated_head_may_arrive_in_pieces_or_with_others(tmp_path: Path) -> None:
+    async with public(tmp_path, CALM) as gate, raw_connection(gate.url) as wire:
+        for _ in range(3):
+            await wire.send(asking_for("first"))
+            assert (await answer(wire)).status == 200
+        data = asking_for("in pieces")
+        for cut in (5, 20, len(data) - 4):
+            await wire.send(data[:cut])
+            await asyncio.sleep(0.02)
+            await wire.send(data[cut:])
+            assert (await answer(wire)).status == 200
+        await wire.send(asking_for("one") + asking_for("two") + asking_for("three"))
+        await asyncio.sleep(0.02)
+        await wire.send(asking_for("four"))
+        for _ in range(4):
+            assert (await answer(wire)).status == 200
+        await wire.send(asking_for("last"))
+        assert (await answer(wire)).status == 200
+        pieces = ["in pieces"] * 3
+        assert heard(gate.node)[-8:] == [*pieces, "one", "two", "three", "four", "last"]
+
+
+@in_virtual_time
+async def test_a_head_that_differs_from_the_last_is_parsed(tmp_path: Path) -> None:
+    data = asking_for("hello")
+    async with public(tmp_path, CALM) as gate:
+        for changed, expected in (
+            (data.replace(b"Host: localhost", b"Host: localhost\r\nX-Priority: batch"), 200),
+            (data.replace(b"POST", b"GET "), 405),
+            (data.replace(b"Content-Length: ", b"Content-Length: +"), 400),
+            (data.replace(CHAT.encode(), CHAT.encode() + b"X"), 404),
+        ):
+            async with raw_connection(gate.url) as wire:
+                for _ in range(2):
+                    await wire.send(data)
+                    assert (await answer(wire)).headers["x-gateway-class"] == "normal"
+                await wire.send(changed)
+                found = await answer(wire)
+                assert found.status == expected
+                assert found.headers.get("x-gateway-class") == (
+                    "batch" if expected == 200 else None
+                )
+
+
+@in_virtual_time
+async def test_a_small_request_is_served_without_a_task(tmp_path: Path) -> None:
+    async with (
+        public(tmp_path, CALM, EmulatedNode(embeddings=True)) as gate,
+        raw_connection(gate.url) as wire,
+    ):
+        small = request({"input": "hello"}, path="/v1/embeddings")
+        await wire.send(small)  # This opens a connection to the node.
+        assert (await answer(wire)).status == 200
+        gate.node.faults.next("hang")
+        before = asyncio.all_tasks()
+        await wire.send(small)
+        await until(lambda: gate.node.requests == 2)
+        assert len(gate.running.gateway.registry) == 1
+        new = [repr(task.get_coro()) for task in asyncio.all_tasks() - before]
+        assert [one for one in new if "EmulatedNode." not in one] == []
+
+
+QUICK = {"health": {"interval": 0.2}, "heartbeat": "off"}
+STREAM = {**HELLO, "stream": True}
+LONG = 30_000
+"""Tokens whose events, with `timings_per_token`, exceed the buffers of any socket."""
+
+
+def the_node(gate: Public) -> Node:
+    return gate.running.gateway.fleet.nodes["node-0"]
+
+
+async def left(gate: Public) -> None:
+    """The record says that the client disconnected, and no node is blamed."""
+    record = await gate.last()
+    assert (record.status, record.reason) == (499, "client_closed")
+    await until(lambda: len(gate.running.gateway.registry) == 0)
+    assert gate.running.gateway.handler.body_memory.total_bytes == 0
+    assert the_node(gate).circuit.failures == 0
+    assert the_node(gate).failures == 0
+    assert the_node(gate).state is NodeState.READY
+
+
+async def left_within(gate: Public, seconds: float) -> None:
+    loop = asyncio.get_running_loop()
+    left_at = loop.time()
+    await left(gate)
+    assert loop.time() - left_at < seconds
+
+
+@asynccontextmanager
+async def asking(gate: Public, data: bytes) -> AsyncIterator[RawConnection]:
+    async with raw_connection(gate.url) as wire:
+        await wire.send(data)
+        yield wire
+
+
+def reset(wire: RawConnection) -> None:
+    sock = wire.writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    wire.writer.transport.abort()
+
+
+@in_virtual_time
+async def test_a_client_that_leaves_the_queue_takes_no_slot(tmp_path: Path) -> None:
+    async with public(tmp_path, QUICK, EmulatedNode(slots=1)) as gate:
+        gate.node.faults.next("hang", after_events=1)
+        async with asking(gate, request(STREAM)):
+            await until(lambda: gate.node.busy == 1)
+            async with asking(gate, request(STREAM)):
+                scheduler = gate.running.gateway.scheduler
+                await until(lambda: len(scheduler.queue_positions()) == 1)
+            await until(lambda: scheduler.queue_positions() == [])
+            await until(lambda: len(gate.records()) == 1)
+            assert (gate.records()[0].status, gate.records()[0].attempts) == (499, 0)
+            assert gate.node.requests == 1
+            assert len(gate.running.gateway.registry) == 1
+
+
+@pytest.mark.parametrize(("size", "stream"), [(10, True), (100_000, False)])
+@in_virtual_time
+async def test_a_client_that_leaves_before_the_nodes_head_leaves_no_connection(
+    tmp_path: Path, size: int, stream: bool
+) -> None:
+    async with public(tmp_path, QUICK) as gate:
+        gate.node.faults.next("hang")
+        padded = {**HELLO, "stream": stream, "padding": "x" * size}
+        async with asking(gate, request(padded)):
+            await until(lambda: gate.node.requests == 1)
+            number = gate.node.seen[-1].connection
+        await left(gate)
+        await until(lambda: all(one.number != number for one in gate.node.open_connections))
+        gate.node.faults.clear()
+        await until(lambda: the_node(gate).leased == 0)
+
+
+@in_virtual_time
+async def test_a_client_that_leaves_in_prefill_frees_the_slot_after_the_prefill(
+    tmp_path: Path,
+) -> None:
+    node = EmulatedNode(slots=1, prefill_tps=200)
+    async with public(tmp_path, QUICK, node) as gate:
+        long = {"messages": [{"role": "user", "content": "word " * 100}], "stream": True}
+        async with asking(gate, request(long)):
+            await until(lambda: gate.node.busy == 1)
+        await left(gate)
+        assert gate.node.busy == 1
+        assert the_node(gate).leased == 1, "the node still reads: its slot is not free"
+        await until(lambda: the_node(gate).leased == 0)
+        assert gate.node.busy == 0
+
+
+@pytest.mark.parametrize("how", ["close", "reset"])
+@in_virtual_time
+async def test_a_client_that_leaves_in_decode_frees_the_slot(tmp_path: Path, how: str) -> None:
+    node = EmulatedNode(slots=1, decode_tps=50, answer_tokens=2000)
+    async with public(tmp_path, QUICK, node) as gate:
+        async with asking(gate, request(STREAM)) as wire:
+            await wire.head()
+            await wire.some()
+            if how == "reset":
+                reset(wire)
+        await until(lambda: gate.node.busy == 0)
+        await left(gate)
+        record = await gate.last()
+        assert record.completion_tokens > 0, "what went out counts"
+        await until(lambda: the_node(gate).leased == 0)
+        gate.node.engine.decode_tps = 1e9
+
+
+async def sent_whole(url: str, data: bytes) -> bytes:
+    """All that a client gets that sends nothing after these bytes, until the gateway closes."""
+    async with raw_connection(url) as wire:
+        await wire.send(data)
+        wire.writer.write_eof()
+        return await wire.rest()
+
+
+@in_virtual_time
+async def test_a_client_that_only_sends_no_more_gets_its_answers(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=2, prefill_tps=20, decode_tps=50, answer_tokens=200)
+    async with public(tmp_path, {**QUICK, "ollama": True}, node) as gate:
+        gateway = gate.running.gateway
+        assert gateway.admin_listener is not None
+        get = b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        old = request(HELLO).replace(b"HTTP/1.1", b"HTTP/1.0")
+        streamed = b"data: [DONE]"
+        for case, url, data, marks in [
+            ("metrics", gateway.admin_listener.url, get % b"/metrics", [b"llama_gateway_"]),
+            ("nodes", gateway.admin_listener.url, get % b"/admin/nodes", [b'"nodes"']),
+            ("usage", gate.url, get % b"/v1/usage", [b"{"]),
+            ("models", gate.url, get % b"/v1/models", [b'"data"']),
+            ("plain", gate.url, request(), [b'"choices"']),
+            ("HTTP/1.0", gate.url, old, [b'"choices"']),
+            ("stream", gate.url, request(STREAM), [streamed]),
+            ("two", gate.url, request() + request(STREAM), [b'"choices"', streamed]),
+            ("line end", gate.url, request() + b"\r\n", [b'"choices"']),
+            ("a half", gate.url, request() + request()[:-5], [b'"choices"']),
+            ("half a head", gate.url, request() + b"POST / HT", [b'"choices"']),
+            ("Ollama", gate.url, request(HELLO, path="/api/chat"), [b'"done":true']),
+        ]:
+            sent = await sent_whole(url, data)
+            assert sent.startswith(b"HTTP/1.1 200 OK\r\n"), (case, sent[:200])
+            assert sent.count(b"HTTP/1.1 ") == len(marks), (case, sent)
+            for mark in marks:
+                assert mark in sent, (case, sent)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@in_virtual_time
+async def test_a_client_that_leaves_after_it_has_sent_no_more_frees_the_slot(
+    tmp_path: Path, stream: bool
+) -> None:
+    settings = {**QUICK, "heartbeat": 2}
+    async with public(tmp_path, settings) as gate:
+        gate.node.faults.next("hang")
+        async with asking(gate, request({**HELLO, "stream": stream})) as wire:
+            wire.writer.write_eof()
+            await until(lambda: gate.node.requests == 1)
+            await asyncio.sleep(3)
+            assert len(gate.running.gateway.registry) == 1
+        await left_within(gate, 10)
+        gate.node.faults.clear()
+
+
+@in_virtual_time
+async def test_a_client_that_leaves_a_silent_stream_frees_the_slot_at_once(tmp_path: Path) -> None:
+    settings = {**QUICK, "heartbeat": 20}
+    async with public(tmp_path, settings) as gate:
+        gate.node.faults.next("hang")
+        async with asking(gate, request(STREAM)) as wire:
+            assert await wire.some() > b""
+        await left_within(gate, 3)
+        gate.node.faults.clear()
+
+
+@in_virtual_time
+async def test_a_client_that_leaves_a_plain_request_frees_the_slot_at_once(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=1, decode_tps=50, answer_tokens=2000)
+    async with public(tmp_path, QUICK, node) as gate:
+        async with asking(gate, request()):
+            await until(lambda: gate.node.busy == 1)
+            await until(lambda: gate.node.engine.tokens > 2)
+        await until(lambda: gate.node.busy == 0)
+        await left(gate)
+        await until(lambda: the_node(gate).leased == 0)
+
+
+@in_virtual_time
+async def test_a_request_that_cannot_stream_holds_its_slot_until_the_node_is_done(
+    tmp_path: Path,
+) -> None:
+    node = EmulatedNode(slots=1, decode_tps=50, answer_tokens=40)
+    begun = [*HELLO["messages"], {"role": "assistant", "content": "well"}]
+    async with public(tmp_path, QUICK, node) as gate:
+        async with asking(gate, request({"messages": begun})):
+            await until(lambda: gate.node.busy == 1)
+        await left(gate)
+        assert the_node(gate).leased == 1
+        assert gate.node.busy == 1
+        await until(lambda: the_node(gate).leased == 0)
+        assert gate.node.busy == 0
+
+
+@in_virtual_time
+async def test_a_client_that_leaves_within_its_body_reaches_no_node(tmp_path: Path) -> None:
+    async with public(tmp_path, QUICK) as gate:
+        async with asking(gate, request(b'{"messages"', length=5000)):
+            await until(lambda: gate.running.gateway.handler.body_memory.total_bytes > 0)
+        await until(lambda: len(gate.records()) == 1)
+        record = gate.records()[0]
+        assert (record.status, record.attempts) == (499, 0)
+        assert gate.running.gateway.handler.body_memory.total_bytes == 0
+        assert gate.node.requests == 0
+
+
+@in_virtual_time
+async def test_a_pipelining_client_that_leaves_is_noticed(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=2, decode_tps=50, answer_tokens=2000)
+    async with public(tmp_path, QUICK, node) as gate:
+        async with asking(gate, request(STREAM) + request(STREAM)) as wire:
+            await wire.head()
+            await wire.some()
+            assert gate.node.busy == 1
+        await until(lambda: gate.node.busy == 0)
+        await until(lambda: len(gate.running.gateway.registry) == 0)
+        assert gate.node.requests == 1
+        gate.node.engine.decode_tps = 1e9
+
+
+@in_virtual_time
+async def test_many_clients_that_leave_at_random_leave_nothing_behind(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=4, prefill_tps=2000, decode_tps=500, answer_tokens=100)
+    async with public(tmp_path, QUICK, node) as gate:
+
+        async def one(number: int) -> None:
+            body = {**HELLO, "stream": bool(number % 2)}
+            async with asking(gate, request(body)):
+                await asyncio.sleep(number % 10 * 0.02)
+
+        await asyncio.gather(*(one(number) for number in range(60)))
+        await until(lambda: len(gate.records()) == 60)
+        assert {record.status for record in gate.records()} <= {200, 499}
+        await until(lambda: the_node(gate).leased == 0)
+        assert gate.node.peak_busy <= 4
+        assert the_node(gate).failures == 0
+
+
+@pytest.mark.timeout(300)
+@in_virtual_time
+async def test_a_slow_reader_stops_its_node_and_no_other_client(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=2, context=1_000_000, answer_tokens=LONG)
+    # Long: the kernel opens a window that was shut by its own timers, in real time.
+    settings = {**QUICK, "timeouts": {"silence": 60}}
+    async with public(tmp_path, settings, node) as gate:
+        async with asking(gate, request({**STREAM, "timings_per_token": True})) as slow:
+            await slow.head()
+            slow.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            stood = -1
+            while stood != node.engine.tokens:
+                stood = node.engine.tokens
+                await asyncio.sleep(0.1)
+            assert stood < LONG, "everything went out, though nobody reads"
+            live = next(iter(gate.running.gateway.registry))
+            assert live.attempt is not None
+            assert 0 < live.attempt.unread_bytes < 2_000_000
+            quick = await gate.chat(max_tokens=5)
+            assert quick.status == 200
+            await asyncio.sleep(61.0)  # longer than a node may be silent
+            assert node.busy == 1, "the node was given up for its client's slowness"
+            slow.writer.transport.resume_reading()  # type: ignore[attr-defined]
+            parts = [await slow.some()]
+            while not parts[-1].endswith(b"0\r\n\r\n"):
+                parts.append(await slow.some())
+        data = b"".join(parts)
+        assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        assert data.count(b"chat.completion.chunk") >= LONG
+        record = await gate.last()
+        assert record.status == 200
+        assert the_node(gate).failures == 0
+        node.engine.answer_tokens = 10
+
+
+@in_virtual_time
+async def test_a_slow_reader_that_leaves_is_noticed(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=1, context=1_000_000, answer_tokens=LONG)
+    async with public(tmp_path, QUICK, node) as gate:
+        async with asking(gate, request({**STREAM, "timings_per_token": True})) as slow:
+            await slow.head()
+            slow.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            await asyncio.sleep(0.3)
+            assert node.busy == 1
+            reset(slow)
+        await until(lambda: node.busy == 0)
+        await left(gate)
+        node.engine.answer_tokens = 10
+
+
+@in_virtual_time
+async def test_a_large_body_goes_to_the_node_whole(tmp_path: Path) -> None:
+    async with public(tmp_path, QUICK) as gate:
+        found = await gate.ask(request({**HELLO, "max_tokens": 1, "padding": "é" * 3_000_000}))
+        assert found.status == 200
+        assert json.loads(gate.node.seen[-1].body)["padding"] == "é" * 3_000_000
+
+
+@in_virtual_time
+async def test_a_large_body_of_which_little_is_left_goes_to_the_node(tmp_path: Path) -> None:
+    settings = {**QUICK, "models": {"*": {"use": "demo"}, "demo": {"strip": ["padding"]}}}
+    async with public(tmp_path, settings) as gate:
+        for large in ({"padding": "a" * 100_000}, {"model": "z" * 100_000}):
+            found = await gate.ask(request({**HELLO, "max_tokens": 1, **large}))
+            assert found.status == 200
+            assert len(gate.node.seen[-1].body) < 1000
+
+
+@in_virtual_time
+async def test_a_client_that_leaves_between_requests_is_not_logged(tmp_path: Path) -> None:
+    async with public(tmp_path, QUICK) as gate:
+        async with asking(gate, request({**HELLO, "max_tokens": 1})) as wire:
+            assert (await answer(wire)).status == 200
+        await asyncio.sleep(0.05)
+        assert [record.status for record in gate.records()] == [200]

@@ -1,0 +1,354 @@
+"""A whole gateway whose certificates and admin keys change while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import trustme
+
+from gateway.access.keys import new_key
+from tests.emulator import EmulatedNode
+from tests.gateways import Running, running_gateway, until
+from tests.http.authority import trusting
+
+pytestmark = pytest.mark.usefixtures("hurried")
+
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+
+
+def issue(authority: trustme.CA, folder: Path, name: str) -> dict[str, str]:
+    """Write a new certificate with its key, as a renewal does; the settings for it."""
+    folder.mkdir(exist_ok=True)
+    own = authority.issue_cert("127.0.0.1", common_name=name)
+    own.private_key_pem.write_to_path(folder / "key.pem")
+    own.cert_chain_pems[0].write_to_path(folder / "cert.pem")
+    return {"cert": str(folder / "cert.pem"), "key": str(folder / "key.pem")}
+
+
+def client(url: str, authority: trustme.CA, key: str | None = None) -> httpx.AsyncClient:
+    """A client that keeps one connection."""
+    return httpx.AsyncClient(
+        base_url=url,
+        verify=trusting(authority),
+        trust_env=False,
+        timeout=30.0,
+        limits=httpx.Limits(max_connections=1),
+        headers={} if key is None else {"authorization": f"Bearer {key}"},
+    )
+
+
+async def shown(url: str, authority: trustme.CA) -> str:
+    """The common name of the certificate that a new connection is shown."""
+    host, port = url.removeprefix("https://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port), ssl=trusting(authority))
+    subject = dict(pair for (pair,) in writer.get_extra_info("peercert")["subject"])
+    writer.close()
+    await writer.wait_closed()
+    return str(subject["commonName"])
+
+
+@asynccontextmanager
+async def shown_as(url: str, authority: trustme.CA, name: str) -> AsyncIterator[None]:
+    """Wait until new connections are shown the certificate of this name."""
+    async with asyncio.timeout(30):
+        while await shown(url, authority) != name:  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.05)
+    yield
+
+
+def connection_of(response: httpx.Response) -> object:
+    return response.extensions["network_stream"].get_extra_info("client_addr")
+
+
+async def test_both_listeners_show_a_renewed_certificate_and_drop_no_connection(
+    tmp_path: Path, authority: trustme.CA
+) -> None:
+    settings = {
+        "listen": {"tls": issue(authority, tmp_path / "public", "public-1")},
+        "admin": {"tls": issue(authority, tmp_path / "admin", "admin-1")},
+    }
+    async with (
+        EmulatedNode() as node,
+        running_gateway(tmp_path, [node.url], settings) as running,
+        client(running.url, authority) as public,
+        client(running.admin_url, authority) as admin,
+    ):
+        before = (await public.get("/health"), await admin.get("/health"))
+        assert await shown(running.url, authority) == "public-1"
+        issue(authority, tmp_path / "public", "public-2")
+        issue(authority, tmp_path / "admin", "admin-2")
+        async with (
+            shown_as(running.url, authority, "public-2"),
+            shown_as(running.admin_url, authority, "admin-2"),
+        ):
+            reply = await public.post("/v1/chat/completions", json=CHAT)
+            status = await admin.get("/admin/status")
+            metrics = (await admin.get("/metrics")).text
+        assert reply.status_code == 200
+        assert [connection_of(one) for one in before] == [
+            connection_of(one) for one in (reply, status)
+        ]
+        certificates = status.json()["certificates"]
+        assert set(certificates) == {"listen.tls", "admin.tls"}
+        assert certificates["admin.tls"]["days_left"] > 0
+        assert re.search(
+            r'^llama_gateway_certificate_days_left\{certificate="admin.tls"\} [1-9]',
+            metrics,
+            re.MULTILINE,
+        )
+        entries = (await admin.get("/admin/audit")).json()["entries"]
+    renewed = {(one["actor"], one["target"], one["outcome"]) for one in entries}
+    assert {("file", "listen.tls", "done"), ("file", "admin.tls", "done")} <= renewed
+
+
+@pytest.mark.parametrize("way", ["poll", "signal", "request"])
+async def test_a_broken_renewal_changes_nothing_and_is_told(
+    tmp_path: Path, authority: trustme.CA, way: str
+) -> None:
+    settings = {"admin": {"tls": issue(authority, tmp_path / "admin", "first")}}
+    async with (
+        EmulatedNode() as node,
+        running_gateway(tmp_path, [node.url], settings) as running,
+        client(running.admin_url, authority) as admin,
+    ):
+        key = tmp_path / "admin" / "key.pem"
+        whole = key.read_bytes()
+        key.write_bytes(whole[: len(whole) // 2])
+        if way == "signal":
+            running.gateway.schedule_reload()
+        elif way == "request":
+            answer = await admin.post("/admin/reload")
+            assert answer.status_code == 422
+            assert answer.json()["problems"][0]["key"] == "admin.tls"
+        certificates = running.gateway.certificates
+        await until(lambda: certificates.error is not None)
+        assert await shown(running.admin_url, authority) == "first"
+        status = (await admin.get("/admin/status")).json()
+        assert status["certificate_error"].startswith("admin.tls: ")
+        assert "key.pem" in status["certificate_error"]
+        key.write_bytes(whole)
+        await until(lambda: certificates.error is None)
+        assert (await admin.get("/admin/status")).json()["certificate_error"] is None
+    assert "certificate" in (tmp_path / "gateway.log").read_text()
+
+
+async def test_a_certificate_behind_an_atomically_switched_link_is_renewed(
+    tmp_path: Path, authority: trustme.CA
+) -> None:
+    """As Kubernetes mounts a secret, and as certbot's `live` folder."""
+    issue(authority, tmp_path / "..1", "first")
+    (tmp_path / "..data").symlink_to("..1")
+    for name in ("cert.pem", "key.pem"):
+        (tmp_path / name).symlink_to(f"..data/{name}")
+    tls = {"cert": str(tmp_path / "cert.pem"), "key": str(tmp_path / "key.pem")}
+    async with (
+        EmulatedNode() as node,
+        running_gateway(tmp_path, [node.url], {"listen": {"tls": tls}}) as running,
+    ):
+        issue(authority, tmp_path / "..2", "second")
+        (tmp_path / "..new").symlink_to("..2")
+        (tmp_path / "..new").rename(tmp_path / "..data")
+        async with shown_as(running.url, authority, "second"):
+            assert running.gateway.certificates.error is None
+
+
+# Certificates with which the gateway itself goes to nodes.
+
+
+@asynccontextmanager
+async def behind_tls(node: EmulatedNode, context: ssl.SSLContext) -> AsyncIterator[Any]:
+    """The node behind TLS; yields its URL and the names of the clients that have connected."""
+    names: list[str] = []
+    host, port = node.url.removeprefix("http://").split(":")
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        subject = writer.get_extra_info("peercert")["subject"]
+        names.append(dict(pair for (pair,) in subject)["commonName"])
+        upstream_reader, upstream_writer = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(
+            copied(reader, upstream_writer), copied(upstream_reader, writer), return_exceptions=True
+        )
+
+    async def copied(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(pass_on, "127.0.0.1", 0, ssl=context)
+    try:
+        yield f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}", names
+    finally:
+        server.close()
+
+
+async def test_a_node_is_reached_with_the_renewed_client_certificate(
+    tmp_path: Path, authority: trustme.CA
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    authority.configure_trust(context)
+    context.verify_mode = ssl.CERT_REQUIRED
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    own = issue(authority, tmp_path / "own", "gateway-1")
+    async with EmulatedNode() as node, behind_tls(node, context) as (url, names):
+        spec = {"name": "a", "url": url, "tls": {"ca": str(tmp_path / "ca.pem"), **own}}
+        async with running_gateway(tmp_path, [spec]) as running:
+            assert (await running.client.post("/v1/chat/completions", json=CHAT)).is_success
+            assert set(names) == {"gateway-1"}
+            (tmp_path / "own" / "cert.pem").write_text("-----BEGIN CERT")
+            certificates = running.gateway.certificates
+            await until(lambda: certificates.error is not None)
+            assert "node 'a'" in str(certificates.error)
+            assert (await running.client.post("/v1/chat/completions", json=CHAT)).is_success
+            issue(authority, tmp_path / "own", "gateway-2")
+            await until(lambda: "gateway-2" in names)
+            await until(lambda: certificates.error is None)
+            assert (await running.client.post("/v1/chat/completions", json=CHAT)).is_success
+
+
+# Admin keys.
+
+
+def with_admin_keys(*keys: tuple[Any, str], **more: Any) -> dict[str, Any]:
+    specs = [{"id": key.id, "sha256": key.sha256, "role": role} for key, role in keys]
+    return {"admin": {"keys": specs, **more}}
+
+
+async def answer(admin: httpx.AsyncClient, status: int, path: str = "/admin/nodes") -> None:
+    """Wait for this status."""
+    async with asyncio.timeout(30):
+        while (await admin.get(path)).status_code != status:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+def plain(running: Running, key: str | None = None) -> httpx.AsyncClient:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    limits = httpx.Limits(max_connections=1)
+    return httpx.AsyncClient(
+        base_url=running.admin_url, headers=headers, trust_env=False, timeout=30.0, limits=limits
+    )
+
+
+async def test_admin_keys_change_on_a_connection_that_is_open(tmp_path: Path) -> None:
+    alice, bob = new_key("alice"), new_key("bob")
+    async with (
+        EmulatedNode() as node,
+        running_gateway(tmp_path, [node.url]) as running,
+        plain(running) as nobody,
+        plain(running, alice.text) as first,
+        plain(running, bob.text) as second,
+    ):
+        assert (await nobody.get("/admin/config")).status_code == 200
+        assert (await nobody.post("/admin/reload")).status_code == 200
+        running.write_settings(with_admin_keys((alice, "operator"), (bob, "viewer")))
+        await answer(nobody, 401)
+        assert (await first.get("/admin/requests")).status_code == 200
+        assert (await second.get("/admin/requests")).status_code == 403
+        # The roles change places, and a key leaves.
+        running.write_settings(with_admin_keys((bob, "admin")))
+        await answer(first, 401)
+        assert (await second.get("/admin/config")).status_code == 200
+        # Without any key nobody is admitted: it may have gone by mistake.
+        running.write_settings({"queue": {"max": 7}})
+        await answer(second, 401)
+        assert (await nobody.get("/admin/nodes")).status_code == 401
+        assert (await nobody.get("/health")).status_code == 200
+    assert "last admin key" in (tmp_path / "gateway.log").read_text()
+
+
+async def test_the_key_file_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "admin.key"
+    file.write_text("first\n")
+    async with (
+        EmulatedNode() as node,
+        running_gateway(tmp_path, [node.url], {"admin": {"key_file": str(file)}}) as running,
+        plain(running, "first") as old,
+        plain(running, "second") as new,
+    ):
+        file.write_text("second\n")
+        assert (await old.post("/admin/reload")).status_code == 200
+        assert (await old.get("/admin/nodes")).status_code == 401
+        assert (await new.get("/admin/nodes")).status_code == 200
+        file.write_text("")
+        failed = await new.post("/admin/reload")
+        assert failed.status_code == 422
+        assert failed.json()["problems"][0]["key"] == "admin.key_file"
+        assert (await new.get("/admin/nodes")).status_code == 200
+
+
+# The audit log.
+
+
+async def test_changes_are_told_with_actor_role_target_and_outcome(tmp_path: Path) -> None:
+    alice, bob = new_key("alice"), new_key("bob")
+    settings = with_admin_keys((alice, "admin"), (bob, "viewer"))
+    async with (
+        EmulatedNode() as node,
+        running_gateway(tmp_path, [node.url], settings) as running,
+        plain(running, alice.text) as admin,
+        plain(running, bob.text) as viewer,
+    ):
+        await admin.post("/admin/nodes/node-0/drain?deadline=5&secret=no")
+        await viewer.post("/admin/nodes/node-0/resume")
+        await admin.post("/admin/nodes/other/probe")
+        await admin.delete("/admin/requests/none")
+        await admin.post("/admin/reload")
+        running.write_nodes([{"name": "node-1", "url": node.url}])
+        await until(lambda: "node-1" in running.gateway.fleet.nodes)
+        running.write_settings({**settings, "queue": {"max": 7}})
+        await until(lambda: running.gateway.settings.queue.max == 7)
+        running.gateway.schedule_reload()
+
+        async def seen(action: str, actor: str) -> list[dict[str, Any]]:
+            entries = (await admin.get("/admin/audit?limit=1000")).json()["entries"]
+            return [one for one in entries if (one["action"], one["actor"]) == (action, actor)]
+
+        (drain,) = await seen("drain", "alice")
+        assert (drain["role"], drain["target"], drain["outcome"]) == ("admin", "node-0", "done")
+        assert drain["details"] == {"deadline": "5"}
+        (resume,) = await seen("resume", "bob")
+        assert (resume["role"], resume["outcome"]) == ("viewer", "role_required")
+        assert (resume["refused"], drain["refused"]) == (True, False)
+        found = (await admin.get("/admin/audit?action=resume&target=node-0")).json()["entries"]
+        assert found == [resume]
+        assert (await seen("probe", "alice"))[0]["outcome"] == "node_not_found"
+        assert (await seen("cancel", "alice"))[0]["target"] == "none"
+        assert await seen("reload", "alice")
+        assert await seen("reload", "signal")
+        assert (await seen("start", "gateway"))[0]["role"] is None
+        assert (await seen("inventory", "file"))[0]["details"]["added"] == "node-1"
+        assert (await seen("settings", "file"))[0]["details"] == {"changed": "queue"}
+        assert (await viewer.get("/admin/audit")).status_code == 403
+        pages, before = [], ""
+        while True:
+            page = (await admin.get(f"/admin/audit?limit=3{before}")).json()
+            pages += [one["id"] for one in page["entries"]]
+            if page["next"] is None:
+                break
+            before = f"&before={page['next']}"
+        assert pages == sorted(set(pages), reverse=True)
+        for wrong in (
+            "limit=0",
+            "limit=1001",
+            "before=x",
+            "since=x",
+            "until=nan",
+            "target=%00",
+            "until=inf",
+        ):
+            assert (await admin.get(f"/admin/audit?{wrong}")).status_code == 400, wrong
+    log = (tmp_path / "gateway.log").read_text()
+    assert '"action": "drain"' in log or '"action":"drain"' in log
+    for key in (alice, bob):
+        assert key.text not in log

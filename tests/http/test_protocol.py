@@ -1,0 +1,653 @@
+"""A request never depends on how its bytes were split, and no client stalls its connection."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import json
+import random
+import tomllib
+import tracemalloc
+from collections.abc import Iterable, Iterator
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+
+import httptools
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from packaging.requirements import Requirement
+from packaging.version import Version
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from gateway.access.keys import new_key
+from gateway.config.listeners import LimitSettings
+from gateway.errors import GatewayError
+from gateway.http.protocol import (
+    MOST_CHUNKS_PER_FEED,
+    MOST_EXTENSION_BYTES,
+    BoundedProtocol,
+    ChunkedDecoder,
+    protocol_class,
+)
+from tests.emulator.raw_connection import RawConnection, raw_connection
+from tests.http.recorded_transport import RecordedTransport
+from tests.virtual import VirtualLoop, in_virtual_time
+from tests.web.bare_gateway import BareGateway, bare_gateway
+from tests.web.raw_client import CHAT, HELLO, Answer, answer, public, request
+
+KEYS = [new_key("anna"), new_key("ben")]
+CREDENTIALS = {
+    "anna": f"Authorization: Bearer {KEYS[0].text}\r\n",
+    "ben": f"x-api-key: {KEYS[1].text}\r\n",
+    "nobody": "",
+    "a liar": f"Authorization: Bearer {KEYS[0].text[:-1]}\r\n",
+}
+PATH = "/v1/chat/completions"
+
+
+@dataclass
+class Served:
+    """The callers of some requests, and status and message of each response."""
+
+    callers: list[str | None]
+    replies: list[tuple[int, str]] = field(default_factory=list)
+
+
+@dataclass
+class Bench:
+    """A public listener without sockets."""
+
+    loop: asyncio.AbstractEventLoop
+    gateway: BareGateway
+    kind: type[BoundedProtocol]
+
+    def served(self, pieces: list[bytes]) -> Served:
+        return self.loop.run_until_complete(self._served(pieces))
+
+    async def _served(self, pieces: list[bytes]) -> Served:
+        self.gateway.bus.flush()
+        self.gateway.ended.clear()
+        connection = self.kind(self.gateway.site, 5.0, set(), set(), self.loop)
+        transport = RecordedTransport()
+        connection.connection_made(transport)
+        for piece in pieces:
+            while not transport.reads():  # noqa: ASYNC110 - a turn of the loop at a time
+                await asyncio.sleep(0)
+            if piece:
+                connection.data_received(piece)
+            else:
+                await asyncio.sleep(0.01)  # Of virtual time: all pending work is done.
+        await asyncio.sleep(1.0)
+        assert transport.closed or not connection.backlog, "bytes wait though no request runs"
+        connection.connection_lost(None)
+        self.gateway.bus.flush()
+        # Requests that were refused before they were identified have no caller.
+        found = Served([record.caller for record in self.gateway.ended])
+        rest = transport.sent
+        while rest:
+            head, _, rest = rest.partition(b"\r\n\r\n")
+            lines = head.decode().lower().split("\r\n")
+            length = next(int(x.split(":")[1]) for x in lines if x.startswith("content-length"))
+            body, rest = rest[:length], rest[length:]
+            found.replies.append((int(lines[0].split()[1]), json.loads(body)["error"]["message"]))
+        return found
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    loop, stack = VirtualLoop(), AsyncExitStack()
+    asyncio.set_event_loop(loop)
+    keys = [{"id": key.id, "sha256": key.sha256} for key in KEYS]
+    try:
+        gateway = loop.run_until_complete(
+            stack.enter_async_context(bare_gateway(settings={"keys": keys}))
+        )
+        kind = protocol_class(LimitSettings(header_bytes=4096), gateway.handler.serve)
+        yield Bench(loop, gateway, kind)
+    finally:
+        loop.run_until_complete(stack.aclose())
+        loop.close()
+        asyncio.set_event_loop(None)
+
+
+def asking(who: str, model: str, form: str) -> bytes:
+    """The bytes of a request by this caller for this model."""
+    body = json.dumps({"model": model, "messages": []}).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\n{CREDENTIALS[who]}X-Request-ID: same\r\n"
+    if form == "chunked":
+        half = len(body) // 2
+        chunks = b"".join(b"%x;a=b\r\n%b\r\n" % (len(x), x) for x in (body[:half], body[half:]))
+        trailers = CREDENTIALS["anna"] + CREDENTIALS["ben"] + "Content-Length: 3\r\n"
+        framed = chunks + b"0\r\n" + trailers.encode() + b"\r\n"
+        return f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + framed
+    if form == "upgrade":
+        head += "Connection: Upgrade\r\nUpgrade: h2c\r\n"
+    if form == "length first":
+        head = head.replace("Host", f"Content-Length: {len(body)}\r\nHost")
+    else:
+        head += f"Content-Length: {len(body)}\r\n"
+    return f"{head}\r\n".encode() + body
+
+
+requests = st.builds(
+    asking,
+    st.sampled_from(sorted(CREDENTIALS)),
+    st.sampled_from(["a", "bb", "c" * 300]),
+    st.sampled_from(["plain", "plain", "length first", "chunked", "upgrade"]),
+)
+
+
+@given(data=st.data(), several=st.lists(requests, min_size=1, max_size=5))
+def test_splitting_the_bytes_changes_nothing(
+    bench: Bench, data: st.DataObject, several: list[bytes]
+) -> None:
+    alone = [bench.served([one]) for one in several]
+    whole = b"".join(several)
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(whole) - 1), max_size=8)))
+    edges = [0]
+    for one in several:
+        edges.append(edges[-1] + len(one))
+    if data.draw(st.booleans()):
+        cuts = sorted({*cuts, *edges[1:-1]})
+    pieces = []
+    for begin, end in pairwise([0, *cuts, len(whole)]):
+        pieces.append(whole[begin:end])
+        if data.draw(st.booleans()):
+            pieces.append(b"")
+    found = bench.served(pieces)
+
+    count = len(found.replies)
+    assert found.replies == [reply for one in alone for reply in one.replies][:count]
+    assert found.callers == [caller for one in alone for caller in one.callers][:count]
+    # A client that is refused before its body is complete is disconnected.
+    assert count == len(several) or found.replies[-1][0] == 401
+
+
+@pytest.mark.parametrize("cut", [1, 30])
+def test_half_a_head_is_never_taken_for_a_known_one(bench: Bench, cut: int) -> None:
+    whole = asking("anna", "a", "length first")
+    found = bench.served([whole[:cut], whole[cut:], b"", whole[cut:]])
+    assert found.callers[0] == KEYS[0].id
+    assert KEYS[0].id not in found.callers[1:]
+
+
+def test_bytes_behind_a_request_are_not_served_as_its_caller(bench: Bench) -> None:
+    spy = asking("nobody", "a", "plain")
+    first = f"POST {PATH} HTTP/1.1\r\n{CREDENTIALS['anna']}X-Rest: ".encode()
+    found = bench.served([first, spy, b"", spy])
+    assert found.callers == [KEYS[0].id, bench.served([spy]).callers[0]]
+    assert [status for status, _ in found.replies] == [404, 401]
+
+
+def test_a_known_head_is_recognised_after_split_requests(bench: Bench) -> None:
+    whole = asking("anna", "a", "plain")
+    found = bench.served([whole, b"", whole[:50], whole[50:], b"", whole, b"", whole])
+    assert found.callers == [KEYS[0].id] * 4
+
+
+def test_of_a_pipeline_one_request_runs_and_the_rest_stays_bytes(bench: Bench) -> None:
+    """However many requests a packet has, one runs, and the rest waits as bytes."""
+
+    async def ask() -> tuple[int, int]:
+        connection = bench.kind(bench.gateway.site, 5.0, set(), set(), bench.loop)
+        transport = RecordedTransport()
+        connection.connection_made(transport)
+        data = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2500
+        connection.data_received(data)
+        begun = len(connection.tasks)
+        assert not transport.reads(), "more is read though much waits"
+        while connection.backlog:
+            await asyncio.sleep(0)
+            assert len(connection.tasks) <= 1
+            assert len(connection.backlog) <= len(data)
+        await asyncio.sleep(0.01)
+        assert transport.reads()
+        connection.connection_lost(None)
+        return begun, transport.sent.count(b'"ok"')
+
+    assert bench.loop.run_until_complete(ask()) == (1, 2500)
+
+
+def test_a_client_that_reads_no_responses_gets_no_more(bench: Bench) -> None:
+    async def ask() -> None:
+        connection = bench.kind(bench.gateway.site, 5.0, set(), set(), bench.loop)
+        transport = RecordedTransport()
+        connection.connection_made(transport)
+        whole = asking("anna", "a", "plain")
+        connection.data_received(whole)
+        await asyncio.sleep(0.01)
+        answered = transport.sent.count(b"HTTP/1.1 ")
+        connection.pause_writing()
+        for _ in range(1000):
+            if transport.reads():
+                connection.data_received(whole)
+        await asyncio.sleep(0.01)
+        assert transport.sent.count(b"HTTP/1.1 ") == answered
+        assert not transport.reads()
+        held = len(connection.backlog) // len(whole)
+        connection.resume_writing()
+        await asyncio.sleep(1.0)
+        assert transport.sent.count(b"HTTP/1.1 ") == answered + held
+        assert transport.reads()
+        connection.connection_lost(None)
+
+    bench.loop.run_until_complete(ask())
+
+
+def test_clients_that_read_no_responses_are_aborted_if_too_many_bytes_wait(
+    bench: Bench,
+) -> None:
+    """Others are served, and waiting bytes are counted exactly."""
+    handler = bench.gateway.handler
+    kind = protocol_class(LimitSettings(), handler.serve, pipeline_bytes=300_000)
+    whole = asking("anna", "a", "plain")
+    requests = 100_000 // len(whole)
+
+    async def ask() -> None:
+        connections, transports = [], [RecordedTransport() for _ in range(5)]
+        for transport in transports:
+            connection = kind(bench.gateway.site, 5.0, set(), set(), bench.loop)
+            connection.connection_made(transport)
+            connection.data_received(whole * requests)
+            if transport is not transports[-1]:
+                connection.pause_writing()
+            connections.append(connection)
+        assert [transport.closed for transport in transports] == [False] * 3 + [True, False]
+        held = sum(len(connection.backlog) for connection in connections)
+        assert kind.pipeline_queue.waiting_bytes == held
+        await asyncio.sleep(1.0)
+        assert transports[-1].sent.count(b"HTTP/1.1 ") == requests
+        for connection in connections:
+            connection.connection_lost(None)
+        assert kind.pipeline_queue.waiting_bytes == 0
+
+    bench.loop.run_until_complete(ask())
+
+
+IMPATIENT = {"limits": {"header_timeout": 0.3, "body_timeout": 0.3}}
+
+
+def outcome_of(found: Answer) -> tuple[int, str | None]:
+    return found.status, found.code
+
+
+@pytest.mark.parametrize("start", [b"P", b"POST /v1/chat", request()[:60], b"\r\n\r\n"])
+@in_virtual_time
+async def test_half_a_head_and_then_silence_is_408(tmp_path: Path, start: bytes) -> None:
+    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
+        await wire.send(start)
+        found = await answer(wire)
+        assert outcome_of(found) == (408, "request_timeout")
+        assert await wire.rest() == b""
+
+
+@in_virtual_time
+async def test_a_silent_connection_is_closed(tmp_path: Path) -> None:
+    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
+        assert await wire.rest() == b""
+
+
+@in_virtual_time
+async def test_a_head_a_byte_at_a_time_is_408(tmp_path: Path) -> None:
+    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
+        trickling = asyncio.create_task(_trickle(wire, request() * 100))
+        assert outcome_of(await answer(wire)) == (408, "request_timeout")
+        trickling.cancel()
+        await asyncio.gather(trickling, return_exceptions=True)
+
+
+@in_virtual_time
+async def test_half_a_head_on_a_used_connection_is_408(tmp_path: Path) -> None:
+    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
+        await wire.send(request({**HELLO, "max_tokens": 1}))
+        assert (await answer(wire)).status == 200
+        await wire.send(b"POST /v1")
+        assert outcome_of(await answer(wire)) == (408, "request_timeout")
+
+
+@in_virtual_time
+async def test_line_ends_between_requests_do_not_keep_a_connection(tmp_path: Path) -> None:
+    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
+        await wire.send(request({**HELLO, "max_tokens": 1}))
+        assert (await answer(wire)).status == 200
+        await wire.send(b"\r\n")
+        assert outcome_of(await answer(wire)) == (408, "request_timeout")
+
+
+@in_virtual_time
+async def test_half_a_body_and_then_silence_is_408(tmp_path: Path) -> None:
+    async with public(tmp_path, IMPATIENT) as gate:
+        async with raw_connection(gate.url) as wire:
+            await wire.send(request(b'{"messages": ', length=5000))
+            assert outcome_of(await answer(wire)) == (408, "request_timeout")
+        assert (await gate.last()).status == 408
+
+
+@pytest.mark.parametrize("part", ["", "2", "2;a=", "2\r\n{", "2\r\n{}", "2\r\n{}\r\n0\r\nX: y"])
+@in_virtual_time
+async def test_half_a_chunked_body_and_then_silence_is_408(tmp_path: Path, part: str) -> None:
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
+        await wire.send(f"{head}{part}".encode())
+        assert outcome_of(await answer(wire)) == (408, "request_timeout")
+        assert await wire.rest() == b""
+
+
+@in_virtual_time
+async def test_silence_after_100_continue_is_408(tmp_path: Path) -> None:
+    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
+        await wire.send(request(b"", "Expect: 100-continue", length=100))
+        assert await wire.head() == b"HTTP/1.1 100 Continue\r\n\r\n"
+        assert outcome_of(await answer(wire)) == (408, "request_timeout")
+
+
+@in_virtual_time
+async def test_half_a_request_behind_a_complete_one_has_its_own_timeout(tmp_path: Path) -> None:
+    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
+        gate.node.faults.next("hang", seconds=1.0)
+        await wire.send(request({**HELLO, "max_tokens": 1}) + request()[:60])
+        assert (await answer(wire)).status == 200
+        assert outcome_of(await answer(wire)) == (408, "request_timeout")
+
+
+@in_virtual_time
+async def test_a_line_end_behind_a_body_does_not_close_the_connection(tmp_path: Path) -> None:
+    """Old clients send one that `Content-Length` does not include."""
+    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
+        await wire.send(request({**HELLO, "max_tokens": 1}) + b"\r\n")
+        assert (await answer(wire)).status == 200
+        await asyncio.sleep(5.0)
+        await wire.send(request({**HELLO, "max_tokens": 1}))
+        assert (await answer(wire)).status == 200
+
+
+@in_virtual_time
+async def test_a_body_a_byte_at_a_time_is_408(tmp_path: Path) -> None:
+    async with public(tmp_path, IMPATIENT) as gate, raw_connection(gate.url) as wire:
+        await wire.send(request(b"{", length=5000))
+        trickling = asyncio.create_task(_trickle(wire, b" " * 4000))
+        assert outcome_of(await answer(wire)) == (408, "request_timeout")
+        trickling.cancel()
+        await asyncio.gather(trickling, return_exceptions=True)
+
+
+async def _trickle(wire: RawConnection, data: bytes) -> None:
+    for byte in data:
+        await wire.send(bytes([byte]))
+        await asyncio.sleep(0.02)
+
+
+@in_virtual_time
+async def test_corrupted_requests_are_answered_or_closed(tmp_path: Path) -> None:
+    async with public(tmp_path, IMPATIENT) as gate:
+        rng = random.Random(20)
+        whole = [
+            request(
+                {**HELLO, "max_tokens": 1}, "X-Request-ID: a", "Content-Type: application/json"
+            ),
+            request({**HELLO, "max_tokens": 1, "stream": True}, "Connection: keep-alive, X-A"),
+            f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+            "2\r\n{}\r\n0\r\n\r\n".encode(),
+            request(b"", method="GET", path="/v1/models?x=%20#y"),
+        ]
+
+        async def one(number: int) -> None:
+            data = bytearray(whole[number % len(whole)])
+            for _ in range(rng.randint(1, 5)):
+                place = rng.randrange(len(data))
+                what = rng.choice(b'\0\r\n :;,/%{}[]"0159azAZ\x7f\x80\xff')
+                if rng.random() < 0.5:
+                    data[place] = what
+                else:
+                    data.insert(place, what)
+            async with raw_connection(gate.url) as wire:
+                middle = rng.randrange(len(data))
+                await wire.send(bytes(data[:middle]))
+                await asyncio.sleep(0)
+                with suppress(ConnectionError):
+                    await wire.send(bytes(data[middle:]))
+                    outcome_of = await wire.some()
+                    assert not outcome_of or outcome_of.startswith(b"HTTP/1.1 ")
+
+        for start in range(0, 200, 50):
+            await asyncio.gather(*(one(number) for number in range(start, start + 50)))
+        await gate.all_disconnected()
+
+
+HEAD = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+MOST = 1000
+
+
+def read(pieces: Iterable[bytes], most: int = MOST) -> tuple[bytes, bytes] | None:
+    """The body and the bytes behind it; None: it is incomplete. Raises: GatewayError."""
+    chunks = ChunkedDecoder(most)
+    body, waiting = b"", b""
+    for piece in pieces:
+        waiting += piece
+        while waiting and not chunks.done:
+            at, part = chunks.feed(waiting)
+            assert at
+            body, waiting = body + part, waiting[at:]
+    return (body, waiting) if chunks.done else None
+
+
+class Parsed:
+    """The same by httptools."""
+
+    def __init__(self, data: bytes) -> None:
+        self.parts: list[bytes] = []
+        self.on_body = self.parts.append
+        self.ended = False
+        httptools.HttpRequestParser(self).feed_data(HEAD + data)
+
+    def on_message_complete(self) -> None:
+        self.ended = True
+
+
+FRAMED = st.lists(
+    st.tuples(
+        st.binary(min_size=1, max_size=30), st.sampled_from([b"", b";a", b"; a=b", b";a=b;c"])
+    ),
+    max_size=6,
+)
+
+
+def framed(chunks: list[tuple[bytes, bytes]], trailers: bytes = b"") -> bytes:
+    lines = [b"%x%b\r\n%b\r\n" % (len(part), more, part) for part, more in chunks]
+    return b"".join(lines) + b"0\r\n" + trailers + b"\r\n"
+
+
+@given(
+    chunks=FRAMED,
+    trailers=st.sampled_from([b"", b"A: b\r\n", b"Content-Length: 3\r\nHost: evil\r\n"]),
+    cuts=st.lists(st.integers(0, 400), max_size=8),
+    rest=st.binary(max_size=20),
+)
+def test_a_body_is_decoded_however_it_is_split(
+    chunks: list[tuple[bytes, bytes]], trailers: bytes, cuts: list[int], rest: bytes
+) -> None:
+    data = framed(chunks, trailers)
+    places = sorted({min(cut, len(data)) for cut in cuts})
+    pieces = [data[a:b] for a, b in zip([0, *places], [*places, len(data)], strict=True)]
+    assert read([*pieces, rest]) == (b"".join(part for part, _ in chunks), rest)
+
+
+@given(
+    chunks=FRAMED,
+    place=st.integers(0, 200),
+    put=st.sampled_from(
+        [
+            b"\r", b"\n", b"\r\n", b" ", b"\t", b";", b"0", b"g", b"\0", b"-", b"+", b"_",
+            b"\x0b", b'"',
+        ]
+    ),
+    instead=st.booleans(),
+)  # fmt: skip
+def test_an_accepted_body_means_the_same_to_httptools(
+    chunks: list[tuple[bytes, bytes]], place: int, put: bytes, instead: bool
+) -> None:
+    data = framed(chunks, b"A: b\r\n")
+    place = min(place, len(data))
+    data = data[:place] + put + data[place + instead :]
+    try:
+        found = read([data])
+    except GatewayError:
+        return
+    cut = [data[at : at + 1] for at in range(len(data))]
+    assert read(cut) == found
+    if found is not None:
+        body, rest = found
+        try:
+            parsed = Parsed(data[: len(data) - len(rest)])
+        except httptools.HttpParserError:
+            return  # httptools parses extensions, and what follows
+        assert parsed.ended
+        assert b"".join(parsed.parts) == body
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"g\r\n",
+        b"-1\r\n",
+        b"+1\r\n",
+        b"0x1\r\n",
+        b"1_0\r\n",
+        b" 1\r\n",
+        b"1 \r\n",
+        b"1\n",
+        b"1\r\r",
+        b"1;a\nb\r\n",
+        b"1;a\rb\r\n",
+        b"1;\0\r\n",
+        b";a\r\n",
+        b"\r\n",
+        b"1\r\nx0\r\n",
+        b"1\r\nx\n0\r\n",
+        b"1\r\nxy",
+        b"0" * 17,
+        b"0\r\n \r\n\r\n",
+        b"0\r\nno colon\r\n\r\n",
+        b"0\r\nA : b\r\n\r\n",
+        b"0\r\nA: b\n\r\n\r\n",
+        b"0\r\nA: b\r\n c: d\r\n\r\n",
+        b"0\r\n: b\r\n\r\n",
+        b"1;" + b"a" * (MOST_EXTENSION_BYTES + 1),
+    ],
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_body_that_other_parsers_may_read_differently_is_refused(
+    data: bytes, whole: bool
+) -> None:
+    pieces = [data] if whole else [data[at : at + 1] for at in range(len(data))]
+    with pytest.raises(GatewayError) as raised:
+        read(pieces)
+    assert raised.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("first", "more"),
+    [
+        (b"", b"1;aaaaaaaaaaaaaaa\r\nx\r\n"),
+        (b"0\r\nA: ", b"x" * 20),
+        (b"0\r\n", b"A: b\r\nC: d\r\n"),
+    ],
+)
+def test_extensions_and_trailers_are_limited(first: bytes, more: bytes) -> None:
+    endless = [first, *[more] * 1000]
+    taken: list[bytes] = []
+
+    def come() -> Iterator[bytes]:
+        for part in endless:
+            taken.append(part)
+            yield part
+
+    with pytest.raises(GatewayError) as raised:
+        read(come())
+    assert raised.value.status == 431
+    assert sum(map(len, taken)) <= 2 * MOST
+
+
+def test_one_call_does_a_bounded_amount_of_work() -> None:
+    data = b"1\r\nx\r\n" * 50_000
+    tracemalloc.start()
+    try:
+        offset, body = ChunkedDecoder(MOST).feed(data)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(body) <= MOST_CHUNKS_PER_FEED
+    assert offset < 7 * MOST_CHUNKS_PER_FEED
+    assert peak < len(data) / 4, "the rest of the data was copied"
+
+
+INSTALLED = version("uvicorn")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def changed(what: str, where: str) -> str:
+    return f"uvicorn {INSTALLED}: {what}; check gateway/web/{where}"
+
+
+def attributes_of(kind: type, owner: str, context: type[ast.expr_context]) -> set[str]:
+    """Names that the class reads or sets of `owner`, such as `self.flow`."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(inspect.getsource(kind)))
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, context)
+        and ast.unparse(node.value) == owner
+    }
+
+
+def test_the_bound_admits_the_tested_minor_version_and_no_later_one() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (bound,) = (
+        requirement.specifier
+        for requirement in map(Requirement, project["dependencies"])
+        if requirement.name == "uvicorn"
+    )
+    tested = Version(INSTALLED)
+    assert tested in bound
+    assert Version(f"{tested.major}.{tested.minor + 1}.0") not in bound, "test it, then raise it"
+
+
+def test_a_cycle_takes_what_the_protocol_gives_it() -> None:
+    taken = list(inspect.signature(RequestResponseCycle).parameters)
+    assert taken == [
+        *("scope", "transport", "flow", "logger", "access_logger", "access_log"),
+        *("default_headers", "message_event", "expect_100_continue", "keep_alive", "on_response"),
+    ], changed(f"RequestResponseCycle{tuple(taken)}", "protocol.py")
+    assert list(inspect.signature(RequestResponseCycle.run_asgi).parameters) == ["self", "app"]
+
+
+def test_a_cycle_has_what_the_protocol_reads_and_sets_of_it() -> None:
+    missing = {
+        *("body", "more_body", "disconnected", "keep_alive", "message_event"),
+        *("response_started", "response_complete"),
+    } - attributes_of(RequestResponseCycle, "self", ast.Store)
+    assert not missing, changed(f"RequestResponseCycle lacks {missing}", "protocol.py")
+
+
+def test_flow_control_has_the_methods_and_attributes_that_are_known() -> None:
+    methods = {name for name, value in vars(FlowControl).items() if callable(value)}
+    difference = methods ^ {
+        *("__init__", "drain", "pause_reading", "resume_reading"),
+        *("pause_writing", "resume_writing"),
+    }
+    assert not difference, changed(f"methods of FlowControl differ: {difference}", "connections.py")
+    missing = {"read_paused", "write_paused"} - attributes_of(FlowControl, "self", ast.Store)
+    assert not missing, changed(f"FlowControl lacks {missing}", "connections.py")
+
+
+def test_a_cycle_pauses_and_resumes_reading_through_its_flow_alone() -> None:
+    used = attributes_of(RequestResponseCycle, "self.transport", ast.Load)
+    assert not used & {"pause_reading", "resume_reading"}, changed(
+        "uvicorn pauses or resumes a transport past FlowControl", "connections.py"
+    )

@@ -1,0 +1,295 @@
+"""What the head of a request asks for, who owns what it is about, and which pages may read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway.access.keys import KeyRing
+from gateway.config.listeners import CorsSpec
+from gateway.config.settings import Settings
+from gateway.errors import GatewayError
+from gateway.http.request_head import (
+    ANONYMOUS_OWNER,
+    LONGEST_PREFER,
+    HandlerConfig,
+    cors_headers,
+    no_store,
+    owner_by_head,
+    prefers_async,
+)
+from gateway.http.response_head import EXPOSED_HEADERS
+from gateway.lease import KeyedHash
+from gateway.request import Caller, Priority
+from gateway.transport.errors import ConnectTimedOut
+from tests.emulator import EmulatedNode
+from tests.emulator.raw_connection import raw_connection
+from tests.gateways import until
+from tests.virtual import in_virtual_time, now
+from tests.web.raw_client import CHAT, HELLO, answer, public, request
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"respond-async", b"Respond-Async", b" respond-async , wait=100",
+        b"wait=100, respond-async", b'foo="a, b", respond-async; bar=1', b'respond-async=""',
+        b"respond-async ; x",
+    ],
+)  # fmt: skip
+def test_the_token_is_found(value: bytes) -> None:
+    assert prefers_async([(b"prefer", value)])
+    assert prefers_async([(b"prefer", b"wait=1"), (b"prefer", value)])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"",
+        b"respond-asynchronously",
+        b"xrespond-async",
+        b"respond-async=1",
+        b'foo="respond-async"',
+        b'foo="a, respond-async"',
+        b"return=minimal",
+        b"wait=100; respond-async",
+        b"respond-async" + b" " * LONGEST_PREFER,
+        b'"' * LONGEST_PREFER,
+    ],
+)
+def test_other_preferences_are_ignored(value: bytes) -> None:
+    assert not prefers_async([(b"prefer", value)])
+    assert not prefers_async([(b"x-prefer", b"respond-async")])
+
+
+KEY = Caller("k1", "alice", Priority.NORMAL)
+NOBODY = Caller("anonymous:127.0.0.1", "anonymous", Priority.URGENT, anonymous=True)
+
+
+def owner_of(
+    *headers: tuple[bytes, bytes], caller: Caller, loopback: bool, what: str = "Files"
+) -> str:
+    config = HandlerConfig.of(
+        Settings(), loopback=loopback, keyed_hash=KeyedHash(b"0" * 16), key_ring=KeyRing()
+    )
+    return owner_by_head(list(headers), caller, config, what)
+
+
+def test_a_key_owns_what_it_sends_wherever_it_comes_from() -> None:
+    for loopback in (True, False):
+        assert owner_of(caller=KEY, loopback=loopback) == "k1"
+    assert owner_of((b"x-forwarded-for", b"10.1.1.1"), caller=KEY, loopback=True) == "k1"
+
+
+def test_callers_without_a_key_share_an_owner_on_the_gateways_machine_alone() -> None:
+    for caller in (NOBODY, replace(NOBODY, id="anonymous:::1")):
+        assert owner_of(caller=caller, loopback=True) == ANONYMOUS_OWNER
+    for headers, loopback in (((), False), (((b"x-forwarded-for", b"10.1.1.1"),), True)):
+        with pytest.raises(GatewayError, match="Batches belong to an API key") as refused:
+            owner_of(*headers, caller=NOBODY, loopback=loopback, what="Batches")
+        assert (refused.value.status, refused.value.retryable) == (401, False)
+
+
+def test_without_a_store_nothing_is_kept() -> None:
+    assert (no_store("batches").status, no_store("batches").retryable) == (501, False)
+
+
+PAGE = "https://chat.example"
+ALLOW = b"access-control-allow-origin"
+
+
+def fields(cors: CorsSpec, *origins: str) -> dict[bytes, bytes]:
+    return dict(cors_headers(cors, [(b"origin", origin.encode()) for origin in origins]))
+
+
+def test_a_request_without_origin_gets_no_cors_headers() -> None:
+    assert fields(CorsSpec(origins=("*",))) == {}
+
+
+def test_any_page_may_read_if_all_origins_are_allowed() -> None:
+    found = fields(CorsSpec(origins=("*",)), PAGE)
+    assert found[ALLOW] == b"*"
+    assert found[b"access-control-expose-headers"].decode().split(", ") == list(EXPOSED_HEADERS)
+    assert b"access-control-allow-credentials" not in found
+
+
+def test_an_allowed_page_may_read_and_caches_vary_by_origin() -> None:
+    found = fields(CorsSpec(origins=(PAGE, "https://other.example")), PAGE)
+    assert (found[ALLOW], found[b"vary"]) == (PAGE.encode(), b"Origin")
+
+
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", PAGE + ".evil.example", "null", "*", ""]
+)
+def test_a_page_of_another_origin_may_not_read(origin: str) -> None:
+    assert fields(CorsSpec(origins=(PAGE,)), origin) == {b"vary": b"Origin"}
+
+
+def test_credentials_are_allowed_for_named_origins_only() -> None:
+    cors = CorsSpec(origins=(PAGE,), credentials=True)
+    assert fields(cors, PAGE)[b"access-control-allow-credentials"] == b"true"
+    assert b"access-control-allow-credentials" not in fields(cors, "https://evil.example")
+
+
+@in_virtual_time
+async def test_an_allowed_page_may_read_every_kind_of_response(tmp_path: Path) -> None:
+    settings = {"cors": {"origins": [PAGE]}, "heartbeat": 0.1}
+    async with public(tmp_path, settings) as gate:
+        origin = f"Origin: {PAGE}"
+        short = {**HELLO, "max_tokens": 2}
+        kinds = {
+            "plain": request(short, origin),
+            "stream": request({**short, "stream": True}, origin),
+            "error": request(b"{", origin),
+            "nowhere": request(short, origin, path="/nowhere"),
+            "models": request(b"", origin, method="GET", path="/v1/models"),
+        }
+        for kind, data in kinds.items():
+            found = await gate.ask(data)
+            assert found.headers["access-control-allow-origin"] == PAGE, kind
+            assert "X-Gateway-Reason" in found.headers["access-control-expose-headers"], kind
+        gate.node.faults.next("hang", after_events=0, seconds=0.3)
+        beaten = await gate.ask(kinds["stream"])
+        assert beaten.body.startswith(b":\n")
+        assert beaten.headers["access-control-allow-origin"] == PAGE
+        stranger = await gate.ask(request(short, "Origin: https://evil.example"))
+        assert "access-control-allow-origin" not in stranger.headers
+
+
+PADDED: dict[str, Any] = {
+    "heartbeat": 0.1,
+    "heartbeat_plain": True,
+    "health": {"interval": 0.2},
+    "retries": {"backoff": 0.01},
+}
+PLAIN: dict[str, Any] = {"health": {"interval": 0.2}}
+
+
+@pytest.mark.parametrize("late", [0.0, 2.0])
+@pytest.mark.parametrize("slow", ["to answer", "to connect", "to come free"])
+@in_virtual_time
+async def test_a_plain_request_has_the_deadline_of_the_sdks_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow: str, late: float
+) -> None:
+    """An official client's own timer ends the request before the gateway does."""
+    field = "X-Stainless-Read-Timeout" if late else "X-Request-Timeout"
+    node = EmulatedNode(decode_tps=20, answer_tokens=400, slots=1)
+    async with public(tmp_path, PLAIN, node) as gate:
+        fleet = gate.running.gateway.fleet.nodes["node-0"]
+        first = None
+        if slow == "to come free":
+            first = asyncio.create_task(gate.chat(max_tokens=9))
+            await until(lambda: gate.node.busy == 1)
+        if slow == "to connect":
+            pool = fleet.upstream
+            while (idle := pool.take_idle()) is not None:
+                idle.close()
+            monkeypatch.setattr(pool, "connect", slowly)
+        began = now()
+        asked = asyncio.create_task(gate.chat(f"{field}: 0.3", "X-Stainless-Timeout: 600"))
+        await until(lambda: now() - began >= 0.35)
+        # Its node does no more for it, whenever it is told.
+        await until(lambda: gate.node.busy == int(first is not None))
+        assert asked.done() is not bool(late)
+        assert now() - began < 0.6
+        found = await asked
+        assert found.status == (503 if first else 504)
+        assert found.code == ("queue_timeout" if first else "node_timeout")
+        assert 0.3 + late <= now() - began < 0.36 + late
+        assert (fleet.failures, fleet.circuit.suspect_callers) == (0, set())
+        gate.node.engine.decode_tps = 1e9
+        monkeypatch.undo()
+        if first is not None:
+            await first
+
+
+async def slowly(timeout: float) -> Any:
+    await asyncio.sleep(timeout)
+    raise ConnectTimedOut(f"No connection within {timeout:g} s")
+
+
+@in_virtual_time
+async def test_the_shorter_of_both_timeouts_decides_about_the_error(tmp_path: Path) -> None:
+    async with public(tmp_path, PLAIN, EmulatedNode(decode_tps=20, answer_tokens=400)) as gate:
+        began = now()
+        found = await gate.chat("X-Request-Timeout: 0.3", "X-Stainless-Timeout: 0.4")
+        assert found.status == 504
+        assert now() - began < 0.31
+        found = await gate.chat("X-Request-Timeout: 0.4", "X-Stainless-Timeout: 0.3")
+        assert found.status == 504
+        assert now() - began > 0.3 + 2.3
+        gate.node.engine.decode_tps = 1e9
+
+
+@in_virtual_time
+async def test_a_client_that_times_out_by_itself_gets_no_error(tmp_path: Path) -> None:
+    async with public(tmp_path, PLAIN, EmulatedNode(decode_tps=20, answer_tokens=400)) as gate:
+        began = now()
+        async with raw_connection(gate.url) as wire:
+            await wire.send(request(HELLO, "X-Stainless-Timeout: 0.3", path=CHAT))
+            await until(lambda: now() - began > 0.6)
+        await until(lambda: len(gate.running.gateway.registry) == 0)
+        assert now() - began < 1.0
+        record = await gate.last()
+        assert (record.status, record.reason) == (504, "node_timeout")
+        gate.node.engine.decode_tps = 1e9
+
+
+@pytest.mark.parametrize("timeout", ["soon", "0", "nan"])
+@in_virtual_time
+async def test_an_invalid_sdk_timeout_is_ignored(tmp_path: Path, timeout: str) -> None:
+    async with public(tmp_path, PLAIN) as gate:
+        found = await gate.chat(f"X-Stainless-Read-Timeout: {timeout}", max_tokens=2)
+        assert found.status == 200
+
+
+@in_virtual_time
+async def test_the_sdks_timeout_does_not_apply_to_streams(tmp_path: Path) -> None:
+    async with public(tmp_path, PLAIN, EmulatedNode(decode_tps=20, answer_tokens=12)) as gate:
+        found = await gate.chat("X-Stainless-Read-Timeout: 0.2", stream=True)
+        assert found.status == 200
+        assert b"[DONE]" in found.body
+
+
+@in_virtual_time
+async def test_white_space_is_sent_before_a_plain_response(tmp_path: Path) -> None:
+    node = EmulatedNode(decode_tps=20, answer_tokens=10)
+    async with public(tmp_path, PADDED, node) as gate:
+        found = await gate.chat("X-Stainless-Read-Timeout: 0.2")
+        assert found.status == 200
+        assert found.headers["content-type"] == "application/json; charset=utf-8"
+        assert found.headers["transfer-encoding"] == "chunked"
+        assert found.body.startswith(b"  ")
+        assert json.loads(found.body)["usage"]["completion_tokens"] == 10
+        quick = await gate.chat(max_tokens=1)
+        assert "content-length" in quick.headers
+        assert quick.body.startswith(b"{")
+
+
+@in_virtual_time
+async def test_an_error_after_white_space_is_in_the_body(tmp_path: Path) -> None:
+    async with public(tmp_path, PADDED | {"timeouts": {"silence": 0.4}}) as gate:
+        gate.node.faults.set("hang", after_events=1)
+        async with raw_connection(gate.url) as wire:
+            await wire.send(request(HELLO, "X-Request-Timeout: 0.5", path=CHAT))
+            found = await answer(wire)
+        gate.node.faults.clear()
+        assert (found.status, found.body[:1]) == (200, b" ")
+        assert json.loads(found.body)["error"]["code"] == "node_timeout"
+        record = await gate.last()
+        assert (record.status, record.reason) == (504, "node_timeout")
+
+
+@in_virtual_time
+async def test_a_nodes_error_after_white_space_is_unchanged(tmp_path: Path) -> None:
+    async with public(tmp_path, PADDED) as gate:
+        gate.node.faults.next("hang", seconds=0.3)
+        found = await gate.chat(messages="none")
+        assert found.status == 200
+        assert json.loads(found.body)["error"]["type"] == "invalid_request_error"
+        assert (await gate.last()).status == 400

@@ -1,0 +1,389 @@
+"""Responses that are kept or made later."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+
+from gateway.batches import response_log
+from gateway.batches.background_requests import NewRequest
+from gateway.batches.folder import ID_FILE
+from gateway.batches.request_rows import RequestKind
+from gateway.errors import GatewayError
+from gateway.web.background import background_object
+from tests.emulator import EmulatedNode
+from tests.gateways import Running, running_gateway, until
+from tests.web.two_keys import ALICE, BOB, KEYS, client, kept
+
+pytestmark = pytest.mark.usefixtures("hurried")
+
+# ruff: noqa: SIM117 - one level for the gateway, one for its clients
+
+
+@asynccontextmanager
+async def gateway(
+    folder: Path, node: EmulatedNode | None = None, **settings: Any
+) -> AsyncIterator[Running]:
+    async with (
+        node or EmulatedNode() as running_node,
+        running_gateway(folder, [running_node.url], {"keys": KEYS, **settings}) as running,
+    ):
+        yield running
+
+
+ASK: dict[str, Any] = {"model": "demo", "input": "tell me a story", "max_output_tokens": 12}
+
+
+async def ended(api: AsyncOpenAI, id_: str) -> Any:
+    async with asyncio.timeout(30):
+        while True:
+            found = await api.responses.retrieve(id_)
+            if found.status not in {"queued", "in_progress"}:
+                return found
+            await asyncio.sleep(0.02)
+
+
+async def test_a_response_in_the_background_is_polled_to_its_end(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as running, client(running) as alice:
+        made = await alice.responses.create(**ASK, background=True, metadata={"a": "b"})
+        assert made.status in {"queued", "in_progress"}
+        assert made.id.startswith("resp_")
+        assert (made.output, made.background, made.metadata) == ([], True, {"a": "b"})
+        done = await ended(alice, made.id)
+        plain = await alice.responses.create(**ASK)
+        assert (done.status, done.output_text) == ("incomplete", plain.output_text)
+        assert done.usage is not None
+        assert done.usage.output_tokens == 12
+        assert (done.id, done.created_at) == (made.id, made.created_at)
+        gone = await alice.responses.with_raw_response.delete(made.id)
+        assert json.loads(gone.text) == {"id": made.id, "object": "response", "deleted": True}
+        with pytest.raises(openai.NotFoundError, match=f"Response with id '{made.id}' not found"):
+            await alice.responses.retrieve(made.id)
+        assert kept(tmp_path) == []
+        assert "story" not in (tmp_path / "gateway.log").read_text()
+
+
+async def test_a_stream_is_followed_again_from_any_event(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as running, client(running) as alice:
+        stream = await alice.responses.create(**ASK, background=True, stream=True)
+        live = [event async for event in stream]
+        assert [event.sequence_number for event in live] == list(range(len(live)))
+        assert (live[0].type, live[-1].type) == ("response.created", "response.incomplete")
+        id_ = live[0].response.id
+        for after in (0, 3, len(live) - 1):
+            again = await alice.responses.retrieve(id_, stream=True, starting_after=after)
+            assert [event async for event in again] == live[after + 1 :]
+        whole = await alice.responses.retrieve(id_, stream=True)
+        assert [event async for event in whole] == live
+
+
+async def test_the_heartbeats_of_codexs_stored_stream_repeat_the_number_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(response_log, "SILENCE_SECONDS", 0.05)
+    async with EmulatedNode() as node, gateway(tmp_path, node) as running, client(running) as alice:
+        node.faults.next("hang", after_events=4)
+        stream = await alice.responses.create(
+            **ASK, background=True, stream=True, extra_headers={"originator": "codex_exec"}
+        )
+        live = []
+        async for event in stream:
+            live.append(event)
+            if [one.type for one in live[-2:]] == ["keepalive", "keepalive"]:
+                node.faults.release()
+        assert [event.type for event in live].count("keepalive") >= 2
+        real = [event.sequence_number for event in live if event.type != "keepalive"]
+        assert real == list(range(len(real)))
+        for before, event in pairwise(live):
+            repeats = event.sequence_number == before.sequence_number
+            assert repeats == (event.type == "keepalive")
+
+
+async def test_a_conversation_goes_on_from_a_stored_response(tmp_path: Path) -> None:
+    async with gateway(tmp_path, batches={"store_responses": True}) as running:
+        async with client(running) as alice, client(running, BOB) as bob:
+            first = await alice.responses.create(**ASK, store=True)
+            assert first.id.startswith("resp_")
+            assert (await alice.responses.retrieve(first.id)).output_text == first.output_text
+            items = [
+                {"role": "user", "content": [{"type": "input_text", "text": ASK["input"]}]},
+                *[item.model_dump(exclude_none=True) for item in first.output],
+                {"role": "user", "content": "go on"},
+            ]
+            wanted = await alice.responses.create(**{**ASK, "input": items})
+            goes_on = {**ASK, "input": "go on", "previous_response_id": first.id}
+            second = await alice.responses.create(**goes_on, store=True)
+            assert second.output_text == wanted.output_text
+            assert second.previous_response_id == first.id
+            plain = await alice.responses.create(**goes_on)
+            assert plain.output_text == wanted.output_text
+            listed = [item async for item in alice.responses.input_items.list(second.id, limit=2)]
+            assert [item.id for item in listed]
+            assert [getattr(item, "role", None) for item in listed] == ["user", "assistant", "user"]
+            for asks, id_ in ((bob, first.id), (alice, "resp_nothing"), (alice, plain.id)):
+                with pytest.raises(openai.BadRequestError) as refused:
+                    await asks.responses.create(
+                        **{**goes_on, "previous_response_id": id_}, background=True
+                    )
+                assert refused.value.code == "previous_response_not_found"
+                assert refused.value.param == "previous_response_id"
+
+
+async def test_store_alone_keeps_nothing_unless_the_settings_allow_it(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as running, client(running) as alice:
+        made = await alice.responses.create(**ASK, store=True)
+        with pytest.raises(openai.NotFoundError):
+            await alice.responses.retrieve(made.id)
+        assert kept(tmp_path) == []
+
+
+async def test_a_response_of_another_key_is_not_there(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as running:
+        async with client(running) as alice, client(running, BOB) as bob:
+            made = await alice.responses.create(**ASK, background=True)
+            for ask in (
+                bob.responses.retrieve,
+                bob.responses.cancel,
+                bob.responses.delete,
+                bob.responses.input_items.list,
+            ):
+                with pytest.raises(openai.NotFoundError):
+                    await ask(made.id)
+            async with client(running, None) as nobody:
+                with pytest.raises(openai.AuthenticationError):
+                    await nobody.responses.retrieve(made.id)
+            assert (await ended(alice, made.id)).status == "incomplete"
+
+
+async def test_one_that_runs_is_cancelled_and_its_stream_ends(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=1, decode_tps=10, answer_tokens=1000)
+    async with gateway(tmp_path, node) as running, client(running) as alice:
+        ask = {**ASK, "max_output_tokens": 1000}
+        runs = await alice.responses.create(**ask, background=True)
+        waits = await alice.responses.create(**ask, background=True)
+        await until(lambda: node.busy == 1)
+        for one in (waits, runs):
+            cancelled = await alice.responses.cancel(one.id)
+            assert cancelled.status == "cancelled"
+            assert (await alice.responses.cancel(one.id)).status == "cancelled"
+            events = [event async for event in await alice.responses.retrieve(one.id, stream=True)]
+            assert events[-1].type == "response.failed"
+            assert events[-1].response.status == "cancelled"
+        await until(lambda: node.busy == 0)
+
+
+async def test_a_client_that_leaves_a_stored_response_cancels_it(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=1, decode_tps=10, answer_tokens=1000)
+    async with gateway(tmp_path, node, batches={"store_responses": True}) as running:
+        async with client(running) as alice:
+            ask = {**ASK, "max_output_tokens": 1000, "store": True}
+            stream = await alice.responses.create(**ask, stream=True)
+            event = await anext(aiter(stream))
+            await until(lambda: node.busy == 1)
+            await stream.close()
+            await until(lambda: node.busy == 0)
+            assert (await ended(alice, event.response.id)).status == "cancelled"
+
+
+async def test_an_error_of_a_node_fails_the_response(tmp_path: Path) -> None:
+    said = '{"error":{"code":400,"message":"No such thing","type":"invalid_request_error"}}'
+    async with gateway(tmp_path, node := EmulatedNode()) as running, client(running) as alice:
+        node.faults.next("status", status=400, body=said)
+        made = await alice.responses.create(**ASK, background=True)
+        failed = await ended(alice, made.id)
+        assert failed.status == "failed"
+        assert failed.error is not None
+        assert "No such thing" in failed.error.message
+
+
+async def test_bad_requests_are_refused_and_keep_nothing(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as running, client(running) as alice:
+        for wrong, param in (
+            ({"background": "yes"}, "background"),
+            ({"background": True, "metadata": {"a": 1}}, "metadata"),
+            ({"background": True, "max_output_tokens": "x"}, None),
+            ({"background": True, "webhook_url": "http://127.0.0.1/"}, "webhook_url"),
+            ({"background": True, "background_options": {"completion_window": "1m"}},
+             "background_options"),
+        ):  # fmt: skip
+            with pytest.raises(openai.BadRequestError) as refused:
+                await alice.post("/responses", body={**ASK, **wrong}, cast_to=object)
+            assert param is None or refused.value.param == param, wrong
+        with pytest.raises(openai.NotFoundError):
+            await alice.responses.create(**{**ASK, "model": "gpt-none"}, background=True)
+        assert kept(tmp_path) == []
+
+
+async def test_a_key_may_have_so_many_requests_waiting(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=1, decode_tps=10, answer_tokens=1000)
+    limits = {"waiting_per_key": 2}
+    async with gateway(tmp_path, node, batches=limits) as running, client(running) as alice:
+        ask = {**ASK, "max_output_tokens": 1000, "background": True}
+        made = [await alice.responses.create(**ask) for _ in range(2)]
+        with pytest.raises(openai.RateLimitError) as refused:
+            await alice.responses.create(**ask)
+        assert int(refused.value.response.headers["retry-after"]) > 0
+        await alice.responses.cancel(made[0].id)
+        await alice.responses.create(**ask)
+
+
+async def test_without_a_store_nothing_is_kept(tmp_path: Path) -> None:
+    async with gateway(tmp_path, store={"url": "off"}) as running, client(running) as alice:
+        with pytest.raises(openai.InternalServerError) as refused:
+            await alice.responses.create(**ASK, background=True)
+        assert refused.value.status_code == 501
+        assert (await alice.responses.create(**ASK, store=True)).output_text
+
+
+DEAD = "http://127.0.0.1:9"
+
+
+async def test_requests_that_take_no_slot_are_served_at_once(tmp_path: Path) -> None:
+    async with (
+        EmulatedNode() as node,
+        running_gateway(tmp_path, [node.url]) as running,
+    ):
+        body = {"messages": [{"role": "user", "content": "x"}], "content": "x"}
+        answer = await running.client.post(
+            "/tokenize", json=body, headers={"prefer": "respond-async"}
+        )
+        assert answer.status_code == 200
+        assert "preference-applied" not in answer.headers
+
+
+async def test_a_body_of_too_many_parts_is_refused_before_it_is_decoded(tmp_path: Path) -> None:
+    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url]) as running:
+        parts = b"[" + b"[]," * 700_000 + b"[]]"
+        for name in (b"tools", b"input", b"metadata", b"webhook_url", b"previous_response_id"):
+            body = b'{"model":"demo","background":true,"%b":%b}' % (name, parts)
+            answer = await running.client.post("/v1/responses", content=body)
+            assert answer.status_code == 400
+            assert "limits.json_containers" in answer.json()["error"]["message"]
+
+
+async def test_what_was_taken_is_told_though_the_store_has_gone(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, [DEAD], wait_ready=False) as running:
+        gateway = running.gateway
+        requests = gateway.background.requests
+        assert requests is not None
+        row = await requests.add(
+            NewRequest(RequestKind.DEFERRED, "k", "/v1/completions", b"{}", "normal", 60.0, 60.0)
+        )
+    with pytest.raises(GatewayError):
+        await requests.ahead_of(row)
+    described = await background_object(row, requests, gateway.scheduler)
+    assert described["id"] == row.id
+    assert described["status"] == "queued"
+    assert described["position"] is None
+
+
+CHAT = {"messages": [{"role": "user", "content": "tell me a story"}], "max_tokens": 12}
+PREFER = {"prefer": "respond-async"}
+
+
+@asynccontextmanager
+async def deferring(
+    folder: Path, node: EmulatedNode | None = None, **settings: Any
+) -> AsyncIterator[Running]:
+    async with (
+        node or EmulatedNode() as running_node,
+        running_gateway(folder, [running_node.url], {"keys": KEYS, **settings}) as running,
+    ):
+        running.client.headers["authorization"] = f"Bearer {ALICE.text}"
+        yield running
+
+
+async def ask(running: Running, path: str, body: dict[str, Any]) -> httpx.Response:
+    return await running.client.post(path, json=body, headers=PREFER)
+
+
+async def answered(running: Running, url: str) -> httpx.Response:
+    async with asyncio.timeout(30):
+        while (found := await running.client.get(url)).status_code == 202:
+            assert int(found.headers["retry-after"]) > 0
+            assert found.json()["url"] == url
+            await asyncio.sleep(0.02)
+    return found
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_the_response_is_what_a_client_would_have_had(tmp_path: Path, path: str) -> None:
+    body = {"input": "hello"} if path == "/v1/responses" else CHAT
+    async with deferring(tmp_path) as running:
+        accepted = await ask(running, path, body)
+        assert accepted.status_code == 202
+        assert accepted.headers["preference-applied"] == "respond-async"
+        url = accepted.headers["location"]
+        told = accepted.json()
+        assert (told["object"], told["url"], told["path"]) == ("background", url, path)
+        replay = await answered(running, url)
+        plain = await running.client.post(path, json=body)
+        assert replay.status_code == 200
+        assert set(replay.json()) == set(plain.json())
+        assert replay.headers["x-gateway-replay"] == "true"
+        assert replay.headers["x-should-retry"] == "false"
+        assert replay.headers["content-type"] == plain.headers["content-type"]
+        assert (await running.client.get(url)).content == replay.content
+        gone = await running.client.delete(url)
+        assert gone.json()["deleted"] is True
+        assert (await running.client.get(url)).status_code == 404
+        names = [p.name for p in (tmp_path / "state/batches").glob("*")]
+        assert names == [ID_FILE]
+
+
+async def test_a_nodes_error_is_replayed_with_its_status(tmp_path: Path) -> None:
+    said = '{"error":{"code":400,"message":"No such thing","type":"invalid_request_error"}}'
+    async with deferring(tmp_path, node := EmulatedNode()) as running:
+        node.faults.next("status", status=400, body=said)
+        accepted = await ask(running, "/v1/chat/completions", CHAT)
+        replay = await answered(running, accepted.headers["location"])
+        assert (replay.status_code, replay.text) == (400, said)
+        assert replay.headers["x-gateway-replay"] == "true"
+
+
+async def test_one_that_runs_is_ended_by_its_deletion(tmp_path: Path) -> None:
+    node = EmulatedNode(slots=1, decode_tps=10, answer_tokens=1000)
+    async with deferring(tmp_path, node) as running:
+        long = {**CHAT, "max_tokens": 1000}
+        runs = (await ask(running, "/v1/chat/completions", long)).headers["location"]
+        await until(lambda: node.busy == 1)
+        waits = (await ask(running, "/v1/chat/completions", long)).headers["location"]
+        async with asyncio.timeout(60):
+            while (told := (await running.client.get(waits)).json())["position"] is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert told["status"] == "queued"
+        for url in (waits, runs):
+            assert (await running.client.delete(url)).json()["cancelled"] is True
+            assert (await running.client.get(url)).status_code == 404
+        await until(lambda: node.busy == 0)
+
+
+async def test_a_deferred_request_of_another_key_is_not_there(tmp_path: Path) -> None:
+    async with deferring(tmp_path) as running:
+        url = (await ask(running, "/v1/chat/completions", CHAT)).headers["location"]
+        other = {"authorization": f"Bearer {BOB.text}"}
+        assert (await running.client.get(url, headers=other)).status_code == 404
+        assert (await running.client.delete(url, headers=other)).status_code == 404
+        assert (await answered(running, url)).status_code == 200
+
+
+async def test_a_stream_is_refused_and_other_preferences_change_nothing(tmp_path: Path) -> None:
+    async with deferring(tmp_path) as running:
+        refused = await ask(running, "/v1/chat/completions", {**CHAT, "stream": True})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "stream"
+        usual = await running.client.post(
+            "/v1/chat/completions", json=CHAT, headers={"prefer": "wait=10, return=minimal"}
+        )
+        assert usual.status_code == 200
+        assert "choices" in usual.json()
