@@ -221,7 +221,7 @@ class Tried:
         return bool(self.failed_nodes or self.pool_overflows)
 
     def overflowed_on(self, node: str) -> Tried:
-        """The same after the shared pool of this node was full.
+        """What is known after the shared pool of this node was full.
 
         The node may serve it later; if it failed though it ran alone, others are preferred.
         """
@@ -229,7 +229,7 @@ class Tried:
         return replace(tried, pool_overflows=self.pool_overflows + 1)
 
     def failed_on(self, node: str) -> Tried:
-        """The same after this node has failed the request."""
+        """What is known after this node has failed the request."""
         return replace(
             self,
             failed_nodes=self.failed_nodes | {node},
@@ -237,7 +237,7 @@ class Tried:
         )
 
     def limited_by(self, node: str, retry_after: float | None) -> Tried:
-        """The same after this node, too, has said that it wants no request for so many seconds."""
+        """What is known after this node has said that it wants no request for so many seconds."""
         waits = [one for one in (self.retry_after, retry_after) if one is not None]
         return replace(
             self.failed_on(node),
@@ -246,11 +246,11 @@ class Tried:
         )
 
     def refused_by(self, node: str) -> Tried:
-        """The same after this node has refused the request for good."""
+        """What is known after this node has refused the request for good."""
         return replace(self, excluded_nodes=self.excluded_nodes | {node})
 
     def unsupported_by(self, node: str, hint: str | None) -> Tried:
-        """The same after this node has said that it lacks the feature (501), with its own hint."""
+        """What is known after this node has said, with a hint, that it lacks the feature (501)."""
         nodes = self.unsupported_nodes | {node}
         return replace(self, unsupported_nodes=nodes, unsupported_hint=hint)
 

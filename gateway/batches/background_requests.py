@@ -64,11 +64,7 @@ from gateway.store.failures import StoreError
 from gateway.store.schema import stored_requests
 from gateway.store.store import Store
 
-DEFERRED_PREFIX = "bg_"
-
 DEFERRED_PATH = "/v1/background/{id}"
-
-LONGEST_HEAD = 64 * 1024  # bytes of the line with the head
 
 
 class DeferredHead(msgspec.Struct, frozen=True):
@@ -642,7 +638,7 @@ class BackgroundRequests:
     async def run(self) -> None:
         """End what is late, and remove what is due or left over, until cancelled."""
         orphans_at, clean_at = self._now(), 0.0
-        trouble = StorageTrouble("old background requests stay")
+        trouble = StorageTrouble(lambda why: log.warning("old background requests stay", why=why))
         try:
             while True:
                 with trouble.told():

@@ -113,18 +113,19 @@ class BackgroundRunner(RowRuns[HeldRequest]):
         is_closing: Callable[[], bool] = lambda: False,
         nodes: Callable[[], Iterable[tuple[str, str]]] = tuple,
     ) -> None:
-        super().__init__(leases, runner, rooms, now, "a background request failed", LEASE_SECONDS)
+        super().__init__(leases, runner, rooms, now, LEASE_SECONDS)
         self._requests = requests
         self._work = work
         self._ledger = ledger
         self._settings = settings
         self._is_closing = is_closing
         self._nodes = nodes
+        self._renew_at = 0.0
         self._full: set[str] = set()  # owners that keep as much as they may: their requests wait
         self._looked_at: set[str] = set()
         """The owners of which that is known, until `_look_again_at`."""
         self._look_again_at = 0.0
-        self._trouble = StorageTrouble("background requests wait")
+        self._trouble = StorageTrouble(lambda why: log.warning("background requests wait", why=why))
         requests.unwanted.append(self._end_run)
 
     def __len__(self) -> int:
@@ -133,21 +134,11 @@ class BackgroundRunner(RowRuns[HeldRequest]):
 
     async def run(self) -> None:
         """Run requests until cancelled; what runs then waits again."""
-        loop = asyncio.get_running_loop()
-        wakes, renew_at = self._requests.wakes, loop.time()
+        wakes = self._requests.wakes
         try:
             while True:
                 with self._trouble.told():
-                    await self.leases.write()
-                    self._raise_class()
-                    if self._is_closing():
-                        self._give_back_waiting()
-                    if self._held or await self._work.exists():
-                        if loop.time() >= renew_at:
-                            renew_at = loop.time() + RENEW_SECONDS
-                            await self._renew()
-                            await self._note_sizes()
-                        await self._claim()
+                    await self._look()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_SECONDS):
                         await wakes.wait()
@@ -157,6 +148,20 @@ class BackgroundRunner(RowRuns[HeldRequest]):
                 log.warning("background requests do not end", requests=running)
 
     # Claims.
+
+    async def _look(self) -> None:
+        """Put back what must be, renew leases and claim. Raises: StoreError, FolderError."""
+        await self.leases.write()
+        self._raise_class()
+        if self._is_closing():
+            self._give_back_waiting()
+        if self._held or await self._work.exists():
+            now = asyncio.get_running_loop().time()
+            if now >= self._renew_at:
+                self._renew_at = now + RENEW_SECONDS
+                await self._renew()
+                await self._note_sizes()
+            await self._claim()
 
     async def _claim(self) -> None:
         """Claim what there is room for; all owners get equal shares."""
@@ -277,6 +282,9 @@ class BackgroundRunner(RowRuns[HeldRequest]):
             result = _failed(row, error.code)
         if not held.is_unwanted:
             await self._until_stored(lambda: self._record(row, result))
+
+    def _tell_failed(self, id_: str) -> None:
+        log.exception("a background request failed", request=id_)  # noqa: LOG004 - in a handler
 
     async def _cancelled(self, held: HeldRequest) -> None:
         """The run was cancelled: the request has ended, or another run follows."""

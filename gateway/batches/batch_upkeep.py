@@ -483,7 +483,8 @@ class BatchUpkeep:
         self._retry_at: dict[str, float] = {}
         """When a batch is tried again, of those that could not be."""
         self._tries: dict[str, int] = {}
-        self._trouble = StorageTrouble("batches wait")  # by batch, and under no name of all
+        self._trouble = StorageTrouble(lambda why: log.warning("batches wait", why=why))
+        """By batch, and under no name of all."""
         self.full_owners: frozenset[str] = frozenset()
         """Whose batches wait, since they keep as much as they may."""
         self._remove_at = self._clean_at = self._expire_at = 0.0

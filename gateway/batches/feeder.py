@@ -374,7 +374,7 @@ class Feeder(RowRuns[HeldLine]):
         clock: Callable[[], float],
         now: Callable[[], float],
     ) -> None:
-        super().__init__(leases, runner, rooms, now, "a stored request can't be run", RETRY_SECONDS)
+        super().__init__(leases, runner, rooms, now, RETRY_SECONDS)
         self.supply = supply
         self.results = results
         self.work = work
@@ -391,7 +391,10 @@ class Feeder(RowRuns[HeldLine]):
         self._stopped = False
         self._is_work = True  # whether anything was unfinished when it was last asked
         self._count_at = 0.0  # when what is in the store is counted, though nothing is unfinished
-        self._trouble = StorageTrouble("lines of batches wait", "lines of batches go on")
+        self._trouble = StorageTrouble(
+            lambda why: log.warning("lines of batches wait", why=why),
+            lambda: log.info("lines of batches go on"),
+        )
 
     @property
     def running(self) -> int:
@@ -682,6 +685,9 @@ class Feeder(RowRuns[HeldLine]):
             self.leases.put_back([row.id], self.now())
         else:
             self.counts.outcomes["done" if outcome.status < 400 else "failed"] += 1
+
+    def _tell_failed(self, id_: str) -> None:
+        log.exception("a stored request can't be run", request=id_)  # noqa: LOG004 - in a handler
 
     async def _cancelled(self, held: HeldLine) -> None:
         """The run was cancelled; a result that it has is still recorded by `LineResults`."""

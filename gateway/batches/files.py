@@ -167,7 +167,7 @@ def _sum(column: Any) -> Any:
 
 
 FILES = "files"  # name of the revision that every change of a file raises
-UPLOADED, PROCESSED = "uploaded", "processed"  # states of a file: still growing, and complete
+PROCESSED = "processed"  # the state of a file that is complete
 
 SortOrder = Literal["asc", "desc"]
 
@@ -549,7 +549,8 @@ class FileRegistry:
 
     async def run(self) -> None:
         """Remove what has expired, was deleted or is left over, until cancelled."""
-        look_for_orphans_at, trouble = 0.0, StorageTrouble("old files stay")
+        look_for_orphans_at = 0.0
+        trouble = StorageTrouble(lambda why: log.warning("old files stay", why=why))
         while True:
             orphans = self._now() >= look_for_orphans_at
             with trouble.told():

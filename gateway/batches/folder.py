@@ -653,9 +653,11 @@ class StorageTrouble:
     Such work is done again later. Several works may be told apart, of which `of` names one.
     """
 
-    def __init__(self, event: str, resumed: str | None = None) -> None:
-        """`event` and `resumed`: what the log says."""
-        self._event, self._resumed = event, resumed
+    def __init__(
+        self, warn: Callable[[str], None], resumed: Callable[[], None] = lambda: None
+    ) -> None:
+        """`warn` tells the log why work waits, `resumed` that it goes on."""
+        self._warn, self._resumed = warn, resumed
         self.errors: dict[str, Exception] = {}  # of works that wait
 
     @contextlib.contextmanager
@@ -673,12 +675,12 @@ class StorageTrouble:
         known = {str(one) for one in self.errors.values()}
         self.errors[of] = error.with_traceback(None)  # what its frames hold may be large
         if str(error) not in known:
-            log.warning(self._event, why=str(error))
+            self._warn(str(error))
 
     def over(self, of: str = "") -> None:
         """This work was done."""
-        if self.errors.pop(of, None) is not None and self._resumed is not None:
-            log.info(self._resumed)
+        if self.errors.pop(of, None) is not None:
+            self._resumed()
 
 
 async def ask_store(store: Store, job: Callable[[Connection], T], *, write: bool = True) -> T:

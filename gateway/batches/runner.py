@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-import structlog
 from msgspec.structs import replace
 
 from gateway import errors
@@ -75,8 +74,6 @@ from gateway.transport.errors import UpstreamError
 from gateway.usage.ledger import UsageRow
 from gateway.usage.limits import Accounts
 from gateway.usage.meter import Meter, MeteredRequest, TokensSoFar, UsedBefore
-
-log = structlog.get_logger()
 
 STORED_HEADERS: Headers = [(b"content-type", b"application/json")]
 """The header fields of a stored request that nodes get."""
@@ -611,15 +608,14 @@ class RowRuns(Generic[H]):
         runner: RequestRunner,
         rooms: BatchRoomService,
         now: Callable[[], float],
-        failure: str,
         retry_seconds: float,
     ) -> None:
-        """`failure`: what the log says of a run that fails for a reason of our own."""
+        """`retry_seconds`: until a run is repeated that failed for a reason of our own."""
         self.leases = leases
         self.runner = runner
         self.rooms = rooms
         self.now = now
-        self._failure, self._retry_seconds = failure, retry_seconds
+        self._retry_seconds = retry_seconds
         self._held: dict[str, H] = {}
         self._none_held = asyncio.Event()
 
@@ -649,14 +645,18 @@ class RowRuns(Generic[H]):
         except asyncio.CancelledError:
             await self._cancelled(held)
             raise
-        except Exception:
-            log.exception(self._failure, request=id_)
+        except Exception:  # noqa: BLE001 - it is told
+            self._tell_failed(id_)
             self.leases.put_back([id_], self.now() + self._retry_seconds, failed=True)
         finally:
             self._let_go(held)
 
     async def _run(self, held: H) -> None:
         """Run a row and record its result, or put it back. Raises: RunFailed."""
+        raise NotImplementedError
+
+    def _tell_failed(self, id_: str) -> None:
+        """Tell the log of an exception of our own."""
         raise NotImplementedError
 
     async def _cancelled(self, held: H) -> None:

@@ -468,18 +468,21 @@ class WebhookSender:
     ) -> None:
         ending = job(end_delivery, delivery, state, self._now(), result.error)
         await self._record(ending, until)
-        self._tell(delivery, state.value, result)
+        told = self._told(delivery, state.value, result)
+        tell = log.info if state is DeliveryState.DELIVERED else log.warning
+        tell("webhook", **told)
 
     async def _retry(
         self, delivery: Delivery, next_at: float, result: PostResult, until: float
     ) -> None:
         await self._record(job(retry_delivery, delivery, next_at, result.error), until)
-        self._tell(delivery, "failed", result, retry_in=round(next_at - self._now(), 1))
+        told = self._told(delivery, "failed", result)
+        log.warning("webhook", **told, retry_in=round(next_at - self._now(), 1))
 
-    def _tell(self, delivery: Delivery, outcome: str, result: PostResult, **more: float) -> None:
-        """Tell metrics and log, but never the URL's path, which may be a secret."""
+    def _told(self, delivery: Delivery, outcome: str, result: PostResult) -> dict[str, str | int]:
+        """Tell metrics; what the log says, but never the URL's path, which may be a secret."""
         self._bus.publish(WebhookAttempted(outcome))
-        told: dict[str, str | int | float] = {
+        told: dict[str, str | int] = {
             "outcome": outcome,
             "delivery": delivery.id,
             "type": delivery.event,
@@ -489,8 +492,7 @@ class WebhookSender:
         }
         if result.error is not None:
             told["why"] = result.error
-        tell = log.info if outcome == DeliveryState.DELIVERED else log.warning
-        tell("webhook", **told, **more)
+        return told
 
     async def _record(self, recording: Callable[[Connection], None], until: float) -> None:
         """Do a job of the store, again until the lease ends: then others try the delivery anyway.

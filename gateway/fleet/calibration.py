@@ -45,7 +45,7 @@ BUSY_PAUSE = 5.0
 """Seconds until a node is looked at again that proved to be busy."""
 
 BLIND_PAUSE = 60.0
-"""The same of a node whose `/slots` could not be read."""
+"""Seconds until a node is looked at again whose `/slots` could not be read."""
 
 MOST_SETTLING_POLLS = 8
 """Readings of `/slots` after which the slot counts as free, whatever they show."""
@@ -59,7 +59,7 @@ WARM_UP_WORDS, WARM_UP_TOKENS = 16, 2
 """Words read and tokens written by the request that is thrown away."""
 
 READ_WORDS, WRITE_TOKENS = 100, 8
-"""The same of the one that is measured; such a word is a token in most vocabularies."""
+"""Words and tokens of the request that is measured; such a word is a token in most vocabularies."""
 
 WORDS = (
     *("the", "of", "and", "to", "in", "is", "it", "you", "that", "he", "was", "for", "on", "are"),

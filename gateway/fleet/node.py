@@ -633,6 +633,7 @@ class Node:
         slots = lease.slots
         if slots < 0:
             raise ValueError(f"{slots} slots")
+        lease.upstream, lease.prefill_began_at = self.upstream, now
         lease.prefilling = lease.stream and slots > 0
         if wake:
             lease.wake, lease.wakes = wake, self.sleep.begin_wake(now)
@@ -652,6 +653,7 @@ class Node:
     def take_calibration_lease(self, now: float) -> Lease:
         """A lease on no slot, since no request may wait for it, and none of the `requests`."""
         lease = Lease(self, 0, now, True, None, None)
+        lease.upstream, lease.prefill_began_at = self.upstream, now
         self.leases.add(lease)
         return lease
 
@@ -864,7 +866,7 @@ class Lease:
     trial: bool = False
     """Whether its outcome closes or reopens the node's circuit."""
     phase: LeasePhase = LeasePhase.WAITING_HEAD
-    prefill_began_at: float = field(init=False)
+    prefill_began_at: float = 0.0
     upstream: ConnectionPool = field(init=False)
     """The node's pool when the lease was taken; it stays open until the lease has ended."""
     last_content_at: float | None = None
@@ -881,14 +883,11 @@ class Lease:
     """The node's sum (`SlotOccupancy`) when the lease was taken, then when its prompt was read;
     after the release the difference since then."""
     prefill_seconds: float = 0.0
-    """Likewise."""
+    """The node's other sum, at the same moments."""
     first_content_at: float | None = None
     span: tuple[float, int, float, float] = (0.0, 0, 0.0, 0.0)
     """The span of its decode that goes on: when it began, the events before it (0: none goes on),
     and the node's `slot_seconds` and `prefill_seconds` then."""
-
-    def __post_init__(self) -> None:
-        self.upstream, self.prefill_began_at = self.node.upstream, self.taken_at
 
     def prefill_ended(self, now: float) -> None:
         """The first content came: the prompt has been read."""

@@ -67,7 +67,7 @@ class SpeedPrior:
     """Seconds that each busy neighbour adds."""
 
     def scaled(self, factor: float) -> SpeedPrior:
-        """The same for a node that is so many times as fast."""
+        """The speed of a node that is so many times as fast."""
         return SpeedPrior(
             self.prefill_tps * factor, self.token_base / factor, self.token_step / factor
         )
@@ -622,7 +622,7 @@ BASELINE_HALF_LIFE = 6 * 3600.0
 """Seconds of work in which the baseline goes half of the way to a lower speed."""
 
 FASTER_HALF_LIFE = 1800.0
-"""The same for a higher speed."""
+"""Seconds of work in which the baseline goes half of the way to a higher speed."""
 
 MOST_WORK_GAP = 300.0
 """Most seconds between two requests that count as work."""

@@ -315,8 +315,13 @@ class BoundedProtocol(asyncio.Protocol):
             self._defer(data)
             return
         if self._known_head is not None and between:
-            body, cycle = self._known_head.match_body(data), self._current
-            if body is not None and cycle.response_complete and not self.flow.write_paused:
+            body, cycle = self._known_head.match_body(data), self.cycle
+            if (
+                body is not None
+                and cycle is not None
+                and cycle.response_complete
+                and not self.flow.write_paused
+            ):
                 self._serve_known(body)
                 return
         read = self._read(data)

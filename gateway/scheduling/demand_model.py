@@ -142,7 +142,7 @@ class TokenStats:
     """Real tokens of images and audio, divided by those guessed."""
 
     def aged(self, kept: float) -> TokenStats:
-        """The same with a share of its evidence. Raises: ValueError for impossible figures."""
+        """These sums with a share of their evidence. Raises: ValueError for impossible figures."""
         sums = self.prompt_tokens, self.prompt_bytes, self.answer_tokens, self.finished_answers
         if min(sums) < 0 or not LEAST_MEDIA_FACTOR <= self.media_factor <= MOST_MEDIA_FACTOR:
             raise ValueError("impossible figures")

@@ -623,7 +623,7 @@ class Dispatcher:
         cached_tokens: float,
         completion_tokens: float,
     ) -> None:
-        """Both `released` and `settled`."""
+        """The placement has ended: free its slots, and charge its caller."""
         self.released(placement, now)
         self.settled(placement, prompt_tokens, cached_tokens, completion_tokens)
 

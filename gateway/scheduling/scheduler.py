@@ -381,7 +381,10 @@ class Scheduler:
         ]
 
     def predicted_waits(self, most: int | None = None) -> Iterator[tuple[Waiter, float]]:
-        """The same with the seconds until each is expected to start; infinity: unknown."""
+        """The first `most` waiting requests, each with the seconds until it is expected to start.
+
+        Infinity: unknown.
+        """
         for queued, wait in islice(self.dispatcher.predicted_waits(self.clock()), most):
             waiter = self.waiters.get(queued)
             if waiter is not None:
@@ -448,7 +451,7 @@ class Scheduler:
         self._match_soon()
 
     def refuse(self, request_id: str, error: errors.GatewayError) -> bool:
-        """End the wait of one request with this error; whether it was waiting."""
+        """End the wait of one request with this error. Returns whether it was waiting."""
         waiter = self.waiters.by_request_id(request_id)
         if waiter is None:
             return False
@@ -457,13 +460,9 @@ class Scheduler:
         return True
 
     def shed(self, request_id: str, error: errors.GatewayError) -> bool:
-        """The same, if the request may be shed (`Waiter.can_shed`); whether it was."""
+        """Refuse the request if it may be shed (`Waiter.can_shed`). Returns whether it was."""
         waiter = self.waiters.by_request_id(request_id)
-        if waiter is None or not waiter.can_shed:
-            return False
-        self._refuse(waiter, error)
-        self._match_soon()
-        return True
+        return waiter is not None and waiter.can_shed and self.refuse(request_id, error)
 
     def refuse_all(self, error: Callable[[], errors.GatewayError]) -> None:
         """End every wait, each with an error of its own."""

@@ -11,7 +11,9 @@ written again, since rows that are there already are skipped.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +51,9 @@ DELAY_DECAY = 0.9
 FLUSH_ROWS = 500
 """Rows that are written before that time is over."""
 
+ROWS_PER_STATEMENT = 25
+"""Rows of one statement of SQLite: with all columns fewer than 999 parameters."""
+
 MOST_ROWS_AT_ONCE = 5_000
 """Rows of one transaction."""
 
@@ -79,6 +84,10 @@ ROW_COLUMNS: Final = (
     "slot_seconds",
     "cost", "gpu_cost", "attempts", "status", "outcome",
 )  # fmt: skip
+
+_GROUP, _USER, _GPU_COST, _STREAM = (
+    ROW_COLUMNS.index(name) for name in ("group_name", "user", "gpu_cost", "stream")
+)
 
 _OPEN_COLUMNS: Final = (
     "id", "process", "started_at", "updated_at", "key", "group_name", "user", "model", "class",
@@ -451,8 +460,68 @@ class _Work:
 
 def insert_rows(connection: Connection, rows: Sequence[UsageRow], first_sequence: int) -> None:
     """Insert rows of the ledger, unless they are there, numbered in their order."""
+    if not rows:
+        return
     numbered = [(*row, number) for number, row in enumerate(rows, first_sequence)]
-    _execute_many(connection, _statements(connection).insert, numbered)
+    if connection.dialect.name == "sqlite":
+        _insert_into_sqlite(connection, numbered)
+    else:
+        _execute_many(connection, _statements(connection).insert, numbered)
+
+
+def _insert_into_sqlite(connection: Connection, numbered: Sequence[UsageRow]) -> None:
+    """Insert numbered rows with half the instructions of a statement for each.
+
+    Many rows share a statement. Values that are neither number nor text are part of it, since
+    Python's driver asks for an adapter of each of them, which takes longer than to store it.
+    """
+    driver = sqlite_driver(connection)
+    by_shape: dict[_Shape, list[UsageRow]] = {}
+    for row in numbered:
+        shape = row[_GROUP] is None, row[_USER] is None, row[_GPU_COST] is None, bool(row[_STREAM])
+        if shape in by_shape:
+            by_shape[shape].append(row)
+        else:
+            by_shape[shape] = [row]
+    for shape, of_shape in by_shape.items():
+        pick, one, many = _sqlite_inserts(shape)
+        at = 0
+        for at in range(ROWS_PER_STATEMENT, len(of_shape) + 1, ROWS_PER_STATEMENT):
+            some = of_shape[at - ROWS_PER_STATEMENT : at]
+            driver.execute(many, tuple(itertools.chain.from_iterable(map(pick, some))))
+        if at < len(of_shape):
+            driver.executemany(one, map(pick, of_shape[at:]))
+
+
+_Shape = tuple[bool, bool, bool, bool]
+"""Whether a row has no group, no user and no price, and whether it is of a stream."""
+
+
+class _SqliteInserts(NamedTuple):
+    """Statements for rows of one shape."""
+
+    pick: Callable[[UsageRow], tuple[Any, ...]]
+    """The parameters of a row."""
+    one: str
+    many: str
+    """For `ROWS_PER_STATEMENT` of them."""
+
+
+@functools.cache
+def _sqlite_inserts(shape: _Shape) -> _SqliteInserts:
+    """The statements for rows of this shape."""
+    no_group, no_user, no_price, stream = shape
+    literals = {_STREAM: str(int(stream))}
+    for index, absent in ((_GROUP, no_group), (_USER, no_user), (_GPU_COST, no_price)):
+        if absent:
+            literals[index] = "NULL"
+    indexes = range(len(ROW_COLUMNS) + 1)
+    marks = f"({', '.join(literals.get(index, '?') for index in indexes)})"
+    begin, _, end = _STATEMENTS["sqlite"].insert.partition(_marks("?", len(indexes)))
+    pick = operator.itemgetter(*(index for index in indexes if index not in literals))
+    return _SqliteInserts(
+        pick, begin + marks + end, begin + ", ".join([marks] * ROWS_PER_STATEMENT) + end
+    )
 
 
 def _execute_many(connection: Connection, statement: str, rows: Sequence[tuple[Any, ...]]) -> None:
@@ -515,8 +584,12 @@ def _written_for(mark: str) -> _Statements:
 
 def _insert(table: Table, columns: Sequence[str], mark: str) -> str:
     names = ", ".join(f'"{name}"' for name in columns)
-    marks = f"({', '.join([mark] * len(columns))})"
+    marks = _marks(mark, len(columns))
     return f'INSERT INTO "{table.name}" ({names}) VALUES {marks}'  # noqa: S608 - as above
+
+
+def _marks(mark: str, count: int) -> str:
+    return f"({', '.join([mark] * count)})"
 
 
 _STATEMENTS: Final = {"sqlite": _written_for("?"), "postgresql": _written_for("%s")}

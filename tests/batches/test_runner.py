@@ -330,7 +330,7 @@ class Runs(RowRuns[HeldRow]):
         self.put_back: list[str] = []
         leases = SimpleNamespace(put_back=lambda ids, _, **__: self.put_back.extend(ids))
         anything: Any = None
-        super().__init__(cast("Any", leases), anything, anything, lambda: 0.0, "failed", 1.0)
+        super().__init__(cast("Any", leases), anything, anything, lambda: 0.0, 1.0)
 
     def begin(self) -> asyncio.Task[None]:
         held = self._held["row_1"] = HeldRow(a_row())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -350,17 +351,18 @@ class NativeToChunkRewriter(NativeEventRewriter, ChunkRewriter):
     """Rewrites the events of llama.cpp's `/completion` as chunks."""
 
     def _text_events(self, kind: str, text: str) -> bytes:
-        return data_event(self._chunk() | {"choices": [self._choice(kind, text)]})
+        return data_event(self._chunk | {"choices": [self._choice(kind, text)]})
 
     def _end_events(self, value: JsonObject) -> bytes:
         reason = "length" if value.get("stop_type") == "limit" else "stop"
-        chunk, timings = self._chunk(), {"timings": value.get("timings")}
+        chunk, timings = self._chunk, {"timings": value.get("timings")}
         last = chunk | {"choices": [self._choice("", "", reason)]}
         if not self._usage:
             return data_event(last | timings)
         usage = self._whole_usage({"completion_tokens": value.get("tokens_predicted")})
         return data_event(last) + data_event(chunk | {"usage": usage} | timings)
 
+    @cached_property
     def _chunk(self) -> JsonObject:
         first = self._transcript.first_event
         names = (*IDENTITY_FIELDS, "object")

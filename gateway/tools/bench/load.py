@@ -27,7 +27,7 @@ from gateway.tools.simulate.trace import Job, TracePrompt
 
 if TYPE_CHECKING:
     from gateway.tools.local.energy import EnergyMeter
-    from gateway.tools.simulate.trace import Job, Trace
+    from gateway.tools.simulate.trace import Trace
 
 MOST_LOADS = 32  # loads of one run
 MOST_CONCURRENCY = 4096
@@ -236,6 +236,21 @@ class LoadRun:
     is_whole: bool = False  # False: it was interrupted
 
 
+class _Room:
+    """Room for so many requests of an open loop at a time."""
+
+    def __init__(self, most: int) -> None:
+        self._free = asyncio.Semaphore(most)
+        self.held_back = 0
+
+    async def enter(self) -> None:
+        self.held_back += self._free.locked()
+        await self._free.acquire()
+
+    def leave(self) -> None:
+        self._free.release()
+
+
 @dataclass(slots=True)
 class LoadRunner:
     """Puts loads on one server."""
@@ -260,8 +275,7 @@ class LoadRunner:
     async def run(self, run: LoadRun) -> None:
         """Put the load on the server, and fill in what comes of it, however it ends."""
         monitor = LagMonitor(self.clock)
-        start_lags: list[float] = []
-        held_back = [0]
+        room = _Room(self.most_in_flight)
         # A collection of the objects that are there already would only stall the event loop.
         gc.collect()
         gc.freeze()
@@ -276,13 +290,15 @@ class LoadRunner:
                         await self._closed(run)
                     case Loop.POISSON:
                         rng = random.Random(f"{self.seed} arrivals {run.load.level}")
-                        await self._open(run, poisson_times(run.load, rng), start_lags, held_back)
+                        await self._open(run, poisson_times(run.load, rng), room)
                     case Loop.TRACE:
-                        await self._play(run, start_lags, held_back)
+                        await self._play(run, room)
             run.is_whole = True
         finally:
             gc.unfreeze()
-            run.client = monitor.figures(start_lags, held_back[0])
+            is_open = run.load.loop is not Loop.CLOSED
+            lags = [max(0.0, one.started - one.intended) for one in run.results if is_open]
+            run.client = monitor.figures(lags, room.held_back)
             after = None if self.meter is None else self.meter.joules()
             if joules is not None and after is not None:
                 run.joules = after - joules
@@ -328,47 +344,37 @@ class LoadRunner:
 
     # Open loop.
 
-    async def _open(
-        self, run: LoadRun, times: Iterable[float], start_lags: list[float], held_back: list[int]
-    ) -> None:
-        room = asyncio.Semaphore(self.most_in_flight)
+    async def _open(self, run: LoadRun, times: Iterable[float], room: _Room) -> None:
         began = self.clock()
         async with asyncio.TaskGroup() as group:
             for at in times:
                 request = self._next_request()
                 await self._until(began + at)
-                await self._take(room, held_back)
-                group.create_task(self._arrive(run, request, began + at, room, start_lags))
+                await room.enter()
+                group.create_task(self._arrive(run, request, began + at, room))
 
     async def _arrive(
-        self,
-        run: LoadRun,
-        request: PreparedRequest,
-        intended: float,
-        room: asyncio.Semaphore,
-        start_lags: list[float],
+        self, run: LoadRun, request: PreparedRequest, intended: float, room: _Room
     ) -> RequestResult:
         try:
             result = await self._send(request, intended)
         finally:
-            room.release()
-        start_lags.append(max(0.0, result.started - intended))
+            room.leave()
         run.results.append(result)
         return result
 
-    async def _play(self, run: LoadRun, start_lags: list[float], held_back: list[int]) -> None:
+    async def _play(self, run: LoadRun, room: _Room) -> None:
         """Play the trace. A later turn of a conversation starts once the turn before has ended."""
         assert self.trace is not None
         jobs, next_turns = self.trace.jobs, self.trace.next_turns
         speed, seconds = run.load.level, run.load.seconds
-        room = asyncio.Semaphore(self.most_in_flight)
         began = self.clock()
 
         async def converse(place: int, request: PreparedRequest) -> None:
             """Send a turn, for which there is room, and those that follow it."""
             intended = began + jobs[place].time / speed
             while True:
-                result = await self._arrive(run, request, intended, room, start_lags)
+                result = await self._arrive(run, request, intended, room)
                 later = next_turns.get(place)
                 if later is None:
                     return
@@ -379,7 +385,7 @@ class LoadRunner:
                     return
                 request = self._turn(jobs[place])
                 await self._until(intended)
-                await self._take(room, held_back)
+                await room.enter()
 
         async with asyncio.TaskGroup() as group:
             for job in jobs:
@@ -390,13 +396,8 @@ class LoadRunner:
                     continue
                 request = self._turn(job)
                 await self._until(began + at)
-                await self._take(room, held_back)
+                await room.enter()
                 group.create_task(converse(job.id, request))
-
-    async def _take(self, room: asyncio.Semaphore, held_back: list[int]) -> None:
-        if room.locked():
-            held_back[0] += 1
-        await room.acquire()
 
     async def _until(self, due: float) -> None:
         left = due - self.clock()

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from gateway.tools.cli.batch_input import PreparedInput, Problems
     from gateway.tools.cli.batch_results import Fetched, ResultPlaces
 
-FIRST_POLL, LONGEST_POLL = 0.25, 3.0
-"""Seconds between questions for a batch's state; they double."""
+FIRST_POLL, LONGEST_POLL = 0.25, 3.0  # seconds between questions for a batch's state; they double
 
 _of_prompts = partial(typer.Option, rich_help_panel="Prompts from a table or a folder")
 
@@ -190,16 +189,13 @@ def submit(
         ),
     ] = None,
     model: Annotated[
-        str | None,
-        _of_prompts("--model", metavar="NAME", help="Model of each request."),
+        str | None, _of_prompts("--model", metavar="NAME", help="Model of each request.")
     ] = None,
     system: Annotated[
-        str | None,
-        _of_prompts("--system", metavar="WORDS", help="System prompt."),
+        str | None, _of_prompts("--system", metavar="WORDS", help="System prompt.")
     ] = None,
     max_tokens: Annotated[
-        int | None,
-        _of_prompts("--max-tokens", min=1, metavar="N", help="Longest answer."),
+        int | None, _of_prompts("--max-tokens", min=1, metavar="N", help="Longest answer.")
     ] = None,
     largest_text: Annotated[
         int,
@@ -512,8 +508,7 @@ def _follow(
         written = fetch_results(client, batch, places, Patience(retry_for))
     except CommandFailed as error:
         raise CommandFailed(
-            f"{error}\nthe results are kept: '{_command('fetch', batch)}' gets them",
-            error.status,
+            f"{error}\nthe results are kept: '{_command('fetch', batch)}' gets them", error.status
         ) from None
     _tell_written(batch, written, as_json=as_json)
     end_by(batch, written.failed)
@@ -531,12 +526,10 @@ class ShownProgress:
     done: int
     failed: int
     tokens_per_second: float | None
-    expected_end: float | None
-    """Unix time."""
+    expected_end: float | None  # Unix time
     cost: float | None
     expected_cost: float | None
-    paused: str | None
-    """Why it is paused; None: it is not."""
+    paused: str | None  # why it is paused; None: it is not
 
 
 def progress_of(batch: Mapping[str, Any]) -> ShownProgress:

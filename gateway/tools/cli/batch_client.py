@@ -27,26 +27,15 @@ if TYPE_CHECKING:
     from gateway.tools.cli.batch_input import PreparedInput
 
 T = TypeVar("T")
-
 DEFAULT_URL = "http://127.0.0.1:8000"
-
 CONNECT_SECONDS = 10.0
-
 ANSWER_SECONDS = 120.0
 """Seconds without a byte; a large upload is written to the disk before it is answered."""
 
-LONGEST_RETRY_AFTER = 60.0
-"""Seconds of a pause that the gateway may ask for."""
-
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0
-"""Seconds between tries; they double."""
-
-PAGE = 100
-"""Batches that are asked for at once."""
-
-LONGEST_STEM = 100
-"""Characters of an upload's name."""
-
+LONGEST_RETRY_AFTER = 60.0  # seconds of a pause that the gateway may ask for
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0  # seconds between tries; they double
+PAGE = 100  # batches that are asked for at once
+LONGEST_STEM = 100  # characters of an upload's name
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
 """Statuses of a batch that has ended."""
 
@@ -115,7 +104,7 @@ class BatchClient(GatewayClient):
         file.seek(0)
         return self.request(
             "POST", "/v1/files", data={"purpose": "batch"},
-            files={"file": (name, file, "application/jsonl")},
+            files={"file": (name, file, "application/jsonl")}
         )  # fmt: skip
 
     def find_upload(self, name: str, size: int) -> dict[str, Any] | None:

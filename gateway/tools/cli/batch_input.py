@@ -12,7 +12,6 @@ import hashlib
 import io
 import json
 import os
-import shutil
 import stat
 import string
 import sys
@@ -32,20 +31,11 @@ if TYPE_CHECKING:
 LONGEST_LINE = 16 << 20
 """Bytes of a line here; the gateway has a limit of its own (`batches.line_bytes`)."""
 
-LARGEST_TEXT = 512 << 10
-"""Bytes of a text of a folder, unless the user says otherwise."""
-
-LARGEST_STDIN = 8 << 30
-"""Bytes that are kept of stdin."""
-
+LARGEST_TEXT = 512 << 10  # bytes of a text of a folder, unless the user says otherwise
+LARGEST_STDIN = 8 << 30  # bytes that are kept of stdin
 PIECE_BYTES = 1 << 20
-
-MOST_SHOWN = 20
-"""Problems that are shown in full, unless checking is all that is asked for."""
-
-LONGEST_TEMPLATE = 1 << 20
-"""Characters."""
-
+MOST_SHOWN = 20  # problems that are shown in full, unless checking is all that is asked for
+LONGEST_TEMPLATE = 1 << 20  # characters
 CHAT = "/v1/chat/completions"
 
 
@@ -69,21 +59,15 @@ class Problems:
 class PreparedInput:
     """JSON lines, checked."""
 
-    file: BinaryIO
-    """Open for reading; its owner closes it."""
-    stem: str
-    """What it is called, without an ending."""
+    file: BinaryIO  # open for reading; its owner closes it
+    stem: str  # what it is called, without an ending
     endpoint: str
-    lines: int = 0
-    """That can be run."""
-    size: int = 0
-    """Bytes."""
+    lines: int = 0  # that can be run
+    size: int = 0  # bytes
     sha256: str = ""
-    prompt_tokens: int = 0
-    """Estimated."""
+    prompt_tokens: int = 0  # estimated
     models: set[str | None] = field(default_factory=set)
-    skipped: int = 0
-    """Files of a folder that are no texts."""
+    skipped: int = 0  # files of a folder that are no texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +116,7 @@ def prepare(source: str, chosen: InputOptions, problems: Problems) -> PreparedIn
             if value is not None:
                 raise CommandFailed(f"{name}: a folder has no columns", status=2)
         return prepare_folder(
-            source,
-            template,
-            shape,
-            problems,
-            largest=chosen.largest_text,
-            strict=chosen.strict,
+            source, template, shape, problems, largest=chosen.largest_text, strict=chosen.strict
         )
     delimiter = chosen.delimiter or ("\t" if Path(source).suffix.lower() == ".tsv" else ",")
     if len(delimiter) != 1 or delimiter in '\r\n"':
@@ -150,8 +129,7 @@ def prepare(source: str, chosen: InputOptions, problems: Problems) -> PreparedIn
 def _template(chosen: InputOptions) -> PromptTemplate:
     if (chosen.template is None) == (chosen.template_file is None):
         raise CommandFailed(
-            "a table or a folder needs --template 'Summarise: {text}', or --template-file",
-            status=2,
+            "a table or a folder needs --template 'Summarise: {text}', or --template-file", status=2
         )
     text, option = chosen.template, "--template"
     if chosen.template_file is not None:
@@ -451,7 +429,12 @@ def _stdin_file() -> BinaryIO:
     if source is None:
         file.write(sys.stdin.read().encode())
     else:
-        shutil.copyfileobj(_Bounded(source), file, PIECE_BYTES)
+        left = LARGEST_STDIN
+        while piece := source.read(PIECE_BYTES):
+            left -= len(piece)
+            if left < 0:
+                raise CommandFailed(f"stdin: more than {LARGEST_STDIN:,} bytes", status=2)
+            file.write(piece)
     file.seek(0)
     return file
 
@@ -459,21 +442,6 @@ def _stdin_file() -> BinaryIO:
 def _temporary_file() -> BinaryIO:
     """A new file without a name; its owner closes it."""
     return cast("BinaryIO", tempfile.TemporaryFile(prefix="llama-gateway-batch-"))
-
-
-class _Bounded:
-    """Reads of a stream no more than `LARGEST_STDIN` bytes."""
-
-    def __init__(self, source: BinaryIO) -> None:
-        self._source = source
-        self._left = LARGEST_STDIN
-
-    def read(self, size: int = -1) -> bytes:
-        piece = self._source.read(size)
-        self._left -= len(piece)
-        if self._left < 0:
-            raise CommandFailed(f"stdin: more than {LARGEST_STDIN:,} bytes", status=2)
-        return piece
 
 
 def _endpoint_of(file: BinaryIO) -> str:
@@ -502,8 +470,7 @@ class TemplateError(ValueError):
 class PromptTemplate:
     """A template, read."""
 
-    pieces: tuple[tuple[str, str | None], ...]
-    """Text, and the field that follows it."""
+    pieces: tuple[tuple[str, str | None], ...]  # text, and the field that follows it
 
     @property
     def fields(self) -> tuple[str, ...]:

@@ -10,13 +10,13 @@ import contextlib
 import csv
 import hashlib
 import io
+import itertools
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote
@@ -26,11 +26,8 @@ from gateway.tools.cli.batch_client import ENDED, BatchClient, Patience
 from gateway.tools.cli.options import Form
 from gateway.tools.cli.terminal import CommandFailed
 
-LONGEST_FILE_NAME = 200
-"""Bytes; file systems allow 255."""
-
-ERRORS_NAME = "errors.jsonl"
-"""In a folder of texts; all texts end in `.txt`."""
+LONGEST_FILE_NAME = 200  # bytes; file systems allow 255
+ERRORS_NAME = "errors.jsonl"  # in a folder of texts; all texts end in `.txt`
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +36,7 @@ class ResultPlaces:
 
     format: Form
     output: Path
-    errors: Path | None
-    """For the lines that failed; None: `output` has them, too."""
+    errors: Path | None  # for the lines that failed; None: `output` has them, too
     force: bool = False
 
     def check(self) -> None:
@@ -58,10 +54,8 @@ class ResultPlaces:
 class Fetched:
     """What was written."""
 
-    output: Path | None
-    """None: no line has a result."""
-    errors: Path | None
-    """None: no line has an error, or `output` has them."""
+    output: Path | None  # None: no line has a result
+    errors: Path | None  # None: no line has an error, or `output` has them
     done: int
     failed: int
 
@@ -147,18 +141,14 @@ def _write_lines(
     if str(places.output) == "-":
         _to_stdout(output)
     elif done or not failed:
-        write_whole(places.output, lambda file: _copy(output, file), force=places.force)
+        write_whole(places.output, output, force=places.force)
     if failed:
         assert places.errors is not None
-        write_whole(places.errors, lambda file: _copy(errors, file), force=places.force)
+        write_whole(places.errors, errors, force=places.force)
     is_written = done or not failed
     return Fetched(
         places.output if is_written else None, places.errors if failed else None, done, failed
     )
-
-
-def _copy(source: BinaryIO, target: BinaryIO) -> None:
-    target.writelines(source)
 
 
 def _to_stdout(source: BinaryIO) -> None:
@@ -172,24 +162,26 @@ def _to_stdout(source: BinaryIO) -> None:
 
 
 def _write_table(output: BinaryIO, errors: BinaryIO, places: ResultPlaces) -> None:
-    def write(file: BinaryIO) -> None:
-        text = io.TextIOWrapper(file, "utf-8", newline="")
-        _table(csv.writer(text, lineterminator="\n"), output, errors)
-        text.flush()
-        text.detach()
-
+    rows = _rows(output, errors)
     if str(places.output) == "-":
-        _table(csv.writer(sys.stdout, lineterminator="\n"), output, errors)
+        sys.stdout.writelines(rows)
     else:
-        write_whole(places.output, write, force=places.force)
+        write_whole(places.output, (row.encode() for row in rows), force=places.force)
 
 
-def _table(writer: Any, output: BinaryIO, errors: BinaryIO) -> None:
-    writer.writerow(("custom_id", "text", "error"))
-    for source in (output, errors):
-        for line in _lines(source):
-            row = (custom_id_of(line), text_of(line), error_of(line))
-            writer.writerow([_no_formula(cell) for cell in row])
+def _rows(output: BinaryIO, errors: BinaryIO) -> Iterator[str]:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+
+    def row(*cells: str) -> str:
+        text.seek(0)
+        text.truncate()
+        writer.writerow([_no_formula(cell) for cell in cells])
+        return text.getvalue()
+
+    yield row("custom_id", "text", "error")
+    for line in itertools.chain(_lines(output), _lines(errors)):
+        yield row(custom_id_of(line), text_of(line), error_of(line))
 
 
 def _no_formula(text: str) -> str:
@@ -216,16 +208,12 @@ def _write_folder(output: BinaryIO, errors: BinaryIO, places: ResultPlaces) -> P
         taken.add(name)
         # A model may write half a surrogate pair.
         text = text_of(line).encode(errors="replace")
-        write_whole(folder / name, partial(_write_bytes, text), force=True)
+        write_whole(folder / name, [text], force=True)
     if not errors.read(1):
         return None
     errors.seek(0)
-    write_whole(folder / ERRORS_NAME, lambda file: _copy(errors, file), force=True)
+    write_whole(folder / ERRORS_NAME, errors, force=True)
     return folder / ERRORS_NAME
-
-
-def _write_bytes(data: bytes, file: BinaryIO) -> None:
-    file.write(data)
 
 
 def file_name_of(custom_id: str, *, is_taken: bool = False) -> str:
@@ -324,12 +312,12 @@ def _number(value: object) -> int:
 # Files.
 
 
-def write_whole(path: Path, write: Callable[[BinaryIO], None], *, force: bool) -> None:
-    """Have `write` fill a new file, and put it at `path` when it is whole. Raises CommandFailed."""
+def write_whole(path: Path, pieces: Iterable[bytes], *, force: bool) -> None:
+    """Write a new file, and put it at `path` when it is whole. Raises CommandFailed."""
     part = path.with_name(f".{path.name[:LONGEST_FILE_NAME]}.{os.getpid()}.part")
     try:
         with part.open("xb") as file:
-            write(file)
+            file.writelines(pieces)
         if force:
             part.replace(path)
         else:

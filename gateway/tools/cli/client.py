@@ -23,24 +23,14 @@ if TYPE_CHECKING:
     from gateway.config.listeners import AdminSettings
 
 KEY_VARIABLE = "LLAMA_GATEWAY_KEY"
-
-LONGEST_KEY = 4096
-"""Bytes of a key file that are read."""
-
-LARGEST_ANSWER = 256 << 20
-"""Bytes; a stream of events may be longer."""
-
-LONGEST_LINE = 64 << 20
-"""Bytes of an event; that of 10,000 nodes has some 8 million."""
-
+LONGEST_KEY = 4096  # bytes of a key file that are read
+LARGEST_ANSWER = 256 << 20  # bytes; a stream of events may be longer
+LONGEST_LINE = 64 << 20  # bytes of an event; that of 10,000 nodes has some 8 million
 ADMIN_SECONDS = 30.0
 """Seconds without a byte of the admin API; longer than a probe of a node that hangs."""
 
-SCHEME_SECONDS = 2.0
-"""Seconds for a look whether a server speaks the other scheme."""
-
+SCHEME_SECONDS = 2.0  # seconds for a look whether a server speaks the other scheme
 _EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-
 _PEM_END = "-----END CERTIFICATE-----"
 
 
@@ -72,10 +62,8 @@ class GatewayClient:
 
     URL_FLAG: ClassVar[str]
     CA_FLAG: ClassVar[str]
-    LISTENER: ClassVar[str]
-    """The thing that `URL_FLAG` names."""
-    STRANGER: ClassVar[str]
-    """A server there that is no gateway; with `{url}` and `{path}`."""
+    LISTENER: ClassVar[str]  # the thing that `URL_FLAG` names
+    STRANGER: ClassVar[str]  # a server there that is no gateway; with `{url}` and `{path}`
 
     def __init__(
         self, url: str, key: str | None, tls: ssl.SSLContext | None, timeout: httpx.Timeout | float

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -21,7 +21,6 @@ from gateway.fleet.server_properties import ServerProperties, inventory_drift
 from gateway.transport.pool import open_node_pool
 
 MOST_CONCURRENT_CHECKS = 32
-
 MOST_TOOLS, MOST_NAMED_TOOLS = 100, 3
 
 
@@ -35,15 +34,9 @@ class NodeCheck:
     seconds: float
     properties: ServerProperties
     drift: tuple[str, ...] = ()
-    hints: tuple[str, ...] = ()
-    """What the server does not say, and the inventory could."""
+    hints: tuple[str, ...] = ()  # what the server does not say, and the inventory could
     tools: tuple[str, ...] = ()
     """What its server runs on its host for whoever asks (`--tools`, `--agent`)."""
-
-    @property
-    def should_be_up(self) -> bool:
-        """Whether the inventory lets the node work."""
-        return self.spec.enabled and not self.spec.standby
 
     @property
     def up(self) -> bool:
@@ -51,28 +44,29 @@ class NodeCheck:
         return self.answer == "up"
 
     @property
-    def remarks(self) -> str:
-        """Details of the probe, differences from the inventory, hints and dangers."""
+    def fails(self) -> bool:
+        """Whether the node can't take requests, though the inventory lets it work."""
+        return self.spec.enabled and not self.spec.standby and not self.up
+
+    def table_row(self) -> list[object]:
+        """Return the row of the table; its remarks have the tools, as a danger."""
+        properties = self.properties
         danger = ""
         if self.tools:
             danger = (
                 f"its server was started with --tools or --agent: whoever reaches it can run "
                 f"{', '.join(self.tools[:MOST_NAMED_TOOLS])} on its host; start it without"
             )
-        return "; ".join(part for part in (self.detail, *self.drift, *self.hints, danger) if part)
-
-    def table_row(self, cell: Callable[[object], str]) -> list[object]:
-        """Return the row of the table."""
-        properties = self.properties
+        remarks = (self.detail, *self.drift, *self.hints, danger)
         return [
             self.spec.name,
             self.answer,
             properties.slots,
             properties.context,
-            cell(properties.names),
+            properties.names,
             properties.build,
             f"{self.seconds * 1000:.0f} ms" if self.seconds else None,
-            self.remarks,
+            "; ".join(filter(None, remarks)),
         ]
 
     def as_dict(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""`llama-gateway nodes`: shows, drains, resumes and probes nodes through the admin API."""
+"""`llama-gateway nodes` and `models`: show both, and act on them through the admin API."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
@@ -23,7 +24,7 @@ from gateway.tools.cli.terminal import (
     print_table,
 )
 
-EXAMPLES = examples_epilog(
+NODES_EXAMPLES = examples_epilog(
     ("llama-gateway nodes", "every node, its state and the reason"),
     ("llama-gateway nodes drain epyc-a --wait", "no new requests for it; ends when it is idle"),
     (
@@ -38,13 +39,9 @@ EXAMPLES = examples_epilog(
     ("llama-gateway nodes --json | jq -r '.nodes[].name'", "for scripts"),
 )
 
-FIRST_POLL_INTERVAL = 0.02
-"""Seconds; it doubles with each poll of a drain."""
-
+FIRST_POLL_INTERVAL = 0.02  # seconds; it doubles with each poll of a drain
 LONGEST_POLL_INTERVAL = 0.5
-
-MOST_FAILED_POLLS = 5
-"""Polls in a row that may fail before the command gives up."""
+MOST_FAILED_POLLS = 5  # polls in a row that may fail before the command gives up
 
 _which = partial(typer.Option, rich_help_panel="Which nodes")
 
@@ -53,18 +50,9 @@ SERVING_STATES = frozenset({"ready", "degraded", "mute", "sleeping", "loading", 
 
 _NOT_ANSWERING = frozenset({"down", "loading", "mute"})
 
-_COLUMNS = (
-    "NAME",
-    "STATE",
-    "SLOTS",
-    "RUNNING",
-    "MODELS",
-    "CONTEXT",
-    "PREFILL/S",
-    "DECODE/S",
-    "REQUESTS",
-    "FAILURES",
-    "REASON",
+_NODE_COLUMNS = (
+    *("NAME", "STATE", "SLOTS", "RUNNING", "MODELS", "CONTEXT", "PREFILL/S", "DECODE/S"),
+    *("REQUESTS", "FAILURES", "REASON"),
 )
 
 
@@ -270,7 +258,7 @@ def _list(nodes: list[dict[str, Any]], *, as_json: bool) -> None:
     if as_json:
         print_json({"nodes": nodes})
     elif nodes:
-        print_table(_COLUMNS, map(_row, nodes), state_column=1)
+        print_table(_NODE_COLUMNS, map(_row, nodes), state_column=1)
     else:
         print_note("the gateway has no nodes")
 
@@ -370,10 +358,8 @@ class NodeSelection:
     """What a command line says of nodes."""
 
     names: Sequence[str] = ()
-    hosts: Sequence[str] = ()
-    """Any of them."""
-    labels: Sequence[tuple[str, str]] = ()
-    """All of them."""
+    hosts: Sequence[str] = ()  # any of them
+    labels: Sequence[tuple[str, str]] = ()  # all of them
     all_but: Sequence[str] = ()
 
     @property
@@ -424,23 +410,14 @@ def read_labels(texts: Sequence[str]) -> list[tuple[str, str]]:
 def models_left_without(
     chosen: Iterable[dict[str, Any]], nodes: Iterable[dict[str, Any]]
 ) -> list[str]:
-    """Models that nobody would serve without the chosen nodes, and that they serve now."""
-    taken = {str(node.get("name")) for node in chosen}
-    serving = [node for node in nodes if node.get("state") in SERVING_STATES]
-    left = {
-        model
-        for node in serving
-        if str(node.get("name")) not in taken
-        for model in node.get("models") or ()
-    }
-    lost = {
-        str(model)
-        for node in serving
-        if str(node.get("name")) in taken
-        for model in node.get("models") or ()
-        if model not in left
-    }
-    return sorted(lost)
+    """Return the models that the chosen nodes serve now, and no other node does."""
+    taken = {node.get("name") for node in chosen}
+    by_others, by_chosen = set[str](), set[str]()
+    for node in nodes:
+        if node.get("state") in SERVING_STATES:
+            served = by_chosen if node.get("name") in taken else by_others
+            served.update(map(str, node.get("models") or ()))
+    return sorted(by_chosen - by_others)
 
 
 def in_words(models: Sequence[str], most: int = 8) -> str:
@@ -448,3 +425,92 @@ def in_words(models: Sequence[str], most: int = 8) -> str:
     shown = ", ".join(format_cell(name) for name in models[:most])
     more = len(models) - most
     return f"{shown} and {more} more" if more > 0 else shown
+
+
+# `llama-gateway models`.
+
+
+MODELS_EXAMPLES = examples_epilog(
+    ("llama-gateway models", "every public name, its nodes, and whether it is paused"),
+    ("llama-gateway models pause mistral-7b", "no new requests for it: 503 with Retry-After"),
+    ("llama-gateway models resume mistral-7b", "requests for it again"),
+    ("llama-gateway models --json | jq -r '.models[] | select(.paused) | .name'", "for scripts"),
+)
+
+_MODEL_COLUMNS = ("NAME", "STATE", "NODES", "SLOTS", "WAITING", "STANDS FOR")
+
+
+class ModelAction(enum.StrEnum):
+    """The actions of the command."""
+
+    LIST = "list"
+    PAUSE = "pause"
+    RESUME = "resume"
+
+
+def models(
+    action: Annotated[
+        ModelAction, typer.Argument(metavar="|".join(ModelAction), help="What to do.")
+    ] = ModelAction.LIST,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="The public name; needed for all but list.")
+    ] = None,
+    admin_url: options.AdminUrl = None,
+    admin_key_file: options.AdminKeyFile = None,
+    admin_ca: options.AdminCa = None,
+    config: options.ConfigFile = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show the models of the running gateway; pause or resume one.
+
+    Requests for a paused name get 503 model_paused with Retry-After, and those that wait for it
+    too; what runs ends by itself, and lines of batches wait. An alias of which every model is
+    paused is paused as well; others of its models go on. A pause lasts over restarts of the
+    gateway, until it is resumed. Paused models stay in /v1/models.
+    """
+    if (name is None) != (action is ModelAction.LIST):
+        need = "takes no model's name" if action is ModelAction.LIST else "needs a model's name"
+        raise typer.BadParameter(f"{action.value} {need}", param_hint="NAME")
+    with connect_admin(admin_url, admin_key_file, config, ca=admin_ca) as admin:
+        if name is None:
+            _list_models(admin.request("GET", "/admin/models"), as_json=as_json)
+            return
+        model = admin.request("POST", f"/admin/models/{quote(name, safe='')}/{action.value}")
+    if as_json:
+        print_json(model)
+        return
+    print(f"{format_cell(name)}: {_state_of(model)}")
+    if action is ModelAction.RESUME and model.get("paused"):
+        print_note("note: every model that it stands for is paused: resume one of them")
+
+
+def _list_models(found: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print_json(found)
+        return
+    shown = [one for one in found.get("models", ()) if isinstance(one, dict)]
+    if not shown:
+        print_note("no node has said yet what it serves")
+        return
+    print_table(_MODEL_COLUMNS, map(_model_row, shown))
+    told = dict.fromkeys(difference for one in shown for difference in one["differences"])
+    for difference in told:
+        print_note(f"warning: nodes of one model differ: {difference}")
+
+
+def _model_row(model: dict[str, Any]) -> list[object]:
+    return [
+        model["name"],
+        _state_of(model),
+        ", ".join(f"{count} {state}" for state, count in model["nodes"].items()),
+        f"{model['slots_busy']}/{model['slots_total']}",
+        model["waiting"],
+        model["stands_for"],
+    ]
+
+
+def _state_of(model: dict[str, Any]) -> str:
+    if model["paused"]:
+        return "paused"
+    up = sum(model["nodes"].get(state, 0) for state in ("ready", "degraded", "mute", "sleeping"))
+    return "served" if up else "no node"

@@ -6,14 +6,13 @@ import enum
 import importlib.util
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from gateway.tools.cli.terminal import CommandFailed
 
 DEFAULT_NODES = Path("config/nodes.yaml")
-
 DEFAULT_CONFIG = Path("config/gateway.yaml")
 
 _of_files = partial(typer.Option, rich_help_panel="Files")
@@ -108,13 +107,21 @@ AllowAnonymous = Annotated[
     ),
 ]
 
+
+def since(shown_default: str) -> Any:
+    """Return the option `--since`."""
+    return typer.Option(
+        "--since",
+        metavar="TIME",
+        show_default=shown_default,
+        help="A date, a time of RFC 3339, or how long ago (7d, 12h); UTC.",
+    )
+
+
 Until = Annotated[
     str | None,
     typer.Option(
-        "--until",
-        metavar="TIME",
-        show_default="now",
-        help="Likewise; a date includes its day.",
+        "--until", metavar="TIME", show_default="now", help="Likewise; a date includes its day."
     ),
 ]
 

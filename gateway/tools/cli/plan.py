@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from gateway.tools.plan.running_fleet import FleetTraffic, MeasuredFleet
     from gateway.tools.plan.search import PlanQuestion, TimeLimit
     from gateway.tools.plan.workload import Workload
-    from gateway.tools.simulate.trace import Trace
 
 PREFILL_FACTOR = 10.0
 """Prompt tokens per second by written ones, where only these are given: CPUs read some ten times as
@@ -268,25 +267,34 @@ def plan(
     from gateway.tools.cli.simulate import read_trace_file
     from gateway.tools.plan.catalogue import packaged_catalogue, read_catalogue
     from gateway.tools.plan.search import Goal, PlanQuestion
+    from gateway.tools.plan.workload import TraceTooShortError, from_trace
 
     goal = Goal(ttft_p95, completion_p95, most_use)
     recorded = None if trace is None else read_trace_file(trace, limit=limit)
     given = (requests_per_hour, backlog, prompt, completion)
 
     def workload() -> Workload:
-        if recorded is not None:
-            return _traced_workload(recorded)
-        return _build_workload(*given, repeat, peak, within)
+        if recorded is None:
+            return _build_workload(*given, repeat, peak, within)
+        with _reported("--trace: ", TraceTooShortError, ValueError, status=2):
+            return from_trace(recorded)
 
     if fleet:
         for name, unfit in (("--backlog", backlog), ("--plot", plot)):
             if unfit is not None:
                 raise CommandFailed(f"{name} has no meaning with --fleet: leave it out", status=2)
         from gateway.tools.cli.client import connect_admin
-        from gateway.tools.plan.running_fleet import traffic_of
+        from gateway.tools.plan.running_fleet import (
+            UnmeasuredFleetError,
+            measured_fleet,
+            traffic_of,
+        )
 
         with connect_admin(admin_url, admin_key_file, config, ca=admin_ca) as admin:
-            measured = _read_measured(admin.nodes())
+            with _reported("--fleet: ", UnmeasuredFleetError, ValueError):
+                measured = measured_fleet(admin.nodes())
+            for note in measured.notes:
+                print_note(note)
             if recorded is None and all(value is None for value in given):
                 traffic = _ledger_traffic(admin, since, measured, peak)
             else:
@@ -329,6 +337,15 @@ def plan(
     _plan_new(question, currency, time_limit, plot, as_json)
 
 
+@contextmanager
+def _reported(before: str, *kinds: type[Exception], status: int = 1) -> Iterator[None]:
+    """Report errors of these kinds as failures of the command."""
+    try:
+        yield
+    except kinds as error:
+        raise CommandFailed(f"{before}{error}", status) from None
+
+
 def _check_numbers(given: dict[str, tuple[float | None, float, float, bool]]) -> None:
     """Check each option's bounds: value, least, most, and whether the least is allowed."""
     for name, (value, least, most, inclusive) in given.items():
@@ -363,7 +380,7 @@ def _build_workload(
     for name, value in (("--prompt", prompt), ("--completion", completion)):
         if value is None:
             raise CommandFailed(f"{name} TOKENS is missing: how long are they?", status=2)
-    try:
+    with _reported("", ValueError, status=2):
         return Workload(
             requests_per_hour or backlog or 0.0,
             prompt or 0.0,
@@ -372,18 +389,6 @@ def _build_workload(
             peak=1.0 if backlog is not None else peak,
             backlog_hours=within if backlog is not None else None,
         )
-    except ValueError as error:
-        raise CommandFailed(str(error), status=2) from None
-
-
-def _traced_workload(trace: Trace) -> Workload:
-    """Return the figures of a recorded trace. Raises CommandFailed."""
-    from gateway.tools.plan.workload import TraceTooShortError, from_trace
-
-    try:
-        return from_trace(trace)
-    except (TraceTooShortError, ValueError) as error:
-        raise CommandFailed(f"--trace: {error}", status=2) from None
 
 
 def _ledger_traffic(
@@ -406,26 +411,11 @@ def _ledger_traffic(
                 f"busiest hour: upgrade it; or {instead}"
             ) from None
         raise CommandFailed(f"{error}; instead of its ledger, {instead}") from None
-    try:
+    with _reported("--fleet: ", UnmeasuredFleetError, ValueError):
         traffic = busiest_hour(told, fleet, peak)
-    except (UnmeasuredFleetError, ValueError) as error:
-        raise CommandFailed(f"--fleet: {error}") from None
     for note in traffic.notes:
         print_note(note)
     return traffic
-
-
-def _read_measured(nodes: list[dict[str, object]]) -> MeasuredFleet:
-    """Return the running fleet, in kinds of nodes. Raises CommandFailed."""
-    from gateway.tools.plan.running_fleet import UnmeasuredFleetError, measured_fleet
-
-    try:
-        found = measured_fleet(nodes)
-    except (UnmeasuredFleetError, ValueError) as error:
-        raise CommandFailed(f"--fleet: {error}") from None
-    for note in found.notes:
-        print_note(note)
-    return found
 
 
 def _own_node(
@@ -468,10 +458,8 @@ def _choose_types(
     """Return the catalogue's types that can serve the model. Raises CommandFailed."""
     from gateway.tools.plan.catalogue import NoTypeFitsError, fitting_types
 
-    try:
+    with _reported("", NoTypeFitsError, status=2):
         found, notes = fitting_types(listed, model_gib, names)
-    except NoTypeFitsError as error:
-        raise CommandFailed(str(error), status=2) from None
     for note in notes:
         print_note(note)
     return found
@@ -495,12 +483,9 @@ def _plan_new(
     from gateway.tools.plan.answer import answer, break_even, compare_deployments, plot_break_even
     from gateway.tools.simulate.simulation import StuckError
 
-    try:
-        with _time_limit(time_limit) as limit:
-            found = answer(question, limit)
-            rows = compare_deployments(found, limit)
-    except StuckError as error:
-        raise CommandFailed(str(error)) from None
+    with _reported("", StuckError), _time_limit(time_limit) as limit:
+        found = answer(question, limit)
+        rows = compare_deployments(found, limit)
     if found.best is None:
         reasons = "\n".join(f"{one.name}: {one.rejected}" for one in found.options)
         raise CommandFailed(f"no fleet of these nodes meets the goal:\n{reasons}")
@@ -532,11 +517,8 @@ def _plan_fleet(
     from gateway.tools.plan.running_fleet import UnmeasuredFleetError, what_if
     from gateway.tools.simulate.simulation import StuckError
 
-    try:
-        with _time_limit(time_limit) as limit:
-            found = what_if(question, measured, traffic, limit)
-    except (UnmeasuredFleetError, StuckError) as error:
-        raise CommandFailed(f"--fleet: {error}") from None
+    with _reported("--fleet: ", UnmeasuredFleetError, StuckError), _time_limit(time_limit) as limit:
+        found = what_if(question, measured, traffic, limit)
     for note in found.notes:
         print_note(note)
     if as_json:

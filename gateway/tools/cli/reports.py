@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from gateway.store.store import Store
     from gateway.usage.reports import UsageReport
 
-REPORT_TIMEOUT = 90.0
-"""Seconds; longer than a gateway takes for a report at most."""
+REPORT_TIMEOUT = 90.0  # seconds; longer than a gateway takes for a report at most
 
 USAGE_EXAMPLES = examples_epilog(
     ("llama-gateway usage", "the last 30 days, by model"),
@@ -39,15 +38,7 @@ def usage(
             help="What to sum up by; two of them with a comma: key,day.",
         ),
     ] = "model",
-    since: Annotated[
-        str | None,
-        typer.Option(
-            "--since",
-            metavar="TIME",
-            show_default="30d",
-            help="A date, a time of RFC 3339, or how long ago (7d, 12h); UTC.",
-        ),
-    ] = None,
+    since: Annotated[str | None, options.since("30d")] = None,
     until: options.Until = None,
     limit: Annotated[
         int | None,
@@ -182,10 +173,7 @@ def _money_lines(money: dict[str, Any]) -> list[str]:
 
 
 MOST_SHOWN = 100_000
-
-PAGE = 1000
-"""Entries of one response of the admin API."""
-
+PAGE = 1000  # entries of one response of the admin API
 AUDIT_COLUMNS = ("TIME", "ACTOR", "ROLE", "ACTION", "TARGET", "OUTCOME", "DETAILS")
 
 AUDIT_EXAMPLES = examples_epilog(
@@ -197,15 +185,7 @@ AUDIT_EXAMPLES = examples_epilog(
 
 
 def audit(
-    since: Annotated[
-        str | None,
-        typer.Option(
-            "--since",
-            metavar="TIME",
-            show_default="the beginning",
-            help="A date, a time of RFC 3339, or how long ago (7d, 12h); UTC.",
-        ),
-    ] = None,
+    since: Annotated[str | None, options.since("the beginning")] = None,
     until: options.Until = None,
     action: Annotated[
         str | None,

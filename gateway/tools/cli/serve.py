@@ -11,7 +11,6 @@ from gateway.tools.cli import options
 from gateway.tools.cli.options import examples_epilog
 from gateway.tools.cli.terminal import (
     CommandFailed,
-    format_cell,
     print_config_error,
     print_error,
     print_json,
@@ -22,7 +21,6 @@ from gateway.tools.cli.terminal import (
 if TYPE_CHECKING:
     from gateway.config.errors import Problem
     from gateway.config.inventory import Inventory
-    from gateway.config.settings import Settings
     from gateway.startup import StartProblem
     from gateway.tools.cli.node_checks import NodeCheck
 
@@ -41,6 +39,8 @@ CHECK_EXAMPLES = examples_epilog(
     ("llama-gateway check --probe", "and asks every node for its properties"),
     ("llama-gateway check --nodes new.yaml && mv new.yaml config/nodes.yaml", "before a change"),
 )
+
+_CHECK_COLUMNS = ("NAME", "ANSWER", "SLOTS", "CONTEXT", "MODELS", "BUILD", "LATENCY", "REMARKS")
 
 
 def serve(
@@ -100,6 +100,8 @@ def check(
     Give it the flags of serve. Every problem of both files is listed with its line and its remedy.
     Exit status 2 if serve would refuse to start, 1 for a node that does not answer.
     """
+    import asyncio
+
     from gateway.config.errors import ConfigError
     from gateway.startup import Options, check_startup, empty_pools
 
@@ -127,18 +129,23 @@ def check(
     labels = (node.labels for node in found.inventory.nodes)
     warnings = [str(warning) for warning in found.inventory.warnings]
     warnings += empty_pools(found.settings, labels)
-    checks = _check_nodes(found.inventory, found.settings) if probe else None
+    checks: list[NodeCheck] = []
+    differing: list[str] = []
+    if probe:
+        from gateway.tools.cli.node_checks import check_nodes, differences
+
+        checks = asyncio.run(check_nodes(found.inventory, found.settings))
+        differing = differences(checks)
     if as_json:
         result: dict[str, Any] = {"valid": True, "problems": [], "warnings": warnings}
-        if checks is not None:
-            from gateway.tools.cli.node_checks import differences
-
-            result["nodes"] = [one.as_dict() for one in checks]
-            result["differences"] = differences(checks)
+        if probe:
+            result |= {"nodes": [one.as_dict() for one in checks], "differences": differing}
         print_json(result)
     else:
         _report(nodes, found.inventory, given.settings_file, warnings, checks)
-    if checks is not None and any(one.should_be_up and not one.up for one in checks):
+        for difference in differing:
+            print_note(f"warning: nodes of one model differ: {difference}")
+    if any(one.fails for one in checks):
         raise typer.Exit(1)
 
 
@@ -164,34 +171,21 @@ def _start_problem(problem: StartProblem) -> dict[str, object]:
     }
 
 
-def _check_nodes(inventory: Inventory, settings: Settings) -> list[NodeCheck]:
-    import asyncio
-
-    from gateway.tools.cli.node_checks import check_nodes
-
-    return asyncio.run(check_nodes(inventory, settings))
-
-
 def _report(
     nodes: Path,
     inventory: Inventory,
-    settings_path: Path | None,
+    settings: Path | None,
     warnings: list[str],
-    checks: list[NodeCheck] | None,
+    checks: list[NodeCheck],
 ) -> None:
     count = len(inventory.nodes)
     print(f"{nodes}: valid, {count} {'node' if count == 1 else 'nodes'}")
-    if settings_path is None:
+    if settings is None:
         print(f"{options.DEFAULT_CONFIG}: not there, every setting has its default")
     else:
-        print(f"{settings_path}: valid")
+        print(f"{settings}: valid")
     for warning in warnings:
         print_note(f"warning: {warning}")
     if checks:
         print()
-        columns = ("NAME", "ANSWER", "SLOTS", "CONTEXT", "MODELS", "BUILD", "LATENCY", "REMARKS")
-        print_table(columns, (one.table_row(format_cell) for one in checks), state_column=1)
-        from gateway.tools.cli.node_checks import differences
-
-        for difference in differences(checks):
-            print_note(f"warning: nodes of one model differ: {difference}")
+        print_table(_CHECK_COLUMNS, (one.table_row() for one in checks), state_column=1)

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from gateway.config.errors import ConfigError
 
 
-PIPED_WIDTH = 10_000
-"""Characters: a table in a pipe is not folded."""
+PIPED_WIDTH = 10_000  # characters: a table in a pipe is not folded
 
 STATE_COLOURS = {
     "ready": "green",
@@ -128,35 +127,29 @@ def format_cell(value: object) -> str:
     return single_line(str(value))
 
 
-MOST_WIDTH = 100
-"""Columns; longer lines are hard to read."""
-
+MOST_WIDTH = 100  # columns; longer lines are hard to read
 LEAST_WIDTH = 20
-
-TWO_COLUMN_WIDTH = 70
-"""From this width on an option's help stands beside it, and not below."""
-
-OPTION_COLUMN_WIDTH = 30
-"""Columns for the options then; a longer option has a line of its own."""
+TWO_COLUMN_WIDTH = 70  # from this width on an option's help stands beside it, and not below
+OPTION_COLUMN_WIDTH = 30  # columns for the options then; a longer option has a line of its own
 
 UsageError: Any = typer.BadParameter.__base__
 """The error of a wrong command line, in the click that typer uses."""
 
 
+def _format_help(command: Any, ctx: Any, formatter: Any) -> None:
+    formatter.write("\n".join(_help(command, ctx)))
+
+
 class HelpCommand(TyperCommand):
     """A command with the help of this module."""
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help."""
-        formatter.write("\n".join(_help(self, ctx)))
+    format_help = _format_help
 
 
 class HelpGroup(TyperGroup):
     """A group of commands with the help of this module."""
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help."""
-        formatter.write("\n".join(_help(self, ctx)))
+    format_help = _format_help
 
 
 def usage_message(error: Exception) -> str | None:

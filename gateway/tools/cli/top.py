@@ -16,7 +16,7 @@ from gateway.tools.cli.terminal import CommandFailed, print_json, print_note, pr
 
 if TYPE_CHECKING:
     from gateway.tools.cli.client import AdminClient
-    from gateway.tools.top.picture import FleetPicture
+    from gateway.tools.top.fleet import FleetPicture
 
 
 EXAMPLES = examples_epilog(
@@ -50,7 +50,7 @@ def top(
     used by another client of the server, and a dot is free. A percentage behind a speed compares it
     with the node's own past.
     """
-    from gateway.tools.top.feed import refusal
+    from gateway.tools.top.fleet import refusal
 
     with connect_admin(admin_url, admin_key_file, config, ca=admin_ca) as admin:
         try:
@@ -75,8 +75,7 @@ def top(
 
 def _read_once(admin: AdminClient) -> FleetPicture:
     """The state now."""
-    from gateway.tools.top.feed import LIVE_PATH
-    from gateway.tools.top.picture import FleetPicture
+    from gateway.tools.top.fleet import LIVE_PATH, FleetPicture
 
     picture = FleetPicture()
     for event, data in admin.events(LIVE_PATH):
@@ -87,7 +86,7 @@ def _read_once(admin: AdminClient) -> FleetPicture:
 
 
 def _print(picture: FleetPicture, *, as_json: bool) -> None:
-    from gateway.tools.top.tables import (
+    from gateway.tools.top.fleet import (
         NODE_COLUMNS,
         QUEUE_TITLES,
         headline,

@@ -49,158 +49,120 @@ _of_servers = partial(typer.Option, rich_help_panel="Servers")
 _of_download = partial(typer.Option, rich_help_panel="Download")
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-
-LONGEST_TOKEN = 4096
-"""Characters of a token for a download."""
-
-Model = Annotated[
-    str | None,
-    _of_servers(
-        "--model",
-        metavar="FILE.gguf|URL",
-        show_default="a small demo model of random weights",
-        help="The model to serve: a file, or an https address that it is downloaded from once.",
-    ),
-]
-
-Servers = Annotated[
-    int | None,
-    _of_servers(
-        "--servers",
-        min=1,
-        max=256,
-        metavar="N",
-        show_default="one per NUMA node",
-        help="How many llama.cpp servers to start.",
-    ),
-]
-
-Slots = Annotated[
-    int,
-    _of_servers(
-        "--slots",
-        min=1,
-        max=256,
-        metavar="N",
-        help="Requests that one server takes at once.",
-    ),
-]
-
-Context = Annotated[
-    int | None,
-    _of_servers(
-        "--context",
-        min=1,
-        max=1 << 24,
-        metavar="N",
-        show_default="4096, or the model's if that is less",
-        help=(
-            "Tokens of prompt and answer that one request may have. Coding agents begin with "
-            "thousands. Memory grows with slots times context."
-        ),
-    ),
-]
-
-Embedding = Annotated[
-    bool,
-    _of_servers(
-        "--embedding",
-        help=(
-            "Serve /v1/embeddings too, beside chats. A text may have --context tokens, and takes "
-            "them at once: that costs memory."
-        ),
-    ),
-]
-
-ServerPort = Annotated[
-    int | None,
-    _of_servers(
-        "--server-port",
-        min=0,
-        max=65535,
-        metavar="PORT",
-        show_default="8081",
-        help=(
-            "Port of the first server; the others get the next ones. Ports in use are skipped. 0 "
-            "takes free ones."
-        ),
-    ),
-]
-
-ServerBin = Annotated[
-    Path | None,
-    _of_servers(
-        "--server-bin",
-        metavar="FILE",
-        show_default="llama-server on PATH, else the embedded one",
-        help="The llama-server program to use.",
-    ),
-]
-
-ForceMemory = Annotated[
-    bool,
-    _of_servers(
-        "--force-memory",
-        help="Start even if too little memory would stay free.",
-    ),
-]
-
-Mlock = Annotated[
-    bool,
-    _of_servers(
-        "--mlock",
-        help="Lock the model in memory, so that it is never swapped out.",
-    ),
-]
-
-
-Sha256 = Annotated[
-    list[str] | None,
-    _of_download(
-        "--sha256",
-        metavar="DIGEST",
-        show_default="not checked",
-        help="SHA-256 of the model behind a URL; once for each file of a split one.",
-    ),
-]
-
-TokenEnv = Annotated[
-    str | None,
-    _of_download(
-        "--token-env",
-        metavar="NAME",
-        show_default="no token is sent",
-        help=(
-            "Variable of the environment, such as HF_TOKEN, whose token is sent to the URL's host "
-            "(and to no other one)."
-        ),
-    ),
-]
-
-MaxBytes = Annotated[
-    str | None,
-    _of_download(
-        "--max-bytes",
-        metavar="SIZE",
-        show_default="what disk and memory have room for",
-        help="Refuse a larger download, such as 8GiB.",
-    ),
-]
+LONGEST_TOKEN = 4096  # characters of a token for a download
 
 
 def up(
-    model: Model = None,
-    servers: Servers = None,
-    slots: Slots = 2,
-    context: Context = None,
-    embedding: Embedding = False,
-    server_port: ServerPort = None,
-    server_bin: ServerBin = None,
-    force_memory: ForceMemory = False,
-    mlock: Mlock = False,
-    sha256: Sha256 = None,
-    token_env: TokenEnv = None,
-    max_bytes: MaxBytes = None,
+    model: Annotated[
+        str | None,
+        _of_servers(
+            "--model",
+            metavar="FILE.gguf|URL",
+            show_default="a small demo model of random weights",
+            help="The model to serve: a file, or an https address that it is downloaded from once.",
+        ),
+    ] = None,
+    servers: Annotated[
+        int | None,
+        _of_servers(
+            "--servers",
+            min=1,
+            max=256,
+            metavar="N",
+            show_default="one per NUMA node",
+            help="How many llama.cpp servers to start.",
+        ),
+    ] = None,
+    slots: Annotated[
+        int,
+        _of_servers(
+            "--slots", min=1, max=256, metavar="N", help="Requests that one server takes at once."
+        ),
+    ] = 2,
+    context: Annotated[
+        int | None,
+        _of_servers(
+            "--context",
+            min=1,
+            max=1 << 24,
+            metavar="N",
+            show_default="4096, or the model's if that is less",
+            help=(
+                "Tokens of prompt and answer that one request may have. Coding agents begin with "
+                "thousands. Memory grows with slots times context."
+            ),
+        ),
+    ] = None,
+    embedding: Annotated[
+        bool,
+        _of_servers(
+            "--embedding",
+            help=(
+                "Serve /v1/embeddings too, beside chats. A text may have --context tokens, and "
+                "takes them at once: that costs memory."
+            ),
+        ),
+    ] = False,
+    server_port: Annotated[
+        int | None,
+        _of_servers(
+            "--server-port",
+            min=0,
+            max=65535,
+            metavar="PORT",
+            show_default="8081",
+            help=(
+                "Port of the first server; the others get the next ones. Ports in use are skipped. "
+                "0 takes free ones."
+            ),
+        ),
+    ] = None,
+    server_bin: Annotated[
+        Path | None,
+        _of_servers(
+            "--server-bin",
+            metavar="FILE",
+            show_default="llama-server on PATH, else the embedded one",
+            help="The llama-server program to use.",
+        ),
+    ] = None,
+    force_memory: Annotated[
+        bool, _of_servers("--force-memory", help="Start even if too little memory would stay free.")
+    ] = False,
+    mlock: Annotated[
+        bool,
+        _of_servers("--mlock", help="Lock the model in memory, so that it is never swapped out."),
+    ] = False,
+    sha256: Annotated[
+        list[str] | None,
+        _of_download(
+            "--sha256",
+            metavar="DIGEST",
+            show_default="not checked",
+            help="SHA-256 of the model behind a URL; once for each file of a split one.",
+        ),
+    ] = None,
+    token_env: Annotated[
+        str | None,
+        _of_download(
+            "--token-env",
+            metavar="NAME",
+            show_default="no token is sent",
+            help=(
+                "Variable of the environment, such as HF_TOKEN, whose token is sent to the URL's "
+                "host (and to no other one)."
+            ),
+        ),
+    ] = None,
+    max_bytes: Annotated[
+        str | None,
+        _of_download(
+            "--max-bytes",
+            metavar="SIZE",
+            show_default="what disk and memory have room for",
+            help="Refuse a larger download, such as 8GiB.",
+        ),
+    ] = None,
     config: options.ConfigFile = None,
     host: options.Host = None,
     port: options.Port = None,
@@ -377,11 +339,7 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
     async with AsyncExitStack() as exit_stack:
         base = BASE_PORT if server_port is None else server_port
         fleet = LocalFleet(
-            plan.specs,
-            plan.log_folder,
-            binary=plan.binary,
-            on_event=show,
-            base_port=base,
+            plan.specs, plan.log_folder, binary=plan.binary, on_event=show, base_port=base
         )
         # The gateway's ports are reserved first: a taken one ends the command here, and no server
         # gets one of them.
@@ -407,18 +365,12 @@ async def _serve(plan: LocalFleetPlan, given: Options, server_port: int | None) 
         )
 
 
-def startup_progress(
-    servers: Sequence[str],
-) -> tuple[Progress, Callable[[ServerEvent], None]]:
+def startup_progress(servers: Sequence[str]) -> tuple[Progress, Callable[[ServerEvent], None]]:
     """Return a display, and a function that shows servers' events in it, and logs later ones."""
     from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from gateway.tools.cli.progress import Progress
-    from gateway.tools.local.supervisor import (
-        ServerLoading,
-        ServerReady,
-        ServerStarted,
-    )
+    from gateway.tools.local.supervisor import ServerLoading, ServerReady, ServerStarted
 
     progress = Progress(
         TextColumn(" "),

@@ -18,7 +18,7 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Secrets of webhooks, which receive events of batches and responses.",
     epilog=examples_epilog(
-        ("llama-gateway webhooks secret > hooks.secret", "a secret for `webhooks.targets`"),
+        ("llama-gateway webhooks secret > hooks.secret", "a secret for `webhooks.targets`")
     ),
 )
 

@@ -58,22 +58,12 @@ def why(
 Json = dict[str, Any]
 
 _NODE_COLUMNS = (
-    "NODE",
-    "EXPECTED",
-    "QUEUE",
-    "READING",
-    "CACHED",
-    "WRITING",
-    "NEIGHBOURS",
-    "DOUBT",
-    "SLOTS",
-    "NOTE",
+    *("NODE", "EXPECTED", "QUEUE", "READING", "CACHED", "WRITING"),
+    *("NEIGHBOURS", "DOUBT", "SLOTS", "NOTE"),
 )
 
 _WAITING_COLUMNS = ("NODE", "STATE", "SLOTS", "FREE IN", "CACHED", "EXPECTED")
-
 _OUTCOME_COLUMNS = ("", "PREDICTED", "ACTUAL")
-
 LEGEND = """\
 EXPECTED is the sum of the seconds behind it; the node with the least is chosen.
 QUEUE       other prompts that the node has to read first

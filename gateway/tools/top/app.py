@@ -19,11 +19,11 @@ from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, Tab
 from gateway.tools.cli.client import AdminClient
 from gateway.tools.cli.terminal import STATE_COLOURS, CommandFailed
 from gateway.tools.cli.why import explained
-from gateway.tools.top.feed import FeedFollower
-from gateway.tools.top.picture import FleetPicture
-from gateway.tools.top.tables import (
+from gateway.tools.top.fleet import (
     NODE_COLUMNS,
     QUEUE_TITLES,
+    FeedFollower,
+    FleetPicture,
     Line,
     headline,
     node_lines,
@@ -33,20 +33,11 @@ from gateway.tools.top.tables import (
     request_lines,
 )
 
-STALE_SECONDS = 5.0
-"""After so long without an event the screen says so."""
-
-MOST_PROBLEMS_ABOVE = 3
-"""Problems that are shown above the tables."""
-
-MOST_LINES_ABOVE = 9
-"""Lines that they take, and no more than a quarter of the screen."""
-
-LOW_LINES = 16
-"""A screen of fewer lines has none to spare for an empty one."""
-
+STALE_SECONDS = 5.0  # after so long without an event the screen says so
+MOST_PROBLEMS_ABOVE = 3  # problems that are shown above the tables
+MOST_LINES_ABOVE = 9  # lines that they take, and no more than a quarter of the screen
+LOW_LINES = 16  # a screen of fewer lines has none to spare for an empty one
 SEVERITY_STYLES = {"critical": "bold red", "warning": "yellow", "notice": "cyan"}
-
 TABS = ("nodes", "queue", "requests", "problems")
 
 

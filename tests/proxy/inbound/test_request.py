@@ -19,6 +19,7 @@ from gateway.proxy.inbound.body import (
     bytes_to_parse,
     parse_body,
     read_large_body,
+    run_at_once,
 )
 from gateway.proxy.inbound.request import (
     MOST_PROMPTS_BYTES,
@@ -360,35 +361,26 @@ def aliases(**rules: ModelRule) -> ModelAliases:
     return ModelAliases({name.replace("_", "-"): rule for name, rule in rules.items()})
 
 
-def test_a_name_without_a_rule_resolves_to_itself() -> None:
-    assert aliases().resolve("mistral", SERVED) == (ResolvedModel("mistral"),)
+TO_B, TO_BOTH = ModelRule(use=("b",), set={"x": 1}), ModelRule(use=("b", "c"))
+X, SELF, VIA = ModelRule(set={"x": 2}), ModelRule(use=("a", "b")), ModelRule(use=("via", "b"))
 
 
-def test_an_alias_resolves_to_the_model_it_uses() -> None:
-    rule = ModelRule(use=("mistral",))
-    assert aliases(gpt=rule).resolve("gpt", SERVED) == (ResolvedModel("mistral", (rule,)),)
-
-
-def test_a_list_is_kept_in_its_order() -> None:
-    found = aliases(helper=ModelRule(use=("phi", "mistral"))).resolve("helper", SERVED)
-    assert [model.name for model in found] == ["phi", "mistral"]
-
-
-def test_rules_are_collected_along_the_chain() -> None:
-    outer, inner = ModelRule(use=("b",), set={"x": 1}), ModelRule(set={"x": 2})
-    assert aliases(a=outer, b=inner).resolve("a", SERVED) == (ResolvedModel("b", (outer, inner)),)
-
-
-def test_a_name_may_use_itself_beside_others() -> None:
-    rule = ModelRule(use=("a", "b"))
-    found = aliases(a=rule).resolve("a", SERVED)
-    assert found == (ResolvedModel("a", (rule,)), ResolvedModel("b", (rule,)))
-
-
-def test_the_first_path_to_a_model_counts() -> None:
-    via, direct = ModelRule(use=("m",), set={"x": 1}), ModelRule(use=("via", "m"))
-    found = aliases(top=direct, via=via).resolve("top", SERVED)
-    assert found == (ResolvedModel("m", (direct, via)),)
+@each_case(
+    ("rules", "models"),
+    [
+        ({}, [("a", ())]),
+        ({"a": TO_B}, [("b", (TO_B,))]),
+        ({"a": TO_BOTH}, [("b", (TO_BOTH,)), ("c", (TO_BOTH,))]),
+        ({"a": TO_B, "b": X}, [("b", (TO_B, X))]),
+        ({"a": SELF}, [("a", (SELF,)), ("b", (SELF,))]),
+        ({"a": VIA, "via": TO_B}, [("b", (VIA, TO_B))]),  # the first path to a model counts
+    ],
+)
+def test_a_name_resolves_to_the_models_it_uses_with_the_rules_on_the_way(
+    rules: dict[str, ModelRule], models: list[tuple[str, tuple[ModelRule, ...]]]
+) -> None:
+    found = aliases(**rules).resolve("a", SERVED)
+    assert found == tuple(ResolvedModel(name, applied) for name, applied in models)
 
 
 def test_the_models_of_an_alias_are_bounded() -> None:
@@ -453,21 +445,13 @@ def made(body: dict[str, Any], **limits: Any) -> Any:
     settings = LimitSettings(**limits)
     whole: Any = data
     if len(data) >= LARGE_BODY_BYTES:
-        whole = ended(read_large_body(data, settings))
+        whole = run_at_once(read_large_body(data, settings))
     return parse_prompt_list(whole, raw(body["prompt"]), settings, as_it_is)
 
 
 def as_it_is(_: int, part: bytes) -> Any:
     yield
     return part
-
-
-def ended(steps: Any) -> Any:
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
 
 
 @pytest.mark.parametrize("length", [1, LARGE_BODY_BYTES])

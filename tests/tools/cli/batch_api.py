@@ -88,7 +88,7 @@ class BatchApi:
             "request_counts": {"total": total, "completed": 0, "failed": 0},
             "llama_gateway": {
                 "waiting": total, "running": 0, "tokens_per_second": 55.0,
-                "expected_end": NOW + 60, "cost": 0.25, "expected_cost": 0.5, "paused": None,
+                "expected_end": NOW + 60, "cost": 0.25, "expected_cost": 0.5, "paused": None
             },
             **fields,
         }  # fmt: skip

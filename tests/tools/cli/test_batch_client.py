@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -99,14 +98,6 @@ def test_a_server_that_is_no_gateway_is_told() -> None:
         api.answer = lambda *_: (200, b"<html>")  # type: ignore[method-assign]
         with pytest.raises(CommandFailed, match="is no gateway with /v1/batches"):
             client.batch("batch_1")
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff", b"two\nlines", "kéy".encode()])
-def test_a_key_file_without_a_key_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "key").write_bytes(content)
-    with pytest.raises(CommandFailed) as error:
-        BatchClient.connect(None, tmp_path / "key", None)
-    assert error.value.status == 2
 
 
 def test_an_upload_is_called_by_its_bytes() -> None:

@@ -203,7 +203,7 @@ def test_only_regular_texts_of_a_folder_are_taken(
     for told in (
         "large.txt: skipped: is larger than 100 bytes", "binary: skipped: is no text",
         "link: skipped: is a link", "below: skipped: is a folder",
-        "pipe: skipped: is no regular file",
+        "pipe: skipped: is no regular file"
     ):  # fmt: skip
         assert told in shown
 

@@ -114,10 +114,7 @@ async def test_a_gateway_that_is_killed_and_restarted_is_waited_for(tmp_path: Pa
 
 async def test_pause_partial_results_resume_and_cancel(tmp_path: Path) -> None:
     write_lines("lines.jsonl", 200)
-    async with (
-        EmulatedNode(slots=2, decode_tps=100.0) as node,
-        serving(tmp_path, node) as gateway,
-    ):
+    async with EmulatedNode(slots=2, decode_tps=100.0) as node, serving(tmp_path, node) as gateway:
         id_ = (await batch(gateway.url, "submit", "lines.jsonl")).out.strip()
         async with asyncio.timeout(LIMIT):
             while True:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,10 +22,6 @@ from gateway.tools.cli.batch_results import (
 )
 from gateway.tools.cli.options import Form
 from gateway.tools.cli.terminal import CommandFailed
-
-
-def put(data: bytes, file: BinaryIO) -> None:
-    file.write(data)
 
 
 def answered(body: object, status: int = 200) -> dict[str, Any]:
@@ -98,15 +94,16 @@ def test_names_that_would_be_the_same_are_told_apart() -> None:
 def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     place = tmp_path / "out"
 
-    def fail(_: object) -> None:
+    def fail() -> Iterator[bytes]:
+        yield b"some"
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        write_whole(place, fail, force=False)
+        write_whole(place, fail(), force=False)
     assert list(tmp_path.iterdir()) == []
-    write_whole(place, partial(put, b"one"), force=False)
+    write_whole(place, [b"one"], force=False)
     with pytest.raises(CommandFailed, match="is there already"):
-        write_whole(place, partial(put, b"two"), force=False)
+        write_whole(place, [b"two"], force=False)
     assert place.read_bytes() == b"one"
-    write_whole(place, partial(put, b"two"), force=True)
+    write_whole(place, [b"two"], force=True)
     assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("out", b"two")]

@@ -17,7 +17,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     cache = tmp_path / "cache"
     monkeypatch.setenv("LLAMA_GATEWAY_CACHE", str(cache))
     for key, name, size, days in (
-        ("0" * 16, "big.gguf", 3 << 20, 40), ("1" * 16, "new.gguf", 2 << 20, 1),
+        ("0" * 16, "big.gguf", 3 << 20, 40), ("1" * 16, "new.gguf", 2 << 20, 1)
     ):  # fmt: skip
         path = cache / "downloads" / key / name
         path.parent.mkdir(parents=True)

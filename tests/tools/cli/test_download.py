@@ -126,7 +126,7 @@ def test_a_signal_keeps_what_has_arrived(
     server.faults.append(Fault(hold=held))
     with subprocess.Popen(
         [*COMMAND, "--model", f"{server.origin}/m.gguf"], env=environment,
-        stderr=subprocess.PIPE, text=True,
+        stderr=subprocess.PIPE, text=True
     ) as process:  # fmt: skip
         try:
             assert server.half_way.wait(60)

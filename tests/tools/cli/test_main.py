@@ -14,11 +14,7 @@ from typer.testing import CliRunner
 from gateway import __version__
 from gateway.config.webhooks import MOST_SECRET_BYTES, secret_bytes
 from gateway.tools.cli import app
-from gateway.tools.cli.options import (
-    DEFAULT_CONFIG,
-    check_plot_file,
-    settings_file,
-)
+from gateway.tools.cli.options import DEFAULT_CONFIG, check_plot_file, settings_file
 from gateway.tools.cli.terminal import CommandFailed
 from tests.tools.cli.running import run, run_on_terminal, run_process
 

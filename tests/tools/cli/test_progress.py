@@ -7,12 +7,7 @@ from structlog.testing import capture_logs
 
 from gateway.tools.cli.progress import DownloadProgress, StatusProgress, describe_download
 from gateway.tools.cli.up import startup_progress
-from gateway.tools.local.supervisor import (
-    ServerExited,
-    ServerLoading,
-    ServerReady,
-    ServerStarted,
-)
+from gateway.tools.local.supervisor import ServerExited, ServerLoading, ServerReady, ServerStarted
 
 
 def test_each_event_of_a_start_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:

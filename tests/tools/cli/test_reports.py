@@ -201,10 +201,7 @@ def test_entries_are_chosen_by_time_action_and_target(tmp_path: Path) -> None:
 @pytest.mark.parametrize("url", ["sqlite:///gateway.db", "off"])
 async def test_the_running_gateway_is_asked_page_by_page(url: str, tmp_path: Path) -> None:
     settings = {"store": {"url": url}}
-    async with (
-        EmulatedNode() as node,
-        running_gateway(tmp_path, [node.url], settings) as running,
-    ):
+    async with EmulatedNode() as node, running_gateway(tmp_path, [node.url], settings) as running:
         for number in range(990):
             running.gateway.audit.record("alice", "operator", "drain", f"node-{number}")
         ran = await through(running, "audit", "--limit", "2000", "--action", "drain", "--json")

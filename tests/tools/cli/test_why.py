@@ -34,10 +34,7 @@ async def a_gateway(folder: Path, count: int = 2) -> AsyncIterator[Running]:
 async def ask(gateway: Running, tag: str, tokens: int = 4) -> int:
     response = await gateway.client.post(
         "/v1/chat/completions",
-        json={
-            "messages": [{"role": "user", "content": SECRET}],
-            "max_tokens": tokens,
-        },
+        json={"messages": [{"role": "user", "content": SECRET}], "max_tokens": tokens},
         headers={"x-request-id": tag},
     )
     return response.status_code
@@ -127,10 +124,7 @@ SETTINGS = {"store": {"url": "off"}, "health": {"interval": 0.2}}
 async def chat(gateway: Running, tag: str, question: str, tokens: int = 16) -> dict[str, Any]:
     """The usage of a streamed chat."""
     body = {
-        "messages": [
-            {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": question},
-        ],
+        "messages": [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}],
         "max_tokens": tokens,
         "stream": True,
         "stream_options": {"include_usage": True},

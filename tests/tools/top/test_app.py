@@ -207,10 +207,7 @@ async def crowded_screen(
     folder: Path, columns: int, lines: int
 ) -> AsyncIterator[tuple[Top, Pilot[None]]]:
     """The screen over nodes none of which is there."""
-    async with (
-        serving(folder, DEAD) as gateway,
-        screen(gateway, columns, lines) as (app, pilot),
-    ):
+    async with serving(folder, DEAD) as gateway, screen(gateway, columns, lines) as (app, pilot):
         await until(pilot, lambda: len(app.picture.problems) > DEAD_NODES / 2)
         yield app, pilot
 
