@@ -7,13 +7,13 @@ the scheduler and the fleet learn from it is their affair (`LeaseService.ended`,
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from msgspec.structs import replace
+from tenacity import AsyncRetrying, RetryCallState, wait_random_exponential
 
 from gateway import errors
 from gateway.config.routing import RetrySettings
@@ -375,13 +375,13 @@ class Retries:
     again, and at most doubled from one to the next.
     """
 
-    __slots__ = ("_left", "_longest_pause", "_settings", "_spend", "out_of_budget")
+    __slots__ = ("_most", "_pause", "_spend", "_state", "out_of_budget")
 
     def __init__(self, settings: RetrySettings, attempts: int, spend: Callable[[], bool]) -> None:
         """`attempts`: with the first one. `spend`: take a retry of the budget, if it has one."""
-        self._left = attempts - 1
-        self._longest_pause, self._settings = settings.backoff, settings
-        self._spend = spend
+        self._most, self._spend = attempts, spend
+        self._pause = wait_random_exponential(settings.backoff, settings.backoff_max)
+        self._state = RetryCallState(AsyncRetrying(), None, (), {})
         self.out_of_budget = False
         """Whether the last attempt was refused because the budget is spent."""
 
@@ -390,15 +390,14 @@ class Retries:
 
         `reached_node`: whether the failed one did; if not, a retry adds no load and costs nothing.
         """
-        if self._left <= 0:
+        if self._state.attempt_number >= self._most:
             return False
         self.out_of_budget = reached_node and not self._spend()
         if self.out_of_budget:
             return False
-        self._left -= 1
-        longest = min(self._longest_pause, self._settings.backoff_max)
-        self._longest_pause *= 2
-        await asyncio.sleep(random.uniform(0.0, longest))
+        pause = self._pause(self._state)
+        self._state.attempt_number += 1
+        await asyncio.sleep(pause)
         return True
 
 
