@@ -101,8 +101,9 @@ class PromptKey(msgspec.Struct, frozen=True, eq=False):
         return bool(self.blocks) and self.size in {0, self.ends[-1] if self.ends else 0}
 
 
-# Structs of msgspec: a frozen dataclass of so many fields takes sixteen times as long to make.
-class LeaseCaller(msgspec.Struct, frozen=True, eq=False):
+# Structs of msgspec: a frozen dataclass of so many fields takes sixteen times as long to make. The
+# garbage collector need not look at them: plain values are never part of a cycle.
+class LeaseCaller(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Who asks, with which priority, and how long the request may wait."""
 
     id: str
@@ -125,7 +126,7 @@ class LeaseCaller(msgspec.Struct, frozen=True, eq=False):
     """How often it has done so."""
 
 
-class WantedNode(msgspec.Struct, frozen=True, eq=False):
+class WantedNode(msgspec.Struct, frozen=True, eq=False, gc=False):
     """What a node must have and be able to do."""
 
     model: str
@@ -153,7 +154,7 @@ class WantedNode(msgspec.Struct, frozen=True, eq=False):
     """The body's field that asks for so many slots, for errors."""
 
 
-class RequestSize(msgspec.Struct, frozen=True, eq=False):
+class RequestSize(msgspec.Struct, frozen=True, eq=False, gc=False):
     """How much work the request is for a node."""
 
     slots: int = 1
@@ -173,7 +174,7 @@ class RequestSize(msgspec.Struct, frozen=True, eq=False):
     """Identifies the prompt's prefixes; None: too short to be cached."""
 
 
-class LeaseRequest(msgspec.Struct, frozen=True, eq=False):
+class LeaseRequest(msgspec.Struct, frozen=True, eq=False, gc=False):
     """All that the scheduler may know of a request; it does not change while the request waits."""
 
     id: str

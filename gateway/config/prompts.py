@@ -128,9 +128,13 @@ def _ways(parts: Iterable[tuple[object, Any]]) -> int:
             ways *= sum(map(_ways, argument[1]))
         elif operation in {ops.MAX_REPEAT, ops.MIN_REPEAT}:
             least, most, inner = argument
-            if most > 1 and _ways(inner) > 1:
+            ways_inside = _ways(inner)
+            if most > 1 and ways_inside > 1:
                 raise _UnsupportedError("repeats something that has repeats or choices of its own")
-            ways *= _ways(inner) * min(most - least + 1, LONGEST_LINE)
+            if most > 1 and inner.getwidth()[0] == 0:
+                # However short the line is, `re` would go through all of the repeats.
+                raise _UnsupportedError("repeats something empty")
+            ways *= ways_inside * min(most - least + 1, LONGEST_LINE)
         elif operation not in _ONE_CHARACTER_OR_PLACE:
             raise _UnsupportedError(
                 "looks around, back, or into groups; plain characters, sets and repeats will do"

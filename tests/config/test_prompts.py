@@ -26,7 +26,7 @@ def test_the_plain_beginning_of_a_pattern_is_found(pattern: str, prefix: str) ->
     "pattern",
     [
         "time: (a|[0-9]|-)*$", "time: (abc|abd)+", "time: (?i:utc)", "time: (?P<hour>[0-9]{2})",
-        "time: []a]+[^]a]", "time: a{,3}?b{2,}",
+        "time: []a]+[^]a]", "time: a{,3}?b{2,}", "time: " + "(" * 40 + "a" + "){2}" * 40,
     ],
 )  # fmt: skip
 def test_sets_groups_and_single_repeats_are_supported(pattern: str) -> None:
@@ -40,6 +40,9 @@ def test_sets_groups_and_single_repeats_are_supported(pattern: str) -> None:
         ("time: (a?){3}", "repeats something"), ("time: a*+", "looks"),
         ("time: (?>a)", "looks"), (r"(?P<a>time): (?P=a)", "looks"),
         ("time: (a|bc){2}", "repeats something"), ("time: " + "(a|bc)" * 20, "too many ways"),
+        (r"time: (\b){4000000000}", "repeats something empty"),
+        ("time: " + "(" * 40 + "$" + "){2}" * 40, "repeats something empty"),
+        ("time: (a{0}){2}", "repeats something empty"),
     ],
 )  # fmt: skip
 def test_other_parts_are_refused(pattern: str, problem: str) -> None:

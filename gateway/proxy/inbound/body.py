@@ -1,9 +1,10 @@
-"""A large request body: stored once, never parsed as a whole, edited field by field.
+"""A request's body: parsed once if it is small; if it is large, edited field by field.
 
-A small body is bytes, parsed in one go. A large one has a `JsonOutline` (`json_outline.py`), which
-answers the same questions without reading the body again. An edit replaces fields and leaves the
-others in place; a node is sent the pieces. Work that takes milliseconds is done in short steps, by
-the `TimeSlicer` that all requests share, so that it does not block the event loop.
+A small body is bytes, parsed in one go. A large one is never parsed as a whole: it has a
+`JsonOutline` (`json_outline.py`), which answers the same questions without reading the body again.
+An edit replaces fields and leaves the others in place; a node is sent the pieces. Work that takes
+milliseconds is done in short steps, by the `TimeSlicer` that all requests share, so that it does
+not block the event loop.
 """
 
 from __future__ import annotations
@@ -495,7 +496,7 @@ class LargeBody:
         return self._body.count(b",", found.start, found.end) + 1
 
     def measure_prompt(self, prompt_field: str | None) -> PromptSize:
-        """As `parsed_body.measure_prompt` for a small body."""
+        """As the function `measure_prompt` for a small body."""
         ids, names = 0, _OTHER_PROMPT_PARTS
         if prompt_field is not None and prompt_field in PROMPT_FIELDS:
             ids = self.count_token_ids(prompt_field)
@@ -509,7 +510,7 @@ class LargeBody:
         return PromptSize(max(0, text), ids, self._media.tokens)
 
     def estimate_min_tokens(self, prompt_field: str | None) -> int:
-        """As `parsed_body.estimate_min_tokens` for a small body."""
+        """As the function `estimate_min_tokens` for a small body."""
         if prompt_field is None or prompt_field not in PROMPT_FIELDS:
             return 0
         if ids := self.count_token_ids(prompt_field):

@@ -55,6 +55,7 @@ def prepared(
     default: str | None = None,
     known: tuple[str, ...] = ("demo",),
     caller: Caller = ANYONE,
+    paused: frozenset[str] = frozenset(),
     **limits: Any,
 ) -> Request:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -71,6 +72,7 @@ def prepared(
     rules = RequestRules(LimitSettings(**limits), ModelAliases(models or {}), default)
     model_index = ModelIndex()
     model_index.set_nodes([a_node(model=list(known))] if known else [])
+    model_index.set_paused(paused)
     return prepare(incoming, parse_body(data), Priority.NORMAL, rules, model_index)
 
 
@@ -125,6 +127,14 @@ def test_a_rule_that_sets_n_takes_its_slots() -> None:
 
 
 # Models.
+
+
+def test_a_paused_model_is_refused_and_left_out_where_an_alias_has_others() -> None:
+    models = {"both": ModelRule(use=("a", "b"))}
+    left = prepared({"model": "both"}, models=models, paused=frozenset({"a"}))
+    assert left.lease_request.wanted.model_names == tuple(left.bodies) == ("b",)
+    for paused in (frozenset({"both"}), frozenset({"a", "b"})):
+        assert refused({"model": "both"}, models=models, paused=paused)[:2] == (503, "model_paused")
 
 
 def test_the_model_is_the_named_one_or_the_default_or_the_only_one() -> None:
