@@ -749,14 +749,13 @@ SLOW_HYBRID = {"slots": 1, "decode_tps": 20.0}
 @in_virtual_time
 async def test_each_class_keeps_to_its_tiers_and_spill_over_to_its_budget(tmp_path: Path) -> None:
     gpu = Endpoint()
-    site = a_site(
+    async with a_site(
         tmp_path,
         gpu,
         [a_cpu(**SLOW_HYBRID)],
         model={MODEL: gpu.model, "gpu-alone": gpu.model},
         cost_per_million_tokens={"prompt": 0, "completion": 1000},
-    )
-    async with site as site:
+    ) as site:
         for priority in ("normal", "batch"):
             stayed = await site.asked(3, priority)
             assert [(one.tier, one.fallback) for one in stayed] == [("cpu", None)] * 3
@@ -774,6 +773,11 @@ async def test_each_class_keeps_to_its_tiers_and_spill_over_to_its_budget(tmp_pa
         assert all(one.whole for one in answers)
         assert 1 <= tiers(answers)["gpu"] <= 5 - paid
         assert {one.fallback for one in answers if one.tier == "gpu"} == {"cpu_wait"}
+        policy = site.running.gateway.scheduler.tier_policy
+        await until(lambda: _running(policy) == 0)
+        shown = policy.view(now())["spill"]
+        assert isinstance(shown, dict)
+        assert shown["spilled"] == paid + tiers(answers)["gpu"]
 
         await site.reload(spill(share=1))
         assert tiers(await site.asked(3, "batch")) == {"cpu": 3}
