@@ -14,9 +14,9 @@ from gateway.events import (
     RequestFinished,
     WebhookAttempted,
 )
-from gateway.observe.exposition import Histogram
 from gateway.observe.metrics import (
     BatchSample,
+    Histogram,
     LedgerSample,
     Metrics,
     MetricsSnapshot,

@@ -17,7 +17,6 @@ from pydantic import (
     field_validator,
 )
 
-from gateway.config.autoscaling import Hook, command_as_hook
 from gateway.config.fields import (
     ConfigModel,
     Count,
@@ -36,6 +35,7 @@ from gateway.config.fields import (
     secret_from_variable,
     validation_error,
 )
+from gateway.config.scheduling import Hook, command_as_hook
 
 Endpoint = Literal["chat", "embeddings", "rerank", "infill", "audio", "vision"]
 

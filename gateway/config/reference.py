@@ -17,10 +17,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
-from gateway.config.autoscaling import command_as_hook
 from gateway.config.fields import ConfigModel, TypeLabel, as_list, format_duration, format_size
 from gateway.config.inventory import Inventory
 from gateway.config.node import NodeSpec
+from gateway.config.scheduling import command_as_hook
 from gateway.config.settings import Settings, is_restart_key
 from gateway.config.validation import keys_of, models_below, nested_model
 

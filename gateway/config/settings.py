@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
-from gateway.config.autoscaling import ElasticSettings
 from gateway.config.batches import BatchSettings
 from gateway.config.cache_privacy import CacheSpec
 from gateway.config.errors import ConfigError, Problem
@@ -44,7 +43,7 @@ from gateway.config.routing import (
     check_catch_all,
     find_alias_loop,
 )
-from gateway.config.scheduling import ClassRule, HybridSettings, QueueSettings
+from gateway.config.scheduling import ClassRule, ElasticSettings, HybridSettings, QueueSettings
 from gateway.config.store import StoreSettings, masked_store_url
 from gateway.config.telemetry import TelemetrySettings
 from gateway.config.usage_limits import GroupName, GroupSpec

@@ -20,8 +20,8 @@ import httpcore  # noqa: F401 - httpx would import it on the event loop: 30 ms
 import httpx
 
 from gateway import errors
-from gateway.config.autoscaling import ElasticSettings, Hook
 from gateway.config.node import NodeSpec
+from gateway.config.scheduling import ElasticSettings, Hook
 from gateway.config.settings import Settings
 from gateway.events import EventBus, HookEnded
 from gateway.fleet.fleet import Fleet

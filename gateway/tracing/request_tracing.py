@@ -21,9 +21,8 @@ import structlog
 
 from gateway.config.telemetry import TracesSettings
 from gateway.events import RequestFinished
-from gateway.request import Headers
+from gateway.request import Headers, RequestTrace, Traceparent, parse_traceparent
 from gateway.scheduling.decision_log import Decision, DecisionLog
-from gateway.trace_context import RequestTrace, Traceparent, parse_traceparent
 from gateway.tracing.spans import EndedRequest
 
 log = structlog.get_logger()

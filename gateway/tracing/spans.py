@@ -12,8 +12,8 @@ from typing import Literal
 from gateway.events import RequestFinished
 from gateway.observe.event_log import BLAMELESS_OUTCOMES
 from gateway.observe.metrics import OPERATIONS, PROVIDER
+from gateway.request import RequestTrace
 from gateway.scheduling.decision_log import Decision, Grant, Queueing, Refusal
-from gateway.trace_context import RequestTrace
 
 Attribute = str | bool | int | float | tuple[str, ...]
 

@@ -15,7 +15,7 @@ import msgspec
 from gateway import __version__, errors
 from gateway.config.listeners import AdminSettings, ListenSettings
 from gateway.config.settings import Settings
-from gateway.observe.exposition import CONTENT_TYPE
+from gateway.observe.metrics import CONTENT_TYPE
 from gateway.proxy.inbound.routes import Route, api_of_path, pages_of, routes_of
 from gateway.web.admin.app import ADMIN_ROUTES, AdminRoute
 from gateway.web.openapi_bodies import (

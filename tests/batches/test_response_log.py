@@ -438,6 +438,7 @@ async def test_each_sees_all_events_once_from_any_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tail: int
 ) -> None:
     monkeypatch.setattr(response_log, "TAIL_BYTES", tail)
+    monkeypatch.setattr(response_log, "SILENCE_SECONDS", 600.0)  # the machine may stand still
     rng = random.Random(tail)
     async with open_logs(tmp_path) as logs:
         log = await logs.create()

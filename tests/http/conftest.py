@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.http.authority import authority
-from tests.web.conftest import gate, hurried, pytest_asyncio_loop_factories, shared_gateway
+from tests.hurry import hurried
+from tests.web.conftest import gate, pytest_asyncio_loop_factories, shared_gateway
 
 __all__ = ["authority", "gate", "hurried", "pytest_asyncio_loop_factories", "shared_gateway"]

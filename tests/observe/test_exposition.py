@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.observe.exposition import Histogram, MetricsPage, labels
+from gateway.observe.metrics import Histogram, MetricsPage, labels
 
 
 @given(st.lists(st.floats(min_value=0, max_value=1e6), max_size=50))

@@ -18,8 +18,8 @@ import pytest
 from pydantic import SecretStr
 
 from gateway.access.keys import new_key
-from gateway.config.autoscaling import Hook
 from gateway.config.node import NodeSpec
+from gateway.config.scheduling import Hook
 from gateway.fleet.lifecycle import LifecyclePhase
 from gateway.fleet.node import NodeState
 from gateway.scheduling.autoscaler import MOST_OUTPUT, HookResult, run_hook

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from gateway.events import RequestFinished
-from gateway.trace_context import RequestTrace
+from gateway.request import RequestTrace
 from gateway.tracing.request_tracing import MOST_WAITING, TraceCounts, TraceExporter
 from gateway.tracing.spans import EndedRequest
 

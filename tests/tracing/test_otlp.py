@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.events import RequestFinished
-from gateway.trace_context import RequestTrace
+from gateway.request import RequestTrace
 from gateway.tracing.otlp import encode
 from gateway.tracing.spans import EndedRequest
 from tests.tracing.collector import ReceivedSpan, decoded

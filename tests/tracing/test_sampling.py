@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from gateway.trace_context import Traceparent
+from gateway.request import Traceparent
 from gateway.tracing.request_tracing import Allowance, Sampler
 
 CLIENT = Traceparent("1" * 32, "1" * 16, sampled=True)

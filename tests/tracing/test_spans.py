@@ -8,9 +8,8 @@ from typing import Any
 
 from gateway.events import RequestFinished
 from gateway.lease import NOTHING_TRIED
-from gateway.request import Priority
+from gateway.request import Priority, RequestTrace
 from gateway.scheduling.decision_log import Decision, Grant, Queueing, Refusal
-from gateway.trace_context import RequestTrace
 from gateway.tracing.spans import MOST_DECISIONS, EndedRequest, Span, spans_of
 
 PATH = "/v1/chat/completions"

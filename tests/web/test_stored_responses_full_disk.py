@@ -15,7 +15,7 @@ from pathlib import Path
 import openai
 from gateway.batches import background_runner
 from tests.emulator import EmulatedNode
-from tests.web.test_stored_responses import ASK, client, ended, gateway
+from tests.web.test_background import ASK, client, ended, gateway
 
 background_runner.LEASE_SECONDS = 1.0  # after which it is tried again
 

@@ -24,13 +24,11 @@ from gateway.errors import GatewayError
 from gateway.events import EventBus
 from gateway.fleet.fleet import Fleet
 from gateway.observe.audit import AuditTrail
-from gateway.observe.exposition import CONTENT_TYPE
 from gateway.observe.history import RecentRequests
-from gateway.observe.metrics import Metrics
+from gateway.observe.metrics import CONTENT_TYPE, Metrics
 from gateway.proxy.in_flight import InFlightRegistry
 from gateway.scheduling.scheduler import Scheduler
 from gateway.usage.reports import Reporter
-from gateway.web.admin.audit import AUDIT_TARGET_KEY, AuditEndpoints
 from gateway.web.admin.configuration import ConfigEndpoints, GatewayControl
 from gateway.web.admin.guard import AdminGuard, identity_of, role_required
 from gateway.web.admin.keys import KeyEndpoints
@@ -39,9 +37,9 @@ from gateway.web.admin.models import ModelEndpoints
 from gateway.web.admin.node_metrics import NodeMetricsEndpoint
 from gateway.web.admin.nodes import DrainDeadlines, NodeEndpoints
 from gateway.web.admin.playground import Playground
+from gateway.web.admin.reports import AUDIT_TARGET_KEY, AuditEndpoints, UsageEndpoints
 from gateway.web.admin.requests import RequestEndpoints
 from gateway.web.admin.status import StatusEndpoints
-from gateway.web.admin.usage import UsageEndpoints
 from gateway.web.admin.why import WhyEndpoints
 from gateway.web.asgi import Endpoint, HealthEndpoints, asgi_app, by_method
 from gateway.web.handler import ProxyHandler

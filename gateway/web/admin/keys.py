@@ -25,8 +25,8 @@ from gateway.errors import truncate_echo
 from gateway.proxy.api.base import openai_error
 from gateway.proxy.inbound.request import ModelAliases
 from gateway.store.failures import StoreError
-from gateway.web.admin.audit import AUDIT_TARGET_KEY
 from gateway.web.admin.configuration import GatewayControl
+from gateway.web.admin.reports import AUDIT_TARGET_KEY
 from gateway.web.asgi import JsonResponse, read_fields, store_unavailable
 
 T = TypeVar("T")

@@ -14,14 +14,13 @@ from starlette.responses import Response
 from gateway import errors
 from gateway.config.routing import CATCH_ALL
 from gateway.config.settings import Settings
-from gateway.errors import GatewayError, truncate_echo
+from gateway.errors import GatewayError, suggestion, truncate_echo
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.model_index import MOST_NAMES, MOST_VALUES, ModelDifference
 from gateway.proxy.inbound.request import ModelAliases
 from gateway.scheduling.admission import Waiter
 from gateway.scheduling.scheduler import Scheduler
 from gateway.web.admin.configuration import GatewayControl
-from gateway.web.admin.suggestions import suggestion
 from gateway.web.asgi import JsonResponse
 
 Json = dict[str, Any]

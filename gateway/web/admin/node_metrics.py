@@ -23,8 +23,7 @@ from gateway.fleet.fleet import Fleet
 from gateway.fleet.health import fetch
 from gateway.fleet.lifecycle import ProbeResult
 from gateway.fleet.node import Node
-from gateway.observe.exposition import CONTENT_TYPE, MetricsPage, labels
-from gateway.observe.metrics import METRIC_PREFIX
+from gateway.observe.metrics import CONTENT_TYPE, METRIC_PREFIX, MetricsPage, labels
 
 AT_ONCE = 8
 """Nodes that are asked at the same time, but for those that are late. To read the answers of more

@@ -11,13 +11,12 @@ import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.errors import GatewayError, truncate_echo
+from gateway.errors import GatewayError, suggestion, truncate_echo
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.node import Node
 from gateway.proxy.in_flight import InFlightRegistry, InFlightRequest
 from gateway.scheduling.candidates import FleetSync
 from gateway.scheduling.placement_state import NodeSlots
-from gateway.web.admin.suggestions import suggestion
 from gateway.web.asgi import JsonResponse, number_parameter
 
 LONGEST_DRAIN_DEADLINE = 7 * 24 * 3600.0

@@ -15,9 +15,9 @@ from starlette.responses import Response
 from gateway.errors import CLIENT_CLOSED_STATUS
 from gateway.fleet.fleet import Fleet
 from gateway.observe.audit import AuditTrail
-from gateway.observe.exposition import Histogram
 from gateway.observe.metrics import (
     BatchSample,
+    Histogram,
     LedgerSample,
     Metrics,
     MetricsSnapshot,

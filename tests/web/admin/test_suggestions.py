@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.web.admin.suggestions import suggestion
+from gateway.errors import suggestion
 
 FLEET = [f"epyc-{number:03}-numa{number % 2}" for number in range(1000)]
 
