@@ -249,3 +249,109 @@ def play(events: list[tuple[str, int]], seed: int) -> None:
     # In virtual time, where the scheduler's own timers don't ring while nothing waits for them.
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         runner.run(run(events, seed))
+
+
+# Beside GPUs.
+
+SPILL_EVENTS = (
+    ["arrive"] * 6
+    + ["read", "end", "cancel", "time_passes"] * 2
+    + ["refuse", "change", "cancel_granted", "grant_cancelled"]
+)
+
+
+@dataclass
+class SpillWorld(World):
+    """A CPU and two GPUs, to which normal requests may spill over."""
+
+    def arrive(self, number: int) -> None:
+        # Two long prompts: a request may wait for the GPU that reads its prompt just now.
+        blocks = tuple(hash((number % 2, i)) for i in range(4))
+        request = a_request(
+            priority=Priority.NORMAL if number % 3 else Priority.BATCH,
+            prompt_key=PromptKey(blocks, 3000.0, size=12_000),
+            text_bytes=12_000,
+            max_tokens=50,
+            time_limit=5.0 if number % 5 == 0 else None,
+            caller=CALLERS[number % 4 // 2],
+        )
+        begin = take_record if self.rng.random() < 0.5 else wait_for_record
+        self.tasks[request.id] = request, asyncio.create_task(begin(self.scheduler, request))
+
+    def read(self, number: int) -> None:
+        if self.running:
+            self.running[number % len(self.running)][1].content_received(self.clock())
+
+    def end(self, number: int) -> None:
+        if self.running:
+            _, record = self.running.pop(number % len(self.running))
+            if record.reservation is not None:
+                record.reservation.settle(0.0, happened=True, now=self.clock())
+            record.release()
+
+    def refuse(self, number: int) -> None:
+        if self.tasks:
+            request_id = list(self.tasks)[number % len(self.tasks)]
+            self.scheduler.refuse(request_id, GatewayError(503, "no_node", ""))
+
+    def cancel_granted(self, number: int) -> None:
+        """Cancel a request that has just been granted a slot, and does not know it yet."""
+        self.end(number)
+        self.scheduler.check_all()
+        self.cancel(number)
+
+    def grant_cancelled(self, number: int) -> None:
+        """Give slots out while a request that waits does not know yet that it is cancelled."""
+        self.cancel(number)
+        self.end(number)
+        self.scheduler.check_all()
+
+
+def test_no_way_of_a_request_keeps_its_share_of_the_spill_over() -> None:
+    spilled, ends = 0, set[str]()
+    for seed in range(100):
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            count, errors = runner.run(spill_at_random(random.Random(seed)))
+        spilled += count
+        ends |= errors
+    assert spilled > 100
+    assert {"queue_full", "queue_timeout", "no_node"} <= ends
+
+
+async def spill_at_random(rng: random.Random) -> tuple[int, set[str]]:
+    """How many requests spilled over, and the codes of those that were refused."""
+    clock = Clock()
+    nodes = {
+        name: node(name, slots=1, tier=tier, clock=clock)
+        for name, tier in (("a", "cpu"), ("b", "gpu"), ("c", "gpu"))
+    }
+    for one in nodes.values():
+        one.speed.learn_timings(
+            {"prompt_n": 900, "prompt_ms": 9000.0, "predicted_n": 90, "predicted_ms": 9000.0}
+        )
+    scheduler = a_scheduler(
+        *nodes.values(),
+        clock=clock,
+        queue={"max": 2, "max_wait": 20},
+        hybrid={"spill": {"after": 0, "share": 1}},
+    )
+    world = SpillWorld(clock, nodes, scheduler, rng)
+    for _ in range(80):
+        getattr(world, rng.choice(SPILL_EVENTS))(rng.randrange(20))
+        if rng.random() < 0.7:
+            await world.settle()
+    for _, task in world.tasks.values():
+        task.cancel()
+    await world.settle()
+    while world.running:
+        world.end(0)
+    shown = scheduler.tier_policy.view(clock())["spill"]
+    assert isinstance(shown, dict)
+    assert shown["running"] == 0
+    scheduler.close()
+    return shown["spilled"], set(world.errors)
+
+
+async def wait_for_record(scheduler: Scheduler, request: LeaseRequest) -> LeaseRecord:
+    """As `take_record`, of a request that is queued first, since a slot has just come free."""
+    return scheduler.records[(await scheduler.wait_for_lease(request)).id]

@@ -746,6 +746,43 @@ def spill(**keys: Any) -> dict[str, Any]:
 SLOW_HYBRID = {"slots": 1, "decode_tps": 20.0}
 
 
+@in_virtual_time
+async def test_each_class_keeps_to_its_tiers_and_spill_over_to_its_budget(tmp_path: Path) -> None:
+    gpu = Endpoint()
+    async with a_site(
+        tmp_path,
+        gpu,
+        [a_cpu(**SLOW_HYBRID)],
+        model={MODEL: gpu.model, "gpu-alone": gpu.model},
+        cost_per_million_tokens={"prompt": 0, "completion": 1000},
+    ) as site:
+        for priority in ("normal", "batch"):
+            stayed = await site.asked(3, priority)
+            assert [(one.tier, one.fallback) for one in stayed] == [("cpu", None)] * 3
+            alone = await site.ask(priority, model="gpu-alone")
+            assert (alone.status, alone.tier, alone.fallback) == (200, "gpu", None)
+
+        # 4 tokens cost 0.004: the money is for two and a half requests.
+        await site.reload(spill(money_per_hour=0.01))
+        paid = tiers(await site.asked(8))["gpu"]
+        assert 2 <= paid <= 3
+
+        # Of the 20 normal requests since then a quarter, those that were paid for included.
+        await site.reload(spill(share=0.25))
+        answers = await site.asked(12)
+        assert all(one.whole for one in answers)
+        assert 1 <= tiers(answers)["gpu"] <= 5 - paid
+        assert {one.fallback for one in answers if one.tier == "gpu"} == {"cpu_wait"}
+        policy = site.running.gateway.scheduler.tier_policy
+        await until(lambda: _running(policy) == 0)
+        shown = policy.view(now())["spill"]
+        assert isinstance(shown, dict)
+        assert shown["spilled"] == paid + tiers(answers)["gpu"]
+
+        await site.reload(spill(share=1))
+        assert tiers(await site.asked(3, "batch")) == {"cpu": 3}
+
+
 @pytest.mark.slow
 @in_virtual_time
 async def test_normal_spills_over_within_its_share_and_batch_never(tmp_path: Path) -> None:

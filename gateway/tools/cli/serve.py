@@ -129,6 +129,10 @@ def check(
     labels = (node.labels for node in found.inventory.nodes)
     warnings = [str(warning) for warning in found.inventory.warnings]
     warnings += empty_pools(found.settings, labels)
+    if (policy := found.settings.policy) != "least_finish":
+        warnings.append(
+            f"policy: {policy} means least_finish now, and the next release refuses it; remove it"
+        )
     checks: list[NodeCheck] = []
     differing: list[str] = []
     if probe:

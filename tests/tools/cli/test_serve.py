@@ -269,6 +269,17 @@ def test_two_nodes_of_one_server_are_a_warning(folder: Path) -> None:
     assert json.loads(run("check", "--json").out)["warnings"] == [warning.removeprefix("warning: ")]
 
 
+def test_another_policy_than_the_gateways_own_is_a_warning(folder: Path) -> None:
+    settings = folder / "config/gateway.yaml"
+    settings.write_text("policy: round_robin\n")
+    ran = run("check")
+    assert ran.status == 0
+    assert ran.err.startswith("warning: policy: round_robin means least_finish now")
+    assert len(json.loads(run("check", "--json").out)["warnings"]) == 1
+    settings.write_text("policy: least_finish\n")
+    assert run("check").err == ""
+
+
 # check --probe.
 
 
