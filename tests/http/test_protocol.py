@@ -592,7 +592,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def changed(what: str, where: str) -> str:
-    return f"uvicorn {INSTALLED}: {what}; check gateway/web/{where}"
+    return f"uvicorn {INSTALLED}: {what}; check gateway/http/{where}"
 
 
 def attributes_of(kind: type, owner: str, context: type[ast.expr_context]) -> set[str]:
